@@ -156,11 +156,11 @@ class Ours:
         microbatches = [
             {name: parts[index] for name, parts in cut.items()} for index in range(MICROBATCHES)
         ]
-        return self.engine.backward(microbatches, self.loss, weight)
+        return self.engine.passes.backward(microbatches, self.loss, weight)
 
     def renew(self) -> None:
         """Begin with a fresh runtime."""
-        self.engine.runtime = Runtime(self.engine.stages, self.engine.groups)
+        self.engine.passes.runtime = Runtime(self.engine.stages, self.engine.groups)
 
 
 def compare(name: str, size: str, steps: int) -> dict[str, Any]:

@@ -1,15 +1,18 @@
 from .cluster.layout import Layout
-from .engine.engine import Engine, Update
+from .engine.engine import Engine
 from .engine.loss import NextTokenLoss
 from .engine.optimizers.adafactor import AdafactorConfig
 from .engine.optimizers.adamw import AdamWConfig
 from .engine.optimizers.muon import MuonConfig
 from .engine.optimizers.sgd import SGDConfig
 from .engine.optimizers.torch_class import TorchConfig
+from .engine.updates.settings import LossScale
+from .engine.updates.update import Update
 from .errors import (
     CheckpointError,
     ConfigError,
     DamageError,
+    DivergenceError,
     LaunchError,
     LayoutError,
     ModelError,
@@ -33,10 +36,12 @@ __all__ = [
     "ConfigError",
     "DamageError",
     "DistributedTrainer",
+    "DivergenceError",
     "Engine",
     "LaunchError",
     "Layout",
     "LayoutError",
+    "LossScale",
     "ModelError",
     "ModelPlan",
     "MuonConfig",

@@ -25,6 +25,12 @@ class NonFiniteError(ParallelError, ArithmeticError):
     exit_code: ClassVar[int] = 1
 
 
+class DivergenceError(ParallelError, ArithmeticError):
+    """A run whose losses or gradients are not finite, or spikes: `on_nonfinite`, `on_spike`."""
+
+    exit_code: ClassVar[int] = 1
+
+
 class CheckpointError(ParallelError, RuntimeError):
     """A checkpoint that cannot be written, or does not belong to this run."""
 

@@ -30,6 +30,7 @@ GROUPS = {
         "sequence_length",
         "seed",
     ),
+    "steps that go wrong": ("on_nonfinite", "on_spike", "spike_factor", "spike_window"),
     "experts": (
         "balance",
         "balance_coefficient",
@@ -38,6 +39,8 @@ GROUPS = {
     ),
     "how it is computed": (
         "mixed_precision",
+        "loss_scale",
+        "audit_every",
         "microbatch_size",
         "recompute",
         "context_attention",

@@ -71,9 +71,9 @@ class Writer(StorageWriter):
 
     def _write_file(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         # Wide dtypes first, so that each tensor in the file is aligned without holes.
-        items = sorted(plan.items, key=lambda item: -_dtype(item).itemsize)
+        items = sorted(plan.items, key=lambda item: -dtype_of(item).itemsize)
         name = f"rank-{self.rank:05d}.safetensors"
-        header = _header(items)
+        header = header_of_items(items)
         results = []
         with (self.aside / name).open("xb", buffering=0) as file:
             write_all(file, header)
@@ -81,7 +81,7 @@ class Writer(StorageWriter):
             for item in items:
                 content = _content(planner, item)
                 write_all(file, content)
-                box = _box(item)
+                box = box_of(item)
                 chunk = Chunk(
                     file=name,
                     begin=begin,
@@ -101,12 +101,20 @@ class Writer(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the manifest and give the checkpoint its name: from here on it is complete."""
+        manifest = self.manifest(metadata, results)
+        with writing(self.folder):
+            write_synced(self.aside / MANIFEST, manifest.encode())
+            sync_folder(self.aside)
+            publish(self.aside, self.folder)
+
+    def manifest(self, metadata: Metadata, results: list[list[WriteResult]]) -> Manifest:
+        """What the checkpoint holds, from what every rank has written."""
         kept = [result for rank in results for result in rank]
         chunks: dict[str, list[Chunk]] = {name: [] for name in metadata.state_dict_metadata}
         for result in kept:
             if isinstance(result.storage_data, Chunk):
                 chunks[result.index.fqn].append(result.storage_data)
-        manifest = Manifest(
+        return Manifest(
             step=self.step,
             tensors={
                 name: _saved(metadata.state_dict_metadata[name], tuple(parts))
@@ -115,10 +123,6 @@ class Writer(StorageWriter):
             files=tuple(r.storage_data for r in kept if isinstance(r.storage_data, SavedFile)),
             facts=dict(self.facts),
         )
-        with writing(self.folder):
-            write_synced(self.aside / MANIFEST, manifest.encode())
-            sync_folder(self.aside)
-            publish(self.aside, self.folder)
 
     def discard(self) -> None:
         """Remove what an unfinished save has left."""
@@ -130,20 +134,27 @@ class Writer(StorageWriter):
         return True
 
 
-def _dtype(item: WriteItem) -> torch.dtype:
+def dtype_of(item: WriteItem) -> torch.dtype:
+    """Of what an item writes."""
     assert item.tensor_data is not None  # prepare_local_plan refused the rest
     return item.tensor_data.properties.dtype
 
 
-def _box(item: WriteItem) -> Any:
+def box_of(item: WriteItem) -> Any:
+    """The offsets and sizes of what an item writes of its tensor."""
     assert item.tensor_data is not None
     return item.tensor_data.chunk
 
 
-def _header(items: list[WriteItem]) -> bytes:
+def header_of_items(items: list[WriteItem]) -> bytes:
+    """The header of the file that holds them, in their order.
+
+    Raises:
+        CheckpointError: a dtype cannot be saved.
+    """
     entries = []
     for item in items:
-        name, box, dtype = item.index.fqn, _box(item), _dtype(item)
+        name, box, dtype = item.index.fqn, box_of(item), dtype_of(item)
         if dtype not in DTYPES:
             raise CheckpointError(f"state {name!r} has dtype {dtype}; it cannot be saved")
         place = ",".join(map(str, box.offsets))

@@ -111,6 +111,31 @@ def build_stages(
     return stages
 
 
+def build_beside(
+    config: ModelConfig,
+    placement: Sequence[int],
+    split: Sequence[int] | None,
+    groups: Groups,
+    options: EngineOptions,
+) -> dict[int, StagedModel]:
+    """This process's stages once more, in float32 and without storage."""
+    layers = cut_layers(config.num_hidden_layers, len(placement), model_plan(config).cuts, split)
+    return {
+        stage: build_stage(
+            config,
+            layers[stage],
+            groups,
+            mixed_precision=False,
+            recompute=options.recompute,
+            ops=options.ops or operators,
+            prepare=_preparation(options),
+            allocate=False,
+        )
+        for stage, home in enumerate(placement)
+        if home == groups.place.pipeline
+    }
+
+
 def _preparation(options: EngineOptions) -> Callable[[Any], object]:
     """What is done to a stage before it is sharded: what the user asks for, then extra heads."""
 

@@ -1,88 +1,62 @@
 """Runs a model under any layout: one object that trainers of every kind ask for work."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
 from math import isfinite, nan
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from attrs import evolve, field, frozen
+from attrs import evolve
 from torch import Tensor, nn
 
 from ms_parallel import operators
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.engine.assembly import EngineArguments, Given, build_stages, describe
-from ms_parallel.engine.balance.balancer import Balancer, ExpertLoad
+from ms_parallel.engine.adapters import Adapters, check_adaptable
+from ms_parallel.engine.assembly import (
+    EngineArguments,
+    Given,
+    build_beside,
+    build_stages,
+    describe,
+)
+from ms_parallel.engine.balance.balancer import Balancer
 from ms_parallel.engine.balance.settings import Balance, balance_of
-from ms_parallel.engine.further import HasFurther, depths_of, divisors, further_shares
-from ms_parallel.engine.generation import Sampling, generate
-from ms_parallel.engine.heads import heads_of, thaw_heads
+from ms_parallel.engine.further import depths_of
+from ms_parallel.engine.generation import Sampling, generate, stops_of
+from ms_parallel.engine.gradients import scale
+from ms_parallel.engine.heads import thaw_heads
 from ms_parallel.engine.loss import Loss, LossWithStatistics, Output
-from ms_parallel.engine.microbatches import cut_batch, measure
+from ms_parallel.engine.microbatches import measure
 from ms_parallel.engine.optimizer import learning_rate
 from ms_parallel.engine.options import EngineOptions
-from ms_parallel.engine.output import HeadOutput, LogitsOutput
 from ms_parallel.engine.rules.grouped import GroupedOptimizer
-from ms_parallel.engine.state import load_state, state_of
+from ms_parallel.engine.state import SCALE, load_state, state_of
 from ms_parallel.engine.trainable import Trainable
-from ms_parallel.errors import ConfigError, ModelError, ParallelError
+from ms_parallel.engine.updates.auditor import Auditor
+from ms_parallel.engine.updates.loss_scale import LossScaler
+from ms_parallel.engine.updates.passes import Passes
+from ms_parallel.engine.updates.settings import check_audit
+from ms_parallel.engine.updates.update import Update
+from ms_parallel.errors import ModelError, ParallelError
 from ms_parallel.files.untrusted import check_path
 from ms_parallel.models.batch import Batch
-from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.family import family_of
-from ms_parallel.models.staged import RowSplit
+from ms_parallel.models.staged import StagedModel
 from ms_parallel.models.tokenizer_files import TokenizerFiles
 from ms_parallel.models.weight_names import Rules
 from ms_parallel.operators import Ops
 from ms_parallel.pipeline.choice import Tables
 from ms_parallel.pipeline.recorder import Recorder
-from ms_parallel.pipeline.runtime import Runtime, call_stage
 from ms_parallel.signature import takes
 from ms_parallel.split.context.kinds import check_context
-from ms_parallel.split.context.splitter import ContextLoad, Splitter
-from ms_parallel.split.own_model import OwnModelConfig, call_own
+from ms_parallel.split.context.splitter import Splitter
+from ms_parallel.split.own_model import OwnModelConfig
 from ms_parallel.split.part import drop_gathered, is_whole_here
 from ms_parallel.split.precision import warn_of_slow_bfloat16
+from ms_parallel.split.precision_choice import precision_name
 from ms_parallel.weights.save import save_model
-
-
-@frozen(kw_only=True)
-class Update:
-    """What one update did; the same on every process."""
-
-    loss: float
-    """Mean loss over the global batch; NaN where nothing had a loss."""
-    grad_norm: float
-    """Euclidean norm of the whole gradient, before it was clipped; NaN where nothing had a loss."""
-    learning_rate: float
-    tokens: int
-    """Tokens of the global batch."""
-    skipped: Literal["no_targets", "nonfinite"] | None = None
-    """Why weights and moments are as before: nothing had a loss, or the gradient was not finite;
-    None where the update was performed."""
-    statistics: Mapping[str, float] = field(factory=dict)
-    """The loss's statistics, by name, each divided by the global weight."""
-    mtp_losses: tuple[float, ...] = ()
-    """Mean loss of each layer that predicts further, over its own targets; 0 where it has none."""
-    experts: ExpertLoad | None = None
-    """How tokens were shared out over experts; None without any, or where nothing had a loss."""
-    context: ContextLoad | None = None
-    """How evenly this data rank's last microbatch was shared out over the context axis, if it was;
-    the only value that differs between data ranks."""
-
-
-class Adapters(Protocol):
-    """Small weights that are trained beside a model's own."""
-
-    def disable_adapter(self) -> AbstractContextManager[None]:
-        """The model as it was before, while the block runs."""
-
-    def save_pretrained(self, folder: Path, /) -> None:
-        """Write them; every process calls it."""
 
 
 class Engine:
@@ -109,11 +83,13 @@ class Engine:
         layout = chosen.groups.layout if chosen.groups else layout or Layout()
         self.config, self.plan = describe(model, chosen.plan, layout, chosen.recompute)
         check_context(chosen.context_attention, self.config, layout)
+        own = isinstance(model, nn.Module)
+        if own:
+            check_audit(chosen, "a module of your own, which cannot be built a second time")
         self.groups = chosen.groups or connect(layout, device=chosen.device)
-        if chosen.mixed_precision and dist.get_rank() == 0:
+        if chosen.mixed_precision is True and dist.get_rank() == 0:
             warn_of_slow_bfloat16(self.device)
         self.ops: Ops = chosen.ops or operators
-        self.microbatch_size = chosen.microbatch_size
         self.step = 0
         """Updates asked for so far, skipped ones included."""
         self.tables = Tables(chosen.schedule, layout.pipeline)
@@ -122,8 +98,6 @@ class Engine:
         self.stages = build_stages(
             model, self.config, self.plan, self.placement, self.tables.layers, self.groups, chosen
         )
-        own = isinstance(model, nn.Module)
-        self.runtime = Runtime(self.stages, self.groups, call_own if own else call_stage)
         self.splitter = Splitter(
             self.config,
             self.groups,
@@ -131,9 +105,12 @@ class Engine:
             chosen.context_balance,
             2 if chosen.mixed_precision else torch.get_default_dtype().itemsize,
         )
+        self.passes = self._passes(self.stages)
         self.trained = self._trainable(frozen_too=not own)
         mixture = getattr(self.config, "mixture", None)
         self.balancer = Balancer(self.stages, mixture, self.groups, balance_of(chosen))
+        self.scaler = LossScaler(chosen.scaling)
+        self.auditor = self._auditor() if chosen.audit_every else None
         self.adapters: Adapters | None = None
         """What is trained instead of the model's own weights; see `adapt`."""
 
@@ -163,11 +140,6 @@ class Engine:
         return self.groups.place.count
 
     @property
-    def sequence_parts(self) -> int:
-        """Into how many parts the tensor axis splits a sequence between blocks."""
-        return self.groups.layout.tensor if self.plan.split_sequence else 1
-
-    @property
     def vocabulary_size(self) -> int | None:
         """Tokens that the model knows; None where a module of your own does not say."""
         return getattr(self.config, "vocab_size", None)
@@ -185,31 +157,40 @@ class Engine:
         (stage,) = self.stages.values()
         return stage if all(map(is_whole_here, stage.parameters())) else None
 
-    def update(self, batch: Mapping[str, Any], loss: Loss | LossWithStatistics) -> Update:
+    def update(
+        self,
+        batch: Mapping[str, Any],
+        loss: Loss | LossWithStatistics,
+        *,
+        refuse: Callable[[float, float], bool] | None = None,
+    ) -> Update:
         """One step of the optimizer on the global batch, of which `batch` is this data rank's rows.
 
         Args:
             batch: tensors or arrays (b, S) as in the Batch seam; all processes of one data rank
                 pass the same.
             loss: summed over microbatches, divided once by its weight over the global batch.
+            refuse: called with the loss and the gradient's norm, which are finite and the same on
+                every process, before the weights change; True skips the update.
 
         Raises:
             ConfigError: there are no rows, or the sequence does not divide over `tensor`.
             ParallelError: the gradient is not finite and `on_nonfinite="raise"`.
         """
-        rows = self.microbatches(batch)
+        rows = self.passes.microbatches(batch)
         weight, tokens = measure(rows, loss, self.groups)
         names = loss.statistics if isinstance(loss, LossWithStatistics) else ()
         update = Update(
             loss=nan,
             grad_norm=nan,
-            learning_rate=learning_rate(self.step, self.optimizer.config),
+            learning_rate=learning_rate(self.optimizer.taken, self.optimizer.config),
             tokens=tokens,
             skipped="no_targets",
+            loss_scale=self.scaler.factor if self.scaler.settings else None,
             statistics=dict.fromkeys(names, nan),
         )
         if weight > 0.0:
-            update = self._update(rows, loss, weight, names, update)
+            update = self._update(rows, loss, weight, update, refuse)
         self.step += 1
         return update
 
@@ -218,16 +199,19 @@ class Engine:
         rows: Sequence[Batch],
         loss: Loss | LossWithStatistics,
         weight: float,
-        names: Sequence[str],
         update: Update,
+        refuse: Callable[[float, float], bool] | None,
     ) -> Update:
         """Perform an update of rows that have a loss."""
+        names, factor = tuple(update.statistics), self.scaler.factor
         statistics: list[Tensor] = []
         further: list[Tensor] = []
-        with self.balancer.accounting(update.tokens):
-            losses = self.backward(rows, loss, weight, statistics, further)
+        with self.balancer.accounting(update.tokens, factor):
+            losses = self.passes.backward(rows, loss, weight, statistics, further, scale=factor)
         load = self.balancer.collect(update.tokens)
         gradients = self.trained.gradients()
+        if factor != 1.0:
+            scale(list(gradients.values()), 1.0 / factor)
         facts = torch.zeros(2 + len(names) + depths_of(self.config, loss), device=self.device)
         if losses and self.groups.place.speaks_for_rows:
             facts[0] = torch.stack(losses).sum()
@@ -238,10 +222,15 @@ class Engine:
         facts[1] = self.trained.squared_norm(gradients)
         value, square, *means = self.groups.all_reduce(facts).tolist()
         norm = square**0.5
-        finite = isfinite(value) and isfinite(norm)
-        self.trained.step(gradients if finite else None, norm, update.learning_rate)
-        self.balancer.settle(load if finite else None)
-        if not finite and self.options.on_nonfinite == "raise":
+        skipped = self._reason(value, norm, refuse)
+        audit = None
+        if self.auditor and isfinite(norm) and not (self.step + 1) % self.auditor.every:
+            audit = self.auditor.audit(rows, loss, weight, update.tokens, value, gradients)
+        self.trained.step(None if skipped else gradients, norm, update.learning_rate)
+        self.balancer.settle(None if skipped else load)
+        if skipped in (None, "overflow"):
+            self.scaler.settle(overflow=skipped is not None)
+        if skipped == "nonfinite" and self.options.on_nonfinite == "raise":
             raise ParallelError(
                 f"update {self.step}: loss {value}, gradient norm {norm}: not finite; weights are "
                 "unchanged; lower the learning rate or look at this batch"
@@ -250,72 +239,38 @@ class Engine:
             update,
             loss=value,
             grad_norm=norm,
-            skipped=None if finite else "nonfinite",
+            skipped=skipped,
             statistics=dict(zip(names, means, strict=False)),
             mtp_losses=tuple(means[len(names) :]),
             experts=load,
             context=self.splitter.load,
+            audit=audit,
         )
 
-    def backward(
-        self,
-        microbatches: Sequence[Batch],
-        loss: Loss | LossWithStatistics,
-        weight: float,
-        statistics: list[Tensor] | None = None,
-        further: list[Tensor] | None = None,
-    ) -> list[Tensor]:
-        """Forwards and backwards of an update; gradients are left in the parameters.
-
-        Args:
-            microbatches: this data rank's rows.
-            loss: of each.
-            weight: what their sum is divided by.
-            statistics: takes those of each microbatch, where the loss has any.
-            further: takes each microbatch's share (depths,) of the mean losses of the layers that
-                predict further, where the loss asks for them; their gradient comes along.
-
-        Returns:
-            Each microbatch's share of the loss; an empty list away from the last stage.
-        """
-        of_depths = divisors(microbatches, depths_of(self.config, loss), self.groups)
-
-        def finish(hidden: Tensor, microbatch: Batch, row_split: RowSplit | None) -> Tensor:
-            output = partial(self._output, row_split=row_split)
-            found = loss(output(hidden), microbatch)
-            if isinstance(found, tuple):
-                found, others = found
-                if statistics is not None:
-                    statistics.append(others.detach())
-            if not of_depths:
-                return found / weight
-            last = self.stages[len(self.placement) - 1]
-            shares = further_shares(last, hidden, microbatch, of_depths, output, row_split)
-            if further is not None:
-                further.append(shares.detach())
-            mean = cast(HasFurther, loss).mtp_weight * shares.mean()
-            return found / weight + (mean - mean.detach())
-
-        on_device = [self._to_device(microbatch) for microbatch in microbatches]
-        return self.runtime.run(
-            self.tables.training(len(on_device)),
-            on_device,
-            finish,
-            row_splits=[self.splitter.split(microbatch) for microbatch in microbatches],
-        )
+    def _reason(
+        self, loss: float, norm: float, refuse: Callable[[float, float], bool] | None
+    ) -> Literal["nonfinite", "overflow", "refused"] | None:
+        """Why an update is not performed; the same on every process, as the numbers are."""
+        if not (isfinite(loss) and isfinite(norm)):
+            return "overflow" if self.scaler.may_overflow(loss) else "nonfinite"
+        return "refused" if refuse is not None and refuse(loss, norm) else None
 
     def recorded_update(
-        self, batch: Mapping[str, Any], loss: Loss | LossWithStatistics
+        self,
+        batch: Mapping[str, Any],
+        loss: Loss | LossWithStatistics,
+        *,
+        refuse: Callable[[float, float], bool] | None = None,
     ) -> tuple[Update, Recorder]:
         """`update`, and a recorder of what this rank computed when; every process calls it.
 
         `ms_parallel.pipeline.gathering.recorded_step` gathers those of all ranks.
         """
-        recorder = self.runtime.recorder = Recorder(self.device)
+        recorder = self.passes.runtime.recorder = Recorder(self.device)
         try:
-            return self.update(batch, loss), recorder
+            return self.update(batch, loss, refuse=refuse), recorder
         finally:
-            self.runtime.recorder = None
+            self.passes.runtime.recorder = None
 
     @torch.no_grad()
     def evaluate(
@@ -326,40 +281,10 @@ class Engine:
         Returns:
             The result for this data rank's rows, on every process of that data rank.
         """
-        results = self.forward(self.microbatches(batch), function)
+        results = self.passes.forward(self.passes.microbatches(batch), function)
         for stage in self.stages.values():
             drop_gathered(stage)
-        return self.share(torch.cat(results) if results else None)
-
-    def forward(
-        self,
-        microbatches: Sequence[Batch],
-        function: Callable[[Output, Batch], Tensor],
-        *,
-        caches: Mapping[int, KeyValueCache] | None = None,
-    ) -> list[Tensor]:
-        """`function(output, microbatch)` of each; an empty list away from the last stage.
-
-        With caches every context rank has the rows whole.
-        """
-        whole = caches is not None
-        return self.runtime.run(
-            self.tables.forwards(len(microbatches)),
-            [self._to_device(microbatch) for microbatch in microbatches],
-            lambda hidden, microbatch, row_split: function(
-                self._output(hidden, row_split), microbatch
-            ),
-            caches=caches,
-            row_splits=[None if whole else self.splitter.split(each) for each in microbatches],
-        )
-
-    def share(self, result: Tensor | None) -> Tensor:
-        """What the last stage has made (None elsewhere), on every process of its data rank."""
-        shared = self.runtime.mailbox.share(result, self.placement[-1])
-        if self.groups.layout.context > 1:  # where all have computed it, bits may differ
-            shared = shared.to(self.device).contiguous()
-            dist.broadcast(shared, self.groups.peer("context", 0), self.groups.group("context"))
-        return shared
+        return self.passes.share(torch.cat(results) if results else None)
 
     def gather(self, rows: Tensor) -> Tensor:
         """The rows of all data ranks, in their order; each gives as many."""
@@ -391,16 +316,12 @@ class Engine:
             The new tokens of each row, without the prompt, on every process of the data rank.
         """
         return generate(
-            self,
+            self.passes,
             prompts,
             max_new_tokens=max_new_tokens,
             sampling=Sampling(**sampling),
-            stops=self._stops(stop_token),
+            stops=stops_of(self.config, stop_token),
         )
-
-    def _stops(self, stop_token: int | Collection[int] | str | None) -> Collection[int]:
-        chosen: Any = self.config.eos_token_id if stop_token == "eos" else stop_token
-        return () if chosen is None else (chosen,) if isinstance(chosen, int) else tuple(chosen)
 
     def adapt(self, make: Callable[[Mapping[int, nn.Module]], Adapters]) -> None:
         """Train small weights beside the model's own, which are frozen, from now on.
@@ -413,13 +334,8 @@ class Engine:
             ConfigError: the layout splits matrices, sequences or experts, or a rank has several
                 stages.
         """
-        layout = self.groups.layout
-        several = len(set(self.placement)) < len(self.placement)
-        if max(layout.tensor, layout.context, layout.expert) > 1 or several:
-            raise ConfigError(
-                "adapters are trained over data and pipeline with one stage a rank; leave tensor,"
-                " context and expert at 1 in the layout, and choose a schedule such as 1f1b"
-            )
+        check_audit(self.options, "adapters, which a second model would lack")
+        check_adaptable(self.groups.layout, self.placement)
         self.adapters = make(self.stages)
         for stage in self.stages.values():
             thaw_heads(stage, self.options.heads)
@@ -452,7 +368,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights, moments and counters by name, ready for torch.distributed.checkpoint."""
-        return state_of(self.trained, self.step, self.balancer.state)
+        return state_of(self.trained, self.step, self._beside())
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` gave; another layout's goes through the checkpoint first.
@@ -460,7 +376,35 @@ class Engine:
         Raises:
             CheckpointError: names or shapes are not this engine's.
         """
-        self.step = load_state(self.trained, state, self.balancer.state)
+        beside = self._beside()
+        self.step = load_state(self.trained, state, beside)
+        self.scaler.load(beside[SCALE])
+
+    def _beside(self) -> dict[str, Tensor]:
+        """What the next update depends on beside weights and moments."""
+        return {**self.balancer.state, SCALE: self.scaler.state}
+
+    def _auditor(self) -> Auditor:
+        layers, name = self.tables.layers, precision_name(self.options.mixed_precision)
+
+        def build() -> Passes:
+            again = build_beside(self.config, self.placement, layers, self.groups, self.options)
+            return self._passes(again)
+
+        every = self.options.audit_every or 0
+        return Auditor(self.stages, self.trained, self.balancer, build, name, every)
+
+    def _passes(self, stages: Mapping[int, StagedModel]) -> Passes:
+        return Passes(
+            stages,
+            self.config,
+            self.plan,
+            self.groups,
+            ops=self.ops,
+            tables=self.tables,
+            splitter=self.splitter,
+            options=self.options,
+        )
 
     def _trainable(self, *, frozen_too: bool) -> Trainable:
         return Trainable(
@@ -477,34 +421,3 @@ class Engine:
         if isinstance(self.config, OwnModelConfig):
             return {}
         return family_of(self.config).weights(self.config)
-
-    def microbatches(self, batch: Mapping[str, Any], size: int | None = None) -> list[Batch]:
-        """This data rank's rows, as many at a time as `microbatch_size` or `size` says.
-
-        Raises:
-            ConfigError: there are no rows, or the sequence does not divide.
-        """
-        context = self.groups.layout.context
-        return cut_batch(batch, size or self.microbatch_size, self.sequence_parts, context)
-
-    def _to_device(self, batch: Batch) -> Batch:
-        if self.device.type == "cpu":
-            return batch
-        return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
-
-    def _output(self, hidden: Tensor, row_split: RowSplit | None = None) -> Output:
-        if isinstance(self.config, OwnModelConfig):
-            return LogitsOutput(hidden)
-        last = self.stages[len(self.placement) - 1]
-        heads = heads_of(last, self.options.heads)
-        return HeadOutput(
-            hidden,
-            last.head_weight,
-            self.ops,
-            self.groups,
-            heads,
-            softcap=self.config.final_softcap,
-            split=self.sequence_parts > 1,
-            row_split=row_split,
-            make_logits=None if getattr(last, "plain_head", True) else last.head,
-        )

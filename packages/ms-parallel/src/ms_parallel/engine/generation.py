@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -103,6 +103,12 @@ def generate(
         drop_gathered(stage)
     rows = torch.stack(written, dim=1).tolist() if written else [[] for _ in prompts]
     return [_until(row, stops) for row in rows]
+
+
+def stops_of(config: Any, stop_token: int | Collection[int] | str | None) -> Collection[int]:
+    """The tokens that end a row; those that a configuration names for `"eos"`."""
+    chosen: Any = config.eos_token_id if stop_token == "eos" else stop_token
+    return () if chosen is None else (chosen,) if isinstance(chosen, int) else tuple(chosen)
 
 
 class _Window:

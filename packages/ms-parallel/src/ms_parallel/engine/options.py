@@ -11,6 +11,7 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.balance.settings import method
 from ms_parallel.engine.optimizer import SHARED, OptimizerConfig, optimizer_of
 from ms_parallel.engine.optimizers.adamw import AdamWConfig
+from ms_parallel.engine.updates.settings import LossScale, check_loss_scale, loss_scale_of
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.pipeline.layer_split import Choice
@@ -18,6 +19,7 @@ from ms_parallel.settings import a_path, number, one_of, whole
 from ms_parallel.split.context.kinds import BALANCES, KINDS
 from ms_parallel.split.context.kinds import Balance as ContextBalance
 from ms_parallel.split.context.kinds import Kind as ContextKind
+from ms_parallel.split.precision_choice import MixedPrecision, mixed_precision
 from ms_parallel.split.recompute import Recompute
 
 
@@ -48,8 +50,12 @@ class EngineOptions:
     `search_schedule` finds, says."""
     microbatch_size: int | None = field(default=None, validator=whole(optional=True))
     """Rows of this data rank that pass at once, the last time perhaps fewer; None for all."""
-    mixed_precision: bool = False
-    """Compute in bfloat16; weights, moments and sums stay float32."""
+    mixed_precision: MixedPrecision = field(default=False, converter=mixed_precision)
+    """Compute in bfloat16 (True) or `"float16"`; weights, moments and sums stay float32."""
+    loss_scale: LossScale | None = field(default=None, converter=loss_scale_of)
+    """How the loss is scaled in float16, a `LossScale` or a table of its settings."""
+    audit_every: int | None = field(default=None, validator=whole(optional=True))
+    """Updates between audits, each of which is computed again in float32; None for none."""
     recompute: Recompute = field(default="none", validator=one_of("none", "full"))
     """`"full"` keeps only each block's input and runs it again in the backward."""
     seed: int = 0
@@ -90,3 +96,11 @@ class EngineOptions:
     prepare: Callable[[Any], object] | None = None
     """Called with each stage of this process once it is split over the tensor axis and before it is
     sharded; may change layers in place. Parameters that it adds begin at zero."""
+
+    def __attrs_post_init__(self) -> None:
+        check_loss_scale(self.loss_scale, self.mixed_precision)
+
+    @property
+    def scaling(self) -> LossScale | None:
+        """How the loss is scaled; None where it is not."""
+        return (self.loss_scale or LossScale()) if self.mixed_precision == "float16" else None

@@ -9,7 +9,7 @@ from ms_parallel.engine.trainable import Trainable
 from ms_parallel.errors import CheckpointError
 from ms_parallel.split.part import laid_out_like, local_part
 
-TAKEN, STEP = "optimizer.taken", "engine.step"
+TAKEN, STEP, SCALE = "optimizer.taken", "engine.step", "engine.loss_scale"
 
 
 def state_of(trained: Trainable, step: int, beside: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -64,7 +64,7 @@ def measure_segments(
     for index, kind in enumerate((Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)):
         for stage in engine.stages:
             own[index, stage] = median(t for step in times for t in step[kind, stage])
-    memory = engine.runtime = MemoryRuntime(engine.runtime)
+    memory = engine.passes.runtime = MemoryRuntime(engine.passes.runtime)
     _step(engine, batch)
     for stage in engine.stages:
         own[3, stage] = memory.kept_bytes[stage]
@@ -77,18 +77,18 @@ def measure_segments(
 def _step(engine: Engine, batch: Batch) -> None:
     """One step without an optimizer; gradients are dropped."""
     loss, rows = NextTokenLoss(), len(batch["tokens"]) // MICROBATCHES
-    microbatches = engine.microbatches(batch, rows)
+    microbatches = engine.passes.microbatches(batch, rows)
     weight, _ = measure(microbatches, loss, engine.groups)
-    engine.backward(microbatches, loss, weight)
+    engine.passes.backward(microbatches, loss, weight)
     for parameter in engine.parameters.values():
         parameter.grad = None
 
 
 def _timed(engine: Engine, batch: Batch) -> dict[tuple[Kind, int], list[float]]:
     """Seconds of each computation, by kind and stage."""
-    recorder = engine.runtime.recorder = Recorder(engine.device)
+    recorder = engine.passes.runtime.recorder = Recorder(engine.device)
     _step(engine, batch)
-    engine.runtime.recorder = None
+    engine.passes.runtime.recorder = None
     found: dict[tuple[Kind, int], list[float]] = {}
     row = engine.tables.training(MICROBATCHES).computations()[engine.groups.place.pipeline]
     for action, (begin, end) in zip(row, recorder.times_ns(), strict=True):
@@ -168,6 +168,7 @@ def conditions_of(
     options: dict[str, Any],
 ) -> dict[str, int | str | None]:
     """What a found schedule depends on, as it stands in its file."""
+    precision = options.get("mixed_precision", False)
     return {
         "layout": str(groups.layout),
         "architecture": config.model_type,
@@ -177,5 +178,5 @@ def conditions_of(
         "sequence_length": sequence_length,
         "memory_cap_bytes": memory_cap_bytes,
         "recompute": str(options.get("recompute", "none")),
-        "mixed_precision": int(options.get("mixed_precision", False)),
+        "mixed_precision": precision if isinstance(precision, str) else int(precision),
     }

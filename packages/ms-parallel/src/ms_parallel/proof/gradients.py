@@ -22,10 +22,10 @@ def whole_gradients(engine: Engine, batch: Mapping[str, Tensor]) -> tuple[float,
     A tied copy goes under its owner's name. Weights stay as they are; every process calls it.
     """
     loss = NextTokenLoss()
-    rows = engine.microbatches(my_rows(batch, engine.groups))
+    rows = engine.passes.microbatches(my_rows(batch, engine.groups))
     weight, tokens = measure(rows, loss, engine.groups)
     with engine.balancer.accounting(tokens):
-        losses = engine.backward(rows, loss, weight)
+        losses = engine.passes.backward(rows, loss, weight)
     engine.balancer.collect(tokens)
     total = torch.zeros((), device=engine.device)
     if losses and engine.groups.place.speaks_for_rows:

@@ -22,6 +22,7 @@ from ms_parallel.errors import ConfigError, LayoutError, ModelError
 from ms_parallel.models.foreign.around import Around
 from ms_parallel.models.foreign.cut import block_names, check_cut, cut
 from ms_parallel.models.plan import ModelPlan
+from ms_parallel.split.precision_choice import MixedPrecision
 from ms_parallel.split.recompute import Recompute, recompute_blocks
 from ms_parallel.split.sharding import shard_model
 from ms_parallel.split.tensor_parallel import split_model
@@ -147,7 +148,7 @@ def build_own(
     layers: Mapping[int, range],
     groups: Groups,
     *,
-    mixed_precision: bool,
+    mixed_precision: MixedPrecision,
     recompute: Recompute,
     prepare: Callable[[Any], object] | None = None,
 ) -> dict[int, nn.Module]:
@@ -158,7 +159,7 @@ def build_own(
         plan: how it may be split.
         layers: numbers of the blocks of each stage that this process has.
         groups: the layout's processes.
-        mixed_precision: compute in bfloat16.
+        mixed_precision: compute in bfloat16 or float16.
         recompute: keep only each block's input.
         prepare: what is done to each stage before it is sharded.
 

@@ -1,4 +1,4 @@
-"""Mixed precision: float32 masters and gradients, bfloat16 computation."""
+"""Mixed precision: float32 masters and gradients, computation in bfloat16 or float16."""
 
 import logging
 from time import perf_counter
@@ -6,16 +6,19 @@ from time import perf_counter
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ms_parallel.split.precision_choice import MixedPrecision, precision_name
+
 logger = logging.getLogger(__name__)
 WORTH_TELLING = 1.5
 """Times as long as in float32; a processor with bfloat16 products takes half as long."""
 
 
-def precision_policy(mixed_precision: bool) -> MixedPrecisionPolicy:
+def precision_policy(mixed_precision: MixedPrecision) -> MixedPrecisionPolicy:
     """FSDP2's policy: cast weights when they are gathered, sum gradients in float32."""
     if not mixed_precision:
         return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    dtype = getattr(torch, precision_name(mixed_precision))
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
 def warn_of_slow_bfloat16(device: torch.device) -> None:

@@ -12,10 +12,11 @@ from ms_parallel.models.experts.grouped import Experts
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.split.expert_parallel import shard_dim
 from ms_parallel.split.precision import precision_policy
+from ms_parallel.split.precision_choice import MixedPrecision
 
 
 def shard_model(
-    model: nn.Module, plan: ModelPlan, groups: Groups, *, mixed_precision: bool
+    model: nn.Module, plan: ModelPlan, groups: Groups, *, mixed_precision: MixedPrecision
 ) -> None:
     """Wrap each block, then the rest, in place. Gradients are summed over ranks, not averaged.
 

@@ -13,6 +13,7 @@ from ms_parallel.models.registry import build_model, model_plan
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.split.expert_parallel import split_experts
+from ms_parallel.split.precision_choice import MixedPrecision
 from ms_parallel.split.recompute import Recompute, recompute_blocks
 from ms_parallel.split.sharding import shard_model
 from ms_parallel.split.tensor_parallel import split_model
@@ -71,12 +72,13 @@ def build_stage(
     layers: range,
     groups: Groups,
     *,
-    mixed_precision: bool,
+    mixed_precision: MixedPrecision,
     recompute: Recompute,
     ops: Ops | None,
     prepare: Callable[[StagedModel], object] | None = None,
+    allocate: bool = True,
 ) -> StagedModel:
-    """One stage on this process's device; its weights are allocated but not yet set.
+    """One stage on this process's device; its weights are allocated (if asked) but not yet set.
 
     It is built without storage, then split, prepared, marked for recomputation and sharded in that
     order, so that no process ever holds more than its part.
@@ -96,6 +98,7 @@ def build_stage(
         prepare(stage)
     recompute_blocks(stage, plan, recompute)
     shard_model(stage, plan, groups, mixed_precision=mixed_precision)
-    allocated: nn.Module = stage.to_empty(device=groups.device)
-    assert allocated is stage
+    if allocate:
+        allocated: nn.Module = stage.to_empty(device=groups.device)
+        assert allocated is stage
     return stage

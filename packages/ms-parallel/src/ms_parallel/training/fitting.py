@@ -24,6 +24,21 @@ from ms_parallel.training.options import Options
 from ms_parallel.training.tokenizer import with_ends
 from ms_parallel.weights.load import has_weights
 
+PASSED_ON = (
+    "mixed_precision",
+    "loss_scale",
+    "audit_every",
+    "recompute",
+    "context_attention",
+    "context_balance",
+    "balance",
+    "balance_coefficient",
+    "balance_bias_rate",
+    "router_z_coefficient",
+    "seed",
+    "device",
+)
+"""Settings of a run that its engine has under the same names."""
 VOCABULARY_MULTIPLE = 64
 """A model's vocabulary is rounded up to it, so that many values of `tensor` divide it."""
 
@@ -112,18 +127,9 @@ def build_engine(
         optimizer=_optimizer(options, total),
         schedule=found.staged if found else schedule,
         microbatch_size=microbatch(options, layout),
-        mixed_precision=options.mixed_precision,
-        recompute=options.recompute,
-        context_attention=options.context_attention,
-        context_balance=options.context_balance,
-        balance=options.balance,
-        balance_coefficient=options.balance_coefficient,
-        balance_bias_rate=options.balance_bias_rate,
-        router_z_coefficient=options.router_z_coefficient,
-        seed=options.seed,
         weights=_weights(options),
-        device=options.device,
         ops=operators_of(options.ops),
+        **{name: getattr(options, name) for name in PASSED_ON},
     )
 
 

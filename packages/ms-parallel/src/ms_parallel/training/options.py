@@ -11,6 +11,7 @@ from attrs import field, fields, frozen
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.balance.settings import method
 from ms_parallel.engine.optimizer import betas, check_takes, decay, optimizer_of
+from ms_parallel.engine.updates.settings import check_loss_scale, loss_scale_of
 from ms_parallel.errors import ConfigError
 from ms_parallel.events import OnEvent
 from ms_parallel.pipeline.choice import SEARCH
@@ -20,6 +21,7 @@ from ms_parallel.settings import a_path, as_path, flag, nearest, number, one_of,
 from ms_parallel.split.context.kinds import BALANCES, KINDS
 from ms_parallel.split.context.kinds import Balance as ContextBalance
 from ms_parallel.split.context.kinds import Kind as ContextKind
+from ms_parallel.split.precision_choice import MixedPrecision, mixed_precision
 
 MOST_EPOCHS = 10**6
 DEVICE = re.compile(r"[a-z]{1,32}(:[0-9]{1,3})?")
@@ -63,6 +65,10 @@ def _schedule(instance: object, attribute: Any, value: Any) -> None:
         raise ConfigError(f"schedule is {value!r}; {nearest(value, names)} Or name a CSV file")
 
 
+def _loss_scale(instance: Any, attribute: Any, value: Any) -> None:
+    check_loss_scale(loss_scale_of(value), instance.mixed_precision)
+
+
 def _optimizer(instance: Any, attribute: Any, value: Any) -> None:
     optimizer_of(value)
     some = [f for f in fields(type(instance)) if f.name in ("betas", "epsilon")]
@@ -80,8 +86,8 @@ class Essentials:
     optimizer: str | Mapping[str, Any] = field(default="AdamW", validator=_optimizer)
     """`AdamW`, `Muon`, `SGD`, `Adafactor` or an elementwise class of torch.optim; or a table of the
     `name` and its own settings, such as momentum = 0.95."""
-    mixed_precision: bool = field(default=False, validator=flag)
-    """Compute in bfloat16; weights, moments and sums stay float32."""
+    mixed_precision: MixedPrecision = field(default=False, converter=mixed_precision)
+    """Compute in bfloat16 (true) or `float16`; weights, moments and sums stay float32."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -122,6 +128,25 @@ class Options(Essentials):
     """Guard of AdamW, also beside Muon, against division by zero."""
     max_grad_norm: float | None = field(default=1.0, validator=number(least=1e-30, optional=True))
     """Gradients of a greater norm are scaled down to it; None never scales."""
+    loss_scale: Mapping[str, Any] | None = field(default=None, validator=_loss_scale)
+    """How the loss is scaled in float16: a table of initial (65536), growth_interval (2000) and
+    hysteresis (1)."""
+    audit_every: int | None = field(default=None, validator=whole(optional=True))
+    """Steps between audits: the same batch again in float32, compared; None for none."""
+    on_nonfinite: Literal["skip", "roll_back", "stop"] = field(
+        default="skip", validator=one_of("skip", "roll_back", "stop")
+    )
+    """What is done where a loss or gradient is not finite: `skip` the step, `roll_back` to the
+    newest complete checkpoint and go on with the data that follow, or `stop`."""
+    on_spike: Literal["ignore", "skip", "roll_back", "stop"] = field(
+        default="ignore", validator=one_of("ignore", "skip", "roll_back", "stop")
+    )
+    """The same for a loss or gradient norm far above those before, and `ignore`."""
+    spike_factor: float = field(default=12.0, validator=number(least=1.0))
+    """A number is a spike that lies above the median by so many standard deviations, which are
+    measured by the median distance."""
+    spike_window: int = field(default=100, validator=whole(least=4, most=10_000))
+    """Steps that the median is of; before there are so many nothing is a spike."""
     schedule: str | Path | Schedule = field(default="1f1b", validator=_schedule)
     """How microbatches pass through pipeline stages: a generator's name, a CSV file, a Schedule,
     or `search`, which measures this model on these processes and finds the best."""

@@ -23,6 +23,10 @@ from ms_parallel.planner.found_schedule import FILE, FoundSchedule, read_found, 
 from ms_parallel.planner.tuning import conditions_of, search_schedule
 from ms_parallel.progress import RunDisplay, duration
 from ms_parallel.signature import takes
+from ms_parallel.split.precision_choice import MixedPrecision
+from ms_parallel.training.course.audits import Audits
+from ms_parallel.training.course.checkpoints import RunCheckpoints, Standing
+from ms_parallel.training.course.telling import Telling
 from ms_parallel.training.dataset import prepare
 from ms_parallel.training.fitting import (
     build_engine,
@@ -53,7 +57,8 @@ class DistributedTrainer:
             processes on `data`.
         optimizer: `AdamW`, `Muon`, `SGD`, `Adafactor`, or an elementwise class of torch.optim; or
             a table of the `name` and its own settings.
-        mixed_precision: compute in bfloat16; weights, moments and sums stay float32.
+        mixed_precision: compute in bfloat16 (True) or `"float16"`; weights, moments and sums stay
+            float32.
 
     Raises:
         ConfigError: a setting is of the wrong kind or out of range.
@@ -66,7 +71,7 @@ class DistributedTrainer:
         model_arch: str | Path,
         parallel_config: Layout | Mapping[str, int] | str | None = None,
         optimizer: str | Mapping[str, Any] = "AdamW",
-        mixed_precision: bool = False,
+        mixed_precision: MixedPrecision = False,
         **settings: Any,
     ) -> None:
         self.options = Options(
@@ -195,6 +200,10 @@ class DistributedTrainer:
         found = _find_schedule(options, config, layout)
         engine = build_engine(options, config, layout, total, found)
         rows = layout.readers * (microbatch(options, layout) or 1)
+        standing = Standing()
+        show = RunDisplay(
+            total=total, every=options.log_every, active=options.progress and is_first()
+        )
         return Run(
             engine=engine,
             stream=stream,
@@ -209,10 +218,25 @@ class DistributedTrainer:
             total=total,
             options=options,
             found=found,
-            show=RunDisplay(
-                total=total, every=options.log_every, active=options.progress and is_first()
-            ),
+            show=show,
             emit=emit,
+            telling=Telling(
+                total=total,
+                every=options.log_every,
+                show=show,
+                emit=emit,
+                audits=Audits(options.output_dir, emit, show) if is_first() else None,
+            ),
+            checkpoints=RunCheckpoints(
+                engine=engine,
+                stream=stream,
+                standing=standing,
+                options=options,
+                total=total,
+                show=show,
+                emit=emit,
+            ),
+            standing=standing,
         )
 
     def _perform(self, run: Run) -> Result:
@@ -221,10 +245,14 @@ class DistributedTrainer:
         run.emit("begin", {"steps": run.total, "layout": layout, "local_parameters": count})
         if run.found is not None:
             _note_schedule(run, run.found)
-        run.resume()
+        run.checkpoints.resume()
         resumed = run.engine.step
         self._run = run
-        finished = run.go()
+        try:
+            finished = run.go()
+        finally:
+            if run.telling.audits is not None:
+                run.telling.audits.draw()
         folder = self._write_model(run) if finished else None
         sample, prompt = None, self.options.sample_prompt
         if finished and prompt is not None:
@@ -250,7 +278,9 @@ class DistributedTrainer:
         """Write the trained model as a Hugging Face folder with its tokenizer."""
         tokenizer = run_tokenizer(self._shards, self.options.model_folder)
         folder = self.options.output_dir / "model"
-        return write_model(folder, run.mark, partial(run.engine.save, tokenizer=tokenizer))
+        return write_model(
+            folder, run.checkpoints.mark, partial(run.engine.save, tokenizer=tokenizer)
+        )
 
 
 def _note_end(run: Run, folder: Path | None, resumed: int) -> None:

@@ -97,7 +97,7 @@ class Balancer:
         balance: Balance,
     ) -> None:
         self.balance = balance.of(mixture)
-        self.groups = groups
+        self.mixture, self.groups = mixture, groups
         self.layers = mixture.layers if mixture is not None else ()
         self.names: dict[str, Any] = {}
         self.rows: dict[int, Any] = {}
@@ -125,12 +125,19 @@ class Balancer:
         }
         return {COUNTS: self.counts, **biases}
 
+    def beside(self, stages: Mapping[int, nn.Module]) -> "Balancer":
+        """The same for other stages of the same model, whose next update depends on the same."""
+        other = Balancer(stages, self.mixture, self.groups, self.balance)
+        other.counts = self.counts
+        return other
+
     @contextmanager
-    def accounting(self, tokens: int) -> Iterator[None]:
+    def accounting(self, tokens: int, scale: float = 1.0) -> Iterator[None]:
         """Forwards and backwards inside count, and bring the losses' gradients along.
 
         Args:
             tokens: of the whole update.
+            scale: what all gradients of the update are multiplied by.
         """
         documents, rate, z_rate = Documents(), 0.0, 0.0
         if self.layers:
@@ -151,6 +158,7 @@ class Balancer:
                 rate=rate if known or load is None else 0.0,
                 z_rate=z_rate,
                 load=load,
+                scale=scale,
                 device=self.groups.device,
             )
         try:

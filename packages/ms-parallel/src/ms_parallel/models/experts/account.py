@@ -56,6 +56,7 @@ class Account:
             times the experts, over the layers and the tokens of the whole update. 0 for no loss.
         z_rate: what the square of the logsumexp of a token's logits is multiplied by.
         load: (E,), f of the previous update; None for that of each token's document.
+        scale: what all gradients of the update are multiplied by.
         device: of the router.
     """
 
@@ -67,10 +68,11 @@ class Account:
         rate: float = 0.0,
         z_rate: float = 0.0,
         load: Tensor | None = None,
+        scale: float = 1.0,
         device: torch.device | str = "cpu",
     ) -> None:
         self.documents = documents
-        self.rate, self.z_rate, self.load = rate, z_rate, load
+        self.rate, self.z_rate, self.load, self.scale = rate, z_rate, load, scale
         self.counts = torch.zeros(experts, dtype=torch.int64, device=device)
         """(E,): how many of this process's tokens chose each expert."""
         self.sums = torch.zeros(3, device=device)
@@ -98,14 +100,19 @@ class Account:
             gradient = (self.rate * load).to(scores.dtype).expand_as(scores)
             if not recomputes():
                 self.sums[1] += (gradient * scores.detach()).sum()
-            weights = _Bring.apply(weights, scores, gradient)  # type: ignore[no-untyped-call]
+            weights = self._brought(weights, scores, gradient)
         if self.z_rate:
             squares = logits.logsumexp(-1).square()
             if not recomputes():
                 self.sums[2] += self.z_rate * squares.detach().sum()
             gradient = squares.new_full((), self.z_rate).expand_as(squares)
-            weights = _Bring.apply(weights, squares, gradient)  # type: ignore[no-untyped-call]
+            weights = self._brought(weights, squares, gradient)
         return weights
+
+    def _brought(self, weights: Tensor, scores: Tensor, gradient: Tensor) -> Tensor:
+        scaled = gradient if self.scale == 1.0 else gradient * self.scale
+        brought: Tensor = _Bring.apply(weights, scores, scaled)  # type: ignore[no-untyped-call]
+        return brought
 
     def load_of_documents(self, experts: Tensor, numbers: Tensor, own: Tensor) -> Tensor:
         """The f of each token's document.

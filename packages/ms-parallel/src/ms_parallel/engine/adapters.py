@@ -1,0 +1,37 @@
+"""Small weights that are trained beside a model's own, and where they can be."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.errors import ConfigError
+
+
+class Adapters(Protocol):
+    """Small weights that are trained beside a model's own."""
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """The model as it was before, while the block runs."""
+
+    def save_pretrained(self, folder: Path, /) -> None:
+        """Write them; every process calls it."""
+
+
+def check_adaptable(layout: Layout, placement: Sequence[int]) -> None:
+    """Check that adapters can be put into the stages of a layout.
+
+    Args:
+        layout: how the model is split.
+        placement: pipeline rank of each stage.
+
+    Raises:
+        ConfigError: the layout splits matrices, sequences or experts, or a rank has several stages.
+    """
+    several = len(set(placement)) < len(placement)
+    if max(layout.tensor, layout.context, layout.expert) > 1 or several:
+        raise ConfigError(
+            "adapters are trained over data and pipeline with one stage a rank; leave tensor,"
+            " context and expert at 1 in the layout, and choose a schedule such as 1f1b"
+        )

@@ -1,0 +1,179 @@
+"""Computes an update again in float32, from the weights that the optimizer keeps.
+
+The stages are built a second time, without storage; their parameters are the engine's float32
+weights themselves, so that what is held beside them is one gathered block and one more gradient.
+Nothing of the engine's own stages takes part, neither their casts nor what hangs on their modules.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ms_parallel.cluster.groups import Groups
+from ms_parallel.engine.balance.balancer import Balancer
+from ms_parallel.engine.gradients import reduce_gradients
+from ms_parallel.engine.loss import Loss, LossWithStatistics
+from ms_parallel.engine.trainable import Trainable
+from ms_parallel.engine.updates.audit import LEVELS, Audit, Compared
+from ms_parallel.models.batch import Batch
+from ms_parallel.split.part import laid_out_like, local_part
+
+GROUP = re.compile(r"(.*\blayers\.\d+\.[^.]+|.*(?=\.[^.]+$))")
+"""The part of the model that a parameter belongs to: half a layer, or a module outside of them."""
+
+
+class Backwards(Protocol):
+    """Stages, and how a batch passes through them."""
+
+    @property
+    def stages(self) -> Mapping[int, nn.Module]:
+        """This process's, by number."""
+
+    def backward(
+        self, microbatches: Sequence[Batch], loss: Loss | LossWithStatistics, weight: float, /
+    ) -> list[Tensor]:
+        """Forwards and backwards of an update; gradients are left in the parameters."""
+
+
+class Auditor:
+    """Compares gradients with those of the same batch in float32.
+
+    Args:
+        stages: the engine's, which compute in its own precision.
+        trained: its parameters.
+        balancer: its routers.
+        build: makes the stages once more, in float32 and without storage.
+        precision: what is audited.
+        every: updates between audits.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        trained: Trainable,
+        balancer: Balancer,
+        build: Callable[[], Backwards],
+        precision: str,
+        every: int,
+    ) -> None:
+        self.stages, self.trained, self.balancer, self.build = stages, trained, balancer, build
+        self.levels, self.every = LEVELS[precision], every
+        self.groups = self._every_group()
+
+    def _every_group(self) -> list[str]:
+        """Names of all processes' groups, in one order."""
+        found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        mine = list(dict.fromkeys(map(group_of, self.trained.counted)))
+        dist.all_gather_object(found, mine)
+        return list(dict.fromkeys(name for names in found for name in names))
+
+    def audit(
+        self,
+        microbatches: Sequence[Batch],
+        loss: Loss | LossWithStatistics,
+        weight: float,
+        tokens: int,
+        mine: float,
+        gradients: Mapping[str, Tensor],
+    ) -> Audit:
+        """Compute the update again, and compare; every process calls it.
+
+        Args:
+            microbatches: this data rank's rows.
+            loss: of each.
+            weight: what their sum is divided by.
+            tokens: of the global batch.
+            mine: the loss in the engine's precision.
+            gradients: this process's parts, unscaled and not clipped.
+        """
+        passes, trained = self.build(), self.trained
+        parameters = {
+            name: parameter
+            for number, stage in passes.stages.items()
+            for name, parameter in adopt(stage, self.stages[number], trained).items()
+        }
+        balancer = self.balancer.beside(passes.stages)
+        with balancer.accounting(tokens):
+            losses = passes.backward(microbatches, loss, weight)
+        balancer.collect(tokens)
+        groups = trained.groups
+        exact = reduce_gradients(
+            {name: parameters[name] for name in trained.parameters},
+            trained.whole,
+            trained.plan.tied,
+            trained.placement,
+            groups,
+        )
+        facts = torch.zeros(1 + 3 * len(self.groups), device=groups.device)
+        if losses and groups.place.speaks_for_rows:
+            facts[0] = torch.stack(losses).sum()
+        self._compare(gradients, exact, facts[1:].view(-1, 3))
+        return self._audit(mine, groups, facts)
+
+    def _compare(
+        self, gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor], sums: Tensor
+    ) -> None:
+        """Add up, for each group, |g - e|², (g - e)·e and |e|² of what counts on this process."""
+        rows = {name: row for row, name in enumerate(self.groups)}
+        for name in self.trained.counted:
+            row, there = sums[rows[group_of(name)]], exact[name].float()
+            apart = gradients[name].float() - there
+            row += torch.stack([apart.square().sum(), (apart * there).sum(), there.square().sum()])
+
+    def _audit(self, mine: float, groups: Groups, facts: Tensor) -> Audit:
+        value, *sums = groups.all_reduce(facts).tolist()
+        whole = max(sum(sums[2::3]), 1e-60)
+        return Audit(
+            loss=mine,
+            loss_float32=value,
+            groups={
+                name: Compared(
+                    error=(apart / max(square, 1e-60)) ** 0.5,
+                    gain=along / max(square, 1e-60),
+                    share=(square / whole) ** 0.5,
+                )
+                for name, apart, along, square in zip(
+                    self.groups, sums[0::3], sums[1::3], sums[2::3], strict=True
+                )
+            },
+            levels=self.levels,
+        )
+
+
+def group_of(name: str) -> str:
+    """The group of a parameter.
+
+    >>> group_of("model.layers.3.self_attn.q_proj.weight")
+    'model.layers.3.self_attn'
+    >>> group_of("lm_head.weight")
+    'lm_head'
+    """
+    found = GROUP.match(name)
+    return found[1] if found else name
+
+
+def adopt(stage: nn.Module, own: nn.Module, trained: Trainable) -> dict[str, Tensor]:
+    """Give a stage without storage the engine's weights and buffers, in place.
+
+    Returns:
+        Its parameters by name; they share the storage of the weights, not their gradients.
+    """
+    found: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, empty in list(stage.named_parameters(remove_duplicate=False)):
+            local = local_part(trained.parameters[name])
+            parameter = nn.Parameter(laid_out_like(empty, local), empty.requires_grad)
+            _set(stage, name, "_parameters", parameter)
+            found[name] = parameter
+        for name, buffer in own.named_buffers(remove_duplicate=False):
+            _set(stage, name, "_buffers", buffer)
+    return found
+
+
+def _set(stage: nn.Module, name: str, kind: str, tensor: Tensor) -> None:
+    at, _, last = name.rpartition(".")
+    getattr(stage.get_submodule(at), kind)[last] = tensor

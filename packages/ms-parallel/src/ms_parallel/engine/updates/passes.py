@@ -1,0 +1,178 @@
+"""Forwards and backwards of this process's stages, under any layout and in any precision."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ms_parallel.cluster.groups import Groups
+from ms_parallel.engine.further import HasFurther, depths_of, divisors, further_shares
+from ms_parallel.engine.heads import heads_of
+from ms_parallel.engine.loss import Loss, LossWithStatistics, Output
+from ms_parallel.engine.microbatches import cut_batch
+from ms_parallel.engine.options import EngineOptions
+from ms_parallel.engine.output import HeadOutput, LogitsOutput
+from ms_parallel.engine.updates.loss_scale import scale_gradient
+from ms_parallel.models.batch import Batch
+from ms_parallel.models.cache import KeyValueCache
+from ms_parallel.models.config import ModelConfig
+from ms_parallel.models.plan import ModelPlan
+from ms_parallel.models.staged import RowSplit, StagedModel
+from ms_parallel.operators import Ops
+from ms_parallel.pipeline.choice import Tables
+from ms_parallel.pipeline.runtime import Runtime, call_stage
+from ms_parallel.split.context.splitter import Splitter
+from ms_parallel.split.own_model import OwnModelConfig, call_own
+
+
+class Passes:
+    """This process's stages, and how a batch passes through them.
+
+    Args:
+        stages: by number.
+        config: of the model.
+        plan: of the model.
+        groups: the layout's processes.
+        ops: operators of the heads.
+        tables: the schedule.
+        splitter: shares out rows over the context axis.
+        options: the engine's.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, StagedModel],
+        config: ModelConfig,
+        plan: ModelPlan,
+        groups: Groups,
+        *,
+        ops: Ops,
+        tables: Tables,
+        splitter: Splitter,
+        options: EngineOptions,
+    ) -> None:
+        self.stages, self.config, self.plan, self.groups = stages, config, plan, groups
+        self.ops, self.tables, self.splitter, self.options = ops, tables, splitter, options
+        self.microbatch_size = options.microbatch_size
+        self.own = isinstance(config, OwnModelConfig)
+        modules = cast(Mapping[int, nn.Module], stages)
+        self.runtime = Runtime(modules, groups, call_own if self.own else call_stage)
+
+    @property
+    def sequence_parts(self) -> int:
+        """Into how many parts the tensor axis splits a sequence between blocks."""
+        return self.groups.layout.tensor if self.plan.split_sequence else 1
+
+    def microbatches(self, batch: Mapping[str, Any], size: int | None = None) -> list[Batch]:
+        """This data rank's rows, as many at a time as `microbatch_size` or `size` says.
+
+        Raises:
+            ConfigError: there are no rows, or the sequence does not divide.
+        """
+        size = size or self.microbatch_size
+        return cut_batch(batch, size, self.sequence_parts, self.groups.layout.context)
+
+    def backward(
+        self,
+        microbatches: Sequence[Batch],
+        loss: Loss | LossWithStatistics,
+        weight: float,
+        statistics: list[Tensor] | None = None,
+        further: list[Tensor] | None = None,
+        *,
+        scale: float = 1.0,
+    ) -> list[Tensor]:
+        """Forwards and backwards of an update; gradients are left in the parameters.
+
+        Args:
+            microbatches: this data rank's rows.
+            loss: of each.
+            weight: what their sum is divided by.
+            statistics: takes those of each microbatch, where the loss has any.
+            further: takes each microbatch's share (depths,) of the mean losses of the layers that
+                predict further, where the loss asks for them; their gradient comes along.
+            scale: what all gradients are multiplied by, and the loss is not.
+
+        Returns:
+            Each microbatch's share of the loss; an empty list away from the last stage.
+        """
+        of_depths = divisors(microbatches, depths_of(self.config, loss), self.groups)
+
+        def finish(hidden: Tensor, microbatch: Batch, row_split: RowSplit | None) -> Tensor:
+            output = partial(self._output, row_split=row_split)
+            found = loss(output(hidden), microbatch)
+            if isinstance(found, tuple):
+                found, others = found
+                if statistics is not None:
+                    statistics.append(others.detach())
+            mine = found / weight
+            if of_depths:
+                last = self.stages[len(self.tables.placement) - 1]
+                shares = further_shares(last, hidden, microbatch, of_depths, output, row_split)
+                if further is not None:
+                    further.append(shares.detach())
+                mean = cast(HasFurther, loss).mtp_weight * shares.mean()
+                mine = mine + (mean - mean.detach())
+            return mine if scale == 1.0 else scale_gradient(mine, scale)
+
+        on_device = [self._to_device(microbatch) for microbatch in microbatches]
+        return self.runtime.run(
+            self.tables.training(len(on_device)),
+            on_device,
+            finish,
+            row_splits=[self.splitter.split(microbatch) for microbatch in microbatches],
+        )
+
+    def forward(
+        self,
+        microbatches: Sequence[Batch],
+        function: Callable[[Output, Batch], Tensor],
+        *,
+        caches: Mapping[int, KeyValueCache] | None = None,
+    ) -> list[Tensor]:
+        """`function(output, microbatch)` of each; an empty list away from the last stage.
+
+        With caches every context rank has the rows whole.
+        """
+        whole = caches is not None
+        return self.runtime.run(
+            self.tables.forwards(len(microbatches)),
+            [self._to_device(microbatch) for microbatch in microbatches],
+            lambda hidden, microbatch, row_split: function(
+                self._output(hidden, row_split), microbatch
+            ),
+            caches=caches,
+            row_splits=[None if whole else self.splitter.split(each) for each in microbatches],
+        )
+
+    def share(self, result: Tensor | None) -> Tensor:
+        """What the last stage has made (None elsewhere), on every process of its data rank."""
+        shared = self.runtime.mailbox.share(result, self.tables.placement[-1])
+        if self.groups.layout.context > 1:  # where all have computed it, bits may differ
+            shared = shared.to(self.groups.device).contiguous()
+            dist.broadcast(shared, self.groups.peer("context", 0), self.groups.group("context"))
+        return shared
+
+    def _to_device(self, batch: Batch) -> Batch:
+        device = self.groups.device
+        if device.type == "cpu":
+            return batch
+        return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+
+    def _output(self, hidden: Tensor, row_split: RowSplit | None = None) -> Output:
+        if self.own:
+            return LogitsOutput(hidden)
+        last = self.stages[len(self.tables.placement) - 1]
+        return HeadOutput(
+            hidden,
+            last.head_weight,
+            self.ops,
+            self.groups,
+            heads_of(last, self.options.heads),
+            softcap=self.config.final_softcap,
+            split=self.sequence_parts > 1,
+            row_split=row_split,
+            make_logits=None if getattr(last, "plain_head", True) else last.head,
+        )

@@ -1,0 +1,83 @@
+"""Settings of updates that an engine and a run file share; without torch."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import Attribute, field, fields, frozen
+
+from ms_parallel.errors import ConfigError
+from ms_parallel.settings import nearest, shown, whole
+
+LEAST = 1.0
+"""Where halving ends: a loss that overflows unscaled cannot be helped."""
+
+
+def _power_of_two(instance: object, attribute: "Attribute[Any]", value: object) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not LEAST <= value <= 2.0**40 or math.frexp(value)[0] != 0.5:  # type: ignore[operator,arg-type]
+        raise ConfigError(
+            f"{attribute.name} is {shown(value)}; give a power of two from 1 to 2**40, by which"
+            " gradients are multiplied and divided without an error"
+        )
+
+
+@frozen(kw_only=True)
+class LossScale:
+    """How the scale of the loss begins and moves.
+
+    Raises:
+        ConfigError: a value is of the wrong kind or out of range.
+    """
+
+    initial: float = field(default=2.0**16, validator=_power_of_two)
+    """What it begins with, a power of two."""
+    growth_interval: int = field(default=2000, validator=whole())
+    """Updates in a row without an overflow after which it is doubled."""
+    hysteresis: int = field(default=1, validator=whole())
+    """Overflows, since it was last doubled or halved, that halve it; each is skipped."""
+
+
+def loss_scale_of(value: "LossScale | Mapping[str, Any] | None") -> "LossScale | None":
+    """The settings of a table; None stays None.
+
+    Raises:
+        ConfigError: it is no table, or a setting is unknown or out of range.
+    """
+    if value is None or isinstance(value, LossScale):
+        return value
+    known = [f.name for f in fields(LossScale)]
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"loss_scale is {shown(value)}; give a table of {', '.join(known)}, such as"
+            " {initial = 65536}"
+        )
+    for key in value:
+        if key not in known:
+            raise ConfigError(
+                f"loss_scale has unknown setting {shown(key)}; {nearest(str(key), known)}"
+            )
+    return LossScale(**value)
+
+
+def check_loss_scale(settings: LossScale | None, mixed_precision: object) -> None:
+    """Check that a loss is scaled only where gradients are in float16.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if settings is not None and mixed_precision != "float16":
+        raise ConfigError(
+            "loss_scale is for float16, whose gradients are small; set mixed_precision='float16',"
+            " or leave it out"
+        )
+
+
+def check_audit(options: Any, what: str) -> None:
+    """Check that a model is not to be audited that cannot be.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if options.audit_every is not None:
+        raise ConfigError(f"audit_every audits no {what.removeprefix('a ')}; leave it out")

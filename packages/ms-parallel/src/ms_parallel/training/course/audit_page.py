@@ -1,0 +1,122 @@
+"""Draws the audits of a run: the loss beside float32's, and each group's gradient over time."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from math import log10
+
+from ms_parallel.engine.updates.audit import Audit
+
+COLUMNS = 60
+"""Audits drawn one by one; of more, neighbours share a column, which shows the worst of them."""
+CELL, LABEL, HEIGHT = 12, 260, 120
+"""Sizes in the picture's own units, which fit any window."""
+STEPS = (0.25, 0.5, 1.0, 2.0)
+"""Times of the alarm's level up to which a cell has each shade."""
+_STYLE = """<style>
+body { font-family: sans-serif; color: #202124; background: #fff; margin: 16px; max-width: 1100px }
+svg { width: 100%; height: auto } text { font: 10px sans-serif; fill: #202124 }
+td, th { text-align: left; padding: 4px 12px 4px 0; overflow-wrap: anywhere }
+.c0 { fill: #e6f4ea } .c1 { fill: #a8dab5 } .c2 { fill: #fdd663 } .c3 { fill: #f28b82 }
+.c4 { fill: #c5221f } .line { fill: none; stroke: #1a73e8 } .level { stroke: #c5221f }
+@media (prefers-color-scheme: dark) {
+  body { color: #e8eaed; background: #202124 } text { fill: #e8eaed }
+}
+</style>"""
+
+
+def draw_audits(audits: Mapping[int, Audit]) -> str:
+    """A page without scripts or links.
+
+    Args:
+        audits: by step, in order.
+    """
+    alarms = sum(bool(audit.alarms) for audit in audits.values())
+    title = f"{len(audits)} audits, {alarms} with an alarm"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title>\n{_STYLE}</head>\n<body>\n<h1>{escape(title)}</h1>\n"
+        "<h2>Loss: difference from float32, relative</h2>\n"
+        f"{_losses(audits)}<h2>Gradients: error and gain in times of the alarm's level</h2>\n"
+        f"{_groups(audits)}{_table(audits)}</body></html>\n"
+    )
+
+
+def _losses(audits: Mapping[int, Audit]) -> str:
+    """A line of the losses' differences on a scale of powers of ten, and the alarm's level."""
+    if not audits:
+        return ""
+    level = next(iter(audits.values())).levels.loss
+    values = [max(audit.loss_difference, 1e-12) for audit in audits.values()]
+    top = log10(max(*values, level, 1e-11)) + 0.5
+    span = top - min(log10(min(*values, level)), top - 1) + 0.5
+    width = COLUMNS * CELL
+
+    def y(value: float) -> float:
+        return round((top - log10(value)) / span * HEIGHT, 1)
+
+    points = " ".join(
+        f"{LABEL + index * width / max(1, len(values) - 1):.1f},{y(value)}"
+        for index, value in enumerate(values)
+    )
+    at = y(level)
+    return (
+        f'<svg viewBox="0 0 {LABEL + width} {HEIGHT + 16}">'
+        f'<line class="level" x1="{LABEL}" x2="{LABEL + width}" y1="{at}" y2="{at}"/>'
+        f'<text x="0" y="{at + 3}">alarm {level:.0e}</text>'
+        f'<polyline class="line" points="{points}"/>{_axis(list(audits), HEIGHT + 12, width)}'
+        "</svg>\n"
+    )
+
+
+def _groups(audits: Mapping[int, Audit]) -> str:
+    """A row a group, a column an audit, darker where it is nearer to the alarm or above it."""
+    names = list(dict.fromkeys(name for audit in audits.values() for name in audit.groups))
+    columns = _columns(list(audits.values()))
+    cells = []
+    for row, name in enumerate(names):
+        cells.append(f'<text x="0" y="{row * CELL + 9}">{escape(name)}</text>')
+        for column, some in enumerate(columns):
+            worst = max(one.excess(one.groups[name]) for one in some if name in one.groups)
+            shade = sum(worst > step for step in STEPS)
+            cells.append(
+                f'<rect class="c{shade}" x="{LABEL + column * CELL}" y="{row * CELL}"'
+                f' width="{CELL - 1}" height="{CELL - 1}"><title>{escape(name)}:'
+                f" {worst:.2f}</title></rect>"
+            )
+    height, width = len(names) * CELL, max(1, len(columns)) * CELL
+    return (
+        f'<svg viewBox="0 0 {LABEL + COLUMNS * CELL} {height + 16}">{"".join(cells)}'
+        f"{_axis(list(audits), height + 12, width)}</svg>\n"
+    )
+
+
+def _columns(audits: Sequence[Audit]) -> list[Sequence[Audit]]:
+    each = -(-len(audits) // COLUMNS) or 1
+    return [audits[start : start + each] for start in range(0, len(audits), each)]
+
+
+def _axis(steps: Sequence[int], y: int, width: int) -> str:
+    if not steps:
+        return ""
+    last = f'<text x="{LABEL + width}" y="{y}" text-anchor="end">step {steps[-1]}</text>'
+    return f'<text x="{LABEL}" y="{y}">step {steps[0]}</text>{last if len(steps) > 1 else ""}'
+
+
+def _table(audits: Mapping[int, Audit]) -> str:
+    """The alarms in words."""
+    rows = []
+    for step, audit in audits.items():
+        if not audit.alarms:
+            continue
+        worst = audit.groups.get(audit.worst)
+        apart = f"{worst.error:.2%}, {worst.gain:+.2%} along" if worst else ""
+        rows.append(
+            f"<tr><td>{step}</td><td>{audit.loss_difference:.1e}</td>"
+            f"<td>{escape(audit.worst)}: {apart}</td><td>{escape(', '.join(audit.alarms))}</td>"
+            "</tr>\n"
+        )
+    if not rows:
+        return ""
+    head = "<tr><th>Step</th><th>Loss</th><th>Furthest gradient</th><th>Alarms</th></tr>"
+    return f"<h2>Alarms</h2>\n<table>{head}\n{''.join(rows)}</table>\n"

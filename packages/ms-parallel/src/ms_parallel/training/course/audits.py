@@ -1,0 +1,112 @@
+"""The audits of a run as a file beside its checkpoints, and as a page at its end."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ms_parallel.engine.updates.audit import Audit, Compared, Levels
+from ms_parallel.events import OnEvent
+from ms_parallel.files.durable import write_file, writing
+from ms_parallel.progress import RunDisplay
+from ms_parallel.training.course.audit_page import draw_audits
+
+FILE, PAGE = "audits.jsonl", "audits.html"
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One audit as a line of the file."""
+
+    step: int
+    loss: float | None
+    loss_float32: float | None
+    levels: tuple[float, float, float]
+    groups: dict[str, tuple[float | None, float | None, float | None]]
+
+
+class Audits:
+    """Tells of audits, and keeps them for the page; on the first process alone.
+
+    Args:
+        folder: the run's.
+        emit: takes events.
+        show: takes notes.
+    """
+
+    def __init__(self, folder: Path, emit: OnEvent, show: RunDisplay) -> None:
+        self.folder, self.emit, self.show = folder, emit, show
+
+    def tell(self, step: int, audit: Audit) -> None:
+        """Emit the event `audit`, note an alarm, and keep the audit for the page."""
+        worst = audit.worst
+        fields: dict[str, int | float | str] = {
+            "step": step,
+            "loss": audit.loss,
+            "loss_float32": audit.loss_float32,
+            "loss_difference": audit.loss_difference,
+            "alarm": int(bool(audit.alarms)),
+            "alarms": " ".join(audit.alarms),
+            "worst": worst,
+        }
+        for name, group in audit.groups.items():
+            fields |= {f"error.{name}": group.error, f"gain.{name}": group.gain}
+        self.emit("audit", fields)
+        if audit.alarms:
+            found = audit.groups.get(worst)
+            apart = f"; {worst}: {found.error:.2%} apart, {found.gain:+.2%} along" if found else ""
+            self.show.note(
+                f"warning: step {step}: audit: {len(audit.alarms)} differ from float32: loss"
+                f" {audit.loss_difference:.1e} apart{apart}"
+            )
+        self._keep(step, audit)
+
+    def _keep(self, step: int, audit: Audit) -> None:
+        levels = audit.levels
+        record = Record(
+            step=step,
+            loss=audit.loss,
+            loss_float32=audit.loss_float32,
+            levels=(levels.loss, levels.error, levels.gain),
+            groups={name: (g.error, g.gain, g.share) for name, g in audit.groups.items()},
+        )
+        path = self.folder / FILE
+        with writing(path), path.open("ab") as file:
+            file.write(msgspec.json.encode(record) + b"\n")
+
+    def draw(self) -> Path | None:
+        """Write the page of all audits, over all launches; None if there were none."""
+        path = self.folder / FILE
+        if not path.is_file():
+            return None
+        found: dict[int, Audit] = {}
+        for line in path.read_bytes().splitlines():
+            record = _read(line)
+            if record is not None:  # else cut short by a crash
+                found[record.step] = _audit(record)
+        page = self.folder / PAGE
+        write_file(page, draw_audits(dict(sorted(found.items()))).encode())
+        return page
+
+
+def _read(line: bytes) -> Record | None:
+    try:
+        return msgspec.json.decode(line, type=Record)
+    except msgspec.MsgspecError:
+        return None
+
+
+def _audit(record: Record) -> Audit:
+    loss, error, gain = record.levels
+    return Audit(
+        loss=_number(record.loss),
+        loss_float32=_number(record.loss_float32),
+        levels=Levels(loss=loss, error=error, gain=gain),
+        groups={
+            name: Compared(error=_number(e), gain=_number(g), share=_number(s))
+            for name, (e, g, s) in record.groups.items()
+        },
+    )
+
+
+def _number(value: Any) -> float:
+    return float("nan") if value is None else float(value)

@@ -1,0 +1,247 @@
+"""The checkpoints of a run: written, found again, and taken over."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from time import monotonic
+from typing import Any, Protocol
+
+import msgspec
+from attrs import asdict, frozen
+from torch import Tensor
+
+from ms_parallel import checkpoint
+from ms_parallel.checkpoint.manifest import MANIFEST
+from ms_parallel.cluster.agreement import first_does
+from ms_parallel.cluster.groups import Groups
+from ms_parallel.cluster.watch import position
+from ms_parallel.errors import CheckpointError, DamageError
+from ms_parallel.events import OnEvent
+from ms_parallel.files.untrusted import decoding
+from ms_parallel.progress import RunDisplay
+from ms_parallel.training.options import Options
+
+
+class Stream(Protocol):
+    """Batches, and a place among them that can be kept."""
+
+    def __next__(self) -> Mapping[str, Any]:
+        """This data rank's rows of the next global batch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands, as plain JSON; the same on every rank."""
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Go to where `state` was taken."""
+
+
+class Saved(Protocol):
+    """What the checkpoints are of."""
+
+    step: int
+    config: Any
+    groups: Groups
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Weights, moments and counters by name."""
+
+    def load_state_dict(self, state: Mapping[str, Tensor], /) -> None:
+        """Take over what `state_dict` gave."""
+
+
+class Standing(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How far a run has come; goes into each checkpoint."""
+
+    loss: float | None = None
+    """Loss of the last step's batch; None before the first, and where it is not finite."""
+    tokens: int = 0
+    """Tokens trained on."""
+    seconds: float = 0.0
+    """Time in steps, over all launches."""
+    first_held_out_loss: float | None = None
+    """Loss on held-out text before the first step."""
+    held_out_loss: float | None = None
+    """Loss on held-out text at the last evaluation."""
+    held_out_step: int | None = None
+    skipped: dict[str, int] = {}
+    """Updates that were not performed, by why."""
+    rolled_back: int = 0
+    """Times that the run went back to a checkpoint."""
+    recent: list[tuple[float, float]] = []
+    """Loss and gradient norm of the last updates that were performed, for what is a spike."""
+
+
+class RunFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What each checkpoint of a run holds beside its tensors."""
+
+    model: dict[str, Any]
+    layout: str
+    stream: dict[str, Any]
+    standing: Standing
+
+
+@frozen(kw_only=True)
+class RunCheckpoints:
+    """Where a run's checkpoints lie, and what goes into them."""
+
+    engine: Saved
+    stream: Stream
+    standing: Standing
+    options: Options
+    total: int
+    """Steps of the whole run."""
+    show: RunDisplay
+    emit: OnEvent
+
+    @property
+    def root(self) -> Path:
+        """Where they lie."""
+        return self.options.output_dir / "checkpoints"
+
+    def resume(self) -> None:
+        """Take over the last checkpoint that is whole, if there is one.
+
+        A damaged one is set aside with a warning, and the one before is taken: the steps in
+        between are made again, exactly as they were.
+
+        Raises:
+            CheckpointError: it is of another model, all are damaged, or `resume` is False.
+        """
+        while found := first_does(self._last_whole):
+            folder, manifest = found
+            try:
+                self._take(folder, manifest)
+            except DamageError as error:
+                self._pass_over(manifest.step, error)
+                continue
+            if self.engine.step < self.total:
+                self.show.note(f"goes on from {folder} (step {self.engine.step} of {self.total})")
+            self.emit("resume", {"step": self.engine.step, "checkpoint": str(folder)})
+            return
+
+    def go_back(self) -> bool:
+        """Take over the weights of the newest complete checkpoint; the data go on from here.
+
+        What was counted goes on too. The numbers by which spikes are judged are the checkpoint's.
+
+        Returns:
+            False where there is none yet, and nothing was changed.
+        """
+        found = first_does(lambda: self._last_whole() if self._any() else None)
+        if found is None:
+            return False
+        folder, manifest = found
+        facts = self._load(folder, manifest)
+        self.standing.recent = list(facts.standing.recent)
+        return True
+
+    def _any(self) -> bool:
+        return bool(checkpoint.complete_steps(self.root))
+
+    def _last_whole(self) -> tuple[Path, checkpoint.Manifest] | None:
+        checkpoint.sweep(self.root)
+        steps = checkpoint.all_steps(self.root)
+        if steps and not self.options.resume and self.engine.step == 0:
+            raise CheckpointError(
+                f"{self.root} holds checkpoints and resume is off; choose another"
+                " output_dir, or delete them"
+            )
+        for step in reversed(steps):
+            folder = checkpoint.step_folder(self.root, step)
+            try:
+                manifest = checkpoint.read_manifest(folder)
+                facts_of(folder, manifest)
+                return folder, manifest
+            except DamageError as damage:
+                self._set_aside(step, damage)
+        if checkpoint.was_begun(self.root):
+            damaged = len(list(self.root.glob("*.damaged-*")))
+            raise CheckpointError(
+                f"no whole checkpoint is left in {self.root}, {damaged} are damaged;"
+                f" restore one, or move {self.root} away to start from the beginning"
+            )
+        return None
+
+    def _pass_over(self, step: int, damage: DamageError) -> None:
+        first_does(lambda: self._set_aside(step, damage))
+
+    def _set_aside(self, step: int, damage: DamageError) -> None:
+        aside = checkpoint.set_aside(self.root, step)
+        self.show.note(f"warning: {damage}; kept as {aside.name}, the one before it is taken")
+        self.emit("damaged_checkpoint", {"step": step, "problem": str(damage)})
+
+    def _load(self, folder: Path, manifest: checkpoint.Manifest) -> RunFacts:
+        """Give the engine what a checkpoint holds."""
+        facts = facts_of(folder, manifest)
+        self._check_model(folder, facts.model)
+        state = self.engine.state_dict()
+        checkpoint.load(folder, manifest, state)
+        self.engine.load_state_dict(state)
+        return facts
+
+    def _take(self, folder: Path, manifest: checkpoint.Manifest) -> None:
+        facts = self._load(folder, manifest)
+        self.stream.load_state_dict(facts.stream)
+        for name in Standing.__struct_fields__:
+            setattr(self.standing, name, getattr(facts.standing, name))
+
+    def _check_model(self, folder: Path, there: Mapping[str, Any]) -> None:
+        here = model_facts(self.engine)
+        named = {name for name in here.keys() | there.keys() if not name.endswith("_token_id")}
+        for name in sorted(named):
+            if here.get(name) != there.get(name):
+                raise CheckpointError(
+                    f"{folder} is a checkpoint of another model: {name} is {there.get(name)!r}"
+                    f" there and {here.get(name)!r} here; choose another output_dir"
+                )
+
+    def mark(self) -> bytes:
+        """What the model that a finished run writes is of: its step and that step's checkpoint."""
+        manifest = checkpoint.step_folder(self.root, self.engine.step) / MANIFEST
+        digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
+        return msgspec.json.encode({"step": self.engine.step, "checkpoint": digest})
+
+    def save(self) -> Path:
+        """Write a checkpoint of this step and let the oldest go.
+
+        Raises:
+            CheckpointError: it cannot be written; those before it are whole.
+        """
+        step, began = self.engine.step, monotonic()
+        position.activity = "checkpoint"
+        folder = checkpoint.step_folder(self.root, step)
+        facts = {
+            "model": model_facts(self.engine),
+            "layout": str(self.engine.groups.layout),
+            "stream": self.stream.state_dict(),
+            "standing": msgspec.to_builtins(self.standing),
+        }
+        checkpoint.save(folder, self.engine.state_dict(), step=step, facts=facts)
+        first_does(lambda: self._settle(step))
+        seconds = round(monotonic() - began, 3)
+        self.emit("checkpoint", {"step": step, "folder": str(folder), "seconds": seconds})
+        return folder
+
+    def _settle(self, step: int) -> None:
+        checkpoint.note_last(self.root, step)
+        checkpoint.keep_last(self.root, self.options.keep_checkpoints)
+
+
+def facts_of(folder: Path, manifest: checkpoint.Manifest) -> RunFacts:
+    """What a run has kept in a checkpoint beside its tensors.
+
+    Raises:
+        DamageError: it is not what a run keeps.
+    """
+    with decoding(folder / MANIFEST, error=DamageError):
+        return msgspec.convert(manifest.facts, RunFacts)
+
+
+def model_facts(engine: Saved) -> dict[str, Any]:
+    """What makes a model another model, as JSON gives it back; no weight depends on its tokens."""
+    facts = asdict(engine.config)
+    return {
+        name: list(v) if isinstance(v, tuple) else v
+        for name, v in facts.items()
+        if not name.endswith("_token_id")
+    }

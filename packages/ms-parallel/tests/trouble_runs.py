@@ -1,0 +1,102 @@
+"""Runs of the trainer in which batches go wrong that are planted; `run_processes` calls them."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from launching import MODEL, RUN
+from torch import Tensor
+
+from ms_parallel import DistributedTrainer, NextTokenLoss, ParallelError
+from ms_parallel.engine.loss import Output
+from ms_parallel.models.batch import Batch
+from ms_parallel.split.part import whole_of
+from ms_parallel.training import run as runs
+
+SETTINGS: dict[str, Any] = {
+    **{name: value for name, value in RUN.items() if name != "steps"},
+    "model_config": MODEL,
+    "hold_out": 0.0,
+    "progress": False,
+    "spike_window": 4,
+    "checkpoint_every": 3,
+}
+
+
+class Planted(NextTokenLoss):
+    """A loss that is multiplied; all of its processes know of the factor, as of their batch."""
+
+    factor = 1.0
+
+    def __call__(self, output: Output, batch: Batch) -> Tensor:
+        """The loss times the factor."""
+        return super().__call__(output, batch) * self.factor
+
+
+@contextmanager
+def planting(factors: Mapping[int, float]) -> Iterator[None]:
+    """Multiply the losses of some batches, by their number in the data from 1 on."""
+    kept, loss = runs.Run._update, runs.NextTokenLoss
+
+    def update(self: runs.Run, batch: Mapping[str, Any]) -> Any:
+        number = self.stream.state_dict()["consumed_samples"] // self.options.batch_size
+        Planted.factor = factors.get(number, 1.0)
+        return kept(self, batch)
+
+    runs.Run._update, runs.NextTokenLoss = update, Planted  # type: ignore[method-assign,misc]
+    try:
+        yield
+    finally:
+        runs.Run._update, runs.NextTokenLoss = kept, loss  # type: ignore[method-assign,misc]
+
+
+def troubled(
+    shards: str | Path, output: str | Path, planted: Mapping[int, float], **settings: Any
+) -> dict[str, Any]:
+    """What a run over planted batches told and came to; `fails_at` is a step at which it dies."""
+    told: list[tuple[str, dict[str, Any]]] = []
+    fails_at, steps = settings.pop("fails_at", None), settings.pop("steps", 12)
+
+    def on_event(kind: str, fields: Mapping[str, Any]) -> None:
+        told.append((kind, dict(fields)))
+        if kind == "step" and fields["step"] == fails_at and any(k == "skipped" for k, _ in told):
+            raise OSError("a crash of this test")
+
+    trainer = DistributedTrainer(
+        **{**SETTINGS, "output_dir": output, "on_event": on_event, **settings}
+    )
+    said = ""
+    with planting(planted):
+        try:
+            trainer.train(shards, steps=steps)
+        except (ParallelError, OSError) as error:
+            said = f"{type(error).__name__}: {error}"
+    run = trainer._run
+    assert run is not None
+    return {
+        "said": said,
+        "skipped": [fields for kind, fields in told if kind == "skipped"],
+        "steps": [[fields["step"], fields["loss"]] for kind, fields in told if kind == "step"],
+        "taken": run.engine.optimizer.taken,
+        "counts": run.standing.skipped,
+        "rolled_back": run.standing.rolled_back,
+        "weights": {
+            name: whole_of(parameter.detach()).double().norm().item()
+            for name, parameter in run.engine.parameters.items()
+        },
+    }
+
+
+def all_troubled(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each job in turn; a job's planted batches travel as a list of pairs."""
+    torch.set_num_threads(1)
+    found = []
+    for job in jobs:
+        planted = dict(job.pop("planted"))
+        found.append(troubled(planted=planted, **job))
+        if dist.is_initialized():
+            dist.barrier()
+    return found
