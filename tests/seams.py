@@ -20,7 +20,7 @@ from ms_parallel import DistributedTrainer, Engine, Layout
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.events import OnEvent
 from ms_parallel.operators import Ops
-from ms_parallel.training.run import Stream
+from ms_parallel.training.course.checkpoints import Stream
 
 default_operators: Ops = ms_parallel.operators
 fused_operators: Ops = ms_kernels

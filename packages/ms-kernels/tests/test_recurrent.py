@@ -17,7 +17,8 @@ BACKENDS = ["cpu", "reference"]
 def assert_apart(run, contract, numbers=(0.5, torch.inf, torch.nan), **options):
     """Fail unless a changed token leaves every other document's results as they were, to the bit.
 
-    A number of it becomes each of `numbers`. The documents' numbers come again: a new one begins wherever the number changes.
+    A number of it becomes each of `numbers`. The documents' numbers come again: a new one begins
+    wherever the number changes.
     """
     values = tuple(options.get(each.name, each.default) for each in contract.options)
     drawn = contract.draw({"B": 2, "S": 24, "Hk": 1, "Hv": 1})

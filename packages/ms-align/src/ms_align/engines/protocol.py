@@ -34,8 +34,10 @@ class Update(Protocol):
         """Tokens of the global batch."""
 
     @property
-    def skipped(self) -> Literal["no_targets", "nonfinite"] | None:
-        """Why weights are as before: nothing had a target, or the gradient was not finite."""
+    def skipped(self) -> Literal["no_targets", "nonfinite", "overflow", "refused"] | None:
+        """Why weights are as before: nothing had a target, the gradient was not finite or did not
+        fit into float16, or a policy refused the update.
+        """
 
     @property
     def statistics(self) -> Mapping[str, float]:

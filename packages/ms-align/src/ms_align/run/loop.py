@@ -30,6 +30,8 @@ SKIPPED_IN_A_ROW = 20
 SKIPPED = {
     "no_targets": "nothing had a target",
     "nonfinite": "the gradient is not finite",
+    "overflow": "the gradient did not fit into float16",
+    "refused": "the update was refused",
 }
 """Why an update was skipped, for people."""
 SHOWN = 4
