@@ -35,8 +35,10 @@ class Update(Protocol):
 
     @property
     def skipped(self) -> Literal["no_targets", "nonfinite", "overflow", "refused"] | None:
-        """Why weights are as before: nothing had a target, the gradient was not finite or did not
-        fit into float16, or a policy refused the update.
+        """Why weights are as before.
+
+        Nothing had a target, the gradient was not finite or did not fit into float16, or a policy
+        refused the update.
         """
 
     @property

@@ -19,13 +19,12 @@ from ms_data.building.job import Job
 from ms_data.building.journal import Recipe
 from ms_data.building.record import Summary, save_record, summary_of
 from ms_data.chat.template import ChatTemplate
+from ms_data.corpus.arguments import check_paths
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.find import CorpusName, find_corpus
-from ms_data.corpus.places import is_remote
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
-from ms_data.errors import OutputError, SettingError
+from ms_data.errors import SettingError
 from ms_data.files.durable import publish, sync_folder, writing
-from ms_data.files.untrusted import check_path
 from ms_data.files.work_folder import JOURNAL, free_place, refuse_inside, work_folder
 from ms_data.tokenization.tokenizer import Tokenizer
 
@@ -81,7 +80,7 @@ def build(
         TokenizerError: the tokenizer cannot be read.
         OutputError: `out` cannot be written, or holds something else.
     """
-    _check_paths(out, corpus=corpus, tokenizer=tokenizer, chat=chat)
+    check_paths(out, corpus=corpus, tokenizer=tokenizer, chat=chat)
     encoder = encoder_for(tokenizer, chat, pairs=pairs, allow_special=allow_special)
     source = find_corpus(
         corpus,
@@ -96,13 +95,6 @@ def build(
         if (done := summary_of(folder, recipe, source, out)) is not None:
             return done
     return _publish(Job(source, encoder, recipe, on_progress, on_skip), corpus, out)
-
-
-def _check_paths(out: str | Path, **read: object) -> None:
-    for name, path in read.items():
-        if isinstance(path, str | os.PathLike) and not is_remote(str(path)):
-            check_path(name, path, error=SettingError)
-    check_path("out", out, error=OutputError, written="folder")
 
 
 def _recipe(encoder: TextEncoder, source: Corpus, hold_out: float, shard_size_mib: int) -> Recipe:

@@ -8,6 +8,7 @@ import msgspec
 from ms_data.cleaning.apply import Setup
 from ms_data.cleaning.rule_file import Rules, RuleSet, read_rules
 from ms_data.cleaning.words import splitter
+from ms_data.corpus.arguments import check_paths
 from ms_data.corpus.find import CorpusName, find_corpus
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
 from ms_data.passes.pool import worker_count
@@ -50,6 +51,7 @@ def clean(
         CorpusError: the corpus is missing, empty or damaged, or with `strict` not text.
         OutputError: `out` cannot be written, or holds something else.
     """
+    check_paths(out, corpus=corpus, rules=rules)
     chosen = read_rules(rules)
     splitter(chosen.words)
     for rule in chosen.rules:

@@ -14,7 +14,7 @@ from ms_data.cleaning.text import Text
 from ms_data.cleaning.words import plain_words
 from ms_data.corpus.find import find_corpus
 from ms_data.errors import SettingError
-from ms_data.settings import text, whole
+from ms_data.settings import a_path, text, whole
 
 _HASHES = WordHashes()
 
@@ -25,7 +25,7 @@ class Decontaminate(Rule):
 
     name = "decontaminate"
 
-    benchmarks: str = field(metadata={"example": "benchmarks.jsonl"}, validator=text())
+    benchmarks: str = field(metadata={"example": "benchmarks.jsonl"}, validator=a_path())
     """File or folder of the benchmarks' texts, anything that a corpus may be."""
     text_column: str = field(default="text", validator=text())
     """The member or column of a row that holds the text."""
