@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import ms_kernels
 from accelerator.report import Report
 from accelerator.ways import is_peer, ours
+from ms_kernels.operators import CONTRACTS
 
 __all__ = ["masked", "plain"]
 
@@ -22,6 +23,7 @@ def plain(report: Report) -> None:
     shapes = [(1, 16, 4, 2, 16)] if report.small else [
         (4, 4096, 32, 8, 128), (1, 16384, 32, 8, 128), (8, 2048, 32, 32, 64),
     ]  # fmt: skip
+    rest = (None, None, *CONTRACTS["attention"].defaults)  # no documents, no sinks
     report.table("B S Hq Hk D", "pass", "way", "ms", "TFLOP/s", "of the best of torch's")
     for batch, length, heads, groups, width in shapes:
         q, k, v = _drawn(report, batch, length, (heads, groups, groups), width)
@@ -31,7 +33,7 @@ def plain(report: Report) -> None:
         for each in ours(report, "attention"):
             if each.backend == "triton":
                 steps["ms_kernels, triton"] = lambda q=q, k=k, v=v, run=each.run: run(
-                    q, k, v, None, True, None, None
+                    q, k, v, *rest
                 )
         for name in TORCHS:
             kernel = getattr(SDPBackend, name)

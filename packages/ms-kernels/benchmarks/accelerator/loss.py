@@ -11,6 +11,7 @@ import ms_kernels
 from accelerator.ceilings import Ceilings
 from accelerator.report import Report
 from accelerator.ways import is_peer, ours
+from ms_kernels.operators import CONTRACTS
 
 __all__ = ["measure"]
 
@@ -52,7 +53,9 @@ def _ways(
         "plain torch": plain,
     }
     for each in ours(report, "linear_cross_entropy") if report.small else ():
-        losses[f"ms_kernels, {each.backend}"] = lambda run=each.run: run(hidden, weight, targets)
+        losses[f"ms_kernels, {each.backend}"] = lambda run=each.run: run(
+            hidden, weight, targets, *CONTRACTS["linear_cross_entropy"].defaults
+        )
     if hasattr(F, "linear_cross_entropy"):
         losses["F.linear_cross_entropy"] = lambda: F.linear_cross_entropy(hidden, weight, targets)
     if not report.small:

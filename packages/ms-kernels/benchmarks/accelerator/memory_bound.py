@@ -20,6 +20,7 @@ OPERATORS = (
     "cross_entropy",
     "permute_tokens",
     "unpermute_tokens",
+    "causal_conv1d",
     "adamw_step",
 )
 

@@ -9,17 +9,20 @@ from ms_kernels.tuning.measure import one_pass
 
 __all__ = ["measure"]
 
+TRAINED = ("grouped_matmul", "gated_delta_rule")
+OPERATORS = ("decode_attention", "quantized_linear", *TRAINED)
+
 
 def measure(report: Report) -> None:
     """Time each; a compiled reference multiplies every expert, or unpacks all of the weight."""
     dtype = torch.float32 if report.small else torch.bfloat16
     report.table("operator", "pass", "way", "us", "GB/s", "TFLOP/s")
-    for operator in ("decode_attention", "quantized_linear", "grouped_matmul"):
+    for operator in OPERATORS:
         ways, inputs, contract = ways_of(report, operator, dtype)
         dims = contract.bind(describe_call(contract, inputs, contract.defaults))
         for told, both in (("forward", False), ("forward and backward", True)):
             work = contract.forward(dims, dtype.itemsize)
-            if both and operator != "grouped_matmul":
+            if both and operator not in TRAINED:
                 continue
             if both:
                 more = contract.backward(dims, dtype.itemsize)

@@ -27,6 +27,8 @@ SIZES = {
     "permute_tokens": {"T": 16384, "C": 2, "H": 4096},
     "unpermute_tokens": {"R": 32768, "T": 16384, "C": 2, "H": 4096},
     "adamw_step": {"...": 2**28},
+    "causal_conv1d": {"B": 4, "S": 4096, "C": 8192, "K": 4},
+    "gated_delta_rule": {"B": 4, "S": 4096, "Hk": 16, "Hv": 32, "D": 128, "Dv": 128},
     "grouped_matmul": {"T": 16384, "E": 8, "K": 4096, "N": 14336},
     "quantized_linear": {"...": 16, "K": 4096, "P": 2048, "G": 128, "N": 14336},
     "decode_attention": {
@@ -76,7 +78,7 @@ def ways_of(
     ways = {
         each.backend: each.run for each in ours(report, operator) if not obstacle_to(each, call)
     }
-    if not report.small:
+    if not report.small and operator != "gated_delta_rule":  # which goes a token at a time
         ways["torch.compile"] = torch.compile(contract.reference, dynamic=False)
     ways |= dict(_liger(operator, inputs))
     return ways, inputs, contract
