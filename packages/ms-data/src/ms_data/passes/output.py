@@ -1,5 +1,6 @@
 """Writes series of packed files so that a killed writer can go on, every earlier byte checked."""
 
+import hashlib
 import os
 from io import FileIO
 from pathlib import Path
@@ -20,6 +21,14 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     checksum: str
     """Hexadecimal xxh3-128 of its bytes."""
+
+
+def entry_of(home: Path, name: str) -> FileEntry:
+    """The entry of a file that is written."""
+    path = home / name
+    with path.open("rb") as file:
+        checksum = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+    return FileEntry(name=name, size_bytes=path.stat().st_size, checksum=checksum)
 
 
 class SeriesWriter:
