@@ -27,8 +27,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ms_data.cleaning.words import plain_words
 from ms_data.deduplication.clusters import join_alike
-from ms_data.deduplication.minhash import MinHash, comparable
+from ms_data.deduplication.minhash import MinHash
 from ms_data.deduplication.signatures import RECORD
 
 BANDS, ROWS, WORDS = 14, 8, 5
@@ -44,7 +45,7 @@ def vocabulary() -> Counter[str]:
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                words = comparable(ast.get_docstring(node) or "").split()
+                words = plain_words((ast.get_docstring(node) or "").lower())
                 found.update(word for word in words if word.isalpha())
     return found
 
@@ -87,7 +88,7 @@ def datasketch(texts: Sequence[str]) -> Keys:
 
     found = []
     for text in texts:
-        words = comparable(text).split()
+        words = text.split()
         one = Theirs(num_perm=BANDS * ROWS)
         one.update_batch(
             [" ".join(words[at : at + WORDS]).encode() for at in range(len(words) - WORDS + 1)]

@@ -6,6 +6,8 @@ one multiplication of eight numbers at a time does the work.
 """
 
 import re
+from functools import cache
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -20,9 +22,8 @@ _BLOCK = 512
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _TURN = np.uint64(29)
 
-_SIGNS = str.maketrans({one: " " for one in map(chr, range(128)) if not one.isalnum()})
-_OTHERS = re.compile(r"[\W_]+")
-_CHARACTERS = re.compile(f"([{HAN}{KANA}])")
+_ALONE = re.compile(f"[{HAN}{KANA}]")
+_CODES = 0x110000
 _BASE = 0xD1342543DE82EF95
 _GROW = 1 << 16
 
@@ -74,9 +75,10 @@ class MinHash:
 
 
 class WordHashes:
-    """Hashes the words of a text, whose bytes are added up as the digits of a number.
+    """Hashes the words of a text, whose characters are added up as the digits of a number.
 
-    Sums of byte[j] * base**-j, times base**i, give the hash of the word that begins at i, all
+    A word is a run of letters and digits, in lower case, or a Chinese or Japanese character. Sums
+    of character[j] * base**-j, times base**i, give the hash of the word that begins at i, all
     modulo 2**64: no word is ever made.
     """
 
@@ -86,14 +88,21 @@ class WordHashes:
 
     def __call__(self, text: str) -> NDArray[np.uint64]:
         """The hash of each word, in order."""
-        content = np.frombuffer(comparable(text).encode(), np.uint8)
-        self._grow(len(content))
-        inside = np.zeros(len(content) + 2, bool)
-        np.not_equal(content, 32, out=inside[1:-1])
-        edges = np.flatnonzero(inside[1:] != inside[:-1])
-        starts, ends = edges[::2], edges[1::2]
-        sums = np.zeros(len(content) + 1, np.uint64)
-        np.cumsum(content * self._backs[: len(content)], out=sums[1:])
+        text = text.lower()
+        if text.isascii():
+            codes: NDArray[Any] = np.frombuffer(text.encode(), np.uint8)
+        else:
+            codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        kinds = np.zeros(len(codes) + 2, np.uint8)
+        kinds[1:-1] = _kinds(128 if text.isascii() else _CODES)[codes]
+        before, after = kinds[:-1], kinds[1:]
+        # A word begins or ends where the kind changes, and around each character of kind 2.
+        edge = (before != after) | (before == 2)
+        starts = np.flatnonzero(edge & (after > 0))
+        ends = np.flatnonzero(edge & (before > 0))
+        self._grow(len(codes))
+        sums = np.zeros(len(codes) + 1, np.uint64)
+        np.cumsum(codes * self._backs[: len(codes)], out=sums[1:])
         return _mixed((sums[ends] - sums[starts]) * self._powers[starts])
 
     def _grow(self, count: int) -> None:
@@ -104,12 +113,14 @@ class WordHashes:
             self._powers, self._backs = np.cumprod(powers), np.cumprod(backs)
 
 
-def comparable(text: str) -> str:
-    """A text as words with spaces between: no case, no signs, each Chinese character a word."""
-    text = text.lower()
-    if text.isascii():
-        return text.translate(_SIGNS)
-    return _CHARACTERS.sub(r" \1 ", _OTHERS.sub(" ", text))
+@cache
+def _kinds(count: int) -> NDArray[np.uint8]:
+    """Of each character: 0 is no part of a word, 1 one of several, 2 a word of its own."""
+    found = np.zeros(count, np.uint8)
+    for code, character in enumerate(map(chr, range(count))):
+        if character.isalnum():
+            found[code] = 2 if _ALONE.match(character) else 1
+    return found
 
 
 def _mixed(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
