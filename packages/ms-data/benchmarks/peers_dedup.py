@@ -30,7 +30,7 @@ import numpy as np
 from ms_data.cleaning.words import plain_words
 from ms_data.deduplication.clusters import join_alike
 from ms_data.deduplication.minhash import MinHash
-from ms_data.deduplication.signatures import RECORD
+from ms_data.deduplication.records import RECORD
 
 BANDS, ROWS, WORDS = 14, 8, 5
 LEVELS = (0.7, 0.8, 0.9)

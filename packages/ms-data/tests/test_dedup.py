@@ -20,7 +20,7 @@ from ms_data.cleaning.words import HAN, KANA
 from ms_data.cli import main
 from ms_data.deduplication.clusters import Cluster, Edges, Joined
 from ms_data.deduplication.minhash import MinHash, WordHashes
-from ms_data.deduplication.signatures import RECORD
+from ms_data.deduplication.records import RECORD
 from ms_data.deduplication.sorting import Buckets, runs
 from ms_data.deduplication.windows import Windows, cut_words
 from ms_data.passes.ledger import read_ledger

@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ms_data.cleaning.apply import Line, packed
-from ms_data.deduplication.substrings import SPAN
+from ms_data.deduplication.records import SPAN
 from ms_data.deduplication.windows import cut_words
 from ms_data.passes.batches import Batch, Item
+from ms_data.passes.output import Line, packed
 from ms_data.passes.run import Answer
 from ms_data.passes.tally import Entry, Tally, excerpt_of
 

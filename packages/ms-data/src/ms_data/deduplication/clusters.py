@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ms_data.deduplication.options import DedupOptions
-from ms_data.deduplication.signatures import FACTS, RECORD
+from ms_data.deduplication.records import FACTS, RECORD
 from ms_data.deduplication.sorting import Buckets, Records, runs
 
 _EDGE = np.dtype([("one", "<u4"), ("other", "<u4")])

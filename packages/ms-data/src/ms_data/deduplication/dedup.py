@@ -18,7 +18,8 @@ from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
 from ms_data.deduplication.apply import Decided
 from ms_data.deduplication.clusters import Labels, choose, join_alike
 from ms_data.deduplication.options import DedupOptions
-from ms_data.deduplication.signatures import FACTS, RECORD, Frame, Setup, read_frames
+from ms_data.deduplication.records import FACTS, RECORD
+from ms_data.deduplication.signatures import Frame, Setup, read_frames
 from ms_data.deduplication.substrings import find_repeated
 from ms_data.errors import SettingError
 from ms_data.passes.pool import worker_count
@@ -87,18 +88,22 @@ def dedup(
         scratch=_SCRATCH,
         extra=(CLUSTERS,),
     )
-    first = evolve(
+    decide = _Decide(first=_signing(last, plain, on_quarantine), source=source, options=chosen)
+    return evolve(last, prepare=decide.run).publish(out)
+
+
+def _signing(last: Pass, options: dict[str, Any], on_quarantine: Callable[[str], None]) -> Pass:
+    """The pass before the last one, which hashes all documents and names what cannot be read."""
+    return evolve(
         last,
         kind="dedup signatures",
         work="ms_data.deduplication.signatures:prepare",
-        prepare=lambda folder: msgspec.msgpack.encode(Setup(plain)),
+        prepare=lambda folder: msgspec.msgpack.encode(Setup(options)),
         on_quarantine=on_quarantine,
         corpus=[],
         scratch="",
         extra=(),
     )
-    decide = _Decide(first=first, source=source, options=chosen)
-    return evolve(last, prepare=decide.run).publish(out)
 
 
 @frozen(kw_only=True)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ms_data.deduplication.minhash import MinHash
 from ms_data.deduplication.options import DedupOptions
+from ms_data.deduplication.records import FACTS, RECORD, WINDOW
 from ms_data.deduplication.windows import Windows
 from ms_data.errors import OutputError
 from ms_data.passes.batches import Batch, Item
@@ -19,12 +20,6 @@ from ms_data.passes.run import Answer
 from ms_data.passes.tally import Tally
 
 _PREFIX_BYTES = 8
-RECORD = np.dtype([("key", "<u8"), ("check", "<u4"), ("document", "<u4")])
-"""One key of one document; two documents with the same key and check are alike."""
-WINDOW = np.dtype([("key", "<u8"), ("document", "<u4"), ("word", "<u4")])
-"""One row of words of one document, and where it begins."""
-FACTS = np.dtype([("size", "<u4"), ("rank", "<u4")])
-"""Bytes of a document, and the first pattern that it fits."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):

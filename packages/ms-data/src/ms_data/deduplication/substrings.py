@@ -6,12 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from ms_data.deduplication.clusters import Labels
-from ms_data.deduplication.signatures import WINDOW
+from ms_data.deduplication.records import SPAN, WINDOW
 from ms_data.deduplication.sorting import Buckets, Records, runs
-
-SPAN = np.dtype([("key", "<u8"), ("first", "<u4"), ("end", "<u4")])
-"""Words of a document that stood before: the first, and the one behind the last. The key is its
-document, from the first bit on."""
 
 _CHUNK = 1 << 20
 

@@ -2,16 +2,20 @@
 
 import hashlib
 import os
+from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 
 import msgspec
 import xxhash
+import zstandard
 
 from ms_data.errors import OutputError
 from ms_data.files.durable import sync_folder, write_all
 
 _READ_BYTES = 1 << 20
+LEVEL = 3
+"""Of zstd."""
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +25,23 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     checksum: str
     """Hexadecimal xxh3-128 of its bytes."""
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A document that was kept: a line of JSON."""
+
+    text: str
+    id: str
+    """The file's name in the corpus and the document's number in it."""
+
+
+def packed(lines: Sequence[bytes]) -> bytes:
+    """Lines as one frame of zstd; empty where there are none."""
+    if not lines:
+        return b""
+    return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(
+        b"\n".join((*lines, b""))
+    )
 
 
 def entry_of(home: Path, name: str) -> FileEntry:
