@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from functools import partial
 from pathlib import Path
 
@@ -184,6 +185,19 @@ def cleaned(folder: Path) -> None:
     clean(folder / "corpus.jsonl", {"c4_quality": {}}, out=folder / "cleaned", workers=1)
 
 
+def hashed(folder: Path) -> None:
+    """A deduplication that was killed once it had hashed all documents."""
+    import ms_data.deduplication.dedup as place
+
+    lines(folder)
+    child = os.fork()
+    if child == 0:
+        place.join_alike = lambda *_, **__: os._exit(0)
+        place.dedup(folder / "corpus.jsonl", out=folder / "out", workers=1)
+    if os.waitpid(child, 0)[1] or not (folder / "out.partial").exists():
+        raise RuntimeError("nothing was left to go on from")
+
+
 def _build(corpus: str, *more: str) -> tuple[str, ...]:
     return ("build", corpus, "--tokenizer", "tokenizer.json", "--out", "out", *more)
 
@@ -229,6 +243,24 @@ CASES = (
         files=("corpus.jsonl", "benchmarks.jsonl", "RULES.toml"),
         run=run("clean", "corpus.jsonl", "RULES.toml", "--out", "out", "--workers", "1"),
         share=2,
+    ),
+    Case(
+        name="dedup",
+        make=lines,
+        files=("corpus.jsonl",),
+        run=run(
+            *("dedup", "corpus.jsonl", "--out", "out", "--workers", "1"),
+            *("--substring-words", "5", "--rows", "2"),
+        ),
+    ),
+    Case(
+        name="dedup goes on",
+        make=hashed,
+        files=("out.partial/**/*",),
+        run=run("dedup", "corpus.jsonl", "--out", "out", "--workers", "1"),
+        sealed=True,
+        result=contents("out/**/*"),
+        one_may_miss=True,
     ),
     Case(
         name="stats",

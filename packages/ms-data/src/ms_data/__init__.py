@@ -6,6 +6,8 @@ from ms_data.chat.messages import Conversation, read_conversation
 from ms_data.chat.pairs import Pair, read_pair
 from ms_data.chat.template import ChatTemplate
 from ms_data.cleaning.clean import clean
+from ms_data.deduplication.dedup import dedup
+from ms_data.deduplication.options import DedupOptions
 from ms_data.disk.inspection import DatasetInfo, inspect
 from ms_data.disk.samples import PairSample, Sample, Samples
 from ms_data.disk.verification import Fault, Report, verify
@@ -44,6 +46,7 @@ __all__ = [
     "DamageError",
     "DataError",
     "DatasetInfo",
+    "DedupOptions",
     "Fault",
     "InstructionBatch",
     "InstructionStream",
@@ -70,6 +73,7 @@ __all__ = [
     "__version__",
     "build",
     "clean",
+    "dedup",
     "draw_stats",
     "inspect",
     "read_conversation",

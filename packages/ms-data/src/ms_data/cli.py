@@ -15,6 +15,7 @@ from ms_data.building.record import Summary
 from ms_data.chat.template import ChatTemplate
 from ms_data.commands.arguments import add_reading, command, name_left_out
 from ms_data.commands.clean import add_clean, add_init, add_stats
+from ms_data.commands.dedup import add_dedup
 from ms_data.corpus.file_kinds import omissions
 from ms_data.disk.inspection import SplitInfo, inspect
 from ms_data.disk.verification import Report, verify
@@ -111,6 +112,7 @@ def _parser() -> CommandParser:
             "shards", type=path_argument, metavar="SHARDS"
         )
     add_clean(commands)
+    add_dedup(commands)
     add_stats(commands)
     add_init(commands)
     return parser

@@ -4,18 +4,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-import zstandard
 
 from ms_data.cleaning.rule import Change, Drop, Rule
 from ms_data.cleaning.rule_file import make_rule
 from ms_data.cleaning.text import Text
 from ms_data.cleaning.words import Splitter, splitter
 from ms_data.passes.batches import Batch, Item
+from ms_data.passes.output import Line, packed
 from ms_data.passes.run import Answer
 from ms_data.passes.tally import Entry, Example, ReasonTally, Tally, excerpt_of
-
-LEVEL = 3
-"""Of zstd."""
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -24,14 +21,6 @@ class Setup(msgspec.Struct, frozen=True):
     words: str
     rules: list[tuple[str, dict[str, Any]]]
     """By name, with all settings."""
-
-
-class Line(msgspec.Struct, frozen=True):
-    """A document that was kept: a line of JSON."""
-
-    text: str
-    id: str
-    """The file's name in the corpus and the document's number in it."""
 
 
 class Verdict(NamedTuple):
@@ -102,15 +91,6 @@ def judge(number: int, item: Item, rules: Sequence[Rule], split: Splitter) -> Ve
             return Verdict(None, entry, excerpt_of(text.text) if rule.shown else "", [])
     entry.bytes_out = len(text.text.encode())
     return Verdict(text.text, entry, "", cuts)
-
-
-def packed(lines: Sequence[bytes]) -> bytes:
-    """Lines as one frame of zstd; empty where there are none."""
-    if not lines:
-        return b""
-    return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(
-        b"\n".join((*lines, b""))
-    )
 
 
 def _cut(

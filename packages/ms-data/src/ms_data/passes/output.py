@@ -1,16 +1,21 @@
 """Writes series of packed files so that a killed writer can go on, every earlier byte checked."""
 
+import hashlib
 import os
+from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 
 import msgspec
 import xxhash
+import zstandard
 
 from ms_data.errors import OutputError
 from ms_data.files.durable import sync_folder, write_all
 
 _READ_BYTES = 1 << 20
+LEVEL = 3
+"""Of zstd."""
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +25,31 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     checksum: str
     """Hexadecimal xxh3-128 of its bytes."""
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A document that was kept: a line of JSON."""
+
+    text: str
+    id: str
+    """The file's name in the corpus and the document's number in it."""
+
+
+def packed(lines: Sequence[bytes]) -> bytes:
+    """Lines as one frame of zstd; empty where there are none."""
+    if not lines:
+        return b""
+    return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(
+        b"\n".join((*lines, b""))
+    )
+
+
+def entry_of(home: Path, name: str) -> FileEntry:
+    """The entry of a file that is written."""
+    path = home / name
+    with path.open("rb") as file:
+        checksum = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+    return FileEntry(name=name, size_bytes=path.stat().st_size, checksum=checksum)
 
 
 class SeriesWriter:

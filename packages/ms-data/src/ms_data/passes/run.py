@@ -7,6 +7,7 @@ goes on from there and ends in the same bytes.
 
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -31,7 +32,7 @@ from ms_data.files.work_folder import (
     work_folder,
 )
 from ms_data.passes.batches import Progress, read_batches
-from ms_data.passes.output import FileEntry, SeriesWriter
+from ms_data.passes.output import FileEntry, SeriesWriter, entry_of
 from ms_data.passes.pool import ordered_answers
 from ms_data.passes.record import (
     LEDGER_FILE,
@@ -114,6 +115,10 @@ class Pass:
     """Gives `setup`, once a folder to work in is held."""
     corpus: CorpusName
     """What the user typed."""
+    scratch: str = ""
+    """A folder in the one to work in that `prepare` fills, and that is not kept."""
+    extra: tuple[str, ...] = ()
+    """Files beside those of a pass that `prepare` writes."""
 
     def finished(self, out: str | Path) -> LedgerSummary | None:
         """The summary of the same pass, if it is in `out` already.
@@ -142,6 +147,8 @@ class Pass:
         with work_folder(aside, _OURS):
             record = self._run(aside)
             save_record(aside, record)
+            if self.scratch:
+                shutil.rmtree(aside / self.scratch)
             (aside / JOURNAL).unlink(missing_ok=True)
             sync_tree(aside)
             publish(aside, folder)
@@ -177,7 +184,7 @@ class Pass:
                         saved = time.monotonic()
             if not tally.documents:
                 raise CorpusError(f"{self.source.name} is empty: it holds no document; give text")
-            return self._record(progress, writers, tally)
+            return self._record(folder, progress, writers, tally)
         finally:
             for writer in writers.values():
                 writer.abandon()
@@ -210,10 +217,11 @@ class Pass:
         save_journal(folder, journal)
 
     def _record(
-        self, progress: Progress, writers: Mapping[str, SeriesWriter], tally: Tally
+        self, folder: Path, progress: Progress, writers: Mapping[str, SeriesWriter], tally: Tally
     ) -> PassRecord:
         faults = tally.faults()
         assert not faults, faults
+        written = tuple(entry for writer in writers.values() for entry in writer.finish())
         return PassRecord(
             kind=self.kind,
             recipe=dict(self.recipe),
@@ -221,7 +229,7 @@ class Pass:
             content=self.source.content(),
             tally=tally,
             left_out=progress.left_out,
-            files=tuple(entry for writer in writers.values() for entry in writer.finish()),
+            files=(*written, *(entry_of(folder, name) for name in self.extra)),
         )
 
 

@@ -1,0 +1,101 @@
+"""What a process does with a batch at last: documents that are kept, without what stood before."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ms_data.deduplication.records import SPAN
+from ms_data.deduplication.windows import cut_words
+from ms_data.passes.batches import Batch, Item
+from ms_data.passes.output import Line, packed
+from ms_data.passes.run import Answer
+from ms_data.passes.tally import Entry, Tally, excerpt_of
+
+
+class Decided(msgspec.Struct, frozen=True):
+    """What a process is prepared with: where it reads what was decided."""
+
+    folder: str
+    substrings: bool
+
+
+class Decisions:
+    """What was decided of each document, in mapped files."""
+
+    def __init__(self, decided: Decided) -> None:
+        folder = Path(decided.folder)
+        self._keeper: NDArray[Any] = np.memmap(folder / "keeper", np.uint32, "r")
+        self._same: NDArray[Any] = np.memmap(folder / "same", np.bool_, "r")
+        self._starts: NDArray[Any] | None = None
+        self._spans: NDArray[Any] = np.empty(0, SPAN)
+        if decided.substrings:
+            self._starts = np.memmap(folder / "spans.starts", np.uint64, "r")
+            if (folder / "spans.bin").stat().st_size:
+                self._spans = np.memmap(folder / "spans.bin", SPAN, "r")
+
+    def keeper(self, document: int) -> int:
+        """The document that is kept for one, itself where it is kept."""
+        return int(self._keeper[document])
+
+    def same(self, document: int) -> bool:
+        """Whether a document that is dropped has the text of the one that is kept."""
+        return bool(self._same[document])
+
+    def spans(self, document: int) -> list[tuple[int, int]]:
+        """The words of a document that stood before."""
+        if self._starts is None:
+            return []
+        found = self._spans[int(self._starts[document]) : int(self._starts[document + 1])]
+        return list(zip(found["first"].tolist(), found["end"].tolist(), strict=True))
+
+
+def prepare(setup: bytes) -> Callable[[bytes], bytes]:
+    """Makes what turns a batch into its answer, both as msgpack."""
+    decisions = Decisions(msgspec.msgpack.decode(setup, type=Decided))
+    decoder = msgspec.msgpack.Decoder(Batch)
+
+    def work(request: bytes) -> bytes:
+        return msgspec.msgpack.encode(write_batch(decoder.decode(request), decisions))
+
+    return work
+
+
+def write_batch(batch: Batch, decisions: Decisions) -> Answer:
+    """Writes the documents of a batch that are kept, and the ledger of all."""
+    tally = Tally()
+    documents: list[bytes] = []
+    ledger: list[bytes] = []
+    for number, item in enumerate(batch.items, batch.first):
+        text, entry = _judge(number, item, decisions)
+        if text is not None:
+            documents.append(msgspec.json.encode(Line(text, item.place)))
+        ledger.append(msgspec.json.encode(entry))
+        tally.count(entry, excerpt_of(item.text or "") if entry.fate == "dropped" else "")
+    return Answer((packed(documents), packed(ledger)), tally)
+
+
+def _judge(number: int, item: Item, decisions: Decisions) -> tuple[str | None, Entry]:
+    entry = Entry(document=number, place=item.place, fate="kept")
+    text = item.text
+    if text is None:
+        entry.fate = "quarantined"
+        return None, entry
+    entry.bytes_in = len(text.encode())
+    keeper = decisions.keeper(number)
+    if keeper != number:
+        entry.fate = "dropped"
+        entry.reason = "exact" if decisions.same(number) else "minhash"
+        entry.value = f"document {keeper}"
+        return None, entry
+    if spans := decisions.spans(number):
+        text = cut_words(text, spans)
+        if not any(map(str.isalnum, text)):
+            entry.fate, entry.reason = "dropped", "substrings"
+            return None, entry
+        entry.changes = {"substrings": entry.bytes_in - len(text.encode())}
+    entry.bytes_out = len(text.encode())
+    return text, entry

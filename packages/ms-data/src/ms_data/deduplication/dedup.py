@@ -1,0 +1,179 @@
+"""Deduplicates a corpus: the same text, nearly the same text, and parts that stood before.
+
+A first pass hashes every document; the hashes are sorted in files, so that memory does not grow
+with the corpus; a second pass writes what is kept.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from attrs import asdict, evolve, frozen
+
+from ms_data.corpus.corpus import Corpus
+from ms_data.corpus.find import CorpusName, find_corpus
+from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
+from ms_data.deduplication.apply import Decided
+from ms_data.deduplication.clusters import Labels, choose, join_alike
+from ms_data.deduplication.options import DedupOptions
+from ms_data.deduplication.records import FACTS, RECORD
+from ms_data.deduplication.signatures import Frame, Setup, read_frames
+from ms_data.deduplication.substrings import find_repeated
+from ms_data.errors import SettingError
+from ms_data.passes.pool import worker_count
+from ms_data.passes.record import LedgerSummary, PassRecord, read_record
+from ms_data.passes.run import Pass, reading_recipe
+
+CLUSTERS = "clusters.jsonl"
+_SCRATCH = "scratch"
+
+
+def dedup(
+    corpus: CorpusName,
+    *,
+    out: str | Path,
+    options: DedupOptions | None = None,
+    workers: int | None = None,
+    shard_size_mib: int = 64,
+    text_column: str = "text",
+    strict: bool = False,
+    document_limit_mib: int = DOCUMENT_LIMIT_MIB,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_quarantine: Callable[[str], None] = lambda reason: None,
+) -> LedgerSummary:
+    """Writes the documents of a corpus, of those that are alike one, and a ledger.
+
+    Args:
+        corpus: files, folders or addresses of text and tables, or `stdlib`; see `find_corpus`.
+        out: the folder to make: `documents`, which `build` reads, `ledger`, `ledger.json`, and
+            `clusters.jsonl`, a line for the documents that are alike.
+        options: what counts as a duplicate, and which one is kept.
+        workers: processes; None: one a core.
+        shard_size_mib: a file is closed at the first MiB of text past this size, once packed.
+        text_column: the member or column of a row that holds the text.
+        strict: stop at a document that cannot be read instead of naming it and going on.
+        document_limit_mib: a longer document, once unpacked, cannot be read.
+        on_progress: called with the bytes of the corpus that are done, and all, after each batch,
+            in each of the two passes.
+        on_quarantine: called with the place and fault of each document that cannot be read.
+
+    Raises:
+        SettingError: an argument or option cannot be used.
+        CorpusError: the corpus is missing, empty or damaged, or with `strict` not text.
+        OutputError: `out` cannot be written, or holds something else.
+    """
+    chosen = options or DedupOptions()
+    if not (chosen.exact or chosen.minhash or chosen.substring_words):
+        raise SettingError("nothing is looked for; give exact, minhash or substring_words")
+    source = find_corpus(
+        corpus,
+        text_column=text_column,
+        skip_invalid=not strict,
+        document_limit_mib=document_limit_mib,
+    )
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(asdict(chosen)))
+    last = Pass(
+        kind="dedup",
+        corpus=corpus,
+        source=source,
+        recipe={**plain, **reading_recipe(source, shard_size_mib)},
+        work="ms_data.deduplication.apply:prepare",
+        prepare=lambda folder: b"",
+        workers=worker_count(workers),
+        shard_size_mib=shard_size_mib,
+        on_progress=on_progress,
+        on_quarantine=lambda reason: None,
+        scratch=_SCRATCH,
+        extra=(CLUSTERS,),
+    )
+    decide = _Decide(first=_signing(last, plain, on_quarantine), source=source, options=chosen)
+    return evolve(last, prepare=decide.run).publish(out)
+
+
+def _signing(last: Pass, options: dict[str, Any], on_quarantine: Callable[[str], None]) -> Pass:
+    """The pass before the last one, which hashes all documents and names what cannot be read."""
+    return evolve(
+        last,
+        kind="dedup signatures",
+        work="ms_data.deduplication.signatures:prepare",
+        prepare=lambda folder: msgspec.msgpack.encode(Setup(options)),
+        on_quarantine=on_quarantine,
+        corpus=[],
+        scratch="",
+        extra=(),
+    )
+
+
+@frozen(kw_only=True)
+class _Decide:
+    """What is decided between the two passes."""
+
+    first: Pass
+    source: Corpus
+    options: DedupOptions
+
+    def run(self, folder: Path) -> bytes:
+        """Hashes all documents, and decides which are kept."""
+        scratch = folder / _SCRATCH
+        scratch.mkdir(exist_ok=True)
+        signatures = scratch / "signatures"
+        self.first.publish(signatures)
+        record = read_record(signatures)
+        facts = np.memmap(scratch / "facts", FACTS, "w+", shape=(record.tally.documents,))
+        for frame in read_frames(signatures, record):
+            found = np.frombuffer(frame.facts, FACTS)
+            facts[frame.first : frame.first + len(found)] = found
+        keeper = self._keepers(folder, record, facts)
+        if self.options.substring_words:
+            find_repeated(
+                scratch,
+                self._records(record, signatures, "windows"),
+                keeper,
+                words=self.options.substring_words,
+                size_bytes=sum(one.size_bytes for one in record.files),
+            )
+        return msgspec.msgpack.encode(Decided(str(scratch), bool(self.options.substring_words)))
+
+    def _keepers(self, folder: Path, record: PassRecord, facts: np.ndarray[Any, Any]) -> Labels:
+        """Joins what is alike, writes the clusters, and maps each document to the one kept."""
+        scratch, count = folder / _SCRATCH, len(facts)
+        size = count * RECORD.itemsize
+        signatures = scratch / "signatures"
+        exact = join_alike(
+            scratch,
+            "exact",
+            self._records(record, signatures, "exact"),
+            documents=count,
+            size_bytes=size,
+        )
+        alike = join_alike(
+            scratch,
+            "alike",
+            self._records(record, signatures, "exact", "near"),
+            documents=count,
+            size_bytes=size * (self.options.bands + 1),
+        )
+        keeper = np.memmap(scratch / "keeper", np.uint32, "w+", shape=(count,))
+        same = np.memmap(scratch / "same", np.bool_, "w+", shape=(count,))
+        keeper[:] = np.arange(count, dtype=np.uint32)
+        with (folder / CLUSTERS).open("wb") as file:
+            for cluster in choose(alike.labels, facts, self.options):
+                file.write(msgspec.json.encode(cluster) + b"\n")
+                keeper[cluster.documents] = cluster.kept
+                labels = exact.labels[cluster.documents]
+                same[cluster.documents] = labels == exact.labels[cluster.kept]
+        keeper.flush()
+        same.flush()
+        return keeper
+
+    def _records(self, record: PassRecord, folder: Path, *names: str) -> Iterator[bytes]:
+        for frame in read_frames(folder, record):
+            for name in names:
+                yield _part(frame, name)
+
+
+def _part(frame: Frame, name: str) -> bytes:
+    content: bytes = getattr(frame, name)
+    return content

@@ -1,0 +1,137 @@
+"""What a process makes of a batch first: what its documents are compared by."""
+
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from ms_data.deduplication.minhash import MinHash
+from ms_data.deduplication.options import DedupOptions
+from ms_data.deduplication.records import FACTS, RECORD, WINDOW
+from ms_data.deduplication.windows import Windows
+from ms_data.errors import OutputError
+from ms_data.passes.batches import Batch, Item
+from ms_data.passes.record import PassRecord
+from ms_data.passes.run import Answer
+from ms_data.passes.tally import Tally
+
+_PREFIX_BYTES = 8
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True):
+    """What the documents of a batch are compared by; arrays as bytes."""
+
+    first: int
+    """Number of its first document."""
+    exact: bytes
+    """`RECORD`s: hashes of whole texts."""
+    near: bytes
+    """`RECORD`s: hashes of bands."""
+    windows: bytes
+    """`WINDOW`s."""
+    facts: bytes
+    """`FACTS` of every document."""
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What a process is prepared with: the options, by name."""
+
+    options: dict[str, bool | int | str | list[str]]
+
+
+def prepare(setup: bytes) -> Callable[[bytes], bytes]:
+    """Makes what turns a batch into its answer, both as msgpack."""
+    options = DedupOptions(**msgspec.msgpack.decode(setup, type=Setup).options)  # type: ignore[arg-type]
+    decoder = msgspec.msgpack.Decoder(Batch)
+    signer = Signer(options)
+
+    def work(request: bytes) -> bytes:
+        batch = decoder.decode(request)
+        content = msgspec.msgpack.encode(signer.frame(batch))
+        frame = len(content).to_bytes(_PREFIX_BYTES, "little") + content
+        count = len(batch.items)
+        return msgspec.msgpack.encode(Answer((frame, b""), Tally(documents=count, kept=count)))
+
+    return work
+
+
+class Signer:
+    """Makes the frames of batches."""
+
+    def __init__(self, options: DedupOptions) -> None:
+        self._options = options
+        self._minhash = MinHash(
+            bands=options.bands, rows=options.rows, ngram_words=options.ngram_words
+        )
+        self._windows = Windows(options.substring_words)
+
+    def frame(self, batch: Batch) -> Frame:
+        """What the documents of a batch are compared by."""
+        read = [(n, one.text) for n, one in enumerate(batch.items, batch.first) if one.text]
+        numbers = np.array([number for number, _ in read], np.uint32)
+        texts = [text for _, text in read]
+        facts = np.zeros(len(batch.items), FACTS)
+        facts["size"] = [len((one.text or "").encode()) for one in batch.items]
+        facts["rank"] = [self._rank(one) for one in batch.items]
+        return Frame(
+            batch.first,
+            self._exact(texts, numbers) if self._options.exact else b"",
+            self._near(texts, numbers) if self._options.minhash and texts else b"",
+            self._all_windows(texts, numbers) if self._options.substring_words else b"",
+            facts.tobytes(),
+        )
+
+    def _exact(self, texts: list[str], numbers: NDArray[np.uint32]) -> bytes:
+        digests = [xxhash.xxh3_128_intdigest(text.encode()) for text in texts]
+        records = np.zeros(len(texts), RECORD)
+        records["key"] = [digest >> 64 for digest in digests]
+        records["check"] = [digest & 0xFFFFFFFF for digest in digests]
+        records["document"] = numbers
+        return records.tobytes()
+
+    def _near(self, texts: list[str], numbers: NDArray[np.uint32]) -> bytes:
+        keys, checks = self._minhash.keys(np.stack([self._minhash.signature(t) for t in texts]))
+        records = np.zeros(keys.shape, RECORD)
+        records["key"], records["check"] = keys, checks
+        records["document"] = numbers[:, None]
+        return records.tobytes()
+
+    def _all_windows(self, texts: list[str], numbers: NDArray[np.uint32]) -> bytes:
+        parts = []
+        for text, number in zip(texts, numbers.tolist(), strict=True):
+            keys = self._windows.keys(text)
+            records = np.zeros(len(keys), WINDOW)
+            records["key"], records["document"] = keys, number
+            records["word"] = np.arange(len(keys), dtype=np.uint32)
+            parts.append(records.tobytes())
+        return b"".join(parts)
+
+    def _rank(self, item: Item) -> int:
+        name = item.place.rpartition("#")[0]
+        fitting = (n for n, one in enumerate(self._options.priority) if fnmatchcase(name, one))
+        return next(fitting, len(self._options.priority))
+
+
+def read_frames(folder: Path, record: PassRecord) -> Iterator[Frame]:
+    """Reads the frames that a pass wrote, in order.
+
+    Raises:
+        OutputError: one is damaged.
+    """
+    decoder = msgspec.msgpack.Decoder(Frame)
+    for entry in record.files:
+        path, seen = folder / entry.name, xxhash.xxh3_128()
+        with path.open("rb") as file:
+            while prefix := file.read(_PREFIX_BYTES):
+                content = file.read(min(int.from_bytes(prefix, "little"), entry.size_bytes))
+                seen.update(prefix + content)
+                try:
+                    yield decoder.decode(content)
+                except msgspec.MsgspecError as error:
+                    raise OutputError(f"{path}: damaged; remove {folder.parent}") from error
+        if seen.hexdigest() != entry.checksum:
+            raise OutputError(f"{path}: damaged; remove {folder.parent}")

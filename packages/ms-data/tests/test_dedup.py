@@ -1,0 +1,325 @@
+"""Deduplication keeps one of what is alike, as the slow truth does, in bounded memory."""
+
+import json
+import random
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ms_data.deduplication.sorting
+import ms_data.passes.batches
+from ms_data import DedupOptions, SettingError, dedup, draw_stats
+from ms_data.cleaning.words import HAN, KANA
+from ms_data.cli import main
+from ms_data.deduplication.clusters import Cluster, Edges, Joined
+from ms_data.deduplication.minhash import MinHash, WordHashes
+from ms_data.deduplication.records import RECORD
+from ms_data.deduplication.sorting import Buckets, runs
+from ms_data.deduplication.windows import Windows, cut_words
+from ms_data.passes.ledger import read_ledger
+from ms_data.passes.record import read_record
+
+from .test_build import write_lines
+from .test_clean import dying_at, kept_in, ledger_files
+from .test_rules import CHINESE, prose
+
+
+def clusters_of(folder: Path) -> list[Cluster]:
+    """The clusters that were written."""
+    lines = (folder / "clusters.jsonl").read_bytes().splitlines()
+    return [msgspec.json.decode(line, type=Cluster) for line in lines]
+
+
+def corpus(folder: Path) -> Path:
+    """Documents of which some are the same, nearly the same, short, or cannot be read."""
+    near = prose(1, 40)
+    texts = [
+        near,
+        prose(2, 40),
+        near + " And one more word.",
+        prose(2, 40),
+        "short",
+        "short",
+        CHINESE * 3,
+        CHINESE * 3 + "完。",
+        prose(3, 40),
+        prose(2, 40),
+    ]
+    path = write_lines(folder / "corpus.jsonl", texts)
+    with path.open("a") as file:
+        file.write('{"text": 3}\n')
+    return path
+
+
+def test_one_of_what_is_alike_is_kept_and_the_ledger_adds_up(tmp_path: Path) -> None:
+    """The first stays; the others are dropped as the same or nearly the same text."""
+    summary = dedup(corpus(tmp_path), out=tmp_path / "out", workers=1)
+    assert summary.dropped == {"exact": 3, "minhash": 2}
+    assert (summary.documents, summary.kept, summary.quarantined) == (11, 5, 1)
+    assert clusters_of(tmp_path / "out") == [
+        Cluster(0, [0, 2]),
+        Cluster(1, [1, 3, 9]),
+        Cluster(4, [4, 5]),
+        Cluster(6, [6, 7]),
+    ]
+    record = read_record(tmp_path / "out")
+    assert record.tally.faults() == []
+    entries = list(read_ledger(tmp_path / "out", record))
+    assert [one.value for one in entries if one.fate == "dropped"] == [
+        f"document {n}" for n in (0, 1, 4, 6, 1)
+    ]
+    assert len(kept_in(tmp_path / "out")) == 5
+    draw_stats(tmp_path / "out", out=tmp_path / "page.html")
+    assert "minhash" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"keep": "first"}, [0, 1, 4, 6]),
+        ({"keep": "longest"}, [2, 1, 4, 7]),
+        ({"minhash": False}, [1, 4]),
+        ({"exact": False}, [0, 1, 4, 6]),
+    ],
+)
+def test_the_kept_one_is_chosen_by_rule(
+    tmp_path: Path, options: dict[str, Any], kept: list[int]
+) -> None:
+    """The first or the longest of a cluster, and only by the ways that are asked for."""
+    dedup(corpus(tmp_path), out=tmp_path / "out", options=DedupOptions(**options), workers=1)
+    assert [one.kept for one in clusters_of(tmp_path / "out")] == kept
+
+
+def test_a_source_of_higher_priority_is_kept(tmp_path: Path) -> None:
+    """The first pattern that fits decides, whatever the order of the corpus."""
+    (tmp_path / "in").mkdir()
+    for name in ("a.jsonl", "b.jsonl", "c.jsonl"):
+        write_lines(tmp_path / "in" / name, ["the same text in all"])
+    options = DedupOptions(keep="priority", priority=["c*", "b*"])
+    dedup(tmp_path / "in", out=tmp_path / "out", options=options, workers=1)
+    assert clusters_of(tmp_path / "out") == [Cluster(2, [0, 1, 2])]
+
+
+@pytest.mark.parametrize("similarity", [0.5, 0.7, 0.8, 0.9])
+def test_signatures_meet_as_often_as_theory_says(similarity: float) -> None:
+    """Of sets of a known Jaccard similarity, 1 - (1 - s**rows)**bands share a band.
+
+    The share over 400 pairs may be off by 4 standard deviations of a fair coin of that chance.
+    """
+    rng = np.random.default_rng(int(100 * similarity))
+    minhash = MinHash(bands=14, rows=8, ngram_words=5)
+    pairs, size, met = 400, 300, 0
+    shared = round(size * 2 * similarity / (1 + similarity))
+    for _ in range(pairs):
+        values = rng.integers(0, 2**32, 2 * size - shared, dtype=np.uint32)
+        keys, _ = minhash.keys(
+            np.stack([minhash.least(values[:size]), minhash.least(values[size - shared :])])
+        )
+        met += bool((keys[0] == keys[1]).any())
+    exact = shared / (2 * size - shared)
+    chance = 1 - (1 - exact**8) ** 14
+    assert abs(met / pairs - chance) <= 4 * (chance * (1 - chance) / pairs) ** 0.5 + 1 / pairs
+
+
+def test_case_and_signs_do_not_count_and_words_do() -> None:
+    """A signature is of the words of a text alone."""
+    minhash = MinHash(bands=14, rows=8, ngram_words=5)
+    one = minhash.signature("To be, or not to be: that is the question.")
+    assert (one == minhash.signature("to BE or not to be that is - the question")).all()
+    assert (one != minhash.signature("to be or not to do that is the question")).any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text(max_size=12) | st.sampled_from(["word", "Wort,", "你好"]), max_size=12))
+def test_hashes_of_words_are_of_the_words_alone(parts: list[str]) -> None:
+    """Two words of a text have one hash where they are one word, and only there."""
+    text = " ".join(parts)
+    found = re.findall(rf"[{HAN}{KANA}]|[^\W_{HAN}{KANA}]+", text.lower())
+    words = [word for word in found if word[0].isalnum()]
+    hashes = WordHashes()(text).tolist()
+    assert len(hashes) == len(words)
+    assert len({*zip(hashes, words, strict=True)}) == len(set(words)) == len(set(hashes))
+
+
+def test_texts_without_words_are_compared_whole() -> None:
+    """Signs alone are alike where they are the same."""
+    minhash = MinHash(bands=14, rows=8, ngram_words=5)
+    assert (minhash.signature("!!!") == minhash.signature("!!!")).all()
+    assert (minhash.signature("!!!") != minhash.signature("---")).any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    edges=st.lists(st.tuples(st.integers(0, 19), st.integers(0, 19)), max_size=30),
+    cut=st.integers(0, 30),
+)
+def test_clusters_are_those_of_the_slow_truth(
+    tmp_path_factory: pytest.TempPathFactory, edges: list[tuple[int, int]], cut: int
+) -> None:
+    """Labels in a mapped file join what a set of sets joins, however the edges come."""
+    folder = tmp_path_factory.mktemp("edges")
+    found = Edges(folder / "edges")
+    for part in (edges[:cut], edges[cut:]):
+        records = np.zeros(2 * len(part), RECORD)
+        records["key"] = np.repeat(np.arange(len(part)), 2)
+        records["document"] = [end for edge in part for end in sorted(edge)]
+        found.add(records)
+    joined = Joined(folder / "labels", 20)
+    joined.join(found)
+    sets = [{n} for n in range(20)]
+    for one, other in edges:
+        if sets[one] is not sets[other]:
+            sets[one] |= sets[other]
+            for n in sets[other]:
+                sets[n] = sets[one]
+    assert joined.labels.tolist() == [min(one) for one in sets]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    keys=st.lists(st.integers(0, 2**64 - 1) | st.integers(0, 3), max_size=60),
+    files=st.sampled_from([1, 16, 300]),
+)
+def test_sorting_in_files_is_sorting(
+    tmp_path_factory: pytest.TempPathFactory, keys: list[int], files: int
+) -> None:
+    """All records come once, by key, and those of a key in the order of adding."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ms_data.deduplication.sorting, "MEMORY_BYTES", 1)
+        patch.setattr(ms_data.deduplication.sorting, "BUFFER_BYTES", 100)
+        buckets = Buckets(tmp_path_factory.mktemp("sort") / "b", RECORD, files)
+        records = np.zeros(len(keys), RECORD)
+        records["key"], records["document"] = keys, range(len(keys))
+        for start in range(0, len(keys), 7):
+            buckets.add(records[start : start + 7])
+        parts = list(buckets.sorted())
+    found = [one for part in parts for one in part.tolist()]
+    assert found == sorted(records.tolist(), key=lambda one: one[0])
+
+
+def test_runs_agree_in_every_field() -> None:
+    """A run begins wherever one of the fields changes."""
+    records = np.array([(1, 0, 5), (1, 0, 6), (1, 1, 7), (2, 1, 8), (2, 1, 9)], RECORD)
+    assert runs(records, "key", "check").tolist() == [0, 0, 2, 3, 3]
+
+
+def slow_cut(texts: list[str], words: int) -> list[str]:
+    """Cuts rows of words that stood before, word by word; words are letters."""
+    seen: dict[tuple[str, ...], tuple[int, int]] = {}
+    left = []
+    for number, text in enumerate(texts):
+        found = text.split()
+        gone = set()
+        for at in range(len(found) - words + 1):
+            row = tuple(found[at : at + words])
+            document, first = seen.setdefault(row, (number, at))
+            if (document, first) != (number, at):
+                start = max(at, first + words) if document == number else at
+                gone |= set(range(start, at + words))
+        left.append(" ".join(word for at, word in enumerate(found) if at not in gone))
+    return [text for text in left if text]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    texts=st.lists(
+        st.lists(st.sampled_from("abc"), min_size=1, max_size=25).map(" ".join),
+        min_size=1,
+        max_size=5,
+    ),
+    words=st.integers(1, 5),
+)
+def test_rows_of_words_that_stood_before_are_cut(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], words: int
+) -> None:
+    """What is left is what the slow truth leaves; where rows overlap, the first stays."""
+    folder = tmp_path_factory.mktemp("cut")
+    options = DedupOptions(exact=False, minhash=False, substring_words=words)
+    dedup(write_lines(folder / "a.jsonl", texts), out=folder / "out", options=options, workers=1)
+    assert [" ".join(one.split()) for one in kept_in(folder / "out")] == slow_cut(texts, words)
+
+
+def test_a_document_that_is_dropped_takes_nothing_from_others(tmp_path: Path) -> None:
+    """Rows of words count where they are kept alone."""
+    texts = ["a b c d e f", "a b c d e f", "x a b c d e f y"]
+    options = DedupOptions(minhash=False, substring_words=4, keep="first")
+    path = write_lines(tmp_path / "a.jsonl", texts)
+    summary = dedup(path, out=tmp_path / "out", options=options, workers=1)
+    assert summary.dropped == {"exact": 1}
+    assert kept_in(tmp_path / "out") == ["a b c d e f", "x y"]
+
+
+def test_windows_of_the_same_words_have_the_same_hash_anywhere() -> None:
+    """A row's hash does not depend on its place; other rows have others."""
+    rng = random.Random(3)
+    words = [f"w{rng.randrange(9)}" for _ in range(200)]
+    keys = Windows(6).keys(" ".join(words)).tolist()
+    rows = [tuple(words[at : at + 6]) for at in range(195)]
+    assert len(keys) == len(rows)
+    assert len({*zip(keys, rows, strict=True)}) == len(set(rows)) == len(set(keys))
+
+
+def test_cutting_keeps_signs_and_spaces_of_what_stays() -> None:
+    """A row goes with what stands behind its words."""
+    assert cut_words("One, two; three. Four!", [(1, 3)]) == "One, Four!"
+    assert cut_words("你好世界。", [(0, 2)]) == "世界。"
+
+
+def test_the_bytes_do_not_depend_on_processes_or_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process or two, one file of hashes or many: all is the same."""
+    monkeypatch.setattr(ms_data.passes.batches, "BATCH_CHARACTERS", 1000)
+    path, options = corpus(tmp_path), DedupOptions(substring_words=6)
+    dedup(path, out=tmp_path / "one", options=options, workers=1)
+    monkeypatch.setattr(ms_data.deduplication.sorting, "MEMORY_BYTES", 64)
+    dedup(path, out=tmp_path / "two", options=options, workers=2)
+    assert ledger_files(tmp_path / "one") == ledger_files(tmp_path / "two")
+
+
+def test_a_kill_at_any_write_sync_or_rename_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command again ends in the bytes of a calm run, wherever it was killed."""
+    monkeypatch.setattr(ms_data.passes.batches, "BATCH_CHARACTERS", 8000)
+    path, options = corpus(tmp_path), DedupOptions(substring_words=6)
+    dedup(path, out=tmp_path / "calm", options=options, workers=1)
+    calm = ledger_files(tmp_path / "calm")
+    for event in range(1, 200, 5):
+        out = tmp_path / f"out{event}"
+
+        def run(out: Path = out) -> None:
+            dedup(path, out=out, options=options, workers=1)
+
+        status = dying_at(event, run)
+        assert status in (0, signal.SIGKILL)
+        run()
+        assert ledger_files(out) == calm
+        if not status:
+            break
+    assert event > 30
+
+
+def test_the_command_deduplicates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It prints what it did, and refuses what cannot be used in one line."""
+    path, out = str(corpus(tmp_path)), str(tmp_path / "out")
+    assert main(["dedup", path, "--out", out, "--workers", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kept"] == 5
+    assert main(["dedup", path, "--out", out, "--workers", "1", "--keep", "longest"]) == 2
+    assert "keep is 'longest', was 'first'" in capsys.readouterr().err
+    assert main(["dedup", path, "--out", f"{out}2", "--bands", "0"]) == 2
+    assert "bands" in capsys.readouterr().err
+
+
+def test_looking_for_nothing_is_refused(tmp_path: Path) -> None:
+    """Without exact, MinHash and rows of words there is nothing to do."""
+    options = DedupOptions(exact=False, minhash=False)
+    with pytest.raises(SettingError, match="nothing is looked for"):
+        dedup(corpus(tmp_path), out=tmp_path / "out", options=options)
