@@ -14,8 +14,15 @@ from torch import Tensor, nn
 
 from ms_parallel import operators
 from ms_parallel.cluster.connection import connect
+from ms_parallel.cluster.groups import lay_mesh
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.engine.assembly import EngineArguments, Given, build_stages, describe
+from ms_parallel.engine.assembly import (
+    EngineArguments,
+    Given,
+    build_stages,
+    describe,
+    sharded_layout,
+)
 from ms_parallel.engine.balance.balancer import Balancer, ExpertLoad
 from ms_parallel.engine.balance.settings import Balance, balance_of
 from ms_parallel.engine.further import HasFurther, depths_of, divisors, further_shares
@@ -107,9 +114,12 @@ class Engine:
     def __init__(self, model: Given, layout: Layout | None = None, **options: Any) -> None:
         self.options = chosen = EngineOptions(**options)
         layout = chosen.groups.layout if chosen.groups else layout or Layout()
+        layout = sharded_layout(layout, chosen.sharding)
         self.config, self.plan = describe(model, chosen.plan, layout, chosen.recompute)
         check_context(chosen.context_attention, self.config, layout)
         self.groups = chosen.groups or connect(layout, device=chosen.device)
+        if self.groups.layout != layout:
+            self.groups = lay_mesh(layout, self.groups.device)
         if chosen.mixed_precision and dist.get_rank() == 0:
             warn_of_slow_bfloat16(self.device)
         self.ops: Ops = chosen.ops or operators
@@ -123,7 +133,8 @@ class Engine:
             model, self.config, self.plan, self.placement, self.tables.layers, self.groups, chosen
         )
         own = isinstance(model, nn.Module)
-        self.runtime = Runtime(self.stages, self.groups, call_own if own else call_stage)
+        call = call_own if own else call_stage
+        self.runtime = Runtime(self.stages, self.groups, call, chosen.sharding)
         self.splitter = Splitter(
             self.config,
             self.groups,
@@ -471,6 +482,7 @@ class Engine:
             self.options.optimizer,
             weights=self._weight_rules,
             frozen_too=frozen_too,
+            offload=self.options.offload == "moments",
         )
 
     def _weight_rules(self) -> Rules:

@@ -114,6 +114,8 @@ def build_engine(
         microbatch_size=microbatch(options, layout),
         mixed_precision=options.mixed_precision,
         recompute=options.recompute,
+        sharding=options.sharding,
+        offload=options.offload,
         context_attention=options.context_attention,
         context_balance=options.context_balance,
         balance=options.balance,
