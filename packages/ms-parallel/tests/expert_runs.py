@@ -19,7 +19,7 @@ from ms_parallel.models.experts.router import Router
 from ms_parallel.split import expert_parallel
 from ms_parallel.split.part import whole_of
 
-ROWS = 4
+ROWS, MANY = 4, 8
 
 
 class Nothing(NextTokenLoss):
@@ -128,8 +128,8 @@ def interrupted(jobs: list[dict[str, Any]], folder: str) -> list[dict[str, Any]]
     return found
 
 
-def _more(engine: Engine, step: int) -> dict[str, Any]:
-    update = engine.update(my_rows(global_batch(step, rows=ROWS), engine.groups), NextTokenLoss())
+def _more(engine: Engine, step: int, rows: int = ROWS) -> dict[str, Any]:
+    update = engine.update(my_rows(global_batch(step, rows=rows), engine.groups), NextTokenLoss())
     assert update.experts is not None
     return {
         "loss": update.loss,
@@ -146,7 +146,7 @@ def saved(jobs: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
     for number, job in jobs.items():
         engine = engine_of(job)
         for step in range(2):
-            _more(engine, step)
+            _more(engine, step, MANY)
         place = engine.groups.place
         state = {name: whole_of(tensor).clone() for name, tensor in engine.state_dict().items()}
         if place.tensor == 0 and engine.groups.token_rank == 0:
@@ -154,7 +154,7 @@ def saved(jobs: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
         path = Path(folder, number)
         checkpoint.save(path, engine.state_dict(), step=2, facts={})
         engine.save(Path(folder, f"{number} model"))
-        found[number] = _more(engine, 2)
+        found[number] = _more(engine, 2, MANY)
     return found
 
 
@@ -171,12 +171,17 @@ def loaded(jobs: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
         for part in Path(folder).glob(f"{number} whole *"):
             right |= torch.load(part)
         read = Engine(Path(folder, f"{number} model"), groups=engine.groups)
+        owners = {copy: owner for owner, copy in read.plan.tied}
         wrong = [
             name
             for name, tensor in [*engine.state_dict().items(), *read.parameters.items()]
-            if not torch.equal(whole_of(tensor.detach()), right[name])
+            if not torch.equal(whole_of(tensor.detach()), right[owners.get(name, name)])
         ]
-        found[number] = {"wrong": wrong, "compared": len(engine.state_dict()), **_more(engine, 2)}
+        found[number] = {
+            "wrong": wrong,
+            "compared": len(engine.state_dict()),
+            **_more(engine, 2, MANY),
+        }
     return found
 
 

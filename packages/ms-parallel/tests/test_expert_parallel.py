@@ -97,7 +97,7 @@ def test_gradients_of_every_family_and_layout_are_those_of_one_process(tmp_path:
         }
         if pipeline:
             options["schedule"] = chance.choice(("1f1b", "zb-h1"))
-        length = Layout.parse(layout).row_parts * chance.choice((3, 4, 6))
+        length = 4 * chance.choice((3, 4, 6))  # short rows have gradients that cancel
         idle = MODELS[family].get("n_routed_experts") is not None and chance.random() < 0.5
         jobs.append(
             job(

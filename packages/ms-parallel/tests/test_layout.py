@@ -55,7 +55,14 @@ def test_experts_are_shared_out_over_ranks_that_hold_different_tokens() -> None:
         {"data": 4, "context": 2, "tensor": 2, "expert_parallel": 4}
     )
     assert str(layout) == "data=4,tensor=2,context=2,expert=4"
-    assert (layout.world_size, layout.token_ranks, layout.expert_token_ranks) == (16, 8, 2)
+    assert (layout.world_size, layout.token_ranks, layout.expert_shards) == (16, 8, 2)
+
+
+def test_copies_of_weights_are_held_by_ranks_that_hold_different_tokens() -> None:
+    """Within each of them weights are sharded, and experts are shared out."""
+    layout = Layout.parse("data=8,expert=2,replicate=2")
+    assert str(layout) == "data=8,expert=2,replicate=2"
+    assert (layout.world_size, layout.shards, layout.expert_shards) == (8, 4, 2)
 
 
 def test_a_rank_or_place_outside_the_layout_is_refused() -> None:

@@ -12,7 +12,7 @@ LENGTH = {
     "dataset": "A folder of shards, or raw text: a file, a folder, or `stdlib`.",
     "steps": "Updates; or give epochs.",
     "epochs": "Passes over the training text; or give steps.",
-    "layout": "A table of axes: data, tensor, pipeline, context, expert; by default all on data.",
+    "layout": "A table of axes: data, tensor, pipeline, context, expert, replicate.",
 }
 GROUPS = {
     "what is trained on what": ("model", "dataset", "steps", "epochs", "model_config", "layout"),
@@ -43,6 +43,8 @@ GROUPS = {
         "audit_every",
         "microbatch_size",
         "recompute",
+        "sharding",
+        "offload",
         "context_attention",
         "context_balance",
         "mtp_weight",

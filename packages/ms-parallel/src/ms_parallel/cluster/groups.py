@@ -20,28 +20,37 @@ class Groups:
     rows: DeviceMesh
     """The processes that read different rows of a batch, all else as here."""
     tokens: DeviceMesh
-    """The processes that hold different tokens of a batch, all else as here: they shard weights and
-    add up gradients."""
-    experts: DeviceMesh | None
-    """Of those, the ones that share out experts; None where each of them has all."""
-    expert_tokens: DeviceMesh
-    """Of those, the ones that have the same experts, which shard them and add up their
+    """The processes that hold different tokens of a batch, all else as here: they add up
     gradients."""
+    replicas: DeviceMesh | None
+    """Of those, the ones that hold the same parts of weights; None where there are none."""
+    shards: DeviceMesh
+    """Of those, the ones that shard weights among them."""
+    experts: DeviceMesh | None
+    """Of these, the ones that share out experts; None where each of them has all."""
+    expert_shards: DeviceMesh
+    """Of these, the ones that have the same experts, which shard them among them."""
 
     @property
     def token_rank(self) -> int:
         """Which of the processes that hold different tokens this one is."""
         return self.tokens.get_local_rank()
 
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether no earlier process holds the same parts of weights because of `replicate`."""
+        return self.replicas is None or self.replicas.get_local_rank() == 0
+
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The processes that differ from this one along `axis`, or by their `rows` or `tokens`.
+        """The processes that differ from this one along `axis`, or a mesh of the fields above.
 
         Those that share its `stage` are asked for by all processes at once the first time.
         """
         if axis == "stage":
             others = tuple(axis for axis in AXES if axis != "pipeline")
             return self.mesh[others]._flatten("stage").get_group()
-        joined = {"rows": self.rows, "tokens": self.tokens}
+        joined = {"rows": self.rows, "tokens": self.tokens, "shards": self.shards}
+        joined |= {} if self.replicas is None else {"replicas": self.replicas}
         return joined[axis].get_group() if axis in joined else self.mesh.get_group(axis)
 
     def peer(self, axis: str, index: int) -> int:
@@ -66,11 +75,14 @@ def lay_mesh(layout: Layout, device: torch.device) -> Groups:
     shape = tuple(getattr(layout, axis) for axis in AXES)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
     tokens = _joined("tokens", token_axes(), mesh, layout)
-    experts, expert_tokens = None, tokens
+    replicas, shards = None, tokens
+    if layout.replicate > 1:
+        sizes = (layout.replicate, layout.shards)
+        replicas, shards = _apart(tokens, sizes, ("replicas", "shards"))
+    expert_shards, experts = shards, None
     if layout.expert > 1:
-        names = ("expert_tokens", "expert")
-        apart = tokens._unflatten(0, (layout.expert_token_ranks, layout.expert), names)
-        expert_tokens, experts = (apart[name] for name in names)
+        sizes = (layout.expert_shards, layout.expert)
+        expert_shards, experts = _apart(shards, sizes, ("expert_shards", "expert"))
     return Groups(
         layout=layout,
         place=layout.place(dist.get_rank()),
@@ -78,9 +90,19 @@ def lay_mesh(layout: Layout, device: torch.device) -> Groups:
         mesh=mesh,
         rows=_joined("rows", row_axes(), mesh, layout),
         tokens=tokens,
+        replicas=replicas,
+        shards=shards,
         experts=experts,
-        expert_tokens=expert_tokens,
+        expert_shards=expert_shards,
     )
+
+
+def _apart(
+    mesh: DeviceMesh, sizes: tuple[int, int], names: tuple[str, str]
+) -> tuple[DeviceMesh, DeviceMesh]:
+    """One axis as two, the second of neighbours."""
+    both = mesh._unflatten(0, sizes, names)
+    return both[names[0]], both[names[1]]
 
 
 def _joined(name: str, axes: tuple[str, ...], mesh: DeviceMesh, layout: Layout) -> DeviceMesh:

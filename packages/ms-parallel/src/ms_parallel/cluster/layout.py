@@ -14,7 +14,7 @@ from attrs import Attribute, field, fields, frozen
 from ms_parallel.errors import LayoutError
 
 MOST_RANKS = 1 << 20
-Splits = Literal["layers", "rows", "sequence", "matrices", "experts"]
+Splits = Literal["layers", "rows", "sequence", "matrices", "experts", "copies"]
 
 
 @frozen(kw_only=True)
@@ -26,7 +26,8 @@ class Axis:
     that split the `sequence` have different positions of the same rows. Both hold different tokens:
     they shard the weights among them and add up gradients. Ranks that split `experts` are
     neighbours among those, and hold different experts: each shards and adds up its experts with
-    what is left of those that hold different tokens."""
+    what is left of those that hold different tokens. Ranks that split `copies` hold different
+    tokens and the same parts of all weights, and add up gradients without sharding anything."""
     outermost: int | None
     """Its place among the axes, 0 for the one whose ranks lie farthest apart; None for an axis that
     has no ranks of its own."""
@@ -96,8 +97,8 @@ class Layout:
     """How many ranks stand on each axis; the product of those of their own is the world size.
 
     Raises:
-        LayoutError: a value is not a whole number of at least 1, or `expert` does not divide the
-            ranks that hold different tokens.
+        LayoutError: a value is not a whole number of at least 1, or `expert` and `replicate` do not
+            divide the ranks that hold different tokens.
     """
 
     data: int = _axis("rows", 1)
@@ -112,14 +113,23 @@ class Layout:
     expert: int = _axis("experts", None)
     """Ranks that share out the experts of a layer: neighbours among the data and context ranks,
     whose product it divides. It needs no ranks of its own."""
+    replicate: int = _axis("copies", None)
+    """Groups of data and context ranks that hold the same weights; each shards them within itself.
+    It needs no ranks of its own, and divides their product; all of them is plain data parallel."""
 
     def __attrs_post_init__(self) -> None:
-        if self.token_ranks % self.expert:
-            axes = " and ".join(token_axes())
+        axes = " and ".join(token_axes())
+        if self.token_ranks % self.replicate:
             raise LayoutError(
-                f"expert={self.expert} does not divide the {self.token_ranks} ranks of {axes} that"
-                f" it shares experts out over; set data={self.expert}, or expert to a divisor of"
+                f"replicate={self.replicate} does not divide the {self.token_ranks} ranks of {axes}"
+                f" that it groups; set data={self.replicate}, or replicate to a divisor of"
                 f" {self.token_ranks}"
+            )
+        if self.shards % self.expert:
+            raise LayoutError(
+                f"expert={self.expert} does not divide the {self.shards} ranks of {axes} that it"
+                f" shares experts out over; set data={self.expert * self.replicate}, or expert to a"
+                f" divisor of {self.shards}"
             )
 
     @property
@@ -138,9 +148,14 @@ class Layout:
         return prod(getattr(self, axis) for axis in token_axes())
 
     @property
-    def expert_token_ranks(self) -> int:
-        """How many groups of processes hold different tokens, and the same experts."""
-        return self.token_ranks // self.expert
+    def shards(self) -> int:
+        """Over how many groups of processes that hold different tokens weights are sharded."""
+        return self.token_ranks // self.replicate
+
+    @property
+    def expert_shards(self) -> int:
+        """Over how many of those, which have the same experts, these are sharded."""
+        return self.shards // self.expert
 
     @property
     def row_parts(self) -> int:

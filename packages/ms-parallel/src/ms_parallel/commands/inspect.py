@@ -52,7 +52,8 @@ def run(options: Namespace) -> int:
     for rank in facts.ranks:
         print(
             f"  pipeline {rank.pipeline}: {rank.layers} layers, {rank.parameters:,} parameters;"
-            f" weights, gradients, moments {rank.state_bytes / GIB:.3f} GiB;"
+            f" weights, gradients, moments {rank.state_bytes / GIB:.3f} GiB, and"
+            f" {rank.gathered_bytes / GIB:.3f} GiB whole between microbatches;"
             f" activations {rank.activation_bytes / GIB:.3f} GiB"
         )
     return 0

@@ -13,7 +13,7 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.heads import add_heads
 from ms_parallel.engine.options import EngineOptions
-from ms_parallel.errors import ConfigError
+from ms_parallel.errors import ConfigError, LayoutError
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.family import family_of
 from ms_parallel.models.foreign.config import TransformersModel
@@ -21,6 +21,7 @@ from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.registry import architecture, architectures, model_plan, parameter_shapes
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.settings import a_path
+from ms_parallel.split.data_axis import Sharding
 from ms_parallel.split.own_model import WHOLE, OwnModelConfig, build_own, check_own
 from ms_parallel.split.recompute import Recompute
 from ms_parallel.split.stages import build_stage, cut_layers
@@ -66,6 +67,27 @@ def describe(
     return known, model_plan(known)
 
 
+def sharded_layout(layout: Layout, sharding: Sharding) -> Layout:
+    """The layout with as many copies of the weights as the sharding asks for.
+
+    Raises:
+        LayoutError: both say something, and not the same.
+    """
+    if sharding != "replicate":
+        return layout
+    if layout.replicate not in (1, layout.token_ranks):
+        raise LayoutError(
+            f"sharding='replicate' shards nothing, but replicate={layout.replicate} shards weights"
+            f" over {layout.shards} ranks; leave replicate out, or set sharding to zero3"
+        )
+    if layout.expert > 1:
+        raise LayoutError(
+            f"expert={layout.expert} shares out experts over ranks that shard weights, and"
+            " sharding='replicate' has none; set sharding to zero1"
+        )
+    return evolve(layout, replicate=layout.token_ranks)
+
+
 def build_stages(
     model: Given,
     config: ModelConfig,
@@ -87,7 +109,11 @@ def build_stages(
         options: the engine's.
     """
     prepare = _preparation(options)
-    how: Any = {"mixed_precision": options.mixed_precision, "recompute": options.recompute}
+    how: Any = {
+        "mixed_precision": options.mixed_precision,
+        "recompute": options.recompute,
+        "sharding": options.sharding,
+    }
     layers = cut_layers(config.num_hidden_layers, len(placement), plan.cuts, split)
     if isinstance(model, nn.Module):
         here = {n: layers[n] for n, home in enumerate(placement) if home == groups.place.pipeline}
@@ -127,6 +153,7 @@ def build_beside(
             groups,
             mixed_precision=False,
             recompute=options.recompute,
+            sharding=options.sharding,
             ops=options.ops or operators,
             prepare=_preparation(options),
             allocate=False,

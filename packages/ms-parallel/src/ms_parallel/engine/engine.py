@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ms_parallel import operators
 from ms_parallel.cluster.connection import connect
+from ms_parallel.cluster.groups import lay_mesh
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.adapters import Adapters, check_adaptable
 from ms_parallel.engine.assembly import (
@@ -20,6 +21,7 @@ from ms_parallel.engine.assembly import (
     build_beside,
     build_stages,
     describe,
+    sharded_layout,
 )
 from ms_parallel.engine.balance.balancer import Balancer
 from ms_parallel.engine.balance.settings import Balance, balance_of
@@ -81,12 +83,15 @@ class Engine:
     def __init__(self, model: Given, layout: Layout | None = None, **options: Any) -> None:
         self.options = chosen = EngineOptions(**options)
         layout = chosen.groups.layout if chosen.groups else layout or Layout()
+        layout = sharded_layout(layout, chosen.sharding)
         self.config, self.plan = describe(model, chosen.plan, layout, chosen.recompute)
         check_context(chosen.context_attention, self.config, layout)
         own = isinstance(model, nn.Module)
         if own:
             check_audit(chosen, "a module of your own, which cannot be built a second time")
         self.groups = chosen.groups or connect(layout, device=chosen.device)
+        if self.groups.layout != layout:
+            self.groups = lay_mesh(layout, self.groups.device)
         if chosen.mixed_precision is True and dist.get_rank() == 0:
             warn_of_slow_bfloat16(self.device)
         self.ops: Ops = chosen.ops or operators
@@ -415,6 +420,7 @@ class Engine:
             self.options.optimizer,
             weights=self._weight_rules,
             frozen_too=frozen_too,
+            offload=self.options.offload == "moments",
         )
 
     def _weight_rules(self) -> Rules:

@@ -10,6 +10,9 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.split.part import local_gradient
 
+BUCKET_BYTES = 32 << 20
+"""Gradients that travel in one message, unless one alone is more."""
+
 
 def reduce_gradients(
     parameters: Mapping[str, Tensor],
@@ -20,8 +23,9 @@ def reduce_gradients(
 ) -> dict[str, Tensor]:
     """This process's part of each gradient of the global batch, by name.
 
-    Over tokens they were summed by the backward; what is left are parameters of which each tensor
-    rank has a share of the gradient, and tied weights of which two stages have one each.
+    Over processes that shard weights they were summed by the backward; what is left are those that
+    hold the same parts, parameters of which each tensor rank has a share of the gradient, and tied
+    weights of which two stages have one each.
 
     Args:
         parameters: of this process's stages.
@@ -31,6 +35,8 @@ def reduce_gradients(
         groups: the layout's processes.
     """
     gradients = {name: local_gradient(parameter) for name, parameter in parameters.items()}
+    if groups.replicas is not None:
+        sum_over("replicas", list(gradients.values()), groups)
     sum_over_tensor([gradients[name] for name in whole], groups)
     first, last = placement[0], placement[-1]
     for owner, copy in tied if len(placement) > 1 else ():
@@ -52,14 +58,24 @@ def is_counted(name: str, plan: ModelPlan, placement: Sequence[int], groups: Gro
 
 
 def sum_over_tensor(gradients: Sequence[Tensor], groups: Groups) -> None:
-    """Add up, in place and in one message, gradients of which each tensor rank has a share."""
-    if groups.layout.tensor == 1 or not gradients:
-        return
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    groups.all_reduce(flat, "tensor")
-    sizes = [gradient.numel() for gradient in gradients]
-    for gradient, total in zip(gradients, torch.split(flat, sizes), strict=True):
-        gradient.copy_(total.view_as(gradient))
+    """Add up, in place, gradients of which each tensor rank has a share."""
+    if groups.layout.tensor > 1:
+        sum_over("tensor", gradients, groups)
+
+
+def sum_over(axis: str, gradients: Sequence[Tensor], groups: Groups) -> None:
+    """Add up gradients in place, many in a message, so that little memory is held beside them."""
+    bucket: list[Tensor] = []
+    for place, gradient in enumerate(gradients, 1):
+        bucket.append(gradient)
+        if place < len(gradients) and sum(each.nbytes for each in bucket) < BUCKET_BYTES:
+            continue
+        flat = torch.cat([each.flatten() for each in bucket])
+        groups.all_reduce(flat, axis)
+        sizes = [each.numel() for each in bucket]
+        for each, total in zip(bucket, torch.split(flat, sizes), strict=True):
+            each.copy_(total.view_as(each))
+        bucket = []
 
 
 def sum_tied(gradient: Tensor, peer: int, groups: Groups) -> None:

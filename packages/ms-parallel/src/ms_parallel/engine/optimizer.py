@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from attrs import Attribute, evolve, field, fields, frozen
 
@@ -230,6 +230,9 @@ class OptimizerConfig(ABC):
     Raises:
         ConfigError: a value is of the wrong kind or out of range.
     """
+
+    offloads: ClassVar[bool] = False
+    """Whether its moments may lie in the machine's memory while its device computes."""
 
     learning_rate: float = field(default=3e-4, validator=number())
     """The highest rate, reached at the end of the warm-up."""

@@ -12,6 +12,7 @@ from ms_parallel.engine.balance.settings import method
 from ms_parallel.engine.optimizer import SHARED, OptimizerConfig, optimizer_of
 from ms_parallel.engine.optimizers.adamw import AdamWConfig
 from ms_parallel.engine.updates.settings import LossScale, check_loss_scale, loss_scale_of
+from ms_parallel.errors import ConfigError
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.pipeline.layer_split import Choice
@@ -19,6 +20,7 @@ from ms_parallel.settings import a_path, number, one_of, whole
 from ms_parallel.split.context.kinds import BALANCES, KINDS
 from ms_parallel.split.context.kinds import Balance as ContextBalance
 from ms_parallel.split.context.kinds import Kind as ContextKind
+from ms_parallel.split.data_axis import OFFLOADS, SHARDINGS, Offload, Sharding
 from ms_parallel.split.precision_choice import MixedPrecision, mixed_precision
 from ms_parallel.split.recompute import Recompute
 
@@ -58,6 +60,12 @@ class EngineOptions:
     """Updates between audits, each of which is computed again in float32; None for none."""
     recompute: Recompute = field(default="none", validator=one_of("none", "full"))
     """`"full"` keeps only each block's input and runs it again in the backward."""
+    sharding: Sharding = field(default="auto", validator=one_of(*SHARDINGS))
+    """What ranks that hold different tokens share out: `replicate`, `zero1`, `zero2`, `zero3`, or
+    `auto`; see `ms_parallel.split.sharding`."""
+    offload: Offload = field(default="none", validator=one_of(*OFFLOADS))
+    """`"moments"`: those of AdamW lie in the machine's memory, not its device's, and visit the
+    device in an update."""
     seed: int = 0
     """Seed of fresh weights, which are the same under every layout."""
     weights: Literal["initial", "unset"] | Path = field(default="initial", validator=a_path())
@@ -99,6 +107,12 @@ class EngineOptions:
 
     def __attrs_post_init__(self) -> None:
         check_loss_scale(self.loss_scale, self.mixed_precision)
+        if self.offload == "moments" and not self.optimizer.offloads:
+            name = type(self.optimizer).__name__.removesuffix("Config")
+            raise ConfigError(
+                f"offload='moments' is for AdamW, and the optimizer is {name}; set offload to"
+                " none, or choose AdamW"
+            )
 
     @property
     def scaling(self) -> LossScale | None:

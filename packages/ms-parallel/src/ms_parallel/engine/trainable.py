@@ -19,7 +19,7 @@ class Trainable:
     """This process's parameters by name, and the optimizer over them.
 
     Parameters that are neither split nor sharded have their gradients summed over the processes
-    that hold different tokens, and count once in the norm.
+    that shard the others, and count once in the norm.
 
     Args:
         stages: this process's, by number.
@@ -29,6 +29,7 @@ class Trainable:
         config: the optimizer's settings.
         weights: gives how a folder's tensors make up the parameters.
         frozen_too: also parameters that take no gradient.
+        offload: whether moments lie in the machine's memory.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Trainable:
         *,
         weights: Callable[[], Rules],
         frozen_too: bool,
+        offload: bool = False,
     ) -> None:
         self.plan, self.placement, self.groups = plan, placement, groups
         self.parameters: dict[str, Tensor] = {
@@ -56,22 +58,25 @@ class Trainable:
         alike = {
             name: parameter
             for name, parameter in self.parameters.items()
-            if groups.layout.token_ranks > 1 and is_whole_here(parameter)
+            if groups.layout.shards > 1 and is_whole_here(parameter)
         }
         for parameter in alike.values():
-            parameter.register_hook(self._sum_over_tokens)  # type: ignore[no-untyped-call]
+            parameter.register_hook(self._sum_over_shards)  # type: ignore[no-untyped-call]
         self.counted = [
             name
             for name in self.parameters
-            if is_counted(name, plan, placement, groups)
+            if groups.is_first_replica
+            and is_counted(name, plan, placement, groups)
             and (name not in alike or groups.token_rank == 0)
         ]
         every = [parameter for stage in stages.values() for parameter in stage.parameters()]
-        held = Held(parameters=self.parameters, plan=plan, groups=groups, weights=weights)
+        held = Held(
+            parameters=self.parameters, plan=plan, groups=groups, weights=weights, offload=offload
+        )
         self.optimizer = GroupedOptimizer(held, config, every)
 
-    def _sum_over_tokens(self, gradient: Tensor) -> Tensor:
-        return self.groups.all_reduce(gradient.contiguous().clone(), "tokens")
+    def _sum_over_shards(self, gradient: Tensor) -> Tensor:
+        return self.groups.all_reduce(gradient.contiguous().clone(), "shards")
 
     def gradients(self) -> dict[str, Tensor]:
         """This process's part of each gradient of the global batch, by name."""

@@ -19,6 +19,7 @@ from ms_parallel.pipeline.messages import Mailbox
 from ms_parallel.pipeline.recorder import Recorder
 from ms_parallel.schedules.table.action import RECEIVES, SENDS, Action, Kind
 from ms_parallel.schedules.table.schedule import Schedule
+from ms_parallel.split.data_axis import Sharding
 from ms_parallel.split.part import drop_gathered
 from ms_parallel.split.sharding import after_weight_gradients, gather_weights, set_last_backward
 from ms_parallel.split.weight_gradients import Later, putting_off
@@ -76,13 +77,19 @@ class Runtime:
             keyword arguments of `Decoder.forward`.
         groups: the layout's processes.
         call: calls a stage, with what enters it and the positions, documents and cache.
+        sharding: when gradients are summed and weights freed.
     """
 
     def __init__(
-        self, stages: Mapping[int, nn.Module], groups: Groups, call: Call | None = None
+        self,
+        stages: Mapping[int, nn.Module],
+        groups: Groups,
+        call: Call | None = None,
+        sharding: Sharding = "auto",
     ) -> None:
         self.stages = stages
         self.call = call or call_stage
+        self.sharding: Sharding = sharding
         self.groups = groups
         self.mailbox = Mailbox(groups)
         self.recorder: Recorder | None = None
@@ -160,7 +167,7 @@ class Runtime:
                 last = self._is_last(stage, step)
                 with self.recorder or UNTIMED:
                     step.later.pop(key).settle()
-                    after_weight_gradients(self.stages[stage], last)
+                    after_weight_gradients(self.stages[stage], last, self.sharding)
             case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
                 self._send(key, action.kind is Kind.SEND_FORWARD, step, schedule)
             case Kind.RECV_FORWARD | Kind.RECV_BACKWARD:
@@ -256,7 +263,8 @@ class Runtime:
             gradient = step.gradients.pop(after) if near else self.mailbox.take((*key, "B"))
         split = key in step.split
         # Where the last gradients are put off, what follows them sums over the data axis.
-        set_last_backward(self.stages[stage], not split and self._is_last(stage, step))
+        last = not split and self._is_last(stage, step)
+        set_last_backward(self.stages[stage], last, self.sharding, whole=not split)
         again = putting_off(step.later[key]) if split else UNTIMED  # for recomputed blocks
         with self.recorder or UNTIMED, again:
             torch.autograd.backward(step.roots.pop(key), gradient)

@@ -39,6 +39,13 @@ def split_experts(model: nn.Module, groups: Groups) -> None:
             for name, parameter in list(linear.named_parameters(recurse=False)):
                 linear.register_parameter(name, _own_share(parameter, mesh))
         experts.dispatch = lambda rows, counts: _dispatch(rows, counts, group)
+        experts.register_forward_hook(_no_view)
+
+
+def _no_view(_: nn.Module, inputs: object, out: Tensor) -> Tensor:
+    """The same values, no view to autograd: FSDP warns that it could lose its hook at one."""
+    same: Tensor = torch.ops.aten._unsafe_view(out, out.shape)
+    return same
 
 
 def shard_dim(parameter: Tensor, parts: int) -> int:

@@ -22,6 +22,7 @@ from ms_parallel.errors import ConfigError, LayoutError, ModelError
 from ms_parallel.models.foreign.around import Around
 from ms_parallel.models.foreign.cut import block_names, check_cut, cut
 from ms_parallel.models.plan import ModelPlan
+from ms_parallel.split.data_axis import Sharding
 from ms_parallel.split.precision_choice import MixedPrecision
 from ms_parallel.split.recompute import Recompute, recompute_blocks
 from ms_parallel.split.sharding import shard_model
@@ -150,6 +151,7 @@ def build_own(
     *,
     mixed_precision: MixedPrecision,
     recompute: Recompute,
+    sharding: Sharding,
     prepare: Callable[[Any], object] | None = None,
 ) -> dict[int, nn.Module]:
     """Take a module over, in place: every process the first one's weights, then each its part.
@@ -161,6 +163,7 @@ def build_own(
         groups: the layout's processes.
         mixed_precision: compute in bfloat16 or float16.
         recompute: keep only each block's input.
+        sharding: what processes share out.
         prepare: what is done to each stage before it is sharded.
 
     Returns:
@@ -181,7 +184,7 @@ def build_own(
         if prepare is not None:
             prepare(stage)
         recompute_blocks(stage, plan, recompute)
-        shard_model(stage, plan, groups, mixed_precision=mixed_precision)
+        shard_model(stage, plan, groups, mixed_precision=mixed_precision, sharding=sharding)
     return stages
 
 

@@ -55,6 +55,8 @@ def laid_out_like(tensor: Tensor, local: Tensor) -> Tensor:
     """`local` as this process's part of a tensor that is laid out like `tensor`."""
     if not isinstance(tensor, DTensor):
         return local
+    if local.device != tensor.to_local().device:  # which `from_local` would copy
+        return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return DTensor.from_local(
         local,
         tensor.device_mesh,

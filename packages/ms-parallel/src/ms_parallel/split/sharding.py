@@ -10,33 +10,39 @@ from torch.distributed.tensor import Shard
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.experts.grouped import Experts
 from ms_parallel.models.plan import ModelPlan
+from ms_parallel.split.data_axis import EACH, Sharding
 from ms_parallel.split.expert_parallel import shard_dim
 from ms_parallel.split.precision import precision_policy
 from ms_parallel.split.precision_choice import MixedPrecision
 
 
 def shard_model(
-    model: nn.Module, plan: ModelPlan, groups: Groups, *, mixed_precision: MixedPrecision
+    model: nn.Module,
+    plan: ModelPlan,
+    groups: Groups,
+    *,
+    mixed_precision: MixedPrecision,
+    sharding: Sharding = "auto",
 ) -> None:
     """Wrap each block, then the rest, in place. Gradients are summed over ranks, not averaged.
 
-    With one such process in float32 nothing is wrapped, and nothing is paid. Under a pipeline,
-    gathered weights are kept from the first microbatch to the last. Experts that are shared out
-    are wrapped before their block, over the processes that have the same ones.
+    With one such process in float32 nothing is wrapped, and nothing is paid. Experts that are
+    shared out are wrapped before their block, over the processes that have the same ones.
     """
-    if groups.layout.token_ranks == 1 and not mixed_precision:
+    if groups.layout.shards == 1 and not mixed_precision:
         return
+    freed = sharding == "zero3" or (sharding == "auto" and groups.layout.pipeline == 1)
     policy = precision_policy(mixed_precision)
     settings: dict[str, Any] = {
-        "mesh": groups.tokens,
+        "mesh": groups.shards,
         "mp_policy": policy,
-        "reshard_after_forward": groups.layout.pipeline == 1,
+        "reshard_after_forward": freed,
     }
     own = {
         **settings,
-        "mesh": groups.expert_tokens,
+        "mesh": groups.expert_shards,
         "mp_policy": replace(policy, cast_forward_inputs=False),  # weights of tokens stay float32
-        "shard_placement_fn": lambda weight: Shard(shard_dim(weight, groups.expert_tokens.size())),
+        "shard_placement_fn": lambda weight: Shard(shard_dim(weight, groups.expert_shards.size())),
     }
     for module in _blocks(model, plan):
         for experts in module.modules() if groups.experts is not None else ():
@@ -69,21 +75,31 @@ def gather_weights(model: nn.Module) -> None:
             module.unshard(async_op=True)
 
 
-def set_last_backward(model: nn.Module, last: bool) -> None:
-    """Say whether the next backward is the step's last, the one that sums over the data axis."""
+def set_last_backward(
+    model: nn.Module, last: bool, sharding: Sharding = "auto", *, whole: bool = True
+) -> None:
+    """Say whether the next backward is the step's last, the one that sums over the data axis.
+
+    Args:
+        model: a stage.
+        last: whether it is.
+        sharding: which may sum after each.
+        whole: whether it gives the gradients of all weights, and none are put off.
+    """
     if isinstance(model, FSDPModule):
         model.set_is_last_backward(last)
-        model.set_requires_gradient_sync(last)
-        model.set_reshard_after_backward(last)
+        model.set_requires_gradient_sync(last or (whole and sharding in EACH))
+        model.set_reshard_after_backward(last or (whole and sharding == "zero3"))
 
 
-def after_weight_gradients(model: nn.Module, last: bool) -> None:
+def after_weight_gradients(model: nn.Module, last: bool, sharding: Sharding = "auto") -> None:
     """Do what FSDP does at the end of a backward, for gradients that were added outside of one.
 
     Args:
         model: the stage whose weights' gradients were put off, and are now added.
         last: whether they were the step's last, so that they are to be summed over the data axis.
+        sharding: which may sum after each.
     """
     if isinstance(model, FSDPModule):
-        set_last_backward(model, last)
+        set_last_backward(model, last, sharding)
         model._get_fsdp_state()._root_post_backward_final_callback()

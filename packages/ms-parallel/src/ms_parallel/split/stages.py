@@ -12,6 +12,7 @@ from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.registry import build_model, model_plan
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.operators.protocol import Ops
+from ms_parallel.split.data_axis import Sharding
 from ms_parallel.split.expert_parallel import split_experts
 from ms_parallel.split.precision_choice import MixedPrecision
 from ms_parallel.split.recompute import Recompute, recompute_blocks
@@ -74,6 +75,7 @@ def build_stage(
     *,
     mixed_precision: MixedPrecision,
     recompute: Recompute,
+    sharding: Sharding,
     ops: Ops | None,
     prepare: Callable[[StagedModel], object] | None = None,
     allocate: bool = True,
@@ -97,7 +99,7 @@ def build_stage(
     if prepare is not None:
         prepare(stage)
     recompute_blocks(stage, plan, recompute)
-    shard_model(stage, plan, groups, mixed_precision=mixed_precision)
+    shard_model(stage, plan, groups, mixed_precision=mixed_precision, sharding=sharding)
     if allocate:
         allocated: nn.Module = stage.to_empty(device=groups.device)
         assert allocated is stage

@@ -29,6 +29,8 @@ PASSED_ON = (
     "loss_scale",
     "audit_every",
     "recompute",
+    "sharding",
+    "offload",
     "context_attention",
     "context_balance",
     "balance",

@@ -7,6 +7,7 @@ import msgspec
 import torch
 
 from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.assembly import sharded_layout
 from ms_parallel.models.registry import model_plan, parameter_shapes
 from ms_parallel.pipeline.choice import SEARCH, Tables
 from ms_parallel.pipeline.layer_split import Choice
@@ -15,6 +16,7 @@ from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.split.context.assignment import document_starts
 from ms_parallel.split.context.kinds import HeadSizes, choose, traders
 from ms_parallel.split.context.splitter import ContextLoad, share_out, windows_of
+from ms_parallel.split.data_axis import EACH
 from ms_parallel.split.stages import cut_layers
 from ms_parallel.training.fitting import fit_model, microbatch
 from ms_parallel.training.optional import data_package
@@ -38,7 +40,10 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int
     """Parameters of its stages, counted whole though the rank may hold a part of each."""
     state_bytes: int
-    """Weights, gradients and moments."""
+    """Its share of weights, gradients and moments."""
+    gathered_bytes: int
+    """What it holds beside its share between the microbatches of an update: weights that stay
+    gathered, and gradients that stay whole."""
     activation_bytes: int
     """Kept for the backward pass by the microbatches in flight."""
 
@@ -88,6 +93,7 @@ def inspect(options: Options, layout: Layout, shards: Path | None = None) -> Fac
         ConfigError: sizes do not fit one another.
         LayoutError: the layout does not fit the model.
     """
+    layout = sharded_layout(layout, options.sharding)
     config = fit_model(options, layout, shards)
     shapes = parameter_shapes(config)
     rows = options.batch_size // layout.readers
@@ -155,7 +161,7 @@ def _expert_facts(layout: Layout, config: Any) -> ExpertFacts:
     return ExpertFacts(
         experts=experts,
         each=experts // layout.expert,
-        shards=layout.expert_token_ranks,
+        shards=layout.expert_shards,
         groups=list(groups.values()),
     )
 
@@ -184,12 +190,15 @@ def _rank(
 ) -> RankFacts:
     """Facts of the rank that has these stages and holds `positions` for the backward at most."""
     plan = model_plan(config)
-    held = whole = 0
+    held = whole = own = 0
     for name, shape in shapes.items():
         if any(_stage_has(name, layers, config) for layers in stages):
             whole += shape.numel()
             split = layout.tensor if plan.split_dim(name) is not None else 1
-            held += -(-shape.numel() // (split * layout.token_ranks))
+            held += -(-shape.numel() // (split * layout.shards))
+            if layout.expert > 1 and plan.style(name).startswith("expert"):
+                split *= layout.expert
+            own += -(-shape.numel() // split)
     width = BFLOAT16_BYTES if options.mixed_precision else FLOAT32_BYTES
     position_bytes = config.hidden_size * ACTIVATION_BYTES * width // BFLOAT16_BYTES
     if options.recompute == "full":
@@ -200,8 +209,18 @@ def _rank(
         layers=layers,
         parameters=whole,
         state_bytes=held * STATE_FLOATS * FLOAT32_BYTES,
+        gathered_bytes=_gathered(own, held, width, options, layout),
         activation_bytes=positions * position_bytes * layers // len(stages) // layout.row_parts,
     )
+
+
+def _gathered(own: int, held: int, width: int, options: Options, layout: Layout) -> int:
+    """Bytes beside a share of `held` parameters, where the shares of all are `own`."""
+    if layout.shards == 1 and not options.mixed_precision:
+        return 0
+    weights = 0 if options.sharding == "zero3" else own * width
+    gradients = 0 if options.sharding in EACH else (own - held) * FLOAT32_BYTES
+    return weights + gradients
 
 
 def _stage_has(name: str, layers: range, config: Any) -> bool:

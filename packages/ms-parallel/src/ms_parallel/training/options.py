@@ -21,6 +21,7 @@ from ms_parallel.settings import a_path, as_path, flag, nearest, number, one_of,
 from ms_parallel.split.context.kinds import BALANCES, KINDS
 from ms_parallel.split.context.kinds import Balance as ContextBalance
 from ms_parallel.split.context.kinds import Kind as ContextKind
+from ms_parallel.split.data_axis import OFFLOADS, SHARDINGS, Offload, Sharding
 from ms_parallel.split.precision_choice import MixedPrecision, mixed_precision
 
 MOST_EPOCHS = 10**6
@@ -158,6 +159,11 @@ class Options(Essentials):
     """Steps between recordings of what each pipeline rank computed when; None records nothing."""
     recompute: Literal["none", "full"] = field(default="none", validator=one_of("none", "full"))
     """`full` keeps only each block's input and runs the block again in the backward pass."""
+    sharding: Sharding = field(default="auto", validator=one_of(*SHARDINGS))
+    """What data and context ranks share out: `replicate` nothing, `zero1` moments, `zero2` also
+    gradients, `zero3` also weights; `auto` weights, or with a pipeline moments."""
+    offload: Offload = field(default="none", validator=one_of(*OFFLOADS))
+    """`moments`: those of AdamW lie in the machine's memory, and visit the device in an update."""
     context_attention: ContextKind = field(default="auto", validator=one_of(*KINDS))
     """How attention sees rows that context ranks share out: `all_gather` of keys and values,
     `ulysses`, `ring`, `ulysses_ring`, or `auto`, which sends least."""

@@ -320,6 +320,8 @@ def _find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedu
     if layout.context > 1:
         own["context_attention"] = options.context_attention
         own["context_balance"] = options.context_balance
+    if options.sharding != "auto":
+        own["sharding"] = options.sharding
     conditions = conditions_of(config, groups, rows, options.sequence_length, size, cap, own)
     path = options.output_dir / FILE
     known = first_does(lambda: read_found(path))

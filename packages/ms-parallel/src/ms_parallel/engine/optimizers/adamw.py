@@ -1,6 +1,7 @@
 """AdamW (Loshchilov and Hutter, 2019), fused where torch can."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from attrs import evolve, field, frozen
@@ -14,6 +15,8 @@ from ms_parallel.settings import number
 from ms_parallel.split.part import local_part
 
 FUSED_DEVICES = {"cpu", "cuda"}
+VISIT_BYTES = 64 << 20
+"""Moments that lie in the machine's memory and are on the device together, at least."""
 UNIT = 16
 """Numbers in the widest vector of a CPU. Torch rounds what is left behind the last one otherwise,
 so that weights would depend on where they are cut."""
@@ -29,6 +32,7 @@ class AdamWConfig(OptimizerConfig):
 
     betas: tuple[float, float] = field(default=(0.9, 0.95), converter=betas)
     """Decay of the first and second moment."""
+    offloads: ClassVar[bool] = True
     epsilon: float = field(default=1e-8, validator=number(least=LEAST))
     """Added to the root of the second moment."""
 
@@ -49,20 +53,29 @@ def adamw_rules(
         ratio: what each group's rate is multiplied by.
     """
     shares = (evolve(share, rate=share.rate * ratio) for share in config.shares(held, names))
-    return [AdamWRule(held.parameters, share) for share in shares]
+    return [AdamWRule(held.parameters, share, offload=held.offload) for share in shares]
 
 
 class AdamWRule:
-    """AdamW on the local part of each parameter; moments are float32 and lie beside them."""
+    """AdamW on the local part of each parameter; moments are float32 and lie beside them.
+
+    Args:
+        parameters: by name.
+        share: those that are updated.
+        offload: whether moments lie in the machine's memory, and visit the device for their update,
+            which is the same to the bit.
+    """
 
     whole: Moments = {}  # noqa: RUF012 - there are none, and none is added
 
-    def __init__(self, parameters: Mapping[str, Tensor], share: Share) -> None:
-        self.share = share
+    def __init__(
+        self, parameters: Mapping[str, Tensor], share: Share, *, offload: bool = False
+    ) -> None:
+        self.share, self.offload = share, offload
         self.parameters = {name: parameters[name] for name in share.names}
         local = {name: local_part(parameter) for name, parameter in self.parameters.items()}
-        self.first = {name: torch.zeros_like(part) for name, part in local.items()}
-        self.second = {name: torch.zeros_like(part) for name, part in local.items()}
+        self.first = {name: self._zeros(part) for name, part in local.items()}
+        self.second = {name: self._zeros(part) for name, part in local.items()}
         self.fused = {part.device.type for part in local.values()} <= FUSED_DEVICES
 
     @property
@@ -76,8 +89,41 @@ class AdamWRule:
         held = [name for name, part in parts.items() if part.numel()]
         if not held:
             return
-        four = (parts, gradients, self.first, self.second)
-        rows = [[tensors[name] for tensors in four] for name in held]
+        for names in self._visits(parts, held):
+            self._update(names, parts, gradients, rate, taken)
+
+    def _zeros(self, part: Tensor) -> Tensor:
+        """A moment of a parameter's part, where moments lie."""
+        if not self.offload or part.device.type == "cpu":
+            return torch.zeros_like(part)
+        return torch.zeros_like(part, device="cpu").pin_memory()
+
+    def _visits(self, parts: Mapping[str, Tensor], held: Sequence[str]) -> Iterator[list[str]]:
+        """Parameters whose moments are on the device together: all, or some where they visit it."""
+        chosen: list[str] = []
+        for name in held:
+            chosen.append(name)
+            size = sum(parts[one].nbytes for one in chosen)
+            if self.offload and 2 * size >= VISIT_BYTES:
+                yield chosen
+                chosen = []
+        if chosen:
+            yield chosen
+
+    def _update(
+        self,
+        names: Sequence[str],
+        parts: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        rate: float,
+        taken: int,
+    ) -> None:
+        """Update some parameters and their moments in place."""
+        homes = [(self.first[name], self.second[name]) for name in names]
+        rows = [
+            [parts[name], gradients[name], *(m.to(parts[name].device) for m in moments)]
+            for name, moments in zip(names, homes, strict=True)
+        ]
         odd = self.fused and rows[0][0].device.type == "cpu"
         filled = [_filled(row) if odd and row[0].numel() % UNIT else row for row in rows]
         self._step(filled, rate, taken)
@@ -85,6 +131,10 @@ class AdamWRule:
             if other is not row:
                 for tensor, longer in zip(row, other, strict=True):
                     tensor.copy_(longer[: tensor.numel()].view_as(tensor))
+        for row, moments in zip(rows, homes, strict=True):
+            for home, visitor in zip(moments, row[2:], strict=True):
+                if home is not visitor:
+                    home.copy_(visitor)
 
     def _step(self, rows: Sequence[Sequence[Tensor]], rate: float, taken: int) -> None:
         """Update weights in place, each given with its gradient and moments."""

@@ -23,6 +23,8 @@ class Held:
     groups: Groups
     weights: Callable[[], Rules]
     """How a folder's tensors make up the parameters, which says what is fused."""
+    offload: bool = False
+    """Whether moments lie in the machine's memory and not in its device's."""
 
     def called(self, name: str) -> str:
         """What a parameter is called in settings: a tied copy as its owner, so that both agree."""

@@ -58,7 +58,8 @@ class Passes:
         self.microbatch_size = options.microbatch_size
         self.own = isinstance(config, OwnModelConfig)
         modules = cast(Mapping[int, nn.Module], stages)
-        self.runtime = Runtime(modules, groups, call_own if self.own else call_stage)
+        call = call_own if self.own else call_stage
+        self.runtime = Runtime(modules, groups, call, options.sharding)
 
     @property
     def sequence_parts(self) -> int:

@@ -99,9 +99,7 @@ class Experts(nn.Module):
         gate, up = self.gate_up_proj(rows, counts).unflatten(-1, (2, -1)).unbind(-2)
         rows = back(self.down_proj(self.gate(gate, up), counts))
         out = self.ops.unpermute_tokens(rows, places, weights.flatten(0, 1))
-        # FSDP, which may wrap this module, would lose its hook at a view that is changed in place.
-        whole: Tensor = torch.ops.aten._unsafe_view(out, hidden.shape)
-        return whole
+        return out.view_as(hidden)
 
 
 def _local(weight: Tensor) -> Tensor:
