@@ -222,13 +222,7 @@ class DistributedTrainer:
             found=found,
             show=show,
             emit=emit,
-            telling=Telling(
-                total=total,
-                every=options.log_every,
-                show=show,
-                emit=emit,
-                audits=Audits(options.output_dir, emit, show) if is_first() else None,
-            ),
+            telling=self._telling(total, show, emit),
             checkpoints=RunCheckpoints(
                 engine=engine,
                 stream=stream,
@@ -241,6 +235,11 @@ class DistributedTrainer:
             ),
             standing=standing,
         )
+
+    def _telling(self, total: int, show: RunDisplay, emit: Any) -> Telling:
+        options = self.options
+        audits = Audits(options.output_dir, emit, show) if is_first() else None
+        return Telling(total=total, every=options.log_every, show=show, emit=emit, audits=audits)
 
     def _beside(self) -> BackgroundSaver | None:
         """What writes checkpoints beside the training, where that is asked for."""
