@@ -72,11 +72,15 @@ def kill_one(run: Path, processes: int, when: str, draw: random.Random) -> bool:
         return started.wait(timeout=120) != 0
 
 
+@pytest.mark.parametrize("beside", [False, True])
 def test_a_run_killed_in_a_checkpoint_ends_bit_identical(
-    shards: Path, undisturbed: Path, tmp_path: Path
+    shards: Path, undisturbed: Path, tmp_path: Path, beside: bool
 ) -> None:
-    """Kill -9 of either rank, then the same command: losses and weights are those undisturbed."""
-    run = write_run(tmp_path / "run.toml", shards)
+    """Kill -9 of either rank, then the same command: losses and weights are those undisturbed.
+
+    Whether the run waits for its checkpoints or has them written beside it.
+    """
+    run = write_run(tmp_path / "run.toml", shards, async_checkpoints=beside)
     kill_one(run, 2, "checkpoint", random.Random(3))
     done = train(run, 2)
     assert done.returncode == 0, done.stderr
@@ -86,13 +90,17 @@ def test_a_run_killed_in_a_checkpoint_ends_bit_identical(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("layout", ["data=2", "tensor=2", "pipeline=2", "data=2,pipeline=2"])
 def test_any_number_of_kills_at_any_moment_changes_nothing(
-    shards: Path, tmp_path: Path, layout: str
+    shards: Path, tmp_path: Path, layout: str, beside: bool
 ) -> None:
     """Twelve kills of random ranks at random moments, half of them inside a checkpoint."""
     processes = 4 if "," in layout else 2
-    whole, run = (write_run(tmp_path / name, shards, steps=40) for name in ("a.toml", "b.toml"))
+    whole, run = (
+        write_run(tmp_path / name, shards, steps=40, async_checkpoints=beside)
+        for name in ("a.toml", "b.toml")
+    )
     for path in (whole, run):
         text = path.read_text() + "[parallel_config]\n" + layout.replace(",", "\n") + "\n"
         path.write_text(text)

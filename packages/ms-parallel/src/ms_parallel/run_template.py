@@ -60,6 +60,7 @@ GROUPS = {
         "output_dir",
         "resume",
         "checkpoint_every",
+        "async_checkpoints",
         "keep_checkpoints",
         "evaluate_every",
         "evaluate_batches",

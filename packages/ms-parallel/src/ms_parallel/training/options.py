@@ -196,6 +196,9 @@ class Options(Essentials):
     """Batches of held-out text in one evaluation, at most."""
     checkpoint_every: int | None = field(default=100, validator=whole(optional=True))
     """Steps between checkpoints; None for the last step alone."""
+    async_checkpoints: bool = field(default=False, validator=flag)
+    """Write checkpoints in a process of each rank beside the training, which goes on once its part
+    of the state is copied."""
     keep_checkpoints: int = field(default=3, validator=whole())
     """Checkpoints that are kept; more than one lets a damaged one be passed over."""
     resume: bool = field(default=True, validator=flag)

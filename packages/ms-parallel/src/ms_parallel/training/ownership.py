@@ -26,7 +26,15 @@ FIXED = ("seed", "sequence_length", "optimizer")
 """Another value would go on from a place that another run has come to."""
 MODEL = "model_config."
 TABLES = ("model_arch", "model_config", "parallel_config", "optimizer")
-NOT_COMPARED = ("log_every", "on_event", "output_dir", "progress", "resume", "timeout_s")
+NOT_COMPARED = (
+    "async_checkpoints",
+    "log_every",
+    "on_event",
+    "output_dir",
+    "progress",
+    "resume",
+    "timeout_s",
+)
 """Settings that change nothing in what is trained."""
 
 

@@ -72,7 +72,9 @@ class Run:
             self.evaluate()
         with self.stop.listening():
             while self.engine.step < self.total:
-                trouble = self._mend(self._step(pace), trouble)
+                update = self._step(pace)
+                self.checkpoints.poll()
+                trouble = self._mend(update, trouble)
                 if trouble.went_back:
                     continue
                 step, began = self.engine.step, monotonic()
@@ -83,6 +85,8 @@ class Run:
                 if last or stopped or _due(step, options.checkpoint_every):
                     self.checkpoints.save()
                     trouble = evolve(trouble, roll_backs=0)
+                if stopped or last:
+                    self.checkpoints.finish()
                 if stopped:
                     return False
                 pace.pause(monotonic() - began)
@@ -136,6 +140,7 @@ class Run:
         counts[update.skipped] = counts.get(update.skipped, 0) + 1
         if remedy == "stop":
             self._tell_skipped(step, update, "stop")
+            self.checkpoints.finish()
             raise DivergenceError(
                 f"step {step}: {reason(update)}; the run was to stop at this, its last checkpoint"
                 " is whole; lower learning_rate, or let such steps be skipped"

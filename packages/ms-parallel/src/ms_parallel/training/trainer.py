@@ -9,6 +9,7 @@ from typing import Any
 
 from attrs import asdict
 
+from ms_parallel.checkpoint.background import BackgroundSaver
 from ms_parallel.cluster.agreement import first_does
 from ms_parallel.cluster.connection import connect, join
 from ms_parallel.cluster.endings import end_scripts_plainly
@@ -127,6 +128,7 @@ class DistributedTrainer:
                 run.note_changes(changes)
                 return self._perform(run)
             finally:
+                run.checkpoints.close()
                 run.show.close()
 
     def evaluate(self) -> float | None:
@@ -220,13 +222,7 @@ class DistributedTrainer:
             found=found,
             show=show,
             emit=emit,
-            telling=Telling(
-                total=total,
-                every=options.log_every,
-                show=show,
-                emit=emit,
-                audits=Audits(options.output_dir, emit, show) if is_first() else None,
-            ),
+            telling=self._telling(total, show, emit),
             checkpoints=RunCheckpoints(
                 engine=engine,
                 stream=stream,
@@ -235,9 +231,22 @@ class DistributedTrainer:
                 total=total,
                 show=show,
                 emit=emit,
+                beside=self._beside(),
             ),
             standing=standing,
         )
+
+    def _telling(self, total: int, show: RunDisplay, emit: Any) -> Telling:
+        options = self.options
+        audits = Audits(options.output_dir, emit, show) if is_first() else None
+        return Telling(total=total, every=options.log_every, show=show, emit=emit, audits=audits)
+
+    def _beside(self) -> BackgroundSaver | None:
+        """What writes checkpoints beside the training, where that is asked for."""
+        if not self.options.async_checkpoints:
+            return None
+        root = self.options.output_dir / "checkpoints"
+        return BackgroundSaver(root, self.options.keep_checkpoints)
 
     def _perform(self, run: Run) -> Result:
         count = sum(parameter.numel() for parameter in run.engine.parameters.values())

@@ -11,6 +11,7 @@ from attrs import asdict, frozen
 from torch import Tensor
 
 from ms_parallel import checkpoint
+from ms_parallel.checkpoint.background import BackgroundSaver
 from ms_parallel.checkpoint.manifest import MANIFEST
 from ms_parallel.cluster.agreement import first_does
 from ms_parallel.cluster.groups import Groups
@@ -92,6 +93,8 @@ class RunCheckpoints:
     """Steps of the whole run."""
     show: RunDisplay
     emit: OnEvent
+    beside: BackgroundSaver | None = None
+    """Writes them beside the training, where that is asked for."""
 
     @property
     def root(self) -> Path:
@@ -127,6 +130,7 @@ class RunCheckpoints:
         Returns:
             False where there is none yet, and nothing was changed.
         """
+        self.finish()
         found = first_does(lambda: self._last_whole() if self._any() else None)
         if found is None:
             return False
@@ -201,8 +205,8 @@ class RunCheckpoints:
         digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
         return msgspec.json.encode({"step": self.engine.step, "checkpoint": digest})
 
-    def save(self) -> Path:
-        """Write a checkpoint of this step and let the oldest go.
+    def save(self) -> None:
+        """Write a checkpoint of this step and let the oldest go; or begin to, beside the training.
 
         Raises:
             CheckpointError: it cannot be written; those before it are whole.
@@ -216,11 +220,42 @@ class RunCheckpoints:
             "stream": self.stream.state_dict(),
             "standing": msgspec.to_builtins(self.standing),
         }
-        checkpoint.save(folder, self.engine.state_dict(), step=step, facts=facts)
+
+        def note() -> None:
+            seconds = round(monotonic() - began, 3)
+            self.emit("checkpoint", {"step": step, "folder": str(folder), "seconds": seconds})
+
+        state = self.engine.state_dict()
+        if self.beside is not None:
+            self.beside.save(step, state, facts=facts, note=note)
+            return
+        checkpoint.save(folder, state, step=step, facts=facts)
         first_does(lambda: self._settle(step))
-        seconds = round(monotonic() - began, 3)
-        self.emit("checkpoint", {"step": step, "folder": str(folder), "seconds": seconds})
-        return folder
+        note()
+
+    def poll(self) -> None:
+        """Between two steps: let what was written beside them be complete, or raise why not.
+
+        Raises:
+            CheckpointError: on every rank, where any of them could not write.
+        """
+        if self.beside is not None:
+            self.beside.poll()
+
+    def finish(self) -> None:
+        """Wait until nothing is being written.
+
+        Raises:
+            CheckpointError: it could not be.
+        """
+        if self.beside is not None:
+            position.activity = "checkpoint"
+            self.beside.finish()
+
+    def close(self) -> None:
+        """End what writes, whether it is done or not."""
+        if self.beside is not None:
+            self.beside.close()
 
     def _settle(self, step: int) -> None:
         checkpoint.note_last(self.root, step)

@@ -1,0 +1,43 @@
+"""`ms_parallel.files.writing_process`, to which something happens at a write, sync or rename.
+
+Called with what happens (`kill`, `kill both`, `full` or `nothing`), the number, a file that takes
+how many there were, and then the module's own arguments.
+"""
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ms_parallel.files import durable, writing_process
+
+how, point, counts, memory, parent = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
+done = 0
+
+
+def planted(act: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, unless it is its turn."""
+
+    def instead(*arguments: Any, **named: Any) -> Any:
+        global done
+        done += 1
+        Path(counts).write_text(str(done))
+        if done == point and how == "full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if done == point and how == "kill both":
+            os.kill(int(parent), signal.SIGKILL)
+        if done == point and how.startswith("kill"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return act(*arguments, **named)
+
+    return instead
+
+
+write_all = planted(durable.write_all)
+durable.write_all = writing_process.write_all = write_all
+os.fsync = planted(os.fsync)
+Path.rename = planted(Path.rename)  # type: ignore[method-assign]
+writing_process.main(int(memory), int(parent))
