@@ -64,7 +64,7 @@ def complaint(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) ->
         ("learning_rate=-1", "learning_rate is -1; give a number from 0"),
         ("hold_out=1", "hold_out is 1; give a number from 0 up to, not including, 1"),
         ("parallel_config.data=2", "needs 2 processes and this is one; type: torchrun"),
-        ("parallel_config.expert=2", "expert=2 is not supported yet"),
+        ("parallel_config.expert=2", "expert=2 does not divide the 1 ranks of data and context"),
         ("sequence_length=8192", "longer than the model's 4096 positions"),
         ("model_config.vocab_size=300", "vocabulary of 300 does not match the shards"),
         ("microbatch_size=0", "microbatch_size is 0; give a whole number of at least 1"),
