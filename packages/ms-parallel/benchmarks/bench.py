@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
-from ms_parallel.engine.optimizer import AdamWConfig
+from ms_parallel.engine.optimizers.adamw import AdamWConfig
 from ms_parallel.models import DecoderConfig
 
 LIMIT = 1.03
