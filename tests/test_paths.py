@@ -45,7 +45,7 @@ TEXTS = {
     *("heads", "model_type", "optimizer", "model_config", "learning_rate_decay", "recompute"),
     *("device", "ops", "sample_prompt", "arguments", "metrics", "balance"),
     *("groups", "adamw", "fused", "settings", "loss_scale", "languages", "script", "stop_words"),
-    *("chinese_script", "keep", "action", "mask", "words", "form"),
+    *("chinese_script", "keep", "action", "mask", "words", "form", "priority"),
 }
 """Settings whose text is no path."""
 
@@ -54,7 +54,7 @@ MADE_HERE = {
     *("Corpus.names", "Corpus.named", "HeldOut.shards", "Result.model_folder", "FoundTraces.files"),
     *("TokenizerSource.path", "Loop.folder", "Loop.result", "TransformersModel.folder"),
     *("SFTTrainer.weights", "ChatTemplate.with_tokens_of", "OpenFile.path"),
-    *("Pass.corpus",),
+    *("Pass.corpus", "Job.folder"),
 }
 """Values that a package makes of paths that were checked, and no user does; and what is a table of
 numbers where another class of its package has a path of that name."""
