@@ -29,7 +29,7 @@ REMEDIES = ("give a path", "give another path")
 """Words of the one check."""
 
 WORDS = {
-    "ms-data": {"text_column", "end_of_text", "today"},
+    "ms-data": {"text_column", "end_of_text", "today", "priority"},
     "ms-kernels": {"operator", "details", "chip", "backend", "device", "dtype", "only", "target"},
     "ms-parallel": {"set", "costs", "model"},
     "ms-profile": {"metrics", "arguments", "kind", "rank", "title", "backend"},

@@ -83,7 +83,7 @@ def held_bytes(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
         engine = engine_of(job)
         train(engine, 2)
         counts = {"before": _bytes()}
-        perform, calls = engine.runtime._perform, [0]
+        perform, calls = engine.passes.runtime._perform, [0]
 
         def watched(*given: Any, perform: Any = perform, calls: Any = calls) -> None:
             perform(*given)
@@ -91,7 +91,7 @@ def held_bytes(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
             if calls[0] == 2:  # a forward and a backward
                 counts["between"] = _bytes()  # noqa: B023 - called before the next job
 
-        engine.runtime._perform = watched  # type: ignore[method-assign]
+        engine.passes.runtime._perform = watched  # type: ignore[method-assign]
         engine.update(my_rows(global_batch(3), engine.groups), NextTokenLoss())
         del engine, perform, watched
         found.append(counts)
