@@ -200,9 +200,11 @@ def readme(session: nox.Session) -> None:
     folders = Path(session.create_tmp()).absolute() / "pages"
     shutil.rmtree(folders, ignore_errors=True)
     plugin = {"PYTHONPATH": str(ROOT / "tests"), "README_FOLDERS": str(folders), **ONE_THREAD}
+    pages_apart = ("-n", "2", "--dist", "loadfile", "-p", "readme_code", *pages)
     for _ in range(2):  # what a reader runs again must go again
-        run_shared(session, "pytest", "-p", "readme_code", *pages, *session.posargs, env=plugin)
-    run_shared(session, "pytest", "tests/readme_torchrun.py", *session.posargs, env=ONE_THREAD)
+        run_shared(session, "pytest", *pages_apart, *session.posargs, env=plugin)
+    two = ("-n", "2", "tests/readme_torchrun.py")
+    run_shared(session, "pytest", *two, *session.posargs, env=ONE_THREAD)
 
 
 @job
