@@ -137,16 +137,15 @@ def types(session: nox.Session) -> None:
 @shared_job
 @every_package
 def tests(session: nox.Session, package: str) -> None:
-    """Tests of one package, three at a time; arguments after `--` go to pytest.
+    """Tests of one package, two at a time; arguments after `--` go to pytest.
 
-    Neighbours share what takes long to make, so each of the three runs a part in order, and who is
-    done first takes over the second half of what another has left. Three, since many tests wait
-    for processes of theirs, which would leave one of two cores idle.
+    Neighbours share what takes long to make, so each of the two runs a half in order, and who is
+    done first takes over the second half of what the other has left.
     """
     arguments = session.posargs or ["-m", "not slow and not gpu"]
     tests_folder = f"packages/{package}/tests"
-    three = ("-n", "3", "--dist", "worksteal")
-    run_shared(session, "pytest", *three, tests_folder, *arguments, env=ONE_THREAD)
+    two = ("-n", "2", "--dist", "worksteal")
+    run_shared(session, "pytest", *two, tests_folder, *arguments, env=ONE_THREAD)
 
 
 @shared_job
