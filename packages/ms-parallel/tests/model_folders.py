@@ -25,6 +25,7 @@ def stage_of(source: str, groups: Groups) -> StagedModel:
         groups,
         mixed_precision=True,
         recompute="none",
+        sharding="auto",
         ops=None,
     )
 
