@@ -9,7 +9,10 @@ whose sequences are not exactly those of the corpus stops the run.
 """
 
 import argparse
+import atexit
 import json
+import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -19,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +36,8 @@ from ms_data.disk.split import Split
 sys.modules["streaming.vision"] = types.ModuleType("streaming.vision")
 
 LENGTH, BATCH, SHORTEST_S = 1024, 64, 0.3
+READERS = 4
+SHARED = "/dev/shm"
 Array = np.ndarray[Any, np.dtype[Any]]
 Batches = Iterator[tuple[Array, ...]]
 
@@ -74,9 +80,11 @@ def gathered(samples: Iterator[Array], end: int) -> Batches:
             yield tokens, targets
 
 
-def ours(corpus: Corpus) -> Callable[[], Batches]:
-    """TokenStream: also delivers positions and documents, and checks every frame's checksum."""
-    stream = TokenStream(corpus.folder / "ours", sequence_length=LENGTH, batch_size=BATCH)
+def ours(corpus: Corpus, cache_mib: int = 64) -> Callable[[], Batches]:
+    """TokenStream: also delivers positions and documents; checks every frame that it decodes."""
+    stream = TokenStream(
+        corpus.folder / "ours", sequence_length=LENGTH, batch_size=BATCH, cache_mib=cache_mib
+    )
 
     def epoch() -> Batches:
         left = stream.samples_per_epoch
@@ -90,6 +98,49 @@ def ours(corpus: Corpus) -> Callable[[], Batches]:
                 consumed = epochs * stream.samples_per_epoch
                 stream.load_state_dict(stream.state_dict() | {"consumed_samples": consumed})
                 return
+
+    return epoch
+
+
+def ours_unpacking(corpus: Corpus) -> Callable[[], Batches]:
+    """TokenStream that keeps nothing: every frame is unpacked and checked in every epoch."""
+    return ours(corpus, cache_mib=0)
+
+
+def ours_apart(corpus: Corpus) -> Callable[[], Batches]:
+    """Four readers of a quarter of each batch, each of which unpacks all frames."""
+    return ours_shared(corpus, share=False)
+
+
+def ours_shared(corpus: Corpus, share: bool = True) -> Callable[[], Batches]:
+    """Four readers of a quarter of each batch, who find no frame unpacked when an epoch begins."""
+    folder = Path(tempfile.mkdtemp(dir=SHARED, prefix="ms-data-peers-"))
+    atexit.register(shutil.rmtree, folder)
+    readers = [
+        TokenStream(
+            corpus.folder / "ours",
+            sequence_length=LENGTH,
+            batch_size=READERS * BATCH,
+            place=SimpleNamespace(rank=rank, count=READERS),
+            shared_cache=folder if share else None,
+            cache_mib=64 if share else 0,
+        )
+        for rank in range(READERS)
+    ]
+
+    def epoch() -> Batches:
+        for file in folder.iterdir():
+            os.truncate(file, 0)
+        left = samples = readers[0].samples_per_epoch
+        begin = -(-readers[0].consumed_samples // samples) * samples
+        for reader in readers:
+            reader.load_state_dict(reader.state_dict() | {"consumed_samples": begin})
+        while left:
+            for reader in readers:
+                taken = min(left, BATCH)
+                values: Any = next(reader).values()
+                yield tuple(value[:taken] for value in values)
+                left -= taken
 
     return epoch
 
@@ -255,13 +306,20 @@ def rate(epoch: Callable[[], Batches]) -> tuple[float, float]:
 
 PLAIN = {
     "ms-data": ours,
+    "ms-data, keeping nothing": ours_unpacking,
+    "ms-data, first epoch of 4 local ranks, shared": ours_shared,
+    "ms-data, first epoch of 4 local ranks, each alone": ours_apart,
     "np.memmap": memmap,
     "litdata": litdata,
     "Megatron GPTDataset": megatron,
     "MDS": mds,
     "MDS zstd-3": mds_zstd,
 }
-WITH_DOCUMENTS = {"ms-data": ours, "np.memmap + searchsorted": memmap_all}
+WITH_DOCUMENTS = {
+    "ms-data": ours,
+    "ms-data, keeping nothing": ours_unpacking,
+    "np.memmap + searchsorted": memmap_all,
+}
 
 
 def compare(corpus: Corpus, contenders: dict[str, Any], columns: int, rounds: int) -> Any:
@@ -307,15 +365,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--corpus", default="stdlib", help="as for `ms-data build`")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="+", default=[""], help="how names begin")
     options = parser.parse_args()
+    plain = {name: one for name, one in PLAIN.items() if name.startswith(tuple(options.only))}
     with tempfile.TemporaryDirectory() as folder:
         corpus = Corpus(Path(folder), options.corpus)
         result = {
             "tokens": len(corpus.tokens),
-            "tokens and targets": compare(corpus, PLAIN, 2, options.rounds),
+            "tokens and targets": compare(corpus, plain, 2, options.rounds),
             "with positions and documents": compare(corpus, WITH_DOCUMENTS, 4, options.rounds),
-            "Megatron with dense mask, sequences_per_cpu_s": round(dense_mask(corpus)),
         }
+        if any(name.startswith("Megatron") for name in plain):
+            result["Megatron with dense mask, sequences_per_cpu_s"] = round(dense_mask(corpus))
     print(json.dumps(result, indent=1))
 
 

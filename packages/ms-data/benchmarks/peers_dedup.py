@@ -71,7 +71,7 @@ def plant(pairs: int, length: int = 400) -> tuple[list[str], list[float]]:
 
 def ours(texts: Sequence[str]) -> Keys:
     minhash = MinHash(bands=BANDS, rows=ROWS, ngram_words=WORDS)
-    keys, _ = minhash.keys(np.stack([minhash.signature(text) for text in texts]))
+    keys, _ = minhash.keys(minhash.signatures(texts))
     return [tuple(row) for row in keys.tolist()]
 
 

@@ -12,6 +12,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ms_data.disk.writer
+import ms_data.passes.array_jobs
 import ms_data.passes.batches
 import ms_data.passes.output
 import ms_data.passes.run
@@ -133,7 +135,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_processes(
 
 
 def dying_at(event: int, run: Any) -> int:
-    """Runs in a child that is killed at the n-th write, sync or rename; how it ended."""
+    """Runs in a child that is killed at the n-th write, sync, rename or removal; how it ended."""
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1]
@@ -149,8 +151,10 @@ def dying_at(event: int, run: Any) -> int:
 
         def call(*arguments: Any, **more: Any) -> Any:
             if count():
-                if name == "write_all":  # half of it is on the disk
-                    arguments[0].write(arguments[1][: len(arguments[1]) // 2])
+                if name in ("write_all", "_write"):  # half of it is on the disk
+                    file = getattr(arguments[0], "_file", arguments[0])
+                    file.write(arguments[1][: len(arguments[1]) // 2])
+                    file.flush()
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*arguments, **more)
 
@@ -160,6 +164,9 @@ def dying_at(event: int, run: Any) -> int:
         dying("fsync", os)
         dying("rename", os)
         dying("write_all", ms_data.passes.output)
+        dying("write_all", ms_data.passes.array_jobs)
+        dying("_write", ms_data.disk.writer.ShardWriter)
+        dying("unlink", os)
         ms_data.passes.run.SAVE_EVERY_S = 0.0
         run()
     except BaseException:

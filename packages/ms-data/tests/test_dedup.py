@@ -148,6 +148,23 @@ def test_hashes_of_words_are_of_the_words_alone(parts: list[str]) -> None:
     assert len({*zip(hashes, words, strict=True)}) == len(set(words)) == len(set(hashes))
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.text(max_size=40)
+        | st.sampled_from(["ODOS\u03a3", "a b c d e f g", "你好吗 我很好", "x " * 9000]),
+        max_size=8,
+    )
+)
+def test_texts_that_pass_together_have_the_signatures_that_each_has_alone(texts: list[str]) -> None:
+    """No word and no n-gram goes from one to the next; neighbours of any length."""
+    minhash = MinHash(bands=2, rows=3, ngram_words=3)
+    found = minhash.signatures(texts)
+    assert found.shape == (len(texts), 6)
+    for text, signature in zip(texts, found, strict=True):
+        assert (signature == minhash.signature(text)).all()
+
+
 def test_texts_without_words_are_compared_whole() -> None:
     """Signs alone are alike where they are the same."""
     minhash = MinHash(bands=14, rows=8, ngram_words=5)

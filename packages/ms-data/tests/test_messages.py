@@ -89,7 +89,7 @@ def test_a_turn_may_say_that_it_is_not_learnt() -> None:
         ({"messages": [{**ASK, "txt": 1}, SAY]}, "unknown key 'txt'"),
         ({"messages": [ASK, {"role": "assistant", "content": ""}]}, "empty message"),
         ({"messages": [ASK, {"role": "assistant", "content": 5}]}, "must be text, not 5"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, SAY]}, "is no text"),
+        ({"messages": [{"role": "user", "content": [{"type": "video"}]}, SAY]}, "is no text"),
         ({"messages": [ASK, {**SAY, "weight": 2}]}, "weight is 2"),
         ({"conversations": [{"from": "cat", "value": "x"}]}, "from is 'cat'"),
         ({"conversations": [TURN, {**ANSWER, "loss": 0}]}, r"\[1\] has an unknown key 'loss'"),

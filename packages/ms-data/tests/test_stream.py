@@ -136,6 +136,40 @@ def test_rows_of_all_ranks_make_the_batches_of_one(dataset: Path, count: int) ->
 
 
 @settings(max_examples=40, deadline=None)
+@given(cuts=st.lists(st.integers(0, 9), min_size=10, max_size=10), mixed=st.booleans())
+def test_unequal_shares_change_who_reads_which_rows_and_nothing_else(
+    dataset: Path, cuts: list[int], mixed: bool
+) -> None:
+    """Shares that change before each batch: laid end to end the batches of one, and its states."""
+    sources = {"one": dataset, "other": dataset} if mixed else dataset
+    alone, *readers = (
+        TokenStream(sources, sequence_length=24, batch_size=12, seed=5, place=place)
+        for place in (None, Reader(0, 3), Reader(1, 3), Reader(2, 3))
+    )
+    for cut in cuts:
+        shares = (cut + 1, 1, 10 - cut)
+        for reader in readers:
+            reader.share_out(shares)
+        parts = [rows_of(next(reader)) for reader in readers]
+        assert [len(part) for part in parts] == list(shares)
+        assert [*chain(*parts)] == rows_of(next(alone))
+        assert {json.dumps(reader.state_dict()) for reader in readers} == {
+            json.dumps(alone.state_dict())
+        }
+
+
+@pytest.mark.parametrize("shares", [(6,), (3, 2), (6, 0), (7, -1), (2, 2, 2)])
+def test_shares_that_do_not_make_up_the_batch_are_refused(
+    dataset: Path, shares: tuple[int, ...]
+) -> None:
+    """One for each process, at least a row, and all rows; the shares before stay."""
+    reader = small_stream(dataset, 6, Reader(1, 2))
+    with pytest.raises(SettingError, match="do not share out batch_size 6 over 2 ranks"):
+        reader.share_out(shares)
+    assert len(next(reader)["tokens"]) == 3
+
+
+@settings(max_examples=40, deadline=None)
 @given(
     before=st.integers(0, 40),
     batches=st.tuples(st.sampled_from([2, 4, 6, 10]), st.sampled_from([2, 4, 6, 10])),

@@ -13,9 +13,16 @@ from ms_data import __version__
 from ms_data.building.build import build
 from ms_data.building.record import Summary
 from ms_data.chat.template import ChatTemplate
-from ms_data.commands.arguments import add_reading, command, name_left_out
+from ms_data.commands.arguments import (
+    add_reading,
+    add_shard,
+    command,
+    name_left_out,
+    reading_options,
+)
 from ms_data.commands.clean import add_clean, add_init, add_stats
 from ms_data.commands.dedup import add_dedup
+from ms_data.commands.exchange import add_export, add_import
 from ms_data.corpus.file_kinds import omissions
 from ms_data.disk.inspection import SplitInfo, inspect
 from ms_data.disk.verification import Report, verify
@@ -31,6 +38,7 @@ from ms_data.entry import (
     perform,
 )
 from ms_data.errors import DamageError, DataError
+from ms_data.media.processor import Processor
 from ms_data.progress import showing
 from ms_data.tokenization.tokenizer import Tokenizer
 from ms_data.tokenization.training import train_tokenizer
@@ -113,6 +121,8 @@ def _parser() -> CommandParser:
         )
     add_clean(commands)
     add_dedup(commands)
+    add_import(commands)
+    add_export(commands)
     add_stats(commands)
     add_init(commands)
     return parser
@@ -155,6 +165,9 @@ def _add_build(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     )
     parser.add_argument("--hold-out", type=float, default=0.0, help="share of documents held out")
     parser.add_argument("--shard-size-mib", type=int, default=64, help="close a shard at this size")
+    add_shard(parser)
+    text = "tokenize on a Ray cluster: ray, or ray://HOST:PORT (default: here, with every core)"
+    parser.add_argument("--workers", metavar="RAY", help=text)
     parser.add_argument("--end-of-text", help="the token that ends a document, by its name")
     parser.add_argument(
         "--chat-template",
@@ -169,6 +182,19 @@ def _add_build(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     )
     parser.add_argument(
         "--allow-special", action="store_true", help="let messages spell special tokens"
+    )
+    parser.add_argument(
+        "--processor",
+        type=path_argument,
+        metavar="FOLDER",
+        help="messages may have pictures and sound, for the processor in this model's folder",
+    )
+    parser.add_argument(
+        "--media-folder",
+        type=path_argument,
+        metavar="FOLDER",
+        help="where paths of pictures and sounds begin (default: the corpus, if it is one folder, "
+        "or beside its one file)",
     )
 
 
@@ -199,6 +225,9 @@ def _run_build(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
     template = options.chat_template and ChatTemplate.load(
         options.chat_template, today=options.today
     )
+    processor = options.processor and Processor.load(
+        options.processor, media_folder=options.media_folder
+    )
     with showing("tokenizing") as on_progress:
         summary = build(
             options.corpus,
@@ -206,20 +235,21 @@ def _run_build(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
             out=options.out,
             hold_out=options.hold_out,
             shard_size_mib=options.shard_size_mib,
-            text_column=options.text_column,
-            skip_invalid=options.skip_invalid,
-            document_limit_mib=options.document_limit_mib,
+            **reading_options(options, "skip_invalid", "workers"),
             chat=template,
             pairs=options.pairs,
             allow_special=options.allow_special,
+            processor=processor,
             on_progress=on_progress,
             on_skip=name_left_out,
         )
     splits = ", ".join(f"{name} {tokens:,}" for name, tokens in summary.splits.items())
     done = "built before, nothing to do: " if summary.built_before else ""
+    # A job of an array has answers, which a merge makes shards of.
+    where = f" ({splits}) in {_shards(summary)}" if summary.splits else ""
     return summary, (
         f"{summary.folder}: {done}{summary.documents:,} documents{summary.omissions}, "
-        f"{summary.tokens:,} tokens ({splits}) in {_shards(summary)}"
+        f"{summary.tokens:,} tokens{where}; encoded {summary.encoder}"
     )
 
 

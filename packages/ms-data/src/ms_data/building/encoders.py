@@ -1,30 +1,53 @@
 """Turns the documents of a corpus into the words that a shard holds: text, or rows of messages."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import tokenizers
 import xxhash
-from attrs import frozen
+from attrs import evolve, frozen
 from numpy.typing import NDArray
 
-from ms_data.chat.messages import Message, read_conversation
+from ms_data.chat.messages import Message, read_conversation, refuse_media
 from ms_data.chat.pairs import read_pair
 from ms_data.chat.template import ChatTemplate, Rendered
 from ms_data.disk.format import Kind
 from ms_data.disk.samples import PairSample, Sample, pack_pair, pack_sample
-from ms_data.errors import SettingError
+from ms_data.media.parts import MediaKind
 from ms_data.tokenization.tokenizer import Tokenizer
+from ms_data.tokenization.word_encoder import WordEncoder
 
 
-class _Document(msgspec.Struct, frozen=True, array_like=True):
+class ChatDocument(msgspec.Struct, frozen=True, array_like=True):
     """A row once its template has run; its JSON is the text of a document of the build."""
 
     parts: list[Rendered]
     weight: float
     margin: float = 0.0
+
+
+class Encoded(NamedTuple):
+    """A document as a dataset holds it."""
+
+    words: NDArray[np.integer]
+    """What its shard holds, shape (n,)."""
+    media: NDArray[np.uint32] | None = None
+    """What the shard of its pictures and sounds holds, if it has some."""
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What a process of a cluster is prepared with."""
+
+    tokenizer: bytes
+    end_of_text: int
+    kind: Kind
+    by_words: bool
+    why_library: str
+    media_tokens: dict[MediaKind, str]
+    """The token of each kind of media, where the rows may have some."""
 
 
 @frozen(kw_only=True)
@@ -33,6 +56,27 @@ class TextEncoder:
 
     tokenizer: Tokenizer
     kind: Kind = "text"
+    words: WordEncoder | None = None
+    """Encodes documents several times faster; None: the `tokenizers` library does."""
+    why_library: str = "conversations keep the places of their tokens"
+    """Why the library does."""
+
+    @property
+    def batches_ahead(self) -> int:
+        """Batches that are tokenized while one is written, so that no core waits for a document."""
+        cores = len(os.sched_getaffinity(0))
+        return max(2, cores if self.words else cores // 4)  # the library uses all cores for each
+
+    @property
+    def method(self) -> str:
+        """What encodes, in words."""
+        if self.words is not None:
+            return f"word by word, cut as by {self.words.split.name}"
+        return f"tokenizers {tokenizers.__version__}, as {self.why_library}"
+
+    def by_library(self, why: str) -> "TextEncoder":
+        """The same by the `tokenizers` library."""
+        return evolve(self, words=None, why_library=why)
 
     @property
     def digest(self) -> str:
@@ -44,9 +88,31 @@ class TextEncoder:
         """Makes the text of a document from a row; None where documents are not rows."""
         return None
 
-    def encode(self, texts: Sequence[str]) -> Sequence[NDArray[np.integer]]:
+    @property
+    def media_tokens(self) -> dict[MediaKind, str]:
+        """The token of each kind of media that documents may have."""
+        return {}
+
+    def setup(self) -> bytes:
+        """What tokenizes elsewhere as this does; templates have run, and media are measured."""
+        return msgspec.msgpack.encode(
+            Setup(
+                tokenizer=self.tokenizer.content,
+                end_of_text=self.tokenizer.end_of_text,
+                kind=self.kind,
+                by_words=self.words is not None,
+                why_library=self.why_library,
+                media_tokens=self.media_tokens,
+            )
+        )
+
+    def encode(self, texts: Sequence[str]) -> Sequence[Encoded]:
         """Turns each document into its words, as a shard holds them."""
-        return self.tokenizer.encode_documents(texts)
+        if self.words is not None:
+            found = self.tokenizer.encode_by_words(texts, self.words)
+        else:
+            found = self.tokenizer.encode_documents(texts)
+        return [Encoded(words) for words in found]
 
     def hold_out_key(self, text: str) -> str:
         """The part of a document that decides whether it is held out."""
@@ -87,35 +153,32 @@ class ChatEncoder(TextEncoder):
         if self.kind == "preferences":
             pair = read_pair(row)
             first = len(pair.prompt)
+            refuse_media([*pair.prompt, *pair.chosen, *pair.rejected])
             parts = [
-                self._render([*pair.prompt, *answer], pair.tools, first)
+                self.render([*pair.prompt, *answer], pair.tools, first)
                 for answer in (pair.chosen, pair.rejected)
             ]
-            return _encode(_Document(parts, pair.weight, pair.margin))
+            return as_json(ChatDocument(parts, pair.weight, pair.margin))
         one = read_conversation(row)
-        return _encode(_Document([self._render(one.messages, one.tools, 0)], one.weight))
+        refuse_media(one.messages)
+        return as_json(ChatDocument([self.render(one.messages, one.tools, 0)], one.weight))
 
-    def encode(self, texts: Sequence[str]) -> Sequence[NDArray[np.integer]]:  # noqa: D102
-        rows = [_decode(text) for text in texts]
-        parts = [part for row in rows for part in row.parts]
-        samples = iter([Sample(*found) for found in self.tokenizer.encode_chats(parts)])
-        words = []
-        for row in rows:
-            if self.kind == "preferences":
-                pair = PairSample(next(samples), next(samples), row.weight, row.margin)
-                words.append(pack_pair(pair))
-            else:
-                words.append(pack_sample(next(samples)._replace(weight=row.weight)))
-        return words
+    def encode(self, texts: Sequence[str]) -> Sequence[Encoded]:  # noqa: D102
+        return encode_rows(self.tokenizer, texts, pairs=self.kind == "preferences")
 
     def hold_out_key(self, text: str) -> str:
         """The document without the row's weight and margin."""
         plain = msgspec.structs.replace(_decode(text), weight=1.0, margin=0.0)
-        return _encode(plain)
+        return as_json(plain)
 
-    def _render(
+    def render(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, first: int
     ) -> Rendered:
+        """Renders a conversation, of which messages before `first` are not trained on.
+
+        Raises:
+            ValueError: a message spells a special token, or the template refuses them.
+        """
         if not self.allow_special:
             for at, message in enumerate(messages):
                 self._refuse_special(message, f"message {at}")
@@ -132,37 +195,20 @@ class ChatEncoder(TextEncoder):
                 )
 
 
-def encoder_for(
-    tokenizer: str | Path | Tokenizer,
-    chat: str | Path | ChatTemplate | None,
-    *,
-    pairs: bool,
-    allow_special: bool,
-) -> TextEncoder:
-    """Chooses the encoder of a build by its arguments.
-
-    Raises:
-        SettingError: arguments that need a chat template without one, or a template whose text
-            differs from day to day.
-        TokenizerError: the tokenizer or the template cannot be read.
-    """
-    model = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
-    if chat is None:
-        if pairs or allow_special:
-            raise SettingError("pairs and allow_special need a chat template; give `chat`")
-        return TextEncoder(tokenizer=model)
-    template = chat if isinstance(chat, ChatTemplate) else ChatTemplate.load(chat)
-    if template.asks_date and template.today is None:
-        raise SettingError(
-            "the chat template prints today's date, so a build would differ from day to day; "
-            "choose the date with --today"
-        )
-    return ChatEncoder(
-        template=template.with_tokens_of(model.folder),
-        tokenizer=model,
-        kind="preferences" if pairs else "conversations",
-        allow_special=allow_special,
-    )
+def encode_rows(tokenizer: Tokenizer, texts: Sequence[str], *, pairs: bool) -> Sequence[Encoded]:
+    """Turns rows whose template has run into the words of conversations, or of preference pairs."""
+    rows = [_decode(text) for text in texts]
+    parts = [part for row in rows for part in row.parts]
+    samples = iter([Sample(*found) for found in tokenizer.encode_chats(parts)])
+    words = []
+    for row in rows:
+        if pairs:
+            pair = PairSample(next(samples), next(samples), row.weight, row.margin)
+            words.append(Encoded(pack_pair(pair)))
+        else:
+            sample = next(samples)._replace(weight=row.weight)
+            words.append(Encoded(pack_sample(sample)))
+    return words
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -179,12 +225,13 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(one)
 
 
-def _encode(document: _Document) -> str:
+def as_json(document: ChatDocument) -> str:
+    """The text of a document of the build."""
     return msgspec.json.encode(document).decode()
 
 
-def _decode(text: str) -> _Document:
-    return msgspec.json.decode(text, type=_Document)
+def _decode(text: str) -> ChatDocument:
+    return msgspec.json.decode(text, type=ChatDocument)
 
 
 def _is_text(part: Mapping[str, object]) -> bool:

@@ -1,6 +1,5 @@
 """Runs a build: reads, tokenizes on all cores, assigns splits, compresses, saves as it goes."""
 
-import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -10,42 +9,39 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 import xxhash
 from attrs import frozen
-from numpy.typing import NDArray
 
-from ms_data.building.encoders import TextEncoder
+from ms_data.building.answers import Answer, packed, unpacked
+from ms_data.building.encoders import Encoded, TextEncoder
 from ms_data.building.journal import Journal, Progress, Recipe
 from ms_data.building.record import Summary
 from ms_data.corpus.corpus import Corpus, Document, Position
 from ms_data.corpus.file_kinds import omissions
 from ms_data.disk.format import (
     FRAME_BYTES,
+    MEDIA_SUFFIX,
     Index,
     ShardEntry,
     TokenType,
     encode_index,
     token_type_for,
 )
+from ms_data.disk.media import place_media
 from ms_data.disk.writer import DatasetWriter
 from ms_data.errors import CorpusError
 from ms_data.files.durable import write_file
 from ms_data.files.work_folder import JOURNAL, load_journal, save_journal
+from ms_data.passes.array_jobs import Answers, ArrayShard, answers_in, key_of
+from ms_data.passes.ray_cluster import answers_on_ray
 
 BATCH_CHARACTERS = 1 << 20
-"""Text that is tokenized at once; its tokens take some 150 MB until they are written."""
-
-BATCHES_AHEAD = max(2, (os.cpu_count() or 1) // 4)
-"""Batches that are tokenized while one is written, so that no core waits for a long document."""
-
-CHARACTERS_AHEAD = (BATCHES_AHEAD + 2) * BATCH_CHARACTERS
-"""Text in all these batches; more than that waits, unless it is one document."""
+"""Text that is tokenized at once; where the library does, it takes some 150 MB."""
 
 SAVE_EVERY_S = 5.0
 """A build that is killed loses at most about this much work."""
 
-_Encoded = Sequence[NDArray[np.integer]]
+_Encoded = Sequence[Encoded]
 
 
 class _Batch(NamedTuple):
@@ -71,6 +67,71 @@ class Job:
     """Called with the bytes of the corpus that are done, and all."""
     on_skip: Callable[[str], None] = lambda reason: None
     """Called with the place and the fault of each document that is left out."""
+    shard: ArrayShard | None = None
+    """Where an array of jobs tokenizes, what this one does."""
+    cluster: str = ""
+    """Where a Ray cluster tokenizes, its address."""
+
+    def run_shard(self) -> Summary:
+        """Tokenizes the batches of one job of an array.
+
+        Raises:
+            OutputError: another process does, or it cannot be written.
+        """
+        assert self.shard is not None
+        path = self.shard.path()
+        if not (done := path.exists()):
+            with self.shard.writing(self._identity) as writer:
+                batches = (
+                    batch
+                    for n, batch in enumerate(_read_batches(self.source, Progress(), self.on_skip))
+                    if writer.wants(n, _key(batch))
+                )
+                with closing(_encode_ahead(batches, self.encoder)) as encoded:
+                    for batch, found in encoded:
+                        writer.add(_key(batch), packed(_texts(batch), found))
+                        self.on_progress(batch.read_bytes, self.source.size_bytes)
+        sizes: list[int] = []
+        text_bytes = 0
+        with path.open("rb") as file:
+            for _, begin, size in answers_in(path, self._identity):
+                file.seek(begin)
+                answer = msgspec.msgpack.decode(file.read(size), type=Answer)
+                sizes += answer.sizes
+                text_bytes += answer.text_bytes
+        return Summary(
+            folder=str(path),
+            documents=len(sizes),
+            tokens=sum(sizes),
+            shards=0,
+            size_bytes=path.stat().st_size,
+            text_bytes=text_bytes,
+            skipped=0,
+            left_out={},
+            splits={},
+            encoder=self.encoder.method,
+            built_before=done,
+        )
+
+    @property
+    def _identity(self) -> bytes:
+        return key_of(msgspec.json.encode(["build", self.recipe]))
+
+    def _encoded(self, batches: Iterable[_Batch]) -> Generator[tuple[_Batch, _Encoded], None, None]:
+        """Tokenizes batches, here or on a cluster, or looks up what an array of jobs made."""
+        if self.shard is None and self.cluster:
+            asked = ((batch, msgspec.msgpack.encode(_texts(batch))) for batch in batches)
+            work, setup = "ms_data.building.elsewhere:prepare", self.encoder.setup()
+            for batch, answer in answers_on_ray(work, setup, asked, address=self.cluster):
+                yield batch, unpacked(answer)
+            return
+        if self.shard is None:
+            yield from _encode_ahead(batches, self.encoder)
+            return
+        made = Answers(self.shard, self._identity)
+        for batch in batches:
+            # Nobody was asked for the nothing that follows a saved last batch.
+            yield batch, unpacked(made.find(_key(batch))) if batch.documents else []
 
     def run(self, folder: Path) -> Summary:
         """Writes what is left to write in `folder`.
@@ -94,7 +155,7 @@ class Job:
         try:
             saved = time.monotonic()
             batches = _read_batches(self.source, progress, self.on_skip)
-            with closing(_encode_ahead(batches, self.encoder.encode)) as encoded:
+            with closing(self._encoded(batches)) as encoded:
                 for batch, found in encoded:
                     self._write(writer, batch, found)
                     progress = batch.progress
@@ -114,8 +175,13 @@ class Job:
         return FRAME_BYTES // (2 if self._token_type == "uint16" else 4)
 
     def _write(self, writer: DatasetWriter, batch: _Batch, encoded: _Encoded) -> None:
-        for document, tokens in zip(batch.documents, encoded, strict=True):
-            writer.append("held_out" if self._is_held_out(document.text) else "train", tokens)
+        for document, (words, media) in zip(batch.documents, encoded, strict=True):
+            split = "held_out" if self._is_held_out(document.text) else "train"
+            if media is not None:
+                beside = split + MEDIA_SUFFIX
+                words = place_media(words, writer.tokens(beside), len(media))
+                writer.append(beside, media)
+            writer.append(split, words)
         self.on_progress(batch.read_bytes, self.source.size_bytes)
 
     def _is_held_out(self, text: str) -> bool:
@@ -156,22 +222,31 @@ class Job:
             chat=chat if files else msgspec.UNSET,
         )
         write_file(folder / "index.json", encode_index(index))
-        return Summary.of(shards, progress)
+        return Summary.of(shards, progress, self.encoder.method)
+
+
+def _key(batch: _Batch) -> bytes:
+    return key_of(msgspec.msgpack.encode(_texts(batch)))
+
+
+def _texts(batch: _Batch) -> list[str]:
+    return [document.text for document in batch.documents]
 
 
 def _encode_ahead(
-    batches: Iterable[_Batch], encode: Callable[[list[str]], _Encoded]
+    batches: Iterable[_Batch], encoder: TextEncoder
 ) -> Generator[tuple[_Batch, _Encoded], None, None]:
     """Gives each batch with its tokens, in order, while some batches ahead are tokenized."""
     ahead: deque[tuple[_Batch, Future[_Encoded]]] = deque()
-    pool = ThreadPoolExecutor(BATCHES_AHEAD)
+    most = encoder.batches_ahead
+    pool = ThreadPoolExecutor(most)
     try:
         for batch in batches:
-            texts = [document.text for document in batch.documents]
-            ahead.append((batch, pool.submit(encode, texts)))
+            ahead.append((batch, pool.submit(encoder.encode, _texts(batch))))
             # A batch may be one long document, whose tokens take more than all others.
-            while len(ahead) > BATCHES_AHEAD or (
-                len(ahead) > 1 and sum(one.characters for one, _ in ahead) > CHARACTERS_AHEAD
+            while len(ahead) > most or (
+                len(ahead) > 1
+                and sum(one.characters for one, _ in ahead) > (most + 2) * BATCH_CHARACTERS
             ):
                 first, encoded = ahead.popleft()
                 yield first, encoded.result()

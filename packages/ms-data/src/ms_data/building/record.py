@@ -37,18 +37,21 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Files of a folder left out because they are no text, by what they are."""
     splits: dict[str, int]
     """Tokens in each split."""
+    encoder: str
+    """What turned text into tokens, in words."""
     built_before: bool = False
     """Whether all of it was there already, so that nothing was done."""
 
     @classmethod
-    def of(cls, shards: Sequence[ShardEntry], progress: Progress) -> "Summary":
+    def of(cls, shards: Sequence[ShardEntry], progress: Progress, encoder: str) -> "Summary":
         """Sums up these shards."""
         splits: Counter[str] = Counter()
-        for shard in shards:
+        of_text = [shard for shard in shards if not shard.holds_media]
+        for shard in of_text:
             splits[shard.split] += shard.tokens
         return cls(
             folder="",
-            documents=sum(shard.documents for shard in shards),
+            documents=sum(shard.documents for shard in of_text),
             tokens=splits.total(),
             shards=len(shards),
             size_bytes=sum(shard.size_bytes for shard in shards),
@@ -56,6 +59,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             skipped=progress.skipped,
             left_out=progress.left_out,
             splits=dict(splits),
+            encoder=encoder,
         )
 
     @property
@@ -65,7 +69,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BuildRecord(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ms-data.build.2"
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ms-data.build.3"
 ):
     """What a dataset was built from, and with which settings."""
 

@@ -6,14 +6,17 @@
 | ShareGPT | `conversations`: from and value, `weight` included; `system`, `tools` |
 | Alpaca | `instruction`, `input`, `output`; `system`, `history` |
 
+A content is text, or parts: `text`, `image` and `audio` (`image_url` and `audio_url` likewise).
 A row may carry further keys of its own (an id, a source); one that fits two forms or none, or a
 message with a key, role or type that its form doesn't have, is refused with the reason.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+
+from ms_data.media.parts import MEDIA_TYPES
 
 Message = dict[str, Any]
 """`role`, `content`, and what the role allows, as a chat template reads it."""
@@ -118,6 +121,22 @@ def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     return tools
 
 
+def refuse_media(messages: Sequence[Message]) -> None:
+    """Refuses pictures and sound where only text is read.
+
+    Raises:
+        ValueError: a message holds one.
+    """
+    for at, message in enumerate(messages):
+        content = message.get("content")
+        for part in content if isinstance(content, list) else []:
+            if part["type"] in MEDIA_TYPES:
+                raise ValueError(
+                    f"messages[{at}] holds a picture or sound; give the model's processor "
+                    "(--processor), or leave it out"
+                )
+
+
 def read_number(row: Mapping[str, Any], name: str, default: float = 1.0) -> float:
     """Reads a number of 0 or more that a row may carry."""
     value = row.get(name, default)
@@ -188,9 +207,14 @@ def _message(value: dict[str, Any], place: str) -> Message:
     content = message.get("content")
     if isinstance(content, list):
         for at, part in enumerate(content):
-            if not isinstance(part, dict) or part.get("type") != "text":
-                raise ValueError(f"{place}.content[{at}] is no text; nothing else is trained on")
-            _text(part.get("text"), f"{place}.content[{at}].text")
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind == "text":
+                _text(part.get("text"), f"{place}.content[{at}].text")
+            elif not isinstance(kind, str) or kind not in MEDIA_TYPES:
+                raise ValueError(
+                    f"{place}.content[{at}] is no text, picture or sound; nothing else is "
+                    "trained on"
+                )
     elif content is not None:
         _text(content, f"{place}.content")
     return _checked(message, place)

@@ -1,10 +1,11 @@
 """What a process does with a batch: rules in order, the documents that are left, the ledger."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from ms_data.cleaning.rows import RowRule
 from ms_data.cleaning.rule import Change, Drop, Rule
 from ms_data.cleaning.rule_file import make_rule
 from ms_data.cleaning.text import Text
@@ -21,6 +22,8 @@ class Setup(msgspec.Struct, frozen=True):
     words: str
     rules: list[tuple[str, dict[str, Any]]]
     """By name, with all settings."""
+    near: dict[int, int] = {}
+    """Rows with near-duplicates before them, by number: how many bits differ."""
 
 
 class Verdict(NamedTuple):
@@ -42,20 +45,29 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     decoder = msgspec.msgpack.Decoder(Batch)
 
     def work(request: bytes) -> bytes:
-        return msgspec.msgpack.encode(clean_batch(decoder.decode(request), rules, split))
+        answer = clean_batch(decoder.decode(request), rules, split, settings.near)
+        return msgspec.msgpack.encode(answer)
 
     return work
 
 
-def clean_batch(batch: Batch, rules: Sequence[Rule], split: Splitter) -> Answer:
-    """Applies rules to the documents of a batch."""
+def clean_batch(
+    batch: Batch, rules: Sequence[Rule], split: Splitter, near: Mapping[int, int]
+) -> Answer:
+    """Applies rules to the documents of a batch; those that are `near` others are dropped."""
     tally = Tally()
     documents: list[bytes] = []
     ledger: list[bytes] = []
     for number, item in enumerate(batch.items, batch.first):
         text, entry, excerpt, cuts = judge(number, item, rules, split)
+        if text is not None and number in near:
+            entry.fate, entry.bytes_out, entry.reason = "dropped", 0, "pictures.near_bits"
+            entry.value = near[number]
+            excerpt, text = excerpt_of(text), None
         if text is not None:
-            documents.append(msgspec.json.encode(Line(text, item.place)))
+            of_rows = isinstance(rules[0], RowRule)
+            line = text.encode() if of_rows else msgspec.json.encode(Line(text, item.place))
+            documents.append(line)
             for reason, cut in cuts:
                 tally.cuts.setdefault(reason, ReasonTally()).merge(cut)
         ledger.append(msgspec.json.encode(entry))

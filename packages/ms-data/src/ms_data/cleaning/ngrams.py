@@ -6,6 +6,8 @@ from numpy.typing import NDArray
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _TURN = np.uint64(29)
+_GROWTH = 0xD1342543DE82EF95
+"""Of the factor of each next word, so that their order counts."""
 
 
 class Ngrams:
@@ -92,10 +94,13 @@ def window_hashes(hashes: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
     count = len(hashes) - n + 1
     if count <= 0:
         return np.empty(0, np.uint64)
-    found = np.zeros(count, np.uint64)
-    for at in range(n):
-        found = (found ^ hashes[at : at + count]) * _MIX
-        found ^= found >> _TURN
+    factor = 1
+    found = hashes[:count].copy()
+    for at in range(1, n):
+        factor = factor * _GROWTH % (1 << 64)
+        found += hashes[at : at + count] * np.uint64(factor)
+    found *= _MIX
+    found ^= found >> _TURN
     return found
 
 

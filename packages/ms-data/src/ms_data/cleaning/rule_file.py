@@ -6,6 +6,7 @@ from typing import Any
 
 from attrs import asdict, evolve, field, frozen
 
+from ms_data.cleaning.rows import RowRule
 from ms_data.cleaning.rule import Rule
 from ms_data.cleaning.rules import RULES
 from ms_data.cleaning.words import SPLITTERS
@@ -29,7 +30,7 @@ _BEGUN = (
     "chinese_quality",
     "personal_data",
 )
-_ORDER = (*_BEGUN, "c4_paragraphs", "decontaminate")
+_ORDER = (*_BEGUN, "c4_paragraphs", "decontaminate", "pictures", "sound")
 _BEGIN: dict[str, dict[str, Any]] = {
     "unicode": {"form": "NFC"},
     "control_characters": {"line_ends": True},
@@ -51,6 +52,11 @@ class RuleSet:
     rules: tuple[Rule, ...]
     words: str = field(default="plain", validator=one_of(*SPLITTERS))
     """What splits text into words: plain, or spacy for the words that datatrove counts."""
+
+    @property
+    def of_rows(self) -> bool:
+        """Whether they look at rows with pictures and sound; else at text."""
+        return isinstance(self.rules[0], RowRule)
 
     def settings(self) -> list[tuple[str, dict[str, Any]]]:
         """The rules by name, with all their settings."""
@@ -113,6 +119,12 @@ def _rule_set(tables: Mapping[str, Any], where: str) -> RuleSet:
 def _some(rules: RuleSet, where: str) -> RuleSet:
     if not rules.rules:
         raise ConfigError(f"{where} holds no rule; `ms-data init clean` writes one to begin with")
+    of_text = [rule.name for rule in rules.rules if not isinstance(rule, RowRule)]
+    if of_text and len(of_text) < len(rules.rules):
+        raise ConfigError(
+            f"{where}: {of_text[0]} looks at text, and pictures and sound at rows of messages; give"
+            " each kind a file of its own"
+        )
     return rules
 
 

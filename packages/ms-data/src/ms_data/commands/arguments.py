@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -69,6 +69,30 @@ def add_reading(parser: CommandParser, *, strict: bool = False) -> None:
         invalid.add_argument("--skip-invalid", action="store_true", help=text)
     limit = f"longest document, once unpacked (default {DOCUMENT_LIMIT_MIB})"
     parser.add_argument("--document-limit-mib", type=int, default=DOCUMENT_LIMIT_MIB, help=limit)
+
+
+def add_shard(parser: CommandParser) -> None:
+    """Adds what shares the work out over an array of jobs."""
+    text = "do the I-th part of N, from 1/N on; merge/N makes OUT when all parts are done"
+    parser.add_argument("--shard", metavar="I/N", help=text)
+
+
+def workers_argument(text: str) -> int | str:
+    """Takes a number of processes, or a Ray cluster."""
+    if text == "ray" or text.startswith("ray://"):
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{one_line(text)!r} is no number; give one, ray, or ray://HOST:PORT"
+        ) from None
+
+
+def reading_options(options: argparse.Namespace, *more: str) -> dict[str, Any]:
+    """What `add_reading` and `add_shard` were given, as arguments of a public function."""
+    names = ("text_column", "document_limit_mib", "shard", *more)
+    return {name: getattr(options, name) for name in names}
 
 
 def _corpus_argument(text: str) -> str:

@@ -7,7 +7,15 @@ import msgspec
 
 from ms_data.cleaning.clean import clean
 from ms_data.cleaning.rule_file import rules_template
-from ms_data.commands.arguments import Commands, add_reading, command, name_left_out
+from ms_data.commands.arguments import (
+    Commands,
+    add_reading,
+    add_shard,
+    command,
+    name_left_out,
+    reading_options,
+    workers_argument,
+)
 from ms_data.entry import CommandParser, file_argument, folder_argument, path_argument
 from ms_data.passes.page import draw_stats
 from ms_data.passes.record import LedgerSummary
@@ -42,7 +50,9 @@ def add_writing(parser: CommandParser) -> None:
     """Adds what decides how documents are written."""
     text = "the folder to write, which `ms-data build` reads; must not hold anything"
     parser.add_argument("--out", type=folder_argument, required=True, help=text)
-    parser.add_argument("--workers", type=int, help="processes (default: one a core)")
+    text = "processes (default: one a core), or a Ray cluster: ray, or ray://HOST:PORT"
+    parser.add_argument("--workers", type=workers_argument, metavar="N", help=text)
+    add_shard(parser)
     parser.add_argument("--shard-size-mib", type=int, default=64, help="close a file at this size")
 
 
@@ -94,9 +104,8 @@ def _run_clean(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
             out=options.out,
             workers=options.workers,
             shard_size_mib=options.shard_size_mib,
-            text_column=options.text_column,
+            **reading_options(options),
             strict=options.strict,
-            document_limit_mib=options.document_limit_mib,
             on_progress=on_progress,
             on_quarantine=name_left_out,
         )

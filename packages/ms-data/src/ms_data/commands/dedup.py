@@ -4,7 +4,13 @@ import argparse
 
 import msgspec
 
-from ms_data.commands.arguments import Commands, add_reading, command, name_left_out
+from ms_data.commands.arguments import (
+    Commands,
+    add_reading,
+    command,
+    name_left_out,
+    reading_options,
+)
 from ms_data.commands.clean import add_writing, describe
 from ms_data.deduplication.dedup import dedup
 from ms_data.deduplication.options import DedupOptions
@@ -67,9 +73,8 @@ def _run_dedup(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
             options=chosen,
             workers=options.workers,
             shard_size_mib=options.shard_size_mib,
-            text_column=options.text_column,
+            **reading_options(options),
             strict=options.strict,
-            document_limit_mib=options.document_limit_mib,
             on_progress=on_progress,
             on_quarantine=name_left_out,
         )

@@ -20,7 +20,7 @@ from ms_data.corpus.places import Place, RemoteFile, facts_of, open_place
 from ms_data.corpus.reader import Found, Invalid, OpenFile, Reader, ReadOptions, Row
 from ms_data.corpus.readers import READERS, reader_of
 from ms_data.corpus.unpacking import PACKINGS, unpacked
-from ms_data.errors import CorpusError, TokenizerError
+from ms_data.errors import CorpusError, SettingError, TokenizerError
 
 
 class Position(NamedTuple):
@@ -146,6 +146,8 @@ class Corpus:
             return self.options.parse(row.values)
         except TokenizerError as error:  # of the template, not of the row: nothing to leave out
             raise TokenizerError(f"{row.place}: {error}") from error
+        except SettingError:  # a library that is not installed, say: no row can be read
+            raise
         except (ValueError, msgspec.MsgspecError) as error:
             return Invalid(f"{row.place}: {error}")
         except RecursionError:

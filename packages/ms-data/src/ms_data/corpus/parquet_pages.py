@@ -34,12 +34,25 @@ class PageHeader(NamedTuple):
     packed_bytes: int
 
 
+class HeldError(Exception):
+    """A page was asked for while none is given."""
+
+
 class CheckedPages(io.RawIOBase):
     """A file whose pages are checked when they are first read."""
 
     def __init__(self, raw: BufferedReader) -> None:
         self._raw = raw
         self._next: list[list[int]] = []
+        self._held = False
+
+    def hold(self) -> None:
+        """Give nothing from here on, until `release`."""
+        self._held = True
+
+    def release(self) -> None:
+        """Give what is asked for again."""
+        self._held = False
 
     def expect(self, chunks: Sequence[Chunk]) -> None:
         """Says which columns are read from here on."""
@@ -71,6 +84,8 @@ class CheckedPages(io.RawIOBase):
         return self._raw.seek(offset, whence)
 
     def read(self, size: int = -1) -> bytes:  # noqa: D102 - a file's
+        if self._held:
+            raise HeldError
         at = self._raw.tell()
         found = self._raw.read(size)
         for chunk in self._next:

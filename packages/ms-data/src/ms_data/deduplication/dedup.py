@@ -22,6 +22,7 @@ from ms_data.deduplication.records import FACTS, RECORD
 from ms_data.deduplication.signatures import Frame, Setup, read_frames
 from ms_data.deduplication.substrings import find_repeated
 from ms_data.errors import SettingError
+from ms_data.passes.array_jobs import ArrayShard, merged
 from ms_data.passes.pool import worker_count
 from ms_data.passes.record import LedgerSummary, PassRecord, read_record
 from ms_data.passes.run import Pass, reading_recipe
@@ -35,11 +36,12 @@ def dedup(
     *,
     out: str | Path,
     options: DedupOptions | None = None,
-    workers: int | None = None,
+    workers: int | str | None = None,
     shard_size_mib: int = 64,
     text_column: str = "text",
     strict: bool = False,
     document_limit_mib: int = DOCUMENT_LIMIT_MIB,
+    shard: str | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_quarantine: Callable[[str], None] = lambda reason: None,
 ) -> LedgerSummary:
@@ -47,38 +49,34 @@ def dedup(
 
     Args:
         corpus: files, folders or addresses of text and tables, or `stdlib`; see `find_corpus`.
-        out: the folder to make: `documents`, which `build` reads, `ledger`, `ledger.json`, and
-            `clusters.jsonl`, a line for the documents that are alike.
+        out: the folder to make: that of `clean`, and `clusters.jsonl`, a line for those alike.
         options: what counts as a duplicate, and which one is kept.
-        workers: processes; None: one a core.
+        workers: processes; None: one a core; or a Ray cluster: `ray`, or `ray://HOST:PORT`.
         shard_size_mib: a file is closed at the first MiB of text past this size, once packed.
         text_column: the member or column of a row that holds the text.
         strict: stop at a document that cannot be read instead of naming it and going on.
         document_limit_mib: a longer document, once unpacked, cannot be read.
-        on_progress: called with the bytes of the corpus that are done, and all, after each batch,
-            in each of the two passes.
-        on_quarantine: called with the place and fault of each document that cannot be read.
+        shard: `3/16` hashes the third part for an array of 16 jobs; `merge/16` does the rest.
+        on_progress: called with the bytes that are done, and all, in each of the two passes.
+        on_quarantine: called with the place and fault of what cannot be read.
 
     Raises:
         SettingError: an argument or option cannot be used.
         CorpusError: the corpus is missing, empty or damaged, or with `strict` not text.
         OutputError: `out` cannot be written, or holds something else.
     """
-    chosen = options or DedupOptions()
-    if not (chosen.exact or chosen.minhash or chosen.substring_words):
-        raise SettingError("nothing is looked for; give exact, minhash or substring_words")
+    chosen = _checked(options or DedupOptions())
     source = find_corpus(
         corpus,
         text_column=text_column,
         skip_invalid=not strict,
         document_limit_mib=document_limit_mib,
     )
-    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(asdict(chosen)))
     last = Pass(
         kind="dedup",
         corpus=corpus,
         source=source,
-        recipe={**plain, **reading_recipe(source, shard_size_mib)},
+        recipe={**_plain(chosen), **reading_recipe(source, shard_size_mib)},
         work="ms_data.deduplication.apply:prepare",
         prepare=lambda folder: b"",
         workers=worker_count(workers),
@@ -88,8 +86,29 @@ def dedup(
         scratch=_SCRATCH,
         extra=(CLUSTERS,),
     )
-    decide = _Decide(first=_signing(last, plain, on_quarantine), source=source, options=chosen)
-    return evolve(last, prepare=decide.run).publish(out)
+    job = ArrayShard.parse(shard, out, corpus)
+    first = evolve(_signing(last, _plain(chosen), on_quarantine), shard=job)
+    return _perform(first, evolve(last, prepare=_Decide(first, source, chosen).run), out)
+
+
+def _perform(first: Pass, last: Pass, out: str | Path) -> LedgerSummary:
+    """Does both passes, or of the first one what a job of an array does."""
+    job = first.shard
+    if job is not None and job.number:
+        return last.finished(out) or first.publish(job.folder / "signatures")
+    return merged(job, last.publish(out))
+
+
+def _plain(options: DedupOptions) -> dict[str, Any]:
+    """Options as JSON gives them back, so that they compare."""
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(asdict(options)))
+    return plain
+
+
+def _checked(options: DedupOptions) -> DedupOptions:
+    if not (options.exact or options.minhash or options.substring_words):
+        raise SettingError("nothing is looked for; give exact, minhash or substring_words")
+    return options
 
 
 def _signing(last: Pass, options: dict[str, Any], on_quarantine: Callable[[str], None]) -> Pass:
@@ -106,7 +125,7 @@ def _signing(last: Pass, options: dict[str, Any], on_quarantine: Callable[[str],
     )
 
 
-@frozen(kw_only=True)
+@frozen
 class _Decide:
     """What is decided between the two passes."""
 

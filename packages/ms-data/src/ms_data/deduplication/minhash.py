@@ -1,11 +1,12 @@
 """MinHash signatures of documents, and the keys of their bands.
 
 A. Broder, On the resemblance and containment of documents, 1997. Each of the bands * rows hash
-functions is x -> a(x ^ c) mod 2**32 with odd a, on 32 bits of a good hash of the n-gram, so that
-one multiplication of eight numbers at a time does the work.
+functions is x -> a x mod 2**32 with odd a, on 32 bits of a good hash of the n-gram, so that one
+multiplication of eight numbers at a time does the work.
 """
 
 import re
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,8 @@ from ms_data.cleaning.words import HAN, KANA
 _SEED = 20_240_601
 _BLOCK = 512
 """N-grams at a time, so that their hashes stay in the processor's cache."""
+_TOGETHER = 1 << 14
+"""Characters that pass at once: what a call of numpy costs is then shared by several texts."""
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _TURN = np.uint64(29)
 
@@ -36,11 +39,20 @@ class MinHash:
         count = bands * rows
         self._shape = (bands, rows)
         self._ngram_words = ngram_words
-        self._factors = rng.integers(0, 2**31, count, dtype=np.uint32) * np.uint32(2) + np.uint32(1)
-        self._masks = rng.integers(0, 2**32, count, dtype=np.uint32)
+        factors = rng.integers(0, 2**31, (count, 1), dtype=np.uint32)
+        self._factors = factors * np.uint32(2) + np.uint32(1)
         self._salts = rng.integers(0, 2**63, (bands, 1), dtype=np.uint64)
-        self._room = np.empty((_BLOCK, count), np.uint32)
+        self._room = np.empty((count, _BLOCK), np.uint32)
         self._words = WordHashes()
+
+    def signatures(self, texts: Sequence[str]) -> NDArray[np.uint32]:
+        """Signatures of some texts, (documents, bands * rows); short texts pass together."""
+        found = np.empty((len(texts), len(self._factors)), np.uint32)
+        done = 0
+        for group in _groups(texts):
+            found[done : done + len(group)] = self._together(group)
+            done += len(group)
+        return found
 
     def signature(self, text: str) -> NDArray[np.uint32]:
         """The least value of each hash function over the n-grams of a text.
@@ -50,17 +62,28 @@ class MinHash:
         words = self._words(text)
         if not len(words):
             words = np.array([xxhash.xxh3_64_intdigest(text.encode())], np.uint64)
-        found = window_hashes(words, min(self._ngram_words, len(words)))
-        return self.least((found >> np.uint64(32)).astype(np.uint32))
+        return self.least(_ngrams(words, min(self._ngram_words, len(words))))
+
+    def _together(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        words, counts = self._words.of_each(texts)
+        ngrams = _ngrams(words, self._ngram_words)
+        found, start = [], 0
+        for text, count in zip(texts, counts, strict=True):
+            within = count - self._ngram_words + 1  # n-grams that begin and end in this text
+            if within > 0:
+                found.append(self.least(ngrams[start : start + within]))
+            else:
+                found.append(self.signature(text))
+            start += count
+        return found
 
     def least(self, ngrams: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """The least value of each hash function over hashed n-grams."""
         least = np.full(len(self._factors), 2**32 - 1, np.uint32)
         for start in range(0, len(ngrams), _BLOCK):
-            part = ngrams[start : start + _BLOCK, None]
-            block = np.bitwise_xor(part, self._masks, out=self._room[: len(part)])
-            block *= self._factors
-            np.minimum(least, block.min(axis=0), out=least)
+            part = ngrams[start : start + _BLOCK]
+            block = np.multiply(self._factors, part, out=self._room[:, : len(part)])
+            np.minimum(least, np.minimum.reduce(block, axis=1), out=least)
         return least
 
     def keys(self, signatures: NDArray[np.uint32]) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
@@ -72,6 +95,23 @@ class MinHash:
             keys = _mixed(keys ^ bands[:, :, row])
             checks = _mixed(checks + bands[:, :, row])
         return keys, (checks >> np.uint64(32)).astype(np.uint32)
+
+
+def _groups(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Neighbouring texts of together `_TOGETHER` characters, or a longer one alone."""
+    first = size = 0
+    for number, text in enumerate(texts):
+        if size + len(text) > _TOGETHER and number > first:
+            yield texts[first:number]
+            first, size = number, 0
+        size += len(text)
+    if first < len(texts):
+        yield texts[first:]
+
+
+def _ngrams(words: NDArray[np.uint64], n: int) -> NDArray[np.uint32]:
+    """32 bits of the hash of every n neighbouring words."""
+    return (window_hashes(words, n) >> np.uint64(32)).astype(np.uint32)
 
 
 class WordHashes:
@@ -88,22 +128,33 @@ class WordHashes:
 
     def __call__(self, text: str) -> NDArray[np.uint64]:
         """The hash of each word, in order."""
+        return self._found(text)[0]
+
+    def of_each(self, texts: Sequence[str]) -> tuple[NDArray[np.uint64], list[int]]:
+        """The hash of each word of all texts, one after the other, and how many each text has."""
+        lower = [text.lower() for text in texts]
+        found, starts = self._found("\n".join(lower))
+        bounds = np.cumsum([len(text) + 1 for text in lower])
+        counts = np.diff(np.searchsorted(starts, bounds), prepend=0)
+        return found, counts.tolist()
+
+    def _found(self, text: str) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+        """The hash of each word, and where it begins in the text in lower case."""
         text = text.lower()
         if text.isascii():
             codes: NDArray[Any] = np.frombuffer(text.encode(), np.uint8)
         else:
             codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         kinds = np.zeros(len(codes) + 2, np.uint8)
-        kinds[1:-1] = _kinds(128 if text.isascii() else _CODES)[codes]
-        before, after = kinds[:-1], kinds[1:]
-        # A word begins or ends where the kind changes, and around each character of kind 2.
-        edge = (before != after) | (before == 2)
-        starts = np.flatnonzero(edge & (after > 0))
-        ends = np.flatnonzero(edge & (before > 0))
+        _kinds(128 if text.isascii() else _CODES).take(codes, out=kinds[1:-1])
+        edges = _edges(kinds, text.isascii() or kinds.max() < 2)
         self._grow(len(codes))
-        sums = np.zeros(len(codes) + 1, np.uint64)
+        sums = np.empty(len(codes) + 1, np.uint64)
+        sums[0] = 0
         np.cumsum(codes * self._backs[: len(codes)], out=sums[1:])
-        return _mixed((sums[ends] - sums[starts]) * self._powers[starts])
+        sums = sums.take(edges)
+        starts = edges[::2]
+        return _mixed((sums[1::2] - sums[::2]) * self._powers.take(starts)), starts
 
     def _grow(self, count: int) -> None:
         if count > len(self._powers):
@@ -111,6 +162,23 @@ class WordHashes:
             backs = np.full(count + _GROW, pow(_BASE, -1, 1 << 64), np.uint64)
             powers[0] = backs[0] = 1
             self._powers, self._backs = np.cumprod(powers), np.cumprod(backs)
+
+
+def _edges(kinds: NDArray[np.uint8], longer: bool) -> NDArray[np.int64]:
+    """Where each word begins and ends, in turns.
+
+    Args:
+        kinds: of the characters, between two zeros.
+        longer: no character is a word of its own.
+    """
+    before, after = kinds[:-1], kinds[1:]
+    if longer:  # the kind changes at each edge, and at nothing else
+        return np.flatnonzero(before != after)
+    edge = (before != after) | (before == 2)
+    edges = np.empty(2 * np.count_nonzero(edge & (after > 0)), np.int64)
+    edges[::2] = np.flatnonzero(edge & (after > 0))
+    edges[1::2] = np.flatnonzero(edge & (before > 0))
+    return edges
 
 
 @cache

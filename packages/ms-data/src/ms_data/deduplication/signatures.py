@@ -94,7 +94,7 @@ class Signer:
         return records.tobytes()
 
     def _near(self, texts: list[str], numbers: NDArray[np.uint32]) -> bytes:
-        keys, checks = self._minhash.keys(np.stack([self._minhash.signature(t) for t in texts]))
+        keys, checks = self._minhash.keys(self._minhash.signatures(texts))
         records = np.zeros(keys.shape, RECORD)
         records["key"], records["check"] = keys, checks
         records["document"] = numbers[:, None]

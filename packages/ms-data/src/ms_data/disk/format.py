@@ -41,7 +41,7 @@ LARGEST = 1 << 60
 
 TokenType = Literal["uint16", "uint32"]
 
-Kind = Literal["text", "conversations", "preferences"]
+Kind = Literal["text", "conversations", "preferences", "media"]
 """What the documents of a dataset are."""
 
 
@@ -59,19 +59,26 @@ class KindFacts(NamedTuple):
 KINDS: dict[Kind, KindFacts] = {
     "text": KindFacts("text", 0, "TokenStream"),
     "conversations": KindFacts("conversations", 1, "InstructionStream"),
+    "media": KindFacts("conversations with pictures or sound", 4, "InstructionStream"),
     "preferences": KindFacts("preference pairs", 3, "PreferenceStream"),
 }
 
 LOSS_BIT = np.uint32(1 << 31)
 """The bit of a word that says that its token is trained on, in datasets that are not text."""
 
+MEDIA_SUFFIX = "_media"
+"""What the name of a split ends in that holds the pictures and sounds of another."""
+
+MEDIA_FILE = "media.json"
+"""The settings of the processor, in a folder of conversations with pictures or sound."""
+
 SHARD_NAME = re.compile(r"shard-[0-9]{5,9}\.msd")
 _SPLIT_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
-def checksum(content: bytes | memoryview) -> int:
+def checksum(content: bytes | memoryview, *, seed: int = 0) -> int:
     """The 64-bit xxh3 of `content`."""
-    return xxhash.xxh3_64_intdigest(content)
+    return xxhash.xxh3_64_intdigest(content, seed)
 
 
 def token_type_for(vocabulary_size: int, kind: Kind = "text") -> TokenType:
@@ -125,6 +132,11 @@ class ShardEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         _require(0 < self.tokens < LARGEST, "tokens", self.tokens)
         _require(0 < self.documents <= self.tokens, "documents", self.documents)
 
+    @property
+    def holds_media(self) -> bool:
+        """Whether its documents are the pictures and sounds of conversations."""
+        return self.split.endswith(MEDIA_SUFFIX)
+
 
 class Index(
     msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.index.1", forbid_unknown_fields=True
@@ -168,8 +180,18 @@ class Index(
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The names of the splits, in the order of their first shard."""
-        return tuple(dict.fromkeys(shard.split for shard in self.shards))
+        """The names of the splits, in the order of their first shard; not those of media."""
+        named = (shard.split for shard in self.shards if not shard.holds_media)
+        return tuple(dict.fromkeys(named))
+
+
+def sealed_files(index: Index) -> list[tuple[tuple[str, ...], str]]:
+    """The files that lie beside the shards, with the checksum of those that are sealed together."""
+    found: list[tuple[tuple[str, ...], str]] = [(("tokenizer.json",), index.tokenizer)]
+    if index.chat is not msgspec.UNSET:
+        media = (MEDIA_FILE,) if index.kind == "media" else ()
+        found.append((("chat_template.jinja", "tokenizer_config.json", *media), index.chat))
+    return found
 
 
 def sealed(value: msgspec.Struct, field: str) -> bytes:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 
+from ms_data.disk.format import MEDIA_SUFFIX
 from ms_data.disk.split import dataset_folder, read_index
 
 
@@ -14,6 +15,8 @@ class SplitInfo(msgspec.Struct, frozen=True, kw_only=True):
     documents: int
     tokens: int
     size_bytes: int
+    media_size_bytes: int = 0
+    """Shards of its pictures and sounds, which the others do not count."""
 
 
 class DatasetInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +47,9 @@ def inspect(folder: str | Path) -> DatasetInfo:
             documents=sum(shard.documents for shard in shards),
             tokens=sum(shard.tokens for shard in shards),
             size_bytes=sum(shard.size_bytes for shard in shards),
+            media_size_bytes=sum(
+                shard.size_bytes for shard in index.shards if shard.split == name + MEDIA_SUFFIX
+            ),
         )
     return DatasetInfo(
         folder=str(folder),

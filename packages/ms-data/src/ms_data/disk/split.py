@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ms_data.disk.format import KINDS, Index, Kind, decode_index
+from ms_data.disk.format import KINDS, Index, Kind, decode_index, frames_of
+from ms_data.disk.frame_cache import FrameCache, LastUsedFrames, SharedFrames
 from ms_data.disk.shard import Frame, Shard
 from ms_data.errors import DamageError, SettingError, printable
 from ms_data.files.untrusted import check_path
@@ -67,7 +68,9 @@ class Split:
         folder: the dataset.
         name: the split.
         kinds: what its documents may be.
-        cached_frames: decoded frames that are kept, the last used ones, of 64 KiB each.
+        cache_bytes: of decoded frames that are kept; one at least.
+        shared_cache: a folder of this machine, best in memory, where they are kept for all
+            processes that read the split; None keeps the last used ones in this process.
 
     Raises:
         SettingError: the dataset has no such split, or documents of another kind.
@@ -80,7 +83,8 @@ class Split:
         name: str,
         *,
         kinds: tuple[Kind, ...] = ("text",),
-        cached_frames: int = 1,
+        cache_bytes: int = 0,
+        shared_cache: str | Path | None = None,
     ) -> None:
         self.folder = dataset_folder(folder)
         self.index = read_index(self.folder)
@@ -96,8 +100,13 @@ class Split:
             raise SettingError(f"{folder} has no split {name!r}; it has: {have}")
         self._starts = [0, *accumulate(entry.tokens for entry in self._entries)]
         self._shards: OrderedDict[int, Shard] = OrderedDict()
-        self._frames: OrderedDict[tuple[int, int], Frame] = OrderedDict()
-        self._cached_frames = cached_frames
+        self._frames_before = [
+            0,
+            *accumulate(
+                frames_of(entry.tokens, self.index.frame_tokens) for entry in self._entries
+            ),
+        ]
+        self._frames = self._cache(name, cache_bytes, shared_cache)
 
     @property
     def tokens(self) -> int:
@@ -160,16 +169,26 @@ class Split:
             start += high - low
 
     def _frame(self, shard: int, number: int) -> Frame:
-        """Returns a decoded frame; the last used ones are kept, because samples share them."""
-        key = (shard, number)
+        """Returns a decoded frame, which may have been kept, because samples share them."""
+        key = self._frames_before[shard] + number
         frame = self._frames.get(key)
         if frame is None:
-            frame = self._frames[key] = self._open(shard).read(number)
-            if len(self._frames) > self._cached_frames:
-                self._frames.popitem(last=False)
-        else:
-            self._frames.move_to_end(key)
+            frame = self._open(shard).read(number)
+            self._frames.put(key, frame)
         return frame
+
+    def _cache(self, name: str, size_bytes: int, folder: str | Path | None) -> FrameCache:
+        tokens, kind = self.index.frame_tokens, self.index.token_type
+        if folder is None:
+            return LastUsedFrames(max(1, size_bytes // (tokens * np.dtype(kind).itemsize)))
+        check_path("shared_cache", folder, error=SettingError)
+        return SharedFrames(
+            Path(folder),
+            f"ms-data-{os.geteuid()}-{self.index.fingerprint}-{name}",
+            frame_tokens=tokens,
+            token_type=kind,
+            size_bytes=size_bytes,
+        )
 
     def _open(self, number: int) -> Shard:
         shard = self._shards.get(number)

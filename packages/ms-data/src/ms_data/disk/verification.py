@@ -11,7 +11,7 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
-from ms_data.disk.format import KINDS, LOSS_BIT, MAGIC, Index, ShardEntry
+from ms_data.disk.format import KINDS, LOSS_BIT, MAGIC, Index, ShardEntry, sealed_files
 from ms_data.disk.shard import Frame, Shard
 from ms_data.disk.split import dataset_folder, read_index
 from ms_data.errors import DamageError
@@ -81,10 +81,7 @@ def verify(
 
 def _check_files(folder: Path, index: Index) -> list[Fault]:
     """Checks the tokenizer and, of an instruction set, the files of its template."""
-    sealed: list[tuple[tuple[str, ...], str]] = [(("tokenizer.json",), index.tokenizer)]
-    if index.chat is not msgspec.UNSET:
-        sealed.append((("chat_template.jinja", "tokenizer_config.json"), index.chat))
-    for names, expected in sealed:
+    for names, expected in sealed_files(index):
         content = b""
         for name in names:
             try:
@@ -115,7 +112,7 @@ def _check_shard(folder: Path, entry: ShardEntry, index: Index) -> tuple[list[Fa
             position = None
             continue
         decoded += 1
-        if problem := _inconsistency(frame, position, index):
+        if problem := _inconsistency(frame, position, index, media=entry.holds_media):
             faults.append(Fault(entry.name, f"frame {number}", problem))
         position = _position_after(frame)
     if position:
@@ -124,11 +121,11 @@ def _check_shard(folder: Path, entry: ShardEntry, index: Index) -> tuple[list[Fa
     return faults, decoded
 
 
-def _inconsistency(frame: Frame, position: int | None, index: Index) -> str | None:
+def _inconsistency(frame: Frame, position: int | None, index: Index, *, media: bool) -> str | None:
     """Finds what cannot be in a frame whose bytes are those that were written."""
     text = index.document_kind == "text"
     tokens = frame.tokens if text else _without_headers(frame, index)
-    if tokens.size and int(tokens.max()) >= index.vocabulary_size:
+    if not media and tokens.size and int(tokens.max()) >= index.vocabulary_size:
         return "a token is outside the vocabulary"
     if text and (frame.tokens[frame.ends - 1] != index.end_of_text).any():
         return "a document does not end in the end of text"

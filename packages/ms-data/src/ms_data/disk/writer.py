@@ -254,6 +254,12 @@ class DatasetWriter:
             self._checksums[self._closed[-1].name] = writer.checksum
             del self._open[split]
 
+    def tokens(self, split: str) -> int:
+        """Counts the tokens that were added to a split."""
+        done = sum(entry.tokens for entry in self._closed if entry.split == split)
+        writer = self._open.get(split)
+        return done + (writer.tokens if writer else 0)
+
     def state(self) -> DatasetState:
         """Syncs all shards and returns what is needed to go on after a crash."""
         opened = tuple(writer.state() for writer in self._open.values())

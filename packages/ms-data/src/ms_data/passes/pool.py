@@ -13,7 +13,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
 
-from ms_data.errors import DataError, SettingError
+from ms_data.errors import DataError, SettingError, printable
+from ms_data.passes.ray_cluster import answers_on_ray, check_ray
 from ms_data.passes.worker import ANSWER, PREFIX_BYTES
 
 _WORKER = Path(__file__).with_name("worker.py")
@@ -76,12 +77,19 @@ class _Process:
             self._process.stdin.flush()
 
 
-def worker_count(workers: int | None) -> int:
-    """How many processes are meant; None: one a core.
+def worker_count(workers: int | str | None) -> int | str:
+    """How many processes are meant, or which Ray cluster; None: one a core.
 
     Raises:
-        SettingError: below 1.
+        SettingError: below 1, or no such cluster, or ray is not installed.
     """
+    if isinstance(workers, str):
+        if workers != "ray" and not workers.startswith("ray://"):
+            raise SettingError(
+                f"workers is {printable(workers)!r}; give a number, ray, or ray://HOST:PORT"
+            )
+        check_ray()
+        return workers
     if workers is None:
         return len(os.sched_getaffinity(0))
     if workers < 1:
@@ -90,7 +98,7 @@ def worker_count(workers: int | None) -> int:
 
 
 def ordered_answers(
-    work: str, setup: bytes, requests: Iterable[tuple[T, bytes]], *, workers: int
+    work: str, setup: bytes, requests: Iterable[tuple[T, bytes]], *, workers: int | str
 ) -> Generator[tuple[T, bytes], None, None]:
     """Gives each request's companion with its answer, in the order of the requests.
 
@@ -98,11 +106,15 @@ def ordered_answers(
         work: `module:function`; the function is given `setup` and gives what answers requests.
         setup: what the work is prepared with, once a process.
         requests: read as far ahead as there are processes, and `AHEAD`.
-        workers: processes; 1 works in this one.
+        workers: processes, of which 1 works in this one; or a Ray cluster.
 
     Raises:
         WorkerError: a process was killed.
+        ClusterError: the cluster cannot be reached, or lost a process for good.
     """
+    if isinstance(workers, str):
+        yield from answers_on_ray(work, setup, requests, address=workers)
+        return
     if workers == 1:
         module, _, name = work.partition(":")
         function: Work = getattr(import_module(module), name)(setup)

@@ -41,6 +41,23 @@ class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
     done_before: bool = False
     """Whether all of it was there already, so that nothing was done."""
 
+    @classmethod
+    def of(
+        cls, folder: str, tally: Tally, left_out: dict[str, int], size_bytes: int
+    ) -> "LedgerSummary":
+        """Sums up what became of documents."""
+        return cls(
+            folder=folder,
+            documents=tally.documents,
+            kept=tally.kept,
+            dropped=_counts(tally.dropped),
+            quarantined=tally.quarantined,
+            left_out=left_out,
+            bytes_in=tally.bytes_in,
+            bytes_out=tally.bytes_out,
+            size_bytes=size_bytes,
+        )
+
     @property
     def omissions(self) -> str:
         """What was left out, as a part of a line; empty where nothing was."""
@@ -69,18 +86,9 @@ class PassRecord(
     def summary(self, folder: str | Path, *, done_before: bool = False) -> LedgerSummary:
         """Sums the record up."""
         documents = [one for one in self.files if one.name.startswith("documents/")]
-        return LedgerSummary(
-            folder=str(folder),
-            documents=self.tally.documents,
-            kept=self.tally.kept,
-            dropped=_counts(self.tally.dropped),
-            quarantined=self.tally.quarantined,
-            left_out=self.left_out,
-            bytes_in=self.tally.bytes_in,
-            bytes_out=self.tally.bytes_out,
-            size_bytes=sum(one.size_bytes for one in documents),
-            done_before=done_before,
-        )
+        size_bytes = sum(one.size_bytes for one in documents)
+        summary = LedgerSummary.of(str(folder), self.tally, self.left_out, size_bytes)
+        return msgspec.structs.replace(summary, done_before=done_before)
 
 
 def save_record(aside: Path, record: PassRecord) -> None:

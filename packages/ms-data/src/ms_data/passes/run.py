@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ from ms_data.files.work_folder import (
     save_journal,
     work_folder,
 )
-from ms_data.passes.batches import Progress, read_batches
+from ms_data.passes.array_jobs import Answers, ArrayShard, answers_in, key_of
+from ms_data.passes.batches import Progress, ReadBatch, read_batches
 from ms_data.passes.output import FileEntry, SeriesWriter, entry_of
 from ms_data.passes.pool import ordered_answers
 from ms_data.passes.record import (
@@ -50,8 +51,8 @@ SAVE_EVERY_S = 5.0
 SERIES = ("documents", "ledger")
 
 _OURS = re.compile(
-    r"((documents|ledger)(/part-\d{5,}\.jsonl\.zst)?|scratch(/.*)?|ledger\.json|clusters\.jsonl|"
-    r"journal\.msgpack)(\.partial)?"
+    r"((documents|ledger)(/part-\d{5,}\.jsonl\.zst)?|scratch(\.partial)?(/.*)?|ledger\.json|"
+    r"clusters\.jsonl|journal\.msgpack)(\.partial)?"
 )
 """All that a pass writes."""
 
@@ -105,7 +106,8 @@ class Pass:
     work: str
     """`module:function`, which makes of `setup` what turns the JSON of a `Batch` into that of an
     `Answer`."""
-    workers: int
+    workers: int | str
+    """Processes, or a Ray cluster."""
     shard_size_mib: int
     on_progress: Callable[[int, int], None]
     """Called with the bytes of the corpus that are done, and all."""
@@ -119,6 +121,8 @@ class Pass:
     """A folder in the one to work in that `prepare` fills, and that is not kept."""
     extra: tuple[str, ...] = ()
     """Files beside those of a pass that `prepare` writes."""
+    shard: ArrayShard | None = None
+    """Where the pass is worked on by an array of jobs, what this one does."""
 
     def finished(self, out: str | Path) -> LedgerSummary | None:
         """The summary of the same pass, if it is in `out` already.
@@ -140,6 +144,8 @@ class Pass:
         """
         if (done := self.finished(out)) is not None:
             return done
+        if self.shard is not None and self.shard.number:
+            return self._answer(self.shard)
         folder = free_place(out)
         for one in [self.corpus] if isinstance(self.corpus, str | Path) else self.corpus:
             refuse_inside(folder, one)
@@ -148,11 +154,55 @@ class Pass:
             record = self._run(aside)
             save_record(aside, record)
             if self.scratch:
-                shutil.rmtree(aside / self.scratch)
+                gone = aside / f"{self.scratch}.partial"
+                (aside / self.scratch).rename(gone)  # no half of it is taken for the whole
+                shutil.rmtree(gone)
             (aside / JOURNAL).unlink(missing_ok=True)
             sync_tree(aside)
             publish(aside, folder)
         return record.summary(out)
+
+    def _answer(self, shard: ArrayShard) -> LedgerSummary:
+        """Works on the batches of one job of an array."""
+        path, tally = shard.path(), Tally()
+        if not (done := path.exists()):
+            with shard.writing(self._identity) as writer:
+                read = enumerate(read_batches(self.source, Progress(), lambda reason: None))
+                requests = ((n, one, msgspec.msgpack.encode(one.batch)) for n, one in read)
+                asked = (
+                    ((one, key), request)
+                    for n, one, request in requests
+                    if writer.wants(n, key := key_of(request))
+                )
+                setup = self.prepare(shard.folder)
+                answers = ordered_answers(self.work, setup, asked, workers=self.workers)
+                with closing(answers):
+                    for (one, key), content in answers:
+                        writer.add(key, content)
+                        self.on_progress(one.read_bytes, self.source.size_bytes)
+        with path.open("rb") as file:
+            for _, begin, size in answers_in(path, self._identity):
+                file.seek(begin)
+                tally.merge(msgspec.msgpack.decode(file.read(size), type=Answer).tally)
+        summary = LedgerSummary.of(str(path), tally, {}, path.stat().st_size)
+        return msgspec.structs.replace(summary, done_before=done)
+
+    @property
+    def _identity(self) -> bytes:
+        return key_of(msgspec.json.encode([self.kind, self.recipe]))
+
+    def _answers(
+        self, setup: bytes, asked: Iterator[tuple[ReadBatch, bytes]]
+    ) -> Generator[tuple[ReadBatch, bytes], None, None]:
+        """Works on batches, or looks up what an array of jobs made of them."""
+        if self.shard is None:
+            yield from ordered_answers(self.work, setup, asked, workers=self.workers)
+            return
+        made = Answers(self.shard, self._identity)
+        # Nobody was asked for the nothing that follows a saved last batch.
+        nothing = msgspec.msgpack.encode(Answer((b"", b""), Tally()))
+        for read, request in asked:
+            yield read, made.find(key_of(request)) if read.batch.items else nothing
 
     def _run(self, folder: Path) -> PassRecord:
         journal = self._journal(folder)
@@ -171,7 +221,7 @@ class Pass:
                 entries = journal.series[name] if journal else ()
                 size = self.shard_size_mib << 20
                 writers[name] = SeriesWriter(folder, name, shard_size_bytes=size, entries=entries)
-            with closing(ordered_answers(self.work, setup, asked, workers=self.workers)) as answers:
+            with closing(self._answers(setup, asked)) as answers:
                 for read, content in answers:
                     answer = msgspec.msgpack.decode(content, type=Answer)
                     for writer, frame in zip(writers.values(), answer.frames, strict=True):
@@ -241,4 +291,7 @@ def _clear(folder: Path, kept: Mapping[str, tuple[FileEntry, ...]]) -> None:
             if str(path.relative_to(folder)) not in names:
                 path.unlink()
     for path in (folder / LEDGER_FILE, *folder.glob("*.partial")):
-        path.unlink(missing_ok=True)
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

@@ -3,21 +3,23 @@
 import operator
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ms_data.disk.samples import Samples
-from ms_data.errors import SettingError
+from ms_data.errors import DamageError, SettingError
+from ms_data.media.processor import Processor
 from ms_data.streams.batch import WeightedBatch, fill_rows
 from ms_data.streams.draws import Draws
+from ms_data.streams.media import PictureBatch, SoundBatch, media_batch
 from ms_data.streams.mixed import MixedStream, Sources
 from ms_data.streams.mixture import Weights
 from ms_data.streams.packed_source import Long, PackedSource, Weighting
 from ms_data.streams.packer import Row
 from ms_data.streams.packing_rules import PACKING_RULES
-from ms_data.streams.share import StreamPlace, count
+from ms_data.streams.share import StreamPlace, count, truth
 
 _CHOICES: dict[str, Collection[str]] = {
     "long": get_args(Long),
@@ -26,8 +28,12 @@ _CHOICES: dict[str, Collection[str]] = {
 }
 
 
-class InstructionBatch(WeightedBatch):
-    """A batch of packed conversations; b rows of S tokens."""
+class InstructionBatch(WeightedBatch, PictureBatch, SoundBatch):
+    """A batch of packed conversations; b rows of S tokens.
+
+    Those with pictures have what `PictureBatch` names, those with sound what `SoundBatch` does;
+    in every batch, also in those that happen to hold none.
+    """
 
     task: NDArray[np.int64]
     """Shape (b,): the number of the source; the documents of a row are of one source."""
@@ -110,6 +116,7 @@ class InstructionStream(MixedStream[InstructionBatch]):
             epochs=epochs,
             max_epochs=max_epochs,
         )
+        self._processor = _one_processor(self.names, self._sources)
         self._ready: deque[tuple[int, Row]] = deque()
         self._rows = self._tokens = 0
         self._flushed = False
@@ -190,7 +197,24 @@ class InstructionStream(MixedStream[InstructionBatch]):
             width=self.sequence_length,
             end_of_text=self._sources[0].samples.dataset_index.end_of_text,
         )
-        return {**batch, "task": task}
+        return {**batch, **self._media(own, batch["positions"]), "task": task}
+
+    def _media(
+        self, rows: Sequence[tuple[int, Row]], positions: NDArray[np.int64]
+    ) -> InstructionBatch:
+        """Makes what pictures and sounds in these rows fill."""
+        if self._processor is None:
+            return cast(InstructionBatch, {})
+        parts = [
+            [(one.stop - one.start, self._sources[at].media(one)) for one in row]
+            for at, row in rows
+        ]
+        try:
+            found = media_batch(parts, self._processor, positions)
+        except ValueError as error:
+            folders = ", ".join(sorted({self.names[at] for at, _ in rows}))
+            raise DamageError(self.folders[0], f"media of {folders}", str(error)) from error
+        return cast(InstructionBatch, found)
 
     def _position(self) -> dict[str, Any]:
         return {
@@ -213,7 +237,24 @@ class InstructionStream(MixedStream[InstructionBatch]):
         self._load_ledger(position)
         # A run that ended goes on where this stream has more epochs.
         reached = self._end is not None and self._mixture.position >= self._end
-        self._flushed = bool(position["flushed"]) and reached
+        self._flushed = truth(position["flushed"]) and reached
+
+
+def _one_processor(names: Sequence[str], sources: Sequence[PackedSource]) -> Processor | None:
+    """The processor of all sources that have pictures or sound.
+
+    Raises:
+        SettingError: two differ.
+    """
+    found = [(name, source.samples.processor) for name, source in zip(names, sources, strict=True)]
+    held = [(name, one) for name, one in found if one is not None]
+    for name, one in held:
+        if one.settings != held[0][1].settings:
+            raise SettingError(
+                f"sources {held[0][0]!r} and {name!r} were built with different processors, so "
+                "one model cannot read both; build both with one"
+            )
+    return held[0][1] if held else None
 
 
 def _check(open_rows: int, choices: Mapping[str, str]) -> None:

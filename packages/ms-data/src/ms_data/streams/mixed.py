@@ -134,6 +134,8 @@ class MixedStream(BatchStream[B]):
     def _load_ledger(self, position: Mapping[str, Any]) -> None:
         """Goes to a saved ledger; other weights than those it began with take effect from here."""
         before = position["weights"]
+        if not _is_plan(before, len(self.names)):
+            raise ValueError(f"weights {before!r} are no phases of {len(self.names)} sources")
         self._mixture.load_state_dict(position["mixture"])
         if before == self._given:
             return
@@ -157,3 +159,15 @@ class MixedStream(BatchStream[B]):
 
 def _planned(phases: Iterable[Phase]) -> list[list[Any]]:
     return [[phase.start, list(phase.weights)] for phase in phases]
+
+
+def _is_plan(value: Any, sources: int) -> bool:
+    """Whether a JSON value can be what `_planned` gives."""
+    return (
+        isinstance(value, list)
+        and len(value) > 0
+        and all(isinstance(phase, list) and len(phase) == 2 for phase in value)
+        and all(type(start) is int and isinstance(weights, list) for start, weights in value)
+        and all(len(weights) == sources for _, weights in value)
+        and all(isinstance(one, int | float) for _, weights in value for one in weights)
+    )

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ms_data.disk.media import PlacedItem
 from ms_data.disk.samples import Samples
 from ms_data.errors import SettingError
 from ms_data.streams.batch import RowPart
@@ -39,6 +40,11 @@ class PackedSource:
         self.counters = dict.fromkeys(_COUNTERS, 0)
         """Samples drawn so far in all epochs, samples cut off and samples cut in parts, and
         segments left out because they hold no target."""
+        if samples.kind == "media" and long != "truncate":
+            raise SettingError(
+                f"{samples.folder}: long is {long!r}, which could cut a picture or sound in parts; "
+                "take 'truncate', which leaves out those that do not fit"
+            )
         self._draws, self._packer = draws, packer
         self._length, self._long = length, long
         if not any(self._segments(one)[0] for one in range(len(samples))):
@@ -65,11 +71,24 @@ class PackedSource:
         """Finds the segments of a sample that hold a target, and counts those that do not."""
         size = int(self.samples.sizes[number])
         segments = cut_sample(number, size, self._length, split=self._long == "split")
+        if size > self._length and self.samples.kind == "media":
+            segments = [self._between_media(segments[0])]
         if 1 < size <= self._length:
             return segments, 0
         mask = self.samples.conversation(number).loss_mask
         kept = [one for one in segments if mask[one.start + 1 : one.stop + 1].any()]
         return kept, len(segments) - len(kept)
+
+    def _between_media(self, segment: Segment) -> Segment:
+        """Ends a segment before the first picture or sound that does not fit it whole."""
+        cut = [one for one in self.samples.media(segment.sample) if one.stop > segment.stop]
+        stop = min([segment.stop, *(one.start for one in cut)])
+        return segment._replace(stop=max(1, stop))
+
+    def media(self, segment: Segment) -> list[PlacedItem]:
+        """Reads the pictures and sounds in a segment, placed from its first token on."""
+        found = self.samples.media(segment.sample)
+        return [one for one in found if one.stop <= segment.stop]
 
     def read(self, segment: Segment, weighting: Weighting) -> RowPart:
         """Reads a segment as a part of a row.

@@ -84,7 +84,12 @@ class PreferenceStream(BatchStream[PreferenceBatch]):
         self._draws = Draws(len(self._kept), seed=self._settings["seed"], shuffle=shuffle)
         self._last = None if epochs is None else epochs * len(self._kept)
         self._drawn = 0
-        self._settings = {"dataset": self.samples.dataset_index.fingerprint, **self._settings}
+        self._is_of_one_dataset()
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the data by its content."""
+        return self.samples.dataset_index.fingerprint
 
     @property
     def pairs_per_epoch(self) -> int:

@@ -38,6 +38,8 @@ class Share:
     count: int
     rows: int
     """Rows, or pairs, of a global batch that are its own."""
+    first: int
+    """The first of them."""
 
     @classmethod
     def at(cls, place: StreamPlace | None, batch_size: int) -> "Share":
@@ -55,11 +57,26 @@ class Share:
                 f"batch_size {batch_size} cannot be shared by {count} ranks; "
                 f"take a multiple of {count}"
             )
-        return cls(rank, count, operator.index(batch_size) // count)
+        rows = operator.index(batch_size) // count
+        return cls(rank, count, rows, rank * rows)
+
+    def among(self, shares: Sequence[int], batch_size: int) -> "Share":
+        """Computes this process's share where each takes as many rows as `shares` says.
+
+        Raises:
+            SettingError: they are not a share for each process, or do not make up the batch.
+        """
+        rows = [operator.index(each) for each in shares]
+        if len(rows) != self.count or min(rows) < 1 or sum(rows) != batch_size:
+            raise SettingError(
+                f"shares {rows} do not share out batch_size {batch_size} over {self.count} ranks;"
+                " give each of them at least 1 row, and all rows"
+            )
+        return Share(self.rank, self.count, rows[self.rank], sum(rows[: self.rank]))
 
     def of(self, rows: Sequence[T]) -> Sequence[T]:
         """Takes the rows of a global batch that are this process's own."""
-        return rows[self.rank * self.rows : (self.rank + 1) * self.rows]
+        return rows[self.first : self.first + self.rows]
 
 
 def at_least_one(**settings: int | None) -> None:
@@ -102,8 +119,31 @@ class BatchStream(Iterator[B]):
         }
         """All that decides which samples come when."""
 
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Names the data by its content."""
+
+    def _is_of_one_dataset(self) -> None:
+        """Lets a state name the data as a dataset's, whatever its folder is called."""
+        self._settings = {"dataset": self.fingerprint, **self._settings}
+
     def __iter__(self) -> Self:
         return self
+
+    def share_out(self, shares: Sequence[int]) -> None:
+        """Gives each process as many rows of the global batches that follow as `shares` says.
+
+        Every process gives the same. What the batches hold, their order and the states stay what
+        they are: only who reads which of their rows changes.
+
+        Args:
+            shares: rows, or pairs, of each process in the order of ranks.
+
+        Raises:
+            SettingError: they are not a share for each process, or do not make up the batch.
+        """
+        self._share = self._share.among(shares, self.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands: JSON values, the same in every process."""
@@ -164,4 +204,15 @@ def count(value: Any) -> int:
     """
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+def truth(value: Any) -> bool:
+    """Reads true or false from its JSON value.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if type(value) is not bool:
+        raise ValueError(f"{value!r} is neither true nor false")
     return value

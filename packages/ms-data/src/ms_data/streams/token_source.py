@@ -15,6 +15,10 @@ from ms_data.streams.order import Order
 from ms_data.streams.share import at_least_one
 from ms_data.streams.window import Window
 
+CACHE_MIB = 64
+"""Decoded frames that a stream keeps, unless it is told otherwise."""
+GOLDEN = (5**0.5 - 1) / 2
+"""Its multiples, less their whole parts, lie evenly apart however many neighbours one takes."""
 CHUNK_FRAMES = 4
 """A chunk of about four frames makes reading the one it shares with its neighbour cheap."""
 
@@ -30,6 +34,9 @@ class TokenSource:
         shuffle: False reads in the order on disk.
         chunk_samples: neighbouring samples that are read together; None takes about four frames.
         window_chunks: chunks that are shuffled together and held in memory.
+        cache_mib: decoded frames that are kept.
+        shared_cache: where they are kept for all processes of this machine; None for this one.
+        rank: of this process among those that read the split.
 
     Raises:
         SettingError: an argument is out of range, or the split is too short for it.
@@ -46,8 +53,16 @@ class TokenSource:
         shuffle: bool,
         chunk_samples: int | None,
         window_chunks: int,
+        cache_mib: int = CACHE_MIB,
+        shared_cache: str | Path | None = None,
+        rank: int = 0,
     ) -> None:
-        self._split = Split(folder, split)
+        if cache_mib < 0:
+            raise SettingError(f"cache_mib is {cache_mib}; give 0 or more MiB")
+        self._split = Split(
+            folder, split, cache_bytes=operator.index(cache_mib) << 20, shared_cache=shared_cache
+        )
+        self._turn = rank * GOLDEN % 1 if shared_cache is not None else 0.0
         self._length = length
         samples = self._split.tokens // length
         if not samples:
@@ -97,6 +112,7 @@ class TokenSource:
                 length=self._length,
                 chunk_samples=self.order.chunk_samples,
                 reuse=old[1] if old else None,
+                turn=self._turn,
             )
             self._window = (key, window)
         window = self._window[1]

@@ -7,11 +7,12 @@ from typing import Any, cast
 import numpy as np
 
 from ms_data.errors import SettingError
+from ms_data.files.untrusted import check_path
 from ms_data.streams.batch import Batch
 from ms_data.streams.mixed import MixedStream, Sources
 from ms_data.streams.mixture import Weights
 from ms_data.streams.share import StreamPlace, count
-from ms_data.streams.token_source import TokenSource
+from ms_data.streams.token_source import CACHE_MIB, TokenSource
 
 
 class TokenStream(MixedStream[Batch]):
@@ -29,7 +30,8 @@ class TokenStream(MixedStream[Batch]):
         batch_size: samples in a global batch.
         seed: any integer; another seed is another order.
         place: has `rank` and `count`; this reader gets rows `rank·b` to `(rank + 1)·b` of each
-            global batch with b = batch_size / count. None reads whole batches.
+            global batch with b = batch_size / count, until `share_out` says otherwise. None reads
+            whole batches.
         split: which part of each dataset, `train` or `held_out`.
         weights: how often samples of each source are drawn, by name or in their order, or
             `Phase`s; by default as many as each holds.
@@ -40,6 +42,10 @@ class TokenStream(MixedStream[Batch]):
             stops.
         chunk_samples: neighbouring samples that are read together; None takes about four frames.
         window_chunks: chunks of a source that are shuffled together and held in memory.
+        cache_mib: decoded frames of each source that are kept, in MiB; 0 for the last one alone.
+        shared_cache: a folder of this machine, best in memory, such as `/dev/shm`, where frames are
+            kept for all processes that read a source, so that a machine decodes each once; in a
+            file of `cache_mib`, which is removed as they end. None keeps them in each process.
 
     Raises:
         SettingError: an argument is out of range, a split is too short for it, or two sources
@@ -62,7 +68,11 @@ class TokenStream(MixedStream[Batch]):
         epochs: int | None = None,
         chunk_samples: int | None = None,
         window_chunks: int = 64,
+        cache_mib: int = CACHE_MIB,
+        shared_cache: str | Path | None = None,
     ) -> None:
+        if shared_cache is not None:
+            check_path("shared_cache", shared_cache, error=SettingError)
         super().__init__(
             sequence_length=sequence_length,
             batch_size=batch_size,
@@ -76,8 +86,10 @@ class TokenStream(MixedStream[Batch]):
         if not self._mixed and (weights is not None or max_epochs is not None):
             raise SettingError("weights and max_epochs are for several sources; give them by name")
         self._name_sources(sources)
+        cache = {"mib": cache_mib, "shared": shared_cache, "rank": self._share.rank}
         self._sources = [
-            self._open(number, chunk_samples, window_chunks) for number in range(len(self.names))
+            self._open(number, chunk_samples, window_chunks, cache)
+            for number in range(len(self.names))
         ]
         self._mix(
             [source.index for source in self._sources],
@@ -91,14 +103,16 @@ class TokenStream(MixedStream[Batch]):
         chunks = [order.chunk_samples for order in orders]
         if not self._mixed:  # whatever the folder is called
             del self._settings["sources"]
-            self._settings = {"dataset": self.fingerprint, **self._settings}
+            self._is_of_one_dataset()
         self._settings |= {
             "chunk_samples": chunks if self._mixed else chunks[0],
             "window_chunks": orders[0].window_chunks,
         }
         self._check_length(epochs)
 
-    def _open(self, number: int, chunk_samples: int | None, window_chunks: int) -> TokenSource:
+    def _open(
+        self, number: int, chunk_samples: int | None, window_chunks: int, cache: Mapping[str, Any]
+    ) -> TokenSource:
         settings = self._settings
         return TokenSource(
             self.folders[number],
@@ -108,6 +122,9 @@ class TokenStream(MixedStream[Batch]):
             shuffle=settings["shuffle"],
             chunk_samples=chunk_samples,
             window_chunks=window_chunks,
+            cache_mib=cache["mib"],
+            shared_cache=cache["shared"],
+            rank=cache["rank"],
         )
 
     def _check_length(self, epochs: int | None) -> None:
@@ -138,7 +155,7 @@ class TokenStream(MixedStream[Batch]):
             raise StopIteration
         share = self._share
         if not self._mixed:
-            batch = self._sources[0].read(self._consumed + share.rank * share.rows, share.rows)
+            batch = self._sources[0].read(self._consumed + share.first, share.rows)
             self._consumed += self.batch_size
             return batch
         before = self._mixture.counts
@@ -151,7 +168,7 @@ class TokenStream(MixedStream[Batch]):
     def _draw(self, drawn: list[int]) -> Batch:
         """Draws a global batch, given the counts before it, and reads this process's rows."""
         tasks = np.array([self._mixture.draw() for _ in range(self.batch_size)])
-        first = self._share.rank * self._share.rows
+        first = self._share.first
         own = tasks[first : first + self._share.rows]
         batch: dict[str, Any] = {}
         for number, source in enumerate(self._sources):

@@ -21,6 +21,8 @@ class Window:
         length: tokens in a sample.
         chunk_samples: neighbouring samples that are read in one go.
         reuse: a window that is no longer needed, whose memory is used again.
+        turn: which part of the chunks is read before the ones that come first, from 0 to 1;
+            processes that share decoded frames then each decode others.
     """
 
     _buffer: NDArray[np.unsignedinteger]
@@ -33,6 +35,7 @@ class Window:
         length: int,
         chunk_samples: int,
         reuse: "Window | None" = None,
+        turn: float = 0.0,
     ) -> None:
         chunks, slots = np.unique(samples // chunk_samples, return_inverse=True)
         width = chunk_samples * length + 1
@@ -44,12 +47,14 @@ class Window:
         else:
             self._buffer = np.empty(shape, split.index.token_type)
         self._starts = slots * width + (samples % chunk_samples) * length
-        ends: list[NDArray[np.int64]] = []
-        for slot, chunk in enumerate(chunks.tolist()):
+        ends: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * len(chunks)
+        begin = int(turn * len(chunks))
+        for slot in (*range(begin, len(chunks)), *range(begin)):
+            chunk = int(chunks[slot])
             first = chunk * chunk_samples * length
             found = split.read_into(self._buffer[slot, : split.tokens - first], first)
             # An end at the far edge belongs to the row's look-ahead token alone.
-            ends.append(found[found < width] + slot * width)
+            ends[slot] = found[found < width] + slot * width
         self._ends = np.concatenate((*ends, [_NEVER]))
 
     def __len__(self) -> int:
@@ -70,15 +75,12 @@ class Window:
         end = row * length + self._ends[low[row] + nth] - at[row]
         targets.reshape(-1)[end - 1] = IGNORED
 
-        # Runs of one document, by where each starts in the batch.
-        heads = np.arange(count) * length
-        runs = np.sort(np.concatenate((heads, end[end % length != 0])))
-        lengths = np.diff(runs, append=count * length)
-        first = np.searchsorted(runs, heads)
-        nth_in_row = np.arange(len(runs)) - np.repeat(first, np.diff(first, append=len(runs)))
-        positions = np.repeat(runs % length, lengths).reshape(count, length)
-        np.subtract(self._steps, positions, out=positions)
-        documents = np.repeat(nth_in_row.astype(np.int32), lengths).reshape(count, length)
+        positions = np.empty((count, length), np.int64)
+        positions[:] = self._steps
+        documents = np.zeros((count, length), np.int32)
+        end = end[end % length != 0]
+        if len(end):
+            _restart(positions, documents, end)
         return Batch(tokens=tokens, targets=targets, positions=positions, documents=documents)
 
     def _gather(self, at: NDArray[np.int64]) -> NDArray[np.unsignedinteger]:
@@ -87,3 +89,26 @@ class Window:
         starts = self._buffer.size - self._length
         view = as_strided(self._buffer, (starts, self._length + 1), (step, step), writeable=False)
         return view[at]
+
+
+def _restart(
+    positions: NDArray[np.int64], documents: NDArray[np.int32], ends: NDArray[np.int64]
+) -> None:
+    """Begins anew where a document ends within a row; most rows of long documents hold no end.
+
+    Args:
+        positions: shape (b, S), counting each row through.
+        documents: shape (b, S), all 0.
+        ends: increasing, counted along the flat batch.
+    """
+    length = positions.shape[1]
+    rows, number = np.unique(ends // length, return_inverse=True)
+    heads = np.arange(len(rows)) * length
+    # Runs of one document, by where each starts in these rows laid end to end.
+    runs = np.sort(np.concatenate((heads, number * length + ends % length)))
+    lengths = np.diff(runs, append=len(rows) * length)
+    first = np.searchsorted(runs, heads)
+    nth = np.arange(len(runs)) - np.repeat(first, np.diff(first, append=len(runs)))
+    shape = (len(rows), length)
+    positions[rows] -= np.repeat(runs % length, lengths).reshape(shape)
+    documents[rows] = np.repeat(nth.astype(np.int32), lengths).reshape(shape)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ms_data.corpus.file_kinds import NotText
-from ms_data.corpus.parquet_pages import CheckedPages, Chunk
+from ms_data.corpus.parquet_pages import CheckedPages, Chunk, HeldError
 from ms_data.corpus.reader import FileReader, Found, Invalid, OpenFile, ReadOptions, library
 from ms_data.corpus.tables import batch_documents, column_problem, decoding_table
 from ms_data.corpus.unpacking import READ_BYTES
@@ -72,9 +72,11 @@ def _decoded(
     table: Any, pages: CheckedPages, number: int, columns: list[str] | None
 ) -> Iterator[Any]:
     """Decodes a row group, so few rows at a time that they cannot take much memory."""
+    _check_chunks(table, pages, number, columns)
     group = table.metadata.row_group(number)
-    every = (group.column(at) for at in range(group.num_columns))
-    chosen = [one for one in every if columns is None or one.path_in_schema in columns]
+    paths = [table.schema.column(at).path for at in range(group.num_columns)]
+    places = [at for at, path in enumerate(paths) if columns is None or path in columns]
+    chosen = [group.column(at) for at in places]
     chunks = [_chunk(one) for one in chosen]
     pages.expect(chunks)
     each = group.total_byte_size / max(1, group.num_rows)
@@ -87,6 +89,20 @@ def _decoded(
         max(1, int(size)), row_groups=[number], columns=columns, use_threads=False
     )
     return batches
+
+
+def _check_chunks(table: Any, pages: CheckedPages, number: int, columns: list[str] | None) -> None:
+    """Let pyarrow find what the footer says wrongly of a row group, where it can raise that.
+
+    Asked for a column by itself, pyarrow 26 ends the process over a bad one.
+    """
+    pages.hold()
+    try:
+        next(table.iter_batches(1, row_groups=[number], columns=columns, use_threads=False), None)
+    except HeldError:
+        return  # it was about to read a page
+    finally:
+        pages.release()
 
 
 def _chunk(column: Any) -> Chunk:

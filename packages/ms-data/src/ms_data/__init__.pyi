@@ -1,0 +1,90 @@
+"""The public names; `__init__.py` imports each when it is first asked for."""
+
+from .building.build import build
+from .building.record import Summary
+from .chat.messages import Conversation, read_conversation
+from .chat.pairs import Pair, read_pair
+from .chat.template import ChatTemplate
+from .cleaning.clean import clean
+from .deduplication.dedup import dedup
+from .deduplication.options import DedupOptions
+from .disk.inspection import DatasetInfo, inspect
+from .disk.samples import PairSample, Sample, Samples
+from .disk.verification import Fault, Report, verify
+from .errors import (
+    ConfigError,
+    CorpusError,
+    DamageError,
+    DataError,
+    OutputError,
+    SettingError,
+    StateError,
+    TokenizerError,
+)
+from .exchange.exports import Exported, export_dataset
+from .exchange.imports import import_dataset
+from .media.processor import Processor
+from .passes.page import draw_stats
+from .passes.record import LedgerSummary
+from .streams.batch import Batch
+from .streams.instructions import InstructionBatch, InstructionStream
+from .streams.mixture import Mixture, Phase
+from .streams.packer import Packer, Segment
+from .streams.packing_rules.best_fit import BestFitPacker
+from .streams.preferences import PreferenceBatch, PreferenceStream
+from .streams.share import StreamPlace
+from .streams.tokens import TokenStream
+from .tokenization.tokenizer import Tokenizer
+from .tokenization.training import train_tokenizer
+
+__version__: str
+
+__all__ = [
+    "Batch",
+    "BestFitPacker",
+    "ChatTemplate",
+    "ConfigError",
+    "Conversation",
+    "CorpusError",
+    "DamageError",
+    "DataError",
+    "DatasetInfo",
+    "DedupOptions",
+    "Exported",
+    "Fault",
+    "InstructionBatch",
+    "InstructionStream",
+    "LedgerSummary",
+    "Mixture",
+    "OutputError",
+    "Packer",
+    "Pair",
+    "PairSample",
+    "Phase",
+    "PreferenceBatch",
+    "PreferenceStream",
+    "Processor",
+    "Report",
+    "Sample",
+    "Samples",
+    "Segment",
+    "SettingError",
+    "StateError",
+    "StreamPlace",
+    "Summary",
+    "TokenStream",
+    "Tokenizer",
+    "TokenizerError",
+    "__version__",
+    "build",
+    "clean",
+    "dedup",
+    "draw_stats",
+    "export_dataset",
+    "import_dataset",
+    "inspect",
+    "read_conversation",
+    "read_pair",
+    "train_tokenizer",
+    "verify",
+]

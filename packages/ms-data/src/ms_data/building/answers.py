@@ -1,0 +1,48 @@
+"""What is made of a batch elsewhere: by a job of an array, or on a cluster."""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import zstandard
+
+from ms_data.building.encoders import Encoded
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """The words of a batch."""
+
+    sizes: list[int]
+    """Words of each document."""
+    words: bytes
+    """Of all, as uint32, packed by zstd; then those of their pictures and sounds."""
+    text_bytes: int
+    media_sizes: list[int] = []
+    """Words of the pictures and sounds of each document, if any has some."""
+
+
+def packed(texts: Sequence[str], encoded: Sequence[Encoded]) -> bytes:
+    """The answer to some texts, as msgpack."""
+    media = [np.zeros(0, np.uint32) if one.media is None else one.media for one in encoded]
+    words = np.concatenate([*(one.words for one in encoded), *media, np.zeros(0, np.uint32)])
+    words = words.astype("<u4")
+    content = zstandard.ZstdCompressor(level=1).compress(words.tobytes())
+    text_bytes = sum(len(text.encode()) for text in texts)
+    sizes, of_media = [len(one.words) for one in encoded], [len(one) for one in media]
+    answer = Answer(sizes, content, text_bytes, of_media if any(of_media) else [])
+    return msgspec.msgpack.encode(answer)
+
+
+def unpacked(content: bytes) -> Sequence[Encoded]:
+    """The documents of an answer."""
+    answer = msgspec.msgpack.decode(content, type=Answer)
+    sizes = [*answer.sizes, *answer.media_sizes]
+    total = sum(sizes)
+    raw = zstandard.ZstdDecompressor().decompress(answer.words, max_output_size=4 * total)
+    parts = np.split(np.frombuffer(raw, "<u4"), np.cumsum(sizes))
+    count = len(answer.sizes)
+    beside = parts[count : len(sizes)]
+    return [
+        Encoded(words, beside[at] if beside and len(beside[at]) else None)
+        for at, words in enumerate(parts[:count])
+    ]

@@ -1,0 +1,1 @@
+"""Datasets of other libraries read and written: Megatron's, MosaicML's and Parquet."""

@@ -1,0 +1,115 @@
+"""Writes a split of shards as other libraries read it."""
+
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Literal, get_args
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ms_data.corpus.arguments import check_paths
+from ms_data.disk.split import Split
+from ms_data.errors import OutputError, SettingError, printable
+from ms_data.exchange.megatron import write_megatron
+from ms_data.files.durable import replace, writing
+from ms_data.tokenization.tokenizer import Tokenizer
+
+Format = Literal["megatron", "parquet"]
+
+_ROWS_BYTES = 16 << 20
+"""Tokens and text of the documents that are written to Parquet at once."""
+
+
+class Exported(msgspec.Struct, frozen=True, kw_only=True):
+    """What was written."""
+
+    files: tuple[str, ...]
+    documents: int
+    tokens: int
+    size_bytes: int
+
+
+def export_dataset(
+    shards: str | Path, *, out: str | Path, target: Format, split: str = "train"
+) -> Exported:
+    """Writes the documents of a split, in their order and with their end of text.
+
+    Args:
+        shards: a folder of shards of text.
+        out: for `megatron` the PREFIX of PREFIX.bin and PREFIX.idx; for `parquet` the file, with
+            the columns `text` (string, as the tokenizer decodes it) and `tokens` (list of uint32).
+        target: `megatron` or `parquet` (extra `parquet`).
+        split: `train` or `held_out`.
+
+    Raises:
+        SettingError: no such target or split, or pyarrow is missing.
+        DamageError: bytes of the shards are not those that were written.
+        OutputError: a file is there already, or cannot be written.
+    """
+    check_paths(out, shards=shards)
+    if target not in get_args(Format):
+        raise SettingError(f"target is {target!r}; give megatron or parquet")
+    source = Split(shards, split)
+    place = Path(out)
+    names = [place] if target == "parquet" else [Path(f"{place}.bin"), Path(f"{place}.idx")]
+    with writing(place):
+        for path in names:
+            if path.exists():
+                raise OutputError(f"{printable(path)} is there; choose another name, or remove it")
+        place.parent.mkdir(parents=True, exist_ok=True)
+    ends = source.all_ends()
+    if target == "parquet":
+        _write_parquet(place, source, ends, Tokenizer.load(shards))
+    else:
+        lengths = np.diff(ends, prepend=0).tolist()
+        documents = _documents(source, ends)
+        write_megatron(place, documents, lengths, vocabulary_size=source.index.vocabulary_size)
+    return Exported(
+        files=tuple(map(str, names)),
+        documents=len(ends),
+        tokens=source.tokens,
+        size_bytes=sum(path.stat().st_size for path in names),
+    )
+
+
+def _documents(source: Split, ends: NDArray[np.int64]) -> Iterator[NDArray[np.unsignedinteger]]:
+    begin = 0
+    for end in ends.tolist():
+        yield source.read(begin, end)
+        begin = end
+
+
+def _write_parquet(
+    path: Path, source: Split, ends: NDArray[np.int64], tokenizer: Tokenizer
+) -> None:
+    try:
+        pa, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise SettingError("Parquet needs pyarrow; pip install 'ms-data[parquet]'") from error
+    schema = pa.schema([("text", pa.large_string()), ("tokens", pa.large_list(pa.uint32()))])
+
+    def write(file: object) -> None:
+        texts: list[str] = []
+        tokens: list[NDArray[np.unsignedinteger]] = []
+        size = 0
+
+        def flush() -> None:
+            lengths = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
+            flat = np.concatenate([*tokens, np.zeros(0, np.uint32)]).astype(np.uint32)
+            lists = pa.LargeListArray.from_arrays(pa.array(lengths), pa.array(flat))
+            columns = [pa.array(texts, pa.large_string()), lists]
+            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+
+        with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
+            for document in _documents(source, ends):
+                tokens.append(document)
+                texts.append(tokenizer.decode(document))
+                size += 4 * len(document) + len(texts[-1])
+                if size >= _ROWS_BYTES:
+                    flush()
+                    texts, tokens, size = [], [], 0
+            flush()
+
+    replace(path, write)

@@ -1,0 +1,1 @@
+"""Pictures and sound in messages: read, checked, decoded, and made what a model reads."""

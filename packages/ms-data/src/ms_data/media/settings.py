@@ -1,0 +1,212 @@
+"""Settings of a model's processor for pictures and sound, as published beside its tokenizer.
+
+| file | what it holds |
+|---|---|
+| `processor_config.json` | `image_processor` and `feature_extractor`, saved by transformers 5 |
+| `preprocessor_config.json` | one of the two by itself, as models were published before |
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ms_data.errors import TokenizerError, printable
+from ms_data.files.untrusted import decode_json, read_json
+
+PICTURE_PIXELS = 1 << 26
+"""No picture, as it comes or as a model reads it, has more: 200 MB once decoded."""
+
+SOUND_SAMPLES = 1 << 25
+"""No sound has more: 35 minutes at 16 kHz."""
+
+_PICTURE_CLASSES = tuple(f"Qwen2VLImageProcessor{end}" for end in ("", "Fast", "Pil"))
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_BICUBIC = 3
+
+
+class PictureSettings(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="pictures"
+):
+    """How the image processor of Qwen2-VL, 2.5-VL and 3-VL makes patches of a picture."""
+
+    token: str
+    """The token that stands for a picture, repeated for each merged patch."""
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    """Patches a side that become one token."""
+    min_pixels: int
+    max_pixels: int
+    rescale_factor: float
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+    def __post_init__(self) -> None:
+        for name in ("patch_size", "temporal_patch_size", "merge_size"):
+            _require(1 <= getattr(self, name) <= 256, name, getattr(self, name))
+        _require(self.factor <= 1024, "patch_size x merge_size", self.factor)
+        _require(0 < self.min_pixels <= self.max_pixels, "min_pixels", self.min_pixels)
+        _require(self.max_pixels <= PICTURE_PIXELS, "max_pixels", self.max_pixels)
+        _require(self.factor**2 <= self.max_pixels, "max_pixels", self.max_pixels)
+        _require(all(0 < one < 1e6 for one in self.std), "image_std", self.std)
+        _require(all(abs(one) < 1e6 for one in self.mean), "image_mean", self.mean)
+        _require(0 < self.rescale_factor < 1e6, "rescale_factor", self.rescale_factor)
+
+    @property
+    def factor(self) -> int:
+        """Pixels a side of one token."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def width(self) -> int:
+        """Numbers in one patch."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
+
+
+class SoundSettings(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="sound"
+):
+    """How the feature extractor of Whisper, as Qwen2-Audio uses it, makes a spectrogram."""
+
+    token: str
+    """The token that stands for a sound, repeated as the model's encoder shortens it."""
+    mels: int
+    rate_hz: int
+    hop_samples: int
+    window_samples: int
+    chunk_s: int
+    """Every sound is filled up to it, and none is longer."""
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.mels <= 1024, "feature_size", self.mels)
+        _require(1000 <= self.rate_hz <= 384_000, "sampling_rate", self.rate_hz)
+        _require(1 <= self.hop_samples <= 1 << 16, "hop_length", self.hop_samples)
+        _require(2 <= self.window_samples <= 1 << 16, "n_fft", self.window_samples)
+        _require(self.window_samples % 2 == 0, "n_fft", self.window_samples)
+        _require(0 < self.chunk_s <= SOUND_SAMPLES // self.rate_hz, "chunk_length", self.chunk_s)
+        _require(self.samples % self.hop_samples == 0, "hop_length", self.hop_samples)
+        _require(self.samples > self.window_samples, "chunk_length", self.chunk_s)
+
+    @property
+    def samples(self) -> int:
+        """Samples of a sound that is filled up."""
+        return self.chunk_s * self.rate_hz
+
+    @property
+    def frames(self) -> int:
+        """Frames of its spectrogram."""
+        return self.samples // self.hop_samples
+
+
+class MediaSettings(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ms-data.media.1"
+):
+    """What a model reads beside text; at least one of the two."""
+
+    pictures: PictureSettings | None = None
+    sound: SoundSettings | None = None
+
+    def __post_init__(self) -> None:
+        _require(bool(self.pictures or self.sound), "media", "neither pictures nor sound")
+
+    def encode(self) -> bytes:
+        """The bytes of the file that keeps them beside shards."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+    @classmethod
+    def decode(cls, content: bytes, where: Path) -> "MediaSettings":
+        """Reads what `encode` wrote.
+
+        Raises:
+            TokenizerError: it is something else.
+        """
+        return decode_json(content, cls, where=where, error=TokenizerError)
+
+
+def read_settings(folder: Path) -> MediaSettings:
+    """Reads the settings of the processor in a model's folder.
+
+    Raises:
+        TokenizerError: there is none, or it is another than those of Qwen-VL and Qwen2-Audio.
+    """
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        path = folder / name
+        if not path.exists():
+            continue
+        config = read_json(path, dict[str, Any], error=TokenizerError)
+        try:
+            found = _settings(config)
+        except (ValueError, TypeError) as error:  # of our own checks, and of numbers' types
+            raise TokenizerError(f"{printable(path)}: {printable(error)}; {_REMEDY}") from error
+        if found.pictures or found.sound:
+            return found
+    raise TokenizerError(
+        f"{printable(folder)} holds no processor (processor_config.json or "
+        f"preprocessor_config.json); {_REMEDY}"
+    )
+
+
+_REMEDY = "give the folder of a Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Qwen2-Audio processor"
+
+
+def _settings(config: Mapping[str, Any]) -> MediaSettings:
+    """Reads either form of the file."""
+    picture = config.get("image_processor") or config
+    sound = config.get("feature_extractor") or config
+    found: dict[str, Any] = {}
+    if "image_processor_type" in picture:
+        found["pictures"] = _picture(picture, config.get("image_token", "<|image_pad|>"))
+    if "feature_extractor_type" in sound:
+        found["sound"] = _sound(sound, config.get("audio_token", "<|AUDIO|>"))
+    if not found:
+        raise ValueError("it names neither an image processor nor a feature extractor")
+    return MediaSettings(**found)
+
+
+def _picture(config: Mapping[str, Any], token: str) -> PictureSettings:
+    kind = config["image_processor_type"]
+    if kind not in _PICTURE_CLASSES:
+        raise ValueError(f"the image processor {kind!r} is not one of Qwen-VL")
+    for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        if not config.get(name, True):
+            raise ValueError(f"{name} is off, as no published model has it")
+    if config.get("resample", _BICUBIC) != _BICUBIC:
+        raise ValueError(f"resample is {config['resample']!r}; only 3 (bicubic) is known")
+    size = config.get("size") or {}
+    values = {
+        "token": token,
+        "patch_size": config.get("patch_size", 14),
+        "temporal_patch_size": config.get("temporal_patch_size", 2),
+        "merge_size": config.get("merge_size", 2),
+        "min_pixels": config.get("min_pixels") or size.get("shortest_edge", 56 * 56),
+        "max_pixels": config.get("max_pixels") or size.get("longest_edge", 28 * 28 * 1280),
+        "rescale_factor": config.get("rescale_factor", 1 / 255),
+        "mean": config.get("image_mean", _CLIP_MEAN),
+        "std": config.get("image_std", _CLIP_STD),
+    }
+    return msgspec.convert({"type": "pictures", **values}, PictureSettings)
+
+
+def _sound(config: Mapping[str, Any], token: str) -> SoundSettings:
+    kind = config["feature_extractor_type"]
+    if kind != "WhisperFeatureExtractor":
+        raise ValueError(f"the feature extractor {kind!r} is not Whisper's")
+    if config.get("dither") or config.get("padding_value"):
+        raise ValueError("it adds noise or fills with other than silence, as no published model")
+    values = {
+        "token": token,
+        "mels": config.get("feature_size", 80),
+        "rate_hz": config.get("sampling_rate", 16_000),
+        "hop_samples": config.get("hop_length", 160),
+        "window_samples": config.get("n_fft", 400),
+        "chunk_s": config.get("chunk_length", 30),
+    }
+    return msgspec.convert({"type": "sound", **values}, SoundSettings)
+
+
+def _require(holds: bool, name: str, value: object) -> None:
+    if not holds:
+        raise ValueError(f"{name} cannot be {value!r}")

@@ -1,0 +1,140 @@
+"""A Ray cluster gives the bytes of one machine; a real local one is started."""
+
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ms_data import DedupOptions, SettingError, TokenizerError, build, clean, dedup, train_tokenizer
+from ms_data.cli import main
+from ms_data.passes.pool import worker_count
+
+from .chats import write_rows, write_tokenizer
+from .pictures import QWEN2, asked, drawn, encoded, write_model
+from .test_array_jobs import RULES, files_below
+from .test_build import texts_of, write_lines
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts of which some come twice."""
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = texts_of(1, 200)
+    write_lines(folder / "a.jsonl", [*texts, *texts[:50]])
+    return folder
+
+
+def test_what_is_no_cluster_is_refused(corpus: Path, tmp_path: Path) -> None:
+    """Before anything is read; and what needs no cluster does not ask for ray."""
+    for wrong in ("spark", "ray:8000", "16"):
+        with pytest.raises(SettingError, match="give a number, ray, or ray://HOST:PORT"):
+            worker_count(wrong)
+    assert worker_count(3) == 3
+    rules = tmp_path / "rules.toml"
+    rules.write_text("[unicode]\n")
+    line = ["clean", str(corpus), str(rules), "--out", str(tmp_path / "out"), "--workers", "many"]
+    with pytest.raises(SystemExit) as ended:
+        main(line)
+    assert ended.value.code == 2
+
+
+@pytest.fixture
+def conversations(tmp_path: Path) -> dict[str, dict[str, Any]]:
+    """What `build` takes for conversations, preference pairs, and rows with pictures and sound."""
+    said = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Since 日本."}]
+    model = write_tokenizer(tmp_path / "model")
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [{"messages": said * n, "weight": 0.5} for n in range(1, 40)]
+    )
+    pairs = [
+        {"prompt": f"What is {n}?", "chosen": f"It is {n}.", "rejected": "No." * n, "margin": n}
+        for n in range(1, 40)
+    ]
+    seeing = write_model(tmp_path / "seeing", QWEN2)
+    pictures = []
+    for number in range(9):
+        (tmp_path / f"{number}.png").write_bytes(encoded(drawn(20 + number, 20, number)))
+        parts: list[dict[str, Any]] = [{"type": "text", "text": f"What is {number}?"}]
+        parts += [{"type": "image", "image": f"{number}.png"}] * (number % 3)
+        pictures.append(asked(parts, f"It is {number}."))
+    return {
+        "conversations": {"corpus": rows, "tokenizer": model, "chat": model},
+        "preferences": {
+            "corpus": write_rows(tmp_path / "pairs.jsonl", pairs),
+            "tokenizer": model,
+            "chat": model,
+            "pairs": True,
+        },
+        "media": {
+            "corpus": write_rows(tmp_path / "pictures.jsonl", pictures),
+            "tokenizer": seeing,
+            "chat": seeing,
+            "processor": seeing,
+        },
+    }
+
+
+def test_what_a_cluster_is_sent_makes_the_words_of_this_process(
+    conversations: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a cluster: the batches go to what one of its processes runs, and back as bytes."""
+
+    def here(
+        work: str, setup: bytes, requests: Iterable[tuple[Any, bytes]], *, address: str
+    ) -> Iterator[tuple[Any, bytes]]:
+        module, _, name = work.partition(":")
+        answer = getattr(import_module(module), name)(setup)
+        addresses.append(address)
+        yield from ((companion, answer(request)) for companion, request in requests)
+
+    addresses: list[str] = []
+    monkeypatch.setattr("ms_data.building.job.answers_on_ray", here)
+    monkeypatch.setattr("ms_data.passes.pool.check_ray", lambda: None)
+    monkeypatch.setattr("ms_data.building.job.BATCH_CHARACTERS", 800)
+    for name, settings in conversations.items():
+        build(out=tmp_path / "here" / name, hold_out=0.2, **settings)
+        build(out=tmp_path / "there" / name, hold_out=0.2, workers="ray", **settings)
+    assert addresses == ["ray"] * len(conversations)
+    assert files_below(tmp_path / "there") == files_below(tmp_path / "here")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_cluster_gives_the_bytes_of_one_machine(
+    corpus: Path,
+    conversations: dict[str, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each command, on a cluster that stays and on one that it starts for itself."""
+    ray = pytest.importorskip("ray")
+    for module in ("passes.batches", "building.job"):
+        monkeypatch.setattr(f"ms_data.{module}.BATCH_CHARACTERS", 8000)
+    tokenizer = train_tokenizer(corpus, vocab_size=320)
+    options = DedupOptions(substring_words=8)
+
+    def run(folder: Path, workers: str | None) -> None:
+        build(corpus, tokenizer=tokenizer, out=folder / "build", hold_out=0.2, workers=workers)
+        clean(corpus, RULES, out=folder / "clean", workers=workers or 1)
+        dedup(corpus, out=folder / "dedup", options=options, workers=workers or 1)
+        for name, settings in conversations.items():
+            build(out=folder / name, hold_out=0.2, workers=workers, **settings)
+
+    run(tmp_path / "here", None)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        run(tmp_path / "there", "ray")
+        assert ray.is_initialized()
+        ends = write_lines(tmp_path / "ends.jsonl", ["a", "b c"])
+        wrong = tokenizer.encode("b")[0]
+        spelt = type(tokenizer)(tokenizer.content, end_of_text=wrong)
+        with pytest.raises(TokenizerError, match="makes a text its end of text"):
+            build(ends, tokenizer=spelt, out=tmp_path / "no", workers="ray")
+    finally:
+        ray.shutdown()
+    assert files_below(tmp_path / "there") == files_below(tmp_path / "here")
+    clean(corpus, RULES, out=tmp_path / "own", workers="ray")
+    assert not ray.is_initialized()
+    assert files_below(tmp_path / "own") == files_below(tmp_path / "here" / "clean")
