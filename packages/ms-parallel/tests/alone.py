@@ -39,7 +39,8 @@ def main() -> None:
         again = load_model(Path(folder, "model"))
         check(torch.equal(again(tokens), model(tokens)), "a saved model loads equal")
     command = [sys.executable, "-I", "-m", "ms_parallel", "doctor"]
-    check(subprocess.run(command, capture_output=True).returncode == 0, "doctor works")
+    doctor = subprocess.run(command, capture_output=True, text=True)
+    check("in all " in doctor.stdout and doctor.returncode in (0, 1), "doctor examines the machine")
     print(f"ms-parallel {ms_parallel.__version__} works alone")
 
 

@@ -34,7 +34,14 @@ def check(jobs: list[dict[str, Any]], folder: Path) -> None:
     run_processes(1, RUNS, "references", jobs=known, folder=str(folder))
     for count in sorted({Layout.parse(each["layout"]).world_size for each in jobs}):
         chosen = [each for each in jobs if Layout.parse(each["layout"]).world_size == count]
-        of_ranks = run_processes(count, RUNS, "differences", jobs=chosen, folder=str(folder))
+        of_ranks = run_processes(
+            count,
+            RUNS,
+            "differences",
+            timeout_s=300 + 60 * len(chosen),  # of eight on two cores with others beside them
+            jobs=chosen,
+            folder=str(folder),
+        )
         for number, each in enumerate(chosen):
             for found in of_ranks:
                 assert len(found[number]) > 3

@@ -70,6 +70,7 @@ def complaint(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) ->
         ("microbatch_size=0", "microbatch_size is 0; give a whole number of at least 1"),
         ("schedule=serch", "schedule is 'serch'; did you mean 'search'?"),
         ("schedule_memory_gib=-1", "schedule_memory_gib is -1; give a number from 0"),
+        ("schedule_memory_gib=[1, -1]", "schedule_memory_gib is -1; give a number from 0"),
         ("model_config.hidden_size='x'", "hidden_size is 'x'; give a whole number"),
         ("model_config.rope_scaling={kind='linear'}", "rope_scaling lacks 'factor'"),
     ],

@@ -51,6 +51,8 @@ def test_gradients_are_those_of_one_process_where_shards_have_copies(tmp_path: P
             job("data=4,replicate=2,expert=2", EXPERTS, options=shared("zero2")),
             job("data=2,pipeline=2", PLAIN, options=shared("zero2", schedule="zb-h1")),
             job("data=2,pipeline=2", PLAIN, options=shared("replicate")),
+            # Four microbatches whose losses wait for the head.
+            job("pipeline=2,context=2", PLAIN, options=shared("zero3", schedule="gpipe")),
             job("data=2,tensor=2", PLAIN, options=shared("zero3", recompute="full")),
         ],
         tmp_path,

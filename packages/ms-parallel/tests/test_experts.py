@@ -18,6 +18,7 @@ from ms_parallel.models.experts.kept import keeping
 from ms_parallel.models.experts.mixture import MixtureOfExperts
 from ms_parallel.models.experts.router import Router
 from ms_parallel.models.staged import Context
+from ms_parallel.operators.experts import swiglu_of_pairs
 
 E, K, H, INNER = 6, 3, 8, 5
 CHOICES = {
@@ -242,3 +243,19 @@ def test_rows_go_to_their_experts_and_back(count: int, choices: int, dtype: torc
     # Sums of 16 products of order one, in float32 in another order, or rounded to bfloat16.
     tolerance = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 0.1}[dtype]
     torch.testing.assert_close(made, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 37])
+def test_pairs_pass_their_gate_to_the_bit(dtype: torch.dtype, rows: int) -> None:
+    """Numbers and gradients are those of `swiglu`, also for rows that lie apart."""
+    wide = torch.randn(rows, 2, 48, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    gradient = torch.randn(24, rows).to(dtype).t()
+    pairs, again = (wide[..., ::2].detach().requires_grad_() for _ in range(2))
+    made, expected = swiglu_of_pairs(pairs), operators.swiglu(*again.unbind(1))
+    assert torch.equal(made, expected)
+    made.backward(gradient)
+    expected.backward(gradient)
+    assert pairs.grad is not None
+    assert again.grad is not None
+    assert torch.equal(pairs.grad, again.grad)

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ms_parallel.cluster.layout import AXES, Layout, ModelShape, Place
+from ms_parallel.cluster.rest import RestOnData
 from ms_parallel.errors import LayoutError
 
 SIZES = st.integers(min_value=1, max_value=5)
@@ -129,3 +130,31 @@ def test_a_model_is_refused_exactly_where_a_size_does_not_divide(layout: Layout)
         return
     with pytest.raises(LayoutError, match=r"values that fit: 1(, 2, 4| to 6)"):
         layout.check_model(SHAPE)
+
+
+@given(LAYOUTS)
+def test_what_the_other_axes_leave_is_on_data(layout: Layout) -> None:
+    """However many processes there are, if the others divide them."""
+    others = {"tensor_parallel": layout.tensor, "pipeline": layout.pipeline}
+    rest = RestOnData.of({"data": "rest", **others, "context": layout.context})
+    assert rest is not None
+    assert rest.fill(layout.world_size) == layout
+    each = layout.world_size // layout.data
+    if each > 1:
+        with pytest.raises(LayoutError, match=f"a multiple of {each} processes, but"):
+            rest.fill(layout.world_size + 1)
+
+
+def test_the_rest_is_of_data_alone_and_other_axes_are_checked() -> None:
+    """Axes that group ranks of data are checked once these are counted."""
+    assert RestOnData.of({"data": 2, "tensor": 2}) is None
+    rest = RestOnData.of({"data_parallel": "rest", "expert": 4})
+    assert rest is not None
+    assert str(rest) == "data=rest,expert=4"
+    assert rest.fill(8) == Layout(data=8, expert=4)
+    with pytest.raises(LayoutError, match="expert=4 does not divide"):
+        rest.fill(2)
+    with pytest.raises(LayoutError, match="unknown layout axis 'tensr'"):
+        RestOnData.of({"data": "rest", "tensr": 2})
+    with pytest.raises(LayoutError):
+        Layout.from_config({"tensor": "rest"})

@@ -109,13 +109,15 @@ def test_generation_is_probed_however_a_sequence_is_split() -> None:
 def test_every_shipped_family_holds(model: str) -> None:
     """Up to four processes: nothing is found in any family, nor in what transformers builds.
 
-    Half of what is drawn has a pipeline, for which transformers publishes no plan of some.
+    Half of what is drawn has a pipeline, for which transformers publishes no plan of some; and some
+    a context axis, along which no model of transformers is cut, as it computes its own positions.
     """
     proof = prove(model, processes=4, cases=14)
     assert proof.holds, proof.smallest
     held = [outcome for outcome in proof.outcomes if not outcome.refused]
     refused = [outcome.refused for outcome in proof.outcomes if outcome.refused]
-    assert len(held) >= 8 or all("publishes no pipeline plan" in why for why in refused), refused
+    known = ("publishes no pipeline plan", "a model of transformers computes its own positions")
+    assert len(held) >= 8 or all(any(why in text for why in known) for text in refused), refused
     assert len(held) >= 6
     assert all(outcome.compared for outcome in held[1:])
 

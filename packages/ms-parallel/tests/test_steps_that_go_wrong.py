@@ -159,6 +159,40 @@ def test_the_course_is_the_same_under_every_layout(
             assert Layout.parse(layout).world_size == count
 
 
+def test_a_roll_back_waits_for_the_checkpoint_that_is_being_written(
+    shards: Path, tmp_path: Path
+) -> None:
+    """Beside the training as without: the spike comes one step behind the one that is saved."""
+    settings = {"on_spike": "roll_back", "checkpoint_every": 6}
+    waits, beside = (
+        troubled(shards, tmp_path / str(flag), {7: SPIKE}, **settings, async_checkpoints=flag)
+        for flag in (False, True)
+    )
+    assert told(beside) == told(waits) == [(7, "refused", "roll_back", 6)]
+    assert beside["weights"] == waits["weights"]
+    assert beside["steps"] == waits["steps"]
+
+
+def test_where_bits_are_reproduced_so_is_the_course(shards: Path, tmp_path: Path) -> None:
+    """Two data ranks skip and go back as one process does: losses and weights to the bit."""
+
+    def course(count: int) -> dict[str, Any]:
+        job = {
+            "shards": str(shards),
+            "output": str(tmp_path / str(count)),
+            "planted": [(8, SPIKE), (11, NOT_FINITE)],
+            "on_spike": "roll_back",
+            "reproducible": True,
+        }
+        found: dict[str, Any] = run_processes(count, RUNS, "all_troubled", jobs=[job])[0][0]
+        return found
+
+    one, two = course(1), course(2)
+    assert told(one) == [(8, "refused", "roll_back", 6), (9, "nonfinite", "skip", 9)]
+    for what in ("steps", "skipped", "weights"):
+        assert two[what] == one[what], what
+
+
 def test_a_number_is_a_spike_by_how_far_numbers_lie_apart() -> None:
     """Once there are enough; where all are equal, by a hundredth of them."""
     policy = Policy(on_nonfinite="skip", on_spike="skip", factor=10.0, window=4)

@@ -226,10 +226,14 @@ def test_inspect_counts_what_is_built(tmp_path: Path) -> None:
 def test_facts_are_printed_for_people_and_as_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
-    """Both exit with 0; --json prints one JSON object."""
+    """Both print; --json prints one JSON object.
+
+    The doctor exits with 1 where a machine is not sound, as a container of small /dev/shm.
+    """
     run = str(write_run(tmp_path / "run.toml", Path("corpus")))
     arguments = [run if word == "RUN" else word for word in arguments]
-    assert main(arguments) == 0
+    codes = (0, 1) if arguments == ["doctor"] else (0,)
+    assert main(arguments) in codes
     assert capsys.readouterr().out
-    assert main([*arguments, "--json"]) == 0
+    assert main([*arguments, "--json"]) in codes
     assert isinstance(json.load(io.StringIO(capsys.readouterr().out)), dict)

@@ -113,6 +113,33 @@ def test_the_rank_that_does_not_come_is_named_by_one_of_the_others(how: str, sta
     assert "the same command goes on from the last complete checkpoint" in line
 
 
+def test_ranks_that_call_different_collectives_are_told_apart() -> None:
+    """The odd one by its process; of as many, both; messages between stages are no collectives."""
+    text = said(record(0), record(1), record(2, waits_in="broadcast", line="a.py:3 in f"), world=3)
+    assert text == (
+        "the ranks wait in different collectives, one of which somebody left out; rank 2 (process"
+        " 102 on n1) does not meet the others; ranks 0-1 stood in step 4, update, waiting in"
+        " all_reduce, at engine.py:301 in update; rank 2 stood in step 4, update, waiting in"
+        " broadcast, at a.py:3 in f"
+    )
+    two = said(record(0), record(1, waits_in="barrier"), world=2)
+    assert two.startswith("the ranks wait in different collectives")
+    assert "does not meet" not in two
+    stages = said(record(0), record(1, waits_in="recv of the gradient of stage 2"), world=2)
+    assert stages.startswith("the ranks wait for one another")
+
+
+def test_a_rank_in_another_collective_is_named_with_both_lines() -> None:
+    """Where it waits, and where the others do."""
+    results = run_processes(3, FAULTS, "wait_for_rank_2", check=False, timeout_s=60, how="another")
+    (line,) = [found[1] for found in results if isinstance(found, list) and found[1]]
+    assert "the ranks wait in different collectives" in line
+    assert "rank 2 (process " in line.split(";")[1]
+    wait = line_of_the_wait()
+    assert f"all_reduce, at faults.py:{wait} in wait_for_rank_2" in line
+    assert f"all_gather, at faults.py:{wait - 1} in wait_for_rank_2" in line
+
+
 def test_a_wait_without_end_ends_when_rank_0_gives_no_sign() -> None:
     """The others wait as long as rank 0 acts, and not for a rank 0 that is stopped."""
     with pytest.raises(ProcessesFailedError) as failed:

@@ -1,4 +1,5 @@
 from .cluster.layout import Layout
+from .cluster.mixed.devices import Devices
 from .engine.engine import Engine
 from .engine.loss import NextTokenLoss
 from .engine.optimizers.adafactor import AdafactorConfig
@@ -35,6 +36,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DamageError",
+    "Devices",
     "DistributedTrainer",
     "DivergenceError",
     "Engine",

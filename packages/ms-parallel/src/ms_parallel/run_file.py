@@ -1,5 +1,6 @@
 """Run files: a TOML table of exactly the settings that `DistributedTrainer` takes."""
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,9 @@ from attrs import field, fields, frozen
 
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError
+from ms_parallel.files.durable import write_file, writing
+from ms_parallel.files.toml_text import toml_text
+from ms_parallel.planner.record.plan_file import Plan
 from ms_parallel.settings import a_path, nearest
 from ms_parallel.settings.run_file import override, read_settings, refuse_renamed
 from ms_parallel.training.options import Length, Options
@@ -65,6 +69,34 @@ def _run_file(settings: dict[str, Any]) -> RunFile:
     length = Length(**{key: settings.pop(key) for key in LENGTH if key in settings})
     renamed = {KEYS.get(key, key): value for key, value in settings.items()}
     return RunFile(options=Options(**renamed), dataset=dataset, length=length)
+
+
+def write_planned(path: Path, overrides: Sequence[str], out: Path, plan: Plan) -> None:
+    """Write a run file with the best layout of a plan, and all else as in another run file.
+
+    Args:
+        path: the other.
+        overrides: changes of it, as `read_run_file` takes them.
+        out: a new file.
+        plan: what was found.
+
+    Raises:
+        ConfigError: `out` is there already.
+        WriteError: it cannot be written.
+    """
+    if os.path.lexists(out):
+        raise ConfigError(f"{out} exists; choose another name, or delete it")
+    settings = read_settings(path)
+    settings.pop(OTHER, None)
+    for text in overrides:
+        override(settings, re.sub(rf"^\s*{OTHER}\b", "layout", text))
+    best = plan.best[0]
+    settings |= {**best.settings, "layout": best.layout}
+    if plan.num_hidden_layers is not None:
+        model = settings.get("model_config", {})
+        settings["model_config"] = {**model, "num_hidden_layers": plan.num_hidden_layers}
+    with writing(out):
+        write_file(out, toml_text(settings, title=f"{path}, planned").encode())
 
 
 EXAMPLES = {"model": "llama", "dataset": "corpus/"}

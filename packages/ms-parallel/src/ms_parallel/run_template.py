@@ -8,14 +8,28 @@ from ms_parallel.settings.template import template_text
 from ms_parallel.training.options import Options
 
 LENGTH = {
-    "model": "An architecture (llama, qwen3, ...), or a folder with a Hugging Face config.json.",
-    "dataset": "A folder of shards, or raw text: a file, a folder, or `stdlib`.",
-    "steps": "Updates; or give epochs.",
-    "epochs": "Passes over the training text; or give steps.",
-    "layout": "A table of axes: data, tensor, pipeline, context, expert, replicate.",
+    "model": (
+        "str",
+        "An architecture (llama, qwen3, ...), or a folder with a Hugging Face config.json.",
+    ),
+    "dataset": ("str", "A folder of shards, or raw text: a file, a folder, or `stdlib`."),
+    "steps": ("int | None", "Updates; or give epochs."),
+    "epochs": ("float | None", "Passes over the training text; or give steps."),
+    "layout": (
+        "dict",
+        "A table of axes: data, tensor, pipeline, context, expert, replicate; or `auto`.",
+    ),
 }
 GROUPS = {
-    "what is trained on what": ("model", "dataset", "steps", "epochs", "model_config", "layout"),
+    "what is trained on what": (
+        "model",
+        "dataset",
+        "steps",
+        "epochs",
+        "model_config",
+        "layout",
+        "cluster",
+    ),
     "optimization": (
         "optimizer",
         "learning_rate",
@@ -42,9 +56,13 @@ GROUPS = {
         "loss_scale",
         "audit_every",
         "microbatch_size",
+        "memory_gib",
         "recompute",
+        "compile",
         "sharding",
+        "shares",
         "offload",
+        "reproducible",
         "context_attention",
         "context_balance",
         "mtp_weight",
@@ -53,6 +71,7 @@ GROUPS = {
         "schedule_memory_gib",
         "ops",
         "device",
+        "devices",
         "timeout_s",
     ),
     "raw text, built into shards": ("tokenizer", "vocab_size", "hold_out", "text_column"),
@@ -84,9 +103,13 @@ BEGIN = {
 def key_groups() -> list[KeyGroup]:
     """Every key of a run file with its default and meaning."""
     own = {key.name: key for group in groups_of(place_of(Options)) for key in group.keys}
-    axes = tuple(key for group in groups_of(place_of(Layout)) for key in group.keys)
-    own |= {name: Key(name=name, meaning=meaning) for name, meaning in LENGTH.items()}
-    own["layout"] = evolve(own["layout"], inner=tuple(evolve(axis, default=1) for axis in axes))
+    axes = tuple(
+        evolve(key, default=1, required=False)
+        for group in groups_of(place_of(Layout))
+        for key in group.keys
+    )
+    own |= {name: Key(name=name, kind=kind, meaning=text) for name, (kind, text) in LENGTH.items()}
+    own["layout"] = evolve(own["layout"], inner=axes)
     own |= {name: evolve(own[name], required=True) for name in ("model", "dataset")}
     return [
         KeyGroup(title=title, keys=tuple(own[name] for name in names))

@@ -5,6 +5,8 @@ import signal
 from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
+from time import monotonic, sleep
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -12,9 +14,10 @@ import torch.distributed as dist
 
 from ms_parallel.cluster.watch import position
 from ms_parallel.errors import ParallelError
-from ms_parallel.interruption import StopSignal
+from ms_parallel.interruption import StopSignal, started_by_torchrun
 
 T = TypeVar("T")
+WAIT_S, PAUSE_S = 5.0, 0.01
 PATIENCE = timedelta(days=30)
 """The first process may take as long as it needs; if it dies, waiting ends at once."""
 
@@ -77,6 +80,11 @@ class StopRequest(StopSignal):
     The processes get a signal at different moments; `agreed` is the same on all of them.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = False
+        """Whether this very process was asked."""
+
     def agreed(self) -> bool:
         """Whether any process was asked; all of them must call this at the same step.
 
@@ -86,3 +94,19 @@ class StopRequest(StopSignal):
         if asked:
             self.signal_name = (signal.SIGINT if by_hand else signal.SIGTERM).name
         return asked > 0
+
+    def wait_for_launcher(self) -> None:
+        """Wait some seconds to be asked too, where torchrun has asked ranks of other machines.
+
+        Its agents notice one by one that machines come or go. One whose ranks end of themselves
+        before takes the run to be done, and leaves.
+        """
+        until = monotonic() + WAIT_S
+        while started_by_torchrun() and not self.told and monotonic() < until:
+            sleep(PAUSE_S)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self.told:
+            super()._take(number, frame)
+        self.told = True
+        self.signal_name = self.signal_name or signal.Signals(number).name

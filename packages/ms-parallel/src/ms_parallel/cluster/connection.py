@@ -14,27 +14,29 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from ms_parallel.cluster.device import pick_device
+from ms_parallel.cluster.device import Wanted, pick_device
 from ms_parallel.cluster.groups import Groups, lay_mesh
 from ms_parallel.cluster.launch_line import launch_command
 from ms_parallel.cluster.layout import Layout
+from ms_parallel.cluster.mixed.devices import Devices
+from ms_parallel.cluster.mixed.kinds import HOST
 from ms_parallel.cluster.process import launched, rank, variable, world_size
 from ms_parallel.cluster.slurm import adopt_scheduler
-from ms_parallel.cluster.watch import Heartbeat
+from ms_parallel.cluster.start import agree_on_start
+from ms_parallel.cluster.watch import Heartbeat, position
 from ms_parallel.errors import LaunchError
 from ms_parallel.interruption import end_with_launcher
 
 SETTLE_S = 0.2
 
 
-def connect(
-    layout: Layout, *, device: str | torch.device | None = None, timeout_s: float = 600.0
-) -> Groups:
+def connect(layout: Layout, *, device: Wanted = None, timeout_s: float = 600.0) -> Groups:
     """Join the processes that were started (or be the only one) and lay the mesh over them.
 
     Args:
         layout: how the processes split the work; its world size must be the number started.
-        device: `"cpu"`, an accelerator, or None to take the machine's best.
+        device: `"cpu"`, an accelerator, or None to take the machine's best; or `Devices`, which say
+            which rank has which.
         timeout_s: seconds after which a collective whose peer is silent raises.
 
     Raises:
@@ -45,12 +47,10 @@ def connect(
     own = pick_device(device)
     if not dist.is_initialized():
         _initialise(own, dist.HashStore(), 0, 1, timeout_s)  # type: ignore[attr-defined]
-    return lay_mesh(layout, own)
+    return lay_mesh(layout, own, device if isinstance(device, Devices) else None)
 
 
-def join(
-    layout: Layout, *, device: str | torch.device | None = None, timeout_s: float = 600.0
-) -> None:
+def join(layout: Layout, *, device: Wanted = None, timeout_s: float = 600.0) -> None:
     """Meet the other processes of a layout; nothing to do for one that runs alone.
 
     Args:
@@ -78,16 +78,16 @@ def join(
     number, size = rank(), world_size()
     layout.check_world(size)
     own = pick_device(device)
+    mixed = isinstance(device, Devices) and device.are_mixed
     if number == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         _check_port()
     try:
         timeout = timedelta(seconds=timeout_s)
         store, _, _ = next(iter(rendezvous("env://", number, size, timeout=timeout)))
-        # torchrun keeps one store over its restarts; without a prefix of its own, a restarted
-        # process reads the addresses of the dead ones and waits for them.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = PrefixStore(f"ms-parallel/attempt-{attempt}", store)
-        _initialise(own, store, number, size, timeout_s)
+        position.start = agree_on_start(store, number, size, timeout_s)
+        store = PrefixStore(f"ms-parallel/attempt-{position.start}", store)
+        # Between kinds all goes through memory; each kind then makes a group of its own.
+        _initialise(HOST if mixed else own, store, number, size, timeout_s)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise LaunchError(_why_not(error, number, timeout_s)) from error
     heartbeat = Heartbeat(number, size, timeout_s)

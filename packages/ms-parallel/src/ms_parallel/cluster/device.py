@@ -4,14 +4,24 @@ import os
 
 import torch
 
+from ms_parallel.cluster import process
+from ms_parallel.cluster.mixed.devices import Devices
 from ms_parallel.errors import LaunchError
 
+Wanted = str | torch.device | Devices | None
+"""A device: its name, or what says which rank has which; None for the machine's best."""
 
-def pick_device(device: str | torch.device | None = None) -> torch.device:
+
+def pick_device(device: Wanted = None) -> torch.device:
     """This process's device: `device` if given, else the accelerator of its local rank, else CPU.
 
     An accelerator is never invented: a process beyond the machine's devices is a `LaunchError`.
     """
+    if isinstance(device, Devices):
+        if len(device.names) > 1 and process.world_size() == 1 and not process.launched():
+            return torch.device("cpu")  # a run of other processes is only looked at
+        device.check_world(process.world_size())
+        device = device.of_rank(process.rank(), process.variable("LOCAL_RANK", 0))
     asked = None if device is None else _device(device)
     if asked is not None and asked.type == "cpu":
         return torch.device("cpu")

@@ -4,7 +4,6 @@ The failing rank leaves a message in the store and raises. When its process ends
 close; who waited for it raises in turn, and finds the message.
 """
 
-import os
 import re
 from datetime import timedelta
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ms_parallel.cluster.groups import Groups
+from ms_parallel.cluster.watch import position
 from ms_parallel.errors import StageError
 from ms_parallel.schedules.table.action import Action
 
@@ -52,8 +52,8 @@ def explain(error: Exception, action: Action, groups: Groups) -> Exception:
 
 
 def _key() -> str:
-    # torchrun keeps one store over its restarts; an attempt must not read the last one's word.
-    return f"ms-parallel/stage-failed-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    # torchrun keeps one store over its restarts; a start must not read the last one's word.
+    return f"ms-parallel/stage-failed-{position.start}"
 
 
 def _first_failure() -> str | None:

@@ -6,6 +6,19 @@ from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ms_parallel.cluster.layout import AXES, Layout, Place, row_axes, token_axes
+from ms_parallel.cluster.mixed.devices import Devices
+from ms_parallel.cluster.mixed.kinds import HOST, KindGroups, alone_on, meet_kinds
+
+
+@frozen(kw_only=True)
+class Link:
+    """A way to one other process."""
+
+    rank: int
+    """Its global rank."""
+    group: dist.ProcessGroup
+    wire: torch.device
+    """Where a message lies that the group takes."""
 
 
 @frozen(kw_only=True)
@@ -30,6 +43,15 @@ class Groups:
     """Of these, the ones that share out experts; None where each of them has all."""
     expert_shards: DeviceMesh
     """Of these, the ones that have the same experts, which shard them among them."""
+    devices: Devices | None = None
+    """Of all processes, where they are of several kinds."""
+    kinds: KindGroups | None = None
+    """Then how sums over those that hold the same weights travel."""
+
+    @property
+    def wire(self) -> torch.device:
+        """Where exchanged tensors lie: on the device, or in memory where kinds are mixed."""
+        return self.device if self.kinds is None else HOST
 
     @property
     def token_rank(self) -> int:
@@ -57,6 +79,16 @@ class Groups:
         """Global rank of the process at `index` along `axis`, all other axes as here."""
         return dist.get_global_rank(self.group(axis), index)
 
+    def link(self, peer: int) -> Link:
+        """How messages travel to pipeline rank `peer`."""
+        rank = self.peer("pipeline", peer)
+        if self.kinds is None:
+            return Link(rank=rank, group=self.group("pipeline"), wire=self.device)
+        assert self.devices is not None
+        if self.kinds.line is not None and self.devices.kinds[rank] == self.device.type:
+            return Link(rank=rank, group=self.kinds.line, wire=self.device)
+        return Link(rank=rank, group=self.group("pipeline"), wire=HOST)
+
     def all_reduce(
         self,
         tensor: torch.Tensor,
@@ -64,21 +96,39 @@ class Groups:
         op: dist.ReduceOp.RedOpType | None = None,
     ) -> torch.Tensor:
         """Sum (or `op`) `tensor` in place along what `group` knows, or over all processes."""
+        op = op or dist.ReduceOp.SUM
+        if self.kinds is not None and axis in ("replicas", "rows", "tokens"):
+            return self.kinds.all_reduce(tensor, op)
         group = None if axis is None else self.group(axis)
         if dist.get_world_size(group) > 1:
-            dist.all_reduce(tensor, op=op or dist.ReduceOp.SUM, group=group)
+            sent = tensor.to(self.wire)
+            dist.all_reduce(sent, op=op, group=group)
+            if sent is not tensor:
+                tensor.copy_(sent)
         return tensor
 
 
-def lay_mesh(layout: Layout, device: torch.device) -> Groups:
-    """Lay the mesh of a layout over the processes that have met."""
+def lay_mesh(layout: Layout, device: torch.device, devices: Devices | None = None) -> Groups:
+    """Lay the mesh of a layout over the processes that have met.
+
+    Args:
+        layout: how they split the work.
+        device: of this process.
+        devices: of all, where they are not all of one kind.
+
+    Raises:
+        LayoutError: devices of several kinds cannot split it so.
+    """
+    mixed = devices is not None and devices.are_mixed
     shape = tuple(getattr(layout, axis) for axis in AXES)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+    mesh = init_device_mesh(HOST.type if mixed else device.type, shape, mesh_dim_names=AXES)
     tokens = _joined("tokens", token_axes(), mesh, layout)
     replicas, shards = None, tokens
     if layout.replicate > 1:
         sizes = (layout.replicate, layout.shards)
         replicas, shards = _apart(tokens, sizes, ("replicas", "shards"))
+    if mixed:
+        shards = alone_on(device)
     expert_shards, experts = shards, None
     if layout.expert > 1:
         sizes = (layout.expert_shards, layout.expert)
@@ -94,6 +144,8 @@ def lay_mesh(layout: Layout, device: torch.device) -> Groups:
         shards=shards,
         experts=experts,
         expert_shards=expert_shards,
+        devices=devices,
+        kinds=meet_kinds(layout, devices, device) if devices and mixed else None,
     )
 
 

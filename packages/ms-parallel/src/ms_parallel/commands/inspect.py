@@ -3,9 +3,12 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from msgspec.structs import asdict
+
 from ms_parallel.command_line import GIB, add_json, print_json
 from ms_parallel.settings.run_file import add_run_file
 
+CATEGORIES = ("weights", "gradients", "moments", "activations", "buffers")
 HELP = "say what a run will be: parameters, memory of each rank, layout"
 EXAMPLE = "ms-parallel inspect RUN.toml --set layout.pipeline=4"
 
@@ -22,13 +25,20 @@ def run(options: Namespace) -> int:
     from ms_parallel.run_file import read_run_file
     from ms_parallel.training.fitting import layout_of
     from ms_parallel.training.inspection import inspect
+    from ms_parallel.training.memory import run_memory
+    from ms_parallel.training.microbatch_size import settled
 
     run = read_run_file(options.run_file, options.set)
     candidates = (Path(run.dataset), run.options.output_dir / "shards")
     shards = next((folder for folder in candidates if (folder / "index.json").is_file()), None)
-    facts = inspect(run.options, layout_of(run.options), shards)
+    layout = layout_of(run.options)
+    settings = settled(
+        run.options, layout, lambda rows: run_memory(run.options, layout, shards, rows)
+    )
+    facts = inspect(settings, layout, shards)
+    memory = run_memory(settings, layout, shards)
     if options.json:
-        return print_json(facts)
+        return print_json({**asdict(facts), "memory": memory})
     print(f"model        {facts.architecture}, {facts.parameters:,} parameters")
     print(f"layout       {facts.layout}: {facts.processes} processes")
     print(
@@ -48,12 +58,10 @@ def run(options: Namespace) -> int:
             f"experts of a layer: {facts.experts.experts}, {facts.experts.each} a rank, each"
             f" sharded over {facts.experts.shards}; shared out by ranks {groups}\n"
         )
-    print("memory of a rank, estimated")
-    for rank in facts.ranks:
-        print(
-            f"  pipeline {rank.pipeline}: {rank.layers} layers, {rank.parameters:,} parameters;"
-            f" weights, gradients, moments {rank.state_bytes / GIB:.3f} GiB, and"
-            f" {rank.gathered_bytes / GIB:.3f} GiB whole between microbatches;"
-            f" activations {rank.activation_bytes / GIB:.3f} GiB"
-        )
+    print("memory of a rank at its peak, predicted, GiB")
+    print(f"  {'':11}  {'  '.join(f'{name:>11}' for name in CATEGORIES)}  {'all':>11}  layers")
+    for rank, held in zip(facts.ranks, memory, strict=True):
+        sizes = [*(getattr(held, name) for name in CATEGORIES), held.total]
+        shown = "  ".join(f"{size / GIB:11.3f}" for size in sizes)
+        print(f"  pipeline {rank.pipeline:<2}  {shown}  {rank.layers}")
     return 0

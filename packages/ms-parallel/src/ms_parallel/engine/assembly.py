@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from attrs import evolve, field, frozen
 from torch import nn
@@ -11,6 +11,8 @@ from torch import nn
 from ms_parallel import operators
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
+from ms_parallel.cluster.mixed.devices import Devices
+from ms_parallel.cluster.mixed.kinds import check_mixed
 from ms_parallel.engine.heads import add_heads
 from ms_parallel.engine.options import EngineOptions
 from ms_parallel.errors import ConfigError, LayoutError
@@ -22,8 +24,8 @@ from ms_parallel.models.registry import architecture, architectures, model_plan,
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.settings import a_path
 from ms_parallel.split.data_axis import Sharding
+from ms_parallel.split.memory.recompute_choice import Recompute
 from ms_parallel.split.own_model import WHOLE, OwnModelConfig, build_own, check_own
-from ms_parallel.split.recompute import Recompute
 from ms_parallel.split.stages import build_stage, cut_layers
 from ms_parallel.weights.initial import initialise
 from ms_parallel.weights.load import has_weights, load_weights
@@ -86,6 +88,39 @@ def sharded_layout(layout: Layout, sharding: Sharding) -> Layout:
             " sharding='replicate' has none; set sharding to zero1"
         )
     return evolve(layout, replicate=layout.token_ranks)
+
+
+class Alike(Protocol):
+    """Settings that ask for devices of one kind."""
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether weights are to be the same to the bit under other layouts."""
+
+
+def check_devices(devices: object, layout: Layout, options: Alike) -> None:
+    """Check that the devices of a run, where they are of several kinds, can train together.
+
+    Args:
+        devices: those of all ranks; anything else is one kind.
+        layout: how the processes split the work.
+        options: the run's or the engine's.
+
+    Raises:
+        ConfigError: a setting needs devices of one kind.
+        LayoutError: the layout does, or has another number of ranks.
+    """
+    if not isinstance(devices, Devices):
+        return
+    devices.check_world(layout.world_size)
+    if not devices.are_mixed:
+        return
+    check_mixed(layout)
+    if options.reproducible:
+        raise ConfigError(
+            "reproducible=True cannot hold on devices of several kinds, whose products are rounded"
+            " differently; leave reproducible out, or use one kind"
+        )
 
 
 def build_stages(

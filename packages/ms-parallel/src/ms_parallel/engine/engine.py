@@ -1,9 +1,10 @@
 """Runs a model under any layout: one object that trainers of every kind ask for work."""
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import isfinite, nan
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from ms_parallel.engine.assembly import (
     Given,
     build_beside,
     build_stages,
+    check_devices,
     describe,
     sharded_layout,
 )
@@ -33,8 +35,10 @@ from ms_parallel.engine.loss import Loss, LossWithStatistics, Output
 from ms_parallel.engine.microbatches import measure
 from ms_parallel.engine.optimizer import learning_rate
 from ms_parallel.engine.options import EngineOptions
+from ms_parallel.engine.reproducible.check import check_reproducible, kept_apart
+from ms_parallel.engine.reproducible.update import Reproducible, deterministic
 from ms_parallel.engine.rules.grouped import GroupedOptimizer
-from ms_parallel.engine.state import SCALE, load_state, state_of
+from ms_parallel.engine.state import SCALE, align_kinds, load_state, state_of
 from ms_parallel.engine.trainable import Trainable
 from ms_parallel.engine.updates.auditor import Auditor
 from ms_parallel.engine.updates.loss_scale import LossScaler
@@ -51,14 +55,21 @@ from ms_parallel.models.weight_names import Rules
 from ms_parallel.operators import Ops
 from ms_parallel.pipeline.choice import Tables
 from ms_parallel.pipeline.recorder import Recorder
+from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.signature import takes
+from ms_parallel.split.compiled import check_compiled, compile_blocks
 from ms_parallel.split.context.kinds import check_context
 from ms_parallel.split.context.splitter import Splitter
+from ms_parallel.split.data_axis import ACTIVATIONS, MOMENTS
+from ms_parallel.split.memory.budget import Budget
+from ms_parallel.split.memory.recompute_choice import budget_bytes
 from ms_parallel.split.own_model import OwnModelConfig
 from ms_parallel.split.part import drop_gathered, is_whole_here
 from ms_parallel.split.precision import warn_of_slow_bfloat16
 from ms_parallel.split.precision_choice import precision_name
 from ms_parallel.weights.save import save_model
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -85,13 +96,15 @@ class Engine:
         layout = chosen.groups.layout if chosen.groups else layout or Layout()
         layout = sharded_layout(layout, chosen.sharding)
         self.config, self.plan = describe(model, chosen.plan, layout, chosen.recompute)
+        if chosen.reproducible:
+            check_reproducible(layout, self.plan, self.config, prepared=chosen.prepare is not None)
         check_context(chosen.context_attention, self.config, layout)
-        own = isinstance(model, nn.Module)
-        if own:
+        check_devices(chosen.groups.devices if chosen.groups else chosen.device, layout, chosen)
+        if own := isinstance(model, nn.Module):
             check_audit(chosen, "a module of your own, which cannot be built a second time")
         self.groups = chosen.groups or connect(layout, device=chosen.device)
         if self.groups.layout != layout:
-            self.groups = lay_mesh(layout, self.groups.device)
+            self.groups = lay_mesh(layout, self.device, self.groups.devices)
         if chosen.mixed_precision is True and dist.get_rank() == 0:
             warn_of_slow_bfloat16(self.device)
         self.ops: Ops = chosen.ops or operators
@@ -100,9 +113,17 @@ class Engine:
         self.tables = Tables(chosen.schedule, layout.pipeline)
         self.placement = self.tables.placement
         """Pipeline rank of each stage."""
+        if chosen.compile:
+            given = self.tables.choice
+            if not isinstance(given, Schedule):
+                given = self.tables.training(4 * layout.pipeline)
+            check_compiled(self.config, layout, chosen, given)
         self.stages = build_stages(
             model, self.config, self.plan, self.placement, self.tables.layers, self.groups, chosen
         )
+        if chosen.compile:
+            for stage in cast(Mapping[int, nn.Module], self.stages).values():
+                compile_blocks(stage, self.plan)
         self.splitter = Splitter(
             self.config,
             self.groups,
@@ -111,7 +132,19 @@ class Engine:
             2 if chosen.mixed_precision else torch.get_default_dtype().itemsize,
         )
         self.passes = self._passes(self.stages)
+        self.passes.runtime.offload = chosen.offload in ACTIVATIONS and self.device.type != "cpu"
+        if chosen.offload in ACTIVATIONS and not self.passes.runtime.offload:
+            logger.warning(
+                "offload=%r does nothing for activations on a CPU, which keeps them in the"
+                " machine's memory anyway",
+                chosen.offload,
+            )
+        budget = budget_bytes(chosen.recompute)
+        if budget is not None:
+            modules = cast(Mapping[int, nn.Module], self.stages)
+            self.passes.budget = Budget(modules, self.groups, budget)
         self.trained = self._trainable(frozen_too=not own)
+        self._fix_order()
         mixture = getattr(self.config, "mixture", None)
         self.balancer = Balancer(self.stages, mixture, self.groups, balance_of(chosen))
         self.scaler = LossScaler(chosen.scaling)
@@ -182,8 +215,10 @@ class Engine:
             ConfigError: there are no rows, or the sequence does not divide over `tensor`.
             ParallelError: the gradient is not finite and `on_nonfinite="raise"`.
         """
-        rows = self.passes.microbatches(batch)
-        weight, tokens = measure(rows, loss, self.groups)
+        fixed = self.passes.fixed
+        rows = self.passes.microbatches(batch, 1 if fixed else None)
+        add = fixed.begin(len(rows)).sum if fixed else None
+        weight, tokens = measure(rows, loss, self.groups, add)
         names = loss.statistics if isinstance(loss, LossWithStatistics) else ()
         update = Update(
             loss=nan,
@@ -208,24 +243,24 @@ class Engine:
         refuse: Callable[[float, float], bool] | None,
     ) -> Update:
         """Perform an update of rows that have a loss."""
-        names, factor = tuple(update.statistics), self.scaler.factor
+        names, factor, fixed = tuple(update.statistics), self.scaler.factor, self.passes.fixed
         statistics: list[Tensor] = []
         further: list[Tensor] = []
-        with self.balancer.accounting(update.tokens, factor):
+        with self.balancer.accounting(update.tokens, factor), deterministic(fixed is not None):
             losses = self.passes.backward(rows, loss, weight, statistics, further, scale=factor)
         load = self.balancer.collect(update.tokens)
-        gradients = self.trained.gradients()
+        gradients = self.trained.gradients(fixed.gradients if fixed else None)
         if factor != 1.0:
             scale(list(gradients.values()), 1.0 / factor)
-        facts = torch.zeros(2 + len(names) + depths_of(self.config, loss), device=self.device)
+        # Of each microbatch: its share of the loss, its statistics, and what predicts further.
+        told: list[Tensor] = []
         if losses and self.groups.place.speaks_for_rows:
-            facts[0] = torch.stack(losses).sum()
-            if names:
-                facts[2 : 2 + len(names)] = torch.stack(statistics).sum(0) / weight
-            if further:
-                facts[2 + len(names) :] = torch.stack(further).sum(0)
-        facts[1] = self.trained.squared_norm(gradients)
-        value, square, *means = self.groups.all_reduce(facts).tolist()
+            shares = [each / weight for each in statistics]
+            parts = zip(*(each for each in (shares, further) if each), strict=True)
+            every = list(parts) or [()] * len(losses)
+            told = [torch.cat((x[None], *y)) for x, y in zip(losses, every, strict=True)]
+        width = 1 + len(names) + depths_of(self.config, loss)
+        square, (value, *means) = (fixed or self.trained).facts(told, width, gradients)
         norm = square**0.5
         skipped = self._reason(value, norm, refuse)
         audit = None
@@ -295,7 +330,7 @@ class Engine:
         """The rows of all data ranks, in their order; each gives as many."""
         if self.data_ranks == 1:
             return rows
-        mine = rows.contiguous().to(self.device)
+        mine = rows.contiguous().to(self.groups.wire)
         parts = [torch.empty_like(mine) for _ in range(self.data_ranks)]
         dist.all_gather(parts, mine, group=self.groups.group("rows"))
         return torch.cat(parts).to(rows.device)
@@ -345,6 +380,7 @@ class Engine:
         for stage in self.stages.values():
             thaw_heads(stage, self.options.heads)
         self.trained = self._trainable(frozen_too=False)
+        self._fix_order()
         # The routers are frozen with the rest: what they choose is counted alone.
         self.balancer.balance = Balance(method="none", coefficient=0.0)
 
@@ -372,8 +408,14 @@ class Engine:
         save_model(list(self.stages.values()), folder, tokenizer=tokenizer)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Weights, moments and counters by name, ready for torch.distributed.checkpoint."""
-        return state_of(self.trained, self.step, self._beside())
+        """Weights, moments and counters by name, ready for torch.distributed.checkpoint.
+
+        Where devices are of several kinds, all processes call this: it makes copies equal again.
+        """
+        beside = self._beside()
+        state = state_of(self.trained, self.step, beside)
+        align_kinds(state, self.trained, beside, self.groups)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` gave; another layout's goes through the checkpoint first.
@@ -420,8 +462,21 @@ class Engine:
             self.options.optimizer,
             weights=self._weight_rules,
             frozen_too=frozen_too,
-            offload=self.options.offload == "moments",
+            offload=self.options.offload in MOMENTS,
+            summed=not self.options.reproducible,
         )
+
+    def _fix_order(self) -> None:
+        """Where bits are to be reproduced, let rows be added up in one order."""
+        if not self.options.reproducible:
+            return
+        copies = kept_apart(
+            self.plan, self.config, self.placement, self.options.prepare is not None
+        )
+        fixed = Reproducible(
+            self.stages, self.parameters, self.trained.counted, self.groups, copies
+        )
+        self.passes.fixed, self.passes.runtime.take = fixed, fixed.gradients.take
 
     def _weight_rules(self) -> Rules:
         if isinstance(self.config, OwnModelConfig):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.loss import IGNORED, Output
-from ms_parallel.engine.microbatches import sum_over_rows
+from ms_parallel.engine.microbatches import Add, adding_up
 from ms_parallel.models.batch import Batch
 from ms_parallel.models.staged import RowSplit, StagedModel
 
@@ -58,15 +58,18 @@ def further_targets(batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
     return shifted, moved * counted
 
 
-def divisors(microbatches: Sequence[Batch], depths: int, groups: Groups) -> list[float]:
+def divisors(
+    microbatches: Sequence[Batch], depths: int, groups: Groups, add: Add | None = None
+) -> list[float]:
     """The weight of each depth's targets in the global batch, of which these are a part."""
+    add = add or adding_up(groups)
     if not depths:
         return []
-    total = torch.zeros(depths, dtype=torch.float64)
-    for microbatch in microbatches:
+    mine = torch.zeros(len(microbatches), depths, dtype=torch.float64)
+    for row, microbatch in zip(mine, microbatches, strict=True):
         for depth in range(depths):
-            total[depth] += further_targets(microbatch, depth + 1)[1].sum().double()
-    return sum_over_rows(total, groups).tolist()
+            row[depth] = further_targets(microbatch, depth + 1)[1].sum().double()
+    return add(mine).tolist()
 
 
 def further_shares(

@@ -38,6 +38,24 @@ def reduce_gradients(
     if groups.replicas is not None:
         sum_over("replicas", list(gradients.values()), groups)
     sum_over_tensor([gradients[name] for name in whole], groups)
+    add_tied(gradients, tied, placement, groups)
+    return gradients
+
+
+def add_tied(
+    gradients: Mapping[str, Tensor],
+    tied: Sequence[tuple[str, str]],
+    placement: Sequence[int],
+    groups: Groups,
+) -> None:
+    """Add up, in place, what two stages have of the gradient of one weight; both get the sum.
+
+    Args:
+        gradients: this process's parts, by name.
+        tied: as in `reduce_gradients`.
+        placement: pipeline rank of each stage.
+        groups: the layout's processes.
+    """
     first, last = placement[0], placement[-1]
     for owner, copy in tied if len(placement) > 1 else ():
         if first == last == groups.place.pipeline:
@@ -47,7 +65,6 @@ def reduce_gradients(
             sum_tied(gradients[owner], last, groups)
         elif copy in gradients:
             sum_tied(gradients[copy], first, groups)
-    return gradients
 
 
 def is_counted(name: str, plan: ModelPlan, placement: Sequence[int], groups: Groups) -> bool:
@@ -83,14 +100,15 @@ def sum_tied(gradient: Tensor, peer: int, groups: Groups) -> None:
 
     Both ends add the same two numbers, so the two copies stay equal bit by bit.
     """
-    other = torch.empty_like(gradient)
+    mine = gradient.to(groups.wire)
+    other = torch.empty_like(mine)
     rank, group = groups.peer("pipeline", peer), groups.group("pipeline")
     works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, gradient, rank, group), dist.P2POp(dist.irecv, other, rank, group)]
+        [dist.P2POp(dist.isend, mine, rank, group), dist.P2POp(dist.irecv, other, rank, group)]
     )
     for work in works:
         work.wait()
-    gradient += other
+    gradient += other.to(gradient.device)
 
 
 def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

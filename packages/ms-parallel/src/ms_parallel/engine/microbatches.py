@@ -1,6 +1,6 @@
 """Cuts a data rank's rows into microbatches, and weighs them among all rows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.loss import Loss, LossWithStatistics
 from ms_parallel.errors import ConfigError
-from ms_parallel.models.batch import Batch
+from ms_parallel.models.batch import Batch, cut_rows
 
 
 def cut_batch(
@@ -22,7 +22,7 @@ def cut_batch(
     Where they do not divide, the last is smaller.
 
     Args:
-        batch: tensors or arrays (b, S) as in the Batch seam.
+        batch: tensors or arrays (b, S), and pictures, as in the Batch seam.
         size: rows of a microbatch.
         tensor: ranks that split the sequence between matrices.
         context: ranks that share out the sequence.
@@ -38,10 +38,7 @@ def cut_batch(
     check_length("sequence length", length, tensor=tensor, context=context)
     if "positions" not in tensors:
         tensors["positions"] = torch.arange(length).expand(count, length)
-    return [
-        {name: value[start : start + size] for name, value in tensors.items()}
-        for start in range(0, count, size)
-    ]
+    return [cut_rows(tensors, start, start + size) for start in range(0, count, size)]
 
 
 def check_length(what: str, length: int, **parts: int) -> None:
@@ -58,14 +55,26 @@ def check_length(what: str, length: int, **parts: int) -> None:
         )
 
 
+Add = Callable[[Tensor], Tensor]
+"""Adds up numbers (microbatches, n) over those of all processes, to (n,), float64 on the CPU."""
+
+
 def measure(
-    microbatches: Sequence[Batch], loss: Loss | LossWithStatistics, groups: Groups
+    microbatches: Sequence[Batch],
+    loss: Loss | LossWithStatistics,
+    groups: Groups,
+    add: Add | None = None,
 ) -> tuple[float, int]:
     """Weight and number of tokens of the global batch, of which these are this data rank's part."""
-    weight = sum(loss.weight(microbatch) for microbatch in microbatches)
-    tokens = sum(microbatch["tokens"].numel() for microbatch in microbatches)
-    total = sum_over_rows(torch.tensor([weight, tokens], dtype=torch.float64), groups)
-    return float(total[0]), round(float(total[1]))
+    add = add or adding_up(groups)
+    mine = [(loss.weight(each), each["tokens"].numel()) for each in microbatches]
+    weight, tokens = add(torch.tensor(mine, dtype=torch.float64)).tolist()
+    return weight, round(tokens)
+
+
+def adding_up(groups: Groups) -> Add:
+    """What adds up over microbatches, then over processes."""
+    return lambda mine: sum_over_rows(mine.sum(0), groups)
 
 
 def sum_over_rows(numbers: Tensor, groups: Groups) -> Tensor:
@@ -78,7 +87,7 @@ def sum_over_rows(numbers: Tensor, groups: Groups) -> Tensor:
     if count == 1:
         return numbers
     coarse = numbers.float()
-    words = torch.stack((coarse, (numbers - coarse).float())).to(groups.device)
+    words = torch.stack((coarse, (numbers - coarse).float())).to(groups.wire)
     parts = [torch.empty_like(words) for _ in range(count)]
     dist.all_gather(parts, words, group=groups.group("rows"))
     return torch.stack(parts).cpu().double().sum((0, 1))

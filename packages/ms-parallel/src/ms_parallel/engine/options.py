@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from attrs import field, frozen
 
+from ms_parallel.cluster.device import Wanted
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.balance.settings import method
 from ms_parallel.engine.optimizer import SHARED, OptimizerConfig, optimizer_of
@@ -16,13 +16,13 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.pipeline.layer_split import Choice
-from ms_parallel.settings import a_path, number, one_of, whole
+from ms_parallel.settings import a_path, flag, number, one_of, whole
 from ms_parallel.split.context.kinds import BALANCES, KINDS
 from ms_parallel.split.context.kinds import Balance as ContextBalance
 from ms_parallel.split.context.kinds import Kind as ContextKind
-from ms_parallel.split.data_axis import OFFLOADS, SHARDINGS, Offload, Sharding
+from ms_parallel.split.data_axis import MOMENTS, OFFLOADS, SHARDINGS, Offload, Sharding
+from ms_parallel.split.memory.recompute_choice import Recompute, recompute_setting
 from ms_parallel.split.precision_choice import MixedPrecision, mixed_precision
-from ms_parallel.split.recompute import Recompute
 
 
 def _optimizer(value: OptimizerConfig | str | Mapping[str, Any]) -> OptimizerConfig:
@@ -58,21 +58,29 @@ class EngineOptions:
     """How the loss is scaled in float16, a `LossScale` or a table of its settings."""
     audit_every: int | None = field(default=None, validator=whole(optional=True))
     """Updates between audits, each of which is computed again in float32; None for none."""
-    recompute: Recompute = field(default="none", validator=one_of("none", "full"))
-    """`"full"` keeps only each block's input and runs it again in the backward."""
+    recompute: Recompute = field(default="none", validator=recompute_setting)
+    """What blocks run again in the backward instead of keeping it: `"none"`, `"selective"`,
+    `"attention"`, `"full"`; or the most bytes that a rank's blocks may keep, such as `"8GiB"`."""
+    compile: bool = field(default=False, validator=flag)
+    """Compile the training of each block by itself, with torch.compile; see
+    `ms_parallel.split.compiled`."""
     sharding: Sharding = field(default="auto", validator=one_of(*SHARDINGS))
     """What ranks that hold different tokens share out: `replicate`, `zero1`, `zero2`, `zero3`, or
     `auto`; see `ms_parallel.split.sharding`."""
     offload: Offload = field(default="none", validator=one_of(*OFFLOADS))
-    """`"moments"`: those of AdamW lie in the machine's memory, not its device's, and visit the
-    device in an update."""
+    """What lies in the machine's memory, not its device's: `"moments"` of AdamW, which visit the
+    device in an update; `"activations"`, what forwards keep for their backward; or `"all"`."""
+    reproducible: bool = field(default=False, validator=flag)
+    """The same weights to the bit for any number of data ranks, any sharding, any cut into stages
+    and any microbatch_size: rows pass one at a time and are added up in one order."""
     seed: int = 0
     """Seed of fresh weights, which are the same under every layout."""
     weights: Literal["initial", "unset"] | Path = field(default="initial", validator=a_path())
     """`"initial"`: those of the model's folder, or drawn; a folder whose weights are read; or
     `"unset"` where a checkpoint is loaded next, so that none are drawn to be overwritten."""
-    device: str | torch.device | None = None
-    """`"cpu"` or an accelerator; None for the machine's best."""
+    device: Wanted = None
+    """`"cpu"` or an accelerator; None for the machine's best; or `Devices`, where ranks have unlike
+    ones."""
     ops: Ops | None = None
     """Operators of the model; None for plain torch."""
     context_attention: ContextKind = field(default="auto", validator=one_of(*KINDS))
@@ -107,11 +115,12 @@ class EngineOptions:
 
     def __attrs_post_init__(self) -> None:
         check_loss_scale(self.loss_scale, self.mixed_precision)
-        if self.offload == "moments" and not self.optimizer.offloads:
+        if self.offload in MOMENTS and not self.optimizer.offloads:
             name = type(self.optimizer).__name__.removesuffix("Config")
+            other = "none" if self.offload == "moments" else "activations"
             raise ConfigError(
-                f"offload='moments' is for AdamW, and the optimizer is {name}; set offload to"
-                " none, or choose AdamW"
+                f"offload={self.offload!r} is for AdamW, and the optimizer is {name}; set offload"
+                f" to {other}, or choose AdamW"
             )
 
     @property

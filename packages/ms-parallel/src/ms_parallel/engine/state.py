@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.trainable import Trainable
 from ms_parallel.errors import CheckpointError
 from ms_parallel.split.part import laid_out_like, local_part
@@ -34,6 +36,34 @@ def state_of(trained: Trainable, step: int, beside: Mapping[str, Tensor]) -> dic
     state[TAKEN] = torch.tensor(trained.optimizer.taken, dtype=torch.int64)
     state[STEP] = torch.tensor(step, dtype=torch.int64)
     return state
+
+
+@torch.no_grad()
+def align_kinds(
+    state: Mapping[str, Tensor], trained: Trainable, beside: Mapping[str, Tensor], groups: Groups
+) -> None:
+    """Make equal what processes on unlike devices hold of the same weights and moments.
+
+    Each kind of device rounds updates in its own way, so copies drift apart by rounding errors. A
+    checkpoint holds one of them; so that a run that goes on from it is the one that went on, all
+    take that one over. All processes call this; where they are of one kind nothing is done.
+    """
+    if groups.kinds is None:
+        return
+    names = sorted(state.keys() - beside.keys() - {TAKEN, STEP})
+    for name in names:
+        groups.kinds.align(local_part(state[name]))
+    first, last = trained.placement[0], trained.placement[-1]
+    here, group = groups.place.pipeline, groups.group("pipeline")
+    for owner, _ in trained.plan.tied if first != last and here in (first, last) else ():
+        for name in (each for each in names if each == owner or each.endswith(f".{owner}")):
+            host = local_part(state[name]).to(groups.wire)
+            if here == first:
+                dist.send(host, groups.peer("pipeline", last), group=group)
+            else:
+                dist.recv(host, groups.peer("pipeline", first), group=group)
+                local_part(state[name]).copy_(host)
+    _refresh_copies(trained)
 
 
 @torch.no_grad()

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from ms_parallel.cluster.groups import Groups
-from ms_parallel.engine.gradients import is_counted, reduce_gradients, scale, squared_norm
+from ms_parallel.engine.gradients import add_tied, is_counted, reduce_gradients, scale, squared_norm
 from ms_parallel.engine.optimizer import OptimizerConfig
+from ms_parallel.engine.reproducible.gradients import RowGradients
 from ms_parallel.engine.rules.grouped import GroupedOptimizer
 from ms_parallel.engine.rules.rule import Held
 from ms_parallel.models.plan import ModelPlan
@@ -30,6 +32,7 @@ class Trainable:
         weights: gives how a folder's tensors make up the parameters.
         frozen_too: also parameters that take no gradient.
         offload: whether moments lie in the machine's memory.
+        summed: whether backwards sum gradients over processes; else these are left to the caller.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Trainable:
         weights: Callable[[], Rules],
         frozen_too: bool,
         offload: bool = False,
+        summed: bool = True,
     ) -> None:
         self.plan, self.placement, self.groups = plan, placement, groups
         self.parameters: dict[str, Tensor] = {
@@ -60,7 +64,7 @@ class Trainable:
             for name, parameter in self.parameters.items()
             if groups.layout.shards > 1 and is_whole_here(parameter)
         }
-        for parameter in alike.values():
+        for parameter in alike.values() if summed else ():
             parameter.register_hook(self._sum_over_shards)  # type: ignore[no-untyped-call]
         self.counted = [
             name
@@ -78,8 +82,17 @@ class Trainable:
     def _sum_over_shards(self, gradient: Tensor) -> Tensor:
         return self.groups.all_reduce(gradient.contiguous().clone(), "shards")
 
-    def gradients(self) -> dict[str, Tensor]:
-        """This process's part of each gradient of the global batch, by name."""
+    def gradients(self, rows: RowGradients | None = None) -> dict[str, Tensor]:
+        """This process's part of each gradient of the global batch, by name.
+
+        Args:
+            rows: has added them up over processes that hold different tokens; None where the
+                backwards did.
+        """
+        if rows is not None:
+            gradients = rows.total()
+            add_tied(gradients, self.plan.tied, self.placement, self.groups)
+            return gradients
         return reduce_gradients(
             self.parameters, self.whole, self.plan.tied, self.placement, self.groups
         )
@@ -87,6 +100,24 @@ class Trainable:
     def squared_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Sum of squares of what is counted on this process, a float32 scalar."""
         return squared_norm([gradients[name] for name in self.counted], self.groups.device)
+
+    def facts(
+        self, told: Sequence[Tensor], width: int, gradients: Mapping[str, Tensor]
+    ) -> tuple[float, list[float]]:
+        """The gradients' sum of squares, and sums of what is told; the same on every process.
+
+        Args:
+            told: (width,) of each microbatch here, on the processes that speak for their rows; else
+                none.
+            width: numbers a microbatch.
+            gradients: this process's parts of the global batch's, by name.
+        """
+        facts = torch.zeros(1 + width, device=self.groups.device)
+        facts[0] = self.squared_norm(gradients)
+        if told:
+            facts[1:] = torch.stack(list(told)).sum(0)
+        square, *sums = self.groups.all_reduce(facts).tolist()
+        return square, sums
 
     def step(self, gradients: Mapping[str, Tensor] | None, norm: float, rate: float) -> None:
         """Clip and update, or skip where there are no gradients; and drop all gradients."""

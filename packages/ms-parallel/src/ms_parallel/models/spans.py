@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 WORTH_IT = 64
 """Mean length of documents below which so many small calls cost more than one masked one."""
@@ -26,6 +27,11 @@ def document_lengths(documents: Tensor | None) -> tuple[int, ...] | None:
         return None
     if documents is None or documents.device.type != "cpu" or not documents.numel():
         return None
+    with unset_fake_temporarily():  # these numbers are known where memory is predicted too
+        return _lengths(documents)
+
+
+def _lengths(documents: Tensor) -> tuple[int, ...] | None:
     rows, positions = documents.shape
     begins = torch.ones(rows, positions, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]

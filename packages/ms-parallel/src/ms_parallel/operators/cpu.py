@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 
@@ -18,10 +19,15 @@ def widen(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def has_no_values(tensor: Tensor) -> bool:
+    """Whether a tensor is one of torch's fakes: a shape on a device, for memory to be predicted."""
+    return isinstance(tensor, FakeTensor)
+
+
 def serves(*tensors: Tensor) -> bool:
     """Whether all are ordinary float32 tensors on a CPU, and nothing is being traced."""
     return not torch.compiler.is_compiling() and all(
-        type(tensor) in (Tensor, nn.Parameter)
+        type(tensor) in (Tensor, nn.Parameter, FakeTensor)
         and tensor.device.type == "cpu"
         and tensor.dtype == torch.float32
         for tensor in tensors
@@ -101,7 +107,7 @@ class Rotate(torch.autograd.Function):
 def takes_sinks(*tensors: Tensor) -> bool:
     """Whether `attend` takes these: plain tensors with elements on a CPU, untraced."""
     return not torch.compiler.is_compiling() and all(
-        type(tensor) in (Tensor, nn.Parameter)
+        type(tensor) in (Tensor, nn.Parameter, FakeTensor)
         and tensor.device.type == "cpu"
         and tensor.numel() > 0
         and tensor.stride(-1) == 1

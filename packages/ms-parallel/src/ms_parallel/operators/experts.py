@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ms_parallel.operators.cpu import widen
+from ms_parallel.operators.cpu import has_no_values, widen
 
 
 def permute_tokens(x: Tensor, experts: Tensor, *, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,6 +46,8 @@ def grouped_matmul(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     Returns:
         (T, N), dtype of x.
     """
+    if has_no_values(x):  # whose experts' rows are not known: one product keeps as much memory
+        return x @ weights[0]
     # torch has no kernel for float64, and none for rows whose bytes are no multiple of 16.
     aligned = all(size * x.dtype.itemsize % 16 == 0 for size in weights.shape[1:])
     if x.dtype == torch.float64 or not x.numel() or not aligned:
@@ -70,6 +72,43 @@ def unpermute_tokens(rows: Tensor, places: Tensor, weights: Tensor | None = None
     if weights is None:
         weights = torch.ones((), device=rows.device).expand(places.shape)
     return _Unpermute.apply(rows, places, weights)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def swiglu_of_pairs(pairs: Tensor) -> Tensor:
+    """silu(gate) · up of rows that hold both: the numbers of `swiglu`, to the bit.
+
+    The gradient is written to where both lie, instead of being put together from two.
+
+    Args:
+        pairs: (T, 2, N), of each row the gate and then what it lets through.
+
+    Returns:
+        (T, N), dtype of pairs.
+    """
+    return _SwigluOfPairs.apply(pairs)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _SwigluOfPairs(torch.autograd.Function):
+    """silu(gate) · up."""
+
+    @staticmethod
+    def forward(ctx: Any, pairs: Tensor) -> Tensor:
+        """(T, 2, N) to (T, N)."""
+        gate, up = pairs.unbind(1)
+        opened = F.silu(gate)
+        ctx.save_for_backward(pairs, opened)
+        return opened * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """(T, N) to (T, 2, N)."""
+        pairs, opened = ctx.saved_tensors
+        gate, up = pairs.unbind(1)
+        result = torch.empty_like(pairs)
+        torch.mul(gradient, opened, out=result[:, 1])
+        torch.ops.aten.silu_backward(gradient * up, gate, grad_input=result[:, 0])
+        return result
 
 
 class _Permute(torch.autograd.Function):

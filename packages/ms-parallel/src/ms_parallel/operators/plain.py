@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ms_parallel.operators import cpu
 
@@ -221,9 +222,11 @@ class _DocumentMasks:
         order_is_plain = window is None and (not causal or queries in (1, keys))
         # On a GPU looking would stall the queue, in a graph break it; there the mask is built.
         on_cpu = documents.device.type == "cpu"
-        can_look = order_is_plain and on_cpu and not torch.compiler.is_compiling()
-        if can_look and bool((documents == documents[:, :1]).all()):
-            return None
+        known = on_cpu and not torch.compiler.is_compiling() and not cpu.has_no_values(documents)
+        if order_is_plain and known:
+            with unset_fake_temporarily():  # numbers are known where memory is predicted too
+                if bool((documents == documents[:, :1]).all()):
+                    return None
         of_query = documents[:, None, keys - queries :, None]
         same = of_query == documents[:, None, None, :]
         return same & _order_mask(queries, keys, causal, window, documents.device)

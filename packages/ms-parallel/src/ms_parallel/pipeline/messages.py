@@ -45,23 +45,25 @@ class Mailbox:
 
     def send(self, name: Name, tensor: Tensor, peer: int, kind: Shape) -> None:
         """Queue the message `name` for pipeline rank `peer`; `kind` is what decides its shape."""
-        tensor = tensor.contiguous()
+        wire = self.groups.link(peer).wire
+        tensor = tensor.contiguous().to(wire)
         if kind not in self.shapes:
             self.shapes[kind] = (tensor.dtype, tuple(tensor.shape))
             self.flush()
-            self._queue(name, dist.isend, _describe(tensor, self.groups.device), peer)
+            self._queue(name, dist.isend, _describe(tensor, wire), peer)
             self.flush()
         self._queue(name, dist.isend, tensor, peer)
 
     def receive(self, name: Name, peer: int, kind: Shape) -> None:
         """Queue the arrival of the message `name` from pipeline rank `peer`."""
+        wire = self.groups.link(peer).wire
         if kind not in self.shapes:
             self.flush()
-            header = torch.zeros(MAX_DIMS + 2, dtype=torch.int64, device=self.groups.device)
+            header = torch.zeros(MAX_DIMS + 2, dtype=torch.int64, device=wire)
             self.sender[name] = self._queue(name, dist.irecv, header, peer)
             self.shapes[kind] = _read(self.take(name))
         dtype, shape = self.shapes[kind]
-        tensor = torch.empty(shape, dtype=dtype, device=self.groups.device)
+        tensor = torch.empty(shape, dtype=dtype, device=wire)
         self.sender[name] = self._queue(name, dist.irecv, tensor, peer)
 
     def take(self, name: Name) -> Tensor:
@@ -72,7 +74,7 @@ class Mailbox:
         for work in works:
             work.wait()
         position.message = None
-        return tensor
+        return tensor.to(self.groups.device)
 
     def flush(self) -> None:
         """Let all queued messages leave as one batch, and release what has been sent."""
@@ -80,6 +82,12 @@ class Mailbox:
         if not self.queue:
             return
         queue, self.queue = self.queue, []
+        groups = list({id(operation.group): operation.group for _, operation in queue}.values())
+        for group in groups:  # several where devices are of several kinds
+            self._leave([each for each in queue if each[1].group is group])
+
+    def _leave(self, queue: Sequence[tuple[Name, dist.P2POp]]) -> None:
+        """Let messages of one group leave."""
         works = dist.batch_isend_irecv([operation for _, operation in queue])
         # One work a message (gloo), or one for the whole batch (NCCL, HCCL).
         each = [[work] for work in works] if len(works) == len(queue) else [works] * len(queue)
@@ -108,24 +116,24 @@ class Mailbox:
             assert tensor is not None
             return tensor
         source, group = self.groups.peer("pipeline", owner), self.groups.group("pipeline")
-        header = torch.zeros(MAX_DIMS + 2, dtype=torch.int64, device=self.groups.device)
+        header = torch.zeros(MAX_DIMS + 2, dtype=torch.int64, device=self.groups.wire)
         if tensor is not None:
-            header = _describe(tensor, self.groups.device)
+            header = _describe(tensor, self.groups.wire)
         dist.broadcast(header, source, group=group)
         dtype, shape = _read(header)
         if tensor is None:
-            tensor = torch.empty(shape, dtype=dtype, device=self.groups.device)
+            tensor = torch.empty(shape, dtype=dtype, device=self.groups.wire)
         # One that lies on the CPU would leave over another group than the others listen to.
-        tensor = tensor.to(self.groups.device).contiguous()
+        tensor = tensor.to(self.groups.wire).contiguous()
         dist.broadcast(tensor, source, group=group)
-        return tensor
+        return tensor.to(self.groups.device)
 
     def _queue(self, name: Name, operation: object, tensor: Tensor, peer: int) -> int:
         """Queue an operation with pipeline rank `peer`, and return its global rank."""
-        rank, group = self.groups.peer("pipeline", peer), self.groups.group("pipeline")
-        message = dist.P2POp(operation, tensor, rank, group)  # type: ignore[arg-type]
+        link = self.groups.link(peer)
+        message = dist.P2POp(operation, tensor, link.rank, link.group)  # type: ignore[arg-type]
         self.queue.append((name, message))
-        return rank
+        return link.rank
 
 
 def _describe(tensor: Tensor, device: torch.device) -> Tensor:

@@ -92,7 +92,7 @@ def offset_ns(groups: Groups, clock: Callable[[], int] = time.monotonic_ns) -> i
         clock: of this rank, in nanoseconds.
     """
     group, here = groups.group("pipeline"), groups.place.pipeline
-    first, box = groups.peer("pipeline", 0), torch.zeros(1, dtype=torch.int64, device=groups.device)
+    first, box = groups.peer("pipeline", 0), torch.zeros(1, dtype=torch.int64, device=groups.wire)
     best: tuple[int, int] | None = None
     for other in range(1, groups.layout.pipeline):
         for _ in range(ECHOES):

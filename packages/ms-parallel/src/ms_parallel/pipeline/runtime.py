@@ -12,7 +12,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ms_parallel.cluster.failures import explain
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.watch import position
-from ms_parallel.models.batch import Batch
+from ms_parallel.errors import ModelError
+from ms_parallel.models.batch import Batch, pictures_of
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.staged import RowSplit
 from ms_parallel.pipeline.messages import Mailbox
@@ -20,6 +21,7 @@ from ms_parallel.pipeline.recorder import Recorder
 from ms_parallel.schedules.table.action import RECEIVES, SENDS, Action, Kind
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.split.data_axis import Sharding
+from ms_parallel.split.memory.offload import offloading
 from ms_parallel.split.part import drop_gathered
 from ms_parallel.split.sharding import after_weight_gradients, gather_weights, set_last_backward
 from ms_parallel.split.weight_gradients import Later, putting_off
@@ -31,6 +33,9 @@ Call = Callable[..., Tensor]
 """Calls a stage with (stage, input, positions=, documents=, cache=), and row_split= where there is
 one; returns its output."""
 
+Take = Callable[[int, int, bool], None]
+"""Called with a stage, a microbatch, and whether its gradients there are complete."""
+
 Key = tuple[int, int]
 """(stage, microbatch)."""
 WEIGHTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
@@ -39,7 +44,16 @@ UNTIMED = nullcontext()
 
 
 def call_stage(stage: nn.Module, entering: Tensor, **context: Any) -> Tensor:
-    """Call a stage of our own models; the loss applies the head."""
+    """Call a stage of our own models; the loss applies the head.
+
+    Raises:
+        ModelError: the batch has pictures, which none of them sees.
+    """
+    if "pictures" in context:
+        raise ModelError(
+            f"the batch has pictures, and {type(stage).__name__} reads text alone; give the engine"
+            " a SeeingModel, or leave pictures out of the data"
+        )
     hidden: Tensor = stage(entering, logits=False, **context)
     return hidden
 
@@ -92,8 +106,12 @@ class Runtime:
         self.sharding: Sharding = sharding
         self.groups = groups
         self.mailbox = Mailbox(groups)
+        self.offload = False
+        """Whether what forwards keep goes to the machine's memory."""
         self.recorder: Recorder | None = None
         """Notes when each computation runs, waiting for messages left out."""
+        self.take: Take | None = None
+        """Takes each microbatch's gradients, which are then not summed over the data axis."""
 
     def run(
         self,
@@ -167,7 +185,7 @@ class Runtime:
                 last = self._is_last(stage, step)
                 with self.recorder or UNTIMED:
                     step.later.pop(key).settle()
-                    after_weight_gradients(self.stages[stage], last, self.sharding)
+                    self._after_weights(key, last)
             case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
                 self._send(key, action.kind is Kind.SEND_FORWARD, step, schedule)
             case Kind.RECV_FORWARD | Kind.RECV_BACKWARD:
@@ -181,7 +199,7 @@ class Runtime:
             case Kind.RESHARD:
                 drop_gathered(self.stages[stage])
             case Kind.REDUCE_GRAD:
-                after_weight_gradients(self.stages[stage], True)
+                after_weight_gradients(self.stages[stage], True, summed=self.take is None)
             case Kind.WAIT_REDUCE_GRAD:
                 pass  # REDUCE_GRAD returns with what follows already ordered behind its sum
             case _:
@@ -201,6 +219,13 @@ class Runtime:
         sender, boundary = (stage - 1, (stage - 1, microbatch)) if forward else (stage + 1, key)
         name = (*key, "F" if forward else "B")
         self.mailbox.receive(name, schedule.placement[sender], self._shape(step, boundary))
+
+    def _after_weights(self, key: Key, last: bool) -> None:
+        """Do what follows gradients of weights that were put off."""
+        stage, summed = self.stages[key[0]], self.take is None
+        after_weight_gradients(stage, last, self.sharding, summed=summed)
+        if self.take is not None:
+            self.take(*key, True)
 
     def _is_last(self, stage: int, step: Step) -> bool:
         """Count gradients of weights that are now complete; whether these are to be summed.
@@ -231,6 +256,7 @@ class Runtime:
         with (
             self.recorder or UNTIMED,
             putting_off(step.later[key]) if key in step.split else UNTIMED,
+            offloading(self.stages[stage]) if self.offload else UNTIMED,
         ):
             hidden = self._compute(key, entering, step, schedule)
         if hidden.requires_grad:
@@ -244,6 +270,7 @@ class Runtime:
         """A stage's output; on the last stage, the result."""
         stage, microbatch = key
         batch, row_split = step.microbatches[microbatch], step.row_splits[microbatch]
+        pictures = pictures_of(batch)
         hidden = self.call(
             self.stages[stage],
             entering,
@@ -251,6 +278,7 @@ class Runtime:
             documents=batch.get("documents"),
             cache=step.caches.get(stage),
             **({} if row_split is None else {"row_split": row_split}),
+            **({} if pictures is None else {"pictures": pictures}),
         )
         return step.finish(hidden, batch, row_split) if stage + 1 == schedule.stages else hidden
 
@@ -264,10 +292,13 @@ class Runtime:
         split = key in step.split
         # Where the last gradients are put off, what follows them sums over the data axis.
         last = not split and self._is_last(stage, step)
-        set_last_backward(self.stages[stage], last, self.sharding, whole=not split)
+        summed = self.take is None
+        set_last_backward(self.stages[stage], last, self.sharding, whole=not split, summed=summed)
         again = putting_off(step.later[key]) if split else UNTIMED  # for recomputed blocks
         with self.recorder or UNTIMED, again:
             torch.autograd.backward(step.roots.pop(key), gradient)
+            if self.take is not None:
+                self.take(stage, microbatch, not split)
         if stage > 0:
             entered = step.inputs.pop(key)
             assert entered.grad is not None

@@ -40,7 +40,8 @@ class FoundSchedule(
     """What 1F1B would take with layers shared out evenly."""
     peak_bytes: tuple[int, ...]
     """Activations that each pipeline rank holds at most."""
-    memory_cap_bytes: int
+    memory_cap_bytes: int | tuple[int, ...]
+    """Most of any rank, or of each."""
     costs: dict[str, tuple[float, ...]]
     """Measured for each segment: milliseconds of each pass, bytes held."""
 

@@ -20,6 +20,7 @@ from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.schedules.table.placements import stages_by_rank
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.schedules.table.segments import SegmentCosts
+from ms_parallel.split.memory.recompute import recomputed_blocks
 from ms_parallel.split.part import local_part
 
 MICROBATCHES = 3
@@ -29,6 +30,8 @@ ECHOES = 10
 """Messages there and back, of each size."""
 ALIKE = 0.05
 """Segments that differ by no more than this share of their median count as equal."""
+UNLIKE = 1.2
+"""Ranks count as alike where the slowest takes at most so many times as long as the fastest."""
 PER_SECOND = 1_000_000
 """Costs are whole microseconds: a schedule of the same costs is the same on every process."""
 
@@ -40,12 +43,12 @@ def segment_layers(config: ModelConfig) -> tuple[int, ...]:
     return tuple(end - begin for begin, end in zip(cuts, ends, strict=True))
 
 
-def segment_stages(layers: Sequence[int], ranks: int) -> Staged:
+def segment_stages(layers: Sequence[int], ranks: int, shift: int = 0) -> Staged:
     """A schedule with one stage a segment: all forwards, then backwards in two parts.
 
-    Each rank has neighbouring stages.
+    Each rank has neighbouring stages: its own, or those of the rank so many places before it.
     """
-    placement = [segment * ranks // len(layers) for segment in range(len(layers))]
+    placement = [(segment * ranks // len(layers) + shift) % ranks for segment in range(len(layers))]
     rows = [
         [Action(Kind.FORWARD, s, number) for number in range(MICROBATCHES) for s in mine]
         + [
@@ -88,6 +91,8 @@ class MemoryRuntime(Runtime):
 
         with saved_tensors_hooks(keep, _itself):
             made = super()._compute(key, entering, step, schedule)
+        for block in recomputed_blocks(self.stages[key[0]]):
+            kept |= {_place(result): _size(result) for result in block.kept_results}
         for weight in self.stages[key[0]].parameters():
             kept.pop(_place(weight), None)
         self.kept_bytes[key[0]] = sum(kept.values())
@@ -135,7 +140,7 @@ def message_times(groups: Groups, size_bytes: int) -> tuple[float, float]:
 def _echo(groups: Groups, size_bytes: int) -> float:
     """Median seconds one way between this rank and its neighbours, the slower of the two."""
     here, last = groups.place.pipeline, groups.layout.pipeline - 1
-    box = torch.zeros(size_bytes, dtype=torch.uint8, device=groups.device)
+    box = torch.zeros(size_bytes, dtype=torch.uint8, device=groups.wire)
     group, slowest = groups.group("pipeline"), 0.0
     for first in range(last):
         if here not in (first, first + 1):
@@ -153,8 +158,37 @@ def _echo(groups: Groups, size_bytes: int) -> float:
     return slowest
 
 
+def rank_slowness(here: Sequence[float], after: Sequence[float], ranks: int) -> list[float]:
+    """How many times as long each rank takes as the fastest; 1 for all where they hardly differ.
+
+    Each segment was timed on its rank and on the next one, so neighbours compare by the same work.
+
+    Args:
+        here: seconds of each segment on its rank, as `segment_stages` places it.
+        after: on the rank after it.
+        ranks: of the pipeline.
+    """
+    holders = [segment * ranks // len(here) for segment in range(len(here))]
+    found = [1.0]
+    for rank in range(ranks - 1):
+        ratios = [
+            later / earlier
+            for holder, earlier, later in zip(holders, here, after, strict=True)
+            if holder == rank
+        ]
+        found.append(found[-1] * median(ratios))
+    fastest = min(found)
+    if max(found) <= UNLIKE * fastest:
+        return [1.0] * ranks
+    return [round(each / fastest, 2) for each in found]
+
+
 def segment_costs(
-    layers: Sequence[int], table: Tensor, latency_s: float, transfer_s: float
+    layers: Sequence[int],
+    table: Tensor,
+    latency_s: float,
+    transfer_s: float,
+    slowness: Sequence[float] = (),
 ) -> SegmentCosts:
     """Round to whole microseconds and bytes, and make segments alike that hardly differ.
 
@@ -164,8 +198,16 @@ def segment_costs(
             kept and retained.
         latency_s: of a small message.
         transfer_s: that a message between stages takes beyond that.
+        slowness: of each rank, beside the fastest; none where they are alike. Times come out as
+            those of the fastest.
     """
     forward, inputs, weights, kept, retained = table.tolist()
+    if slowness:
+        slow = [slowness[at * len(slowness) // len(layers)] for at in range(len(layers))]
+        forward, inputs, weights = (
+            [time / each for time, each in zip(times, slow, strict=True)]
+            for times in (forward, inputs, weights)
+        )
     return SegmentCosts(
         layers=layers,
         forward=_alike(forward),
@@ -175,6 +217,7 @@ def segment_costs(
         retained=[round(size) for size in retained],
         latency=round(latency_s * PER_SECOND),
         transfer=round(transfer_s * PER_SECOND),
+        slowness=slowness if any(each != 1.0 for each in slowness) else (),
     )
 
 

@@ -1,6 +1,6 @@
 """Measures a model on its processes, and searches for the schedule and the split of its layers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -24,6 +24,7 @@ from ms_parallel.planner.probes import (
     MemoryRuntime,
     message_times,
     random_batch,
+    rank_slowness,
     segment_costs,
     segment_layers,
     segment_stages,
@@ -53,25 +54,42 @@ def measure_segments(
         options: of the engine, such as `recompute` and `mixed_precision`.
 
     Returns:
-        Times in microseconds, memory in bytes; the slowest data and tensor rank counts.
+        Times in microseconds, of the fastest pipeline rank, and how much slower others are; memory
+        in bytes. Of data and tensor ranks the slowest counts.
     """
-    layers = segment_layers(config)
-    staged = segment_stages(layers, groups.layout.pipeline)
-    engine = Engine(config, groups=groups, **{**options, "schedule": staged})
+    layers, ranks = segment_layers(config), groups.layout.pipeline
     batch = random_batch(config.vocab_size, rows, sequence_length)
-    times = [_timed(engine, batch) for _ in range(1 + STEPS)][1:]
-    own = torch.zeros(5, len(layers))
-    for index, kind in enumerate((Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)):
-        for stage in engine.stages:
-            own[index, stage] = median(t for step in times for t in step[kind, stage])
+
+    def engine_at(shift: int) -> Engine:
+        staged = segment_stages(layers, ranks, shift)
+        return Engine(config, groups=groups, **{**options, "schedule": staged})
+
+    after = _times(engine_at(1), batch, len(layers)) if ranks > 1 else torch.zeros(3, len(layers))
+    engine = engine_at(0)
+    own = torch.cat([_times(engine, batch, len(layers)), torch.zeros(2, len(layers))])
     memory = engine.passes.runtime = MemoryRuntime(engine.passes.runtime)
     _step(engine, batch)
     for stage in engine.stages:
         own[3, stage] = memory.kept_bytes[stage]
         own[4, stage] = memory.retained_bytes[stage]
     links = torch.tensor(message_times(groups, memory.message_bytes))
-    most = groups.all_reduce(torch.cat([own.flatten(), links]).to(groups.device), op=MAX).cpu()
-    return segment_costs(layers, most[:-2].view(5, -1), *most[-2:].tolist())
+    found = torch.cat([own.flatten(), after.sum(0), links]).to(groups.device)
+    most = groups.all_reduce(found, op=MAX).cpu()
+    table = most[:-2].view(6, -1)
+    here, there = table[:3].sum(0).tolist(), table[5].tolist()
+    slowness = rank_slowness(here, there, ranks) if ranks > 1 else ()
+    latency_s, transfer_s = most[-2:].tolist()
+    return segment_costs(layers, table[:5], latency_s, transfer_s, slowness)
+
+
+def _times(engine: Engine, batch: Batch, segments: int) -> torch.Tensor:
+    """Seconds (3, segments) of forwards and of both backwards of the segments that are here."""
+    times = [_timed(engine, batch) for _ in range(1 + STEPS)][1:]
+    found = torch.zeros(3, segments)
+    for index, kind in enumerate((Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)):
+        for stage in engine.stages:
+            found[index, stage] = median(t for step in times for t in step[kind, stage])
+    return found
 
 
 def _step(engine: Engine, batch: Batch) -> None:
@@ -103,7 +121,7 @@ def search_schedule(
     rows: int,
     sequence_length: int,
     microbatch_size: int | None = None,
-    memory_cap_bytes: int | None = None,
+    memory_cap_bytes: int | Sequence[int] | None = None,
     measure: Callable[..., SegmentCosts] = measure_segments,
     **options: Any,
 ) -> FoundSchedule:
@@ -119,7 +137,7 @@ def search_schedule(
         rows: that a data rank passes to one update.
         sequence_length: tokens of a row.
         microbatch_size: rows that pass at once; None for all of them.
-        memory_cap_bytes: most activation memory of a rank; None for as much as 1F1B takes.
+        memory_cap_bytes: most activation memory of a rank, or of each; None for what 1F1B takes.
         measure: what gives the costs of the segments.
         options: of the engine that will perform it, such as `recompute` and `mixed_precision`.
 
@@ -142,7 +160,7 @@ def search_schedule(
         raise LayoutError(f"{segments} layers for pipeline={ranks}; use at most {segments} ranks")
     costs = measure(config, groups, rows=size, sequence_length=sequence_length, **options)
     # What is computed again would be kept from I to W, more than recomputation spares.
-    whole = conditions["recompute"] == "full"
+    whole = conditions["recompute"] != "none"
 
     def encoded() -> bytes:
         found = shortest_schedule(
@@ -164,11 +182,13 @@ def conditions_of(
     rows: int,
     sequence_length: int,
     microbatch_size: int,
-    memory_cap_bytes: int | None,
+    memory_cap_bytes: int | Sequence[int] | None,
     options: dict[str, Any],
 ) -> dict[str, int | str | None]:
     """What a found schedule depends on, as it stands in its file."""
     precision = options.get("mixed_precision", False)
+    caps = memory_cap_bytes
+    cap = str(list(caps)) if isinstance(caps, Sequence) else caps
     return {
         "layout": str(groups.layout),
         "architecture": config.model_type,
@@ -176,7 +196,7 @@ def conditions_of(
         "rows": rows,
         "microbatch_size": microbatch_size,
         "sequence_length": sequence_length,
-        "memory_cap_bytes": memory_cap_bytes,
+        "memory_cap_bytes": cap,
         "recompute": str(options.get("recompute", "none")),
         "mixed_precision": precision if isinstance(precision, str) else int(precision),
     }

@@ -11,6 +11,7 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.proof.batches import LENGTH, ROWS
 from ms_parallel.proof.records import Case
 from ms_parallel.split.context.kinds import Kind
+from ms_parallel.split.memory.recompute_choice import KINDS
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")
 CONTEXT_KINDS: tuple[Kind, ...] = ("all_gather", "ulysses", "ring")
@@ -91,6 +92,6 @@ def _drawn(layout: Layout, chance: random.Random) -> Case:
         processes=layout.world_size,
         schedule=schedule,
         microbatch_size=chance.choice(sizes),
-        recompute=chance.choice(("none", "full")),
+        recompute=chance.choice(KINDS),
         context_attention=chance.choice(CONTEXT_KINDS) if layout.context > 1 else "auto",
     )

@@ -21,7 +21,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     processes: int
     schedule: str = "1f1b"
     microbatch_size: int | None = None
-    recompute: Literal["none", "full"] = "none"
+    recompute: str = "none"
     context_attention: Kind = "auto"
 
     @property

@@ -13,8 +13,10 @@ Sharding = Literal["auto", "replicate", "zero1", "zero2", "zero3"]
 - `auto`: as `zero1` under a pipeline; else as `zero3`, but gradients as in `zero1`.
 """
 SHARDINGS = get_args(Sharding)
-Offload = Literal["none", "moments"]
+Offload = Literal["none", "moments", "activations", "all"]
 """What lies in the machine's memory, and not in that of its device."""
 OFFLOADS = get_args(Offload)
+MOMENTS, ACTIVATIONS = ("moments", "all"), ("activations", "all")
+"""Those that name each."""
 EACH = ("zero2", "zero3")
 """Those that sum gradients after each microbatch."""

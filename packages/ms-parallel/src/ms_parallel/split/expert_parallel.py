@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.experts.grouped import Back, Experts
 from ms_parallel.models.experts.kept import decide
+from ms_parallel.operators.cpu import has_no_values
 
 
 def split_experts(model: nn.Module, groups: Groups) -> None:
@@ -137,9 +138,13 @@ def _dispatch(
     A recomputation takes over what was counted, as it does what was chosen.
     """
     both = decide(lambda: _counts(counts, group))
-    sent, got = both.sum(2).tolist()
-    experts = torch.arange(both.shape[2]).repeat(both.shape[1])
-    order = experts.repeat_interleave(both[1].flatten()).argsort(stable=True)
+    if has_no_values(both):  # as many rows come as go
+        sent = got = [len(part) for part in rows.tensor_split(both.shape[1])]
+        order = torch.empty(len(rows), dtype=torch.int64)
+    else:
+        sent, got = both.sum(2).tolist()
+        experts = torch.arange(both.shape[2]).repeat(both.shape[1])
+        order = experts.repeat_interleave(both[1].flatten()).argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
     route = _Route(
         group=group,

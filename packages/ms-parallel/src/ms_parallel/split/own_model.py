@@ -23,8 +23,9 @@ from ms_parallel.models.foreign.around import Around
 from ms_parallel.models.foreign.cut import block_names, check_cut, cut
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.split.data_axis import Sharding
+from ms_parallel.split.memory.recompute import recompute_blocks
+from ms_parallel.split.memory.recompute_choice import Recompute, check_recompute
 from ms_parallel.split.precision_choice import MixedPrecision
-from ms_parallel.split.recompute import Recompute, recompute_blocks
 from ms_parallel.split.sharding import shard_model
 from ms_parallel.split.tensor_parallel import split_model
 
@@ -43,7 +44,10 @@ class LanguageModel(Protocol):
         documents: Tensor | None = None,
         cache: Any = None,
     ) -> Tensor:
-        """(B, S) int64 to logits (B, S, V)."""
+        """(B, S) int64 to logits (B, S, V).
+
+        One that sees also takes `pictures`, what a batch holds of them; see `models.batch`.
+        """
 
 
 @frozen(kw_only=True)
@@ -100,7 +104,7 @@ class OwnStage(Around):
 
 
 def call_own(module: nn.Module, tokens: Tensor, **context: Any) -> Tensor:
-    """Call a module with as much of positions, documents and cache as its forward names."""
+    """Call a module with as much of positions, documents, cache, pictures as its forward names."""
     if isinstance(module, OwnStage):
         stage: Tensor = module(tokens, **context)
         return stage
@@ -127,6 +131,11 @@ def call_own(module: nn.Module, tokens: Tensor, **context: Any) -> Tensor:
 def _check_passed(module: nn.Module, context: Mapping[str, Any], passed: Mapping[str, Any]) -> None:
     """What a module does not take may not be left out where the result depends on it."""
     documents, cache = context.get("documents"), context.get("cache")
+    if "pictures" in context and "pictures" not in passed:
+        raise ModelError(
+            f"{type(module).__name__}.forward takes no pictures, and the batch has some; take"
+            " pictures=None, or leave them out of the data"
+        )
     if "cache" not in passed and cache is not None:
         raise ModelError(
             f"{type(module).__name__}.forward takes no cache, without which it cannot generate;"
@@ -162,7 +171,7 @@ def build_own(
         layers: numbers of the blocks of each stage that this process has.
         groups: the layout's processes.
         mixed_precision: compute in bfloat16 or float16.
-        recompute: keep only each block's input.
+        recompute: what each block runs again in the backward.
         sharding: what processes share out.
         prepare: what is done to each stage before it is sharded.
 
@@ -211,9 +220,11 @@ def check_own(module: nn.Module, plan: ModelPlan, layout: Layout, recompute: Rec
     parameters = dict(module.named_parameters())
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigError(f"{name} has no parameter that requires a gradient, so none to train")
-    if recompute == "full" and not any(plan.is_block(each) for each, _ in module.named_modules()):
+    check_recompute(recompute)
+    if recompute != "none" and not any(plan.is_block(each) for each, _ in module.named_modules()):
         raise ConfigError(
-            f"recompute='full' needs the blocks of {name}; name them: ModelPlan(blocks='layers.*')"
+            f"recompute={recompute!r} needs the blocks of {name}; name them:"
+            " ModelPlan(blocks='layers.*')"
         )
     if layout.tensor == 1:
         return

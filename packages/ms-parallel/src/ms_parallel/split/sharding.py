@@ -76,7 +76,12 @@ def gather_weights(model: nn.Module) -> None:
 
 
 def set_last_backward(
-    model: nn.Module, last: bool, sharding: Sharding = "auto", *, whole: bool = True
+    model: nn.Module,
+    last: bool,
+    sharding: Sharding = "auto",
+    *,
+    whole: bool = True,
+    summed: bool = True,
 ) -> None:
     """Say whether the next backward is the step's last, the one that sums over the data axis.
 
@@ -85,21 +90,27 @@ def set_last_backward(
         last: whether it is.
         sharding: which may sum after each.
         whole: whether it gives the gradients of all weights, and none are put off.
+        summed: whether gradients are summed over the data axis at all.
     """
     if isinstance(model, FSDPModule):
         model.set_is_last_backward(last)
-        model.set_requires_gradient_sync(last or (whole and sharding in EACH))
+        model.set_requires_gradient_sync(summed and (last or (whole and sharding in EACH)))
         model.set_reshard_after_backward(last or (whole and sharding == "zero3"))
+        # The losses of microbatches that have passed forwards wait for the head.
+        model.set_reshard_after_backward(last, recurse=False)
 
 
-def after_weight_gradients(model: nn.Module, last: bool, sharding: Sharding = "auto") -> None:
+def after_weight_gradients(
+    model: nn.Module, last: bool, sharding: Sharding = "auto", *, summed: bool = True
+) -> None:
     """Do what FSDP does at the end of a backward, for gradients that were added outside of one.
 
     Args:
         model: the stage whose weights' gradients were put off, and are now added.
         last: whether they were the step's last, so that they are to be summed over the data axis.
         sharding: which may sum after each.
+        summed: whether they are summed at all.
     """
     if isinstance(model, FSDPModule):
-        set_last_backward(model, last, sharding)
+        set_last_backward(model, last, sharding, summed=summed)
         model._get_fsdp_state()._root_post_backward_final_callback()

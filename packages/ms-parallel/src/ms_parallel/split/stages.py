@@ -14,8 +14,9 @@ from ms_parallel.models.staged import StagedModel
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.split.data_axis import Sharding
 from ms_parallel.split.expert_parallel import split_experts
+from ms_parallel.split.memory.recompute import recompute_blocks
+from ms_parallel.split.memory.recompute_choice import Recompute
 from ms_parallel.split.precision_choice import MixedPrecision
-from ms_parallel.split.recompute import Recompute, recompute_blocks
 from ms_parallel.split.sharding import shard_model
 from ms_parallel.split.tensor_parallel import split_model
 

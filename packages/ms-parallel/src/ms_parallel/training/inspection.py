@@ -17,15 +17,15 @@ from ms_parallel.split.context.assignment import document_starts
 from ms_parallel.split.context.kinds import HeadSizes, choose, traders
 from ms_parallel.split.context.splitter import ContextLoad, share_out, windows_of
 from ms_parallel.split.data_axis import EACH
+from ms_parallel.split.memory.recompute_choice import budget_bytes
 from ms_parallel.split.stages import cut_layers
-from ms_parallel.training.fitting import fit_model, microbatch
-from ms_parallel.training.optional import data_package
+from ms_parallel.training.fitting import first_documents, fit_model, microbatch
 from ms_parallel.training.options import Options
 
 FLOAT32_BYTES, BFLOAT16_BYTES = 4, 2
 STATE_FLOATS = 4
 """A weight, its gradient and its two moments."""
-MOST_DRAWN = 4096
+MOST_DRAWN = 512
 """Ranks in a picture."""
 ACTIVATION_BYTES = 34
 """Bytes that a block keeps a position and hidden unit in bfloat16, attention scores apart:
@@ -138,12 +138,7 @@ def _context_load(
         return None
     rows, length = options.batch_size // layout.readers, options.sequence_length
     rows = microbatch(options, layout) or rows
-    documents = None
-    if shards is not None:
-        stream = data_package().TokenStream(
-            shards, sequence_length=length, batch_size=rows, seed=options.seed
-        )
-        documents = torch.as_tensor(next(stream)["documents"])
+    documents = first_documents(options, rows, shards)
     sizes = HeadSizes.of(config, layout.tensor)
     width = BFLOAT16_BYTES if options.mixed_precision else FLOAT32_BYTES
     kind = choose(options.context_attention, layout.context, sizes, rows * length, width)
@@ -201,7 +196,7 @@ def _rank(
             own += -(-shape.numel() // split)
     width = BFLOAT16_BYTES if options.mixed_precision else FLOAT32_BYTES
     position_bytes = config.hidden_size * ACTIVATION_BYTES * width // BFLOAT16_BYTES
-    if options.recompute == "full":
+    if options.recompute == "full" or budget_bytes(options.recompute):
         position_bytes = config.hidden_size * width
     layers = sum(map(len, stages))
     return RankFacts(
@@ -216,6 +211,11 @@ def _rank(
 
 def _gathered(own: int, held: int, width: int, options: Options, layout: Layout) -> int:
     """Bytes beside a share of `held` parameters, where the shares of all are `own`."""
+    if options.reproducible:  # sums of 1, 2, 4, ... rows, each as much as all weights
+        rows = options.batch_size // layout.readers
+        sums = own * FLOAT32_BYTES * rows.bit_length() - held * FLOAT32_BYTES
+        sharded = layout.shards > 1 or options.mixed_precision
+        return sums + (own * width if sharded and options.sharding != "zero3" else 0)
     if layout.shards == 1 and not options.mixed_precision:
         return 0
     weights = 0 if options.sharding == "zero3" else own * width

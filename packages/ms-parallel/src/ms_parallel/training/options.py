@@ -4,11 +4,13 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from attrs import field, fields, frozen
 
 from ms_parallel.cluster.layout import Layout
+from ms_parallel.cluster.mixed.devices import Devices, devices_of
+from ms_parallel.cluster.rest import RestOnData
 from ms_parallel.engine.balance.settings import method
 from ms_parallel.engine.optimizer import betas, check_takes, decay, optimizer_of
 from ms_parallel.engine.updates.settings import check_loss_scale, loss_scale_of
@@ -22,8 +24,11 @@ from ms_parallel.split.context.kinds import BALANCES, KINDS
 from ms_parallel.split.context.kinds import Balance as ContextBalance
 from ms_parallel.split.context.kinds import Kind as ContextKind
 from ms_parallel.split.data_axis import OFFLOADS, SHARDINGS, Offload, Sharding
+from ms_parallel.split.memory.recompute_choice import Recompute, budget_bytes, recompute_setting
 from ms_parallel.split.precision_choice import MixedPrecision, mixed_precision
+from ms_parallel.training.shares.setting import Shares, as_tuple, check_kind
 
+AUTO: Final = "auto"
 MOST_EPOCHS = 10**6
 DEVICE = re.compile(r"[a-z]{1,32}(:[0-9]{1,3})?")
 
@@ -38,14 +43,20 @@ def _text(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _layout(value: Layout | Mapping[str, int] | str | None) -> Layout | None:
-    if value is None or isinstance(value, Layout):
+Parallel = Layout | RestOnData | Literal["auto"] | None
+"""How a run is split: as given, with all that is left on data, chosen by a plan, or all on data."""
+
+
+def _layout(value: Parallel | Mapping[str, int | str] | str) -> Parallel:
+    if value is None or isinstance(value, Layout | RestOnData):
         return value
+    if value == AUTO:
+        return AUTO
     if isinstance(value, str):
         return Layout.parse(value)
     if not isinstance(value, Mapping):
         raise ConfigError(f"parallel_config is {value!r}; give a table such as tensor = 2")
-    return Layout.from_config(value)
+    return RestOnData.of(value) or Layout.from_config(value)
 
 
 def _device(instance: object, attribute: Any, value: Any) -> None:
@@ -55,7 +66,27 @@ def _device(instance: object, attribute: Any, value: Any) -> None:
     raise ConfigError(f"{given}; give 'cpu', or an accelerator, such as 'npu' or 'cuda:1'")
 
 
-def _schedule(instance: object, attribute: Any, value: Any) -> None:
+def _devices(instance: Any, attribute: Any, value: Devices | None) -> None:
+    if value is not None and instance.device is not None:
+        raise ConfigError(
+            f"device = {shown(instance.device)} and [devices] both say where ranks compute; leave"
+            " one of them out"
+        )
+
+
+def _of_each_rank(instance: Any, attribute: Any, value: Any) -> None:
+    for each in value if isinstance(value, tuple) and value else (value,):
+        number(least=0, optional=each is value)(instance, attribute, each)
+
+
+def _schedule(instance: Any, attribute: Any, value: Any) -> None:
+    named = isinstance(value, str) and value in GENERATORS
+    if getattr(instance, "microbatch_size", None) == AUTO and not named:
+        raise ConfigError(
+            f"microbatch_size='auto' chooses how many microbatches there are, and"
+            f" schedule={shown(str(value))} is made for a number of them; name a schedule of any"
+            " number, such as 1f1b, or give microbatch_size"
+        )
     if isinstance(value, Schedule):
         return
     a_path()(instance, attribute, value)
@@ -70,6 +101,22 @@ def _loss_scale(instance: Any, attribute: Any, value: Any) -> None:
     check_loss_scale(loss_scale_of(value), instance.mixed_precision)
 
 
+def _microbatch(instance: Any, attribute: Any, value: Any) -> None:
+    if value != AUTO:
+        if isinstance(value, str):
+            raise ConfigError(f"{attribute.name} is {shown(value)}; give a number, or 'auto'")
+        whole(optional=True)(instance, attribute, value)
+
+
+def _recompute(instance: Any, attribute: Any, value: Any) -> None:
+    recompute_setting(instance, attribute, value)
+    if budget_bytes(value) is not None and instance.schedule == SEARCH:
+        raise ConfigError(
+            f"recompute={value!r} chooses by what the schedule keeps at once, and schedule='search'"
+            " by what blocks keep; name the schedule, or set recompute to selective or full"
+        )
+
+
 def _optimizer(instance: Any, attribute: Any, value: Any) -> None:
     optimizer_of(value)
     some = [f for f in fields(type(instance)) if f.name in ("betas", "epsilon")]
@@ -82,8 +129,9 @@ class Essentials:
 
     model_arch: str = field(converter=_text, validator=a_path())
     """`llama`, `mistral`, `qwen2`, `qwen3`, or a folder with a Hugging Face config.json."""
-    parallel_config: Layout | None = field(default=None, converter=_layout)
-    """Axes such as `{"tensor_parallel": 2}`; None puts all processes on `data`."""
+    parallel_config: Parallel = field(default=None, converter=_layout)
+    """Axes such as `{"tensor_parallel": 2}`, of which data may be `"rest"`: what the others leave;
+    None puts all processes on `data`, and `auto` plans the layout for these machines."""
     optimizer: str | Mapping[str, Any] = field(default="AdamW", validator=_optimizer)
     """`AdamW`, `Muon`, `SGD`, `Adafactor` or an elementwise class of torch.optim; or a table of the
     `name` and its own settings, such as momentum = 0.95."""
@@ -104,14 +152,19 @@ class Options(Essentials):
         default=Path("runs/train"), converter=as_path, validator=a_path(written="folder")
     )
     """Where shards, checkpoints, events and the trained model go. The same folder resumes."""
+    cluster: Path | None = field(default=None, converter=as_path, validator=a_path(optional=True))
+    """The cluster file for `parallel_config = "auto"`; None measures these machines."""
     model_config: dict[str, Any] = field(factory=dict, converter=_model_config)
     """Settings of the model to change, by the names of Hugging Face's config.json."""
     sequence_length: int = field(default=512, validator=whole(least=2))
     """Tokens in a sample."""
     batch_size: int = field(default=8, validator=whole())
     """Samples in one update, over all processes."""
-    microbatch_size: int | None = field(default=None, validator=whole(optional=True))
-    """Samples of one data rank that pass at once; None for all (or one each with a pipeline)."""
+    microbatch_size: int | Literal["auto"] | None = field(default=None, validator=_microbatch)
+    """Samples of one data rank that pass at once; None for all (or one each with a pipeline);
+    `auto` for the most that fit into memory."""
+    memory_gib: float | None = field(default=None, validator=number(least=1e-6, optional=True))
+    """Most memory of a rank for `microbatch_size = "auto"`; None for what its device has free."""
     learning_rate: float = field(default=3e-4, validator=number())
     """The highest rate, after the warm-up."""
     warmup_steps: int | None = field(default=None, validator=whole(least=0, optional=True))
@@ -151,19 +204,29 @@ class Options(Essentials):
     schedule: str | Path | Schedule = field(default="1f1b", validator=_schedule)
     """How microbatches pass through pipeline stages: a generator's name, a CSV file, a Schedule,
     or `search`, which measures this model on these processes and finds the best."""
-    schedule_memory_gib: float | None = field(
-        default=None, validator=number(least=0, optional=True)
+    schedule_memory_gib: float | tuple[float, ...] | None = field(
+        default=None, converter=as_tuple, validator=_of_each_rank
     )
-    """Most memory of activations on a rank for `search`; None for as much as 1F1B takes."""
+    """Most memory of activations on a rank for `search`, or a list of that on each pipeline rank;
+    None for as much as 1F1B takes."""
     record_every: int | None = field(default=None, validator=whole(optional=True))
     """Steps between recordings of what each pipeline rank computed when; None records nothing."""
-    recompute: Literal["none", "full"] = field(default="none", validator=one_of("none", "full"))
-    """`full` keeps only each block's input and runs the block again in the backward pass."""
+    recompute: Recompute = field(default="none", validator=_recompute)
+    """What blocks run again in the backward pass instead of keeping it: `none`, `selective` all but
+    matrix products and attention, `attention`, `full`; or the most that a rank's blocks may keep,
+    such as `8GiB`, by which each block's is chosen."""
+    compile: bool = field(default=False, validator=flag)
+    """Compile the training of each block with torch.compile; not with tensor, context or expert
+    ranks, experts, other recompute than `full`, or schedules that split backwards."""
     sharding: Sharding = field(default="auto", validator=one_of(*SHARDINGS))
     """What data and context ranks share out: `replicate` nothing, `zero1` moments, `zero2` also
     gradients, `zero3` also weights; `auto` weights, or with a pipeline moments."""
+    shares: Shares = field(default="equal", converter=as_tuple, validator=check_kind)
+    """Rows of the batch that data ranks take: `equal`, `measured` by the speed of each, again and
+    again, which needs sharding `replicate` or `zero1`, or the rows of each, such as [8, 4]."""
     offload: Offload = field(default="none", validator=one_of(*OFFLOADS))
-    """`moments`: those of AdamW lie in the machine's memory, and visit the device in an update."""
+    """What lies in the machine's memory and not its device's: `moments` of AdamW, which visit the
+    device in an update, `activations` that forwards keep for their backward, or `all`."""
     context_attention: ContextKind = field(default="auto", validator=one_of(*KINDS))
     """How attention sees rows that context ranks share out: `all_gather` of keys and values,
     `ulysses`, `ring`, `ulysses_ring`, or `auto`, which sends least."""
@@ -188,6 +251,12 @@ class Options(Essentials):
     """Whose operators the model uses; `ms_kernels` needs the extra `kernels`."""
     device: str | None = field(default=None, validator=_device)
     """`cpu` or an accelerator; None for the machine's best."""
+    devices: Devices | None = field(default=None, converter=devices_of, validator=_devices)
+    """Where ranks compute on unlike devices, the ranks of each: a table such as `cpu = "0-3"` and
+    `"npu:0" = "4"`; `npu` alone numbers those of a machine. None for `device` on all."""
+    reproducible: bool = field(default=False, validator=flag)
+    """The same weights to the bit on any number of data ranks, however they share out weights and
+    whichever stages there are: rows pass one at a time, and are added up in one order."""
     seed: int = field(default=0, validator=whole(least=0, most=2**63 - 1))
     """Seed of the fresh weights and of the order of samples."""
     evaluate_every: int | None = field(default=None, validator=whole(optional=True))
@@ -223,6 +292,11 @@ class Options(Essentials):
     """Seconds after which a silent process counts as lost."""
     on_event: OnEvent | None = field(default=None)
     """Called on rank 0 with each event; None writes JSON lines to output_dir/events.jsonl."""
+
+    @property
+    def wanted_device(self) -> Devices | str | None:
+        """Where ranks compute, as `connect` takes it."""
+        return self.devices or self.device
 
     @property
     def model_folder(self) -> Path | None:

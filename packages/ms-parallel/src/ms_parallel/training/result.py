@@ -34,6 +34,17 @@ class Result:
     """The trained model as a Hugging Face folder; None if not finished."""
     sample: str | None
     """What the model writes after `sample_prompt`."""
+    shares: tuple[int, ...] = ()
+    """Rows of the global batch that each data rank took at the end."""
+    slow_ranks: tuple[int, ...] = ()
+    """Data ranks that were slow beside the others, where shares were measured."""
+
+
+def printable(text: str) -> str:
+    """Remove control characters, which a terminal would obey."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
 
 
 def write_model(folder: Path, mark: Callable[[], bytes], save: Callable[[Path], None]) -> Path:

@@ -11,6 +11,7 @@ from ms_parallel.cluster.agreement import StopRequest, first_does
 from ms_parallel.cluster.watch import position
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
+from ms_parallel.engine.updates.stopwatch import Stopwatch
 from ms_parallel.engine.updates.update import Update
 from ms_parallel.errors import DivergenceError
 from ms_parallel.events import OnEvent
@@ -23,6 +24,7 @@ from ms_parallel.training.course.policy import Policy, check_lost, reason
 from ms_parallel.training.course.telling import Telling
 from ms_parallel.training.held_out import HeldOut
 from ms_parallel.training.options import Options
+from ms_parallel.training.shares.row_shares import RowShares
 
 
 @frozen(kw_only=True)
@@ -40,6 +42,7 @@ class Run:
     telling: Telling
     checkpoints: RunCheckpoints
     standing: Standing
+    shares: RowShares
     found: FoundSchedule | None = None
     """The schedule that was searched for this run."""
     stop: StopRequest = field(factory=StopRequest)
@@ -68,6 +71,11 @@ class Run:
             False if a signal asked to stop before the last; a checkpoint of that step is written.
         """
         options, pace, trouble = self.options, Throughput(), Trouble()
+        self.shares.begin(self.stream, self.standing.shares)
+        passes = self.engine.passes
+        if self.shares.measured:
+            between = self.engine.groups.layout.shards > 1
+            passes.stopwatch = Stopwatch(passes.runtime, self.engine.device, between=between)
         if self.engine.step == 0:
             self.evaluate()
         with self.stop.listening():
@@ -88,6 +96,7 @@ class Run:
                 if stopped or last:
                     self.checkpoints.finish()
                 if stopped:
+                    self.stop.wait_for_launcher()
                     return False
                 pace.pause(monotonic() - began)
         return True
@@ -104,6 +113,10 @@ class Run:
         standing.tokens += update.tokens
         standing.seconds += monotonic() - began
         self.telling.step(self.engine.step, update, pace)
+        watch = self.engine.passes.stopwatch
+        if watch and self.shares.settle(self.engine.step, watch.seconds, self.stream):
+            standing.shares = list(self.shares.rows)
+            self.show.note(f"step {self.engine.step}: {self.shares.changed()}")
         return update
 
     def _update(self, batch: Mapping[str, Any]) -> Update:

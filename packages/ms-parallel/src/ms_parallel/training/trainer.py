@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from math import nan
 from pathlib import Path
 from typing import Any
 
-from attrs import asdict
+from attrs import asdict, evolve
 
 from ms_parallel.checkpoint.background import BackgroundSaver
 from ms_parallel.cluster.agreement import first_does
@@ -16,11 +16,15 @@ from ms_parallel.cluster.endings import end_scripts_plainly
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.process import is_first, rank
 from ms_parallel.cluster.slurm import adopt_scheduler
+from ms_parallel.engine.assembly import sharded_layout
+from ms_parallel.engine.engine import Engine
 from ms_parallel.errors import ConfigError
 from ms_parallel.events import JsonLines
 from ms_parallel.files.untrusted import check_path
 from ms_parallel.pipeline.choice import SEARCH
+from ms_parallel.planner.apart import call_apart
 from ms_parallel.planner.found_schedule import FILE, FoundSchedule, read_found, write_found
+from ms_parallel.planner.rank_memory import PREDICTION, RankMemory
 from ms_parallel.planner.tuning import conditions_of, search_schedule
 from ms_parallel.progress import RunDisplay, duration
 from ms_parallel.signature import takes
@@ -33,17 +37,20 @@ from ms_parallel.training.fitting import (
     build_engine,
     fit_model,
     layout_of,
+    memory_cap,
+    memory_question,
     microbatch,
+    row_shares,
 )
 from ms_parallel.training.held_out import HeldOut
+from ms_parallel.training.microbatch_size import settled, try_out
 from ms_parallel.training.optional import data_package, operators_of
-from ms_parallel.training.options import Length, Options
+from ms_parallel.training.options import AUTO, Length, Options
 from ms_parallel.training.ownership import held
-from ms_parallel.training.result import Result, write_model
+from ms_parallel.training.planning.auto_layout import with_layout
+from ms_parallel.training.result import Result, printable, write_model
 from ms_parallel.training.run import Run
 from ms_parallel.training.tokenizer import run_tokenizer
-
-GIB = 1 << 30
 
 
 class DistributedTrainer:
@@ -54,8 +61,8 @@ class DistributedTrainer:
     Args:
         model_arch: `llama`, `mistral`, `qwen2`, `qwen3`, or a folder with a Hugging Face
             config.json; if it has weights too, training starts from them.
-        parallel_config: axes such as `{"tensor_parallel": 2}`, or a Layout; None puts all
-            processes on `data`.
+        parallel_config: axes such as `{"tensor_parallel": 2}`, of which data may be `"rest"`; or a
+            Layout, or `auto`, which plans one; None puts all processes on `data`.
         optimizer: `AdamW`, `Muon`, `SGD`, `Adafactor`, or an elementwise class of torch.optim; or
             a table of the `name` and its own settings.
         mixed_precision: compute in bfloat16 (True) or `"float16"`; weights, moments and sums stay
@@ -70,7 +77,7 @@ class DistributedTrainer:
     def __init__(
         self,
         model_arch: str | Path,
-        parallel_config: Layout | Mapping[str, int] | str | None = None,
+        parallel_config: Layout | Mapping[str, int | str] | str | None = None,
         optimizer: str | Mapping[str, Any] = "AdamW",
         mixed_precision: MixedPrecision = False,
         **settings: Any,
@@ -82,6 +89,8 @@ class DistributedTrainer:
             mixed_precision=mixed_precision,
             **settings,
         )
+        self._settled = self.options
+        """With a layout, where that is to be chosen."""
         self._run: Run | None = None
         self._shards = Path()
 
@@ -116,14 +125,16 @@ class DistributedTrainer:
         end_scripts_plainly()
         adopt_scheduler()
         layout = layout_of(options)
-        join(layout, device=options.device, timeout_s=options.timeout_s)
-        fit_model(options, layout, None)  # what can be said now should not wait for the shards
+        join(layout, device=options.wanted_device, timeout_s=options.timeout_s)
+        if options.parallel_config != AUTO:
+            fit_model(options, layout, None)  # what can be said now should not wait for the shards
         with (
             held(options, dataset_path, epochs=epochs, steps=steps) as changes,
             self._events() as emit,
         ):
             self._shards = first_does(lambda: prepare(dataset_path, options))
-            run = self._assemble(layout, length, emit)
+            self._settled = with_layout(options, self._shards, emit)
+            run = self._assemble(layout_of(self._settled), length, emit)
             try:
                 run.note_changes(changes)
                 return self._perform(run)
@@ -181,7 +192,7 @@ class DistributedTrainer:
                 lines.close()
 
     def _assemble(self, layout: Layout, length: Length, emit: Any) -> Run:
-        options, data = self.options, data_package()
+        options, data = self._settled, data_package()
         config = fit_model(options, layout, self._shards)
         place = layout.place(rank())
         stream = data.TokenStream(
@@ -199,8 +210,7 @@ class DistributedTrainer:
                 f" {options.sequence_length} tokens do not fill one batch of"
                 f" {options.batch_size}; lower batch_size or sequence_length, or give more epochs"
             )
-        found = _find_schedule(options, config, layout)
-        engine = build_engine(options, config, layout, total, found)
+        engine, found, options = self._engine(config, layout, total, emit)
         rows = layout.readers * (microbatch(options, layout) or 1)
         standing = Standing()
         show = RunDisplay(
@@ -234,19 +244,40 @@ class DistributedTrainer:
                 beside=self._beside(),
             ),
             standing=standing,
+            shares=row_shares(options, layout, place, emit),
         )
 
+    def _engine(
+        self, config: Any, layout: Layout, total: int, emit: Any
+    ) -> tuple[Engine, FoundSchedule | None, Options]:
+        """The engine of a run, the schedule found for it, and the options with what was found."""
+
+        @cache
+        def predict(rows: int) -> list[RankMemory]:
+            question = memory_question(self._settled, layout, self._shards, rows)
+            found: list[RankMemory] = call_apart(PREDICTION, **question)
+            return found
+
+        options = settled(self._settled, layout, predict)
+        found = _find_schedule(options, config, layout)
+        engine = build_engine(options, config, layout, total, found)
+        sized = try_out(engine, self._settled, layout, predict)
+        if sized is not None:
+            options = evolve(options, microbatch_size=sized.rows)
+            emit("microbatch", {"rows": sized.rows, "counted_bytes": sized.counted_bytes})
+        return engine, found, options
+
     def _telling(self, total: int, show: RunDisplay, emit: Any) -> Telling:
-        options = self.options
+        options = self._settled
         audits = Audits(options.output_dir, emit, show) if is_first() else None
         return Telling(total=total, every=options.log_every, show=show, emit=emit, audits=audits)
 
     def _beside(self) -> BackgroundSaver | None:
         """What writes checkpoints beside the training, where that is asked for."""
-        if not self.options.async_checkpoints:
+        if not self._settled.async_checkpoints:
             return None
-        root = self.options.output_dir / "checkpoints"
-        return BackgroundSaver(root, self.options.keep_checkpoints)
+        root = self._settled.output_dir / "checkpoints"
+        return BackgroundSaver(root, self._settled.keep_checkpoints)
 
     def _perform(self, run: Run) -> Result:
         count = sum(parameter.numel() for parameter in run.engine.parameters.values())
@@ -266,7 +297,7 @@ class DistributedTrainer:
         sample, prompt = None, self.options.sample_prompt
         if finished and prompt is not None:
             sample = self.generate(prompt, max_new_tokens=self.options.sample_tokens)
-            run.show.note(f"sample:\n{_printable(prompt + sample)}")
+            run.show.note(f"sample:\n{printable(prompt + sample)}")
         _note_end(run, folder, resumed)
         run.emit("end", {"step": run.engine.step, "finished": int(finished)})
         standing = run.standing
@@ -281,6 +312,8 @@ class DistributedTrainer:
             seconds=standing.seconds,
             model_folder=folder,
             sample=sample,
+            shares=run.shares.rows,
+            slow_ranks=run.shares.slow_ranks,
         )
 
     def _write_model(self, run: Run) -> Path:
@@ -304,6 +337,8 @@ def _note_end(run: Run, folder: Path | None, resumed: int) -> None:
         run.show.note(f"already trained to step {resumed}; nothing left to do")
     else:
         run.show.note(f"trained {step} steps in {duration(run.standing.seconds)}: {folder}")
+    if slow := run.shares.report():
+        run.show.note(slow)
 
 
 def _find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedule | None:
@@ -317,10 +352,9 @@ def _find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedu
     """
     if options.schedule != SEARCH or layout.pipeline == 1:
         return None
-    groups, rows = connect(layout, device=options.device), options.batch_size // layout.readers
-    cap = None
-    if options.schedule_memory_gib is not None:
-        cap = int(options.schedule_memory_gib * GIB)
+    groups = connect(sharded_layout(layout, options.sharding), device=options.wanted_device)
+    rows = options.batch_size // layout.readers
+    cap = memory_cap(options, layout)
     size = microbatch(options, layout) or rows
     own: dict[str, Any] = {
         "mixed_precision": options.mixed_precision,
@@ -364,11 +398,4 @@ def _note_schedule(run: Run, found: FoundSchedule) -> None:
     run.show.note(
         f"schedule found: a step of {found.makespan_ms:.3g} ms by measured costs, 1F1B"
         f" {found.one_f_one_b_ms:.3g} ms; layers of the stages {found.layers}"
-    )
-
-
-def _printable(text: str) -> str:
-    """Remove control characters, which a terminal would obey."""
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
     )

@@ -52,8 +52,31 @@ def explain(records: Mapping[int, Record], states: Mapping[int, State], world: i
     if 0 < len(late) < world:
         clauses = [f"{ranks_text(late)} came no further than step {least}"]
         return _sentence(clauses, 0, records, [])
+    if not at_work and (apart := _in_other_collectives(records)) is not None:
+        clauses = [f"{_who(records[rank])} does not meet the others" for rank in apart[:NAMED]]
+        clauses[:0] = ["the ranks wait in different collectives, one of which somebody left out"]
+        return _sentence(clauses, len(apart) - NAMED, records, [])
     what = "no rank waits for another" if at_work else "the ranks wait for one another"
     return _sentence([what], 0, records, [])
+
+
+def _in_other_collectives(records: Mapping[int, Record]) -> list[int] | None:
+    """The ranks that wait in another collective than most; None where all wait in one.
+
+    Messages between pipeline ranks are no collectives: each may wait for another one's.
+    """
+    kinds: dict[str, list[int]] = {}
+    for rank, record in sorted(records.items()):
+        if not record.waits_in or record.waits_in.startswith("recv "):
+            return None
+        kinds.setdefault(record.waits_in, []).append(rank)
+    if len(kinds) < 2:
+        return None
+    sizes = sorted(map(len, kinds.values()))
+    if sizes[-1] == sizes[-2]:  # nobody is the odd one
+        return []
+    most = max(kinds.values(), key=len)
+    return sorted(set(records) - set(most))
 
 
 def _absent(record: Record, state: State) -> str:

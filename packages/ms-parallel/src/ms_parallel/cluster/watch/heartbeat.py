@@ -47,8 +47,7 @@ class Heartbeat:
         self.world = world
         self.timeout_s = timeout_s
         self.interval_s = max(min(1.0, timeout_s / 4), world / RANKS_A_SECOND)
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.prefix = f"ms-parallel/attempt-{attempt}"
+        self.prefix = f"ms-parallel/attempt-{position.start}"
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ms-parallel watch", daemon=True)
 

@@ -53,6 +53,8 @@ class Position:
     """What this process is doing; one for each process, as `position`."""
 
     def __init__(self) -> None:
+        self.start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        """Which start of the processes this is; see `ms_parallel.cluster.start`."""
         self.step = 0
         self.passes = 0
         """Performances of a schedule so far."""

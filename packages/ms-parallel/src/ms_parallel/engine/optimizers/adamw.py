@@ -93,20 +93,24 @@ class AdamWRule:
             self._update(names, parts, gradients, rate, taken)
 
     def _zeros(self, part: Tensor) -> Tensor:
-        """A moment of a parameter's part, where moments lie."""
-        if not self.offload or part.device.type == "cpu":
+        """A moment of a parameter's part, where moments lie; of one without memory, none."""
+        if not self.offload or part.device.type in ("cpu", "meta"):
             return torch.zeros_like(part)
         return torch.zeros_like(part, device="cpu").pin_memory()
 
     def _visits(self, parts: Mapping[str, Tensor], held: Sequence[str]) -> Iterator[list[str]]:
         """Parameters whose moments are on the device together: all, or some where they visit it."""
+        if not self.offload:
+            yield list(held)
+            return
         chosen: list[str] = []
+        size = 0
         for name in held:
             chosen.append(name)
-            size = sum(parts[one].nbytes for one in chosen)
-            if self.offload and 2 * size >= VISIT_BYTES:
+            size += parts[name].nbytes
+            if 2 * size >= VISIT_BYTES:
                 yield chosen
-                chosen = []
+                chosen, size = [], 0
         if chosen:
             yield chosen
 

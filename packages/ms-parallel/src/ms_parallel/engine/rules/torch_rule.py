@@ -63,13 +63,29 @@ class Kept:
 
 
 def _begun(tensor: Tensor, make: Make) -> dict[str, Any]:
-    """The state that an optimizer has of a tensor after its first step."""
+    """The state that an optimizer has of a tensor after its first step.
+
+    Of a tensor without memory it is that of a small one, whose sizes stand for the tensor's.
+    """
+    if tensor.is_meta:
+        sizes = tuple(range(2, 2 + tensor.ndim))
+        return {
+            key: value.new_empty(_scaled(value.shape, sizes, tensor.shape), device="meta")
+            for key, value in _begun(torch.zeros(sizes, dtype=tensor.dtype), make).items()
+            if isinstance(value, Tensor)
+        }
     other = torch.zeros_like(tensor)
     other.grad = torch.zeros_like(tensor)
     optimizer = make([other])
     optimizer.step()
     state: dict[str, Any] = optimizer.state[other]
     return state
+
+
+def _scaled(shape: Sequence[int], sizes: Sequence[int], whole: Sequence[int]) -> list[int]:
+    """A shape made of `sizes` and ones, with those of `whole` in their place."""
+    pairs = zip(shape, sizes, whole, strict=False)
+    return [long if size == short else size for size, short, long in pairs]
 
 
 class PartsRule:

@@ -1,6 +1,7 @@
 """Forwards and backwards of this process's stages, under any layout and in any precision."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -14,7 +15,9 @@ from ms_parallel.engine.loss import Loss, LossWithStatistics, Output
 from ms_parallel.engine.microbatches import cut_batch
 from ms_parallel.engine.options import EngineOptions
 from ms_parallel.engine.output import HeadOutput, LogitsOutput
+from ms_parallel.engine.reproducible.update import Reproducible
 from ms_parallel.engine.updates.loss_scale import scale_gradient
+from ms_parallel.engine.updates.stopwatch import Stopwatch
 from ms_parallel.models.batch import Batch
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.config import ModelConfig
@@ -24,6 +27,7 @@ from ms_parallel.operators import Ops
 from ms_parallel.pipeline.choice import Tables
 from ms_parallel.pipeline.runtime import Runtime, call_stage
 from ms_parallel.split.context.splitter import Splitter
+from ms_parallel.split.memory.budget import Budget
 from ms_parallel.split.own_model import OwnModelConfig, call_own
 
 
@@ -60,6 +64,12 @@ class Passes:
         modules = cast(Mapping[int, nn.Module], stages)
         call = call_own if self.own else call_stage
         self.runtime = Runtime(modules, groups, call, options.sharding)
+        self.budget: Budget | None = None
+        """What chooses how blocks are recomputed, where memory has a budget."""
+        self.fixed: Reproducible | None = None
+        """Adds up gradients and losses row by row, where their bits are to be fixed."""
+        self.stopwatch: Stopwatch | None = None
+        """Times the forwards and backwards of updates, where somebody asks for that."""
 
     @property
     def sequence_parts(self) -> int:
@@ -99,32 +109,37 @@ class Passes:
         Returns:
             Each microbatch's share of the loss; an empty list away from the last stage.
         """
-        of_depths = divisors(microbatches, depths_of(self.config, loss), self.groups)
+        add = self.fixed.rows.sum if self.fixed else None
+        of_depths = divisors(microbatches, depths_of(self.config, loss), self.groups, add)
+        told: dict[int, tuple[Tensor | None, Tensor | None]] = {}
 
         def finish(hidden: Tensor, microbatch: Batch, row_split: RowSplit | None) -> Tensor:
-            output = partial(self._output, row_split=row_split)
-            found = loss(output(hidden), microbatch)
+            output = partial(self.output, row_split=row_split)
+            found, others, shares = loss(output(hidden), microbatch), None, None
             if isinstance(found, tuple):
                 found, others = found
-                if statistics is not None:
-                    statistics.append(others.detach())
             mine = found / weight
             if of_depths:
                 last = self.stages[len(self.tables.placement) - 1]
                 shares = further_shares(last, hidden, microbatch, of_depths, output, row_split)
-                if further is not None:
-                    further.append(shares.detach())
                 mean = cast(HasFurther, loss).mtp_weight * shares.mean()
                 mine = mine + (mean - mean.detach())
+            told[numbers[id(microbatch)]] = (others, shares)
             return mine if scale == 1.0 else scale_gradient(mine, scale)
 
         on_device = [self._to_device(microbatch) for microbatch in microbatches]
-        return self.runtime.run(
-            self.tables.training(len(on_device)),
-            on_device,
-            finish,
-            row_splits=[self.splitter.split(microbatch) for microbatch in microbatches],
-        )
+        numbers = {id(microbatch): number for number, microbatch in enumerate(on_device)}
+        schedule = self.tables.training(len(on_device))
+        if self.budget is not None:
+            self.budget.begin(on_device)
+        row_splits = [self.splitter.split(microbatch) for microbatch in microbatches]
+        watch = self.stopwatch and self.stopwatch.of([len(each["tokens"]) for each in on_device])
+        with watch or nullcontext():
+            losses = self.runtime.run(schedule, on_device, finish, row_splits=row_splits)
+        if self.budget is not None:
+            self.budget.settle(schedule)
+        _hand_on(told, (statistics, further))
+        return losses
 
     def forward(
         self,
@@ -142,7 +157,7 @@ class Passes:
             self.tables.forwards(len(microbatches)),
             [self._to_device(microbatch) for microbatch in microbatches],
             lambda hidden, microbatch, row_split: function(
-                self._output(hidden, row_split), microbatch
+                self.output(hidden, row_split), microbatch
             ),
             caches=caches,
             row_splits=[None if whole else self.splitter.split(each) for each in microbatches],
@@ -162,13 +177,15 @@ class Passes:
             return batch
         return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
 
-    def _output(self, hidden: Tensor, row_split: RowSplit | None = None) -> Output:
+    def output(self, hidden: Tensor, row_split: RowSplit | None = None) -> Output:
+        """What a loss is given of the last stage's hidden states."""
         if self.own:
             return LogitsOutput(hidden)
         last = self.stages[len(self.tables.placement) - 1]
+        weight = last.head_weight
         return HeadOutput(
             hidden,
-            last.head_weight,
+            self.fixed.gradients.head(weight) if self.fixed else weight,
             self.ops,
             self.groups,
             heads_of(last, self.options.heads),
@@ -177,3 +194,13 @@ class Passes:
             row_split=row_split,
             make_logits=None if getattr(last, "plain_head", True) else last.head,
         )
+
+
+def _hand_on(
+    told: Mapping[int, Sequence[Tensor | None]], to: Sequence[list[Tensor] | None]
+) -> None:
+    """Give each list what microbatches have told it, in their order, whatever that of forwards."""
+    for number in sorted(told):
+        for takes, given in zip(to, told[number], strict=True):
+            if takes is not None and given is not None:
+                takes.append(given.detach())

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ms_parallel.operators.experts import swiglu_of_pairs
+from ms_parallel.operators.plain import swiglu
 from ms_parallel.operators.protocol import Ops
 
 
@@ -96,8 +98,9 @@ class Experts(nn.Module):
         tokens, chosen = hidden.flatten(0, 1), experts.flatten(0, 1)
         rows, counts, places = self.ops.permute_tokens(tokens, chosen, count=self.count)
         rows, counts, back = self.dispatch(rows, counts)
-        gate, up = self.gate_up_proj(rows, counts).unflatten(-1, (2, -1)).unbind(-2)
-        rows = back(self.down_proj(self.gate(gate, up), counts))
+        pairs = self.gate_up_proj(rows, counts).unflatten(-1, (2, -1))
+        opened = swiglu_of_pairs(pairs) if self.gate is swiglu else self.gate(*pairs.unbind(-2))
+        rows = back(self.down_proj(opened, counts))
         out = self.ops.unpermute_tokens(rows, places, weights.flatten(0, 1))
         return out.view_as(hidden)
 

@@ -45,9 +45,15 @@ def recomputes() -> bool:
     return _now.again
 
 
-def keeping() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What surrounds a forward, and what surrounds its recomputation."""
-    memory: deque[Tensor] = deque()
+def keeping(
+    memory: "deque[Tensor] | None" = None,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What surrounds a forward, and what surrounds its recomputation.
+
+    Args:
+        memory: takes the decisions; a new one by default.
+    """
+    memory = deque() if memory is None else memory
     return _within(memory, False), _within(memory, True)
 
 

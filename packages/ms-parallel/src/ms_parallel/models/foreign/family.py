@@ -95,9 +95,10 @@ def _check_layout(config: TransformersModel, layout: Layout) -> None:
 
 def _check_tensor(config: TransformersModel, plan: ModelPlan, tensor: int) -> None:
     kind = config.model_type
-    if not plan.tensor:
+    if set(plan.tensor.values()) <= {"replicated"}:
         raise LayoutError(
-            f"tensor={tensor} cannot split {kind}: transformers publishes no tensor plan for it;"
+            f"tensor={tensor} cannot split {kind}: transformers publishes no tensor plan for its"
+            " blocks;"
             " set tensor=1 and give its processes to data"
         )
     known = {*STYLES.values(), "replicated", "expert_row"}

@@ -22,6 +22,7 @@ Shapes = dict[str, torch.Size]
 STYLES: dict[str, Style] = {
     "colwise": "column",
     "rowwise": "row",
+    "embedding_rowwise": "replicated",  # kept whole, as where a plan does not name it
     "colwise_gather_output": "column_to_whole",
     "rowwise_split_input": "row_of_whole",
     "packed_colwise": "expert_column",

@@ -1,6 +1,7 @@
 """How many segments of a model each stage gets, from measured costs, jointly with the schedule.
 
-Segments stay in the order of the model, so a split is its cuts. It begins with the best split of
+Segments stay in the order of the model, so a split is its cuts; ranks that are slower than others
+get fewer of them. It begins with the best split of
 the work alone, by dynamic programming; then one segment at a time moves from stage to stage while
 the schedule that `search` makes gets shorter, because what counts is the makespan with its bubbles
 and messages, not the largest stage.
@@ -68,7 +69,7 @@ def balance(
         )
     chosen = _climb(segments, memory_cap, tuple(placement), microbatches, split)
     found = search(
-        segments.stages(chosen),
+        segments.stages(chosen, placement),
         memory_cap,
         microbatches=microbatches,
         placement=placement,
@@ -93,13 +94,13 @@ def _climb(
         if candidate not in tried:
             tried[candidate] = None
             with suppress(ScheduleError):
-                costs = segments.stages(candidate)
+                costs = segments.stages(candidate, placement)
                 problem = problem_of(costs, memory_cap, microbatches, placement, split_backwards)
                 makespan = glance(problem).makespan
                 tried[candidate] = Fraction(makespan, problem.ticks.per_unit)
         return tried[candidate]
 
-    split = _by_work(segments, len(placement))
+    split = split_by_work(segments, placement)
     best = cost(split)
     most = _BUDGET // (_GLANCES * 3 * len(placement) * microbatches)
     for _ in range(4 * len(placement)):
@@ -116,20 +117,25 @@ def _climb(
     return split
 
 
-def _by_work(segments: SegmentCosts, stages: int) -> tuple[int, ...]:
-    """The split of least largest stage; of several the one that fills the first stages most."""
+def split_by_work(segments: SegmentCosts, placement: Sequence[int]) -> tuple[int, ...]:
+    """The split of least largest stage; of several the one that fills the first stages most.
+
+    Args:
+        segments: Measured costs.
+        placement: Rank of each stage.
+    """
     before = [Fraction(0)]
     for index in range(segments.count):
         before.append(before[-1] + segments.work(index))
     # worst[n]: least largest stage when the first n segments have the stages so far; cut[n]: where.
     worst: list[Fraction | None] = [Fraction(0)] + [None] * segments.count
     cuts: list[list[int]] = []
-    for _ in range(stages):
+    for slow in segments.slowness_of(placement):
         new: list[Fraction | None] = [None] * (segments.count + 1)
         cut = [0] * (segments.count + 1)
         for end in range(1, segments.count + 1):
             for begin in range(end - 1, -1, -1):
-                largest, last = worst[begin], before[end] - before[begin]
+                largest, last = worst[begin], (before[end] - before[begin]) * slow
                 known = new[end]
                 if known is not None and last > known:
                     break
@@ -148,7 +154,7 @@ def _neighbours(
     split: tuple[int, ...], segments: SegmentCosts, placement: Sequence[int]
 ) -> set[tuple[int, ...]]:
     """Splits with one segment moved: over a cut, or from the busiest rank to any other stage."""
-    costs = segments.stages(split)
+    costs = segments.stages(split, placement)
     busy = [Fraction(0)] * ranks_of(placement)
     for stage, rank in enumerate(placement):
         busy[rank] += costs.forward[stage]

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
 from ms_parallel.models.spans import attend_in_spans, document_lengths
@@ -141,14 +142,16 @@ class SharedRows:
     def _pieces(self, node: int) -> Sequence[Piece]:
         """Of a process along `positions`."""
         if node not in self.pieces:
-            self.pieces[node] = pieces_of(self.parts[node], self.starts)
+            with unset_fake_temporarily():  # numbers of rows are known where memory is predicted
+                self.pieces[node] = pieces_of(self.parts[node], self.starts)
         return self.pieces[node]
 
     def _meetings(self, here: int, source: int, window: int | None) -> list[Meeting]:
         key = source, window
         if key not in self.met:
             theirs, device = self._pieces(source), self.order.device
-            found = meetings_of(self._pieces(here), theirs, self.starts, window)
+            with unset_fake_temporarily():
+                found = meetings_of(self._pieces(here), theirs, self.starts, window)
             self.met[key] = [each.to(device) for each in found]
         return self.met[key]
 

@@ -1,7 +1,7 @@
 """The checkpoints of a run: written, found again, and taken over."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
@@ -34,6 +34,9 @@ class Stream(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Go to where `state` was taken."""
+
+    def share_out(self, shares: Sequence[int], /) -> None:
+        """Take as many rows of the batches that follow as this data rank's of `shares`."""
 
 
 class Saved(Protocol):
@@ -70,6 +73,8 @@ class Standing(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Times that the run went back to a checkpoint."""
     recent: list[tuple[float, float]] = []
     """Loss and gradient norm of the last updates that were performed, for what is a spike."""
+    shares: list[int] = []
+    """Rows of each data rank, where they were shared out by speed."""
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

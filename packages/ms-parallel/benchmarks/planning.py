@@ -1,0 +1,272 @@
+"""Holds plans against every split of drawn models, measured: time, order, and memory.
+
+    OMP_NUM_THREADS=1 python packages/ms-parallel/benchmarks/planning.py --json planning.json
+
+A pair is a model, a batch and a budget of memory, on 2 or 4 gloo processes of this machine, whose
+links and rates are measured first. A plan finds the best settings of every layout with every size
+of microbatches that fits; all of these are then run by real processes, in turns, each by fresh
+ones, and the fastest of their steps counts, as a busy machine only ever adds. Printed are how much
+longer the chosen one takes than the best of all, the rank correlation of predicted and measured
+steps, and what the chosen one holds beside its budget.
+"""
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import queue
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.engine import Engine
+from ms_parallel.engine.loss import NextTokenLoss
+from ms_parallel.errors import ConfigError
+from ms_parallel.models.registry import architecture
+from ms_parallel.planner.cluster import read_cluster, write_cluster
+from ms_parallel.planner.measuring.machines import measure_cluster
+from ms_parallel.planner.record.history import History
+from ms_parallel.planner.record.plan_file import PlannedLayout
+from ms_parallel.training.options import Options
+from ms_parallel.training.planning.plan import plan
+
+TURNS, STEPS = 2, 4
+PATIENCE_S = 240
+PRELOADED = ["torch._dynamo", "ms_parallel.engine.engine", "ms_parallel.planner.measuring.machines"]
+GIB = 1 << 30
+ALL = 1000
+SHARES = (1.0, 0.7, 0.4)
+"""Of the splits that fit without a budget, those whose memory is within it."""
+
+
+def draw(seed: int, processes: Sequence[int]) -> dict[str, Any]:
+    """A model, its batch, and how many processes and splits there are room for."""
+    drawn = random.Random(seed)
+    hidden = drawn.choice((128, 192, 256))
+    model = {
+        "hidden_size": hidden,
+        "intermediate_size": drawn.choice((2, 3)) * hidden,
+        "num_hidden_layers": drawn.choice((4, 6, 8)),
+        "num_attention_heads": 8,
+        "num_key_value_heads": drawn.choice((4, 8)),
+        "vocab_size": drawn.choice((512, 2048, 8192)),
+    }
+    return {
+        "processes": drawn.choice(processes),
+        "model": model,
+        "batch_size": drawn.choice((4, 8)),
+        "sequence_length": drawn.choice((64, 128)),
+        "share": drawn.choice(SHARES),
+    }
+
+
+def run_workers(processes: int, target: Callable[..., Any], *arguments: Any) -> Any:
+    """What rank 0 of so many fresh processes answers, forked from one that has imported torch."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload([*PRELOADED, "__main__"])
+    answers = forks.Queue()
+    group = (processes, store.port, answers)
+    ranks = [
+        forks.Process(target=work, args=(rank, *group, target, *arguments))
+        for rank in range(processes)
+    ]
+    for rank in ranks:
+        rank.start()
+    answer: Any = None
+    began = perf_counter()
+    while any(rank.is_alive() for rank in ranks):
+        with contextlib.suppress(queue.Empty):
+            answer = answers.get(timeout=0.05)
+        late = perf_counter() - began > PATIENCE_S
+        if late or any(rank.exitcode for rank in ranks):
+            break
+    with contextlib.suppress(queue.Empty):
+        answer = answers.get(timeout=0.05) if answer is None else answer
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    if any(codes) or None in codes:
+        raise ConfigError(f"ranks ended with {codes}: {arguments}")
+    return answer
+
+
+def work(
+    rank: int,
+    processes: int,
+    port: int,
+    answers: "multiprocessing.Queue[Any]",
+    target: Callable[..., Any],
+    *arguments: Any,
+) -> None:
+    """One process's part."""
+    torch.set_num_threads(1)
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    os.environ |= {"LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    dist.init_process_group("gloo")
+    answer = target(*arguments)
+    if rank == 0:
+        answers.put(answer)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(path: str) -> bool:
+    """Write the file of the cluster that these processes are."""
+    found = measure_cluster(torch.device("cpu"))
+    if found is not None:
+        write_cluster(Path(path), found)
+    return True
+
+
+def timed(job: dict[str, Any], split: dict[str, Any]) -> tuple[list[float], int]:
+    """Seconds of each step of a split, after one that is not timed, and bytes it came to hold.
+
+    These are of the process that holds most; what it held before it built an engine does not count.
+    """
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    layout = Layout(**split["layout"])
+    config = architecture("llama", job["model"])
+    engine = Engine(config, layout, device="cpu", **split["settings"])
+    generator = torch.Generator().manual_seed(0)
+    rows = job["batch_size"] // layout.readers
+    text = torch.randint(
+        0, config.vocab_size, (rows, job["sequence_length"] + 1), generator=generator
+    )
+    batch = {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
+    times = []
+    for _ in range(1 + STEPS):
+        dist.barrier()
+        began = perf_counter()
+        engine.update(batch, NextTokenLoss())
+        dist.barrier()
+        times.append(perf_counter() - began)
+    held = torch.tensor([status("VmHWM") - before])
+    dist.all_reduce(held, op=dist.ReduceOp.MAX)
+    return times[1:], int(held)
+
+
+def status(name: str) -> int:
+    """Bytes of this process's memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
+
+
+def pair(seed: int, processes: Sequence[int], folder: Path) -> dict[str, Any]:
+    """One pair: planned, measured, compared."""
+    drawn = draw(seed, processes)
+    path = folder / f"{drawn['processes']}.toml"
+    if not path.exists():
+        run_workers(drawn["processes"], measure, str(path))
+    cluster = read_cluster(path)
+
+    def planned(budget_gib: float | None) -> list[PlannedLayout]:
+        asked = Options(
+            "llama",
+            model_config=drawn["model"],
+            batch_size=drawn["batch_size"],
+            sequence_length=drawn["sequence_length"],
+            device="cpu",
+            memory_gib=budget_gib,
+        )
+        return plan(asked, cluster, best=ALL, every=True, history=History()).best
+
+    began = perf_counter()
+    found = planned(None)
+    if drawn["share"] < 1:
+        sizes = sorted(each.most_bytes for each in found)
+        budget = sizes[int(drawn["share"] * (len(sizes) - 1))] * 1.06 / GIB
+        found = planned(budget)
+    else:
+        budget = cluster.memory_gib
+    seconds = perf_counter() - began
+    splits = [{"layout": each.layout, "settings": each.settings} for each in found]
+    runs = [
+        [run_workers(drawn["processes"], timed, drawn, split) for split in splits]
+        for _ in range(TURNS)
+    ]
+    times = [min(min(took) for took, _ in each) for each in zip(*runs, strict=True)]
+    predicted = [each.step.total for each in found]
+    return {
+        "seed": seed,
+        **drawn,
+        "splits": len(splits),
+        "over_best": times[0] / min(times) - 1,
+        "rank_correlation": correlation(predicted, times),
+        "predicted_over_measured": median(p / t for p, t in zip(predicted, times, strict=True)),
+        "budget_gib": budget,
+        "predicted_gib": found[0].most_bytes / GIB,
+        "held_gib": min(turn[0][1] for turn in runs) / GIB,
+        "planning_s": seconds,
+        "chosen": str(Layout(**found[0].layout)),
+        "each": [
+            {"layout": str(Layout(**one.layout)), **one.settings, "predicted": p, "measured": t}
+            for one, p, t in zip(found, predicted, times, strict=True)
+        ],
+    }
+
+
+def correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Spearman's: of the places of numbers in their orders."""
+    if len(one) < 3:
+        return 1.0
+    places = [sorted(range(len(each)), key=each.__getitem__) for each in (one, other)]
+    ranks = torch.zeros(2, len(one), dtype=torch.float64)
+    for row, order in zip(ranks, places, strict=True):
+        row[torch.tensor(order)] = torch.arange(len(one), dtype=torch.float64)
+    return float(torch.corrcoef(ranks)[0, 1])
+
+
+def main() -> int:
+    """Print a line for each pair, and all in all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first pair")
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], help="drawn from")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(options.first, options.first + options.pairs):
+            try:
+                results.append(pair(seed, options.processes, Path(folder)))
+            except ConfigError as error:
+                print(f"{seed}: {error}", flush=True)
+                continue
+            one = results[-1]
+            print(
+                f"{seed:>3}  {one['processes']} processes, {one['splits']:>3} splits: chosen"
+                f" {one['chosen']}, {100 * one['over_best']:.1f}% over the best; rank correlation"
+                f" {one['rank_correlation']:.3f}; predicted {one['predicted_over_measured']:.2f}"
+                f" of measured; holds {one['held_gib']:.3f} of {one['budget_gib']:.3f} GiB;"
+                f" planned in {one['planning_s']:.0f} s",
+                flush=True,
+            )
+            if options.json is not None:
+                options.json.write_text(json.dumps(results, indent=1))
+    within = sum(one["over_best"] <= 0.05 for one in results)
+    fits = sum(one["held_gib"] <= one["budget_gib"] for one in results)
+    middle = median(one["rank_correlation"] for one in results)
+    print(
+        f"{len(results)} pairs: {within} within 5% of the best, {fits} within their memory; median"
+        f" rank correlation {middle:.3f}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

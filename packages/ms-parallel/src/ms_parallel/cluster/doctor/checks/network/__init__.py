@@ -1,0 +1,1 @@
+"""Checks of what joins the machines: ports, their rates and packets, and who uses them."""

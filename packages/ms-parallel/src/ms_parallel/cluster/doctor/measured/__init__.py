@@ -1,0 +1,1 @@
+"""What several processes measure together: clocks, links and the folder of a run."""

@@ -1,0 +1,24 @@
+"""Versions as numbers that compare."""
+
+import re
+
+CANDIDATE = re.compile(r"\.?(?:rc|alpha|beta)\.?(\d{0,9})", re.IGNORECASE)
+PARTS = 6
+
+
+def version(text: str) -> tuple[int, ...]:
+    """A version as numbers; what comes before a release (`8.0.RC2`) compares as earlier.
+
+    Args:
+        text: such as `580.65.06`, `2.13.0+cu130` or `8.3.RC1`.
+    """
+    plain = text.split("+")[0]
+    candidate = CANDIDATE.search(plain)
+    numbers = re.findall(r"\d{1,9}", plain[: candidate.start()] if candidate else plain)
+    padded = [*map(int, numbers[:PARTS]), *[0] * (PARTS - len(numbers))]
+    return (*padded, -1 if candidate else 0, int(candidate[1] or 0) if candidate else 0)
+
+
+def release(text: str) -> str:
+    """The first three numbers of a version, such as `2.13.0` of `2.13.0.post3+cpu`."""
+    return ".".join(re.findall(r"\d{1,9}", text.split("+")[0])[:3])

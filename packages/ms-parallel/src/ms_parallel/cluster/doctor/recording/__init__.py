@@ -1,0 +1,1 @@
+"""What is known of the machines: recorded where they are, judged anywhere."""

@@ -1,0 +1,1 @@
+"""Updates whose bits do not depend on which process computed what."""

@@ -1,0 +1,61 @@
+"""Which rows of the global batch a process has, and sums over all of them in one order."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor
+
+from ms_parallel.cluster.groups import Groups
+from ms_parallel.engine.microbatches import sum_over_rows
+from ms_parallel.engine.reproducible.tree import fold
+
+
+@frozen(kw_only=True)
+class Rows:
+    """This data rank's rows among those of all."""
+
+    groups: Groups
+    counts: tuple[int, ...]
+    """Rows of each data rank; they follow one another in the global batch."""
+
+    @classmethod
+    def meet(cls, count: int, groups: Groups) -> "Rows":
+        """Learn how many rows the others have; all processes call it."""
+        ranks = groups.place.count
+        counts = [count]
+        if ranks > 1:
+            mine = torch.tensor([count], device=groups.device)
+            every = [torch.empty_like(mine) for _ in range(ranks)]
+            dist.all_gather(every, mine, group=groups.group("rows"))
+            counts = [int(each) for each in every]
+        return cls(groups=groups, counts=tuple(counts))
+
+    @property
+    def total(self) -> int:
+        """Rows of the global batch."""
+        return sum(self.counts)
+
+    def of(self, rank: int) -> range:
+        """The rows of a data rank."""
+        start = sum(self.counts[:rank])
+        return range(start, start + self.counts[rank])
+
+    @property
+    def mine(self) -> range:
+        """Those of this process's data rank."""
+        return self.of(self.groups.place.rank)
+
+    def placed(self, values: Sequence[Tensor], width: int, like: Tensor) -> Tensor:
+        """(total, width) of which this data rank's rows are `values` (width,), others 0."""
+        found = like.new_zeros(self.total, width)
+        if values:
+            found[self.mine.start : self.mine.stop] = torch.stack(list(values)).to(like)
+        return found
+
+    def sum(self, mine: Tensor) -> Tensor:
+        """The sum over all rows (n,) of numbers (rows here, n), float64 on the CPU."""
+        placed = mine.new_zeros(self.total, mine.shape[1])
+        placed[self.mine.start : self.mine.stop] = mine
+        return fold(sum_over_rows(placed, self.groups).t().contiguous())

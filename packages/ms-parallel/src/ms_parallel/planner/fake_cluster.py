@@ -1,0 +1,57 @@
+"""Processes of a layout that are not there, so that one process builds what one of them would."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from attrs import evolve
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ms_parallel.cluster.groups import Groups, lay_mesh
+from ms_parallel.cluster.layout import Layout
+
+META = torch.device("meta")
+
+
+@contextmanager
+def fake_world(size: int) -> Iterator[None]:
+    """As many processes as any of some layouts needs, of which this one is the first.
+
+    Within it `fake_groups` lays each layout over the same processes, which takes less time than
+    meeting anew for each.
+    """
+    assert not dist.is_initialized(), "this process has met others already"
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        forget: Callable[[], None] = _clear_sharding_prop_cache
+        forget()  # layouts of groups that are no more
+
+
+@contextmanager
+def fake_groups(layout: Layout, device: torch.device = META) -> Iterator[Groups]:
+    """The groups of a layout's first process, whose collectives send nothing.
+
+    Args:
+        layout: of any number of processes; within `fake_world`, at most as many as that has.
+        device: of what is built; on `meta` it has shapes and no memory.
+    """
+    if in_fake_world():
+        yield evolve(lay_mesh(layout, torch.device("cpu")), device=device)
+        return
+    with fake_world(layout.world_size):
+        yield evolve(lay_mesh(layout, torch.device("cpu")), device=device)
+
+
+def in_fake_world() -> bool:
+    """Whether the processes that this one has met are not there."""
+    return dist.is_initialized() and dist.get_backend() == "fake"
+
+
+def has_met_others() -> bool:
+    """Whether this process is one of a run."""
+    return dist.is_initialized() and not in_fake_world()

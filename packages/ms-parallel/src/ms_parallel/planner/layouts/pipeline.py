@@ -1,0 +1,152 @@
+"""How long the stages of a pipeline take under a schedule, and what they hold at once."""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+from attrs import frozen
+
+from ms_parallel.errors import ScheduleError
+from ms_parallel.schedules.generators.registry import GENERATORS, named_schedule
+from ms_parallel.schedules.table.costs import Costs
+from ms_parallel.schedules.table.placements import looped
+from ms_parallel.schedules.table.schedule import Schedule
+from ms_parallel.schedules.timeline.simulate import simulate
+from ms_parallel.split.memory.budget import held_at_once
+
+ENOUGH = 2
+"""Microbatches a rank after which a schedule repeats itself: each further one takes what the
+busiest rank works for it."""
+FEW = 8
+"""Ranks beyond which a pipeline is taken to be like one of so many, till it is among the best."""
+ROUNDS = 2
+"""Stages a rank of schedules that loop."""
+DIGITS = 9
+"""Of seconds; times are whole nanoseconds, so that sums are exact."""
+
+
+@frozen(kw_only=True)
+class StageSeconds:
+    """What one microbatch takes in each stage."""
+
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    message: float = 0.0
+    """Seconds of a message between stages."""
+
+    def work(self, stages: Sequence[int]) -> float:
+        """Seconds that a rank of these stages computes for a microbatch."""
+        parts = (self.forward, self.backward_input, self.backward_weight)
+        return sum(part[stage] for part in parts for stage in stages)
+
+
+@cache
+def table(name: str, ranks: int, microbatches: int) -> Schedule | str:
+    """A named schedule, or why there is none of these sizes."""
+    try:
+        return named_schedule(name, ranks, microbatches)
+    except ScheduleError as error:
+        return str(error)
+
+
+@cache
+def stage_ranks(name: str, ranks: int) -> tuple[int, ...]:
+    """Pipeline rank of each stage, whether or not there is a table for some microbatches."""
+    place = GENERATORS[name].placement
+    return place(ranks, ROUNDS) if place is looped else place(ranks)
+
+
+@cache
+def bubble_share(name: str, ranks: int, microbatches: int) -> float:
+    """Time that a rank waits, as a share of that which it computes, where stages are alike.
+
+    Its forwards and both parts of its backwards take as long. Microbatches beyond those that are
+    played add work and no waiting; and a pipeline of more ranks than `FEW` waits as one of so many
+    does, for each rank but one.
+    """
+    few, played = _scaled(ranks, microbatches)
+    made = table(name, few, played)
+    assert isinstance(made, Schedule), made
+    line = simulate(made, Costs.uniform(made.stages))
+    lost = float(line.lost / max(line.busy)) * made.microbatches
+    if ranks > few:
+        lost *= (ranks - 1) / (few - 1)
+    return lost / microbatches
+
+
+def refusal(name: str, ranks: int, microbatches: int) -> str | None:
+    """Why there is no such schedule, as far as one of `FEW` ranks tells; None if there is."""
+    made = table(name, *_scaled(ranks, microbatches))
+    return made if isinstance(made, str) else None
+
+
+def _scaled(ranks: int, microbatches: int) -> tuple[int, int]:
+    """Ranks and microbatches of the table that stands for one of so many."""
+    few = min(ranks, FEW)
+    return few, _played(few, -(-microbatches * few // ranks))
+
+
+def _played(ranks: int, microbatches: int) -> int:
+    """Microbatches that are played one by one."""
+    most = ENOUGH * ranks
+    return min(microbatches, most)
+
+
+@cache
+def makespan_s(name: str, ranks: int, microbatches: int, times: StageSeconds) -> float:
+    """Seconds from the first forward to the last backward.
+
+    Args:
+        name: of a schedule that there is for these sizes.
+        ranks: of the pipeline.
+        microbatches: of an update; above `ENOUGH` a rank they are not played one by one.
+        times: of each stage.
+    """
+    played = _played(ranks, microbatches)
+    made = table(name, ranks, played)
+    assert isinstance(made, Schedule), made
+    costs = Costs(
+        forward=[round(each, DIGITS) for each in times.forward],
+        backward_input=[round(each, DIGITS) for each in times.backward_input],
+        backward_weight=[round(each, DIGITS) for each in times.backward_weight],
+        latency=round(times.message, DIGITS),
+    )
+    busiest = max(times.work(made.stages_of(rank)) for rank in range(ranks))
+    return float(simulate(made, costs).makespan) + (microbatches - played) * busiest
+
+
+@cache
+def held(name: str, ranks: int, microbatches: int) -> tuple[tuple[tuple[int, float], ...], ...]:
+    """For each rank how many microbatches of each stage it holds where it holds most of them all.
+
+    Returns:
+        Pairs (stage, microbatches) for each rank; of more ranks than `FEW` as of so many, with as
+        many more microbatches.
+    """
+    few, played = _scaled(ranks, microbatches)
+    last, before = _most_held(name, few, played), None
+    beyond = microbatches * few / ranks - played
+    if beyond > 0 and not isinstance(table(name, few, played - few), str):
+        before = _most_held(name, few, played - few)
+    homes = stage_ranks(name, ranks)
+    found = []
+    for rank in range(ranks):
+        like = rank * few // ranks
+        counts, more = last[like], 0.0
+        if before is not None:
+            grown = sum(counts.values()) - sum(before[like].values())
+            more = grown / few * beyond / len(counts)
+        each = [(count + more) * ranks / few for count in counts.values()]
+        stages = [stage for stage, home in enumerate(homes) if home == rank]
+        found.append(tuple(zip(stages, each, strict=True)))
+    return tuple(found)
+
+
+def _most_held(name: str, ranks: int, microbatches: int) -> list[dict[int, int]]:
+    made = table(name, ranks, microbatches)
+    assert isinstance(made, Schedule), made
+    return [max(held_at_once(row), key=_all) for row in made.actions]
+
+
+def _all(counts: Mapping[int, int]) -> int:
+    return sum(counts.values())

@@ -1,0 +1,177 @@
+"""Measures all processes that have met, as the cluster that they are."""
+
+import os
+import time
+from collections.abc import Sequence
+from statistics import median
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from ms_parallel.cluster.doctor.measured.exchange import gather_bytes
+from ms_parallel.cluster.doctor.measured.pairs import one_way
+from ms_parallel.cluster.doctor.recording.capture import memory_bytes
+from ms_parallel.cluster.doctor.recording.machine import this_machine
+from ms_parallel.cluster.doctor.recording.recording import Machine
+from ms_parallel.errors import LaunchError
+from ms_parallel.planner.cluster import Cluster, Link, Links
+from ms_parallel.planner.measuring.fit import fit_link
+from ms_parallel.planner.measuring.rates import DTYPES, memory_gb_per_s, product_tflops
+
+SIZES_BYTES = (8, 1 << 9, 1 << 13, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
+"""Of messages that tell latency, and of those that tell bandwidth. Between them a line through both
+says more than is true; of them there are none, as a step's time lies in the large ones."""
+TRIPS = 8
+GIB = 1 << 30
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process measured of its device."""
+
+    machine: Machine
+    threads: int
+    memory_bytes: int
+    """That the processes of the machine may take."""
+    tflops: dict[str, float]
+    """Empty where the process waited, as there are more than cores."""
+    memory_gb_per_s: float = 0.0
+
+
+def measure_cluster(device: torch.device) -> Cluster | None:
+    """The cluster that all processes are; all call this, and rank 0 gets it.
+
+    Processes compute and send at the same time, as in a run. Where processes are more than a
+    machine's cores, only as many compute.
+
+    Args:
+        device: of this process.
+
+    Raises:
+        LaunchError: machines have different numbers of processes.
+    """
+    together = dist.is_initialized() and dist.get_world_size() > 1
+    rates = _rates(device)
+    parts = gather_bytes(msgspec.json.encode(rates)) if together else [msgspec.json.encode(rates)]
+    every = [msgspec.json.decode(part, type=Rates) for part in parts]
+    each = _share_numbers(_processes(every) if every else 0) if together else 1
+    links = _links(device, each) if together else Links()
+    return _cluster(every, each, links, device) if every else None
+
+
+def _rates(device: torch.device) -> Rates:
+    machine, threads = this_machine(), torch.get_num_threads()
+    computes = device.type != "cpu" or machine.local_rank < max(1, machine.cores // threads)
+    if dist.is_initialized():
+        dist.barrier()
+    tflops, memory = {}, 0.0
+    if computes:
+        found = {name: product_tflops(dtype, device) for name, dtype in DTYPES.items()}
+        tflops = {name: rate for name, rate in found.items() if rate}
+        memory = memory_gb_per_s(device)
+    return Rates(
+        machine=machine,
+        threads=threads,
+        memory_bytes=memory_bytes(machine),
+        tflops=tflops,
+        memory_gb_per_s=memory,
+    )
+
+
+def _processes(every: Sequence[Rates]) -> int:
+    """Of each machine; 0 where machines differ."""
+    nodes = [(one.machine.node, one.machine.host) for one in every]
+    counts = {nodes.count(node) for node in nodes}
+    return counts.pop() if len(counts) == 1 else 0
+
+
+def _share_numbers(number: int) -> int:
+    shared = torch.tensor([number])
+    dist.broadcast(shared, src=0)
+    if not int(shared):
+        raise LaunchError(
+            "machines have different numbers of processes; start the same number on each to"
+            " measure them"
+        )
+    return int(shared)
+
+
+def _links(device: torch.device, each: int) -> Links:
+    """Of each level that there is; on rank 0, the others get what is of no use."""
+    nodes = dist.get_world_size() // each
+    node = _level(device, partner(dist.get_rank(), each, 1, each)) if each > 1 else None
+    network = None
+    if nodes > 1:
+        network = _level(device, partner(dist.get_rank(), each * nodes, each, nodes))
+    return Links(node=node, network=network)
+
+
+def partner(rank: int, span: int, step: int, count: int) -> int | None:
+    """Whom a rank exchanges with: the next of its level, in pairs; None for the odd one."""
+    within = rank % span
+    place = within // step % count
+    if place == count - 1 and place % 2 == 0:
+        return None
+    return rank + step if place % 2 == 0 else rank - step
+
+
+def _level(device: torch.device, partner: int | None) -> Link | None:
+    """The link that pairs exchange over; on rank 0, None on the others."""
+    times = message_times(device, partner, SIZES_BYTES)
+    return fit_link(SIZES_BYTES, times) if times else None
+
+
+def message_times(
+    device: torch.device, partner: int | None, sizes_bytes: Sequence[int]
+) -> list[float]:
+    """Seconds that messages take one way while all pairs exchange them: the median of the pairs.
+
+    All ranks call this; rank 0 gets the result, the others nothing.
+
+    Args:
+        device: where this rank's messages lie.
+        partner: whom it exchanges with; None where it waits.
+        sizes_bytes: of the messages.
+    """
+    rank, times = dist.get_rank(), []
+    for size in sizes_bytes:
+        dist.barrier()
+        if partner is not None:
+            message = torch.zeros(size, dtype=torch.uint8, device=device)
+            times.append(one_way(message, min(rank, partner), max(rank, partner), TRIPS))
+    leads = partner is not None and rank < partner
+    parts = gather_bytes(msgspec.json.encode(times if leads else []))
+    measured = [found for part in parts if (found := msgspec.json.decode(part, type=list[float]))]
+    return [median(values) for values in zip(*measured, strict=True)]
+
+
+def _cluster(every: Sequence[Rates], each: int, links: Links, device: torch.device) -> Cluster:
+    computed = [one for one in every if one.tflops]
+    first, threads = every[0].machine, every[0].threads
+    names = {name for one in computed for name in one.tflops}
+    tflops = {
+        name: float(f"{median(o.tflops[name] for o in computed if name in o.tflops):.4g}")
+        for name in DTYPES
+        if name in names
+    }
+    on_cpu = device.type == "cpu"
+    chip = None if on_cpu or not first.accelerators else first.accelerators[0].name
+    least = min(one.memory_bytes for one in every)
+    memory = least / each if on_cpu else first.accelerators[0].memory_bytes
+    return Cluster(
+        chip=chip,
+        device=device.type,
+        nodes=len(every) // each,
+        devices_per_node=each,
+        cores_per_node=max(1, first.cores // threads) if on_cpu else None,
+        memory_gib=float(f"{memory / GIB:.4g}"),
+        memory_bandwidth_gb_per_s=float(f"{median(o.memory_gb_per_s for o in computed):.4g}"),
+        peak_tflops=tflops,
+        measured=True,
+        links=links,
+    )
+
+
+def title() -> str:
+    """What a measured file says of itself: where and when it was measured."""
+    return f"measured on {os.uname().nodename}, {time.strftime('%Y-%m-%d %H:%M')}"

@@ -1,0 +1,382 @@
+"""Predicts what each rank of a run holds at its peak, by category, before anything is allocated.
+
+The engine of a rank is built without memory, in a cluster that is not there, and one microbatch
+passes forwards through its stages as torch's fake tensors, which have a shape and a device alone.
+So it is the run's own code that is counted: its layout, its operators, its dtypes.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
+
+from ms_parallel.cluster.device import pick_device
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.engine import Engine
+from ms_parallel.engine.further import depths_of, further_shares
+from ms_parallel.engine.loss import Loss, NextTokenLoss
+from ms_parallel.models.staged import StagedModel
+from ms_parallel.planner.apart import call_apart
+from ms_parallel.planner.fake_cluster import fake_groups, has_met_others
+from ms_parallel.planner.rank_memory import PREDICTION, RankMemory
+from ms_parallel.split.context.rows import SharedRows
+from ms_parallel.split.data_axis import ACTIVATIONS, EACH, MOMENTS
+from ms_parallel.split.memory.block_costs import BlockCosts, storages, weights_of
+from ms_parallel.split.memory.budget import choose_kinds, held_at_once, peak_bytes
+from ms_parallel.split.memory.recompute import RecomputedBlock, recomputed_blocks
+from ms_parallel.split.memory.recompute_choice import KINDS, Recompute, budget_bytes
+from ms_parallel.split.part import local_part
+
+FLOAT32_BYTES = 4
+UNUSED = BlockCosts(kept_bytes=(0,) * len(KINDS), work=(0,) * len(KINDS))
+"""Of a block that no forward passes, such as a layer that predicts further without its loss."""
+ENDLESS = 1 << 60
+"""A budget that marks blocks to be measured."""
+
+
+def predict_memory(
+    model: Any,
+    layout: Layout,
+    *,
+    rows: int,
+    sequence_length: int,
+    microbatches: int,
+    documents: Tensor | None = None,
+    loss: Loss | None = None,
+    **options: Any,
+) -> list[RankMemory]:
+    """What a process of each pipeline rank holds at its peak in an update.
+
+    Tokens are assumed to choose experts evenly. A process that has met others asks another one.
+
+    Args:
+        model: what an engine takes: an architecture, a configuration, a folder.
+        layout: of any number of processes.
+        rows: of a microbatch.
+        sequence_length: tokens of a row.
+        microbatches: of an update on a data rank.
+        documents: (rows, sequence_length) int32, of a typical microbatch; one a row by default.
+        loss: of next tokens by default.
+        options: of the engine.
+
+    Raises:
+        ConfigError: a setting cannot be used, or the budget of `recompute` is below the least.
+        LayoutError: the layout does not fit the model.
+    """
+    settings = {
+        **options,
+        "rows": rows,
+        "sequence_length": sequence_length,
+        "microbatches": microbatches,
+        "documents": documents,
+        "loss": loss or NextTokenLoss(),
+    }
+    if has_met_others():
+        found: list[RankMemory] = call_apart(PREDICTION, model, layout, **settings)
+        return found
+    return _predict(model, layout, **settings)
+
+
+def _predict(
+    model: Any,
+    layout: Layout,
+    *,
+    rows: int,
+    sequence_length: int,
+    microbatches: int,
+    documents: Tensor | None,
+    loss: Loss,
+    **options: Any,
+) -> list[RankMemory]:
+    device = pick_device(options.pop("device", None))
+    recompute: Recompute = options.pop("recompute", "none")
+    batch = _batch(rows, sequence_length, documents)
+    known: dict[str, _StageCosts] = {}
+    found = []
+    with fake_groups(layout) as groups:
+        stride = layout.world_size // layout.pipeline
+        for pipeline in range(layout.pipeline):
+            here = evolve(groups, place=layout.place(pipeline * stride))
+            settings = {**options, "weights": "unset", "recompute": ENDLESS, "compile": False}
+            engine = Engine(model, groups=here, **settings)
+            found.append(_rank(engine, microbatches, batch, device, recompute, loss, known))
+    return found
+
+
+def _batch(rows: int, length: int, documents: Tensor | None) -> dict[str, Tensor]:
+    whole = torch.zeros(rows, length, dtype=torch.int64)
+    batch = {"tokens": whole, "targets": whole, "positions": torch.arange(length).repeat(rows, 1)}
+    return batch if documents is None else {**batch, "documents": documents}
+
+
+def _name(module: nn.Module) -> str:
+    """The same for modules that keep the same: their parts, and the shapes of their weights."""
+    parts = []
+    for place, each in module.named_modules():
+        place = ".".join("" if part.isdigit() else part for part in place.split("."))
+        facts = [str(getattr(each, name, "")) for name in ("window", "rope", "layer_type")]
+        weights = [
+            f"{name} {tuple(local_part(weight).shape)}"
+            for name, weight in each.named_parameters(recurse=False)
+        ]
+        parts.append(f"{place} {type(each).__name__} {facts} {weights}")
+    return "; ".join(parts)
+
+
+def _drop_repeated(
+    stage: nn.Module, blocks: Sequence[RecomputedBlock], names: Sequence[str]
+) -> dict[str, RecomputedBlock]:
+    """The first block of each kind, by name; of our own models all others are taken out."""
+    kept = dict(zip(reversed(names), reversed(blocks), strict=True))
+    if not isinstance(stage, StagedModel):
+        return kept
+    left = {id(block.block) for block in kept.values()}
+    layers = cast(nn.ModuleDict, stage.model.layers)
+    for number, block in list(layers.items()):
+        if id(block) not in left:
+            del layers[number]
+    return kept
+
+
+@frozen(kw_only=True)
+class RowBytes:
+    """What one row keeps on a rank that has a whole model, and what its optimizer keeps."""
+
+    blocks: tuple[tuple[int, ...], ...]
+    """Bytes of each block, by kind of recomputation."""
+    beside: int
+    """Bytes of embedding, head and loss."""
+    moments: float
+    """Bytes of the optimizer for each weight."""
+
+
+def row_bytes(
+    model: Any,
+    layout: Layout,
+    *,
+    sequence_length: int,
+    documents: Tensor | None = None,
+    loss: Loss | None = None,
+    **options: Any,
+) -> RowBytes:
+    """What a microbatch of one row keeps for its backward, counted as `predict_memory` does.
+
+    Args:
+        model: as there.
+        layout: without a pipeline.
+        sequence_length: tokens of the row.
+        documents: (1, sequence_length) int32.
+        loss: of next tokens by default.
+        options: of the engine.
+    """
+    device = pick_device(options.pop("device", None))
+    batch = _batch(1, sequence_length, documents)
+    with fake_groups(layout) as groups:
+        settings = {**options, "weights": "unset", "recompute": ENDLESS, "compile": False}
+        engine = Engine(model, groups=groups, **settings)
+        (number,) = _stages(engine)
+        weights = sum(local_part(each).numel() for each in engine.parameters.values())
+        every = [*engine.optimizer.moments.values(), *engine.optimizer.whole.values()]
+        moments = sum(each.nbytes for moment in every for each in moment.values())
+        costs = _stage_costs(engine, number, batch, device, loss or NextTokenLoss())
+    return RowBytes(
+        blocks=tuple(tuple(block.kept_bytes) for block in costs.blocks),
+        beside=costs.beside,
+        moments=moments / weights,
+    )
+
+
+@frozen(kw_only=True)
+class _StageCosts:
+    """What a stage keeps of one microbatch."""
+
+    blocks: Sequence[BlockCosts]
+    beside: int
+    """Bytes that its blocks do not keep: those of embedding, head and loss."""
+
+
+def _rank(
+    engine: Engine,
+    microbatches: int,
+    batch: Mapping[str, Tensor],
+    device: torch.device,
+    recompute: Recompute,
+    loss: Loss,
+    known: dict[str, _StageCosts],
+) -> RankMemory:
+    """Of the rank of an engine, whose stages are taken apart.
+
+    Args:
+        engine: built without memory.
+        microbatches: of an update.
+        batch: one microbatch.
+        device: on which it would compute.
+        recompute: what blocks run again.
+        loss: of the last stage.
+        known: costs of stages by what they are; those of new ones are added.
+    """
+    weights = [local_part(each) for each in engine.parameters.values()]
+    every = [*engine.optimizer.moments.values(), *engine.optimizer.whole.values()]
+    moments = sum(each.nbytes for moment in every for each in moment.values())
+    row = engine.tables.training(microbatches).actions[engine.groups.place.pipeline]
+    held = held_at_once(row)
+    gathered = _gathered(engine, microbatches)
+    unsplit = 0 if engine.groups.layout.shards > 1 else _unsplit(engine)
+    costs: dict[int, _StageCosts] = {}
+    for number, stage in _stages(engine).items():
+        name = f"{number > 0} {number + 1 == len(engine.placement)} {_name(stage)}"
+        if name not in known:
+            known[name] = _stage_costs(engine, number, batch, device, loss)
+        costs[number] = known[name]
+    blocks = {number: each.blocks for number, each in costs.items()}
+    beside = {number: each.beside for number, each in costs.items()}
+    kinds = _kinds(recompute, blocks, held)
+    away = engine.options.offload in ACTIVATIONS and device.type != "cpu"
+    again = [
+        block.kept_bytes[0] - block.kept_bytes[kind]
+        for stage, mine in blocks.items()
+        for block, kind in zip(mine, kinds[stage], strict=True)
+    ]
+    return RankMemory(
+        pipeline=engine.groups.place.pipeline,
+        weights=sum(each.nbytes for each in weights),
+        gradients=(sum(each.numel() for each in weights) + unsplit) * FLOAT32_BYTES,
+        moments=0 if engine.options.offload in MOMENTS else moments,
+        activations=0 if away else peak_bytes(blocks, kinds, held, beside),
+        buffers=gathered + max(again, default=0),
+    )
+
+
+def _stage_costs(
+    engine: Engine, number: int, batch: Mapping[str, Tensor], device: torch.device, loss: Loss
+) -> _StageCosts:
+    """Run a stage, of whose blocks that are alike all but one are dropped."""
+    stage, row_split = _stages(engine)[number], engine.splitter.split(batch)
+    marked = recomputed_blocks(stage)
+    names = [_name(block.block) for block in marked]
+    kept = _drop_repeated(stage, marked, names)
+    for block in kept.values():
+        block.measures = True
+    # Entered late, as FSDP and DTensor find a process's place in numbers while they are set up.
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        stage.to_empty(device=device)
+        if isinstance(row_split, SharedRows) and row_split.documents is not None:
+            row_split.documents = batch["documents"].to(device)  # the fake groups' have no place
+        saved = _saved(engine, number, batch, device, row_split, loss)
+    costs = {name: block.costs or UNUSED for name, block in kept.items()}
+    ran = kept if isinstance(stage, StagedModel) else names
+    inputs = sum(costs[name].kept_bytes[-1] for name in ran)
+    shared = max((block.shared_bytes for block in marked), default=0)
+    return _StageCosts(blocks=[costs[name] for name in names], beside=saved - inputs + shared)
+
+
+def _stages(engine: Engine) -> Mapping[int, nn.Module]:
+    return cast(Mapping[int, nn.Module], engine.stages)
+
+
+def _saved(
+    engine: Engine,
+    number: int,
+    batch: Mapping[str, Tensor],
+    device: torch.device,
+    row_split: Any,
+    loss: Loss,
+) -> int:
+    """Bytes that a stage keeps of a microbatch if its blocks keep their inputs; they measure."""
+    stage, passes = _stages(engine)[number], engine.passes
+    here = {name: each.to(device) for name, each in batch.items()}
+    entering = here["tokens"]
+    if number > 0:
+        rows, length = entering.shape
+        length //= passes.sequence_parts * engine.groups.layout.context
+        dtype = {True: torch.bfloat16, "float16": torch.float16}.get(engine.options.mixed_precision)
+        width = engine.config.hidden_size
+        entering = torch.empty(rows, length, width, dtype=dtype, device=device, requires_grad=True)
+    saved: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.update(storages([tensor]))
+        return tensor.detach()
+
+    more = {} if row_split is None else {"row_split": row_split}
+    context = {"documents": here.get("documents"), "cache": None, **more}
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        made = passes.runtime.call(stage, entering, positions=here["positions"], **context)
+        if number + 1 == len(engine.placement):
+            made = _loss(engine, made, here, row_split, loss)
+    for place in weights_of(stage):
+        saved.pop(place, None)
+    del made
+    return sum(saved.values())
+
+
+def _loss(
+    engine: Engine, hidden: Tensor, batch: Mapping[str, Tensor], row_split: Any, loss: Loss
+) -> Any:
+    """The loss of the last stage's hidden states, layers that predict further included."""
+    output = partial(engine.passes.output, row_split=row_split)
+    found = loss(output(hidden), batch)
+    total: Any = found
+    if isinstance(total, tuple):
+        total = total[0]
+    depths = depths_of(engine.config, loss)
+    if depths:
+        last = engine.stages[len(engine.placement) - 1]
+        total = total + further_shares(last, hidden, batch, [1.0] * depths, output, row_split).sum()
+    return total
+
+
+def _kinds(
+    recompute: Recompute,
+    blocks: Mapping[int, Sequence[BlockCosts]],
+    held: Sequence[Mapping[int, int]],
+) -> dict[int, list[int]]:
+    budget = budget_bytes(recompute)
+    if budget is None:
+        kind = KINDS.index(str(recompute))
+        return {stage: [kind] * len(mine) for stage, mine in blocks.items()}
+    return choose_kinds(blocks, held, budget)
+
+
+def _unsplit(engine: Engine) -> int:
+    """Numbers that gradients of embeddings have more than their part of the vocabulary.
+
+    DTensor gives each tensor rank the gradient of all of it.
+    """
+    tensor = engine.groups.layout.tensor
+    modules = (each for stage in _stages(engine).values() for each in stage.modules())
+    whole = sum(each.weight.numel() for each in modules if isinstance(each, nn.Embedding))
+    return whole - whole // tensor
+
+
+def _gathered(engine: Engine, microbatches: int) -> int:
+    """Bytes of weights and gradients that a rank holds whole beside its share.
+
+    Where weights are freed after each block, those of the last two gathered and of the ends.
+    """
+    groups, options = engine.groups, engine.options
+    if groups.layout.shards == 1 and not options.mixed_precision:
+        return 0
+    width = 2 if options.mixed_precision else FLOAT32_BYTES
+    own: list[int] = []
+    ends = 0
+    for stage in _stages(engine).values():
+        for module in stage.modules():
+            if isinstance(module, FSDPModule):
+                group: Any = module._get_fsdp_state()._fsdp_param_group
+                count = sum(each._orig_size.numel() for each in group.fsdp_params) if group else 0
+                ends += count if module is stage else 0
+                own += [] if module is stage else [count]
+    held = sum(local_part(each).numel() for each in engine.parameters.values())
+    whole = sum(own) + ends
+    once = microbatches == 1 and groups.layout.pipeline == 1  # else kept for the next one
+    freed = options.sharding == "zero3" or (options.sharding == "auto" and once)
+    weights = ends + sum(sorted(own)[-2:]) if freed else whole
+    gradients = 0 if options.sharding in EACH else whole - held + _unsplit(engine)
+    return weights * width + gradients * FLOAT32_BYTES

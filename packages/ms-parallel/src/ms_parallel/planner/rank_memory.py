@@ -1,0 +1,28 @@
+"""What a process of a pipeline rank holds at its peak."""
+
+import msgspec
+
+PREDICTION = "ms_parallel.planner.memory:predict_memory"
+"""How another process is asked for it."""
+
+
+class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process of one pipeline rank holds at its peak, in bytes."""
+
+    pipeline: int
+    weights: int
+    """Its share of them, as the optimizer keeps them."""
+    gradients: int
+    """Of that share, in float32."""
+    moments: int
+    """Of the optimizer; not where they are offloaded."""
+    activations: int
+    """What forwards keep for their backward, over all microbatches in flight."""
+    buffers: int
+    """Weights that are gathered, gradients that stay whole between microbatches, and what the block
+    keeps that is computed again."""
+
+    @property
+    def total(self) -> int:
+        """All of it; what lives for the length of one operator comes on top."""
+        return self.weights + self.gradients + self.moments + self.activations + self.buffers

@@ -1,0 +1,1 @@
+"""Plans as files, and what runs that were planned have taken."""

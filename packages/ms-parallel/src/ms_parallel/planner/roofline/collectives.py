@@ -1,0 +1,131 @@
+"""Time of collectives over the levels of a cluster, by latency and bandwidth.
+
+A ring passes through every node once for each network card of the node, so what a device sends
+between nodes shrinks by the members that its node has. Both levels work at once, and the slower one
+counts (Thakur et al. 2005; NCCL's rings).
+"""
+
+from typing import Final, Literal
+
+from attrs import frozen
+
+from ms_parallel.planner.cluster import Cluster
+from ms_parallel.planner.roofline.efficiency import Efficiency
+
+MICRO = 1e-6
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+REACHED: Final = Efficiency()
+"""All of a bandwidth, since it is already what is reached."""
+
+
+@frozen(kw_only=True)
+class Members:
+    """Ranks of a group: so many, `stride` devices apart."""
+
+    count: int
+    stride: int = 1
+
+    def in_node(self, cluster: Cluster) -> int:
+        """How many of them one node has."""
+        return max(1, min(self.count, cluster.devices_per_node // self.stride))
+
+
+def collective_s(
+    cluster: Cluster, kind: Collective, size_bytes: float, ranks: int, stride: int = 1
+) -> float:
+    """Seconds of a collective.
+
+    Args:
+        cluster: whose links are crossed.
+        kind: `send` is one message to a neighbour.
+        size_bytes: of what a rank has when all is together: gathered, or before it is scattered;
+            of `all_to_all` and `send`, of what a rank gives.
+        ranks: that take part; one takes no time.
+        stride: how far apart two neighbours lie, in devices.
+    """
+    if ranks == 1 or size_bytes == 0:
+        return 0.0
+    if kind == "send":
+        return send_seconds(size_bytes, stride, cluster, REACHED)
+    members = Members(count=ranks, stride=stride)
+    if kind == "all_to_all":
+        return exchange_seconds(size_bytes, members, cluster, REACHED)
+    seconds = reduce_seconds if kind == "all_reduce" else gather_seconds
+    return seconds(size_bytes, members, cluster, REACHED)
+
+
+def gather_seconds(
+    whole_bytes: float, members: Members, cluster: Cluster, efficiency: Efficiency
+) -> float:
+    """An all-gather of parts that make up `whole_bytes`, or a reduce-scatter into such parts."""
+    if members.count == 1 or not whole_bytes:
+        return 0.0
+    near = members.in_node(cluster)
+    nodes = -(-members.count // near)
+    slowest = latency = 0.0
+    if near > 1:
+        bandwidth, delay = _near(cluster, members, efficiency)
+        slowest = whole_bytes * (near - 1) / near / bandwidth
+        latency = (near - 1) * delay
+    if nodes > 1:
+        bandwidth, delay = _far(cluster, efficiency)
+        slowest = max(slowest, whole_bytes * (nodes - 1) / nodes / (near * bandwidth))
+        # NCCL takes a tree where a ring would wait for each node in turn.
+        latency += min(nodes - 1, 2 * nodes.bit_length()) * delay
+    return slowest + latency
+
+
+def reduce_seconds(
+    whole_bytes: float, members: Members, cluster: Cluster, efficiency: Efficiency
+) -> float:
+    """An all-reduce: a reduce-scatter and an all-gather."""
+    return 2 * gather_seconds(whole_bytes, members, cluster, efficiency)
+
+
+def exchange_seconds(
+    sent_bytes: float, members: Members, cluster: Cluster, efficiency: Efficiency
+) -> float:
+    """An all-to-all in which each member sends `sent_bytes` in equal parts to all, itself too."""
+    if members.count == 1 or not sent_bytes:
+        return 0.0
+    near = members.in_node(cluster)
+    seconds = 0.0
+    if near > 1:
+        bandwidth, delay = _near(cluster, members, efficiency)
+        seconds = sent_bytes * (near - 1) / members.count / bandwidth + delay
+    if members.count > near:
+        bandwidth, delay = _far(cluster, efficiency)
+        far = sent_bytes * (members.count - near) / members.count / bandwidth
+        seconds = max(seconds, far) + delay
+    return seconds
+
+
+def send_seconds(
+    size_bytes: float, distance: int, cluster: Cluster, efficiency: Efficiency
+) -> float:
+    """A message to the rank `distance` devices further."""
+    bandwidth, delay = _level(cluster, distance + 1, 1, efficiency)
+    return size_bytes / bandwidth + delay
+
+
+def _near(cluster: Cluster, members: Members, efficiency: Efficiency) -> tuple[float, float]:
+    """Of the members of one node: bytes a second of one, and seconds of latency."""
+    near = members.in_node(cluster)
+    return _level(cluster, (near - 1) * members.stride + 1, near - 1, efficiency)
+
+
+def _far(cluster: Cluster, efficiency: Efficiency) -> tuple[float, float]:
+    """Between nodes."""
+    return _level(cluster, cluster.devices_per_node + 1, 1, efficiency)
+
+
+def _level(
+    cluster: Cluster, span: int, partners: int, efficiency: Efficiency
+) -> tuple[float, float]:
+    """Bytes a second, and seconds of latency, to some of so many neighbours."""
+    span = min(span, cluster.devices)
+    link, level = cluster.link(span), cluster.level(span)
+    share = efficiency.network if level == "network" else efficiency.node
+    if cluster.mesh and level == "node":
+        share *= partners / (cluster.devices_per_node - 1)
+    return link.bandwidth_gb_per_s * 1e9 * share, link.latency_us * MICRO

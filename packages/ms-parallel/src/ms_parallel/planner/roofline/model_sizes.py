@@ -1,0 +1,85 @@
+"""A model's sizes for the roofline, from its configuration and the shapes of its parameters."""
+
+from typing import Any, Final
+
+from ms_parallel.errors import ConfigError
+from ms_parallel.models.config import ModelConfig
+from ms_parallel.models.registry import parameter_shapes
+from ms_parallel.planner.roofline.shape import DecoderSizes, ExpertSizes, Latents
+from ms_parallel.split.context.kinds import HeadSizes
+
+TOLERANCE: Final = 0.03
+"""Share of matrices' weights that sizes may miss before a model counts as another kind."""
+
+
+def decoder_sizes(config: ModelConfig) -> DecoderSizes:
+    """The sizes of a model, checked against the number of its weights.
+
+    Args:
+        config: of any family whose layers are attention and a feed-forward.
+
+    Raises:
+        ConfigError: the weights that the sizes mean are not those that the model has.
+    """
+    heads = HeadSizes.of(config, 1)
+    experts, latents = _experts(config), _latents(config)
+    found = {
+        gated: DecoderSizes(
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            heads=heads.queries,
+            key_value_heads=heads.keys,
+            head_dim=heads.width,
+            value_dim=heads.value_width,
+            inner=config.intermediate_size,
+            gated=gated,
+            vocabulary=config.vocab_size,
+            tied=bool(config.tie_word_embeddings),
+            experts=experts,
+            latents=latents,
+            window=_window(config),
+            prediction_layers=config.prediction_layers,
+        )
+        for gated in (True, False)
+    }
+    shapes = parameter_shapes(config).values()
+    whole = sum(shape.numel() for shape in shapes if len(shape) > 1)
+    nearest = min(found.values(), key=lambda sizes: abs(sizes.weights - whole))
+    if abs(nearest.weights - whole) > TOLERANCE * whole:
+        raise ConfigError(
+            f"{config.model_type} has {whole} weights in its matrices, but its sizes mean"
+            f" {nearest.weights}; measure its layers instead"
+        )
+    return nearest
+
+
+def _experts(config: Any) -> ExpertSizes | None:
+    mixture = config.mixture
+    if mixture is None or not mixture.layers:
+        return None
+    width = int(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    return ExpertSizes(
+        count=mixture.choice.num_experts,
+        chosen=mixture.choice.num_experts_per_tok,
+        width=width,
+        shared_width=width * int(getattr(config, "n_shared_experts", 0) or 0),
+        first_layer=config.num_hidden_layers - len(mixture.layers),
+    )
+
+
+def _latents(config: Any) -> Latents | None:
+    if getattr(config, "kv_lora_rank", None) is None:
+        return None
+    return Latents(
+        query=config.q_lora_rank,
+        key=config.kv_lora_rank,
+        rotary=config.qk_rope_head_dim,
+    )
+
+
+def _window(config: Any) -> int | None:
+    """What all layers are limited to; where only some are, attention counts as whole."""
+    if not hasattr(config, "window"):
+        return None
+    windows = {config.window(layer) for layer in range(config.num_hidden_layers)}
+    return windows.pop() if len(windows) == 1 else None

@@ -1,0 +1,89 @@
+"""Compiles the forward and backward of each block by itself, with torch.compile.
+
+A block is compiled once for all layers that are alike, and what surrounds it, such as the gathering
+of weights and recomputation, runs as it did.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.errors import ConfigError
+from ms_parallel.models.decoder_config import DecoderConfig
+from ms_parallel.models.plan import ModelPlan
+from ms_parallel.schedules.table.action import Kind
+from ms_parallel.schedules.table.schedule import Schedule
+from ms_parallel.split.memory.recompute_choice import Recompute
+
+
+class Chosen(Protocol):
+    """What is asked of an engine's options."""
+
+    @property
+    def recompute(self) -> Recompute:
+        """What blocks run again."""
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether bits are the same under every layout."""
+
+
+def check_compiled(config: Any, layout: Layout, chosen: Chosen, schedule: Schedule) -> None:
+    """Check that blocks may be compiled.
+
+    Args:
+        config: of the model.
+        layout: how it is split.
+        chosen: the engine's options.
+        schedule: any of the run.
+
+    Raises:
+        ConfigError: they may not, with the reason.
+    """
+    recompute = chosen.recompute
+    for axis in ("tensor", "context", "expert"):
+        if getattr(layout, axis) > 1:
+            raise ConfigError(
+                f"compile=True with {axis}={getattr(layout, axis)} would compile blocks that send"
+                f" messages inside, which torch does not follow; set {axis} to 1, or compile to"
+                " False"
+            )
+    if not isinstance(config, DecoderConfig) or config.mixture is not None:
+        raise ConfigError(
+            "compile=True is for decoders of ms-parallel without experts, whose blocks decide"
+            " nothing while they run; set compile to False"
+        )
+    if chosen.reproducible:
+        raise ConfigError(
+            "compile=True chooses the order of sums, which reproducible=True fixes; set one of them"
+            " to False"
+        )
+    if recompute not in ("none", "full"):
+        raise ConfigError(
+            f"compile=True hides a block's operators, of which recompute={recompute!r} keeps some;"
+            " set recompute to none or full, or compile to False"
+        )
+    if any(a.kind is Kind.BACKWARD_INPUT for row in schedule.computations() for a in row):
+        raise ConfigError(
+            "compile=True joins the gradients of inputs and weights, and"
+            f" schedule={schedule.name!r} has them apart; choose 1f1b, gpipe or interleaved-1f1b,"
+            " or set compile to False"
+        )
+
+
+def compile_blocks(stage: nn.Module, plan: ModelPlan) -> None:
+    """Compile each block of a stage, in place; forwards without gradients run as they did."""
+    for name, block in stage.named_modules():
+        if plan.is_block(name):
+            block.forward = _training_alone(block.forward, torch.compile(block.forward))
+
+
+def _training_alone(eager: Any, compiled: Any) -> Any:
+    """A forward that is compiled where there are gradients; lengths of texts are not traced."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (compiled if torch.is_grad_enabled() else eager)(*args, **kwargs)
+
+    return forward

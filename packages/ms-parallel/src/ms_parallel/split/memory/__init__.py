@@ -1,0 +1,1 @@
+"""What each block keeps for its backward, and where."""

@@ -1,0 +1,152 @@
+"""Settles `microbatch_size = "auto"`: the largest that fits, by prediction and a trial."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from attrs import evolve
+
+from ms_parallel.cluster.agreement import first_does
+from ms_parallel.cluster.device import pick_device
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.loss import NextTokenLoss
+from ms_parallel.errors import ConfigError
+from ms_parallel.planner.free_memory import free_bytes, give_back
+from ms_parallel.planner.largest_microbatch import (
+    FILE,
+    GIB,
+    FoundMicrobatch,
+    between,
+    held_bytes,
+    largest_predicted,
+    next_trial,
+    read_microbatch,
+    sizes_of,
+    trial_bytes,
+    write_microbatch,
+)
+from ms_parallel.planner.rank_memory import RankMemory
+from ms_parallel.training.options import AUTO, Options
+
+
+def limit_bytes(options: Options, held: int = 0) -> int:
+    """Most that a rank may hold: as asked for, or what it holds and its device has free."""
+    if options.memory_gib is not None:
+        return int(options.memory_gib * GIB)
+    return held + free_bytes(pick_device(options.wanted_device))
+
+
+def settled(
+    options: Options, layout: Layout, predict: Callable[[int], Sequence[RankMemory]]
+) -> Options:
+    """The options with a number in place of `auto`: what was found before, or is predicted now.
+
+    All processes of the run call this.
+
+    Args:
+        options: the run's.
+        layout: how it is split.
+        predict: what each pipeline rank holds with so many rows in a microbatch.
+
+    Raises:
+        ConfigError: none fits, or what was found cannot be read.
+    """
+    if options.microbatch_size != AUTO:
+        return options
+    known = first_does(lambda: _known(options, layout))
+    if known is not None:
+        return evolve(options, microbatch_size=known.rows)
+    limit = _agreed(limit_bytes(options))
+    sizes = sizes_of(options.batch_size // layout.readers, layout.pipeline)
+
+    def largest() -> int:
+        return largest_predicted(sizes, limit, lambda rows: max(r.total for r in predict(rows)))[0]
+
+    size = first_does(largest)
+    return evolve(options, microbatch_size=size)
+
+
+def try_out(
+    engine: Any, options: Options, layout: Layout, predict: Callable[[int], Sequence[RankMemory]]
+) -> FoundMicrobatch | None:
+    """Try sizes up to the predicted one; what was found, which a file keeps.
+
+    All processes of the run call this. None where the run has settled it before.
+
+    Args:
+        engine: an `Engine` of the predicted size, which is changed.
+        options: of the run, with `auto`.
+        layout: how it is split.
+        predict: as in `settled`; asked for two sizes again.
+
+    Raises:
+        ConfigError: not even the smallest fits.
+    """
+    if options.microbatch_size != AUTO or first_does(lambda: _known(options, layout)):
+        return None
+    rows = options.batch_size // layout.readers
+    most = engine.passes.microbatch_size or rows
+    sizes = [size for size in sizes_of(rows, layout.pipeline) if size <= most]
+    predicted = first_does(
+        lambda: between(
+            sizes, *(max(r.total for r in predict(size)) for size in (sizes[0], sizes[-1]))
+        )
+    )
+    loss = NextTokenLoss(mtp_weight=options.mtp_weight, z_coefficient=options.z_coefficient)
+    engine.passes.microbatch_size = sizes[0]
+    trial_bytes(engine, loss, rows, options.sequence_length)  # what is taken once, for all sizes
+    give_back()
+    limit = _agreed(limit_bytes(options, held_bytes(engine)))
+    tried: dict[int, int | None] = {}
+    while (size := next_trial(predicted, tried, limit)) is not None:
+        engine.passes.microbatch_size = size
+        tried[size] = trial_bytes(engine, loss, rows, options.sequence_length)
+    found = {size: took for size, took in tried.items() if took and took <= limit}
+    if not found:
+        raise ConfigError(
+            f"microbatch_size='auto' finds none: {sizes[0]} sample(s) at once took"
+            f" {(tried[sizes[0]] or limit) / GIB:.3f} GiB of a rank's {limit / GIB:.3f} GiB; lower"
+            " sequence_length, recompute more, shard over more ranks, or raise memory_gib"
+        )
+    engine.passes.microbatch_size = max(found)
+    return _written(options, layout, max(found), found[max(found)], limit)
+
+
+def _written(
+    options: Options, layout: Layout, size: int, counted: int, limit: int
+) -> FoundMicrobatch:
+    found = FoundMicrobatch(
+        conditions=_conditions(options, layout),
+        rows=size,
+        counted_bytes=counted,
+        limit_bytes=limit,
+    )
+    first_does(lambda: write_microbatch(options.output_dir / FILE, found))
+    return found
+
+
+def _known(options: Options, layout: Layout) -> FoundMicrobatch | None:
+    known = read_microbatch(options.output_dir / FILE)
+    return known if known and known.conditions == _conditions(options, layout) else None
+
+
+def _conditions(options: Options, layout: Layout) -> dict[str, int | str | None]:
+    return {
+        "layout": str(layout),
+        "batch_size": options.batch_size,
+        "sequence_length": options.sequence_length,
+        "recompute": str(options.recompute),
+        "mixed_precision": str(options.mixed_precision),
+        "sharding": options.sharding,
+        "schedule": str(options.schedule),
+        "memory_gib": str(options.memory_gib),
+    }
+
+
+def _agreed(limit: int) -> int:
+    """The least of all processes."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return limit
+    gathered: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(gathered, limit)
+    return min(gathered)

@@ -1,0 +1,1 @@
+"""Plans a run for a cluster, beforehand or when it begins."""

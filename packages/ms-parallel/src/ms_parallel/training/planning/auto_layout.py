@@ -1,0 +1,84 @@
+"""Settles `parallel_config = "auto"`: the layout that a run began with, or the best one now."""
+
+from pathlib import Path
+
+from attrs import evolve
+
+from ms_parallel.cluster.agreement import first_does
+from ms_parallel.cluster.device import pick_device
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.cluster.process import world_size
+from ms_parallel.errors import ConfigError
+from ms_parallel.events import OnEvent
+from ms_parallel.planner.apart import call_apart
+from ms_parallel.planner.cluster import Cluster, read_cluster
+from ms_parallel.planner.measuring.machines import measure_cluster
+from ms_parallel.planner.record.plan_file import FILE, Plan, read_plan, write_plan
+from ms_parallel.training.options import AUTO, Options
+from ms_parallel.training.planning.conditions import conditions_of
+
+PLAN = "ms_parallel.training.planning.plan:plan"
+"""How another process is asked for it, which leaves nothing behind in this one."""
+
+
+def with_layout(options: Options, shards: Path, emit: OnEvent) -> Options:
+    """The options with a layout in place of `auto`, and the settings that go with it.
+
+    What was chosen lies in `output_dir`, and a run that goes on keeps it: on another number of
+    processes, or with other settings that a plan depends on, it is chosen anew. All processes of
+    the run call this.
+
+    Args:
+        options: the run's.
+        shards: its dataset.
+        emit: is told of what is chosen.
+
+    Raises:
+        ConfigError: no layout fits, the cluster file is for another number of processes, or what
+            was chosen before cannot be read.
+    """
+    if options.parallel_config != AUTO:
+        return options
+    known = first_does(lambda: _known(options))
+    found = known or _planned(options, shards)
+    best = found.best[0]
+    emit(
+        "plan",
+        {
+            "layout": str(Layout(**best.layout)),
+            **best.settings,
+            "predicted_step_s": best.step.total,
+            "kept": int(known is not None),
+        },
+    )
+    return evolve(options, parallel_config=Layout(**best.layout), **best.settings)  # type: ignore[arg-type]  # its own settings
+
+
+def _known(options: Options) -> Plan | None:
+    found = read_plan(options.output_dir / FILE)
+    return found if found and found.conditions == conditions_of(options, world_size()) else None
+
+
+def _planned(options: Options, shards: Path) -> Plan:
+    cluster = _cluster(options)
+
+    def choose() -> Plan:
+        assert cluster is not None  # the first process's
+        found: Plan = call_apart(PLAN, evolve(options, on_event=None), cluster, shards=shards)
+        write_plan(options.output_dir / FILE, found)
+        return found
+
+    return first_does(choose)
+
+
+def _cluster(options: Options) -> Cluster | None:
+    """These machines, as their file says or as they are measured; where measured, on rank 0."""
+    if options.cluster is None:
+        return measure_cluster(pick_device(options.device))
+    cluster = read_cluster(options.cluster)
+    if cluster.devices != world_size():
+        raise ConfigError(
+            f"{options.cluster} has {cluster.devices} devices, and {world_size()} processes run;"
+            " start as many, or leave cluster out and these machines are measured"
+        )
+    return cluster

@@ -1,0 +1,84 @@
+"""Counts what engines hold on a few ranks and layers, where all that there are would take long."""
+
+from typing import Any
+
+import msgspec
+import torch
+from attrs import evolve
+
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.errors import ConfigError
+from ms_parallel.planner.layouts.candidate import Candidate, KeptBytes
+from ms_parallel.planner.layouts.sizes import ModelSizes
+from ms_parallel.planner.rank_memory import RankMemory
+from ms_parallel.split.data_axis import ACTIVATIONS, EACH
+
+MANY = 32
+"""Shards that are counted one by one."""
+SHORT = 2
+"""Layers of a model whose layers are alike that are counted."""
+
+
+def divisor_of_shards(candidate: Candidate) -> int:
+    """By what the data ranks are divided before their memory is counted."""
+    layout, fewer = candidate.layout, 1
+    if candidate.sharding == "replicate" or layout.replicate > 1:
+        return fewer
+    while layout.data % (2 * fewer) == 0:
+        shards = layout.shards // (2 * fewer)
+        if shards < MANY or shards % layout.expert:
+            break
+        fewer *= 2
+    return fewer
+
+
+def of_all_shards(rank: RankMemory, candidate: Candidate, fewer: int) -> RankMemory:
+    """What a rank holds, where it was counted with so many times fewer shards."""
+    whole = 0 if candidate.sharding in EACH else rank.weights - rank.weights // fewer
+    return msgspec.structs.replace(
+        rank,
+        weights=rank.weights // fewer,
+        gradients=rank.gradients // fewer,
+        moments=rank.moments // fewer,
+        activations=0 if candidate.offload in ACTIVATIONS else rank.activations,
+        buffers=rank.buffers + whole,
+    )
+
+
+def rows_of_noise(vocabulary: int, length: int) -> dict[str, torch.Tensor]:
+    """One row of random tokens (1, S); the global generator is not touched."""
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(0, vocabulary, (1, length + 1), generator=generator)
+    positions = torch.arange(length)[None]
+    return {
+        "tokens": text[:, :-1].contiguous(),
+        "targets": text[:, 1:].contiguous(),
+        "positions": positions,
+    }
+
+
+def without_pipeline(layout: Layout) -> Layout:
+    """What decides what a block keeps; data ranks beyond those that share out experts do not."""
+    data = layout.expert if layout.expert > layout.context else 1
+    if data * layout.context % layout.expert:
+        data = layout.expert
+    return Layout(tensor=layout.tensor, context=layout.context, expert=layout.expert, data=data)
+
+
+def kept_bytes(found: Any) -> KeptBytes:
+    """What a block keeps by kind of recomputation, and what stands beside: of `row_bytes`."""
+    kinds = zip(*found.blocks, strict=True)
+    return KeptBytes(
+        block=tuple(sum(kind) // len(found.blocks) for kind in kinds), ends=found.beside
+    )
+
+
+def short_model(config: Any) -> Any:
+    """A model of fewer layers that are like those of this one; itself where they differ."""
+    sizes = ModelSizes.of(config)
+    if config.num_hidden_layers <= SHORT or len({*sizes.layers}) > 1:
+        return config
+    try:
+        return evolve(config, num_hidden_layers=SHORT)
+    except ConfigError:
+        return config

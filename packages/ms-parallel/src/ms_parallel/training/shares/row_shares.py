@@ -1,0 +1,165 @@
+"""The rows that each data rank takes of the global batch, by speeds that are measured as it runs.
+
+A loss is divided once by its weight over the global batch, so no number depends on who computes
+which rows but by rounding: only how long a step takes does.
+"""
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from ms_parallel.events import OnEvent
+from ms_parallel.training.shares.apportion import seconds_of, share_out
+from ms_parallel.training.shares.setting import Shares
+
+WINDOW = 4
+"""Updates between two looks at the speeds; the median of a rank's counts."""
+WARM_UP = 1
+"""Updates that are not counted when a run or new shares begin: they allocate and compile."""
+GAIN = 0.05
+"""Shares change where that makes a step this much shorter, so that noise does not move them."""
+SLOW = 0.8
+"""A rank is slow whose speed is below this part of the median rank's."""
+
+
+class Sharing(Protocol):
+    """A stream whose rows can be shared out anew."""
+
+    def share_out(self, shares: Sequence[int], /) -> None:
+        """Take as many rows of the batches that follow as this reader's of `shares`."""
+
+
+class RowShares:
+    """Which data rank takes how many rows, and what is known of their speeds.
+
+    Args:
+        setting: how rows are shared out.
+        batch_size: rows of the global batch.
+        rank: this process's data rank.
+        count: data ranks.
+        least: rows that each gets at any rate.
+        emit: is told of each change, on the first process.
+    """
+
+    def __init__(
+        self,
+        setting: Shares,
+        batch_size: int,
+        *,
+        rank: int,
+        count: int,
+        least: int = 1,
+        emit: OnEvent,
+    ) -> None:
+        self.measured = setting == "measured" and count > 1
+        self.rank, self.batch_size, self.emit = rank, batch_size, emit
+        self.least = min(least, batch_size // count)
+        self.rows: tuple[int, ...] = (
+            setting if isinstance(setting, tuple) else (batch_size // count,) * count
+        )
+        """Of each data rank."""
+        self.speeds: tuple[float, ...] | None = None
+        """Of each data rank in rows a second, when they were last looked at."""
+        self.history: list[tuple[float, ...]] = []
+        """The speeds of all looks."""
+        self._seconds: list[float] = []
+        self._to_skip = WARM_UP
+
+    def begin(self, stream: Sharing, before: Sequence[int] = ()) -> None:
+        """Share out the rows of a stream, as an interrupted run did where that still fits."""
+        fits = len(before) == len(self.rows) and sum(before) == self.batch_size
+        if self.measured and fits and min(before) >= 1:
+            self.rows = tuple(before)
+        if len(set(self.rows)) > 1:
+            stream.share_out(self.rows)
+
+    def settle(self, step: int, seconds: float, stream: Sharing) -> bool:
+        """Take in how long this process's rows of an update took; all processes call it.
+
+        Args:
+            step: the update's.
+            seconds: of its forwards and backwards, without waiting for other data ranks.
+            stream: is shared out anew where that pays.
+
+        Returns:
+            Whether the shares have changed; the same on all processes.
+        """
+        if not self.measured:
+            return False
+        if self._to_skip:
+            self._to_skip -= 1
+            return False
+        self._seconds.append(seconds)
+        if len(self._seconds) < WINDOW:
+            return False
+        taken = self._meet(median(self._seconds))
+        self._seconds = []
+        self.speeds = tuple(rows / each for rows, each in zip(self.rows, taken, strict=True))
+        self.history.append(self.speeds)
+        wanted = share_out(self.batch_size, self.speeds, least=self.least)
+        now, then = seconds_of(self.rows, self.speeds), seconds_of(wanted, self.speeds)
+        if then > (1 - GAIN) * now:
+            return False
+        self.rows, self._to_skip = wanted, WARM_UP
+        stream.share_out(wanted)
+        self._tell(step, now, then)
+        return True
+
+    def _meet(self, seconds: float) -> list[float]:
+        """How long each data rank took: as long as the slowest of its processes."""
+        every = torch.zeros(len(self.rows), dtype=torch.float64)
+        every[self.rank] = max(seconds, 1e-9)
+        dist.all_reduce(every, op=dist.ReduceOp.MAX)
+        found: list[float] = every.tolist()
+        return found
+
+    def _tell(self, step: int, now: float, then: float) -> None:
+        assert self.speeds is not None
+        self.emit(
+            "shares",
+            {
+                "step": step,
+                "step_s_before": round(now, 6),
+                "step_s_after": round(then, 6),
+                **{f"rows.{rank}": rows for rank, rows in enumerate(self.rows)},
+                **{f"rows_per_s.{rank}": round(v, 3) for rank, v in enumerate(self.speeds)},
+            },
+        )
+
+    @property
+    def mean_speeds(self) -> tuple[float, ...] | None:
+        """Of each data rank over the whole run, in rows a second; None where none was measured."""
+        if not self.history:
+            return None
+        return tuple(sum(each) / len(each) for each in zip(*self.history, strict=True))
+
+    @property
+    def slow_ranks(self) -> tuple[int, ...]:
+        """Data ranks that were slow by the median of the others."""
+        speeds = self.mean_speeds or ()
+        return tuple(
+            rank
+            for rank, speed in enumerate(speeds)
+            if speed < SLOW * median(other for at, other in enumerate(speeds) if at != rank)
+        )
+
+    def changed(self) -> str:
+        """A line on shares that have just changed: each data rank's rows and speed."""
+        speeds = self.speeds or ()
+        parts = [f"{rows} ({speed:.3g}/s)" for rows, speed in zip(self.rows, speeds, strict=True)]
+        return f"rows of the data ranks by their speed: {', '.join(parts)}"
+
+    def report(self) -> str | None:
+        """A line on ranks that were slow; None where none was."""
+        speeds, slow = self.mean_speeds, self.slow_ranks
+        if speeds is None or not slow:
+            return None
+        parts = [
+            f"data rank {rank} was slow: {speeds[rank]:.3g} rows/s, the fastest"
+            f" {max(speeds):.3g}; it takes {self.rows[rank]} of {self.batch_size} rows"
+            for rank in slow
+        ]
+        return "; ".join(parts)

@@ -1,0 +1,71 @@
+"""What the oracle draws, as the table that `ms-parallel explain` and README show.
+
+python packages/ms-parallel/tests/combinations_table.py      # writes both
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import msgspec
+
+sys.path.insert(0, str(Path(__file__).parent))
+from runs import tiny
+from test_oracle import PARTS, drawn_jobs
+
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.proof.combinations import TABLE, ProvedPairs, count_pairs, features_of, pair_name
+
+PACKAGE = Path(__file__).parent.parent
+README = PACKAGE / "README.md"
+FILE = PACKAGE / "src" / "ms_parallel" / "proof" / TABLE
+COLUMNS = ("data", "tensor", "pipeline", "context", "expert", "replicate")
+BEGIN, END = "<!-- combinations: made by tests/combinations_table.py -->", "<!-- /combinations -->"
+
+
+def counted() -> ProvedPairs:
+    """The pairs of all that the oracle draws."""
+    jobs = [job for part in range(PARTS) for job in drawn_jobs(part)]
+    return count_pairs(
+        features_of(Layout.parse(job["layout"]), tiny(**job["settings"]), job["options"])
+        for job in jobs
+    )
+
+
+def encoded(found: ProvedPairs) -> bytes:
+    """The file's content."""
+    return msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"
+
+
+def table(found: ProvedPairs) -> str:
+    """The table in README."""
+    features = {name for pair in found.pairs for name in pair.split(" x ")}
+    rows = [*COLUMNS, *sorted(features - set(COLUMNS))]
+    lines = [f"| | {' | '.join(COLUMNS)} |", "|---|" + "---|" * len(COLUMNS)]
+    for row in rows:
+        counts = [found.pairs.get(pair_name(row, column), 0) for column in COLUMNS]
+        cells = [
+            "" if row == column else str(count or "none")
+            for column, count in zip(COLUMNS, counts, strict=True)
+        ]
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def between(text: str) -> str:
+    """A text with the marks that stand around it in README."""
+    return f"{BEGIN}\n{text}\n{END}"
+
+
+def readme_table(text: str) -> str:
+    """What stands in a README between the marks."""
+    found = re.search(re.escape(between("WHOLE")).replace("WHOLE", "(.*?)"), text, re.DOTALL)
+    assert found, f"{README} has no marks of the table"
+    return found[1]
+
+
+if __name__ == "__main__":
+    made = counted()
+    FILE.write_bytes(encoded(made))
+    old = README.read_text()
+    README.write_text(old.replace(between(readme_table(old)), between(table(made))))

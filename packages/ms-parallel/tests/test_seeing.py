@@ -1,0 +1,203 @@
+"""A model that sees trains from packed rows of text and pictures as on each sample alone."""
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import transformers
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import ms_data
+
+sys.path.insert(0, str(Path(__file__).parent))
+from processes import run_processes
+from seeing_runs import OPTIMIZER, TEXT, VISION, batch_of, tiny
+
+from ms_parallel import Engine, Layout, ModelError, NextTokenLoss
+from ms_parallel.models import SeeingModel, TransformersModel
+from ms_parallel.models.batch import cut_rows
+
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if 'image' in part %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL = [
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+]
+CHILD = Path(__file__).with_name("seeing_runs.py")
+SIZES = [(56, 56), (90, 40), (30, 120), (200, 150)]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations with no picture, one and two; pictures of several sizes."""
+    place = tmp_path_factory.mktemp("seeing")
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=SPECIAL,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator(["What is this?"], trainer)
+    model.save(str(place / "tokenizer.json"))
+    (place / "chat_template.jinja").write_text(TEMPLATE)
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "min_pixels": 28 * 28,
+        "max_pixels": 112 * 112,
+    }
+    (place / "preprocessor_config.json").write_text(json.dumps(processor))
+    rng = np.random.default_rng(0)
+    rows = []
+    (place / "corpus").mkdir()
+    for number in range(12):
+        parts: list[dict[str, str]] = [{"type": "text", "text": "What is this? "}]
+        for nth in range(number % 3):
+            size = SIZES[(number + nth) % len(SIZES)]
+            pixels = rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+            file = io.BytesIO()
+            Image.fromarray(pixels).save(file, "PNG")
+            (place / f"corpus/{number}-{nth}.png").write_bytes(file.getvalue())
+            parts.append({"type": "image", "image": f"{number}-{nth}.png"})
+            parts.append({"type": "text", "text": " and?"})
+        answer = [{"type": "text", "text": f"Noise {number}."}]
+        messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
+        rows.append(json.dumps({"messages": messages}))
+    (place / "corpus/rows.jsonl").write_text("\n".join(rows) + "\n")
+    out = place / "shards"
+    ms_data.build(place / "corpus", tokenizer=place, out=out, chat=place, processor=place)
+    return out
+
+
+def alone(model: Any, shards: Path) -> float:
+    """The mean loss over all targets, each sample in a row of its own as transformers has it."""
+    samples = ms_data.Samples(shards)
+    processor = samples.processor
+    assert processor is not None
+    total, count = 0.0, 0
+    for number in range(len(samples)):
+        sample = samples.conversation(number)
+        tokens = torch.from_numpy(sample.tokens)[None]
+        seen: dict[str, Tensor] = {}
+        media = samples.media(number)
+        if media:
+            items = [one.item for one in media]
+            seen["pixel_values"] = torch.from_numpy(processor.patches(items))
+            seen["image_grid_thw"] = torch.tensor([one.grid for one in items])
+        marks = (tokens == model.config.image_token_id).int()
+        with torch.no_grad():
+            logits = model(
+                input_ids=tokens,
+                attention_mask=torch.ones_like(tokens),
+                mm_token_type_ids=marks,
+                use_cache=False,
+                **seen,
+            ).logits
+        model.model.rope_deltas = None
+        targets = torch.from_numpy(sample.tokens[1:].copy())
+        targets[~torch.from_numpy(sample.loss_mask[1:])] = -100
+        total += float(cross_entropy(logits[0, :-1], targets, reduction="sum"))
+        count += int((targets >= 0).sum())
+    return total / count
+
+
+@pytest.mark.parametrize("kind", VISION)
+@pytest.mark.parametrize("size", [None, 1])
+def test_the_loss_of_packed_rows_is_that_of_each_sample_alone(
+    shards: Path, kind: str, size: int | None
+) -> None:
+    """Before an update, and after some, in transformers' own model with the trained weights."""
+    torch.set_num_threads(1)
+    plain, seeing = tiny(kind, shards), SeeingModel(tiny(kind, shards))
+    engine = Engine(
+        seeing,
+        Layout(),
+        device="cpu",
+        plan=seeing.plan,
+        optimizer=OPTIMIZER,
+        microbatch_size=size,
+    )
+    losses = []
+    assert (batch_of(shards)["documents"].max(1) > 1).any()
+    for _ in range(3):
+        weights = {name: value.detach().clone() for name, value in seeing.named_parameters()}
+        assert plain.load_state_dict(weights, strict=False).unexpected_keys == []
+        expected = alone(plain, shards)
+        losses.append(engine.update(batch_of(shards), NextTokenLoss()).loss)
+        assert losses[-1] == pytest.approx(expected, abs=1e-5)
+    assert losses[-1] < losses[0]
+    moved = {name for name, value in seeing.named_parameters() if (value != weights[name]).any()}
+    assert any(name.startswith("model.visual.") for name in moved)
+
+
+@pytest.mark.parametrize("size", [None, 1])
+def test_two_processes_have_the_losses_of_one(shards: Path, size: int | None) -> None:
+    """Also where a process's rows, or a microbatch, happen to hold no picture."""
+    torch.set_num_threads(1)
+    model = SeeingModel(tiny("qwen3_vl", shards))
+    engine = Engine(model, Layout(), device="cpu", plan=model.plan, optimizer=OPTIMIZER)
+    one = [engine.update(batch_of(shards), NextTokenLoss()).loss for _ in range(3)]
+    both = run_processes(
+        2, CHILD, "curve", kind="qwen3_vl", shards=str(shards), size=size, timeout_s=200
+    )
+    for losses in both:
+        assert losses == pytest.approx(one, abs=1e-5)  # sums over rows in another order
+
+
+def test_other_positions_give_another_loss(shards: Path) -> None:
+    """What holds the test above to account: positions in a line, and pictures exchanged."""
+    torch.set_num_threads(1)
+    seeing = SeeingModel(tiny("qwen2_5_vl", shards))
+    engine = Engine(seeing, Layout(), device="cpu", plan=seeing.plan)
+    batch = batch_of(shards)
+
+    def loss(**changed: Any) -> float:
+        weights = {name: value.clone() for name, value in engine.state_dict().items()}
+        found = engine.update({**batch, **changed}, NextTokenLoss()).loss
+        engine.load_state_dict(weights)
+        return found
+
+    expected = loss()
+    line = np.broadcast_to(batch["positions"], batch["positions_thw"].shape).copy()
+    assert abs(loss(positions_thw=line) - expected) > 1e-4
+    assert abs(loss(pixel_values=batch["pixel_values"][::-1].copy()) - expected) > 1e-4
+
+
+def test_microbatches_have_the_pictures_of_their_rows(shards: Path) -> None:
+    """And no others, in their order."""
+    batch = {name: torch.as_tensor(value) for name, value in batch_of(shards).items()}
+    parts = [cut_rows(batch, at, at + 1) for at in range(len(batch["tokens"]))]
+    for name in ("pixel_values", "image_grid_thw"):
+        assert torch.equal(torch.cat([part[name] for part in parts]), batch[name])
+    for part in parts:
+        marked = torch.zeros_like(part["tokens"], dtype=torch.bool)
+        for row, start, stop in part["image_places"].tolist():
+            marked[row, start:stop] = True
+        assert len(part["tokens"][marked].unique()) <= 1
+        assert part["positions_thw"].shape == (3, 1, 192)
+
+
+def test_a_model_of_text_alone_refuses_pictures(shards: Path) -> None:
+    """Instead of training on places whose pictures it does not see."""
+    config = transformers.Qwen2Config(**{**TEXT, "vocab_size": 300, "rope_parameters": None})
+    engine = Engine(TransformersModel(config.to_dict()), Layout(), device="cpu")
+    with pytest.raises(ModelError, match="reads text alone; give the engine a SeeingModel"):
+        engine.update(batch_of(shards), NextTokenLoss())
+    with pytest.raises(ModelError, match="not known to see"):
+        SeeingModel(torch.nn.Linear(2, 2))
