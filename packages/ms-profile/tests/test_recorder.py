@@ -316,6 +316,36 @@ def test_a_collection_that_takes_long_comes_less_often(
         ring.close()
 
 
+def test_no_session_ends_while_messages_are_on_their_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage asks for its first message before its forward; the end of that Work's scope is late.
+
+    torch writes it from a thread of the group's, which remembers the session: into freed memory.
+    """
+    from ms_profile.recording.scopes import ScopeRecorder
+
+    asked: list[bool] = []
+    stop, waiting = ScopeRecorder.stop, False
+
+    def watched(self: ScopeRecorder) -> None:
+        asked.extend([waiting] * self.on)
+        stop(self)
+
+    monkeypatch.setattr(ScopeRecorder, "stop", watched)
+    model = Block()
+    optimizer = torch.optim.SGD(model.parameters())
+    with Recorder(tmp_path / "r.ring", collect_interval_s=0.0) as recorder:
+        recorder.attach()
+        for _ in range(30):
+            waiting = True
+            model(torch.ones(2, 8)).sum().backward()
+            waiting = False
+            optimizer.step()
+    assert len(asked) >= 4  # one is the end's
+    assert not any(asked)
+
+
 def test_a_torch_without_scopes_costs_the_collectives_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,13 +10,14 @@ from ms_profile.errors import nearest_name
 from ms_profile.version import __version__
 
 PROG: Final = "ms-profile"
-COMMANDS: Final = ("run", "report", "compare", "logs", "link")
+COMMANDS: Final = ("run", "report", "compare", "logs", "track", "link")
 """In the order of the help; each is a module of `ms_profile.commands`."""
 MEANT: Final = {
     "run": ("profile", "capture", "record", "start", "trace", "train"),
     "report": ("analyse", "analyze", "html", "open", "ring", "show", "summary", "view"),
     "compare": ("diff", "regression"),
     "logs": ("events", "log", "tail"),
+    "track": ("mlflow", "sync", "tensorboard", "upload", "wandb"),
     "link": ("bandwidth", "latency", "ping"),
 }
 """Words that stand for a command elsewhere."""

@@ -48,6 +48,10 @@ class TraceError(ProfileError, ValueError):
     """A trace that cannot be read, or that lacks what was asked of it."""
 
 
+class TrackerError(ProfileError, ValueError):
+    """A tracker that cannot work as asked: its library is missing, or its folder is none."""
+
+
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """Return the known name nearest to `name`, where one is near."""
     found = get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -66,6 +66,7 @@ class Recorder:
         rank: whose it is; the environment's `RANK`, or 0.
         capacity: spans kept, of 32 bytes each.
         on_step: called with the number of each step that begins, once torch is attached.
+        on_update: called behind each update of the weights, where a session of Kineto may end.
         collect_interval_s: how often collectives are collected, or up to five times as long where
             that would take more than 0.04% of the time; each time, one step's are missed.
 
@@ -80,6 +81,7 @@ class Recorder:
         rank: int | None = None,
         capacity: int = 1 << 16,
         on_step: Callable[[int], None] = lambda step: None,
+        on_update: Callable[[], None] = lambda: None,
         collect_interval_s: float = 2.0,
     ) -> None:
         place = number_in_environment("RANK", 0) if rank is None else rank
@@ -88,7 +90,7 @@ class Recorder:
         """Why collectives are not recorded, if they are not."""
         self.kineto_free = True
         """Whether Kineto is ours to use in the step that begins; `on_step` may decide."""
-        self._on_step = on_step
+        self._on_step, self._on_update = on_step, on_update
         self._collect_interval_s = collect_interval_s
         self._watch: StepWatch | None = None
         self._scopes: ScopeRecorder | None = None
@@ -104,7 +106,7 @@ class Recorder:
         from ms_profile.recording.step_watch import StepWatch
 
         self._scopes = ScopeRecorder(self.ring, interval_s=self._collect_interval_s)
-        self._watch = StepWatch(self.ring, self._begin_step)
+        self._watch = StepWatch(self.ring, self._begin_step, self._end_update)
 
     def mark(self, models: "Iterable[nn.Module]") -> None:
         """See `mark_step`."""
@@ -124,9 +126,10 @@ class Recorder:
         self.ring.close()
 
     def release_kineto(self) -> None:
-        """Collect what Kineto has seen and let another profiler have it until the next step."""
-        if self._scopes is not None:
+        """Collect what Kineto has seen; the next step is not recorded by it, nor is this one."""
+        if self._scopes is not None and self._scopes.on:
             self._scopes.stop()
+            self._resting = True
 
     def make_ready_to_fork(self) -> None:
         """End Kineto's session, so that the child has a profiler of its own to start."""
@@ -184,16 +187,18 @@ class Recorder:
 
     def _begin_step(self, step: int) -> None:
         if self._scopes is not None:
-            was_on = self._scopes.on
             self._scopes.begin_step(step)
-            if self._scopes.due():
-                self._scopes.stop()
             self._on_step(step)
-            if self.kineto_free and not was_on and not self._resting:
+            if self.kineto_free and not self._resting:
                 self._start_scopes(self._scopes)
             self._resting = False
         else:
             self._on_step(step)
+
+    def _end_update(self) -> None:
+        if self._scopes is not None and self._scopes.due():
+            self.release_kineto()
+        self._on_update()
 
     def _start_scopes(self, scopes: "ScopeRecorder") -> None:
         if scopes.open_scope is not None:

@@ -9,7 +9,9 @@ than its share of the time, so that a slow host pays no more for it than a fast 
 A scope that is open when one session of Kineto ends and another begins before it closes is fatal:
 torch then writes its end into memory that was freed. So sessions keep a step's distance, in which
 what encloses a boundary closes; and where the script keeps a scope open over many steps, recording
-ends for good.
+ends for good. The scope of a Work ends on a thread of the group's, which remembers its session: no
+other one is needed for it. So sessions end right behind an update of the weights, when no message
+is on its way; where a step begins, a stage of a pipeline may already have asked for its first.
 
 torch offers the restriction only below its public profiler; where it is missing, the ring has no
 collectives and a warning names the reason. A profiler that the script starts takes Kineto over:

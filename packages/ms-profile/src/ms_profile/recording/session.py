@@ -73,7 +73,7 @@ class Session:
         self._warnings: list[str] = []
         self._traces: list[TraceFile] = []
         self._tracer: Tracer | None = None
-        self._finished = False
+        self._finished = self._window_ended = False
         self.forks = 0
         """How often the script forked this process."""
         try:
@@ -148,7 +148,9 @@ class Session:
         if own.rank == 0:
             write_whole(folder / "manifest.json", encode(self._run_manifest()))
         path = ring_path(folder, own.rank)
-        self._recorder = Recorder(path, rank=own.rank, on_step=self._on_step)
+        self._recorder = Recorder(
+            path, rank=own.rank, on_step=self._on_step, on_update=self._on_update
+        )
         self.events = EventLog(folder / "events", rank=own.rank, world_size=own.world_size)
         write_whole(rank_path(folder, own.rank), encode(self.manifest))
 
@@ -182,16 +184,30 @@ class Session:
         if self._tracer.busy(0):
             self._tracer.begin_step(0)
 
+    def _on_update(self) -> None:
+        """End the session of Kineto's that is to end with this step; see `recording.scopes`."""
+        if self._tracer is None:
+            return
+        step, begun_ns = self._recorder.steps, time.monotonic_ns()
+        if self._tracer.busy(step + 1) or self._tracer.busy(step + 2):
+            self._recorder.release_kineto()
+        if self._tracer.tracing:
+            self._tracer.end_update(step)
+            self._window_ended = not self._tracer.tracing
+        # What it takes to save is part of no step.
+        self._since_ns += time.monotonic_ns() - begun_ns
+
     def _on_step(self, step: int) -> None:
         """Act at the boundary before a step: report the last one, and switch the tracer."""
         self._report_step(step - 1)
         if self._tracer is not None:
             # Two sessions of Kineto keep a step's distance; see `recording.scopes`.
             ahead = self._tracer.busy(step) or self._tracer.busy(step + 1)
+            behind, self._window_ended = self._window_ended, False
             if ahead:
                 self._recorder.release_kineto()
             self._tracer.begin_step(step)
-            self._recorder.kineto_free = not ahead
+            self._recorder.kineto_free = not (ahead or behind)
         # What the recorders took at the boundary is part of no step.
         self._since_ns = time.monotonic_ns()
 
@@ -200,7 +216,7 @@ class Session:
         fields: dict[str, Value] = {"step": step, "step_time_s": (now - self._since_ns) / 1e9}
         if (waited_ns := self._cpu_wait.since_last_ns()) is not None:
             fields["cpu_wait_s"] = waited_ns / 1e9
-        if self._tracer is not None and self._tracer.tracing:
+        if self._window_ended or (self._tracer is not None and self._tracer.tracing):
             fields["traced"] = 1
         if now - self._metrics_ns >= SLOW_METRICS_NS:
             self._metrics_ns = now

@@ -43,10 +43,14 @@ class StepWatch:
     Args:
         ring: where spans go.
         on_step: called with the number of the step that begins; step 0 begins by itself.
+        on_update: called behind an update, when as many optimizers have stepped as in the step
+            before: no message of a pipeline is on its way then, as it may be where a step begins.
     """
 
-    def __init__(self, ring: Ring, on_step: Callable[[int], None]) -> None:
-        self._ring, self._on_step = ring, on_step
+    def __init__(
+        self, ring: Ring, on_step: Callable[[int], None], on_update: Callable[[], None]
+    ) -> None:
+        self._ring, self._on_step, self._on_update = ring, on_step, on_update
         self._between = ring.name("between steps")
         self._backward = ring.name("backward")
         self._step_name = ring.name("step")
@@ -58,6 +62,7 @@ class StepWatch:
         self._watched: set[int] = set()
         self._forward_seen = False
         self._stepped: set[int] = set()
+        self._expected = 0
         self.steps = 0
         """Steps that are over."""
         self._handles: list[Any] = [
@@ -84,8 +89,8 @@ class StepWatch:
         if MARKED in self._stepped and not self._forward_seen:
             self._begin_step()
         self._end_gap()
+        self._note_update(MARKED)
         self._gap = self._ring.begin(self._between, Kind.BETWEEN)
-        self._stepped.add(MARKED)
 
     def _before_optimizer(self, optimizer: Optimizer, *_: object) -> None:
         if id(optimizer) not in self._optimizers:
@@ -101,10 +106,16 @@ class StepWatch:
         if self._optimizing:
             self._ring.end(self._optimizing.pop())
         self._end_gap()
+        self._note_update(id(optimizer))
         self._gap = self._ring.begin(self._between, Kind.BETWEEN)
-        self._stepped.add(id(optimizer))
+
+    def _note_update(self, optimizer: int) -> None:
+        self._stepped.add(optimizer)
+        if len(self._stepped) >= self._expected:
+            self._on_update()
 
     def _begin_step(self) -> None:
+        self._expected = len(self._stepped)
         self._stepped.clear()
         self.steps += 1
         self._end_gap()

@@ -67,6 +67,11 @@ class Tracer:
         """Whether the tracer is on, and so slows the current step."""
         return self._profile is not None
 
+    def end_update(self, step: int) -> None:
+        """Save the window if `step`, whose update is done, is its last; see `recording.scopes`."""
+        if action_at(self._schedule, step) is StepAction.RECORD_AND_SAVE:
+            self.finish()
+
     def begin_step(self, step: int) -> None:
         """Do what is due at the boundary before `step`."""
         phase = action_at(self._schedule, step)
@@ -87,7 +92,7 @@ class Tracer:
                 self._start(step)
 
     def finish(self) -> None:
-        """Save the window that the script's end cut short, if it recorded anything."""
+        """Save the window that ends in the current step, if one is open."""
         if self._profile is not None:
             self._steps += 1
             self._note_groups()

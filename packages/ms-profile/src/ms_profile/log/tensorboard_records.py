@@ -1,0 +1,110 @@
+"""TensorBoard's event files, record by record, written without TensorBoard.
+
+A few messages of protocol buffers in checksummed records are all that the format takes:
+`Event {double wall_time = 1; int64 step = 2; string file_version = 3; Summary summary = 5;
+SessionLog session_log = 7}`, `Summary {repeated Value value = 1}` and `Value {string tag = 1;
+float simple_value = 2; TensorProto tensor = 8; SummaryMetadata metadata = 9}`.
+"""
+
+import struct
+from collections.abc import Mapping
+from math import inf
+from typing import Final
+
+CASTAGNOLI: Final = 0x82F63B78
+STRINGS: Final = b"\x08\x07\x12\x04\x12\x02\x08\x01"
+"""A TensorProto's type, DT_STRING, and shape, (1,)."""
+TEXT_PLUGIN: Final = b"\x0a\x06\x0a\x04text"
+"""A SummaryMetadata that names the plugin which shows texts."""
+SESSION_START: Final = b"\x08\x01"
+"""A SessionLog whose status is START."""
+
+
+def file_start(wall_s: float) -> bytes:
+    """The first record of a file, at a Unix time."""
+    return _record(_double(1, wall_s) + _bytes(3, b"brain.Event:2"))
+
+
+def session_start(wall_s: float, step: int) -> bytes:
+    """A record behind which earlier files' values at `step` and later are no longer shown."""
+    return _record(_head(wall_s, step) + _bytes(7, SESSION_START))
+
+
+def values(
+    wall_s: float, step: int, scalars: Mapping[str, float], texts: Mapping[str, str] | None = None
+) -> bytes:
+    """A record of the values of one step, by tag.
+
+    Args:
+        wall_s: Unix time.
+        step: what they belong to.
+        scalars: rounded to float32, where those that it does not hold are infinite.
+        texts: shown as Markdown.
+    """
+    parts = [
+        _bytes(1, _bytes(1, tag.encode()) + b"\x15" + _single(value))
+        for tag, value in scalars.items()
+    ]
+    for tag, text in (texts or {}).items():
+        tensor = STRINGS + _bytes(8, text.encode("utf-8", "replace"))
+        parts.append(
+            _bytes(1, _bytes(1, tag.encode()) + _bytes(8, tensor) + _bytes(9, TEXT_PLUGIN))
+        )
+    return _record(_head(wall_s, step) + _bytes(5, b"".join(parts)))
+
+
+def _head(wall_s: float, step: int) -> bytes:
+    return _double(1, wall_s) + b"\x10" + _varint(step)
+
+
+def _single(value: float) -> bytes:
+    try:
+        return struct.pack("<f", value)
+    except OverflowError:  # more than a single holds
+        return struct.pack("<f", inf if value > 0 else -inf)
+
+
+def _varint(value: int) -> bytes:
+    value &= (1 << 64) - 1
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _double(number: int, value: float) -> bytes:
+    return bytes([number << 3 | 1]) + struct.pack("<d", value)
+
+
+def _bytes(number: int, content: bytes) -> bytes:
+    return bytes([number << 3 | 2]) + _varint(len(content)) + content
+
+
+def _record(message: bytes) -> bytes:
+    length = struct.pack("<Q", len(message))
+    checks = struct.pack("<I", _masked_crc(length)), struct.pack("<I", _masked_crc(message))
+    return length + checks[0] + message + checks[1]
+
+
+def _crc_table() -> list[int]:
+    table = []
+    for byte in range(256):
+        value = byte
+        for _ in range(8):
+            value = value >> 1 ^ (CASTAGNOLI if value & 1 else 0)
+        table.append(value)
+    return table
+
+
+TABLE: Final = _crc_table()
+
+
+def _masked_crc(data: bytes) -> int:
+    """CRC-32C, rotated and offset as TFRecord asks."""
+    value = 0xFFFFFFFF
+    for byte in data:
+        value = value >> 8 ^ TABLE[(value ^ byte) & 0xFF]
+    value ^= 0xFFFFFFFF
+    return ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF
