@@ -1,5 +1,6 @@
 """Models from disk: whole, or refused."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,7 +47,17 @@ def has_a_broken_config(folder: Path) -> None:
     (folder / "config.json").write_text("{")
 
 
-DAMAGES = [lacks_one, has_another_shape, is_cut, has_no_weights, has_a_broken_config]
+def asks_for_endless_layers(folder: Path) -> None:
+    """Which transformers would build one by one."""
+    config = json.loads((folder / "config.json").read_text())
+    name = next(name for name in ("num_hidden_layers", "n_layer") if name in config)
+    (folder / "config.json").write_text(json.dumps({**config, name: 1 << 62}))
+
+
+DAMAGES = [
+    *(lacks_one, has_another_shape, is_cut, has_no_weights, has_a_broken_config),
+    asks_for_endless_layers,
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -27,6 +27,7 @@ from .methods.student import cut_student
 from .methods.wanda import wanda
 from .quantisation.scheme import Scheme
 from .targets.rules import scheme
+from .targets.target import open_runtime
 from .training.distillation import distillation_loss
 from .training.loop import tune
 from .training.options import Tuning
@@ -57,6 +58,7 @@ __all__ = [
     "keep_zeros",
     "mask_zeros",
     "masks",
+    "open_runtime",
     "perplexity",
     "prune",
     "qat",

@@ -9,7 +9,11 @@ from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
 ADAPTERS = [each for each in IMPLEMENTATIONS if each.backend == "ascend"]
 READS = {"decode_attention"}
 """Operators that read numbers of the device's."""
-SHAPED = [each for each in ADAPTERS if each.operator not in READS]
+SHAPED = [
+    each
+    for each in ADAPTERS
+    if each.operator not in READS and not each.merit.startswith("none:")  # refused always
+]
 
 
 def facts(outputs):

@@ -83,17 +83,20 @@ def _imported(place: str) -> Any:
 DATASET = Key(
     name="dataset",
     meaning="Folder that `ms-data build --chat-template` wrote; for `sft` also a table of several.",
+    kind="str | dict",
     required=True,
 )
 PROMPTS = (
     Key(
         name="dataset",
         meaning="JSON Lines file of prompts: texts, tokens, chats, or tables with a key `prompt`.",
+        kind="str",
         required=True,
     ),
     Key(
         name="response_dataset",
         meaning="JSON Lines file of the known answer to each prompt, in the same order.",
+        kind="str | None",
     ),
 )
 
@@ -136,6 +139,14 @@ COMMANDS: tuple[Command, ...] = (
             "dataset": "prompts.jsonl",
             "out": "responses.jsonl",
         },
+    ),
+    Command(
+        name="evaluate",
+        help="ask a model the tasks of lm-evaluation-harness",
+        sets="limit=100 --set out=results.json",
+        settings="commands.evaluate:Evaluation",
+        run="commands.evaluate:evaluate",
+        begins_with={"model": "runs/sft/model", "tasks": ["arc_easy", "hellaswag"]},
     ),
 )
 """In the order in which `--help` lists them."""

@@ -12,7 +12,7 @@ from torch import nn
 from ms_align import processes
 from ms_align.errors import ConfigError, ModelError
 from ms_align.files.durable import writing
-from ms_align.files.untrusted import check_path
+from ms_align.files.untrusted import check_parts, check_path
 
 
 def best_device() -> torch.device:
@@ -70,6 +70,7 @@ def _from_transformers(path: Path) -> nn.Module:
     """The model as transformers reads it, which fills what is missing with random numbers."""
     from transformers import AutoModelForCausalLM
 
+    check_parts(path, error=ModelError)
     try:
         made: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     except Exception as error:  # each kind of damage has an error of its own

@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch import nn
 
 from ms_align.errors import ConfigError, ModelError
+from ms_align.files.untrusted import check_parts
 from ms_align.models.folder import best_device
 from ms_align.models.reward_model import RewardModel, is_reward_model
 
@@ -56,6 +57,7 @@ def _from_folder(folder: Path) -> nn.Module:
         raise ConfigError(f"reading the classifier {folder} needs transformers: ms-align[hf]")
     from transformers import AutoModelForSequenceClassification
 
+    check_parts(folder, error=ModelError)
     try:
         made: Any = AutoModelForSequenceClassification.from_pretrained(
             folder, output_loading_info=True

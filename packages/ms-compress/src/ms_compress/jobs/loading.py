@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ms_compress.deployment.assets import read_assets, write_assets
 from ms_compress.errors import ConfigError, DivergedError, ExportError
 from ms_compress.files.durable import write_file, writing
+from ms_compress.files.untrusted import check_parts
 from ms_compress.models.config_file import read_config
 from ms_compress.place_lock import new_folder
 from ms_compress.targets.libraries import import_library
@@ -47,6 +48,7 @@ def _load_with_transformers(path: Path) -> nn.Module:
     transformers = import_library(
         "transformers", extra="parallel", purpose=purpose, error=ConfigError
     )
+    check_parts(path, error=ConfigError)
     model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
         path, local_files_only=True, dtype=torch.float32
     )

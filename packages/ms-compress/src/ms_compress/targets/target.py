@@ -8,13 +8,14 @@ target's folder asks which one it is.
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 from attrs import field, frozen
 from torch import Tensor
 
 from ms_compress.errors import ExportError
 from ms_compress.files.tokenizer_source import TokenizerSource
+from ms_compress.files.untrusted import check_path
 from ms_compress.models.whole_model import WholeModel
 from ms_compress.settings import nearest
 from ms_compress.targets.rules import TARGETS
@@ -144,7 +145,25 @@ def find_target(name: str) -> Target:
     return _named(name, [each for each in all_formats() if isinstance(each, Target)])
 
 
-def open_runtime(folder: Path, target: str, *, threads: int = 1, strict: bool = True) -> Runtime:
+@overload
+def open_runtime(
+    folder: str | Path,
+    target: Literal["ct", "gguf", "ort"],
+    *,
+    threads: int = ...,
+    strict: bool = ...,
+) -> TextRuntime: ...
+
+
+@overload
+def open_runtime(
+    folder: str | Path, target: str, *, threads: int = ..., strict: bool = ...
+) -> Runtime: ...
+
+
+def open_runtime(
+    folder: str | Path, target: str, *, threads: int = 1, strict: bool = True
+) -> Runtime:
     """Open a folder in the runtime of its target; `"float"` is plain torch.
 
     Args:
@@ -156,7 +175,8 @@ def open_runtime(folder: Path, target: str, *, threads: int = 1, strict: bool = 
     Raises:
         ExportError: the runtime is not installed, or cannot read the folder.
     """
-    return _named(target, all_formats()).opens(folder, threads=threads, strict=strict)
+    check_path("folder", folder, error=ExportError)
+    return _named(target, all_formats()).opens(Path(folder), threads=threads, strict=strict)
 
 
 def _named(name: str, formats: Sequence[F]) -> F:

@@ -197,6 +197,16 @@ def copy_(to: Tensor, given: Tensor) -> None:
     to.copy_(given)
 
 
+def lerps_(given: Tensor, end: Tensor, weight: Scalar) -> None:
+    """Moved a part of the way to `end`, in place."""
+    given.lerp_(end, weight)
+
+
+def one_(given: Tensor) -> None:
+    """Ones."""
+    given.fill_(1)
+
+
 def zero_(given: Tensor) -> None:
     """Zeros."""
     given.zero_()
@@ -225,6 +235,8 @@ BODIES |= {
     "aclnnInplaceCopy": copy_,
     "aclnnInplaceFillScalar": fill_,
     "aclnnInplaceMaskedFillScalar": masked_fill_,
+    "aclnnInplaceLerps": lerps_,
+    "aclnnInplaceOne": one_,
     "aclnnInplaceSub": sub_,
     "aclnnInplaceZero": zero_,
     "aclnnPowScalarTensor": pow_scalar_tensor,

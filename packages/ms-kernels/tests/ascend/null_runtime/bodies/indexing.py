@@ -44,6 +44,16 @@ def embedding_backward(
     out.copy_(sums)
 
 
+def roll(given: Tensor, shifts: list[int], dims: list[int], out: Tensor) -> None:
+    """Elements moved along `dims`, the last ones to the front."""
+    out.copy_(torch.roll(given, shifts, dims))
+
+
+def repeat_interleave(given: Tensor, repeats: int, dim: int, size: int, out: Tensor) -> None:
+    """Each element as often, one after the other, along `dim`."""
+    out.copy_(torch.repeat_interleave(given, repeats, dim, output_size=size))
+
+
 def gather(given: Tensor, dim: int, index: Tensor, out: Tensor) -> None:
     """Elements chosen along `dim`."""
     out.copy_(torch.gather(given, dim, index.long()))
@@ -160,6 +170,8 @@ BODIES: dict[str, Callable[..., None]] = {
     "aclnnIndexSelect": index_select,
     "aclnnInplaceScatter": scatter_,
     "aclnnInplaceScatterValue": scatter_value_,
+    "aclnnRepeatInterleaveIntWithDim": repeat_interleave,
+    "aclnnRoll": roll,
     "aclnnScatterAdd": scatter_add,
     "aclnnScatterValue": scatter_value,
     "aclnnSort": sort,

@@ -10,6 +10,57 @@ from ..signatures import Single
 __all__ = ["BODIES"]
 
 
+REDUCTIONS = ("none", "mean", "sum")
+"""By the number that the calls pass."""
+
+
+def nll_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    out: Tensor,
+    total: Tensor,
+) -> None:
+    """``-log p[target]`` of each row, its mean or sum, and the weight of all rows."""
+    picked, weights = _picked(log_probs, targets, weight, ignore_index)
+    total.copy_(weights.sum().view_as(total))
+    losses = -picked * weights
+    if reduction:
+        losses = losses.sum() / (weights.sum() if REDUCTIONS[reduction] == "mean" else 1.0)
+    out.copy_(losses.view_as(out))
+
+
+def nll_loss_backward(
+    grad: Tensor,
+    log_probs: Tensor,
+    targets: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total: Tensor,
+    out: Tensor,
+) -> None:
+    """The gradient of `nll_loss`."""
+    _, weights = _picked(log_probs, targets, weight, ignore_index)
+    slopes = -weights * grad.float()
+    if REDUCTIONS[reduction] == "mean":
+        slopes = slopes / total.float()
+    kept = targets.masked_fill(targets == ignore_index, 0).long()
+    out.copy_(torch.zeros_like(log_probs.float()).scatter(-1, kept[:, None], slopes[:, None]))
+
+
+def _picked(
+    log_probs: Tensor, targets: Tensor, weight: Tensor | None, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """Each row's log p of its target, and the row's weight."""
+    counted = targets != ignore_index
+    kept = targets.masked_fill(~counted, 0).long()
+    weights = counted.float() if weight is None else weight.float()[kept] * counted
+    return log_probs.float().gather(-1, kept[:, None])[:, 0], weights
+
+
 def cross_entropy(
     logits: Tensor,
     targets: Tensor,
@@ -177,4 +228,6 @@ BODIES: dict[str, Callable[..., None]] = {
     "aclnnFusedCrossEntropyLossWithMaxSum": loss_with_max_sum,
     "aclnnFusedLinearCrossEntropyLossGrad": linear_loss_grad,
     "aclnnFusedLinearOnlineMaxSum": online_max_sum,
+    "aclnnNLLLoss": nll_loss,
+    "aclnnNLLLossBackward": nll_loss_backward,
 }

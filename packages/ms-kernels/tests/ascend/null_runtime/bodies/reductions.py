@@ -64,6 +64,17 @@ def softmax_backward(grad: Tensor, result: Tensor, dim: int, out: Tensor) -> Non
     out.copy_(shares * (slope - (slope * shares).sum(dim, keepdim=True)))
 
 
+def log_softmax(given: Tensor, dim: int, out: Tensor) -> None:
+    """Logarithms of the shares along `dim`."""
+    out.copy_(torch.log_softmax(_wide(given), dim))
+
+
+def log_softmax_backward(grad: Tensor, result: Tensor, dim: int, out: Tensor) -> None:
+    """The gradient of `log_softmax`, from its result."""
+    slope = _wide(grad)
+    out.copy_(slope - _wide(result).exp() * slope.sum(dim, keepdim=True))
+
+
 def cumsum(given: Tensor, dim: int, dtype: DType, out: Tensor) -> None:
     """Running sums along `dim`."""
     out.copy_(_wide(given).cumsum(dim))
@@ -96,6 +107,8 @@ BODIES: dict[str, Callable[..., None]] = {
     "aclnnAny": any_of,
     "aclnnCumsum": cumsum,
     "aclnnLinalgVectorNorm": vector_norm,
+    "aclnnLogSoftmax": log_softmax,
+    "aclnnLogSoftmaxBackward": log_softmax_backward,
     "aclnnLogSumExp": log_sum_exp,
     "aclnnMax": maximum,
     "aclnnMean": mean,

@@ -1,0 +1,101 @@
+"""Scores and texts by an engine, of one process or under any layout.
+
+Every process of a layout is asked for all rows, computes those of its data rank, and gets the
+scores of all. Shapes: B rows, S positions, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+
+from ms_align.engines.generator import generator_of
+from ms_align.engines.local import LocalEngine
+from ms_align.engines.protocol import Engine
+from ms_align.evaluation.scorer import Row, Score
+from ms_align.generation.sampling import Sampling
+from ms_align.generation.stops import Decode
+from ms_align.losses.protocol import IGNORED, Batch, Output
+
+MULTIPLE = 16
+"""Rows of a layout are padded to a multiple of so many positions, which its axes may split."""
+
+
+class EngineScorer:
+    """A model as its engine runs it.
+
+    Args:
+        engine: of one process or of many.
+        batch_size: rows of a forward, of all data ranks together.
+        decode: text of tokens, for stop strings.
+    """
+
+    def __init__(self, engine: Engine, *, batch_size: int = 16, decode: Decode) -> None:
+        self.engine, self.context = engine, engine.context
+        self._alone = isinstance(engine, LocalEngine)
+        self._size = -(-batch_size // engine.data_ranks) * engine.data_ranks
+        self._generator = generator_of(engine, decode=decode)
+
+    def score(self, rows: Sequence[Row], /) -> list[Score]:
+        """The score of each row's continuation, in order; the longest rows go first."""
+        order = sorted(range(len(rows)), key=lambda index: (-len(rows[index].tokens), index))
+        scores: dict[int, Score] = {}
+        for first in range(0, len(order), self._size):
+            part = order[first : first + self._size]
+            found = self._pass([rows[index] for index in part])
+            scores |= dict(zip(part, found, strict=True))
+        return [scores[index] for index in range(len(rows))]
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, /, *, seed: int
+    ) -> list[list[int]]:
+        """The new tokens of each prompt; each data rank writes as many."""
+        ranks = self.engine.data_ranks
+        filled = [*prompts, *[prompts[0]] * (-len(prompts) % ranks)]
+        own = slice(
+            len(filled) // ranks * self.engine.data_rank,
+            len(filled) // ranks * (self.engine.data_rank + 1),
+        )
+        answers = self._generator(filled[own], sampling, count=1, seed=seed)
+        width = sampling.max_new_tokens
+        tokens = torch.nn.functional.pad(answers.tokens, (0, width - answers.tokens.shape[1]))
+        gathered = self.engine.gather(torch.cat((answers.lengths[:, None], tokens), dim=1))
+        return [row[1 : 1 + int(row[0])].tolist() for row in gathered[: len(prompts)]]
+
+    def _pass(self, rows: list[Row]) -> list[Score]:
+        """One forward of the rows, each data rank its part."""
+        ranks = self.engine.data_ranks
+        filled = [*rows, *[rows[-1]] * (-len(rows) % ranks)]
+        batch = self._batch(filled)
+        each = len(filled) // ranks
+        own = slice(each * self.engine.data_rank, each * (self.engine.data_rank + 1))
+        mine = self.engine.evaluate({name: value[own] for name, value in batch.items()}, _sums)
+        found = self.engine.gather(mine)[: len(rows)].tolist()
+        return [Score(logprob, bool(greedy)) for logprob, greedy in found]
+
+    def _batch(self, rows: list[Row]) -> dict[str, Tensor]:
+        """Rows padded on the right, which in a causal model changes nothing before."""
+        width = max(len(row.tokens) for row in rows) - 1
+        if not self._alone:
+            width = -(-width // MULTIPLE) * MULTIPLE
+        tokens = torch.zeros(len(rows), width, dtype=torch.int64)
+        targets = torch.full((len(rows), width), IGNORED)
+        for index, row in enumerate(rows):
+            length = len(row.tokens) - 1
+            tokens[index, :length] = torch.tensor(row.tokens[:-1])
+            targets[index, length - row.scored : length] = torch.tensor(row.tokens[-row.scored :])
+        return {"tokens": tokens, "targets": targets}
+
+
+def _sums(output: Output, batch: Batch) -> Tensor:
+    """(b, 2) float64: the sum of the targets' log-probabilities, and whether all are likeliest."""
+    targets = batch["targets"]
+    counted = targets != IGNORED
+    first = int(counted.any(0).nonzero()[0])
+    targets, counted = targets[:, first:], counted[:, first:]
+    logprobs = log_softmax(output.logits(slice(first, None)).float(), dim=-1)
+    chosen = logprobs.gather(2, targets.clamp(min=0)[..., None])[..., 0]
+    greedy = ((logprobs.argmax(-1) == targets) | ~counted).all(1)
+    sums = torch.where(counted, chosen, 0.0).sum(1)
+    return torch.stack((sums.double(), greedy.double()), dim=1)
