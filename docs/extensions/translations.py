@@ -1,0 +1,132 @@
+"""Holds the Chinese pages to the English ones that they translate.
+
+`page.zh.md` translates `page.md`, and its front matter lists a fingerprint of each English
+section in order. Where a section changes, its fingerprint differs, and the translation of that
+section is to be looked at again:
+
+    python docs/extensions/translations.py                  # what is stale
+    python docs/extensions/translations.py --accept PAGE    # PAGE.zh.md is up to date again
+"""
+
+import argparse
+import re
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+FRONT = re.compile(r"\A---\ntranslates:\n((?:  - .*\n)*)---\n")
+SECTIONS = "## 英文 README 的各节"
+FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+SUMMARISED = {
+    f"{name}.md": ROOT / "packages" / f"ms-{name}" / "README.md"
+    for name in ("align", "compress", "data", "kernels", "parallel", "profile")
+}
+"""Guides that are a package's README, which the Chinese site sums up; with that README."""
+
+
+def pages() -> list[Path]:
+    """The English pages that are translated, or should be."""
+    found = (path for path in sorted(DOCS.rglob("*.md")) if not path.name.endswith(".zh.md"))
+    names = {path: path.relative_to(DOCS).as_posix() for path in found}
+    return [
+        path
+        for path, name in names.items()
+        if name not in SUMMARISED and not name.startswith("api/")
+    ]
+
+
+def translation_of(page: Path) -> Path:
+    """Where the Chinese page lies."""
+    return page.with_name(f"{page.stem}.zh.md")
+
+
+def sections_of(text: str) -> list[tuple[str, str]]:
+    """Each heading with all that stands below it up to the next, code blocks included."""
+    covered = FENCE.sub(lambda block: re.sub(r"^#", " ", block[0], flags=re.MULTILINE), text)
+    starts = [match.start() for match in re.finditer(r"^#+ ", covered, re.MULTILINE)]
+    parts = [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
+    return [(part.partition("\n")[0], part) for part in parts]
+
+
+def fingerprint(section: str) -> str:
+    """Eight hexadecimal digits that change with a section's words."""
+    return sha256(" ".join(section.split()).encode()).hexdigest()[:8]
+
+
+def stale_sections(page: Path) -> list[str]:
+    """The headings of an English page whose translation was made of other words."""
+    front = FRONT.match(translation_of(page).read_text(encoding="utf-8"))
+    known = [line.split()[1] for line in front[1].splitlines()] if front else []
+    sections = sections_of(page.read_text(encoding="utf-8"))
+    known += [""] * (len(sections) - len(known))
+    return [
+        heading
+        for (heading, text), was in zip(sections, known, strict=False)
+        if fingerprint(text) != was
+    ]
+
+
+def accept(page: Path) -> None:
+    """Write the fingerprints of an English page into its translation."""
+    translation = translation_of(page)
+    text = FRONT.sub("", translation.read_text(encoding="utf-8")).lstrip()
+    sections = sections_of(page.read_text(encoding="utf-8"))
+    lines = [f"  - {fingerprint(part)} {heading.lstrip('# ')}" for heading, part in sections]
+    front = "\n".join(["---", "translates:", *(quoted(line) for line in lines), "---"])
+    translation.write_text(f"{front}\n\n{text}", encoding="utf-8")
+
+
+def quoted(line: str) -> str:
+    """A list item that YAML reads as text, whatever the heading holds."""
+    return f"{line[:4]}{line[4:].replace(':', '')}"
+
+
+def main() -> int:
+    """Print what is stale, accept pages, sum up guides; exit with 1 where anything is stale."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--accept", nargs="*", default=[], metavar="PAGE", type=Path)
+    for page in parser.parse_args().accept:
+        accept(page.resolve())
+    code = 0
+    for page in pages():
+        missing = not translation_of(page).exists()
+        for heading in ["no translation"] if missing else stale_sections(page):
+            sys.stdout.write(f"{page.relative_to(ROOT)}: {heading}\n")
+            code = 1
+    for name in SUMMARISED:
+        sum_up(DOCS / name)
+    for words in new_meanings():
+        sys.stdout.write(f"meanings.zh.toml: {words}\n")
+        code = 1
+    return code
+
+
+def new_meanings() -> list[str]:
+    """The meanings of keys that have no Chinese yet; none where the packages' needs are missing."""
+    try:
+        from generated import untranslated_meanings
+
+        return untranslated_meanings()
+    except ImportError:
+        return []
+
+
+def sum_up(page: Path) -> None:
+    """Write the README's sections at the end of a guide's Chinese summary."""
+    summary = translation_of(page)
+    text = summary.read_text(encoding="utf-8").partition(SECTIONS)[0].rstrip()
+    lines = "\n".join(f"- {heading}" for heading in headings_of(SUMMARISED[page.name]))
+    summary.write_text(f"{text}\n\n{SECTIONS}\n\n{lines}\n", encoding="utf-8")
+
+
+def headings_of(readme: Path) -> list[str]:
+    """The sections of a README, but for its tree of files."""
+    sections = sections_of(readme.read_text(encoding="utf-8"))
+    found = [heading[3:] for heading, _ in sections if heading.startswith("## ")]
+    return [heading for heading in found if heading != "The tree"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
