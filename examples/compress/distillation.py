@@ -1,0 +1,72 @@
+"""How do I distil a model into a smaller one?
+
+    python examples/compress/distillation.py --steps 60
+
+A teacher is trained, a student is cut from it (half of the layers, two thirds of each
+feed-forward), and two copies of the student are trained on alike: one on the text alone, one on the
+teacher's predictions and hidden states. One sees the held-out perplexity of all, and that the
+distilled student is ahead.
+"""
+
+import argparse
+import copy
+import email
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from ms_compress import Tuning, cut_student, perplexity, tune
+from ms_data import TokenStream
+from ms_parallel import DistributedTrainer, load_model
+
+CORPUS = Path(email.__file__).parent
+SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4}
+
+
+def rows(shards: Path, split: str, count: int) -> torch.Tensor:
+    """Rows of 65 tokens, so that each has 64 targets."""
+    stream = TokenStream(shards, sequence_length=65, batch_size=8, split=split, seed=1)
+    return torch.cat([torch.as_tensor(batch["tokens"]) for batch in islice(stream, count)])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train a teacher, cut a student, train it twice."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("distillation"))
+    parser.add_argument("--steps", type=int, default=60)
+    options = parser.parse_args(arguments)
+    result = DistributedTrainer(
+        "llama",
+        model_config=SIZES,
+        vocab_size=512,
+        sequence_length=64,
+        batch_size=16,
+        learning_rate=4e-3,
+        hold_out=0.1,
+        output_dir=options.folder / "run",
+        device="cpu",
+    ).train(CORPUS, steps=2 * options.steps)
+    assert result.model_folder is not None
+    shards = options.folder / "run" / "shards"
+    text, held_out = rows(shards, "train", 24), rows(shards, "held_out", 4)
+
+    teacher = load_model(result.model_folder).eval()
+    student = cut_student(teacher, layers=2, inner=128)
+    students = {"the text alone": student, "the teacher": copy.deepcopy(student)}
+    print(f"teacher                    {perplexity(teacher, held_out):8.2f}")
+    print(f"student as it is cut       {perplexity(student.eval(), held_out):8.2f}")
+    for name, one in students.items():
+        tuning = Tuning(
+            steps=options.steps,
+            sequence_length=64,
+            learning_rate=2e-3,
+            hidden_weight=1.0 if name == "the teacher" else 0.0,
+            distil_weight=0.8,
+        )
+        tune(one.train(), text, tuning, teacher=teacher if name == "the teacher" else None)
+        print(f"trained on {name:<15} {perplexity(one.eval(), held_out):8.2f}")
+
+
+if __name__ == "__main__":
+    main()

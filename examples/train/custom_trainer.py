@@ -1,0 +1,99 @@
+"""How do I write a training loop of my own, around a module of my own, from the parts?
+
+    python examples/train/custom_trainer.py --steps 40
+
+`TokenStream` reads shards, `Engine` trains the module (under any layout, were it started by
+torchrun), `Recorder` notes where the time goes, `EventLog` keeps the losses. One sees the loss fall
+and the share of each step that went to batches, forwards and backwards. `--folder` keeps it all.
+"""
+
+import argparse
+import email
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ms_data import TokenStream, build, train_tokenizer
+from ms_parallel import AdamWConfig, Engine, ModelPlan, NextTokenLoss
+from ms_profile import EventLog, Kind, Recorder, read_events, read_ring
+
+CORPUS = Path(email.__file__).parent
+"""The standard library's package for mail, some 400 kB of Python."""
+WIDTH, VOCABULARY, ROW = 64, 512, 64
+
+
+class Recurrent(nn.Module):
+    """Gated recurrent layers with residuals: anything from tokens (B, S) to logits (B, S, V)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(nn.GRU(WIDTH, WIDTH, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: object = None,
+    ) -> Tensor:
+        """Logits (B, S, V)."""
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)[0]
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+def shards(folder: Path) -> Path:
+    """Tokenized shards of the corpus; those that are there already are taken."""
+    if not (folder / "shards").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        train_tokenizer(CORPUS, vocab_size=VOCABULARY, out=folder / "tokenizer.json")
+        build(CORPUS, tokenizer=folder / "tokenizer.json", out=folder / "shards", hold_out=0.05)
+    return folder / "shards"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train, and say what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("custom-trainer"))
+    parser.add_argument("--steps", type=int, default=40)
+    options = parser.parse_args(arguments)
+
+    torch.manual_seed(0)
+    engine = Engine(
+        Recurrent(),
+        plan=ModelPlan(blocks="layers.*"),
+        optimizer=AdamWConfig(learning_rate=1e-2, warmup_steps=5, decay_steps=options.steps),
+        device="cpu",
+    )
+    stream = TokenStream(shards(options.folder), sequence_length=ROW, batch_size=16, seed=0)
+    events = EventLog(options.folder / "events")
+    with events, Recorder(options.folder / "rank-0.ring") as recorder:
+        recorder.attach()
+        for batch in recorder.batches(stream):
+            update = engine.update(batch, NextTokenLoss())
+            events("step", {"step": engine.step, "loss": update.loss})
+            if engine.step % 10 == 0:
+                print(f"step {engine.step:>4}  loss {update.loss:.3f}", flush=True)
+            if engine.step == options.steps:
+                break
+
+    losses = [event.fields["loss"] for event in read_events(options.folder / "events")]
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+    spans = read_ring(options.folder / "rank-0.ring").spans
+    lengths = (spans["end_ns"] - spans["start_ns"]).astype(np.float64)
+    whole = lengths[spans["kind"] == Kind.STEP].sum()
+    for kind in (Kind.DATA, Kind.MODULE, Kind.BACKWARD, Kind.OPTIMIZER):
+        print(
+            f"{kind.name.lower():>10} {lengths[spans['kind'] == kind].sum() / whole:6.1%} of steps"
+        )
+
+
+if __name__ == "__main__":
+    main()

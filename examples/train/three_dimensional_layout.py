@@ -1,0 +1,48 @@
+"""How do I train under data, tensor and pipeline at once?
+
+    torchrun --standalone --nproc-per-node 8 examples/train/three_dimensional_layout.py --steps 6
+
+Eight processes, 2 x 2 x 2: each batch is split in two, each matrix in two, the layers in two. The
+script is the one for a single process; `parallel_config` alone differs. One sees the losses that
+one process has too. With fewer processes it takes as many axes as there are.
+"""
+
+import argparse
+import email
+import os
+from pathlib import Path
+
+from ms_parallel import DistributedTrainer
+
+AXES = {1: {}, 2: {"data": 2}, 4: {"data": 2, "tensor": 2}}
+CUBE = {"data": 2, "tensor": 2, "pipeline": 2}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train; every process calls this, and the first one speaks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("three-dimensional-layout"))
+    parser.add_argument("--steps", type=int, default=6)
+    options = parser.parse_args(arguments)
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    result = DistributedTrainer(
+        "llama",
+        parallel_config=AXES.get(count, CUBE),
+        model_config={"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4},
+        vocab_size=512,
+        sequence_length=64,
+        batch_size=16,
+        microbatch_size=2,
+        schedule="zb-h1" if count == 8 else "1f1b",
+        learning_rate=3e-3,
+        hold_out=0.1,
+        output_dir=options.folder,
+        device="cpu",
+        log_every=1,
+    ).train(Path(email.__file__).parent, steps=options.steps)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"held-out loss {result.first_held_out_loss:.4f} -> {result.held_out_loss:.4f}")
+
+
+if __name__ == "__main__":
+    main()
