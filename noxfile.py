@@ -9,9 +9,11 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import nox
 
 nox.needs_version = ">=2024.10.9"
 nox.options.default_venv_backend = "virtualenv"
-nox.options.sessions = ["lint", "types", "tests", "repository", "alone", "readme", "docs"]
+nox.options.sessions = ["lint", "docs", "types", "tests", "repository", "alone", "readme"]
 
 ROOT = Path(__file__).parent
 TORCH = os.environ.get("MS_TORCH", "torch==2.13.0")
@@ -32,10 +34,18 @@ TORCH_FREE = {"ms-data", "ms-profile"}
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true"}
 SOURCES = {"PYTHONPATH": os.pathsep.join(str(ROOT / "packages" / p / "src") for p in PACKAGES)}
 
+BESIDE = ThreadPoolExecutor(1)
+EVERY_SESSION = len(sys.argv) == 1
+"""Whether nox was called for all that it runs by default."""
+
 PAGES = ["README.md", *(f"packages/{package}/README.md" for package in PACKAGES)]
 
 # Hundreds of processes import torch, and to compile it takes each one longer than to read it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# A job in the background has Ctrl-C ignored, and hands that on: tests that send it would wait.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 every_package = nox.parametrize("package", PACKAGES, ids=PACKAGES)
 
@@ -60,6 +70,17 @@ shared_job = nox.session(venv_backend="none")
 
 @functools.cache
 def shared_environment() -> Path:
+    """Return the shared environment's folder of commands, once it is made."""
+    return making_environment().result()
+
+
+@functools.cache
+def making_environment() -> Future[Path]:
+    """Begin to make the shared environment beside whatever is done until it is asked for."""
+    return BESIDE.submit(make_environment)
+
+
+def make_environment() -> Path:
     """Make the environment that holds torch, this tree's packages and what all tests need.
 
     It is made once and brought up to date by each run of nox. An environment a session would be
@@ -119,6 +140,8 @@ def install_all(session: nox.Session, *more: str) -> None:
 @job
 def lint(session: nox.Session) -> None:
     """Style, formatting, and who may import whom."""
+    if EVERY_SESSION:
+        making_environment()
     session.install("ruff==0.17.5", "import-linter>=2.1")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -152,43 +175,63 @@ def tests(session: nox.Session, package: str) -> None:
 def repository(session: nox.Session) -> None:
     """Test the whole repository: seams, public names, versions, isolation, what the docs say."""
     two = ("-n", "2", "--dist", "loadfile")  # the whole road is one file
-    run_shared(session, "pytest", *two, "tests", *session.posargs, env=ONE_THREAD)
+    arguments = session.posargs or ["-m", "not slow"]
+    run_shared(session, "pytest", *two, "tests", *arguments, env=ONE_THREAD)
 
 
 @shared_job
-@every_package
-def alone(session: nox.Session, package: str) -> None:
-    """Run the wheel in a bare environment with only its declared needs; a sibling breaks it."""
-    wheel = build_wheel(session, ROOT / "packages" / package, "wheel")
-    bare = Path(session.create_tmp()).absolute() / "bare"
+def alone(session: nox.Session) -> None:
+    """Run each wheel in a bare environment with only its declared needs; a sibling breaks it.
+
+    Two at a time, as most of it is pip's waiting; `-- ms-data` chooses.
+    """
+    shared_environment()
+    folder = Path(session.create_tmp()).absolute()
+    chosen = session.posargs or PACKAGES
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = {package: pool.submit(check_alone, folder, package) for package in chosen}
+    for package, outcome in outcomes.items():
+        session.log(f"{package} alone:\n{outcome.result()}")
+
+
+def check_alone(folder: Path, package: str) -> str:
+    """Prove a wheel by itself, and that the proof finds a sibling; return what it printed."""
+    wheel = build_wheel(ROOT / "packages" / package, folder / f"{package}-wheel")
+    bare = folder / f"{package}-bare"
     shutil.rmtree(bare, ignore_errors=True)
-    make = [sys.executable, "-m", "venv", "--without-pip", str(bare)]
-    session.run(*make, silent=True, external=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
     python = str(bare / "bin" / "python")
     (site,) = bare.glob("lib/python*/site-packages")
     if package not in TORCH_FREE:
         (site / "torch.pth").write_text(f"{TORCH_ALONE}\n")
-    install = ("--python", python, "install", "-q", "--no-compile")
-    run_shared(session, "pip", *install, str(wheel))
-    script = str(ROOT / "packages" / package / "tests" / "alone.py")
-    elsewhere = Path(session.create_tmp()).absolute() / "elsewhere"
+    ours = str(shared_environment() / "python")
+    install = [ours, "-m", "pip", "--python", python, "install", "-q", "--no-compile", str(wheel)]
+    subprocess.run(install, check=True)
+    elsewhere = folder / f"{package}-elsewhere"
     elsewhere.mkdir(exist_ok=True)
-    with session.chdir(elsewhere):
-        session.run(python, "-I", script, external=True)
-        sibling = module_of(next(name for name in PACKAGES if name != package))
-        module = site / module_of(package) / "__init__.py"
-        module.write_text(module.read_text() + f"\nimport {sibling}\n")
-        session.log("the same with a sibling imported at module level, which must fail:")
-        session.run(python, "-I", script, external=True, success_codes=[1], silent=True)
+    script = ROOT / "packages" / package / "tests" / "alone.py"
+
+    def prove() -> subprocess.CompletedProcess[str]:
+        command = [python, "-I", str(script)]
+        return subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, check=False)
+
+    found = prove()
+    if found.returncode:
+        raise RuntimeError(f"{package} does not work alone:\n{found.stdout}{found.stderr}")
+    sibling = module_of(next(name for name in PACKAGES if name != package))
+    module = site / module_of(package) / "__init__.py"
+    module.write_text(module.read_text() + f"\nimport {sibling}\n")
+    if prove().returncode != 1:
+        raise RuntimeError(f"a sibling imported at module level broke nothing in {package}")
+    return found.stdout
 
 
-def build_wheel(session: nox.Session, source: Path, name: str) -> Path:
+def build_wheel(source: Path, folder: Path) -> Path:
     """Build the wheel of `source` into an emptied folder and return its path."""
-    folder = Path(session.create_tmp()).absolute() / name
     shutil.rmtree(folder, ignore_errors=True)
-    with session.chdir(source):
-        build = ("-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder))
-        run_shared(session, "python", *build, silent=True)
+    build = ("-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder))
+    command = [str(shared_environment() / "python"), *build]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
     (wheel,) = folder.glob("*.whl")
     return wheel
 
@@ -227,13 +270,31 @@ def install(session: nox.Session, page: str) -> None:
             session.run("python", "page.py", env=ONE_THREAD)
 
 
+def install_site(session: nox.Session) -> None:
+    """Install what builds the pages, and what `--help` imports: keys are read as it reads them."""
+    session.install("mkdocs>=1.6,<2", "mkdocs-material>=9.5", "mkdocstrings[python]>=1.0")
+    # jieba finds the words of Chinese text, so that search finds them; ruff lays out signatures.
+    session.install("mkdocs-static-i18n>=1.3", "jieba>=0.42", "ruff==0.17.5")
+    session.install("attrs>=24.2", "lazy-loader>=0.4", "msgspec>=0.19", "numpy>=1.26")
+    session.install("rich>=13.7", "tokenizers>=0.21", "xxhash>=3.4", "zstandard>=0.23")
+
+
 @job
 def docs(session: nox.Session) -> None:
     """Build the site and look at it; a warning, or a broken link or anchor, fails."""
-    session.install("mkdocs>=1.6,<2", "mkdocs-material>=9.5", "mkdocstrings[python]>=1.0")
-    # ruff lays out the signatures; attrs is what the shown ones are held against.
-    session.install("pytest>=8.3", "ruff==0.17.5", "attrs>=24.2")
+    if EVERY_SESSION:
+        making_environment()
+    install_site(session)
+    session.install("pytest>=8.3")
     session.run("pytest", "tests/site", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@job
+def site(session: nox.Session) -> None:
+    """Build the site into site/, to be read or served; `-- serve` shows it while it is written."""
+    install_site(session)
+    arguments = session.posargs or ["build", "--strict", "--site-dir", "site"]
+    session.run("mkdocs", *arguments, env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @job
@@ -244,7 +305,10 @@ def copies(session: nox.Session) -> None:
 
 @shared_job
 def fuzz(session: nox.Session) -> None:
-    """Damage the files that commands read, 3,000 times, within limits; `-- --seed 7`."""
+    """Damage the files that commands read, 3,000 times, within limits; `-- --seed 7`.
+
+    `-- --case data_cases/learn --seconds 600` gives each of ms-data's readers ten minutes.
+    """
     keep = ["--keep", str(Path(session.create_tmp()).absolute() / "failures")]
     run_shared(session, "python", "tests/fuzz/driver.py", *keep, *session.posargs, env=ONE_THREAD)
 
@@ -254,6 +318,33 @@ def demo(session: nox.Session) -> None:
     """Pre-train a small model on the running Python's own library; `-- --layout tensor=2`."""
     install_all(session)
     session.run("python", "examples/pretrain_stdlib.py", *session.posargs)
+
+
+@shared_job
+def examples(session: nox.Session) -> None:
+    """Run every example as its first lines say, each in a process and a folder of its own."""
+    arguments = session.posargs or ["-m", "slow or not slow"]
+    run_shared(session, "pytest", "tests/test_examples.py", *arguments, env=ONE_THREAD)
+
+
+@job
+def trackers(session: nox.Session) -> None:
+    """Hold trackers, evaluation and launch files against W&B, MLflow, lm-eval, Kubernetes."""
+    install_all(session, "-r", "tests/requirements-trackers.txt", "-r", "tests/requirements.txt")
+    every = ("-m", "slow or not slow")
+    proofs = {
+        "packages/ms-profile/tests/test_trackers.py": every,
+        "tests/test_evaluation.py": every,
+        "tests/test_examples.py": (*every, "-k", "trackers or evaluate or launch"),
+    }
+    for proof, chosen in proofs.items():  # each by itself: folders hold modules of the same names
+        session.run("pytest", proof, *chosen, *session.posargs, env=ONE_THREAD)
+
+
+@shared_job
+def road(session: nox.Session) -> None:
+    """Walk from the library's source to models in three runtimes, 20 minutes; `-- --list`."""
+    run_shared(session, "python", "examples/road/road.py", *session.posargs, env=ONE_THREAD)
 
 
 @shared_job
@@ -275,6 +366,13 @@ def bench(session: nox.Session, package: str) -> None:
         script = ROOT / "packages" / package / "benchmarks" / name
         if script.exists():
             run_shared(session, "python", str(script))
+
+
+@shared_job
+def plan(session: nox.Session) -> None:
+    """Hold plans against every split of drawn models, run by real processes; minutes a pair."""
+    script = "packages/ms-parallel/benchmarks/planning.py"
+    run_shared(session, "python", script, *session.posargs, env=ONE_THREAD)
 
 
 @job
@@ -323,6 +421,7 @@ def ascend(session: nox.Session) -> None:
     # torch would import torch_npu before the null runtime is there.
     alone = {**ONE_THREAD, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     session.run("pytest", "packages/ms-kernels/tests/ascend", *session.posargs, env=alone)
+    session.run("pytest", "packages/ms-parallel/tests/test_npu_beside_cpu.py", env=alone)
     lower_for_ascend(session)
 
 
@@ -355,6 +454,14 @@ def build(session: nox.Session, package: str) -> None:
     stem = module_of(package)
     files = [str(path) for path in sorted(ROOT.glob(f"dist/{stem}-*"))]
     session.run("twine", "check", "--strict", *files)
+
+
+@job
+def release(session: nox.Session) -> None:
+    """Build and check sdists and wheels of all six; `-- --try-with python3.13` installs them."""
+    session.install("build>=1.2", "hatchling>=1.26", "twine>=6")
+    folder = str(Path(session.create_tmp()).absolute() / "dist")
+    session.run("python", "tools/release.py", "--out", folder, *session.posargs)
 
 
 @job

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 import ms_align.engines.protocol
 import ms_align.events
 import ms_align.streams.protocol
+import ms_compress
 import ms_data
 import ms_kernels
 import ms_parallel.operators
 import ms_profile
 from ms_align.engines.generator import EngineGenerator
 from ms_align.engines.local import LocalEngine
+from ms_align.evaluation import ExportedModel
 from ms_align.generation import Generator
 from ms_data import InstructionStream, PreferenceStream, TokenStream
 from ms_parallel import DistributedTrainer, Engine, Layout
@@ -21,6 +23,7 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.events import OnEvent
 from ms_parallel.operators import Ops
 from ms_parallel.training.course.checkpoints import Stream
+from ms_profile.trackers import TensorBoard, Tracker
 
 default_operators: Ops = ms_parallel.operators
 fused_operators: Ops = ms_kernels
@@ -62,7 +65,7 @@ def arguments_are_checked_where_they_are_given(groups: Groups) -> None:
     Engine("llama", Layout(), seed=1, groups=groups)
     Engine("llama", layout=Layout(), recompute="full", on_nonfinite="raise")
     Engine("llama", sed=1)  # type: ignore[call-arg]
-    Engine("llama", recompute="some")  # type: ignore[arg-type]
+    Engine("llama", recompute=0.5)  # type: ignore[arg-type]
     DistributedTrainer("llama", {"tensor_parallel": 2}, "AdamW", True, betas=[0.9, 0.95])
     DistributedTrainer("llama", output_dir="runs", tokenizer=None, model_config={"vocab_size": 300})
     DistributedTrainer("llama", batch_sice=8)  # type: ignore[call-arg]
@@ -82,6 +85,9 @@ def align_draws_from_an_engine(engine: Engine) -> Generator:
 
 
 align_events: ms_align.events.OnEvent = ms_profile.EventLog("events")
+tracked: OnEvent = Tracker(TensorBoard("tensorboard"))
+align_tracked: ms_align.events.OnEvent = Tracker(TensorBoard("tensorboard"))
+exported: ExportedModel = ms_compress.open_runtime("deploy", "ort")
 
 
 def a_stream_takes_the_place_of_the_layout(groups: Groups) -> TokenStream:

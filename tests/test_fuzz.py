@@ -1,6 +1,8 @@
 """The driver of `nox -s fuzz` sees what it is there to see."""
 
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -112,3 +114,20 @@ def test_a_mutant_is_a_function_of_its_seed() -> None:
         assert changed > 70
     for mutation in {*BYTES, *(one for kind in BY_KIND.values() for one in kind)}:
         assert mutation.__doc__
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--case", "nothing/such", "--seconds", "1"), "no case's PACKAGE/NAME holds"),
+        (("--case", "data_cases/learn", "--index", "1", "--seconds", "1"), "leave one of them out"),
+    ],
+)
+def test_a_call_that_would_damage_nothing_is_refused(words: tuple[str, ...], why: str) -> None:
+    """A misspelt case is exit code 2 and no success of nothing."""
+    driver = Path(__file__).parent / "fuzz" / "driver.py"
+    done = subprocess.run(
+        [sys.executable, str(driver), *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert why in done.stderr

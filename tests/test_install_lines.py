@@ -14,6 +14,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "README.zh-CN.md",
     ROOT / "docs" / "index.md",
+    ROOT / "docs" / "install.md",
     *(ROOT / "packages" / package / "README.md" for package in PACKAGES),
 ]
 WORDS = re.compile(

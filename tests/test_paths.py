@@ -29,10 +29,24 @@ REMEDIES = ("give a path", "give another path")
 """Words of the one check."""
 
 WORDS = {
-    "ms-data": {"text_column", "end_of_text", "today", "priority"},
+    "ms-data": {
+        "text_column",
+        "end_of_text",
+        "today",
+        "priority",
+        "shard",
+        "split",
+        "column",
+        "workers",
+    },
     "ms-kernels": {"operator", "details", "chip", "backend", "device", "dtype", "only", "target"},
-    "ms-parallel": {"set", "costs", "model"},
-    "ms-profile": {"metrics", "arguments", "kind", "rank", "title", "backend"},
+    "ms-parallel": {
+        *("set", "costs", "model", "layout", "sharding", "schedule", "recompute"),
+        *("context_attention", "device"),
+    },
+    "ms-profile": {
+        *("metrics", "arguments", "kind", "rank", "title", "backend", "name", "project", "to"),
+    },
     "ms-align": {"set"},
     "ms-compress": {"set"},
 }
@@ -43,9 +57,10 @@ TEXTS = {
     *("given", "base", "generator", "task_weights", "tasks", "weighting", "long", "exceptions"),
     *("start", "method", "title", "name", "target", "scale_dtype", "text_column", "decay"),
     *("heads", "model_type", "optimizer", "model_config", "learning_rate_decay", "recompute"),
-    *("device", "ops", "sample_prompt", "arguments", "metrics", "balance"),
+    *("device", "ops", "sample_prompt", "arguments", "metrics", "balance", "runtime"),
     *("groups", "adamw", "fused", "settings", "loss_scale", "languages", "script", "stop_words"),
     *("chinese_script", "keep", "action", "mask", "words", "form", "priority"),
+    *("chip", "peak_tflops", "products", "dtype", "product_dtype"),
 }
 """Settings whose text is no path."""
 
@@ -54,7 +69,8 @@ MADE_HERE = {
     *("Corpus.names", "Corpus.named", "HeldOut.shards", "Result.model_folder", "FoundTraces.files"),
     *("TokenizerSource.path", "Loop.folder", "Loop.result", "TransformersModel.folder"),
     *("SFTTrainer.weights", "ChatTemplate.with_tokens_of", "OpenFile.path"),
-    *("Pass.corpus", "Job.folder"),
+    *("Pass.corpus", "Job.folder", "Processor.folder", "ArrayShard.folder"),
+    "_Asked.shards",
 }
 """Values that a package makes of paths that were checked, and no user does; and what is a table of
 numbers where another class of its package has a path of that name."""

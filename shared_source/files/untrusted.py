@@ -178,6 +178,31 @@ def _check_numbers(found: object, name: str = "") -> None:
             _check_numbers(each, f"{name}.{key}".strip("."))
 
 
+PARTS = re.compile(r"(?:layers|experts)$|^(?:n|num)_\w*(?:layer|expert)")
+MOST_PARTS = 4096
+"""Layers or experts of a model; other libraries build as many as a file says, however many."""
+
+
+def check_parts(folder: str | Path, *, error: type[Exception]) -> None:
+    """Refuse a folder whose config.json asks for more layers or experts than any model has.
+
+    Raises:
+        error: it does, or there is no config.json that can be read.
+    """
+    path = Path(folder) / "config.json"
+    left: list[Any] = [read_json(path, dict, error=error)]
+    while left:
+        found = left.pop()
+        if isinstance(found, list):
+            left += found
+            continue
+        for name, value in found.items() if isinstance(found, dict) else ():
+            counted = isinstance(value, int | float) and PARTS.search(name)
+            if counted and value > MOST_PARTS:
+                raise error(f"{path}: {name} is {value:g}; give at most {MOST_PARTS}")
+            left.append(value)
+
+
 def _never_a_path(text: str) -> str:
     """Why no system takes a text for a path; empty where one does."""
     try:

@@ -28,6 +28,10 @@ class Key:
     """A value to begin with, where there is no default."""
     inner: "tuple[Key, ...]" = ()
     """The settings of a table."""
+    kind: str = ""
+    """Its type, as the source writes it."""
+    check: str = ""
+    """What checks a value, as the source writes it, constants filled in."""
 
 
 @frozen(kw_only=True)
@@ -119,7 +123,48 @@ def _keys(module: str, node: ast.ClassDef) -> Iterator[Key]:
             required=value is None and "factory" not in given,
             example=example,
             inner=tuple(key for group in groups_of(table) for key in group.keys) if table else (),
+            kind=_kind(module, line.annotation),
+            check=_check(module, given.get("validator")),
         )
+
+
+def _kind(module: str, node: ast.expr) -> str:
+    """An annotation's source; a type that has a name of its own gives way to what it names."""
+    if isinstance(node, ast.Name):
+        found, _, name = _named(module, node.id).partition(":")
+        for line in _body(found):
+            if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == name:
+                return ast.unparse(line.value)
+    return ast.unparse(node)
+
+
+def _check(module: str, node: ast.expr | None) -> str:
+    """A validator's source; names of constants give way to their values."""
+    if not isinstance(node, ast.Call):
+        return "" if node is None else ast.unparse(node)
+    words = []
+    for each in node.args:
+        star = isinstance(each, ast.Starred)
+        value = _constant(module, each.value if isinstance(each, ast.Starred) else each)
+        names = value if star and isinstance(value, list | tuple | dict | set) else (value,)
+        words += [ast.unparse(each)] if value is None else [repr(one) for one in names]
+    for given in node.keywords:
+        value = _constant(module, given.value)
+        words.append(f"{given.arg}={ast.unparse(given.value) if value is None else repr(value)}")
+    return f"{ast.unparse(node.func)}({', '.join(words)})"
+
+
+def _constant(module: str, node: ast.expr) -> Any:
+    """A literal, or a constant of this package wherever it is imported from; else None."""
+    for _ in range(5):
+        value = _value(module, node)
+        if value is not None or not isinstance(node, ast.Name):
+            return value
+        found, _, name = _named(module, node.id).partition(":")
+        if found == module:
+            return None
+        module, node = found, ast.Name(id=name)
+    return None
 
 
 def _metadata(module: str, node: ast.expr | None) -> tuple[str, Any]:
@@ -137,8 +182,10 @@ def _metadata(module: str, node: ast.expr | None) -> tuple[str, Any]:
 
 def _value(module: str, node: ast.expr | None) -> Any:
     """What an expression stands for: a literal, a path, or a constant of its module; else None."""
-    if isinstance(node, ast.Call) and len(node.args) == 1:  # Path("runs")
+    if isinstance(node, ast.Call) and len(node.args) == 1:  # Path("runs"), get_args(Kind)
         node = node.args[0]
+    if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
+        node = node.slice
     if isinstance(node, ast.Name):
         for line in _body(module):
             if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == node.id:

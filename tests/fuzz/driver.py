@@ -1,6 +1,7 @@
 """Runs thousands of damaged inputs through the commands of the six packages.
 
     nox -s fuzz -- --mutants 3000 --seed 7
+    nox -s fuzz -- --case data_cases --seconds 600
     python tests/fuzz/driver.py --case "ms_data/build lines" --index 12
 
 A mutant fails on a traceback, 20 s of processor time, 2 GiB, an exit code other than 0, 1 and 2,
@@ -41,18 +42,16 @@ WALL_LIMIT_S = 120.0
 ONE_WORKER = 250
 """Mutants after which a worker is replaced, so that what one leaves behind stays small."""
 
+TIMED_BATCH = 100
+"""Mutants between two looks at the clock."""
+
 Task = tuple[str, int]
 Record = dict[str, Any]
 
 
 def plan(packages: Sequence[str], mutants: int, only: str) -> list[tuple[str, list[Task]]]:
     """Batches for workers: a package's cases by their shares, one package a batch."""
-    cases = [
-        (package, case)
-        for package in packages
-        for case in importlib.import_module(f"fuzz.{package}").CASES
-        if only in f"{package}/{case.name}" and _is_here(case)
-    ]
+    cases = chosen(packages, only)
     whole = sum(case.share for _, case in cases)
     batches: list[tuple[str, list[Task]]] = []
     for package in packages:
@@ -65,6 +64,16 @@ def plan(packages: Sequence[str], mutants: int, only: str) -> list[tuple[str, li
         starts = range(0, len(tasks), ONE_WORKER)
         batches += [(package, tasks[start : start + ONE_WORKER]) for start in starts]
     return batches
+
+
+def chosen(packages: Sequence[str], only: str) -> list[tuple[str, Case]]:
+    """The cases that are here, each with the module that holds it."""
+    return [
+        (package, case)
+        for package in packages
+        for case in importlib.import_module(f"fuzz.{package}").CASES
+        if only in f"{package}/{case.name}" and _is_here(case)
+    ]
 
 
 def _is_here(case: Case) -> bool:
@@ -94,6 +103,22 @@ class Session:
             left = list(tasks)
             while left:
                 left = self._batch(package, left)
+
+    def work_for(self, seconds: float, cases: "Queue[tuple[str, Case]]") -> None:
+        """Takes cases until there are none, and gives each so long."""
+        while True:
+            try:
+                package, case = cases.get_nowait()
+            except Empty:
+                return
+            began, first = time.monotonic(), 0
+            while (spent := time.monotonic() - began) < seconds:
+                left: list[Task] = [(case.name, first + n) for n in range(TIMED_BATCH)]
+                first += TIMED_BATCH
+                while left:
+                    left = self._batch(package, left)
+            with self._lock:
+                print(f"{package}/{case.name}: {first} mutants in {spent:.0f} s", flush=True)
 
     def _batch(self, package: str, tasks: list[Task]) -> list[Task]:
         """Runs tasks in one worker; gives what is left when it died."""
@@ -182,28 +207,30 @@ def main() -> int:
     """Plans, runs and reports; 1 where a mutant failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--mutants", type=int, default=3000)
+    parser.add_argument("--seconds", type=float, help="so long a case, instead of a number")
     parser.add_argument("--seed", default="", help="drawn and printed where it is not given")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--case", default="", help="cases whose PACKAGE/NAME holds this")
     parser.add_argument("--index", type=int, help="this mutant alone, of the case PACKAGE/NAME")
     parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"))
     options = parser.parse_args()
+    if options.index is not None and options.seconds is not None:
+        parser.error("--index runs one mutant and --seconds many; leave one of them out")
+    work = _work(options)
+    if not work:
+        parser.error(f"no case's PACKAGE/NAME holds {options.case!r}; leave --case out for all")
     seed = options.seed or str(random.SystemRandom().randrange(10**6))
     print(f"seed {seed}", flush=True)
-    if options.index is None:
-        batches = plan(PACKAGES, options.mutants, options.case)
-    else:
-        package, _, name = options.case.partition("/")
-        batches = [(package, [(name, options.index)])]
-    queue: Queue[tuple[str, list[Task]]] = Queue()
-    for batch in batches:
-        queue.put(batch)
+    queue: Queue[Any] = Queue()
+    for one in work:
+        queue.put(one)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fuzz-sound-") as sound:
         session = Session(seed, Path(sound), options.keep.absolute())
-        threads = [
-            threading.Thread(target=session.work, args=(queue,)) for _ in range(options.workers)
-        ]
+        call: dict[str, Any] = {"target": session.work, "args": (queue,)}
+        if options.seconds is not None:
+            call = {"target": session.work_for, "args": (options.seconds, queue)}
+        threads = [threading.Thread(**call) for _ in range(options.workers)]
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
@@ -212,6 +239,16 @@ def main() -> int:
             print(f"{time.monotonic() - began:.0f} s: {found}", flush=True)
         session.keep_inputs()
     return report(session)
+
+
+def _work(options: argparse.Namespace) -> Sequence[Any]:
+    """What workers take one by one: cases where each is given a time, batches otherwise."""
+    if options.index is not None:
+        package, _, name = options.case.partition("/")
+        return [(package, [(name, options.index)])]
+    if options.seconds is not None:
+        return chosen(PACKAGES, options.case)
+    return plan(PACKAGES, options.mutants, options.case)
 
 
 def report(session: Session) -> int:

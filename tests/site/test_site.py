@@ -4,6 +4,7 @@ Run by `nox -s docs`, where mkdocs is; skipped elsewhere.
 """
 
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -62,6 +63,7 @@ def test_a_page_with_a_mistake_stops_the_build(tmp_path: Path, name: str) -> Non
     extension = ROOT / "docs" / "extensions" / "attrs_classes.py"
     config.write_text(
         f"INHERIT: {ROOT / 'mkdocs.yml'}\nnav: [index.md]\n"
+        f"hooks: [{ROOT / 'docs' / 'extensions' / 'generated.py'}]\n"
         "plugins:\n  - search\n  - mkdocstrings:\n      handlers:\n        python:\n"
         f"          paths: [{ROOT / 'packages/ms-data/src'}]\n"
         f"          options: {{extensions: [{extension}]}}\n"
@@ -160,3 +162,31 @@ def test_signatures_are_those_that_attrs_writes(tmp_path: Path) -> None:
     assert told.index("Args:") < told.index("rate:") < told.index("Raises:")
     assert loaded["Settings"]["rate"].docstring is None
     assert loaded["Base"]["made"].docstring.value == "Made."
+
+
+def words_found(site: Path, words: str) -> set[str]:
+    """The pages whose text holds these words in the index of the search."""
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    return {
+        section["location"].partition("#")[0]
+        for section in index["docs"]
+        if words in section["text"].replace("\u200b", "")
+    }
+
+
+def test_both_languages_are_searched(site: Path) -> None:
+    """Chinese pages are in the index, with marks between their words."""
+    assert "install/" in words_found(site, "need no torch at all")
+    assert "zh/install/" in words_found(site, "完全不需要 torch")
+    marked = (site / "search" / "search_index.json").read_text()
+    assert "\\u200b" in marked  # JSON's way to write the mark between words
+
+
+def test_the_reference_shows_keys_and_messages_in_both_languages(site: Path) -> None:
+    """No mark is left, and the tables stand in its place."""
+    for page, word in (("reference", "key"), ("zh/reference", "键")):
+        html = (site / page / "run-files" / "index.html").read_text()
+        assert "<!-- keys:" not in html
+        assert f"<th>{word}</th>" in html
+        assert "<code>kl_coeff</code>" in html
+        assert "<!-- errors:" not in (site / page / "errors" / "index.html").read_text()

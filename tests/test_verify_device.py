@@ -1,0 +1,88 @@
+"""The script for who has a device: its parts, what it compares, and all of it on the CPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+import verify_device
+from verify_device import Part, compare, main, parts_of, perform
+
+pytest.importorskip("torch")
+
+
+def write_losses(folder: Path, losses: list[float | None]) -> None:
+    """A run's events, as trainers write them."""
+    folder.mkdir()
+    lines = [json.dumps({"kind": "step", "loss": loss}) for loss in losses]
+    (folder / "events.jsonl").write_text("\n".join(['{"kind": "begin"}', *lines]) + "\n")
+
+
+def test_losses_are_held_against_the_cpus(tmp_path: Path) -> None:
+    """Within the tolerance; another number, one further away, or one not finite does not hold."""
+    write_losses(tmp_path / "cpu", [6.0, 5.0])
+    write_losses(tmp_path / "near", [6.0, 5.0 * (1 + 0.9 * verify_device.TOLERANCE)])
+    write_losses(tmp_path / "far", [6.0, 5.0 * (1 + 1.1 * verify_device.TOLERANCE)])
+    write_losses(tmp_path / "short", [6.0])
+    write_losses(tmp_path / "null", [6.0, None])
+    names = ("near", "far", "short", "null")
+    found = {name: compare(tmp_path, name)[0] for name in names}
+    assert found == {"near": True, "far": False, "short": False, "null": False}
+
+
+def test_a_part_that_fails_or_hangs_costs_itself(tmp_path: Path) -> None:
+    """Its exit code and what it printed are kept, and the next one runs."""
+    fails = perform(Part("fails", (sys.executable, "-c", "print('why'); exit(3)"), 60), tmp_path)
+    assert (fails.held, fails.code, fails.output.strip()) == (False, 3, "why")
+    hangs = perform(Part("hangs", (sys.executable, "-c", "input(); print()"), 60), tmp_path)
+    assert not hangs.held
+    late = perform(Part("late", (sys.executable, "-c", "while True: pass"), 0.5), tmp_path)
+    assert (late.held, late.code) == (False, None)
+
+
+def test_a_part_whose_time_is_up_may_end_its_own_processes(tmp_path: Path) -> None:
+    """It is asked first, as torchrun needs it: killed, it would leave workers on the device."""
+    code = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('workers ended')))\n"
+        "time.sleep(60)"
+    )
+    late = perform(Part("late", (sys.executable, "-c", code), 2), tmp_path)
+    assert (late.held, late.code, late.output.strip()) == (False, None, "workers ended")
+
+
+def test_every_axis_is_tried_on_several_devices_and_none_on_one() -> None:
+    """As many processes as the axis takes; figures and tests only where they are asked for."""
+    several = [part.name for part in parts_of("npu", 8, quick=True)]
+    assert {f"npu, {axis}" for axis in ("data=8", "tensor=2", "pipeline=2", "context=2")} < {
+        *several
+    }
+    assert not any("=" in part.name for part in parts_of("npu", 1, quick=True))
+    whole = [part.name for part in parts_of("npu", 1, quick=False)]
+    assert {"tests of ms-kernels", "figures of ms-kernels"} < {*whole}
+
+
+def test_a_device_that_is_not_there_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Exit code 2, and nothing is written."""
+    monkeypatch.setattr(sys, "argv", ["v", "--out", str(tmp_path / "out"), "--device", "nowhere"])
+    assert main() == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_all_of_it_holds_on_the_cpu(tmp_path: Path) -> None:
+    """The quick form, two processes: every part holds, and the report says so."""
+    script = str(Path(verify_device.__file__))
+    out = tmp_path / "report"
+    command = [sys.executable, script, "--out", str(out), "--device", "cpu", "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((out / "report.json").read_text())
+    assert all(part["held"] for part in record["outcomes"])
+    assert "| cpu, tensor=2 | yes |" in (out / "report.md").read_text()

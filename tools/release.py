@@ -1,0 +1,170 @@
+"""Build what would be released of all six libraries, and check it as an index would.
+
+    python tools/release.py --out dist      # needs build, hatchling and twine; see `nox -s release`
+    python tools/release.py --out dist --try-with python3.12 --try-with python3.13
+
+Each library's sdist is built from the tree, and its wheel from that sdist; a wheel built from the
+tree itself must hold the same bytes. Then its files, metadata and README are checked. `--try-with`
+installs all wheels together for another Python, asks for every public name and runs every command's
+help. Exit code 0 when all is in order, 1 with a line for each thing that is not.
+"""
+
+import argparse
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+from email import message_from_bytes
+from pathlib import Path
+from zipfile import ZipFile
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHONS = ("3.11", "3.12", "3.13")
+
+
+def main() -> int:
+    """Build and check every library."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="example: python tools/release.py --out dist ms-data",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="a folder for sdists and wheels")
+    parser.add_argument("packages", nargs="*", help="by default all")
+    parser.add_argument("--try-with", action="append", default=[], metavar="PYTHON")
+    options = parser.parse_args()
+    known = sorted(path.name for path in (ROOT / "packages").iterdir())
+    names = options.packages or known
+    if strange := sorted({*names} - {*known}):
+        parser.error(f"there is no library {strange[0]!r}; there are {', '.join(known)}")
+    out: Path = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    wrong: list[str] = []
+    for name in names:
+        found = check(name, out)
+        wrong += [f"{name}: {line}" for line in found]
+        sys.stdout.write(f"{name}: {len(found)} things to mend\n" if found else f"{name}: ready\n")
+    for python in options.try_with:
+        found = try_with(python, out, names)
+        wrong += [f"{python}: {line}" for line in found]
+        sys.stdout.write(f"{python}: {'does not hold' if found else 'holds'}\n")
+    for line in wrong:
+        sys.stderr.write(f"{line}\n")
+    return 1 if wrong else 0
+
+
+def check(name: str, out: Path) -> list[str]:
+    """Build a library's sdist and wheel into a folder, and say what is not in order."""
+    source = ROOT / "packages" / name
+    project = project_of(name)
+    stem = stem_of(name, project)
+    for path in out.glob(f"{stem}[-.]*"):
+        path.unlink()
+    # No environment of its own: hatchling is here, and its version is the one that is checked.
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source))
+    sdist, wheel = out / f"{stem}.tar.gz", out / f"{stem}-py3-none-any.whl"
+    with tempfile.TemporaryDirectory() as folder:
+        build = ("-m", "build", "--no-isolation", "--wheel", "--outdir", folder, str(source))
+        run(sys.executable, *build)
+        same = contents(wheel) == contents(Path(folder) / wheel.name)
+    found = [] if same else ["the wheel built from the sdist is not the one built from the tree"]
+    found += wrong_files(sdist, wheel, name) + wrong_metadata(wheel, project)
+    done = subprocess.run(
+        [sys.executable, "-m", "twine", "check", "--strict", str(sdist), str(wheel)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return found + ([f"twine: {done.stdout.strip()}"] if done.returncode else [])
+
+
+def project_of(name: str) -> dict[str, object]:
+    """What a library's pyproject.toml says of it."""
+    text = (ROOT / "packages" / name / "pyproject.toml").read_text()
+    found: dict[str, object] = tomllib.loads(text)["project"]
+    return found
+
+
+def stem_of(name: str, project: dict[str, object]) -> str:
+    """How the names of a library's files begin."""
+    return f"{name.replace('-', '_')}-{project['version']}"
+
+
+def try_with(python: str, out: Path, names: list[str]) -> list[str]:
+    """Install the wheels together for another Python, and say what does not work there."""
+    stems = [stem_of(name, project_of(name)) for name in names]
+    wheels = [str(out / f"{stem}-py3-none-any.whl") for stem in stems]
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        run(python, "-m", "venv", folder)
+        own = str(Path(folder) / "bin" / "python")
+        run(own, "-m", "pip", "install", "--quiet", "--no-compile", *wheels)
+        for module in (name.replace("-", "_") for name in names):
+            ask = f"import {module} as m; [getattr(m, name) for name in m.__all__]"
+            for words in ((own, "-I", "-c", ask), (own, "-I", "-m", module, "--help")):
+                done = subprocess.run(words, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    found.append(f"{' '.join(words[2:])}: {done.stderr.strip()[-200:]}")
+    return found
+
+
+def run(*words: str) -> None:
+    """Run a command quietly; what it printed is shown where it fails."""
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)}\n{done.stdout}{done.stderr}")
+
+
+def contents(wheel: Path) -> dict[str, int]:
+    """Names and checksums of a wheel's files."""
+    with ZipFile(wheel) as archive:
+        return {each.filename: each.CRC for each in archive.infolist()}
+
+
+def wrong_files(sdist: Path, wheel: Path, name: str) -> list[str]:
+    """Say which files are missing, or do not belong."""
+    module = name.replace("-", "_")
+    shipped = set(contents(wheel))
+    tree = ROOT / "packages" / name / "src"
+    ours = {
+        path.relative_to(tree).as_posix()
+        for path in (tree / module).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    with tarfile.open(sdist) as archive:
+        packed = {path.partition("/")[2] for path in archive.getnames()}
+    found = [f"the wheel lacks {path}" for path in sorted(ours - shipped)]
+    strange = {path for path in shipped - ours if ".dist-info/" not in path}
+    found += [f"the wheel holds {path}" for path in sorted(strange)]
+    needed = ("README.md", "LICENSE", "pyproject.toml", f"src/{module}/py.typed")
+    found += [f"the sdist lacks {path}" for path in needed if path not in packed]
+    licensed = any(path.endswith("/licenses/LICENSE") for path in shipped)
+    return found if licensed else [*found, "the wheel lacks its licence"]
+
+
+def wrong_metadata(wheel: Path, project: dict[str, object]) -> list[str]:
+    """Say what the wheel's metadata lacks, or says otherwise than pyproject.toml."""
+    with ZipFile(wheel) as archive:
+        name = next(path for path in archive.namelist() if path.endswith(".dist-info/METADATA"))
+        told = message_from_bytes(archive.read(name))
+    found = []
+    if told["Version"] != project["version"]:
+        found.append(f"the wheel says version {told['Version']}")
+    if told["License-Expression"] != "Apache-2.0":
+        found.append(f"its licence is {told['License-Expression']}")
+    if told["Description-Content-Type"] != "text/markdown":
+        found.append("its README is not said to be Markdown")
+    classifiers = told.get_all("Classifier") or []
+    wanted = [*(f"Programming Language :: Python :: {python}" for python in PYTHONS)]
+    wanted += ["Typing :: Typed", "Operating System :: POSIX :: Linux"]
+    found += [f"no classifier says {each}" for each in wanted if each not in classifiers]
+    found += [
+        f"it needs {need}, which has no lower bound"
+        for need in told.get_all("Requires-Dist") or []
+        if ">" not in need and "=" not in need.partition(";")[0]
+    ]
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
