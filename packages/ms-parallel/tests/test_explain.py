@@ -63,6 +63,12 @@ def test_a_process_that_has_a_group_asks_another() -> None:
         call_apart("ms_parallel.nowhere:no")
 
 
+def test_what_a_called_function_prints_is_no_part_of_its_result() -> None:
+    """A model's module may print when it is imported."""
+    assert call_apart("builtins:print", "a line") is None
+    assert call_apart("operator:add", 1, 2) == 3
+
+
 def test_bad_input_is_refused_by_name() -> None:
     """A layout that is none, and a model that is not known."""
     with pytest.raises(LayoutError):

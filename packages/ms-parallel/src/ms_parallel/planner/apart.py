@@ -1,4 +1,8 @@
-"""Calls a function in a process of its own, which is none of those that have met."""
+"""Calls a function in a process of its own, which is none of those that have met.
+
+Arguments and results are pickled, as they may be any value of a run, such as its loss. Both ends are
+this program, and the pipes between them are open to no one else: nothing is unpickled from a file.
+"""
 
 import os
 import pickle
@@ -46,13 +50,16 @@ def call_apart(function: str, *args: Any, **settings: Any) -> Any:
 
 def answer() -> None:
     """Call what standard input names, and give the result to standard output."""
+    results = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever is printed is no part of a result
     name, args, settings = pickle.load(sys.stdin.buffer)  # noqa: S301 - our own
     module, _, function = name.partition(":")
     try:
         found = getattr(import_module(module), function)(*args, **settings)
     except ParallelError as error:
         found = error
-    sys.stdout.buffer.write(_pickled(found))
+    with results:
+        results.write(_pickled(found))
 
 
 class _Pickler(pickle.Pickler):
