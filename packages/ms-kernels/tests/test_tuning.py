@@ -203,7 +203,7 @@ def test_a_backend_pays_from_where_it_is_slower_no_more(ratios, pays_from):
 
 
 def test_a_tuner_takes_the_fastest_configuration_by_measuring(toy, monkeypatch):
-    """Of three configurations one does the work often and one does not run: the third is chosen."""
+    """One of three configurations works often and one does not run: the third is chosen."""
     again = TunedKernel(
         operator="swiglu",
         name="again",

@@ -33,8 +33,8 @@ LIMIT = 1.1
 """Most that ours may be, as seen and computed; the noise of a shared machine adds to times."""
 ROWS, LENGTH, HEADS, WIDTH = 2, 4096, 4, 64
 TURNS = 40
-"""Of which the fastest counts, as a machine only ever adds. With 12 the slowest of eight ranks
-was up to 1.16 of the mean on the same batches that 40 give 1.03."""
+"""Runs, of which the fastest counts, as a machine only ever adds. With 12 the slowest of eight
+ranks was up to 1.16 of the mean on the same batches that 40 give 1.03."""
 CASES = [(ranks, window) for ranks in (2, 4, 8) for window in (None, 1024)]
 
 

@@ -15,7 +15,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     sizes: list[int]
     """Words of each document."""
     words: bytes
-    """Of all, as uint32, packed by zstd; then those of their pictures and sounds."""
+    """Words of all documents, as uint32, packed by zstd; then those of their pictures and
+    sounds."""
     text_bytes: int
     media_sizes: list[int] = []
     """Words of the pictures and sounds of each document, if any has some."""

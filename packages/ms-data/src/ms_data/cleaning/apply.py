@@ -33,7 +33,7 @@ class Verdict(NamedTuple):
     """None where it is dropped."""
     entry: Entry
     excerpt: str
-    """Of a document that is dropped, as the rule saw it."""
+    """Excerpt of a document that is dropped, as the rule saw it."""
     cuts: list[tuple[str, ReasonTally]]
 
 

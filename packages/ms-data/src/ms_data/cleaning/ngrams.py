@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _TURN = np.uint64(29)
 _GROWTH = 0xD1342543DE82EF95
-"""Of the factor of each next word, so that their order counts."""
+"""How the factor grows from word to word, so that their order counts."""
 
 
 class Ngrams:

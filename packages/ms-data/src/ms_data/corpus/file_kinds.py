@@ -16,7 +16,7 @@ class NotText(NamedTuple):
     """Why a file cannot be read as text."""
 
     name: str
-    """Such as `zip archive`."""
+    """What it is, such as `zip archive`."""
     remedy: str = _TEXT
 
 

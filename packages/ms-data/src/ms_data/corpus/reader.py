@@ -56,7 +56,7 @@ class OpenFile:
     packed: bool = False
     """The file itself is packed, so that only its blocks can be read."""
     named: bool = False
-    """It was named itself, so that it must be text."""
+    """Whether the user named it, so that it must be text."""
     done_bytes: int | None = None
     """How much is read, where the reader knows better than the place in the file tells."""
 
@@ -125,7 +125,7 @@ class FileReader:
     signatures: tuple[bytes, ...] = ()
     """How its files begin, whatever their names."""
     text: bool = True
-    """Its files are text, so that what is known as something else is none of them."""
+    """Whether its files are text, so that what is known as something else is none of them."""
 
     def claims(self, name: str, head: bytes, /) -> bool:
         """Whether a file is of this kind."""

@@ -183,7 +183,7 @@ def _edges(kinds: NDArray[np.uint8], longer: bool) -> NDArray[np.int64]:
 
 @cache
 def _kinds(count: int) -> NDArray[np.uint8]:
-    """Of each character: 0 is no part of a word, 1 one of several, 2 a word of its own."""
+    """Kind of each character: 0 is no part of a word, 1 one of several, 2 a word of its own."""
     found = np.zeros(count, np.uint8)
     for code, character in enumerate(map(chr, range(count))):
         if character.isalnum():

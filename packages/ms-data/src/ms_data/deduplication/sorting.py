@@ -11,7 +11,7 @@ MEMORY_BYTES = 64 << 20
 """Records of one file, on average; sorting takes about three times as much."""
 MOST_FILES = 4096
 BUFFER_BYTES = 32 << 20
-"""Of all files together."""
+"""Buffers of all files together."""
 
 Records = NDArray[Any]
 

@@ -25,7 +25,7 @@ class Fault(msgspec.Struct, frozen=True):
 
     file: str
     part: str
-    """Such as `frame 12`, `frame table` or `footer`."""
+    """The damaged part, such as `frame 12`, `frame table` or `footer`."""
     problem: str
 
     def __str__(self) -> str:

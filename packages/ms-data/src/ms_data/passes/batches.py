@@ -34,7 +34,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     position: Position = Position()
     documents: int = 0
-    """Those that cannot be read included."""
+    """Documents, with those that cannot be read."""
     left_out: dict[str, int] = {}
     """Files of a folder left out because they are no text, by what they are."""
 

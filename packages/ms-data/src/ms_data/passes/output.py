@@ -15,7 +15,7 @@ from ms_data.files.durable import sync_folder, write_all
 
 _READ_BYTES = 1 << 20
 LEVEL = 3
-"""Of zstd."""
+"""Compression level of zstd."""
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):

@@ -78,7 +78,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     """What one process made of a batch."""
 
     frames: tuple[bytes, bytes]
-    """Of the documents and of the ledger; JSON Lines packed by zstd, empty where there are none."""
+    """Documents and ledger, each as JSON Lines packed by zstd; empty where there are none."""
     tally: Tally
 
 

@@ -28,7 +28,7 @@ GROUP_CHARACTERS = 1 << 17
 PROVED_FIRST = 1 << 18
 """Characters of the first documents, all of which are proved."""
 PROVED_ONE_IN = 512
-"""Of the other documents, one in so many is proved, if it is no longer than these."""
+"""One in so many of the other documents is proved, if it is no longer than these."""
 
 _LIKE_ASCII = ("NFC", "NFD", "NFKC", "NFKD")
 """Normalizers that leave ASCII as it is, and text on both sides of a cut beside ASCII too."""

@@ -44,9 +44,9 @@ class Share:
     sizes: list[int]
     """Bytes of each item."""
     metadata: Metadata
-    """Of the whole state."""
+    """Metadata of the whole state."""
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-    """Of the state that it was planned for."""
+    """Dtypes and shapes of the state that the share was planned for."""
 
     @property
     def parts(self) -> list[int]:

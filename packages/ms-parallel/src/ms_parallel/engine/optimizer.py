@@ -29,7 +29,7 @@ SHARED = (
 )
 """Settings of every optimizer, which have keys of their own in a run file."""
 OF_A_GROUP = ("learning_rate", "weight_decay")
-"""Those of them that a group of parameters may have otherwise."""
+"""Settings that a group of parameters may have otherwise."""
 
 
 class Decay(Protocol):

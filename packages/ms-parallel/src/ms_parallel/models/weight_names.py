@@ -23,11 +23,11 @@ class Piece:
     tensor: str
     """Its name in the folder."""
     shape: tuple[int, ...]
-    """Of the whole tensor in the folder."""
+    """Shape of the whole tensor in the folder."""
     part: Box
-    """Of that tensor; a slice may have a step."""
+    """The part of that tensor; a slice may have a step."""
     box: Box
-    """Of the parameter."""
+    """The box of the parameter."""
     dims: tuple[int | None, ...]
     """For each dim of the parameter the tensor's dim that runs along it, None where it has none and
     the box is one index wide."""

@@ -58,7 +58,7 @@ class Counterexample(msgspec.Struct, frozen=True, kw_only=True):
     parameter: str = ""
     layer: int | None = None
     ratio: str = ""
-    """Of what was found to what is right, where it is one number: `1/data`, `0`, ..."""
+    """Ratio of what was found to what is right, where it is one number: `1/data`, `0`, ..."""
     apart: float = 0.0
     """Largest difference, as a share of the largest right value."""
 

@@ -116,12 +116,12 @@ class Exchange:
         self.outward = Trip(self._at_owner(taken), self._to_owners(taken), self.rank, group)
 
     def _to_owners(self, pieces: list[tuple[Key, Box, int]]) -> list[Piece]:
-        """Those that this process has, with the owners of their matrices."""
+        """The pieces that this process has, with the owners of their matrices."""
         mine = [(key, box) for key, box, at in pieces if at == self.rank]
         return [self._piece(key, self.owner[key], box) for key, box in mine]
 
     def _at_owner(self, pieces: list[tuple[Key, Box, int]]) -> list[Piece]:
-        """Those of matrices that this process owns, with who has them."""
+        """The pieces of matrices that this process owns, with who has them."""
         return [self._piece(key, at, box) for key, box, at in pieces if key in self.shapes]
 
     def _pieces(self, parts: list[dict[str, Ends]]) -> Iterator[tuple[Key, Box, bool, int]]:

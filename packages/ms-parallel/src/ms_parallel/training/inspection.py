@@ -52,7 +52,7 @@ class ExpertFacts(msgspec.Struct, frozen=True, kw_only=True):
     """How the experts of a layer are shared out."""
 
     experts: int
-    """Of a layer."""
+    """Experts of a layer."""
     each: int
     """How many of them a rank of the expert axis has, whose tokens come from all of its group."""
     shards: int

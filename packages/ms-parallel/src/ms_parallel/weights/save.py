@@ -150,7 +150,7 @@ def _check_complete(config: ModelConfig, offered: Collection[str], folder: Path)
 
 
 def _dtype(source: _Source, dtype: torch.dtype | None) -> torch.dtype:
-    """Of a tensor in its file; a buffer keeps its own."""
+    """The dtype of a tensor in its file; a buffer keeps its own."""
     return dtype if dtype and isinstance(source.weight, nn.Parameter) else source.weight.dtype
 
 

@@ -37,7 +37,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What was examined, and what was found."""
 
     machine: Machine
-    """Of rank 0."""
+    """The machine of rank 0."""
     ranks: int
     hosts: list[str]
     checks: list[Checked]
@@ -151,7 +151,7 @@ def judge(examined: Examined, further: Iterable[Finding] = ()) -> Report:
 
 
 def not_met(own: Recording, reason: str) -> Finding:
-    """That the ranks did not meet, as the rank of a recording saw it."""
+    """The finding that the ranks did not meet, as the rank of a recording saw it."""
     return msgspec.structs.replace(
         failure(
             own,

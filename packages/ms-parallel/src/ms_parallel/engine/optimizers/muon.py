@@ -27,7 +27,7 @@ from ms_parallel.split.owners import Exchange, Key, overlap, relative
 from ms_parallel.split.part import local_part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the polynomial of degree five; chosen for the steepest slope at 0 that still stays near 1."""
+"""Polynomial of degree five; chosen for the steepest slope at 0 that still stays near 1."""
 ADAMW = ("*.gate.weight", "*.router.weight", "*.shared_expert_gate.weight")
 """Matrices in blocks that choose rather than compute."""
 
@@ -69,12 +69,12 @@ class MuonConfig(OptimizerConfig):
     nesterov: bool = field(default=True, validator=flag)
     """Look one step ahead along the momentum."""
     iterations: int = field(default=5, validator=whole(most=99))
-    """Of Newton and Schulz."""
+    """Steps of the Newton-Schulz iteration."""
     scale: Literal["match_rms_adamw", "original"] = field(
         default="match_rms_adamw", validator=one_of("match_rms_adamw", "original")
     )
-    """Of an update: 0.2·sqrt(max(rows, columns)), as great as AdamW's at the same rate (Liu et al.,
-    2025); or sqrt(max(1, rows/columns)), which needs a rate of its own, such as 0.02."""
+    """Scale of an update: 0.2·sqrt(max(rows, columns)), as great as AdamW's at the same rate (Liu
+    et al., 2025); or sqrt(max(1, rows/columns)), which needs a rate of its own, such as 0.02."""
     adamw: tuple[str, ...] = field(default=ADAMW, converter=_patterns)
     """Patterns of names of matrices in blocks that AdamW updates too; `*` stands for anything."""
     adamw_learning_rate: float | None = field(default=None, validator=number(optional=True))

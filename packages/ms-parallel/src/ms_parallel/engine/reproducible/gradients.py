@@ -29,11 +29,11 @@ def _add(first: Sums, second: Sums) -> Sums:
 
 @define
 class StageGradients:
-    """Those of one stage in one update."""
+    """Gradients of one stage in one update."""
 
     tree: RowTree[Sums]
     incomplete: dict[int, Sums] = field(factory=dict)
-    """Of microbatches whose gradients of weights are in part put off."""
+    """Sums of microbatches whose gradients of weights are in part put off."""
 
 
 class RowGradients:
@@ -154,7 +154,7 @@ class Exchange:
 
     groups: Groups
     ranges: tuple[Mapping[str, tuple[int, int]], ...]
-    """Of each data rank, where its part of each weight begins and ends."""
+    """Where each data rank's part of each weight begins and ends."""
 
     @classmethod
     def meet(cls, mine: Mapping[str, tuple[int, int]], groups: Groups) -> "Exchange":

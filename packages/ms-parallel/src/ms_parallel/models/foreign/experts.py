@@ -73,7 +73,7 @@ class CountedRouter(Around, Accounted):
 
     everywhere = True
     rows = 1
-    """Of the forward of the block that runs."""
+    """Rows in the forward of the block that runs."""
     documents: Tensor | None = None
     """(B, S) int32, its rows' documents."""
 

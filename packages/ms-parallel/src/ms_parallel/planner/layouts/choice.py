@@ -30,7 +30,7 @@ from ms_parallel.planner.rank_memory import RankMemory
 Objective = Literal["fastest", "cheapest", "least-memory", "largest-model"]
 OBJECTIVES = ("fastest", "cheapest", "least-memory", "largest-model")
 FITS = 0.95
-"""Of a device's memory that may be taken: allocators leave gaps, and an operator needs room."""
+"""Share of a device's memory that may be taken: allocators leave gaps, operators need room."""
 NEAR = 1.15
 """An estimate up to so many times the limit is counted before it is refused."""
 MOST_COUNTED = 24
@@ -50,7 +50,7 @@ class Question:
     width: int
     """Bytes of a number that is computed with."""
     moment_bytes: int
-    """Of the optimizer for each weight."""
+    """Bytes of the optimizer's moments for each weight."""
     choices: Choices
     rows: Sequence[int] | None
     """Sizes of microbatches; None for all."""
@@ -58,7 +58,7 @@ class Question:
     """Raises what the engine has against a layout."""
     times: PassTimes
     message_bytes: float
-    """Of the hidden state of one row."""
+    """Bytes of the hidden state of one row."""
     keep: Count
     """Counts what a row keeps."""
     predict: Callable[[Candidate], list[RankMemory]]
@@ -68,7 +68,7 @@ class Question:
     every: bool = False
     """Also those of one layout that differ in the size of microbatches."""
     limit_bytes: int | None = None
-    """Of a device; None for what the cluster says."""
+    """Limit of a device's memory; None for what the cluster says."""
 
     @property
     def limit(self) -> int:
@@ -87,7 +87,7 @@ class Chosen:
 
     @property
     def most_bytes(self) -> int:
-        """Of the rank that holds most."""
+        """Memory of the rank that holds most."""
         return max(rank.total for rank in self.memory)
 
 
@@ -100,7 +100,7 @@ class Found:
     candidates: int
     """All that there were."""
     counted: int
-    """Of which the engine counted the memory."""
+    """Candidates for which the engine counted the memory."""
 
 
 def choose(question: Question) -> Found:
@@ -220,7 +220,7 @@ class _Search:
         self._put(group, 1, self._key(seconds, 0, next(iter(every.values()))))
 
     def _variants(self, group: _Group) -> list[Candidate]:
-        """Those that compute least again, and offload nothing."""
+        """The variants that compute least again, and offload nothing."""
         every = list(self.question.choices.candidates(group.split, group.schedule))
         plain = (every[0].recompute, every[0].offload)
         return [each for each in every if (each.recompute, each.offload) == plain]

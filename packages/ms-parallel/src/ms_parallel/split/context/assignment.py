@@ -18,11 +18,11 @@ from ms_parallel.split.context.kinds import Balance
 GOOD_ENOUGH = 1.02
 """Cost of the slowest process over the mean, at which blocks are small enough."""
 MOST_QUERIES = 256
-"""Of a piece: each of its queries is held against all keys that its last one sees."""
+"""Most queries of a piece: each is held against all keys that its last one sees."""
 MOST_SHORT = 2 * WORTH_IT
 """Keys of a piece of several short documents."""
 MOST_BLOCKS = 64
-"""Of a row on one process: each is a call of attention."""
+"""Most blocks of a row on one process: each is a call of attention."""
 
 
 @frozen(kw_only=True, eq=False)

@@ -41,12 +41,12 @@ class HeadSizes:
     keys: int
     """Heads of keys and values."""
     width: int
-    """Of a head's queries and keys."""
+    """Width of a head's queries and keys."""
     value_width: int
 
     @classmethod
     def of(cls, config: Any, tensor: int) -> "HeadSizes":
-        """Those of a model."""
+        """The sizes of a model's heads."""
         shape = config.shape
         queries, keys = shape.attention_heads, shape.key_value_heads
         width = value = getattr(config, "head_dim", shape.hidden_size // queries)

@@ -80,7 +80,7 @@ class Ring:
 
     group: dist.ProcessGroup
     index: int
-    """Of this process among them."""
+    """Index of this process among them."""
     count: int
 
     def turn(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[dist.Work]]:
@@ -93,7 +93,7 @@ class Ring:
         return coming, dist.batch_isend_irecv(operations)
 
     def source(self, step: int) -> int:
-        """Whose keys and values are here at a step."""
+        """The process whose keys and values are here at a step."""
         return (self.index - step) % self.count
 
 

@@ -140,7 +140,7 @@ class SharedRows:
         )
 
     def _pieces(self, node: int) -> Sequence[Piece]:
-        """Of a process along `positions`."""
+        """The pieces of a process along `positions`."""
         if node not in self.pieces:
             with unset_fake_temporarily():  # numbers of rows are known where memory is predicted
                 self.pieces[node] = pieces_of(self.parts[node], self.starts)

@@ -48,7 +48,7 @@ class Splitter:
         self.element_bytes = element_bytes
         self.count = groups.layout.context
         self.load: ContextLoad | None = None
-        """Of the last microbatch; None where nothing was shared out."""
+        """Load of the last microbatch; None where nothing was shared out."""
         self.exchanges: dict[Kind, Exchange] = {}
         if self.count > 1:
             self.windows = windows_of(config)

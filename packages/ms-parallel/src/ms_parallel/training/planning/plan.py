@@ -263,7 +263,7 @@ class _Asked:
         return sizes.parameters * STATE_BYTES * ROOM < free_bytes(pick_device(cluster.device))
 
     def _settings(self, options: Options, layout: Layout) -> dict[str, Any]:
-        """Of an engine that is built without memory: where it would compute does not matter."""
+        """Settings of an engine that is built without memory, on whatever device."""
         return {**engine_settings(options, layout, 2), "device": "cpu", "compile": False}
 
     def _keeping(self, config: Any) -> Callable[[Layout], Any]:

@@ -70,7 +70,7 @@ def readable() -> list[str]:
 
 
 def _raise_walls(wanted: list[str]) -> tuple[list[str], list[str]]:
-    """Those of the walls that stand in all processes; seccomp is checked and raised in each."""
+    """Raise the walls that stand in all processes; seccomp is checked here and raised in each."""
     if sys.platform != "linux":
         return [], [f"{wall} ({sys.platform})" for wall in wanted]
     paths = readable()

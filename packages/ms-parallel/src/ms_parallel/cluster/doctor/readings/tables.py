@@ -14,7 +14,7 @@ class CudaDriver(msgspec.Struct, frozen=True, kw_only=True):
 
     cuda: str
     driver: str
-    """That the toolkit was released with."""
+    """The driver that the toolkit was released with."""
 
 
 class TorchNpu(msgspec.Struct, frozen=True, kw_only=True):

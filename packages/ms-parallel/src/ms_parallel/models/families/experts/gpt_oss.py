@@ -37,7 +37,7 @@ class GptOssConfig(DecoderConfig):
     num_experts_per_tok: int = field(default=4, validator=size)
     """How many each token chooses."""
     router_aux_loss_coef: float = field(default=0.001, validator=number())
-    """Of the balance loss, unless the run says otherwise."""
+    """Weight of the balance loss, unless the run sets one."""
     swiglu_alpha: float = field(default=1.702, validator=above_zero)
     """How steep an expert's gate is."""
     swiglu_limit: float = field(default=7.0, validator=above_zero)
