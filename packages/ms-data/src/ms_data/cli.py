@@ -57,7 +57,7 @@ class _TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; 0 done, 1 failed or a check did not hold, 2 bad input, 130 after Ctrl-C."""
+    """Run one command; 0 done, 1 failed or a check did not hold, 2 bad input, 130 after Ctrl-C."""
     return perform("ms-data", lambda: _execute(arguments), report=_report)
 
 
@@ -71,7 +71,7 @@ def _execute(arguments: Sequence[str] | None) -> int:
 
 
 def _report(error: BaseException) -> int | None:
-    """Writes the line of an error that has notes or is the system's; leaves others to `perform`."""
+    """Write the line of an error that has notes or is the system's; leave others to `perform`."""
     if isinstance(error, DataError):
         _complain(str(error), error)
         return FAILED if isinstance(error, DamageError) else BAD_INPUT
@@ -86,7 +86,7 @@ def _report(error: BaseException) -> int | None:
 
 
 def _forget_output() -> None:
-    """Drops what could not be printed, which Python would otherwise print when it ends."""
+    """Drop what could not be printed, which Python would otherwise print when it ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

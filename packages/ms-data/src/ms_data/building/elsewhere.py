@@ -12,7 +12,7 @@ from ms_data.tokenization.tokenizer import Tokenizer
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Makes what turns the texts of a batch into their answer, both as msgpack."""
+    """Make what turns the texts of a batch into their answer, both as msgpack."""
     made = msgspec.msgpack.decode(setup, type=Setup)
     tokenizer = Tokenizer(made.tokenizer, end_of_text=made.end_of_text)
     decoder = msgspec.msgpack.Decoder(list[str])

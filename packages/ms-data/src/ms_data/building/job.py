@@ -73,7 +73,7 @@ class Job:
     """Where a Ray cluster tokenizes, its address."""
 
     def run_shard(self) -> Summary:
-        """Tokenizes the batches of one job of an array.
+        """Tokenize the batches of one job of an array.
 
         Raises:
             OutputError: another process does, or it cannot be written.
@@ -118,7 +118,7 @@ class Job:
         return key_of(msgspec.json.encode(["build", self.recipe]))
 
     def _encoded(self, batches: Iterable[_Batch]) -> Generator[tuple[_Batch, _Encoded], None, None]:
-        """Tokenizes batches, here or on a cluster, or looks up what an array of jobs made."""
+        """Tokenize batches, here or on a cluster, or look up what an array of jobs made."""
         if self.shard is None and self.cluster:
             asked = ((batch, msgspec.msgpack.encode(_texts(batch))) for batch in batches)
             work, setup = "ms_data.building.elsewhere:prepare", self.encoder.setup()
@@ -134,7 +134,7 @@ class Job:
             yield batch, unpacked(made.find(_key(batch))) if batch.documents else []
 
     def run(self, folder: Path) -> Summary:
-        """Writes what is left to write in `folder`.
+        """Write what is left to write in `folder`.
 
         Raises:
             CorpusError: the corpus holds no text, or what cannot be read.
@@ -236,7 +236,7 @@ def _texts(batch: _Batch) -> list[str]:
 def _encode_ahead(
     batches: Iterable[_Batch], encoder: TextEncoder
 ) -> Generator[tuple[_Batch, _Encoded], None, None]:
-    """Gives each batch with its tokens, in order, while some batches ahead are tokenized."""
+    """Give each batch with its tokens, in order, while some batches ahead are tokenized."""
     ahead: deque[tuple[_Batch, Future[_Encoded]]] = deque()
     most = encoder.batches_ahead
     pool = ThreadPoolExecutor(most)
@@ -259,7 +259,7 @@ def _encode_ahead(
 def _read_batches(
     source: Corpus, start: Progress, name_skipped: Callable[[str], None]
 ) -> Iterator[_Batch]:
-    """Gives the documents after `start`, some MB of text at a time."""
+    """Give the documents after `start`, some MB of text at a time."""
     documents: list[Document] = []
     size, text_bytes = 0, start.text_bytes
     skipped, left_out = start.skipped, Counter(start.left_out)
@@ -292,7 +292,7 @@ def _read_batches(
 
 
 def _clear(folder: Path, kept: set[str]) -> None:
-    """Removes what an earlier run wrote after its last save."""
+    """Remove what an earlier run wrote after its last save."""
     for path in folder.iterdir():
         if path.name not in kept and path.name != JOURNAL:
             path.unlink()

@@ -28,7 +28,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     document_limit_mib: int
 
     def differences(self, other: "Recipe", *, besides: Container[str]) -> list[str]:
-        """Names the fields that differ in `other`, besides some, with both values."""
+        """Name the fields that differ in `other`, besides some, with both values."""
         return [
             f"{_NAMES.get(name, name)} is {getattr(other, name)!r}, was {getattr(self, name)!r}"
             for name in self.__struct_fields__
@@ -58,7 +58,7 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.journal.3"
     dataset: DatasetState
 
     def check(self, recipe: Recipe, source: Corpus, folder: Path) -> None:
-        """Checks that a build can go on from here.
+        """Check that a build can go on from here.
 
         Raises:
             OutputError: it has other settings or another corpus; names what differs.

@@ -38,7 +38,7 @@ class Verdict(NamedTuple):
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Makes what turns a batch into its answer, both as msgpack."""
+    """Make what turns a batch into its answer, both as msgpack."""
     settings = msgspec.msgpack.decode(setup, type=Setup)
     rules = [make_rule(name, values, where="the rules") for name, values in settings.rules]
     split = splitter(settings.words)
@@ -54,7 +54,7 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
 def clean_batch(
     batch: Batch, rules: Sequence[Rule], split: Splitter, near: Mapping[int, int]
 ) -> Answer:
-    """Applies rules to the documents of a batch; those that are `near` others are dropped."""
+    """Apply rules to the documents of a batch; those that are `near` others are dropped."""
     tally = Tally()
     documents: list[bytes] = []
     ledger: list[bytes] = []
@@ -76,7 +76,7 @@ def clean_batch(
 
 
 def judge(number: int, item: Item, rules: Sequence[Rule], split: Splitter) -> Verdict:
-    """Applies rules to one document, in order, until one drops it."""
+    """Apply rules to one document, in order, until one drops it."""
     entry = Entry(document=number, place=item.place, fate="kept")
     if item.text is None:
         entry.fate = "quarantined"

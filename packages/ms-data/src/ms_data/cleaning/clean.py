@@ -34,7 +34,7 @@ def clean(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_quarantine: Callable[[str], None] = lambda reason: None,
 ) -> LedgerSummary:
-    """Writes the documents of a corpus that rules keep, as they change them, and a ledger.
+    """Write the documents of a corpus that rules keep, as they change them, and a ledger.
 
     Documents keep the order of the corpus, and the bytes do not depend on the number of processes.
     Cleaning that was interrupted goes on; what is finished has nothing to do.

@@ -52,7 +52,7 @@ class Seen:
         return distance if distance <= self._bits else None
 
     def add(self, found: int) -> None:
-        """Takes the hash of a picture of a row that is kept."""
+        """Take the hash of a picture of a row that is kept."""
         for at, (low, mask) in enumerate(self._parts):
             self._known.setdefault((at, found >> low & mask), []).append(found)
 
@@ -60,7 +60,7 @@ class Seen:
 def near_rows(
     source: Corpus, rules: Sequence[RowRule], bits: int, split: Splitter
 ) -> Mapping[int, int]:
-    """Finds the rows that have a near-duplicate before them, among those that rules keep.
+    """Find the rows that have a near-duplicate before them, among those that rules keep.
 
     Returns:
         For each such row, by its number, by how many bits its picture differs.

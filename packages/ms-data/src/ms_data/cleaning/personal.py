@@ -34,7 +34,7 @@ class Found(NamedTuple):
 
 
 def find_personal_data(text: str, kinds: frozenset[str]) -> list[Found]:
-    """Finds the pieces of some kinds in order; none lies within another."""
+    """Find the pieces of some kinds in order; none lies within another."""
     found: list[Found] = []
     if "mail" in kinds and "@" in text:
         found += [Found("mail", *one.span()) for one in _MAIL.finditer(text)]
@@ -54,7 +54,7 @@ def find_personal_data(text: str, kinds: frozenset[str]) -> list[Found]:
 
 
 def kind_of_number(written: str, kinds: frozenset[str]) -> tuple[str, int]:
-    """Tells what a number is, and how many of its characters belong to it; "" if it is nothing."""
+    """Tell what a number is, and how many of its characters belong to it; "" if it is nothing."""
     for kind, forms in _FORMS:
         if kind in kinds:
             for form in forms:
@@ -138,7 +138,7 @@ _FORMS: tuple[tuple[str, tuple[Callable[[str], int], ...]], ...] = (
 
 
 def _addresses(text: str) -> Iterator[Found]:
-    """Finds addresses of the public internet; those for examples and at home are nobody's."""
+    """Find addresses of the public internet; those for examples and at home are nobody's."""
     for form, mark in ((_IPV4, "."), (_IPV6, ":")):
         if mark not in text:
             continue

@@ -18,7 +18,7 @@ from ms_data.progress import showing
 
 
 def add_dedup(commands: Commands) -> None:
-    """Adds `dedup`."""
+    """Add `dedup`."""
     parser = command(
         commands,
         _run_dedup,

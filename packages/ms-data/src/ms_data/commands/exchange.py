@@ -14,7 +14,7 @@ from ms_data.tokenization.tokenizer import Tokenizer
 
 
 def add_import(commands: Commands) -> None:
-    """Adds `import`."""
+    """Add `import`."""
     parser = command(
         commands,
         _run_import,
@@ -34,7 +34,7 @@ def add_import(commands: Commands) -> None:
 
 
 def add_export(commands: Commands) -> None:
-    """Adds `export`."""
+    """Add `export`."""
     parser = command(
         commands,
         _run_export,

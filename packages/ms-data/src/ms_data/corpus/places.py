@@ -58,7 +58,7 @@ Place = Path | RemoteFile
 
 
 def open_place(place: Place) -> BufferedReader:
-    """Opens a file for reading.
+    """Open a file for reading.
 
     Raises:
         OSError: it cannot be opened.
@@ -71,7 +71,7 @@ def open_place(place: Place) -> BufferedReader:
 
 
 def facts_of(place: Place) -> Facts:
-    """Looks up what is known of a file; of one elsewhere, what the listing told."""
+    """Look up what is known of a file; of one elsewhere, what the listing told."""
     if isinstance(place, RemoteFile):
         return place.facts
     facts = place.stat()
@@ -84,7 +84,7 @@ def is_remote(text: str) -> bool:
 
 
 def remote_files(url: str) -> tuple[dict[str, RemoteFile], bool]:
-    """Finds the files at an address, by their paths below it, and whether it is a folder.
+    """Find the files at an address, by their paths below it, and whether it is a folder.
 
     Raises:
         CorpusError: there is nothing, or it cannot be reached.
@@ -125,7 +125,7 @@ def _facts(url: str, facts: dict[str, Any]) -> Facts:
 
 @contextmanager
 def reaching(url: str) -> Iterator[None]:
-    """Turns whatever a store, or its client, raises into one line."""
+    """Turn whatever a store, or its client, raises into one line."""
     try:
         yield
     except CorpusError:

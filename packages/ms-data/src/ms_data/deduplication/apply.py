@@ -54,7 +54,7 @@ class Decisions:
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Makes what turns a batch into its answer, both as msgpack."""
+    """Make what turns a batch into its answer, both as msgpack."""
     decisions = Decisions(msgspec.msgpack.decode(setup, type=Decided))
     decoder = msgspec.msgpack.Decoder(Batch)
 
@@ -65,7 +65,7 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
 
 
 def write_batch(batch: Batch, decisions: Decisions) -> Answer:
-    """Writes the documents of a batch that are kept, and the ledger of all."""
+    """Write the documents of a batch that are kept, and the ledger of all."""
     tally = Tally()
     documents: list[bytes] = []
     ledger: list[bytes] = []

@@ -45,7 +45,7 @@ def dedup(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_quarantine: Callable[[str], None] = lambda reason: None,
 ) -> LedgerSummary:
-    """Writes the documents of a corpus, of those that are alike one, and a ledger.
+    """Write a corpus with one document of each group that is alike, and a ledger.
 
     Args:
         corpus: files, folders or addresses of text and tables, or `stdlib`; see `find_corpus`.
@@ -92,7 +92,7 @@ def dedup(
 
 
 def _perform(first: Pass, last: Pass, out: str | Path) -> LedgerSummary:
-    """Does both passes, or of the first one what a job of an array does."""
+    """Do both passes, or of the first one what a job of an array does."""
     job = first.shard
     if job is not None and job.number:
         return last.finished(out) or first.publish(job.folder / "signatures")
@@ -134,7 +134,7 @@ class _Decide:
     options: DedupOptions
 
     def run(self, folder: Path) -> bytes:
-        """Hashes all documents, and decides which are kept."""
+        """Hash all documents, and decide which are kept."""
         scratch = folder / _SCRATCH
         scratch.mkdir(exist_ok=True)
         signatures = scratch / "signatures"
@@ -156,7 +156,7 @@ class _Decide:
         return msgspec.msgpack.encode(Decided(str(scratch), bool(self.options.substring_words)))
 
     def _keepers(self, folder: Path, record: PassRecord, facts: np.ndarray[Any, Any]) -> Labels:
-        """Joins what is alike, writes the clusters, and maps each document to the one kept."""
+        """Join what is alike, write the clusters, and map each document to the one kept."""
         scratch, count = folder / _SCRATCH, len(facts)
         size = count * RECORD.itemsize
         signatures = scratch / "signatures"

@@ -44,7 +44,7 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Makes what turns a batch into its answer, both as msgpack."""
+    """Make what turns a batch into its answer, both as msgpack."""
     options = DedupOptions(**msgspec.msgpack.decode(setup, type=Setup).options)  # type: ignore[arg-type]
     decoder = msgspec.msgpack.Decoder(Batch)
     signer = Signer(options)
@@ -117,7 +117,7 @@ class Signer:
 
 
 def read_frames(folder: Path, record: PassRecord) -> Iterator[Frame]:
-    """Reads the frames that a pass wrote, in order.
+    """Read the frames that a pass wrote, in order.
 
     Raises:
         OutputError: one is damaged.

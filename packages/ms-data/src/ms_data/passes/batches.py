@@ -51,7 +51,7 @@ class ReadBatch(msgspec.Struct, frozen=True):
 def read_batches(
     source: Corpus, start: Progress, on_quarantine: Callable[[str], None]
 ) -> Iterator[ReadBatch]:
-    """Gives the documents after `start`, about a MiB of text at a time.
+    """Give the documents after `start`, about a MiB of text at a time.
 
     Args:
         source: with `skip_invalid`, what cannot be read is an item of its batch.

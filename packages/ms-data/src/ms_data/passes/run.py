@@ -136,7 +136,7 @@ class Pass:
             return finished(folder, self.kind, dict(self.recipe), self.source, out)
 
     def publish(self, out: str | Path) -> LedgerSummary:
-        """Runs the pass, or what is left of it, and gives the folder its name.
+        """Run the pass, or what is left of it, and give the folder its name.
 
         Raises:
             CorpusError: the corpus holds no document, or a file is damaged.
@@ -163,7 +163,7 @@ class Pass:
         return record.summary(out)
 
     def _answer(self, shard: ArrayShard) -> LedgerSummary:
-        """Works on the batches of one job of an array."""
+        """Work on the batches of one job of an array."""
         path, tally = shard.path(), Tally()
         if not (done := path.exists()):
             with shard.writing(self._identity) as writer:
@@ -194,7 +194,7 @@ class Pass:
     def _answers(
         self, setup: bytes, asked: Iterator[tuple[ReadBatch, bytes]]
     ) -> Generator[tuple[ReadBatch, bytes], None, None]:
-        """Works on batches, or looks up what an array of jobs made of them."""
+        """Work on batches, or look up what an array of jobs made of them."""
         if self.shard is None:
             yield from ordered_answers(self.work, setup, asked, workers=self.workers)
             return
@@ -284,7 +284,7 @@ class Pass:
 
 
 def _clear(folder: Path, kept: Mapping[str, tuple[FileEntry, ...]]) -> None:
-    """Removes what an earlier run wrote after its last save."""
+    """Remove what an earlier run wrote after its last save."""
     names = {entry.name for entries in kept.values() for entry in entries} | {JOURNAL}
     for series in SERIES:
         for path in (folder / series).glob("*"):

@@ -202,7 +202,7 @@ class Engine:
         *,
         refuse: Callable[[float, float], bool] | None = None,
     ) -> Update:
-        """One step of the optimizer on the global batch, of which `batch` is this data rank's rows.
+        """Take one step of the optimizer; `batch` is this data rank's rows of the global batch.
 
         Args:
             batch: tensors or arrays (b, S) as in the Batch seam; all processes of one data rank
@@ -302,7 +302,7 @@ class Engine:
         *,
         refuse: Callable[[float, float], bool] | None = None,
     ) -> tuple[Update, Recorder]:
-        """`update`, and a recorder of what this rank computed when; every process calls it.
+        """Perform `update` and record what this rank computed when; every process calls it.
 
         `ms_parallel.pipeline.gathering.recorded_step` gathers those of all ranks.
         """
@@ -316,7 +316,7 @@ class Engine:
     def evaluate(
         self, batch: Mapping[str, Any], function: Callable[[Output, Batch], Tensor]
     ) -> Tensor:
-        """`function(output, batch)` of each microbatch, (b, ...), put together.
+        """Apply `function(output, batch)` to each microbatch and join the results, (b, ...).
 
         Returns:
             The result for this data rank's rows, on every process of that data rank.
@@ -327,7 +327,7 @@ class Engine:
         return self.passes.share(torch.cat(results) if results else None)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The rows of all data ranks, in their order; each gives as many."""
+        """Gather the rows of all data ranks, in their order; each gives as many."""
         if self.data_ranks == 1:
             return rows
         mine = rows.contiguous().to(self.groups.wire)
@@ -408,7 +408,7 @@ class Engine:
         save_model(list(self.stages.values()), folder, tokenizer=tokenizer)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Weights, moments and counters by name, ready for torch.distributed.checkpoint.
+        """Return weights, moments and counters by name, ready for torch.distributed.checkpoint.
 
         Where devices are of several kinds, all processes call this: it makes copies equal again.
         """

@@ -27,7 +27,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 def architecture(
     name_or_folder: str | Path, overrides: Mapping[str, object] | None = None
 ) -> ModelConfig:
-    """The configuration of a named architecture, or of a folder with a config.json.
+    """Return the configuration of a named architecture, or of a folder with a config.json.
 
     Args:
         name_or_folder: A family's name, in any case and with or without hyphens, or a
@@ -113,7 +113,7 @@ def build_model(
 
 
 def model_plan(config: ModelConfig) -> ModelPlan:
-    """How the model of a configuration may be split.
+    """Return how the model of a configuration may be split.
 
     Raises:
         ModelError: no model has this kind of configuration.

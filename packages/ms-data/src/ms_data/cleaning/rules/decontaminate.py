@@ -35,7 +35,7 @@ class Decontaminate(Rule):
     """A benchmark text of fewer words than n-grams have is looked for whole, if it has these."""
 
     def check(self) -> None:
-        """Reads the benchmarks."""
+        """Read the benchmarks."""
         super().check()
         if not self._windows():
             raise SettingError(
@@ -49,7 +49,7 @@ class Decontaminate(Rule):
         return f"{super().identity()} {xxhash.xxh3_128_hexdigest(b'|'.join(parts))}".strip()
 
     def apply(self, text: Text, /) -> Outcome:
-        """Drops a document with one of the n-grams."""
+        """Drop a document with one of the n-grams."""
         words = _plain(text.text)
         hashes = _HASHES(words)
         for size, known in self._windows().items():

@@ -93,7 +93,7 @@ class Chosen:
 
 @frozen(kw_only=True)
 class Found:
-    """The best, and why the others fall out."""
+    """The best layouts, and why the others were ruled out."""
 
     best: tuple[Chosen, ...]
     reasons: Mapping[str, FallenOut]
