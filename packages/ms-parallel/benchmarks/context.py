@@ -23,7 +23,7 @@ from ms_parallel.split.context.assignment import (
     Assignment,
     assign,
     document_starts,
-    pieces_of,
+    query_ranges,
     token_costs,
 )
 from ms_parallel.split.context.kinds import BALANCES
@@ -57,7 +57,7 @@ def seconds(found: Assignment, documents: Tensor, ranks: int, window: int | None
     k, v = (torch.randn(ROWS, LENGTH, HEADS, WIDTH, requires_grad=True) for _ in range(2))
     taken = []
     for part in found.order.chunk(ranks, 1):
-        pieces = pieces_of(part, starts)
+        pieces = query_ranges(part, starts)
         q = torch.randn(ROWS, LENGTH // ranks, HEADS, WIDTH, requires_grad=True)
         began = process_time()
         out = attend_in_pieces(operators.attention, q, k, v, pieces, documents, window=window)
@@ -70,7 +70,7 @@ def scores(found: Assignment, starts: Tensor, ranks: int, window: int | None) ->
     """How many scores each rank's attention makes."""
     made = []
     for part in found.order.chunk(ranks, 1):
-        pieces = pieces_of(part, starts)
+        pieces = query_ranges(part, starts)
         made.append(sum((p.stop - p.start) * (p.stop - p.first_seen(window)) for p in pieces))
     return made
 

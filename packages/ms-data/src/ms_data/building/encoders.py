@@ -38,7 +38,7 @@ class Encoded(NamedTuple):
     """What the shard of its pictures and sounds holds, if it has some."""
 
 
-class Setup(msgspec.Struct, frozen=True):
+class EncoderSetup(msgspec.Struct, frozen=True):
     """What a process of a cluster is prepared with."""
 
     tokenizer: bytes
@@ -96,7 +96,7 @@ class TextEncoder:
     def setup(self) -> bytes:
         """What tokenizes elsewhere as this does; templates have run, and media are measured."""
         return msgspec.msgpack.encode(
-            Setup(
+            EncoderSetup(
                 tokenizer=self.tokenizer.content,
                 end_of_text=self.tokenizer.end_of_text,
                 kind=self.kind,

@@ -36,7 +36,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class BuildProgress(msgspec.Struct, frozen=True, kw_only=True):
     """How much of a corpus is done."""
 
     position: Position = Position()
@@ -48,11 +48,11 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Files of a folder left out because they are no text, by what they are."""
 
 
-class Journal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.journal.3"):
+class BuildJournal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.journal.3"):
     """The state of a build at a moment when all that it counts is safely on disk."""
 
     recipe: Recipe
-    progress: Progress
+    progress: BuildProgress
     files_read: str
     """Names, sizes and times of the files that were read so far, as a checksum."""
     dataset: DatasetState

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from ms_data.building.journal import Progress, Recipe
+from ms_data.building.journal import BuildProgress, Recipe
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.file_kinds import omissions
 from ms_data.disk.format import ShardEntry, sealed
@@ -43,7 +43,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Whether all of it was there already, so that nothing was done."""
 
     @classmethod
-    def of(cls, shards: Sequence[ShardEntry], progress: Progress, encoder: str) -> "Summary":
+    def of(cls, shards: Sequence[ShardEntry], progress: BuildProgress, encoder: str) -> "Summary":
         """Sum up these shards."""
         splits: Counter[str] = Counter()
         of_text = [shard for shard in shards if not shard.holds_media]

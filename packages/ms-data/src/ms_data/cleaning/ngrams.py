@@ -104,7 +104,7 @@ def window_hashes(hashes: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
     return found
 
 
-class WordHashes:
+class WordHashCache:
     """64-bit hashes of words, each computed once."""
 
     def __init__(self) -> None:

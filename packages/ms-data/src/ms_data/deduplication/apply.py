@@ -12,7 +12,7 @@ from ms_data.deduplication.records import SPAN
 from ms_data.deduplication.windows import cut_words
 from ms_data.passes.batches import Batch, Item
 from ms_data.passes.output import Line, packed
-from ms_data.passes.run import Answer
+from ms_data.passes.run import PassResult
 from ms_data.passes.tally import Entry, Tally, excerpt_of
 
 
@@ -64,7 +64,7 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     return work
 
 
-def write_batch(batch: Batch, decisions: Decisions) -> Answer:
+def write_batch(batch: Batch, decisions: Decisions) -> PassResult:
     """Write the documents of a batch that are kept, and the ledger of all."""
     tally = Tally()
     documents: list[bytes] = []
@@ -75,7 +75,7 @@ def write_batch(batch: Batch, decisions: Decisions) -> Answer:
             documents.append(msgspec.json.encode(Line(text, item.place)))
         ledger.append(msgspec.json.encode(entry))
         tally.count(entry, excerpt_of(item.text or "") if entry.fate == "dropped" else "")
-    return Answer((packed(documents), packed(ledger)), tally)
+    return PassResult((packed(documents), packed(ledger)), tally)
 
 
 def _judge(number: int, item: Item, decisions: Decisions) -> tuple[str | None, Entry]:

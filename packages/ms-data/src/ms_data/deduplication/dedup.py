@@ -19,7 +19,7 @@ from ms_data.deduplication.apply import Decided
 from ms_data.deduplication.clusters import Labels, choose, join_alike
 from ms_data.deduplication.options import DedupOptions
 from ms_data.deduplication.records import FACTS, RECORD
-from ms_data.deduplication.signatures import Frame, Setup, read_frames
+from ms_data.deduplication.signatures import SignatureFrame, SignatureSetup, read_frames
 from ms_data.deduplication.substrings import find_repeated
 from ms_data.errors import SettingError
 from ms_data.passes.array_jobs import ArrayShard, merged
@@ -117,7 +117,7 @@ def _signing(last: Pass, options: dict[str, Any], on_quarantine: Callable[[str],
         last,
         kind="dedup signatures",
         work="ms_data.deduplication.signatures:prepare",
-        prepare=lambda folder: msgspec.msgpack.encode(Setup(options)),
+        prepare=lambda folder: msgspec.msgpack.encode(SignatureSetup(options)),
         on_quarantine=on_quarantine,
         corpus=[],
         scratch="",
@@ -193,6 +193,6 @@ class _Decide:
                 yield _part(frame, name)
 
 
-def _part(frame: Frame, name: str) -> bytes:
+def _part(frame: SignatureFrame, name: str) -> bytes:
     content: bytes = getattr(frame, name)
     return content

@@ -29,7 +29,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
     items: list[Item]
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class PassProgress(msgspec.Struct, frozen=True, kw_only=True):
     """How much of a corpus is done."""
 
     position: Position = Position()
@@ -43,13 +43,13 @@ class ReadBatch(msgspec.Struct, frozen=True):
     """A batch and how much of the corpus is done with it."""
 
     batch: Batch
-    progress: Progress
+    progress: PassProgress
     read_bytes: int
     """Bytes of the corpus read by then."""
 
 
 def read_batches(
-    source: Corpus, start: Progress, on_quarantine: Callable[[str], None]
+    source: Corpus, start: PassProgress, on_quarantine: Callable[[str], None]
 ) -> Iterator[ReadBatch]:
     """Give the documents after `start`, about a MiB of text at a time.
 
@@ -67,7 +67,7 @@ def read_batches(
         on_quarantine(reason)
 
     def made(position: Position, read_bytes: int) -> ReadBatch:
-        progress = Progress(
+        progress = PassProgress(
             position=position,
             documents=first + len(items),
             left_out=dict(sorted(left_out.items())),

@@ -11,7 +11,7 @@ from ms_parallel.cluster.mixed.kinds import HOST, KindGroups, alone_on, meet_kin
 
 
 @frozen(kw_only=True)
-class Link:
+class Channel:
     """A way to one other process."""
 
     rank: int
@@ -79,15 +79,15 @@ class Groups:
         """Global rank of the process at `index` along `axis`, all other axes as here."""
         return dist.get_global_rank(self.group(axis), index)
 
-    def link(self, peer: int) -> Link:
+    def link(self, peer: int) -> Channel:
         """How messages travel to pipeline rank `peer`."""
         rank = self.peer("pipeline", peer)
         if self.kinds is None:
-            return Link(rank=rank, group=self.group("pipeline"), wire=self.device)
+            return Channel(rank=rank, group=self.group("pipeline"), wire=self.device)
         assert self.devices is not None
         if self.kinds.line is not None and self.devices.kinds[rank] == self.device.type:
-            return Link(rank=rank, group=self.kinds.line, wire=self.device)
-        return Link(rank=rank, group=self.group("pipeline"), wire=HOST)
+            return Channel(rank=rank, group=self.kinds.line, wire=self.device)
+        return Channel(rank=rank, group=self.group("pipeline"), wire=HOST)
 
     def all_reduce(
         self,

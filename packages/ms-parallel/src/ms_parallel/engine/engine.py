@@ -53,7 +53,7 @@ from ms_parallel.models.staged import StagedModel
 from ms_parallel.models.tokenizer_files import TokenizerFiles
 from ms_parallel.models.weight_names import Rules
 from ms_parallel.operators import Ops
-from ms_parallel.pipeline.choice import Tables
+from ms_parallel.pipeline.choice import ScheduleTables
 from ms_parallel.pipeline.recorder import Recorder
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.signature import takes
@@ -110,7 +110,7 @@ class Engine:
         self.ops: Ops = chosen.ops or operators
         self.step = 0
         """Updates asked for so far, skipped ones included."""
-        self.tables = Tables(chosen.schedule, layout.pipeline)
+        self.tables = ScheduleTables(chosen.schedule, layout.pipeline)
         self.placement = self.tables.placement
         """Pipeline rank of each stage."""
         if chosen.compile:

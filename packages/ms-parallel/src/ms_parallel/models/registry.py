@@ -17,7 +17,7 @@ from ms_parallel.models.foreign.config import knows
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.staged import StagedModel, named_weights
 from ms_parallel.models.tokenizer_files import TokenizerFiles
-from ms_parallel.models.weight_names import Piece, pieces
+from ms_parallel.models.weight_names import WeightSlice, slices_of
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import nearest
 
@@ -126,14 +126,14 @@ def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
     return _shapes(config, nn.Module.named_parameters)
 
 
-def weight_pieces(config: ModelConfig) -> dict[str, list[Piece]]:
+def weight_slices(config: ModelConfig) -> dict[str, list[WeightSlice]]:
     """What makes up each weight of the whole model in its folder; tied ones once.
 
     Weights are its parameters, and the buffers that its folder holds.
     """
     rules = family_of(config).weights(config)
     shapes = _shapes(config, named_weights)
-    return {name: list(pieces(rules, name, shape)) for name, shape in shapes.items()}
+    return {name: list(slices_of(rules, name, shape)) for name, shape in shapes.items()}
 
 
 def _shapes(

@@ -10,11 +10,11 @@ from attrs import evolve
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.proof.batches import LENGTH, ROWS
 from ms_parallel.proof.records import Case
-from ms_parallel.split.context.kinds import Kind
+from ms_parallel.split.context.kinds import ContextKind
 from ms_parallel.split.memory.recompute_choice import KINDS
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")
-CONTEXT_KINDS: tuple[Kind, ...] = ("all_gather", "ulysses", "ring")
+CONTEXT_KINDS: tuple[ContextKind, ...] = ("all_gather", "ulysses", "ring")
 _SPLIT = ("data", "tensor", "pipeline", "context")
 
 

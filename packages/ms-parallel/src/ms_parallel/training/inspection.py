@@ -9,7 +9,7 @@ import torch
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.assembly import sharded_layout
 from ms_parallel.models.registry import model_plan, parameter_shapes
-from ms_parallel.pipeline.choice import SEARCH, Tables
+from ms_parallel.pipeline.choice import SEARCH, ScheduleTables
 from ms_parallel.pipeline.layer_split import Choice
 from ms_parallel.planner.found_schedule import FILE, read_found
 from ms_parallel.schedules.checks.verify import verify
@@ -100,7 +100,7 @@ def inspect(options: Options, layout: Layout, shards: Path | None = None) -> Fac
     size = microbatch(options, layout) or rows
     plan = model_plan(config)
     count = -(-rows // size)
-    tables = Tables(_schedule_of(options, layout, count), layout.pipeline)
+    tables = ScheduleTables(_schedule_of(options, layout, count), layout.pipeline)
     schedule = tables.training(count)
     stages = cut_layers(config.num_hidden_layers, schedule.stages, plan.cuts, tables.layers)
     most = verify(schedule).peak_activations

@@ -8,7 +8,7 @@ import xxhash
 from attrs import field, frozen
 from numpy.typing import NDArray
 
-from ms_data.cleaning.ngrams import WordHashes, window_hashes
+from ms_data.cleaning.ngrams import WordHashCache, window_hashes
 from ms_data.cleaning.rule import Drop, Outcome, Rule
 from ms_data.cleaning.text import Text
 from ms_data.cleaning.words import plain_words
@@ -16,7 +16,7 @@ from ms_data.corpus.find import find_corpus
 from ms_data.errors import SettingError
 from ms_data.settings import a_path, text, whole
 
-_HASHES = WordHashes()
+_HASHES = WordHashCache()
 
 
 @frozen(kw_only=True)

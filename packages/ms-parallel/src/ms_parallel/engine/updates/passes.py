@@ -24,7 +24,7 @@ from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.staged import RowSplit, StagedModel
 from ms_parallel.operators import Ops
-from ms_parallel.pipeline.choice import Tables
+from ms_parallel.pipeline.choice import ScheduleTables
 from ms_parallel.pipeline.runtime import Runtime, call_stage
 from ms_parallel.split.context.splitter import Splitter
 from ms_parallel.split.memory.budget import Budget
@@ -53,7 +53,7 @@ class Passes:
         groups: Groups,
         *,
         ops: Ops,
-        tables: Tables,
+        tables: ScheduleTables,
         splitter: Splitter,
         options: EngineOptions,
     ) -> None:

@@ -78,7 +78,7 @@ class Question:
 
 
 @frozen(kw_only=True)
-class Chosen:
+class FittingLayout:
     """A candidate that fits, and what is predicted of it."""
 
     candidate: Candidate
@@ -92,10 +92,10 @@ class Chosen:
 
 
 @frozen(kw_only=True)
-class Found:
+class FoundLayouts:
     """The best layouts, and why the others were ruled out."""
 
-    best: tuple[Chosen, ...]
+    best: tuple[FittingLayout, ...]
     reasons: Mapping[str, FallenOut]
     candidates: int
     """All that there were."""
@@ -103,7 +103,7 @@ class Found:
     """Candidates for which the engine counted the memory."""
 
 
-def choose(question: Question) -> Found:
+def choose(question: Question) -> FoundLayouts:
     """The best candidates of different layouts, best first; none if nothing fits."""
     steps = StepTimes(
         stages=Stages(question.sizes),
@@ -136,10 +136,10 @@ class _Search:
     queue: list[tuple[float, int, int, _Group | Candidate]] = field(factory=list)
     number: "count[int]" = field(factory=count)
 
-    def run(self) -> Found:
+    def run(self) -> FoundLayouts:
         asked = self.question
         total = self._begin()
-        best: list[Chosen] = []
+        best: list[FittingLayout] = []
         shown: set[Layout | Split] = set()
         most, counted = max(MOST_COUNTED, 2 * asked.best), 0
         while self.queue and len(best) < asked.best and counted < most:
@@ -164,7 +164,7 @@ class _Search:
             word = "needs more" if asked.objective == "least-memory" else "slower"
             self.reasons.add(f"{word} than those shown", example, left)
         best.sort(key=lambda each: self._key(each.seconds.all, each.most_bytes, each.candidate))
-        return Found(
+        return FoundLayouts(
             best=tuple(best), reasons=self.reasons.found, candidates=total, counted=counted
         )
 
@@ -256,7 +256,7 @@ class _Search:
         text = f"{candidate}: {size / GIB:.3g} of {self.question.limit / GIB:.3g} GiB"
         self.reasons.add("does not fit into memory", text)
 
-    def _count(self, candidate: Candidate) -> Chosen | None:
+    def _count(self, candidate: Candidate) -> FittingLayout | None:
         """A candidate as its engines count it; None if it does not fit."""
         split = candidate.split
         ranks = split.layout.pipeline
@@ -273,6 +273,6 @@ class _Search:
         if size > self.question.limit:
             self._refuse(candidate, size)
             return None
-        return Chosen(
+        return FittingLayout(
             candidate=candidate, seconds=self.steps.of(candidate, played=True), memory=tuple(memory)
         )
