@@ -33,7 +33,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     findings: int
 
 
-class Examination(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     """What was examined, and what was found."""
 
     machine: Machine
@@ -74,7 +74,7 @@ def examine(folder: Path | None = None) -> Examined | None:
 def with_links(
     examined: Examined | None,
     device: torch.device,
-    speak: Callable[[Examination], object],
+    speak: Callable[[DoctorReport], object],
     *,
     patience_s: float = PATIENCE_S,
 ) -> Examined | None:
@@ -125,7 +125,7 @@ def _not_arrived(
     return msgspec.structs.replace(found, check="links")
 
 
-def judge(examined: Examined, further: Iterable[Finding] = ()) -> Examination:
+def judge(examined: Examined, further: Iterable[Finding] = ()) -> DoctorReport:
     """Run every check.
 
     Args:
@@ -140,7 +140,7 @@ def judge(examined: Examined, further: Iterable[Finding] = ()) -> Examination:
         checked.append(
             Checked(name=name, about=check.about, skipped=skipped, findings=len(merged(found)))
         )
-    return Examination(
+    return DoctorReport(
         machine=examined.ranks[0].machine,
         ranks=len(examined.ranks),
         hosts=[one.machine.host for one in examined.machines],
