@@ -74,7 +74,6 @@ def _look(options: Namespace) -> int:
     """Examine this machine, or all whose processes were started."""
     from ms_parallel.cluster.doctor.examine import examine, judge, not_met, with_links
     from ms_parallel.cluster.doctor.recording.capture import capture
-    from ms_parallel.cluster.doctor.examine import DoctorReport
     from ms_parallel.cluster.doctor.recording.recording import Examined
     from ms_parallel.cluster.process import world_size
     from ms_parallel.errors import LaunchError
