@@ -39,7 +39,7 @@ from ms_data.entry import (
 )
 from ms_data.errors import DamageError, DataError
 from ms_data.media.processor import Processor
-from ms_data.progress import showing
+from ms_data.progress import show_progress
 from ms_data.tokenization.tokenizer import Tokenizer
 from ms_data.tokenization.training import train_tokenizer
 
@@ -200,7 +200,7 @@ def _add_build(commands: "argparse._SubParsersAction[CommandParser]") -> None:
 
 def _run_tokenizer(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
     left_out: Counter[str] = Counter()
-    with showing("reading") as on_progress:
+    with show_progress("reading") as on_progress:
         tokenizer = train_tokenizer(
             options.corpus,
             vocab_size=options.vocab_size,
@@ -228,7 +228,7 @@ def _run_build(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
     processor = options.processor and Processor.load(
         options.processor, media_folder=options.media_folder
     )
-    with showing("tokenizing") as on_progress:
+    with show_progress("tokenizing") as on_progress:
         summary = build(
             options.corpus,
             tokenizer=Tokenizer.load(options.tokenizer, end_of_text=options.end_of_text),
@@ -268,7 +268,7 @@ def _run_inspect(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
 
 
 def _run_verify(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
-    with showing("checking") as on_progress:
+    with show_progress("checking") as on_progress:
         report = verify(options.shards, on_progress=on_progress)
     if report.ok:
         shards = _count(report.shards, "shard")

@@ -19,7 +19,7 @@ from ms_data.commands.arguments import (
 from ms_data.entry import CommandParser, file_argument, folder_argument, path_argument
 from ms_data.passes.page import draw_stats
 from ms_data.passes.record import LedgerSummary
-from ms_data.progress import showing
+from ms_data.progress import show_progress
 from ms_data.settings.template import write_template
 
 
@@ -97,7 +97,7 @@ def describe(summary: LedgerSummary) -> str:
 
 
 def _run_clean(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
-    with showing("cleaning") as on_progress:
+    with show_progress("cleaning") as on_progress:
         summary = clean(
             options.corpus,
             options.rules,

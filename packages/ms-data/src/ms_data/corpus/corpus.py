@@ -16,7 +16,7 @@ import zstandard
 from attrs import field, frozen
 
 from ms_data.corpus.file_kinds import HEAD_BYTES, NotText, foreign_encoding, kind_of
-from ms_data.corpus.places import Place, RemoteFile, facts_of, open_place
+from ms_data.corpus.places import Place, RemoteFile, file_info, open_place
 from ms_data.corpus.reader import Found, Invalid, OpenFile, Reader, ReadOptions, Row
 from ms_data.corpus.readers import READERS, reader_of
 from ms_data.corpus.unpacking import PACKINGS, unpacked
@@ -65,7 +65,7 @@ class Corpus:
 
     @sizes_bytes.default
     def _measure(self) -> tuple[int, ...]:
-        return tuple(facts_of(path).size_bytes for path in self.files)
+        return tuple(file_info(path).size_bytes for path in self.files)
 
     @property
     def size_bytes(self) -> int:
@@ -74,7 +74,7 @@ class Corpus:
 
     def identity(self, count: int) -> str:
         """Hexadecimal xxh3-128 of the names, sizes and times of the first `count` files."""
-        facts = [(path, facts_of(path)) for path in self.files[:count]]
+        facts = [(path, file_info(path)) for path in self.files[:count]]
         # A name need not be UTF-8.
         return _digest(
             os.fsencode(str(path)) + f"\0{one.size_bytes} {one.version}\0".encode()
@@ -97,7 +97,7 @@ class Corpus:
 
     def changed_since(self, time_ns: int) -> Place | None:
         """Find the first file that was written after `time_ns`, as far as is known."""
-        times = ((path, facts_of(path).modified_ns) for path in self.files)
+        times = ((path, file_info(path).modified_ns) for path in self.files)
         return next((path for path, time in times if time is None or time > time_ns), None)
 
     def documents(

@@ -45,7 +45,7 @@ Kind = Literal["text", "conversations", "preferences", "media"]
 """What the documents of a dataset are."""
 
 
-class KindFacts(NamedTuple):
+class KindInfo(NamedTuple):
     """The facts of one kind of document."""
 
     label: str
@@ -56,11 +56,11 @@ class KindFacts(NamedTuple):
     """The class that streams them."""
 
 
-KINDS: dict[Kind, KindFacts] = {
-    "text": KindFacts("text", 0, "TokenStream"),
-    "conversations": KindFacts("conversations", 1, "InstructionStream"),
-    "media": KindFacts("conversations with pictures or sound", 4, "InstructionStream"),
-    "preferences": KindFacts("preference pairs", 3, "PreferenceStream"),
+KINDS: dict[Kind, KindInfo] = {
+    "text": KindInfo("text", 0, "TokenStream"),
+    "conversations": KindInfo("conversations", 1, "InstructionStream"),
+    "media": KindInfo("conversations with pictures or sound", 4, "InstructionStream"),
+    "preferences": KindInfo("preference pairs", 3, "PreferenceStream"),
 }
 
 LOSS_BIT = np.uint32(1 << 31)

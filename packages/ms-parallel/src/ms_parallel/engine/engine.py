@@ -253,14 +253,14 @@ class Engine:
         if factor != 1.0:
             scale(list(gradients.values()), 1.0 / factor)
         # Of each microbatch: its share of the loss, its statistics, and what predicts further.
-        told: list[Tensor] = []
+        summands: list[Tensor] = []
         if losses and self.groups.place.speaks_for_rows:
             shares = [each / weight for each in statistics]
             parts = zip(*(each for each in (shares, further) if each), strict=True)
             every = list(parts) or [()] * len(losses)
-            told = [torch.cat((x[None], *y)) for x, y in zip(losses, every, strict=True)]
+            summands = [torch.cat((x[None], *y)) for x, y in zip(losses, every, strict=True)]
         width = 1 + len(names) + depths_of(self.config, loss)
-        square, (value, *means) = (fixed or self.trained).facts(told, width, gradients)
+        square, (value, *means) = (fixed or self.trained).global_sums(summands, width, gradients)
         norm = square**0.5
         skipped = self._reason(value, norm, refuse)
         audit = None

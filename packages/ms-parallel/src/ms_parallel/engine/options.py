@@ -17,9 +17,8 @@ from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.pipeline.layer_split import Choice
 from ms_parallel.settings import a_path, flag, number, one_of, whole
-from ms_parallel.split.context.kinds import BALANCES, KINDS
+from ms_parallel.split.context.kinds import BALANCES, KINDS, ContextKind
 from ms_parallel.split.context.kinds import Balance as ContextBalance
-from ms_parallel.split.context.kinds import ContextKind
 from ms_parallel.split.data_axis import MOMENTS, OFFLOADS, SHARDINGS, Offload, Sharding
 from ms_parallel.split.memory.recompute_choice import Recompute, recompute_setting
 from ms_parallel.split.precision_choice import MixedPrecision, mixed_precision

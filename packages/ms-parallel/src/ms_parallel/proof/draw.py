@@ -38,12 +38,12 @@ def draw_cases(processes: int, count: int, seed: int, experts: int = 1) -> list[
         experts: of a layer, which are shared out where there are some.
     """
     cases = list(_simplest(processes, experts))
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     layouts = [layout for layout in _layouts(processes, experts) if layout.world_size > 1]
     for _ in range(50 * count):
         if len(cases) >= count or not layouts:
             break
-        drawn = _drawn(chance.choice(layouts), chance)
+        drawn = _drawn(rng.choice(layouts), rng)
         if drawn not in cases:
             cases.append(drawn)
     return cases[: max(count, 1)]
@@ -83,15 +83,15 @@ def _layouts(processes: int, experts: int) -> list[Layout]:
     return [layout for layout in fits if LENGTH % layout.row_parts == 0]
 
 
-def _drawn(layout: Layout, chance: random.Random) -> Case:
-    schedule = chance.choice(SCHEDULES) if layout.pipeline > 1 else "1f1b"
+def _drawn(layout: Layout, rng: random.Random) -> Case:
+    schedule = rng.choice(SCHEDULES) if layout.pipeline > 1 else "1f1b"
     rows = ROWS // layout.readers
     sizes: list[int | None] = [1] if layout.pipeline > 1 else [None, *range(1, rows)]
     return Case(
         layout=str(layout),
         processes=layout.world_size,
         schedule=schedule,
-        microbatch_size=chance.choice(sizes),
-        recompute=chance.choice(KINDS),
-        context_attention=chance.choice(CONTEXT_KINDS) if layout.context > 1 else "auto",
+        microbatch_size=rng.choice(sizes),
+        recompute=rng.choice(KINDS),
+        context_attention=rng.choice(CONTEXT_KINDS) if layout.context > 1 else "auto",
     )

@@ -20,9 +20,8 @@ from ms_parallel.pipeline.choice import SEARCH
 from ms_parallel.schedules.generators.registry import GENERATORS
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.settings import a_path, as_path, flag, nearest, number, one_of, shown, text, whole
-from ms_parallel.split.context.kinds import BALANCES, KINDS
+from ms_parallel.split.context.kinds import BALANCES, KINDS, ContextKind
 from ms_parallel.split.context.kinds import Balance as ContextBalance
-from ms_parallel.split.context.kinds import ContextKind
 from ms_parallel.split.data_axis import OFFLOADS, SHARDINGS, Offload, Sharding
 from ms_parallel.split.memory.recompute_choice import Recompute, budget_bytes, recompute_setting
 from ms_parallel.split.precision_choice import MixedPrecision, mixed_precision

@@ -93,13 +93,13 @@ def with_links(
     def begin(pairs: list[tuple[int, int]]) -> None:
         now[:] = pairs
 
-    def tell() -> None:
+    def report_if_first() -> None:
         if examined is not None:
             speak(judge(examined, [_not_arrived(examined, now, backend, patience_s + world)]))
 
     # The others wait a little longer: a launcher ends all when the first one ends.
     seconds = patience_s + world + (0 if examined is not None else LONGER_S)
-    with library_log() as log, patience(seconds, tell):
+    with library_log() as log, patience(seconds, report_if_first):
         pairs, together = measure_pairs(device, begin)
         said = kept_lines(log)
     if examined is None:

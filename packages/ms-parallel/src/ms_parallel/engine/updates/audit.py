@@ -6,7 +6,7 @@ from math import isfinite
 from attrs import frozen
 
 SMALL = 1e-3
-"""A group whose gradient is a smaller share of the whole is told of, but raises no alarm: what is
+"""A group whose gradient is a smaller share of the whole is reported, but raises no alarm: what is
 zero but for rounding, such as that of a bias that softmax takes out, differs from itself."""
 
 

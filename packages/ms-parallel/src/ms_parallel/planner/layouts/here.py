@@ -209,7 +209,7 @@ def _step(
     weight = float(sum(loss.weight(each) for each in microbatches))
     losses = engine.passes.backward(microbatches, loss, weight)
     gradients = engine.trained.gradients(None)
-    engine.trained.facts([each[None] for each in losses], 1, gradients)
+    engine.trained.global_sums([each[None] for each in losses], 1, gradients)
     engine.trained.step(gradients, 1.0, 0.0)
     if engine.device.type != "cpu":
         torch.accelerator.synchronize()

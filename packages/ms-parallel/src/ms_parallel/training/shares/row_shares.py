@@ -105,7 +105,7 @@ class RowShares:
             return False
         self.rows, self._to_skip = wanted, WARM_UP
         stream.share_out(wanted)
-        self._tell(step, now, then)
+        self._log(step, now, then)
         return True
 
     def _meet(self, seconds: float) -> list[float]:
@@ -116,7 +116,7 @@ class RowShares:
         found: list[float] = every.tolist()
         return found
 
-    def _tell(self, step: int, now: float, then: float) -> None:
+    def _log(self, step: int, now: float, then: float) -> None:
         assert self.speeds is not None
         self.emit(
             "shares",
