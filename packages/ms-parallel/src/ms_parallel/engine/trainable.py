@@ -107,8 +107,8 @@ class Trainable:
         """The gradients' sum of squares, and sums over microbatches; the same on every process.
 
         Args:
-            summands: (width,) of each microbatch here, on the processes that speak for their rows; else
-                none.
+            summands: (width,) of each microbatch here, on the processes that speak for their rows;
+                else none.
             width: numbers a microbatch.
             gradients: this process's parts of the global batch's, by name.
         """
