@@ -152,6 +152,18 @@ def test_functions_and_calls_are_short(package: str) -> None:
     assert found == []
 
 
+@pytest.mark.parametrize("folder", ["packages", "shared_source", "tests", "examples", "docs"])
+def test_no_docstring_begins_with_of(folder: str) -> None:
+    """A sentence names what it is about; "Of the last update." is no sentence."""
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.match(r'\s*r?"""Of\b', line)
+    ]
+    assert found == []
+
+
 def tree_of(package: str) -> list[str]:
     """The modules that the tree in a package's README names, as paths below src/ms_x/."""
     text = (ROOT / "packages" / package / "README.md").read_text()

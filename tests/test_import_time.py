@@ -13,7 +13,7 @@ from packages import PACKAGES, module_of
 
 RUNS = 3
 MOST_S = 0.15
-"""Of processor time, beyond Python's own. A loaded machine takes half as much again as an idle one,
+"""Processor time beyond Python's own. A loaded machine takes half as much again as an idle one,
 on which the slowest package needs 0.02."""
 HEAVY = ("torch", "numpy", "transformers", "pyarrow", "triton")
 

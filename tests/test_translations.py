@@ -79,7 +79,7 @@ def test_the_translation_is_in_chinese(page: Path) -> None:
 
 
 def test_a_changed_section_is_found(tmp_path: Path) -> None:
-    """Of a page whose translation was accepted, the changed section alone is stale."""
+    """The changed section alone of a page whose translation was accepted is stale."""
     page = tmp_path / "page.md"
     page.write_text("# A: page\n\nOne.\n\n```bash\n# no heading\n```\n\n## Two\n\nWords.\n")
     page.with_name("page.zh.md").write_text("# 页\n\n一。\n\n## 二\n\n字。\n")

@@ -214,7 +214,7 @@ EXPECTED = {thing: answer(thing) + END for thing in COLOURS}
 
 
 def test_a_pretrained_model_continues_a_text_and_ends_it(base: Path) -> None:
-    """Of a question that stood in its corpus it gives the answer, and then the end of text."""
+    """It answers a question that stood in its corpus, and then gives the end of text."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     model = transformers.AutoModelForCausalLM.from_pretrained(base).eval()
     prompt = tokenizer(question("snow"), return_tensors="pt")

@@ -27,13 +27,13 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        """Of any shape."""
+        """Arguments of any shape."""
         ctx.save_for_backward(gate, up)
         return gate * torch.sigmoid(gate) * up
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Of both inputs."""
+        """Gradients of both inputs."""
         gate, up = ctx.saved_tensors
         share = torch.sigmoid(gate)
         return grad * up * share * (1 + gate * (1 - share)), grad * gate * share

@@ -36,7 +36,7 @@ class Stamp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 State = Literal["done", "begun", "changed", "new"]
-"""Of a stage: nothing to do; to go on with; to begin anew, as its settings changed; untouched."""
+"""A stage has nothing to do, can go on, begins anew as its settings changed, or is untouched."""
 
 
 def digest(paths: Iterable[Path]) -> str:

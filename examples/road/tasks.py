@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 MOST_CHARACTERS = 480
-"""Of a docstring task's question and answer together: about 150 tokens."""
+"""Length of a docstring task's question and answer together: about 150 tokens."""
 PAIR_CHARACTERS = 200
-"""Of a docstring pair's question and longer answer: pairs stand in rows as wide as the widest."""
+"""Length of a docstring pair's question and longer answer: rows are as wide as the widest."""
 HELD_OUT_SHARE = 0.2
-"""Of all sums."""
+"""Share of all sums that is held out."""
 FEW = 200
 """Held-out sums that are asked during a training."""
 DESCRIBED_APART = 50

@@ -33,7 +33,7 @@ def test_the_device_is_one(function: str) -> None:
 
 
 def test_collectives_are_of_devices_alone() -> None:
-    """Of this process's; what is not waited for has not arrived, what is read may not change."""
+    """What is not waited for has not arrived, and what is read may not change."""
     for found in run_on_rig(2, CHECKS, "groups"):
         assert found["sum"] == [2.0] * 4
         assert found["mean"] == [0.5] * 2

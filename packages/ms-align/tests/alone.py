@@ -33,7 +33,7 @@ def main() -> None:
     rows |= {"advantages": torch.ones(1, 3), "old_logprobs": torch.zeros(1, 3)}
 
     def logprob() -> float:
-        """Of the targets."""
+        """Log-probabilities of the targets."""
         return -float(engine.evaluate(rows, lambda o, b: o.token_losses(b["targets"])).sum())
 
     rows["old_logprobs"] = torch.full((1, 3), logprob() / 2)

@@ -57,7 +57,7 @@ def varied(samples: Sequence[Sample]) -> list[float]:
 
 
 def settings(folder: Path, **more: Any) -> dict[str, Any]:
-    """Of two updates of a trainer that learns from its own responses."""
+    """Settings for two updates of a trainer that learns from its own responses."""
     return {
         "policy_model": model(),
         "reward_model": varied,

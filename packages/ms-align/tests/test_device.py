@@ -28,7 +28,7 @@ def test_trainers_learn_from_their_own_responses(tmp_path: Path) -> None:
 
 
 def test_responses_are_those_of_the_cpu() -> None:
-    """Of every kind of model, read as it is or in the fused form."""
+    """Every kind of model is read as it is or in the fused form."""
     assert all(on_rig(1, "generated").values())
 
 

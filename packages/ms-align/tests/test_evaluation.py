@@ -15,7 +15,7 @@ from small_models import decoder
 from ms_align import ConfigError, DataError, LocalEngine, Sampling
 from ms_align.evaluation.engine_scorer import EngineScorer
 from ms_align.evaluation.exported_scorer import ExportedScorer
-from ms_align.evaluation.scorer import Row, Score, Scorer
+from ms_align.evaluation.scorer import ContinuationScore, Row, Scorer
 from ms_align.evaluation.tasks import _numbers
 from ms_align.evaluation.texts import Texts
 from ms_align.tokenizer import ByteTokenizer
@@ -48,13 +48,13 @@ class Runtime:
 
 
 @torch.no_grad()
-def plain(row: Row) -> Score:
+def plain(row: Row) -> ContinuationScore:
     """The row alone, by torch's own functions."""
     tokens = torch.tensor(row.tokens)
     logprobs = MODEL(tokens[None, :-1])[0].log_softmax(-1)[-row.scored :]
     targets = tokens[-row.scored :]
     chosen = logprobs.gather(1, targets[:, None]).sum()
-    return Score(float(chosen), bool((logprobs.argmax(-1) == targets).all()))
+    return ContinuationScore(float(chosen), bool((logprobs.argmax(-1) == targets).all()))
 
 
 ROWS = st.lists(st.integers(0, 257), min_size=2, max_size=24).flatmap(

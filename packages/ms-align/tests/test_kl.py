@@ -39,7 +39,7 @@ def logprobs(logits: Tensor) -> Tensor:
 
 
 def gradient(of: Callable[[Tensor], Tensor]) -> Tensor:
-    """Of a scalar of the policy's logits, at the policy."""
+    """Gradient of a scalar of the policy's logits, at the policy."""
     policy = table(0).requires_grad_()
     (found,) = torch.autograd.grad(of(policy), policy)
     return found

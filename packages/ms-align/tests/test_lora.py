@@ -32,7 +32,7 @@ def trained(model: nn.Module, options: LoraOptions | None = None) -> nn.Module:
 
 
 def logits(model: nn.Module) -> torch.Tensor:
-    """Of the test's tokens."""
+    """Logits of the test's tokens."""
     with torch.no_grad():
         out = model(TOKENS)
     return getattr(out, "logits", out)

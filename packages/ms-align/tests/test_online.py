@@ -39,7 +39,7 @@ PROMPTS = ["hello", "a", "what is", "xyz"]
 
 
 def settings(folder: Path, **more: Any) -> dict[str, Any]:
-    """Of a run of a second."""
+    """Settings of a run of a second."""
     return {
         "policy_model": decoder(),
         "reward_model": vowels,

@@ -67,7 +67,7 @@ def test_expected_gradient_with_correction_is_that_of_the_base(
 
 
 def gradient(tasks: list[int], sampler: TaskSampler, chances: list[float]) -> torch.Tensor:
-    """Of `SFTLoss(per_row=True)` on rows of these tasks; the loss of task k is (k + 1)·w_k."""
+    """Gradient of `SFTLoss(per_row=True)` on rows of these tasks; task k's loss is (k + 1)·w_k."""
     weight = torch.ones(3, requires_grad=True)
     task = torch.tensor(tasks)
     of_tokens = torch.tensor([[1.0, 1.0, 0.0], [0.5, 2.0, 7.0], [1.0, 0.0, 0.0]])[task]

@@ -263,7 +263,7 @@ def gradual(work: Recovery) -> None:
 
 
 def shares(figures: dict[str, float]) -> None:
-    """Of the perplexity that RTN loses, what came back: of the base, and of it trained as long."""
+    """Print how much of the perplexity that RTN loses came back, for the base and its control."""
     for name, value in figures.items():
         chosen = next((word for word in name.split() if word in (*FOUR_BITS, THREE_BITS)), "")
         how = name.partition(f" {chosen}")[0]

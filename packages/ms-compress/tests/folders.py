@@ -13,7 +13,7 @@ VOCABULARY = 288
 
 
 def model(seed: int = 0, *, layers: int = 2) -> Decoder:
-    """Of ms-parallel, with a vocabulary for any bytes."""
+    """A model of ms-parallel, with a vocabulary for any bytes."""
     config = DecoderConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,

@@ -284,7 +284,7 @@ def orders(split: bool) -> dict[str, str]:
 
 
 def zeros_kept(data: int, tensor: int) -> dict[str, bool]:
-    """Of each layer, whether `keep_zeros` makes zero what is masked and nothing else.
+    """Whether `keep_zeros` makes zero what is masked in each layer and nothing else.
 
     An optimizer has moved all weights, as momentum does, and a forward without a backward has left
     a gathered copy of the root's. 194 rows are shared unevenly where there are four processes.

@@ -171,7 +171,7 @@ def test_every_command_takes_conversations(
 def test_evaluate_measures_on_conversations(
     chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of answers that are known by heart the perplexity is near 1; each token of them counts."""
+    """Answers known by heart have a perplexity near 1; each token of them counts."""
     file = tmp_path / "run.toml"
     file.write_text(
         f'baseline = "{chats}/model"\ndataset = "{chats}/chats.jsonl"\n'

@@ -147,7 +147,7 @@ def test_a_damaged_run_file_is_one_line(
 def test_a_damaged_setting_is_one_line(
     value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the command line too."""
+    """The command line is refused in one line too."""
     file = write_run(tmp_path)
     for key in ("rows", "tuning.learning_rate", "scheme", "model"):
         assert main(["quantize", str(file), "--set", f"{key}={value}"]) == 2

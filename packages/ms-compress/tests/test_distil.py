@@ -287,7 +287,7 @@ def test_the_distance_of_hidden_states_is_a_share_of_the_teachers_variance() -> 
 
 
 def logits(model: nn.Module) -> torch.Tensor:
-    """Of the tests' tokens."""
+    """Logits of the tests' tokens."""
     out = model.eval()(tokens())
     found: torch.Tensor = out if isinstance(out, torch.Tensor) else out.logits
     return found.detach()

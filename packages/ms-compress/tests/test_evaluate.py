@@ -212,7 +212,7 @@ def test_the_report_says_what_is_slower() -> None:
 
 
 def test_no_two_rows_are_named_alike() -> None:
-    """Of one model in one runtime: by what holds it, then by its folder, and then by number."""
+    """Results of one model in one runtime are named by format, then by folder, then by number."""
     same = {"model": "QAT int4", "runtime": "onnxruntime"}
     kinds = [("4-bit g32", "deep/a"), ("4-bit g64", "deep/b"), ("4-bit g32", "deep/c")]
     report = made([(1.0, 1.0)] + [(0.5, 0.5)] * 3)

@@ -69,7 +69,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def source_bytes() -> torch.Tensor:
-    """Of argparse.py, which has some 98,000."""
+    """Characters of argparse.py, which has some 98,000."""
     text = Path(argparse.__file__).read_bytes()
     return torch.tensor([byte for byte in text if byte < VOCABULARY])
 

@@ -42,7 +42,7 @@ def of_one_process(scheme: str, sparse: bool, folder: Path) -> list[float]:
     ids=lambda layout: ",".join(f"{axis} {size}" for axis, size in layout.items()),
 )
 def test_losses_equal_those_of_one_process(layout: dict[str, int], tmp_path: Path) -> None:
-    """Of three updates with learned scales and 2:4 masks, within 2e-6."""
+    """Three updates with learned scales and 2:4 masks agree within 2e-6."""
     count = prod(layout.values())
     expected = of_one_process("ct.int4_g32", True, tmp_path / "one")
     runs = run_processes(
@@ -175,7 +175,7 @@ def test_what_is_masked_is_stored_as_zero_on_every_process(data: int, tensor: in
 
 
 def test_scales_are_fitted_on_shards_as_in_one_process() -> None:
-    """Of a pruned model, whose mask each process has whole."""
+    """So are those of a pruned model, whose mask each process has whole."""
     expected = fitted(shard=False)
     assert any(value != 0 for row in expected for value in row)
     for found in run_processes(2, RUNS, "fitted", shard=True):

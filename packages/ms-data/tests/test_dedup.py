@@ -109,7 +109,7 @@ def test_a_source_of_higher_priority_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("similarity", [0.5, 0.7, 0.8, 0.9])
 def test_signatures_meet_as_often_as_theory_says(similarity: float) -> None:
-    """Of sets of a known Jaccard similarity, 1 - (1 - s**rows)**bands share a band.
+    """Sets of a known Jaccard similarity share a band as often as 1 - (1 - s**rows)**bands.
 
     The share over 400 pairs may be off by 4 standard deviations of a fair coin of that chance.
     """

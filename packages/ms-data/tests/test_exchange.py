@@ -111,7 +111,7 @@ def test_documents_end_in_the_end_of_text(
     code: int,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Of every type of token: sequences are joined, ends are added, and inner ones cut."""
+    """For every type of token, sequences are joined, ends are added, and inner ones cut."""
     folder = tmp_path_factory.mktemp("pair")
     path = write_pair(folder / "x", documents, code)
     end = Tokenizer.load(place / "tokenizer.json").end_of_text

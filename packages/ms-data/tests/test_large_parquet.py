@@ -76,7 +76,7 @@ def done_apart(path: Path, tokenizer: Path, out: Path | None, jobs: int) -> dict
     "mib", [2, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 )
 def test_ten_times_the_file_takes_no_more_memory(tmp_path: Path, mib: int) -> None:
-    """Of 2 and 20 MiB, or 0.2 and 2 GiB by zstd: read whole, and built as one job of an array.
+    """Files of 2 and 20 MiB, or 0.2 and 2 GiB by zstd: read whole, and built as one array job.
 
     Such a job reads the whole file and tokenizes as much of the large one as of the small one.
     """

@@ -172,7 +172,7 @@ def test_the_grid_of_any_size_is_the_processors(width: int, height: int, config:
 
 @pytest.mark.parametrize("size", [(70, 51), (300, 40), (33, 33)])
 def test_patches_of_qwen3_are_the_processors(tmp_path: Path, size: tuple[int, int]) -> None:
-    """Of files that transformers itself saved, in grey, with a palette and turned too."""
+    """Files that transformers itself saved give the same, in grey, with a palette, turned too."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     config = {key: value for key, value in QWEN3.items() if key != "image_processor_type"}

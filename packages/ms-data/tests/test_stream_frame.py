@@ -110,7 +110,7 @@ def test_other_data_and_other_settings_are_refused_by_name(make: Make, place: Pa
 
 
 def test_a_damaged_state_changes_nothing(make: Make, place: Path) -> None:
-    """Of another version, without a part, or with a part that cannot be."""
+    """States of another version, without a part, or with an impossible one are refused."""
     stream = make(place / "one")
     taken(stream, 1)
     sound = stream.state_dict()

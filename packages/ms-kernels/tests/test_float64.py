@@ -141,7 +141,7 @@ PLAIN = {
     "token_log_probs": plain_chosen,
     "quantized_linear": plain_quantized,
 }
-"""Of the operators whose reference writes its gradient itself."""
+"""Plain functions of the operators whose reference writes its gradient itself."""
 WRITTEN = [each for each in TAKING if each.values[0].operator in PLAIN]
 
 
@@ -149,7 +149,7 @@ WRITTEN = [each for each in TAKING if each.values[0].operator in PLAIN]
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_gradients_written_by_hand_equal_autograd_to_the_last_digits(implementation, data):
-    """Of torch's own functions in float64: 1e-11, which the contract promises."""
+    """They agree with torch's own functions in float64 to 1e-11, which the contract promises."""
     contract = CONTRACTS[implementation.operator]
     tensors, options = arguments_of(data, contract, torch.float64)
     if obstacle_to(implementation, describe_call(contract, tuple(tensors), options)):

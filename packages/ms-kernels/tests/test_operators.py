@@ -46,7 +46,7 @@ SHAPES = {
     "quantized_linear": (24, 40),
     "gated_delta_rule": (2, 48, 4, 8),
 }
-"""Of the first result of the contract's example, where it is not the first argument's."""
+"""Shape of the example's first result, where it is not that of the first argument."""
 STRIDES = ["contiguous", "every other feature", "dims reversed", "wider rows"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 HERE = [each for each in IMPLEMENTATIONS if each.devices is None or "cpu" in each.devices]

@@ -11,7 +11,7 @@ from ms_kernels.contracts.call import describe
 from ms_kernels.core import chips, dispatch, launches, tables
 from ms_kernels.core.choice import Implementation, choose, with_launches
 from ms_kernels.core.launches import ANY_SIZE, TableKey, TunedKernel
-from ms_kernels.core.tables import Configuration, Entry, Table, read_table, write_table
+from ms_kernels.core.tables import Configuration, Table, TableEntry, read_table, write_table
 from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
 from ms_kernels.tuning import tuner
 
@@ -49,7 +49,7 @@ def toy(monkeypatch, tmp_path):
 def test_a_table_is_written_and_read_back_the_same(tmp_path):
     """One entry a line, in order, so that a change reviews well."""
     entries = tuple(
-        Entry(operator="rms_norm", backend="cpu", version=1, dtype=dtype, pays_from=pays_from)
+        TableEntry(operator="rms_norm", backend="cpu", version=1, dtype=dtype, pays_from=pays_from)
         for dtype, pays_from in (("float32", 5), ("bfloat16", None))
     )
     table = Table(chip="toy", torch="2.13.0", entries=entries)
@@ -203,7 +203,7 @@ def test_a_backend_pays_from_where_it_is_slower_no_more(ratios, pays_from):
 
 
 def test_a_tuner_takes_the_fastest_configuration_by_measuring(toy, monkeypatch):
-    """Of three configurations one does the work often and one does not run: the third is chosen."""
+    """One of three configurations works often and one does not run: the third is chosen."""
     again = TunedKernel(
         operator="swiglu",
         name="again",
@@ -279,4 +279,4 @@ def test_structs_are_frozen():
     """A decision cannot be changed by whoever holds a table."""
     with pytest.raises(AttributeError):
         Configuration(at_most={}, values={"block": 1}).values = {}
-    assert msgspec.structs.asdict(Entry(operator="a", backend="b", version=1, dtype="int8"))
+    assert msgspec.structs.asdict(TableEntry(operator="a", backend="b", version=1, dtype="int8"))

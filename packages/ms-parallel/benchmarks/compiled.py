@@ -25,7 +25,7 @@ SIZES = {
     "num_key_value_heads": 4,
 }
 WIDTHS = ((128, 4, 128), (384, 4, 256))
-"""Of the model, rows of a batch, and their length."""
+"""Width of the model, rows of a batch, and their length."""
 
 
 def engine(width: int, compiled: bool) -> Engine:

@@ -23,7 +23,7 @@ from ms_parallel.split.context.assignment import (
     Assignment,
     assign,
     document_starts,
-    pieces_of,
+    query_ranges,
     token_costs,
 )
 from ms_parallel.split.context.kinds import BALANCES
@@ -33,8 +33,8 @@ LIMIT = 1.1
 """Most that ours may be, as seen and computed; the noise of a shared machine adds to times."""
 ROWS, LENGTH, HEADS, WIDTH = 2, 4096, 4, 64
 TURNS = 40
-"""Of which the fastest counts, as a machine only ever adds. With 12 the slowest of eight ranks
-was up to 1.16 of the mean on the same batches that 40 give 1.03."""
+"""Runs, of which the fastest counts, as a machine only ever adds. With 12 the slowest of eight
+ranks was up to 1.16 of the mean on the same batches that 40 give 1.03."""
 CASES = [(ranks, window) for ranks in (2, 4, 8) for window in (None, 1024)]
 
 
@@ -57,7 +57,7 @@ def seconds(found: Assignment, documents: Tensor, ranks: int, window: int | None
     k, v = (torch.randn(ROWS, LENGTH, HEADS, WIDTH, requires_grad=True) for _ in range(2))
     taken = []
     for part in found.order.chunk(ranks, 1):
-        pieces = pieces_of(part, starts)
+        pieces = query_ranges(part, starts)
         q = torch.randn(ROWS, LENGTH // ranks, HEADS, WIDTH, requires_grad=True)
         began = process_time()
         out = attend_in_pieces(operators.attention, q, k, v, pieces, documents, window=window)
@@ -70,7 +70,7 @@ def scores(found: Assignment, starts: Tensor, ranks: int, window: int | None) ->
     """How many scores each rank's attention makes."""
     made = []
     for part in found.order.chunk(ranks, 1):
-        pieces = pieces_of(part, starts)
+        pieces = query_ranges(part, starts)
         made.append(sum((p.stop - p.start) * (p.stop - p.first_seen(window)) for p in pieces))
     return made
 

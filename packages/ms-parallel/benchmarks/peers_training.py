@@ -54,7 +54,7 @@ WARM = 3
 
 
 def model_config(size: str) -> LlamaConfig:
-    """Of the size's model."""
+    """Settings of the size's model."""
     layers, hidden, vocabulary, positions, _ = SIZES[size]
     return LlamaConfig(
         vocab_size=vocabulary,

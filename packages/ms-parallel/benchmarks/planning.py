@@ -46,7 +46,7 @@ PRELOADED = ["torch._dynamo", "ms_parallel.engine.engine", "ms_parallel.planner.
 GIB = 1 << 30
 ALL = 1000
 SHARES = (1.0, 0.7, 0.4)
-"""Of the splits that fit without a budget, those whose memory is within it."""
+"""The splits that fit without a budget and whose memory is within it."""
 
 
 def draw(seed: int, processes: Sequence[int]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ GUESSES: Mapping[str, tuple[float, float]] = {
 }
 """Each constant as guessed beforehand, and how far its logarithm may well lie from that."""
 SPREAD = 0.07
-"""Of the logarithm of what is left between predicted and measured, for the same weighing."""
+"""Spread of the logarithm of predicted over measured that is left, for the same weighing."""
 ROUNDS, DAMPING = 25, 1e-3
 
 
@@ -69,11 +69,11 @@ class Constants:
 
     @property
     def passes(self) -> dict[str, float]:
-        """Of element-wise steps, by how they run."""
+        """Passes over memory of element-wise steps, by how they run."""
         return {"fused": 1.0, "eager": self.values["eager"], "torch_npu": self.values["torch_npu"]}
 
     def of(self, family: str) -> Efficiency:
-        """Those of a family."""
+        """The constants of a family."""
         found, ascend = self.values, "ascend " if family.startswith("ascend") else ""
         half = found.get(f"{family} products", found["h100 products"])
         attention = found[f"{family} attention"]

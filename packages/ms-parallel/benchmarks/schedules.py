@@ -47,7 +47,7 @@ COLUMNS = (
     "GPipe", "1F1B", "interleaved", "breadth-first", "ZB1P", "ZB2P", "torch interleaved ZB",
     "ZB-V", "V-Half", "V-Min", "DualPipeV",
 )  # fmt: skip
-"""Of the table of named schedules; torch's others equal ours of the same kind."""
+"""Columns of the table of named schedules; torch's others equal ours of the same kind."""
 
 
 def factors(ranks: int, equal: bool) -> list[Fraction]:

@@ -40,7 +40,7 @@ def engine_of(job: dict[str, Any]) -> Engine:
 
 
 def biases(engine: Engine) -> dict[str, list[float]]:
-    """Of the routers of this process, by name."""
+    """Biases of the routers of this process, by name."""
     state = engine.balancer.state
     return {name: bias.tolist() for name, bias in state.items() if name.endswith("bias")}
 

@@ -23,7 +23,7 @@ SIZES = {
 
 
 def everything(layout: str, families: dict[str, str]) -> dict[str, Any]:
-    """Of each family: its gradients, and what it says after a prompt."""
+    """The gradients of each family, and what it says after a prompt."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     groups = connect(Layout.parse(layout), device="cpu", timeout_s=60)

@@ -83,7 +83,7 @@ MORE = {
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 3},
     "codegen": {"rotary_dim": 4, "n_ctx": 64, "n_positions": 64, "n_inner": 64},
 }
-"""Of forms that the others do not have."""
+"""Models of forms that the others do not have."""
 
 
 def theirs(family: str, seed: int = 0, **changes: Any) -> Any:

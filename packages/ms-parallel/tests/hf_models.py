@@ -8,7 +8,7 @@ import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ms_parallel.models.registry import weight_pieces
+from ms_parallel.models.registry import weight_slices
 
 __all__ = ["InFloat64", "drawn_model", "expected_gradient"]
 
@@ -79,6 +79,6 @@ class InFloat64(TorchFunctionMode):
 def expected_gradient(config: Any, name: str, like: Tensor, theirs: dict[str, Tensor]) -> Tensor:
     """The gradient of one of our parameters from those of the tensors that it is made of."""
     whole = torch.zeros_like(like)
-    for piece in weight_pieces(config)[name]:
+    for piece in weight_slices(config)[name]:
         whole[piece.box] = piece.to_parameter(theirs[piece.tensor][piece.part])
     return whole

@@ -69,7 +69,7 @@ class Alive(TorchDispatchMode):
 
 
 def states(jobs: list[dict[str, Any]], steps: int = 2) -> list[dict[str, Any]]:
-    """Of each layout and model: for each kind whether losses and weights are those of `none`.
+    """Whether losses and weights of each kind are those of `none`, for each layout and model.
 
     A job gives `layout`, `settings`, `kinds`, and `options` of the engine.
     """

@@ -47,7 +47,7 @@ def advance(engine: Engine, first: int, last: int) -> None:
 
 
 def digest(tensor: Tensor) -> str:
-    """Of the bytes of a tensor."""
+    """Digest of the bytes of a tensor."""
     return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()[:16]
 
 

@@ -225,7 +225,7 @@ def unsettled(what: str) -> Callable[[], Any]:
 
 
 def unsummed(keep: slice) -> Callable[[], Any]:
-    """Of the weights that each tensor rank has a share of, only some are added up."""
+    """Only some of the weights that each tensor rank has a share of are added up."""
     right = engine_gradients.sum_over_tensor
 
     def wrong(gradients: list[Tensor], groups: Groups) -> None:

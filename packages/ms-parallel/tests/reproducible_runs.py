@@ -20,7 +20,7 @@ ROWS = 12
 
 
 def _digests(state: dict[str, Tensor]) -> dict[str, str]:
-    """Of the whole of each tensor of this process's stages, by name."""
+    """Digest of each whole tensor of this process's stages, by name."""
     found = {}
     for name in sorted(state):
         whole = whole_of(state[name].detach()).cpu().contiguous()

@@ -28,7 +28,7 @@ def engine_of(job: dict[str, Any], device: str | None = "cpu") -> Engine:
 
 
 def digest(state: dict[str, Tensor]) -> str:
-    """Of the whole of each tensor of this process's stages, by name."""
+    """Digest of each whole tensor of this process's stages, by name."""
     found = hashlib.sha256()
     for name in sorted(state):
         whole = whole_of(state[name].detach()).cpu().contiguous()
@@ -105,7 +105,7 @@ def held_bytes(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
 
 
 def _bytes() -> int:
-    """Of the memory that all living tensors have, each counted once."""
+    """Bytes of the memory that all living tensors have, each counted once."""
     gc.collect()
     known = [each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter)]
     # Python knows of a gradient once it is asked for.

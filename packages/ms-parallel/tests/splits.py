@@ -45,7 +45,7 @@ def whole_gradients(engine: Engine, rows: int) -> dict[str, list[float]]:
 
 
 def gradients(jobs: list[dict[str, Any]], digits: str) -> list[dict[str, list[float]]]:
-    """Of each job: `layout`, `settings` of the model, `rows`, `options` of the engine, `table`."""
+    """Each job has `layout`, `settings` of the model, `rows`, `options` of the engine, `table`."""
     torch.set_num_threads(1)
     torch.set_default_dtype(getattr(torch, digits))
     found = []

@@ -191,7 +191,7 @@ def test_a_rank_that_meets_nobody_gives_up_and_says_where(shards: Path, tmp_path
 
 
 def test_under_torchrun_the_line_comes_first_and_once(shards: Path, tmp_path: Path) -> None:
-    """Of two processes with the same mistake one speaks, before torchrun's own report."""
+    """One of two processes with the same mistake speaks, before torchrun's own report."""
     run = write_run(tmp_path / "run.toml", shards)
     done = train(run, 2, "--set", "parallel_config.tensor=3")
     assert done.returncode == 1  # torchrun's own, whatever its workers' codes

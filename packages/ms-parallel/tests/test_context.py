@@ -20,7 +20,7 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.errors import ConfigError, LayoutError
 from ms_parallel.proof.draw import CONTEXT_KINDS
-from ms_parallel.split.context.assignment import assign, document_starts, pieces_of, token_costs
+from ms_parallel.split.context.assignment import assign, document_starts, query_ranges, token_costs
 
 PLAIN: dict[str, Any] = {"num_key_value_heads": 4}
 GROUPED: dict[str, Any] = {"num_key_value_heads": 2, "tie_word_embeddings": True}
@@ -151,7 +151,7 @@ def test_the_slowest_rank_pays_little_more_than_the_mean(count: int, window: int
         assert torch.equal(every, torch.arange(4096).expand_as(every))
         worst = max(worst, found.imbalance)
         zig_zag = max(zig_zag, assign(costs, count, "zig-zag").imbalance)
-        seen = [len(pieces_of(part, starts)) for part in found.order.chunk(count, 1)]
+        seen = [len(query_ranges(part, starts)) for part in found.order.chunk(count, 1)]
         assert max(seen) <= 400
     assert worst <= 1.1 <= zig_zag
 
@@ -168,7 +168,7 @@ def test_pieces_cover_each_position_once_and_begin_their_keys_where_their_docume
     starts = document_starts(documents, 1, len(row))
     assert starts[0].tolist() == [row.index(number) for number in row]
     part = assign(token_costs(starts, {None: 1}), 4).order.chunk(4, 1)[cut]
-    pieces = pieces_of(part, starts)
+    pieces = query_ranges(part, starts)
     covered = [place for piece in pieces for place in range(piece.start, piece.stop)]
     assert covered == part[0].tolist()
     for piece in pieces:

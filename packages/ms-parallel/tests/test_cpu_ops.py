@@ -45,7 +45,7 @@ def _seed() -> None:
 def gradients(
     f: Callable[..., Tensor], inputs: list[Tensor], upstream: Tensor, *, of_them: bool = False
 ) -> list[Tensor]:
-    """Of a weighted sum of the outputs; or of the squares of these gradients."""
+    """Gradients of a weighted sum of the outputs; or of the squares of these gradients."""
     first = torch.autograd.grad((f(*inputs) * upstream).sum(), inputs, create_graph=of_them)
     if not of_them:
         return list(first)

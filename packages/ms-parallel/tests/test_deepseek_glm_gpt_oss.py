@@ -121,7 +121,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 ONE_EACH = ("deepseek_v3", "glm4_moe", "gpt_oss")
 TOLERANCE = 1e-4
-"""Of logits up to about 6, in float32; both differ from float64 by some 1e-6."""
+"""Tolerance of logits up to about 6, in float32; both differ from float64 by some 1e-6."""
 
 
 @cache

@@ -72,7 +72,7 @@ def test_a_rank_that_others_stopped_waits_for_its_own_signal(
             stop.wait_for_launcher()
         finally:
             signal.signal(signal.SIGALRM, before)
-    assert stop.told
+    assert stop.signalled
     assert 0.2 <= time.monotonic() - began < 4
 
 

@@ -97,7 +97,7 @@ def slowly(module: MixtureOfExperts, hidden: Tensor) -> Tensor:
 
 
 def gradients(module: MixtureOfExperts, out: Tensor, hidden: Tensor) -> list[Tensor]:
-    """Of a sum that tells all results apart, for hidden states and parameters."""
+    """Gradients of a sum that tells all results apart, for hidden states and parameters."""
     scale = torch.arange(out.numel(), dtype=out.dtype).view_as(out).cos()
     wanted = [hidden, *module.parameters()]
     found = torch.autograd.grad((out * scale).sum(), wanted, allow_unused=True)

@@ -97,7 +97,7 @@ def test_folders_of_transformers_compute_alike_and_survive_a_save(
 def test_gradients_equal_those_of_transformers_in_float64(
     family: str, seed: int, tmp_path: Path
 ) -> None:
-    """Of each parameter, within 1e-12 of its size; sums of some 10,000 roundings of 1e-16."""
+    """Gradients agree within 1e-12 of their size: sums of some 10,000 roundings of 1e-16."""
     reference = drawn_model(FAMILIES[family], seed)
     reference.save_pretrained(tmp_path)
     ours = load_model(tmp_path, dtype=torch.float64)

@@ -342,7 +342,7 @@ def test_predicted_memory_is_what_is_counted() -> None:
 
 
 def test_a_process_that_has_met_others_has_it_predicted_by_another(groups: Groups) -> None:
-    """Of thousands of ranks, packed as a dataset is, as the run's settings say."""
+    """Memory of thousands of ranks, packed as a dataset is, as the run's settings say."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 256, "vocab_size": 4096}
     options = Options(
         "llama", model_config=LARGER | sizes, batch_size=1024, sequence_length=64, device="cpu"
@@ -537,7 +537,7 @@ def test_what_is_not_compiled_is_said(groups: Groups) -> None:
 
 
 def test_few_predictions_find_the_largest() -> None:
-    """Of 12 divisors at most 5 are asked for; pipelines keep twice as many as ranks."""
+    """At most 5 of 12 divisors are asked for; pipelines keep twice as many as ranks."""
     asked: list[int] = []
 
     def predict(rows: int) -> int:

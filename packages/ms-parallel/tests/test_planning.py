@@ -285,7 +285,7 @@ def test_a_damaged_plan_is_refused(tmp_path: Path) -> None:
 
 
 def test_many_shards_are_counted_as_few() -> None:
-    """Of 64 data ranks each holds what an engine of 64 counts, whether or not few stand for it."""
+    """Each of 64 data ranks holds what an engine of 64 counts, whether or not few stand for it."""
     rows = {"batch_size": 64, "microbatch_size": 1, "sequence_length": 63}  # which none can split
     asked = options(**rows, sharding="zero3")
     asked = evolve(asked, model_config={**asked.model_config, **ONE_OF_ALL})

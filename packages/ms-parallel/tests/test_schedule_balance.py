@@ -24,7 +24,7 @@ def every_split(count, stages):
 
 @pytest.mark.parametrize("times", [[1, 2, 2, 2, 2, 6], [3, 1, 1, 1, 1, 1, 4]])
 def test_no_other_split_is_better(times):
-    """Of every split of a small model none leads to a shorter schedule at the same effort."""
+    """No split of a small model leads to a shorter schedule at the same effort."""
     model = layers(times)
     found = balance(model, placement=(0, 1, 2), microbatches=6, effort=QUICK)
     assert sum(found.split) == len(times)

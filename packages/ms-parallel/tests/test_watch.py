@@ -29,7 +29,7 @@ FAULTS = Path(__file__).parent / "faults.py"
 
 
 def record(rank: int, **settings: object) -> Record:
-    """Of a rank that waits in step 4, unless it is said otherwise."""
+    """Record of a rank that waits in step 4, unless it is said otherwise."""
     values = {
         "host": "n1",
         "pid": 100 + rank,

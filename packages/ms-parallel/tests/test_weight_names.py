@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ms_parallel.models.weight_names import Piece, Rules, pieces, renamed, rows_of, stacked
+from ms_parallel.models.weight_names import Rules, WeightSlice, renamed, rows_of, slices_of, stacked
 
 RULES: Rules = {
     "layers.*.gate.weight": renamed("blocks.{0}.router.weight"),
@@ -17,7 +17,7 @@ RULES: Rules = {
     "layers.*.up.weight": stacked("layers.{0}.experts.{expert}.{matrix}.weight", "w1", "w3"),
     "layers.*.down.weight": stacked("layers.{0}.experts.{expert}.{matrix}.weight", "w2"),
     "layers.*.turned.weight": lambda stars, shape: iter(
-        Piece(
+        WeightSlice(
             tensor=f"layers.{stars[0]}.turned",
             shape=(shape[0], shape[3], 2 * shape[2]),
             part=(slice(0, shape[0]), slice(0, shape[3]), slice(half, 2 * shape[2], 2)),
@@ -42,7 +42,7 @@ def to_folder(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a folder; what no piece fills is NaN."""
     tensors: dict[str, Tensor] = {}
     for name, weight in weights.items():
-        for piece in pieces(RULES, name, weight.shape):
+        for piece in slices_of(RULES, name, weight.shape):
             whole = tensors.setdefault(piece.tensor, torch.full(piece.shape, torch.nan))
             whole[piece.part] = piece.to_tensor(weight[piece.box])
     return tensors
@@ -85,7 +85,7 @@ def test_any_box_of_a_weight_is_read_from_its_parts_alone(name: str, data: st.Da
     box = tuple(slice(start, stop) for start, stop in cuts)
     found = torch.full([dim.stop - dim.start for dim in box], torch.nan)
     read = 0
-    for piece in pieces(RULES, name, SHAPES[name]):
+    for piece in slices_of(RULES, name, SHAPES[name]):
         inside = piece.within(box)
         if inside is not None:
             part, place = inside
@@ -97,6 +97,6 @@ def test_any_box_of_a_weight_is_read_from_its_parts_alone(name: str, data: st.Da
 
 def test_a_weight_of_one_number_is_read() -> None:
     """As activations that are learnt have."""
-    (piece,) = pieces({}, "model.alpha", ())
+    (piece,) = slices_of({}, "model.alpha", ())
     assert piece.to_parameter(torch.tensor(2.0)) == 2
     assert piece.to_tensor(torch.tensor(2.0)) == 2

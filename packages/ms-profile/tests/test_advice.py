@@ -165,7 +165,7 @@ def test_evidence_lies_on_the_timeline_whatever_the_ranks_clocks_say() -> None:
 def test_copies_and_fills_are_no_allocations(
     make_trace: MakeTrace, name: str, counts: bool
 ) -> None:
-    """Of the driver's calls whose names begin alike, only those that take or give memory count."""
+    """Only the driver's calls that take or give memory count, however alike the names are."""
     spans = device_steps(("cuda_runtime", name, "main", 100.0, 200.0))
     rules = {finding.rule for finding in advise(single(make_trace, spans))}
     assert ("device_allocations" in rules) == counts

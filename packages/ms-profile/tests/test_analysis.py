@@ -33,7 +33,7 @@ def analysed(run: SimulatedRun) -> Analysis:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_real_runs_phases_sum_to_its_wall_time(traces_folder: Path, kind: str) -> None:
-    """Of two gloo ranks every step's phases sum to its wall time, and collectives are matched."""
+    """Two gloo ranks: every step's phases sum to its wall time, and collectives are matched."""
     found = analyse(traces_folder / kind)
     assert sorted(found.ranks) == [0, 1]
     assert found.warnings == ()
@@ -176,7 +176,7 @@ def test_groups_that_the_backend_does_not_name_are_told_apart() -> None:
 
 
 def test_hidden_communication_is_what_compute_covers(make_trace: Callable[..., Trace]) -> None:
-    """Of 100 µs of a collective 60 lie under kernels: 60% is hidden and 40 µs count as exposed."""
+    """60 of 100 µs of a collective lie under kernels: 60% is hidden and 40 µs count as exposed."""
     trace = make_trace(
         [
             ("user_annotation", "ProfilerStep#1", "main", 0.0, 200.0),

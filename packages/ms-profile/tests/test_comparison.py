@@ -39,7 +39,7 @@ def step_series(random: np.random.Generator, steps: int, scale: float = 1.0) -> 
 
 @pytest.mark.parametrize("steps", [8, 16, 40])
 def test_equal_runs_are_called_a_regression_in_at_most_five_percent(steps: int) -> None:
-    """Of 400 A/A pairs that also differ by 1% from run to run, at most 5% are called slower."""
+    """At most 5% of 400 A/A pairs that also differ by 1% from run to run are called slower."""
     random = np.random.default_rng(steps)
     called = 0
     for _ in range(400):

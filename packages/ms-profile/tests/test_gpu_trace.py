@@ -15,7 +15,7 @@ pytestmark = [
 
 
 def test_kernel_times_agree_with_torchs_own_table(tmp_path: Path) -> None:
-    """Of a real training step, kernels in all, and device time by operator, agree within 1%."""
+    """Kernels in all and device time by operator of a real training step agree within 1%."""
     from torch.profiler import profile, record_function
 
     device = torch.accelerator.current_accelerator()

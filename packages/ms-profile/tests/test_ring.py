@@ -20,7 +20,7 @@ from ms_profile.log.ring import Kind, Ring, read_ring
 def test_the_newest_spans_are_kept_in_order(
     tmp_path_factory: pytest.TempPathFactory, count: int, capacity: int
 ) -> None:
-    """Of any number of spans the newest remain; one slot of a full ring is kept free of doubt."""
+    """The newest of any number of spans remain; one slot of a full ring is kept free of doubt."""
     path = tmp_path_factory.mktemp("ring") / "a.ring"
     ring = Ring(path, capacity=capacity)
     name = ring.name("x")

@@ -94,7 +94,7 @@ def test_every_layout_gives_the_same_columns(
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_real_trace_is_read_as_the_json_module_reads_it(traces_folder: Path, kind: str) -> None:
-    """Of torch's own traces every span, time, name and shape agrees with a plain JSON reading."""
+    """Every span, time, name and shape of torch's own traces agrees with a plain JSON reading."""
     path = traces_folder / kind / "rank-00001.json.gz"
     trace = read_trace(path)
     raw = json.loads(gzip.decompress(path.read_bytes()))

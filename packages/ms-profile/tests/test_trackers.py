@@ -66,7 +66,7 @@ class Remembering:
 
 
 def test_numbers_are_curves_texts_are_texts_and_step_is_neither() -> None:
-    """Of an event's fields nothing is lost but what is neither number nor text."""
+    """Nothing of an event's fields is lost but what is neither number nor text."""
     given: dict[str, Any] = {"step": 3, "loss": 2.5, "note": "x", "list": [1]}
     point = point_of("step", given, wall_s=1.0)
     assert point.step == 3

@@ -63,7 +63,7 @@ class Stream(torch.Stream):
     """A stream of the device; its work is done at once."""
 
     def __new__(cls, device: Any = None, priority: int = 0) -> "Stream":
-        """Of the current device unless told."""
+        """Make a stream of the current device unless another is named."""
         made: Stream = super().__new__(cls, torch.device("rig", _index(device)), priority=priority)
         return made
 
@@ -127,12 +127,12 @@ def set_rng_state(new_state: Tensor, device: Any = "rig") -> None:
 
 
 def get_rng_state_all() -> list[Tensor]:
-    """Of every device."""
+    """The states of every device."""
     return [get_rng_state(index) for index in range(device_count())]
 
 
 def set_rng_state_all(new_states: list[Tensor]) -> None:
-    """Of every device."""
+    """Set the state of every device."""
     for index, state in enumerate(new_states):
         set_rng_state(state, index)
 

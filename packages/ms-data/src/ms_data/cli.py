@@ -39,7 +39,7 @@ from ms_data.entry import (
 )
 from ms_data.errors import DamageError, DataError
 from ms_data.media.processor import Processor
-from ms_data.progress import showing
+from ms_data.progress import show_progress
 from ms_data.tokenization.tokenizer import Tokenizer
 from ms_data.tokenization.training import train_tokenizer
 
@@ -57,7 +57,7 @@ class _TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; 0 done, 1 failed or a check did not hold, 2 bad input, 130 after Ctrl-C."""
+    """Run one command; 0 done, 1 failed or a check did not hold, 2 bad input, 130 after Ctrl-C."""
     return perform("ms-data", lambda: _execute(arguments), report=_report)
 
 
@@ -71,7 +71,7 @@ def _execute(arguments: Sequence[str] | None) -> int:
 
 
 def _report(error: BaseException) -> int | None:
-    """Writes the line of an error that has notes or is the system's; leaves others to `perform`."""
+    """Write the line of an error that has notes or is the system's; leave others to `perform`."""
     if isinstance(error, DataError):
         _complain(str(error), error)
         return FAILED if isinstance(error, DamageError) else BAD_INPUT
@@ -86,7 +86,7 @@ def _report(error: BaseException) -> int | None:
 
 
 def _forget_output() -> None:
-    """Drops what could not be printed, which Python would otherwise print when it ends."""
+    """Drop what could not be printed, which Python would otherwise print when it ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
@@ -200,7 +200,7 @@ def _add_build(commands: "argparse._SubParsersAction[CommandParser]") -> None:
 
 def _run_tokenizer(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
     left_out: Counter[str] = Counter()
-    with showing("reading") as on_progress:
+    with show_progress("reading") as on_progress:
         tokenizer = train_tokenizer(
             options.corpus,
             vocab_size=options.vocab_size,
@@ -228,7 +228,7 @@ def _run_build(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
     processor = options.processor and Processor.load(
         options.processor, media_folder=options.media_folder
     )
-    with showing("tokenizing") as on_progress:
+    with show_progress("tokenizing") as on_progress:
         summary = build(
             options.corpus,
             tokenizer=Tokenizer.load(options.tokenizer, end_of_text=options.end_of_text),
@@ -268,7 +268,7 @@ def _run_inspect(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
 
 
 def _run_verify(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
-    with showing("checking") as on_progress:
+    with show_progress("checking") as on_progress:
         report = verify(options.shards, on_progress=on_progress)
     if report.ok:
         shards = _count(report.shards, "shard")

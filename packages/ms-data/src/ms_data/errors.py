@@ -6,7 +6,7 @@ _SHOWN_CHARACTERS = 200
 
 
 def printable(value: object) -> str:
-    """Puts a path or a value on one printable line of bounded length, for a message."""
+    """Put a path or a value on one printable line of bounded length, for a message."""
     text = str(value)
     if len(text) > _SHOWN_CHARACTERS:
         half = _SHOWN_CHARACTERS // 2

@@ -9,8 +9,8 @@ LINE_EVERY_S = 10.0
 
 
 @contextmanager
-def showing(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Gives a callback (bytes done, bytes in all) that shows progress while the block runs."""
+def show_progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Give a callback (bytes done, bytes in all) that shows progress while the block runs."""
     if sys.stderr.isatty():
         with _bar(title) as callback:
             yield callback

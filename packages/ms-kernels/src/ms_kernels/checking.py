@@ -24,7 +24,7 @@ class Finding:
     device: str
     dtype: str
     options: str
-    """Those that are not at their defaults, and optional arguments that were left out."""
+    """Options that are not at their defaults, and optional arguments that were left out."""
     part: str
     """``"result"`` or ``"gradient of NAME"``; ``""`` when the backend does not take the call."""
     share: float

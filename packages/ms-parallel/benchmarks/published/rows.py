@@ -47,7 +47,7 @@ class Run:
     operators: str
     """How element-wise steps run: `fused`, `eager` one by one, `torch_npu` some of them fused."""
     seconds: float
-    """Of a step, as measured."""
+    """Seconds of a step, as measured."""
 
     @property
     def label(self) -> str:

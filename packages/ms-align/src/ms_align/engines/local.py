@@ -134,7 +134,7 @@ class LocalEngine:
         return self._optimizer
 
     def update(self, batch: Mapping[str, Any], loss: Loss) -> LocalUpdate:
-        """One step of the optimizer on a batch.
+        """Take one step of the optimizer on a batch.
 
         Raises:
             NonFiniteError: the gradient is not finite and `on_nonfinite="raise"`.
@@ -185,9 +185,9 @@ class LocalEngine:
     def evaluate(
         self, batch: Mapping[str, Any], function: Callable[[Output, Batch], Tensor]
     ) -> Tensor:
-        """`function(output, batch)` of each microbatch, (b, ...), put together.
+        """Apply `function(output, batch)` to each microbatch and join the results, (b, ...).
 
-        Columns that nothing is asked of are left out at the end, and are 0 in a result (b, S).
+        Columns at the end without a target in any row are not run; a result (b, S) is 0 there.
         """
         parts = []
         for microbatch in self._microbatches(batch):
@@ -223,7 +223,7 @@ class LocalEngine:
         return [responses.row(index) for index in range(len(prompts))]
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The rows as they are: nobody else has any."""
+        """Return the rows as they are: no other process has any."""
         return rows
 
     def save(self, folder: Path) -> None:
@@ -237,7 +237,7 @@ class LocalEngine:
             save_model(model, folder)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Weights, moments under `optimizer.exp_avg.NAME` and the like, and the counter.
+        """Return weights, moments under `optimizer.exp_avg.NAME` and the like, and the counter.
 
         Weights that take no gradient are the model's own and are not in it.
         """

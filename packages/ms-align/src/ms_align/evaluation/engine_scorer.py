@@ -13,7 +13,7 @@ from torch.nn.functional import log_softmax
 from ms_align.engines.generator import generator_of
 from ms_align.engines.local import LocalEngine
 from ms_align.engines.protocol import Engine
-from ms_align.evaluation.scorer import Row, Score
+from ms_align.evaluation.scorer import ContinuationScore, Row
 from ms_align.generation.sampling import Sampling
 from ms_align.generation.stops import Decode
 from ms_align.losses.protocol import IGNORED, Batch, Output
@@ -37,10 +37,10 @@ class EngineScorer:
         self._size = -(-batch_size // engine.data_ranks) * engine.data_ranks
         self._generator = generator_of(engine, decode=decode)
 
-    def score(self, rows: Sequence[Row], /) -> list[Score]:
+    def score(self, rows: Sequence[Row], /) -> list[ContinuationScore]:
         """The score of each row's continuation, in order; the longest rows go first."""
         order = sorted(range(len(rows)), key=lambda index: (-len(rows[index].tokens), index))
-        scores: dict[int, Score] = {}
+        scores: dict[int, ContinuationScore] = {}
         for first in range(0, len(order), self._size):
             part = order[first : first + self._size]
             found = self._pass([rows[index] for index in part])
@@ -63,7 +63,7 @@ class EngineScorer:
         gathered = self.engine.gather(torch.cat((answers.lengths[:, None], tokens), dim=1))
         return [row[1 : 1 + int(row[0])].tolist() for row in gathered[: len(prompts)]]
 
-    def _pass(self, rows: list[Row]) -> list[Score]:
+    def _pass(self, rows: list[Row]) -> list[ContinuationScore]:
         """One forward of the rows, each data rank its part."""
         ranks = self.engine.data_ranks
         filled = [*rows, *[rows[-1]] * (-len(rows) % ranks)]
@@ -72,7 +72,7 @@ class EngineScorer:
         own = slice(each * self.engine.data_rank, each * (self.engine.data_rank + 1))
         mine = self.engine.evaluate({name: value[own] for name, value in batch.items()}, _sums)
         found = self.engine.gather(mine)[: len(rows)].tolist()
-        return [Score(logprob, bool(greedy)) for logprob, greedy in found]
+        return [ContinuationScore(logprob, bool(greedy)) for logprob, greedy in found]
 
     def _batch(self, rows: list[Row]) -> dict[str, Tensor]:
         """Rows padded on the right, which in a causal model changes nothing before."""

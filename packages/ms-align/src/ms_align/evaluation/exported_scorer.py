@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import log_softmax
 
 from ms_align.errors import ConfigError
-from ms_align.evaluation.scorer import ExportedModel, Row, Score
+from ms_align.evaluation.scorer import ContinuationScore, ExportedModel, Row
 from ms_align.generation.sampling import Sampling
 from ms_align.generation.stops import Decode, first_stop
 
@@ -32,10 +32,10 @@ class ExportedScorer:
         self.model, self.context = model, context
         self._size, self._decode = batch_size, decode
 
-    def score(self, rows: Sequence[Row], /) -> list[Score]:
+    def score(self, rows: Sequence[Row], /) -> list[ContinuationScore]:
         """The score of each row's continuation, in order; rows of equal length pass together."""
         order = sorted(range(len(rows)), key=lambda index: (-len(rows[index].tokens), index))
-        scores: dict[int, Score] = {}
+        scores: dict[int, ContinuationScore] = {}
         while order:
             length = len(rows[order[0]].tokens)
             part = [i for i in order[: self._size] if len(rows[i].tokens) == length]
@@ -47,7 +47,7 @@ class ExportedScorer:
                 own, targets = logprobs[row, -count:], tokens[row, -count:]
                 chosen = own.gather(1, targets[:, None])
                 greedy = bool((own.argmax(-1) == targets).all())
-                scores[index] = Score(float(chosen.sum()), greedy)
+                scores[index] = ContinuationScore(float(chosen.sum()), greedy)
         return [scores[index] for index in range(len(rows))]
 
     def generate(

@@ -9,7 +9,7 @@ from torch import Tensor
 from ms_align.generation.sampling import Sampling
 
 
-class Score(NamedTuple):
+class ContinuationScore(NamedTuple):
     """A continuation's score, as lm-evaluation-harness wants it."""
 
     logprob: float
@@ -35,7 +35,7 @@ class Scorer(Protocol):
     def context(self) -> int | None:
         """Tokens that it takes at most; None where there is no limit."""
 
-    def score(self, rows: Sequence[Row], /) -> list[Score]:
+    def score(self, rows: Sequence[Row], /) -> list[ContinuationScore]:
         """The score of each row's continuation, in order."""
 
     def generate(

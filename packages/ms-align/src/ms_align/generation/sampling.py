@@ -76,7 +76,7 @@ class Sampling:
 
     @property
     def policy_temperature(self) -> float:
-        """At which the policy's log-probabilities are meant: 1 where tokens are not drawn."""
+        """Temperature of the policy's log-probabilities: 1 where tokens are not drawn."""
         return self.temperature or 1.0
 
     @property

@@ -148,7 +148,7 @@ class LoraLinear(nn.Module):
 class AdaptedModel(nn.Module):
     """A model some of whose linear layers have adapters; all else is the model's own.
 
-    Whatever is asked of it that it hasn't is asked of the model.
+    Attributes that it lacks are looked up in the model.
     """
 
     def __init__(self, model: nn.Module, options: LoraOptions, base_name: str = "") -> None:
@@ -221,7 +221,7 @@ class AdaptedModel(nn.Module):
                     layer.unmerge()
 
     def merged_model(self) -> nn.Module:
-        """The model with its adapters in its weights and without them beside; this one is spent."""
+        """Merge the adapters into the model's weights and return the model; this one is spent."""
         self.merge()
         for name, layer in self.adapters().items():
             _replace(self.base, name, layer.base_layer)

@@ -66,7 +66,7 @@ class DPOOptions:
     """DPO's own settings."""
 
     beta: float = field(default=0.1, validator=number(least=1e-6))
-    """How strongly the reference holds."""
+    """How strongly the policy is held to the reference."""
     label_smoothing: float = field(default=0.0, validator=number(below=0.5))
     """Share of pairs that are taken to be the wrong way round."""
     reference_free: bool = field(default=False, validator=flag)

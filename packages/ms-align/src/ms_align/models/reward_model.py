@@ -75,7 +75,7 @@ class RewardModel(nn.Module):
     def save(self, folder: str | Path, tokenizer: TokenizerFiles | None = None) -> None:
         """Write a folder that `load` reads, and transformers as a sequence classifier.
 
-        A head of the caller's with an offset gives scores here that are higher by it.
+        transformers reads no offset of a head: scores here are higher by that of a caller's own.
 
         Args:
             folder: takes the place of a reward model that is there.
@@ -127,7 +127,7 @@ class RewardModel(nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path) -> "RewardModel":
-        """What `save` wrote.
+        """Load what `save` wrote.
 
         Raises:
             ModelError: there is no reward model in the folder.

@@ -31,7 +31,7 @@ class Sample:
     answer: str | None = None
     """The known answer, from the response dataset or the prompt's own column `answer`."""
     stopped: bool = True
-    """Ended by a stop token or string, not by length."""
+    """Whether a stop token or string ended it, not its length."""
     extra: Mapping[str, Any] = field(factory=dict)
     """The prompt's other columns."""
 

@@ -85,7 +85,7 @@ class PythonParses(_Judgement):
     """`reward` where the response's code parses and does something, else `otherwise`."""
 
     least_statements: int = 1
-    """Statements without which code is nothing: the empty text parses too."""
+    """Fewest statements that count as code: the empty text parses too."""
 
     def passes(self, sample: Sample, index: int) -> bool:
         """Whether the response's code parses and does something."""

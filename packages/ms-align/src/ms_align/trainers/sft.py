@@ -229,19 +229,19 @@ class SFTLearner(OfflineLearner):
                     metrics[f"held_out_loss.{name}"] = total / count
         return metrics
 
-    def facts(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         """What is known about the tasks."""
         return {
             "sampler": self.sampler.state() if self.sampler else None,
             "log_variances": self.uncertainty.log_variances if self.uncertainty else None,
         }
 
-    def load_facts(self, facts: Mapping[str, Any]) -> None:
-        """Go to where `facts` were taken."""
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Go to where `state` was taken."""
         if self.sampler:
-            self.sampler.load(facts["sampler"])
+            self.sampler.load(state["sampler"])
         if self.uncertainty:
-            self.uncertainty.log_variances = list(facts["log_variances"])
+            self.uncertainty.log_variances = list(state["log_variances"])
 
 
 def _row_sums(output: Output, batch: Batch) -> Tensor:

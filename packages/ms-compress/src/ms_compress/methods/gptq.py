@@ -59,7 +59,7 @@ def gptq(
         by_loss: count an error by what it does to the model's predictions, not to the layer's
             output, in order of use (see `gptq_by_loss`); takes a forward and a backward of the
             whole model for each decoder layer.
-        fit_scales: of each group, search for the scale that errs least.
+        fit_scales: search for the scale of each group that errs least.
         for_training: leave each weight as near to what it was as its code allows, not in the middle
             of what is rounded to that code, from where a small rate of learning hardly moves it.
         progress: called with the decoder layers that are done, from none on, and all there are.

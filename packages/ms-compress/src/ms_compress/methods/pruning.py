@@ -40,8 +40,8 @@ def prune(
     Args:
         model: plain or prepared for quantisation, not split or sharded.
         how: `"2:4"`, a share such as 0.5, or a pattern.
-        scores: what is lost by pruning each weight, (N, K) by layer; by default magnitudes, and of
-            weights that are masked already, less than of any other.
+        scores: what is lost by pruning each weight, (N, K) by layer; by default magnitudes, where
+            weights that are masked already score lowest.
         exceptions: patterns of module names that are left dense.
         share: of weights to prune on the way to the pattern's own.
 

@@ -128,7 +128,7 @@ class FloatThenQuantised:
     """A schedule of some steps in float, and then as the target will compute."""
 
     float_steps: int = field(validator=whole(least=0))
-    """How many."""
+    """Steps in float."""
 
     def apply(self, model: nn.Module, step: int) -> bool:
         """Set the model for step number `step`, from 0; returns whether it quantises."""

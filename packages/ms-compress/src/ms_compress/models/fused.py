@@ -25,10 +25,10 @@ def fused_names(config: Any) -> Fused:
     Raises:
         ExportError: it holds a tensor otherwise than as rows of another; names the first.
     """
-    from ms_parallel.models.registry import weight_pieces
+    from ms_parallel.models.registry import weight_slices
 
     found: dict[str, list[tuple[int, str]]] = {}
-    for name, pieces in weight_pieces(config).items():
+    for name, pieces in weight_slices(config).items():
         if [piece.tensor for piece in pieces] == [name]:
             continue
         piece = pieces[0]

@@ -54,7 +54,7 @@ class WholeModel:
         self._held = merge(_exchange(held))
         self._fused = _fused(stages[0])
         self.tensors: Mapping[str, WholeTensor] = fuse(self._held, self._fused)
-        """Of its folder, in an order that does not depend on the layout."""
+        """Tensors of its folder, in an order that does not depend on the layout."""
         if self.config.get("tie_word_embeddings"):
             self.config["tie_word_embeddings"] = self.is_tied
 

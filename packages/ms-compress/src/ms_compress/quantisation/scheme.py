@@ -67,7 +67,7 @@ class Scheme:
     eps_for_zeros: bool = False
     """The scale of a group of zeros is float32's epsilon, not 0."""
     embeddings: bool = True
-    """Its target also reads embeddings that are held so."""
+    """Whether its target also reads embeddings in this scheme."""
     activations: Activations | None = None
 
     def __attrs_post_init__(self) -> None:

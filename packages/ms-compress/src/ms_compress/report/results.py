@@ -15,7 +15,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     folder: str = ""
     """Where it lies."""
     scheme: str
-    """Such as `4-bit g32`; `float32` of a plain model."""
+    """The scheme, such as `4-bit g32`; `float32` for a plain model."""
     perplexity: float
     """exp of the mean loss of a held-out token, as the runtime computes it."""
     size_bytes: int

@@ -21,7 +21,7 @@ class Tuning:
     sequence_length: int = field(default=256, validator=whole(least=2))
     """Tokens of a row."""
     learning_rate: float = field(default=1e-4, validator=number())
-    """The highest; a straight warm-up over a tenth of the steps, then a cosine to zero."""
+    """The highest rate; a straight warm-up over a tenth of the steps, then a cosine to zero."""
     scale_rate: float = field(default=1.0, validator=number())
     """Learned scales take so many times the learning rate; it is their logarithm that is learned.
     Over some tens of steps they gain nothing from more: Adam's first steps are whole ones."""
@@ -34,7 +34,7 @@ class Tuning:
     divergence: Divergence = field(
         default="forward", validator=one_of("forward", "reverse", "skewed")
     )
-    """From the teacher, where there is one."""
+    """Divergence from the teacher, where there is one."""
     distil_weight: float = field(default=1.0, validator=number(most=1.0))
     """Share of the divergence in the loss; the rest is that of the text."""
     hidden_weight: float = field(default=0.0, validator=number())

@@ -9,13 +9,14 @@ import zstandard
 from ms_data.building.encoders import Encoded
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class EncodedBatch(msgspec.Struct, frozen=True, array_like=True):
     """The words of a batch."""
 
     sizes: list[int]
     """Words of each document."""
     words: bytes
-    """Of all, as uint32, packed by zstd; then those of their pictures and sounds."""
+    """Words of all documents, as uint32, packed by zstd; then those of their pictures and
+    sounds."""
     text_bytes: int
     media_sizes: list[int] = []
     """Words of the pictures and sounds of each document, if any has some."""
@@ -29,13 +30,13 @@ def packed(texts: Sequence[str], encoded: Sequence[Encoded]) -> bytes:
     content = zstandard.ZstdCompressor(level=1).compress(words.tobytes())
     text_bytes = sum(len(text.encode()) for text in texts)
     sizes, of_media = [len(one.words) for one in encoded], [len(one) for one in media]
-    answer = Answer(sizes, content, text_bytes, of_media if any(of_media) else [])
+    answer = EncodedBatch(sizes, content, text_bytes, of_media if any(of_media) else [])
     return msgspec.msgpack.encode(answer)
 
 
 def unpacked(content: bytes) -> Sequence[Encoded]:
     """The documents of an answer."""
-    answer = msgspec.msgpack.decode(content, type=Answer)
+    answer = msgspec.msgpack.decode(content, type=EncodedBatch)
     sizes = [*answer.sizes, *answer.media_sizes]
     total = sum(sizes)
     raw = zstandard.ZstdDecompressor().decompress(answer.words, max_output_size=4 * total)

@@ -61,7 +61,7 @@ def build(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_skip: Callable[[str], None] = lambda reason: None,
 ) -> Summary:
-    """Tokenizes a corpus into a folder of checked, compressed shards.
+    """Tokenize a corpus into a folder of checked, compressed shards.
 
     Documents keep their order, each with an end of text. The same call goes on with a killed build.
 
@@ -110,7 +110,7 @@ def _cluster(workers: str | None) -> str:
 
 
 def _perform(job: Job, corpus: CorpusName, out: str | Path) -> Summary:
-    """Does what is not done yet."""
+    """Do what is not done yet."""
     with writing(Path(out)):
         folder = Path(os.path.realpath(out))
         if (done := summary_of(folder, job.recipe, job.source, out)) is not None:
@@ -121,7 +121,7 @@ def _perform(job: Job, corpus: CorpusName, out: str | Path) -> Summary:
 
 
 def _proved(job: Job, run: Callable[[Job], Summary], start_anew: Callable[[], None]) -> Summary:
-    """Runs a job; where words have other tokens than the library's, anew by the library."""
+    """Run a job; where words have other tokens than the library's, anew by the library."""
     try:
         return run(job)
     except WordsDifferError as error:
@@ -148,7 +148,7 @@ def _recipe(encoder: TextEncoder, source: Corpus, hold_out: float, shard_size_mi
 
 
 def _publish(job: Job, corpus: CorpusName, out: str | Path) -> Summary:
-    """Runs a job in a folder beside `out`, which then takes its name."""
+    """Run a job in a folder beside `out`, which then takes its name."""
     folder = free_place(out)
     for one in [corpus] if isinstance(corpus, str | Path) else corpus:
         refuse_inside(folder, one)

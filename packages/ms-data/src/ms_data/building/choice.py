@@ -15,7 +15,7 @@ def encoder_for(
     pairs: bool,
     allow_special: bool,
 ) -> TextEncoder:
-    """Chooses the encoder of a build by its arguments.
+    """Choose the encoder of a build by its arguments.
 
     Raises:
         SettingError: arguments that need a chat template without one, or a template whose text

@@ -6,14 +6,14 @@ from functools import partial
 import msgspec
 
 from ms_data.building.answers import packed
-from ms_data.building.encoders import Encoded, Setup, TextEncoder, encode_rows
+from ms_data.building.encoders import Encoded, EncoderSetup, TextEncoder, encode_rows
 from ms_data.building.media import encode_media_rows
 from ms_data.tokenization.tokenizer import Tokenizer
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Makes what turns the texts of a batch into their answer, both as msgpack."""
-    made = msgspec.msgpack.decode(setup, type=Setup)
+    """Make what turns the texts of a batch into their answer, both as msgpack."""
+    made = msgspec.msgpack.decode(setup, type=EncoderSetup)
     tokenizer = Tokenizer(made.tokenizer, end_of_text=made.end_of_text)
     decoder = msgspec.msgpack.Decoder(list[str])
     encode = _encoder(made, tokenizer)
@@ -25,7 +25,9 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     return work
 
 
-def _encoder(made: Setup, tokenizer: Tokenizer) -> Callable[[Sequence[str]], Sequence[Encoded]]:
+def _encoder(
+    made: EncoderSetup, tokenizer: Tokenizer
+) -> Callable[[Sequence[str]], Sequence[Encoded]]:
     if made.kind == "text":
         words = tokenizer.word_encoder() if made.by_words else None
         return TextEncoder(tokenizer=tokenizer, words=words, why_library=made.why_library).encode

@@ -38,7 +38,7 @@ class Encoded(NamedTuple):
     """What the shard of its pictures and sounds holds, if it has some."""
 
 
-class Setup(msgspec.Struct, frozen=True):
+class EncoderSetup(msgspec.Struct, frozen=True):
     """What a process of a cluster is prepared with."""
 
     tokenizer: bytes
@@ -85,7 +85,7 @@ class TextEncoder:
 
     @property
     def parser(self) -> Callable[[Mapping[str, Any]], str] | None:
-        """Makes the text of a document from a row; None where documents are not rows."""
+        """What makes the text of a document from a row; None where documents are not rows."""
         return None
 
     @property
@@ -96,7 +96,7 @@ class TextEncoder:
     def setup(self) -> bytes:
         """What tokenizes elsewhere as this does; templates have run, and media are measured."""
         return msgspec.msgpack.encode(
-            Setup(
+            EncoderSetup(
                 tokenizer=self.tokenizer.content,
                 end_of_text=self.tokenizer.end_of_text,
                 kind=self.kind,
@@ -107,7 +107,7 @@ class TextEncoder:
         )
 
     def encode(self, texts: Sequence[str]) -> Sequence[Encoded]:
-        """Turns each document into its words, as a shard holds them."""
+        """Turn each document into its words, as a shard holds them."""
         if self.words is not None:
             found = self.tokenizer.encode_by_words(texts, self.words)
         else:
@@ -145,7 +145,7 @@ class ChatEncoder(TextEncoder):
         return self.template.files()
 
     def parse(self, row: Mapping[str, Any]) -> str:
-        """Makes the text of a document from one row.
+        """Make the text of a document from one row.
 
         Raises:
             ValueError: the row is of no known form, or the template refuses it.
@@ -174,7 +174,7 @@ class ChatEncoder(TextEncoder):
     def render(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, first: int
     ) -> Rendered:
-        """Renders a conversation, of which messages before `first` are not trained on.
+        """Render a conversation, of which messages before `first` are not trained on.
 
         Raises:
             ValueError: a message spells a special token, or the template refuses them.
@@ -196,7 +196,7 @@ class ChatEncoder(TextEncoder):
 
 
 def encode_rows(tokenizer: Tokenizer, texts: Sequence[str], *, pairs: bool) -> Sequence[Encoded]:
-    """Turns rows whose template has run into the words of conversations, or of preference pairs."""
+    """Turn rows whose template has run into the words of conversations, or of preference pairs."""
     rows = [_decode(text) for text in texts]
     parts = [part for row in rows for part in row.parts]
     samples = iter([Sample(*found) for found in tokenizer.encode_chats(parts)])
@@ -212,7 +212,7 @@ def encode_rows(tokenizer: Tokenizer, texts: Sequence[str], *, pairs: bool) -> S
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Finds every text in a JSON value, keys included; parts of a content also joined."""
+    """Find every text in a JSON value, keys included; parts of a content also joined."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -12,9 +12,9 @@ import msgspec
 import xxhash
 from attrs import frozen
 
-from ms_data.building.answers import Answer, packed, unpacked
+from ms_data.building.answers import EncodedBatch, packed, unpacked
 from ms_data.building.encoders import Encoded, TextEncoder
-from ms_data.building.journal import Journal, Progress, Recipe
+from ms_data.building.journal import BuildJournal, BuildProgress, Recipe
 from ms_data.building.record import Summary
 from ms_data.corpus.corpus import Corpus, Document, Position
 from ms_data.corpus.file_kinds import omissions
@@ -50,7 +50,7 @@ class _Batch(NamedTuple):
     documents: list[Document]
     characters: int
     """Length of all documents."""
-    progress: Progress
+    progress: BuildProgress
     """What is done of the corpus with them."""
     read_bytes: int
     """Bytes of the corpus read by then."""
@@ -73,7 +73,7 @@ class Job:
     """Where a Ray cluster tokenizes, its address."""
 
     def run_shard(self) -> Summary:
-        """Tokenizes the batches of one job of an array.
+        """Tokenize the batches of one job of an array.
 
         Raises:
             OutputError: another process does, or it cannot be written.
@@ -84,7 +84,9 @@ class Job:
             with self.shard.writing(self._identity) as writer:
                 batches = (
                     batch
-                    for n, batch in enumerate(_read_batches(self.source, Progress(), self.on_skip))
+                    for n, batch in enumerate(
+                        _read_batches(self.source, BuildProgress(), self.on_skip)
+                    )
                     if writer.wants(n, _key(batch))
                 )
                 with closing(_encode_ahead(batches, self.encoder)) as encoded:
@@ -96,7 +98,7 @@ class Job:
         with path.open("rb") as file:
             for _, begin, size in answers_in(path, self._identity):
                 file.seek(begin)
-                answer = msgspec.msgpack.decode(file.read(size), type=Answer)
+                answer = msgspec.msgpack.decode(file.read(size), type=EncodedBatch)
                 sizes += answer.sizes
                 text_bytes += answer.text_bytes
         return Summary(
@@ -118,7 +120,7 @@ class Job:
         return key_of(msgspec.json.encode(["build", self.recipe]))
 
     def _encoded(self, batches: Iterable[_Batch]) -> Generator[tuple[_Batch, _Encoded], None, None]:
-        """Tokenizes batches, here or on a cluster, or looks up what an array of jobs made."""
+        """Tokenize batches, here or on a cluster, or look up what an array of jobs made."""
         if self.shard is None and self.cluster:
             asked = ((batch, msgspec.msgpack.encode(_texts(batch))) for batch in batches)
             work, setup = "ms_data.building.elsewhere:prepare", self.encoder.setup()
@@ -134,17 +136,17 @@ class Job:
             yield batch, unpacked(made.find(_key(batch))) if batch.documents else []
 
     def run(self, folder: Path) -> Summary:
-        """Writes what is left to write in `folder`.
+        """Write what is left to write in `folder`.
 
         Raises:
             CorpusError: the corpus holds no text, or what cannot be read.
             OutputError: another build was interrupted in the folder, or it cannot be written.
         """
-        journal = load_journal(folder, Journal)
+        journal = load_journal(folder, BuildJournal)
         if journal is not None:
             journal.check(self.recipe, self.source, folder)
         _clear(folder, set(journal.dataset.names) if journal else set())
-        progress = journal.progress if journal else Progress()
+        progress = journal.progress if journal else BuildProgress()
         writer = DatasetWriter(
             folder,
             token_type=self._token_type,
@@ -190,8 +192,8 @@ class Job:
         key = self.encoder.hold_out_key(text).encode()
         return xxhash.xxh3_64_intdigest(key) < self.recipe.hold_out * 2.0**64
 
-    def _save(self, folder: Path, progress: Progress, writer: DatasetWriter) -> None:
-        journal = Journal(
+    def _save(self, folder: Path, progress: BuildProgress, writer: DatasetWriter) -> None:
+        journal = BuildJournal(
             recipe=self.recipe,
             progress=progress,
             files_read=self.source.identity(progress.position.file + 1),
@@ -199,7 +201,9 @@ class Job:
         )
         save_journal(folder, journal)
 
-    def _finish(self, folder: Path, shards: tuple[ShardEntry, ...], progress: Progress) -> Summary:
+    def _finish(
+        self, folder: Path, shards: tuple[ShardEntry, ...], progress: BuildProgress
+    ) -> Summary:
         if not shards:
             missing = omissions(progress.left_out, progress.skipped)
             raise CorpusError(
@@ -236,7 +240,7 @@ def _texts(batch: _Batch) -> list[str]:
 def _encode_ahead(
     batches: Iterable[_Batch], encoder: TextEncoder
 ) -> Generator[tuple[_Batch, _Encoded], None, None]:
-    """Gives each batch with its tokens, in order, while some batches ahead are tokenized."""
+    """Give each batch with its tokens, in order, while some batches ahead are tokenized."""
     ahead: deque[tuple[_Batch, Future[_Encoded]]] = deque()
     most = encoder.batches_ahead
     pool = ThreadPoolExecutor(most)
@@ -257,15 +261,15 @@ def _encode_ahead(
 
 
 def _read_batches(
-    source: Corpus, start: Progress, name_skipped: Callable[[str], None]
+    source: Corpus, start: BuildProgress, name_skipped: Callable[[str], None]
 ) -> Iterator[_Batch]:
-    """Gives the documents after `start`, some MB of text at a time."""
+    """Give the documents after `start`, some MB of text at a time."""
     documents: list[Document] = []
     size, text_bytes = 0, start.text_bytes
     skipped, left_out = start.skipped, Counter(start.left_out)
 
     def batch(position: Position, read_bytes: int) -> _Batch:
-        progress = Progress(
+        progress = BuildProgress(
             position=position,
             text_bytes=text_bytes,
             skipped=skipped,
@@ -292,7 +296,7 @@ def _read_batches(
 
 
 def _clear(folder: Path, kept: set[str]) -> None:
-    """Removes what an earlier run wrote after its last save."""
+    """Remove what an earlier run wrote after its last save."""
     for path in folder.iterdir():
         if path.name not in kept and path.name != JOURNAL:
             path.unlink()

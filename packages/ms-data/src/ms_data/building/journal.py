@@ -28,7 +28,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     document_limit_mib: int
 
     def differences(self, other: "Recipe", *, besides: Container[str]) -> list[str]:
-        """Names the fields that differ in `other`, besides some, with both values."""
+        """Name the fields that differ in `other`, besides some, with both values."""
         return [
             f"{_NAMES.get(name, name)} is {getattr(other, name)!r}, was {getattr(self, name)!r}"
             for name in self.__struct_fields__
@@ -36,7 +36,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class BuildProgress(msgspec.Struct, frozen=True, kw_only=True):
     """How much of a corpus is done."""
 
     position: Position = Position()
@@ -48,17 +48,17 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Files of a folder left out because they are no text, by what they are."""
 
 
-class Journal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.journal.3"):
+class BuildJournal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.journal.3"):
     """The state of a build at a moment when all that it counts is safely on disk."""
 
     recipe: Recipe
-    progress: Progress
+    progress: BuildProgress
     files_read: str
     """Names, sizes and times of the files that were read so far, as a checksum."""
     dataset: DatasetState
 
     def check(self, recipe: Recipe, source: Corpus, folder: Path) -> None:
-        """Checks that a build can go on from here.
+        """Check that a build can go on from here.
 
         Raises:
             OutputError: it has other settings or another corpus; names what differs.

@@ -50,7 +50,7 @@ class MediaEncoder(ChatEncoder):
         return {**super().files(), MEDIA_FILE: self.processor.settings.encode()}
 
     def parse(self, row: Mapping[str, Any]) -> str:
-        """Makes the text of a document from one row; decodes its pictures and sounds once.
+        """Make the text of a document from one row; decode its pictures and sounds once.
 
         Raises:
             ValueError: the row is of no known form, the template refuses it or prints another
@@ -79,7 +79,7 @@ class MediaEncoder(ChatEncoder):
 def encode_media_rows(
     tokenizer: Tokenizer, texts: Sequence[str], *, tokens: Mapping[MediaKind, str]
 ) -> Sequence[Encoded]:
-    """Turns rows whose template has run into the words of conversations and of their media.
+    """Turn rows whose template has run into the words of conversations and of their media.
 
     Args:
         tokenizer: one that has `tokens` as special ones.
@@ -103,7 +103,7 @@ def _encoded(
     media: Sequence[MediaItem],
     tokens: Mapping[MediaKind, str],
 ) -> Encoded:
-    """Repeats the token of each picture and sound as often as it has tokens."""
+    """Repeat the token of each picture and sound as often as it has tokens."""
     if not media:
         return Encoded(pack_media_sample(sample))
     repeats = np.ones(len(sample.tokens), np.int64)
@@ -129,7 +129,7 @@ def _encoded(
 def with_media(
     encoder: TextEncoder, processor: str | Path | Processor | None, corpus: CorpusName
 ) -> TextEncoder:
-    """Makes an encoder read pictures and sound too, if there is a processor for them.
+    """Make an encoder read pictures and sound too, if there is a processor for them.
 
     Args:
         encoder: of conversations.

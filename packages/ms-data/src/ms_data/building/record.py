@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from ms_data.building.journal import Progress, Recipe
+from ms_data.building.journal import BuildProgress, Recipe
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.file_kinds import omissions
 from ms_data.disk.format import ShardEntry, sealed
@@ -43,8 +43,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Whether all of it was there already, so that nothing was done."""
 
     @classmethod
-    def of(cls, shards: Sequence[ShardEntry], progress: Progress, encoder: str) -> "Summary":
-        """Sums up these shards."""
+    def of(cls, shards: Sequence[ShardEntry], progress: BuildProgress, encoder: str) -> "Summary":
+        """Sum up these shards."""
         splits: Counter[str] = Counter()
         of_text = [shard for shard in shards if not shard.holds_media]
         for shard in of_text:
@@ -84,7 +84,7 @@ class BuildRecord(
 
 
 def save_record(folder: Path, recipe: Recipe, source: Corpus, summary: Summary) -> None:
-    """Writes the record of a finished build; reads all of the corpus for its checksum.
+    """Write the record of a finished build; read all of the corpus for its checksum.
 
     Raises:
         OutputError: the disk is full or the place cannot be written.
@@ -96,7 +96,7 @@ def save_record(folder: Path, recipe: Recipe, source: Corpus, summary: Summary) 
 
 
 def summary_of(folder: Path, recipe: Recipe, source: Corpus, out: str | Path) -> Summary | None:
-    """Returns the summary of the finished build in `folder`, if it is the one asked for.
+    """Return the summary of the finished build in `folder`, if it is the one asked for.
 
     Raises:
         OutputError: it is another one, and which setting differs; or its shards are damaged.

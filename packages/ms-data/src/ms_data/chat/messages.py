@@ -58,7 +58,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_conversation(row: Mapping[str, Any]) -> Conversation:
-    """Reads the conversation in one row of an instruction set.
+    """Read the conversation in one row of an instruction set.
 
     Raises:
         ValueError: the row fits none of the forms, or more than one; names the place in it.
@@ -78,17 +78,17 @@ def read_conversation(row: Mapping[str, Any]) -> Conversation:
 
 
 def read_messages(value: object, name: str) -> list[Message]:
-    """Reads a list of OpenAI messages; `name` says where they stand."""
+    """Read a list of OpenAI messages; `name` says where they stand."""
     return [_message(one, place) for place, one in _objects(value, name, "messages", _KEYS)]
 
 
 def read_sharegpt(value: object, name: str) -> list[Message]:
-    """Reads a list of ShareGPT turns as messages."""
+    """Read a list of ShareGPT turns as messages."""
     return [_turn(one, place) for place, one in _objects(value, name, "turns", _SHAREGPT_KEYS)]
 
 
 def alpaca_messages(row: Mapping[str, Any]) -> list[Message]:
-    """Reads system, history and instruction of an Alpaca row; `input` follows a blank line."""
+    """Read system, history and instruction of an Alpaca row; `input` follows a blank line."""
     messages = read_system(row)
     history = row.get("history") or []
     if not isinstance(history, list):
@@ -107,7 +107,7 @@ def alpaca_messages(row: Mapping[str, Any]) -> list[Message]:
 
 
 def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Reads the `tools` of a row, JSON schemas or text that holds them; an empty list is none."""
+    """Read the `tools` of a row, JSON schemas or text that holds them; an empty list is none."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:
@@ -122,7 +122,7 @@ def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def refuse_media(messages: Sequence[Message]) -> None:
-    """Refuses pictures and sound where only text is read.
+    """Refuse pictures and sound where only text is read.
 
     Raises:
         ValueError: a message holds one.
@@ -138,7 +138,7 @@ def refuse_media(messages: Sequence[Message]) -> None:
 
 
 def read_number(row: Mapping[str, Any], name: str, default: float = 1.0) -> float:
-    """Reads a number of 0 or more that a row may carry."""
+    """Read a number of 0 or more that a row may carry."""
     value = row.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
         raise ValueError(f"{name} is {_shown(value)}; it must be a number of 0 or more")
@@ -146,7 +146,7 @@ def read_number(row: Mapping[str, Any], name: str, default: float = 1.0) -> floa
 
 
 def read_system(row: Mapping[str, Any]) -> list[Message]:
-    """Reads the message of a row's `system`; none where it has none."""
+    """Read the message of a row's `system`; none where it has none."""
     if not row.get("system"):
         return []
     return [{"role": "system", "content": _text(row["system"], "system")}]
@@ -177,7 +177,7 @@ _FORMS: dict[str, Callable[[Mapping[str, Any]], list[Message]]] = {
 def _objects(
     value: object, name: str, what: str, keys: set[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Gives each object of a list, whose keys must be among these, with its place."""
+    """Give each object of a list, whose keys must be among these, with its place."""
     if not isinstance(value, list) or not value:
         raise ValueError(f"{name} must be a list of {what}, not {_shown(value)}")
     for at, one in enumerate(value):
@@ -234,7 +234,7 @@ def _turn(value: dict[str, Any], place: str) -> Message:
 
 
 def _checked(message: Message, place: str) -> Message:
-    """Checks that a message is not empty and its weight is 0 or 1."""
+    """Check that a message is not empty and its weight is 0 or 1."""
     if message.get("weight", 0) not in (0, 1):
         raise ValueError(f"{place}.weight is {_shown(message['weight'])}; it must be 0 or 1")
     filled = message.get("content") or message.get("tool_calls")

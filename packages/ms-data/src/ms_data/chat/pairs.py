@@ -40,7 +40,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_pair(row: Mapping[str, Any]) -> Pair:
-    """Reads the pair in one row of a preference set.
+    """Read the pair in one row of a preference set.
 
     Raises:
         ValueError: the row fits none of the forms; names the place in it.
@@ -87,7 +87,7 @@ def _prompt(row: Mapping[str, Any], key: str) -> list[Message]:
 
 
 def _with_system(system: list[Message], prompt: list[Message]) -> list[Message]:
-    """Puts the row's system message before the prompt, unless it is there already."""
+    """Put the row's system message before the prompt, unless it is there already."""
     if system and prompt[0]["role"] == "system":
         if prompt[:1] != system:
             raise ValueError("`system` is not the system message of the prompt; keep one of them")
@@ -105,7 +105,7 @@ def _answer(value: object, name: str) -> list[Message]:
 
 
 def _shared(chosen: list[Message], rejected: list[Message]) -> int:
-    """Counts the messages that both begin with, never the last message of either."""
+    """Count the messages that both begin with, never the last message of either."""
     shared = 0
     for one, other in zip(chosen[:-1], rejected[:-1], strict=False):
         if one != other:

@@ -32,7 +32,7 @@ class _TemplateProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: bytes) -> dict[str, Any]:
-        """Returns the answer to a request, or `limit` with the reason why there is none."""
+        """Return the answer to a request, or `limit` with the reason why there is none."""
         with self._lock:
             process = self._process = self._process or _start()
             try:
@@ -48,19 +48,19 @@ class _TemplateProcess:
                 raise
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             _reason(process)
 
     def forget(self) -> None:
-        """Forgets the process after a fork, as it belongs to the parent."""
+        """Forget the process after a fork, as it belongs to the parent."""
         self.__init__()  # type: ignore[misc]
 
 
 def ask(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Sends a request to the process that renders and returns its answer; see `worker`.
+    """Send a request to the process that renders and return its answer; see `worker`.
 
     Raises:
         SettingError: jinja2 is not installed, or no process can be started.
@@ -105,7 +105,7 @@ def _read(file: IO[bytes], size: int) -> bytes:
 
 
 def _reason(process: subprocess.Popen[bytes]) -> str:
-    """Closes the pipes of a process that ended, and says why it ended."""
+    """Close the pipes of a process that ended, and say why it ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(BrokenPipeError):

@@ -79,7 +79,7 @@ class ChatTemplate:
     def load(
         cls, path: str | Path, *, name: str | None = None, today: date | None = None
     ) -> "ChatTemplate":
-        """Reads a template.
+        """Read a template.
 
         Args:
             path: a tokenizer's folder, with `chat_template.jinja` or a `tokenizer_config.json`
@@ -109,7 +109,7 @@ class ChatTemplate:
             raise TokenizerError(f"{printable(path)}: {error}") from error
 
     def with_tokens_of(self, folder: Path | None) -> "ChatTemplate":
-        """Returns this template with the special tokens that it reads, if it was given none.
+        """Return this template with the special tokens that it reads, if it was given none.
 
         Args:
             folder: the tokenizer's, with a `tokenizer_config.json` that names them.
@@ -150,7 +150,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         **variables: Any,
     ) -> str:
-        """Renders messages as transformers' `apply_chat_template` does.
+        """Render messages as transformers' `apply_chat_template` does.
 
         Args:
             messages: at least one; None as a value is the same as no such key.
@@ -173,7 +173,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         first: int = 0,
     ) -> Rendered:
-        """Renders a conversation and finds the spans of the assistant's messages.
+        """Render a conversation and find the spans of the assistant's messages.
 
         Args:
             messages: of any roles; the assistant's are trained on unless their `weight` is 0.
@@ -201,7 +201,7 @@ class ChatTemplate:
         return Rendered(text, tuple(spans))
 
     def _probe(self) -> None:
-        """Refuses a template that prints no answer where it should be trained on.
+        """Refuse a template that prints no answer where it should be trained on.
 
         Raises:
             ValueError: an answer's words are not in what would be trained on.
@@ -228,7 +228,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         **more: Any,
     ) -> dict[str, Any]:
-        """Asks the process that renders about some messages."""
+        """Ask the process that renders about some messages."""
         if not messages:
             raise ValueError("a conversation without messages; give at least one")
         request = {
@@ -251,7 +251,7 @@ class ChatTemplate:
         return answer
 
     def _compile(self) -> tuple[str, ...]:
-        """Compiles the template; returns the special tokens that it reads."""
+        """Compile the template; return the special tokens that it reads."""
         today = str(self.today) if self.today else None
         about = {"source": self.source, "tokens": self.special_tokens, "today": today}
         answer = self._request("compile", about)
@@ -270,7 +270,7 @@ class ChatTemplate:
 
 
 def _from_folder(folder: Path, name: str | None) -> tuple[str, dict[str, Any]]:
-    """Reads the template and the special tokens of a tokenizer's folder."""
+    """Read the template and the special tokens of a tokenizer's folder."""
     path = folder / "tokenizer_config.json"
     config = _read_config(path) if path.exists() else {}
     if (folder / "chat_template.jinja").exists():

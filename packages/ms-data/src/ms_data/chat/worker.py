@@ -59,7 +59,7 @@ class Worker:
         self._templates: dict[str, Template] = {}
 
     def answer(self, request: Mapping[str, Any], size: int) -> dict[str, Any]:
-        """Answers one request of `size` bytes."""
+        """Answer one request of `size` bytes."""
         if request["do"] == "compile":
             return self._compile(request["name"], request)
         template = self._templates.get(request["name"])
@@ -124,7 +124,7 @@ class Template:
         prompt: bool,
         marking: bool = False,
     ) -> str:
-        """Renders messages, with the generation prompt at the end if `prompt`."""
+        """Render messages, with the generation prompt at the end if `prompt`."""
         self._marking = marking
         timed(self.seconds + SECONDS_A_BYTE * self.size + SECONDS_A_MESSAGE * len(messages))
         try:
@@ -149,7 +149,7 @@ class Template:
         return text
 
     def train(self, request: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        """Renders a conversation, and finds where its wanted answers stand."""
+        """Render a conversation, and find where its wanted answers stand."""
         text = self.render(request, request["messages"], False)
         if self._marks:
             return text, self._marked(text, request)
@@ -176,7 +176,7 @@ class Template:
         return [span for at, span in zip(turns, spans, strict=True) if at in wanted]
 
     def _proved(self, text: str, request: Mapping[str, Any], at: int) -> tuple[int, int]:
-        """Finds where message `at` stands in `text`, if prefixes prove it."""
+        """Find where message `at` stands in `text`, if prefixes prove it."""
         if at == 0:
             raise RefusedError("the conversation begins with the assistant; begin it with the user")
         messages = request["messages"]
@@ -228,7 +228,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Writes JSON as transformers' filter does: unlike Jinja's, it keeps HTML's characters."""
+    """Write JSON as transformers' filter does: unlike Jinja's, it keeps HTML's characters."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -239,14 +239,14 @@ def to_json(
 
 
 def refuse(message: str) -> None:
-    """Raises the error with which a template refuses the messages."""
+    """Raise the error with which a template refuses the messages."""
     from jinja2 import TemplateError
 
     raise TemplateError(message)
 
 
 def as_read(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message as templates read it: no empty keys, thoughts under all their names."""
+    """Return a message as templates read it: no empty keys, thoughts under all their names."""
     message = {key: value for key, value in message.items() if value is not None}
     thoughts = next((message[key] for key in _THOUGHTS if key in message), None)
     if thoughts is None:
@@ -255,7 +255,7 @@ def as_read(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def spans_of(marked: str) -> list[tuple[int, int]]:
-    """Finds what stands between marks, in characters of the text without the marks."""
+    """Find what stands between marks, in characters of the text without the marks."""
     spans, start = [], 0
     for seen, mark in enumerate(re.finditer(f"[{_OPEN}{_CLOSE}]", marked)):
         at = mark.start() - seen
@@ -267,14 +267,14 @@ def spans_of(marked: str) -> list[tuple[int, int]]:
 
 
 def one_line(error: Exception) -> str:
-    """Puts an error's text on one line of printable characters, cut where it is long."""
+    """Put an error's text on one line of printable characters, cut where it is long."""
     text = str(error)[: 4 * MESSAGE_CHARACTERS] or type(error).__name__
     line = " ".join("".join(one if one.isprintable() else " " for one in text).split())
     return line if len(line) <= MESSAGE_CHARACTERS else line[: MESSAGE_CHARACTERS - 3] + "..."
 
 
 def timed(seconds: float) -> float:
-    """Ends this process after so many more seconds of processor time; 0 lifts the limit.
+    """End this process after so many more seconds of processor time; 0 lifts the limit.
 
     Returns:
         What was left of the time that was set before.
@@ -283,7 +283,7 @@ def timed(seconds: float) -> float:
 
 
 def limit_memory(size: int) -> None:
-    """Limits the memory that one request of `size` bytes may take beyond what is taken now."""
+    """Limit the memory that one request of `size` bytes may take beyond what is taken now."""
     with open("/proc/self/statm", "rb") as file:
         taken = int(file.read().split()[0]) * resource.getpagesize()
     allowed = taken + MEMORY_BYTES + MEMORY_BYTES_A_BYTE * size
@@ -291,7 +291,7 @@ def limit_memory(size: int) -> None:
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answers requests until there are no more."""
+    """Answer requests until there are no more."""
     worker = Worker()
     while prefix := requests.read(PREFIX_BYTES):
         size = int.from_bytes(prefix, "little")
@@ -309,7 +309,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Takes away what a template could reach of the machine, then serves requests."""
+    """Take away what a template could reach of the machine, then serve requests."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and closes the pipe
     sys.path[:] = json.loads(sys.argv[1])
     import pprint  # noqa: F401 - Jinja imports it when it is first asked for

@@ -12,11 +12,11 @@ from ms_data.cleaning.text import Text
 from ms_data.cleaning.words import Splitter, splitter
 from ms_data.passes.batches import Batch, Item
 from ms_data.passes.output import Line, packed
-from ms_data.passes.run import Answer
+from ms_data.passes.run import PassResult
 from ms_data.passes.tally import Entry, Example, ReasonTally, Tally, excerpt_of
 
 
-class Setup(msgspec.Struct, frozen=True):
+class CleaningSetup(msgspec.Struct, frozen=True):
     """What a process is prepared with."""
 
     words: str
@@ -33,13 +33,13 @@ class Verdict(NamedTuple):
     """None where it is dropped."""
     entry: Entry
     excerpt: str
-    """Of a document that is dropped, as the rule saw it."""
+    """Excerpt of a document that is dropped, as the rule saw it."""
     cuts: list[tuple[str, ReasonTally]]
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Makes what turns a batch into its answer, both as msgpack."""
-    settings = msgspec.msgpack.decode(setup, type=Setup)
+    """Make what turns a batch into its answer, both as msgpack."""
+    settings = msgspec.msgpack.decode(setup, type=CleaningSetup)
     rules = [make_rule(name, values, where="the rules") for name, values in settings.rules]
     split = splitter(settings.words)
     decoder = msgspec.msgpack.Decoder(Batch)
@@ -53,8 +53,8 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
 
 def clean_batch(
     batch: Batch, rules: Sequence[Rule], split: Splitter, near: Mapping[int, int]
-) -> Answer:
-    """Applies rules to the documents of a batch; those that are `near` others are dropped."""
+) -> PassResult:
+    """Apply rules to the documents of a batch; those that are `near` others are dropped."""
     tally = Tally()
     documents: list[bytes] = []
     ledger: list[bytes] = []
@@ -72,11 +72,11 @@ def clean_batch(
                 tally.cuts.setdefault(reason, ReasonTally()).merge(cut)
         ledger.append(msgspec.json.encode(entry))
         tally.count(entry, excerpt)
-    return Answer((packed(documents), packed(ledger)), tally)
+    return PassResult((packed(documents), packed(ledger)), tally)
 
 
 def judge(number: int, item: Item, rules: Sequence[Rule], split: Splitter) -> Verdict:
-    """Applies rules to one document, in order, until one drops it."""
+    """Apply rules to one document, in order, until one drops it."""
     entry = Entry(document=number, place=item.place, fate="kept")
     if item.text is None:
         entry.fate = "quarantined"

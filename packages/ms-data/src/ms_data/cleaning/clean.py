@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from ms_data.cleaning.apply import Setup
+from ms_data.cleaning.apply import CleaningSetup
 from ms_data.cleaning.near_pictures import near_rows
 from ms_data.cleaning.rows import RowRule, row_json
 from ms_data.cleaning.rule_file import Rules, RuleSet, read_rules
@@ -34,7 +34,7 @@ def clean(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_quarantine: Callable[[str], None] = lambda reason: None,
 ) -> LedgerSummary:
-    """Writes the documents of a corpus that rules keep, as they change them, and a ledger.
+    """Write the documents of a corpus that rules keep, as they change them, and a ledger.
 
     Documents keep the order of the corpus, and the bytes do not depend on the number of processes.
     Cleaning that was interrupted goes on; what is finished has nothing to do.
@@ -91,7 +91,7 @@ def _setup(chosen: RuleSet, source: Corpus) -> bytes:
         if bits is not None:
             ordered = [rule, *rules[:at], *rules[at + 1 :]]
             near = near_rows(source, ordered, bits, splitter(chosen.words))
-    return msgspec.msgpack.encode(Setup(chosen.words, chosen.settings(), dict(near)))
+    return msgspec.msgpack.encode(CleaningSetup(chosen.words, chosen.settings(), dict(near)))
 
 
 def _checked(chosen: RuleSet) -> RuleSet:

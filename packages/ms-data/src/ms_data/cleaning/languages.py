@@ -43,7 +43,7 @@ def identify(text: str) -> str:
 
 
 def chinese_script(text: str) -> str:
-    """Tells "simplified" from "traditional" script; "unknown" where a text shows neither."""
+    """Tell "simplified" from "traditional" script; "unknown" where a text shows neither."""
     found = set(_HAN.findall(text[: 4 * SAMPLE_CHARACTERS]))
     simplified = sum(_is_simplified(one) for one in found)
     traditional = sum(_is_traditional(one) for one in found)

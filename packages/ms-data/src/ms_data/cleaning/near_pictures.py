@@ -17,7 +17,7 @@ from ms_data.cleaning.text import Text
 from ms_data.cleaning.words import Splitter
 from ms_data.corpus.corpus import Corpus
 from ms_data.media.pictures import decode_picture
-from ms_data.passes.batches import Progress, read_batches
+from ms_data.passes.batches import PassProgress, read_batches
 
 BITS = 64
 
@@ -52,7 +52,7 @@ class Seen:
         return distance if distance <= self._bits else None
 
     def add(self, found: int) -> None:
-        """Takes the hash of a picture of a row that is kept."""
+        """Take the hash of a picture of a row that is kept."""
         for at, (low, mask) in enumerate(self._parts):
             self._known.setdefault((at, found >> low & mask), []).append(found)
 
@@ -60,13 +60,13 @@ class Seen:
 def near_rows(
     source: Corpus, rules: Sequence[RowRule], bits: int, split: Splitter
 ) -> Mapping[int, int]:
-    """Finds the rows that have a near-duplicate before them, among those that rules keep.
+    """Find the rows that have a near-duplicate before them, among those that rules keep.
 
     Returns:
         For each such row, by its number, by how many bits its picture differs.
     """
     seen, near = Seen(bits), {}
-    for read in read_batches(source, Progress(), lambda reason: None):
+    for read in read_batches(source, PassProgress(), lambda reason: None):
         for number, item in enumerate(read.batch.items, read.batch.first):
             text = Text(item.text or "", split)
             if item.text is None or any(isinstance(rule.apply(text), Drop) for rule in rules):

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _TURN = np.uint64(29)
 _GROWTH = 0xD1342543DE82EF95
-"""Of the factor of each next word, so that their order counts."""
+"""How the factor grows from word to word, so that their order counts."""
 
 
 class Ngrams:
@@ -27,7 +27,7 @@ class Ngrams:
         self._n = 1
 
     def grow(self) -> None:
-        """Goes on to n-grams of one word more."""
+        """Go on to n-grams of one word more."""
         self._n += 1
         inside = self._starts + self._n <= len(self._words)
         starts, keys = self._starts[inside], self._keys[inside]
@@ -90,7 +90,7 @@ def _repeated(keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
 
 
 def window_hashes(hashes: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
-    """Hashes of every n neighbouring words, of the hashes of words; empty where there are fewer."""
+    """Hash of every n neighbouring words, of the hashes of words; empty where there are fewer."""
     count = len(hashes) - n + 1
     if count <= 0:
         return np.empty(0, np.uint64)
@@ -104,7 +104,7 @@ def window_hashes(hashes: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
     return found
 
 
-class WordHashes:
+class WordHashCache:
     """64-bit hashes of words, each computed once."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ _WEIGHTS = (7, 9, 10, 5, 8, 4, 2, 1, 6, 3, 7, 9, 10, 5, 8, 4, 2)
 _CHECKS = "10X98765432"
 
 
-class Found(NamedTuple):
+class PersonalItem(NamedTuple):
     """One piece of personal data."""
 
     kind: str
@@ -33,20 +33,20 @@ class Found(NamedTuple):
     end: int
 
 
-def find_personal_data(text: str, kinds: frozenset[str]) -> list[Found]:
-    """Finds the pieces of some kinds in order; none lies within another."""
-    found: list[Found] = []
+def find_personal_data(text: str, kinds: frozenset[str]) -> list[PersonalItem]:
+    """Find the pieces of some kinds in order; none lies within another."""
+    found: list[PersonalItem] = []
     if "mail" in kinds and "@" in text:
-        found += [Found("mail", *one.span()) for one in _MAIL.finditer(text)]
+        found += [PersonalItem("mail", *one.span()) for one in _MAIL.finditer(text)]
     if "ip_address" in kinds:
         found += _addresses(text)
     if kinds.intersection(("telephone", "identity_number", "card_number")):
         for one in _NUMBER.finditer(text):
             kind, size = kind_of_number(one[0], kinds)
             if kind:
-                found.append(Found(kind, one.start(), one.start() + size))
+                found.append(PersonalItem(kind, one.start(), one.start() + size))
     found.sort(key=lambda one: (one.start, -one.end))
-    kept: list[Found] = []
+    kept: list[PersonalItem] = []
     for piece in found:
         if not kept or piece.start >= kept[-1].end:
             kept.append(piece)
@@ -54,7 +54,7 @@ def find_personal_data(text: str, kinds: frozenset[str]) -> list[Found]:
 
 
 def kind_of_number(written: str, kinds: frozenset[str]) -> tuple[str, int]:
-    """Tells what a number is, and how many of its characters belong to it; "" if it is nothing."""
+    """Tell what a number is, and how many of its characters belong to it; "" if it is nothing."""
     for kind, forms in _FORMS:
         if kind in kinds:
             for form in forms:
@@ -137,8 +137,8 @@ _FORMS: tuple[tuple[str, tuple[Callable[[str], int], ...]], ...] = (
 )
 
 
-def _addresses(text: str) -> Iterator[Found]:
-    """Finds addresses of the public internet; those for examples and at home are nobody's."""
+def _addresses(text: str) -> Iterator[PersonalItem]:
+    """Find addresses of the public internet; those for examples and at home are nobody's."""
     for form, mark in ((_IPV4, "."), (_IPV6, ":")):
         if mark not in text:
             continue
@@ -148,4 +148,4 @@ def _addresses(text: str) -> Iterator[Found]:
             except ValueError:
                 continue
             if address.is_global and len(one[0]) > 4:
-                yield Found("ip_address", *one.span())
+                yield PersonalItem("ip_address", *one.span())

@@ -24,7 +24,7 @@ class RowRule(Rule):
     """What the paths of pictures and sounds in rows begin at."""
 
     def check(self) -> None:
-        """Refuses `languages`, as a row has several texts.
+        """Refuse `languages`, as a row has several texts.
 
         Raises:
             ConfigError: it is set.
@@ -33,7 +33,7 @@ class RowRule(Rule):
             raise ConfigError(f"{self.name} looks at all rows; leave out its languages")
 
     def files(self, row: Mapping[str, Any], kind: MediaKind) -> list[EncodedFile]:
-        """Reads the pictures, or the sounds, of a row.
+        """Read the pictures, or the sounds, of a row.
 
         Raises:
             ValueError: one is not there, or lies elsewhere.
@@ -53,7 +53,7 @@ def row_of(text: Text) -> dict[str, Any]:
 
 
 def row_json(row: Mapping[str, Any]) -> str:
-    """Makes the document of a row, whose bytes become `data:` addresses.
+    """Make the document of a row, whose bytes become `data:` addresses.
 
     Raises:
         ValueError: it is no row of `messages`.
@@ -65,7 +65,7 @@ def row_json(row: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Writes a picture's or sound's bytes as JSON can hold them."""
+    """Write a picture's or sound's bytes as JSON can hold them."""
     if isinstance(value, Mapping):
         if isinstance(value.get("bytes"), bytes):
             return _plain(value["bytes"])

@@ -49,7 +49,7 @@ def _codes(instance: object, attribute: "Attribute[Any]", value: object) -> None
 
 
 def as_tuple(value: object) -> object:
-    """Converts a list of a file to a tuple; the rest is left for the validator to refuse."""
+    """Convert a list of a file to a tuple; the rest is left for the validator to refuse."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -66,10 +66,10 @@ class Rule(ABC):
 
     @abstractmethod
     def apply(self, text: Text, /) -> Outcome:
-        """Keeps, changes or drops a document."""
+        """Keep, change or drop a document."""
 
     def check(self) -> None:
-        """Finds out, before any work, whether what the rule needs is there.
+        """Find out, before any work, whether what the rule needs is there.
 
         Raises:
             SettingError: a library or a file is missing.
@@ -90,7 +90,7 @@ def library_version(name: str) -> str:
 
 
 def shares(*, count: int) -> Any:
-    """Checks for a list of as many shares from 0 to 1."""
+    """Check for a list of as many shares from 0 to 1."""
 
     def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
         fits = isinstance(value, tuple) and len(value) == count
@@ -103,16 +103,16 @@ def shares(*, count: int) -> Any:
 
 
 def texts(instance: object, attribute: "Attribute[Any]", value: object) -> None:
-    """Checks for a list of texts."""
+    """Check for a list of texts."""
     if not isinstance(value, tuple) or not all(isinstance(one, str) and one for one in value):
         raise ConfigError(f"{attribute.name} is {shown(value)}; give a list of texts")
 
 
 def over(setting: str, value: float, limit: float) -> Drop | None:
-    """Drops what is above a limit."""
+    """Drop what is above a limit."""
     return Drop(setting, round(value, 6), limit) if value > limit else None
 
 
 def under(setting: str, value: float, limit: float) -> Drop | None:
-    """Drops what is below a limit."""
+    """Drop what is below a limit."""
     return Drop(setting, round(value, 6), limit) if value < limit else None

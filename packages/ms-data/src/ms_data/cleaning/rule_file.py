@@ -64,7 +64,7 @@ class RuleSet:
 
 
 def make_rule(name: str, settings: Mapping[str, Any], *, where: str) -> Rule:
-    """Makes a rule from its name and settings.
+    """Make a rule from its name and settings.
 
     Raises:
         ConfigError: there is no such rule, or a setting is unknown or cannot be used.
@@ -77,7 +77,7 @@ def make_rule(name: str, settings: Mapping[str, Any], *, where: str) -> Rule:
 
 
 def read_rules(rules: Rules) -> RuleSet:
-    """Reads rules from a file or its tables.
+    """Read rules from a file or its tables.
 
     Raises:
         ConfigError: the file cannot be read, holds no rule, or a setting cannot be used.
@@ -139,7 +139,7 @@ def _meaning(name: str) -> str:
 
 
 def _off(text: str, names: list[str]) -> str:
-    """Puts the tables of some rules behind a #."""
+    """Put the tables of some rules behind a #."""
     for name in names:
         text = text.replace(f"\n[{name}]", f"\n# [{name}]")
     return text

@@ -21,7 +21,7 @@ _KEPT_CHUNKS = 1 << 18
 
 
 def plain_words(text: str) -> list[str]:
-    """Splits text into runs of letters and digits, and single signs.
+    """Split text into runs of letters and digits, and single signs.
 
     An apostrophe stays within a word, dots and dashes in a row are one, and each Chinese or
     Japanese character is a word. No character but white space is lost.
@@ -41,7 +41,7 @@ class SpacyWords:
         self._known: dict[str, list[str]] = {}
 
     def __call__(self, text: str) -> list[str]:
-        """Splits a text into words."""
+        """Split a text into words."""
         known = self._known
         words: list[str] = []
         for piece in text.split():
@@ -66,7 +66,7 @@ SPLITTERS = ("plain", "spacy")
 
 @cache
 def splitter(name: str) -> Splitter:
-    """Gives a splitter by its name in `SPLITTERS`.
+    """Give a splitter by its name in `SPLITTERS`.
 
     Raises:
         SettingError: its library is not installed.

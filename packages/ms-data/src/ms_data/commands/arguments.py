@@ -39,7 +39,7 @@ def command(
     text: str,
     line: str,
 ) -> CommandParser:
-    """Adds a subcommand that prints facts."""
+    """Add a subcommand that prints facts."""
     parser = commands.add_parser(name, help=text, description=text, example=line)
     parser.add_argument("--json", action="store_true", help="print the facts as JSON")
     parser.set_defaults(run=run)
@@ -47,7 +47,7 @@ def command(
 
 
 def add_reading(parser: CommandParser, *, strict: bool = False) -> None:
-    """Adds what decides how a corpus is read.
+    """Add what decides how a corpus is read.
 
     Args:
         parser: of the subcommand.
@@ -72,13 +72,13 @@ def add_reading(parser: CommandParser, *, strict: bool = False) -> None:
 
 
 def add_shard(parser: CommandParser) -> None:
-    """Adds what shares the work out over an array of jobs."""
+    """Add what shares the work out over an array of jobs."""
     text = "do the I-th part of N, from 1/N on; merge/N makes OUT when all parts are done"
     parser.add_argument("--shard", metavar="I/N", help=text)
 
 
 def workers_argument(text: str) -> int | str:
-    """Takes a number of processes, or a Ray cluster."""
+    """Take a number of processes, or a Ray cluster."""
     if text == "ray" or text.startswith("ray://"):
         return text
     try:
@@ -100,5 +100,5 @@ def _corpus_argument(text: str) -> str:
 
 
 def name_left_out(reason: str) -> None:
-    """Names a document that is left out."""
+    """Name a document that is left out."""
     sys.stderr.write(f"left out: {one_line(reason)}\n")

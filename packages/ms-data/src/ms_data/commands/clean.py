@@ -19,7 +19,7 @@ from ms_data.commands.arguments import (
 from ms_data.entry import CommandParser, file_argument, folder_argument, path_argument
 from ms_data.passes.page import draw_stats
 from ms_data.passes.record import LedgerSummary
-from ms_data.progress import showing
+from ms_data.progress import show_progress
 from ms_data.settings.template import write_template
 
 
@@ -31,7 +31,7 @@ class Written(msgspec.Struct, frozen=True):
 
 
 def add_clean(commands: Commands) -> None:
-    """Adds `clean`."""
+    """Add `clean`."""
     parser = command(
         commands,
         _run_clean,
@@ -47,7 +47,7 @@ def add_clean(commands: Commands) -> None:
 
 
 def add_writing(parser: CommandParser) -> None:
-    """Adds what decides how documents are written."""
+    """Add what decides how documents are written."""
     text = "the folder to write, which `ms-data build` reads; must not hold anything"
     parser.add_argument("--out", type=folder_argument, required=True, help=text)
     text = "processes (default: one a core), or a Ray cluster: ray, or ray://HOST:PORT"
@@ -57,7 +57,7 @@ def add_writing(parser: CommandParser) -> None:
 
 
 def add_stats(commands: Commands) -> None:
-    """Adds `stats`."""
+    """Add `stats`."""
     parser = command(
         commands,
         _run_stats,
@@ -70,7 +70,7 @@ def add_stats(commands: Commands) -> None:
 
 
 def add_init(commands: Commands) -> None:
-    """Adds `init`."""
+    """Add `init`."""
     parser = command(
         commands,
         _run_init,
@@ -97,7 +97,7 @@ def describe(summary: LedgerSummary) -> str:
 
 
 def _run_clean(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
-    with showing("cleaning") as on_progress:
+    with show_progress("cleaning") as on_progress:
         summary = clean(
             options.corpus,
             options.rules,

@@ -14,11 +14,11 @@ from ms_data.commands.arguments import (
 from ms_data.commands.clean import add_writing, describe
 from ms_data.deduplication.dedup import dedup
 from ms_data.deduplication.options import DedupOptions
-from ms_data.progress import showing
+from ms_data.progress import show_progress
 
 
 def add_dedup(commands: Commands) -> None:
-    """Adds `dedup`."""
+    """Add `dedup`."""
     parser = command(
         commands,
         _run_dedup,
@@ -66,7 +66,7 @@ def _run_dedup(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
         keep=options.keep,
         priority=options.priority,
     )
-    with showing("deduplicating") as on_progress:
+    with show_progress("deduplicating") as on_progress:
         summary = dedup(
             options.corpus,
             out=options.out,

@@ -9,12 +9,12 @@ from ms_data.commands.arguments import Commands, command
 from ms_data.entry import file_argument, folder_argument, path_argument
 from ms_data.exchange.exports import Format, export_dataset
 from ms_data.exchange.imports import import_dataset
-from ms_data.progress import showing
+from ms_data.progress import show_progress
 from ms_data.tokenization.tokenizer import Tokenizer
 
 
 def add_import(commands: Commands) -> None:
-    """Adds `import`."""
+    """Add `import`."""
     parser = command(
         commands,
         _run_import,
@@ -34,7 +34,7 @@ def add_import(commands: Commands) -> None:
 
 
 def add_export(commands: Commands) -> None:
-    """Adds `export`."""
+    """Add `export`."""
     parser = command(
         commands,
         _run_export,
@@ -51,7 +51,7 @@ def add_export(commands: Commands) -> None:
 
 
 def _run_import(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
-    with showing("importing") as on_progress:
+    with show_progress("importing") as on_progress:
         info = import_dataset(
             options.source,
             tokenizer=Tokenizer.load(options.tokenizer, end_of_text=options.end_of_text),

@@ -49,7 +49,7 @@ class CheckedMessages(io.RawIOBase):
 
 
 def _messages(content: Content) -> Iterator[bytes]:
-    """Gives each message in parts, in order."""
+    """Give each message in parts, in order."""
     while True:
         begin = content.read(4)
         prefix = begin + content.read(4) if begin == _CONTINUED else begin
@@ -78,7 +78,7 @@ def _messages(content: Content) -> Iterator[bytes]:
 
 
 def _check_unpacked(message: "_Table", body: bytes) -> None:
-    """Checks what the buffers of a batch say that they unpack to."""
+    """Check what the buffers of a batch say that they unpack to."""
     kind = message.number(1, "B")
     if kind not in (_DICTIONARY, _BATCH):
         return

@@ -16,7 +16,7 @@ import zstandard
 from attrs import field, frozen
 
 from ms_data.corpus.file_kinds import HEAD_BYTES, NotText, foreign_encoding, kind_of
-from ms_data.corpus.places import Place, RemoteFile, facts_of, open_place
+from ms_data.corpus.places import Place, RemoteFile, file_info, open_place
 from ms_data.corpus.reader import Found, Invalid, OpenFile, Reader, ReadOptions, Row
 from ms_data.corpus.readers import READERS, reader_of
 from ms_data.corpus.unpacking import PACKINGS, unpacked
@@ -65,7 +65,7 @@ class Corpus:
 
     @sizes_bytes.default
     def _measure(self) -> tuple[int, ...]:
-        return tuple(facts_of(path).size_bytes for path in self.files)
+        return tuple(file_info(path).size_bytes for path in self.files)
 
     @property
     def size_bytes(self) -> int:
@@ -74,7 +74,7 @@ class Corpus:
 
     def identity(self, count: int) -> str:
         """Hexadecimal xxh3-128 of the names, sizes and times of the first `count` files."""
-        facts = [(path, facts_of(path)) for path in self.files[:count]]
+        facts = [(path, file_info(path)) for path in self.files[:count]]
         # A name need not be UTF-8.
         return _digest(
             os.fsencode(str(path)) + f"\0{one.size_bytes} {one.version}\0".encode()
@@ -96,8 +96,8 @@ class Corpus:
             return _digest(pool.map(_checksum_of, self.files))
 
     def changed_since(self, time_ns: int) -> Place | None:
-        """Finds the first file that was written after `time_ns`, as far as is known."""
-        times = ((path, facts_of(path).modified_ns) for path in self.files)
+        """Find the first file that was written after `time_ns`, as far as is known."""
+        times = ((path, file_info(path).modified_ns) for path in self.files)
         return next((path for path, time in times if time is None or time > time_ns), None)
 
     def documents(
@@ -106,7 +106,7 @@ class Corpus:
         on_skip: Callable[[str], None] = lambda reason: None,
         on_leave_out: Callable[[str], None] = lambda kind: None,
     ) -> Iterator[Document]:
-        """Reads the documents after `start`; texts that are empty are passed over.
+        """Read the documents after `start`; texts that are empty are passed over.
 
         Args:
             start: where an earlier reading stopped.
@@ -140,7 +140,7 @@ class Corpus:
             done_bytes += self.sizes_bytes[number]
 
     def _text_of(self, row: Row) -> str | Invalid:
-        """Makes the document of a row."""
+        """Make the document of a row."""
         assert self.options.parse is not None, "readers give rows where they are asked for"
         try:
             return self.options.parse(row.values)
@@ -154,7 +154,7 @@ class Corpus:
             return Invalid(f"{row.place}: it is nested too deeply; mend the row")
 
     def _read(self, number: int, start: int) -> Iterator[tuple[Found, int]]:
-        """Reads what a file holds from number `start` on, with its bytes read so far."""
+        """Read what a file holds from number `start` on, with its bytes read so far."""
         path = self.files[number]
         try:
             with open_place(path) as raw:
@@ -172,7 +172,7 @@ class Corpus:
             raise CorpusError(f"{path}: cannot be read: {error.strerror or error}") from error
 
     def _opened(self, number: int, raw: BufferedReader) -> OpenFile | Invalid | NotText:
-        """Finds out what a file is, as far as its first bytes tell it."""
+        """Find out what a file is, as far as its first bytes tell it."""
         path = self.files[number]
         suffix = path.suffix[1:]
         name = path.stem if suffix in PACKINGS else path.name
@@ -210,7 +210,7 @@ class Corpus:
 
 
 def _look(path: Place, name: str, head: bytes) -> str | Invalid | NotText:
-    """Says how a file that begins with `head` is packed, "" if not; or why it is not read."""
+    """Say how a file that begins with `head` is packed, "" if not; or why it is not read."""
     head = head[:HEAD_BYTES]
     if reason := foreign_encoding(head):
         return Invalid(f"{path}: {reason}")

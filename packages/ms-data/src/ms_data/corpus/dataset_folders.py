@@ -37,7 +37,7 @@ class _Splits(msgspec.Struct):
 
 
 def without_descriptions(files: dict[str, Place], folder: object) -> dict[str, Place]:
-    """Leaves of the files in a folder those that hold data.
+    """Leave of the files in a folder those that hold data.
 
     Args:
         files: by their names below the folder, in the order of reading.
@@ -73,7 +73,7 @@ def without_descriptions(files: dict[str, Place], folder: object) -> dict[str, P
 
 
 def _without_ledgers(files: dict[str, Place]) -> dict[str, Place]:
-    """Leaves of the folders that `clean` and `dedup` wrote their documents."""
+    """Leave of the folders that `clean` and `dedup` wrote their documents."""
     homes = {_home(name) for name in files if PurePosixPath(name).name == _LEDGER}
     ours = [home for home in homes if _below(home, _LEDGER_PART) in files]
     left_out = {
@@ -86,7 +86,7 @@ def _without_ledgers(files: dict[str, Place]) -> dict[str, Place]:
 
 
 def _shards(home: str, files: Mapping[str, Place]) -> dict[str, Place]:
-    """Finds the shards that the dataset in a folder lists, in its order."""
+    """Find the shards that the dataset in a folder lists, in its order."""
     place = files[_below(home, _STATE)]
     state = _decoded(place, _State)
     if state.indices:

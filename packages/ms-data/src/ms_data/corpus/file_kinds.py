@@ -16,7 +16,7 @@ class NotText(NamedTuple):
     """Why a file cannot be read as text."""
 
     name: str
-    """Such as `zip archive`."""
+    """What it is, such as `zip archive`."""
     remedy: str = _TEXT
 
 
@@ -77,7 +77,7 @@ BINARY = NotText("file with NUL bytes")
 
 
 def foreign_encoding(head: bytes) -> str | None:
-    """Says why a text that begins with `head` cannot be read for its encoding, or None."""
+    """Say why a text that begins with `head` cannot be read for its encoding, or None."""
     for mark, encoding in _MARKS.items():
         if head.startswith(mark):
             return f"text in {encoding}; convert it, as by `iconv -f {encoding} -t UTF-8`"
@@ -85,7 +85,7 @@ def foreign_encoding(head: bytes) -> str | None:
 
 
 def kind_of(head: bytes) -> Kind:
-    """Tells what a file is whose first bytes, up to `HEAD_BYTES` of them, are `head`."""
+    """Tell what a file is whose first bytes, up to `HEAD_BYTES` of them, are `head`."""
     for (at, signature), kind in _SIGNATURES.items():
         if head.startswith(signature, at) and _plausible(signature, head):
             return kind
@@ -105,7 +105,7 @@ def _plausible(signature: bytes, head: bytes) -> bool:
 
 
 def omissions(left_out: Mapping[str, int], skipped: int = 0) -> str:
-    """Says what was left out, for the end of a line; empty where nothing was."""
+    """Say what was left out, for the end of a line; empty where nothing was."""
     count = sum(left_out.values())
     kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(left_out.items()))
     files = "file" if count == 1 else "files"

@@ -36,7 +36,7 @@ def find_corpus(
     parse: Callable[[Mapping[str, Any]], str] | None = None,
     document_limit_mib: int = DOCUMENT_LIMIT_MIB,
 ) -> Corpus:
-    """Finds the files of a corpus: files, folders of files, addresses of either, or `stdlib`.
+    """Find the files of a corpus: files, folders of files, addresses of either, or `stdlib`.
 
     What a file is, its name and first bytes tell: see `readers`. A file that no reader claims is
     one document of text. Any may be packed by gzip (.gz) or zstd (.zst). A folder is read in the
@@ -81,7 +81,7 @@ def find_corpus(
 
 
 def _find(corpus: str | Path) -> _Part:
-    """Finds the files of one name."""
+    """Find the files of one name."""
     if is_remote(str(corpus)):
         found, folder = remote_files(str(corpus))
         shown = {
@@ -121,7 +121,7 @@ def _library() -> _Part:
 
 
 def _visible_files(folder: Path) -> list[Path]:
-    """Finds the files of a folder, links to folders last, so that files keep their own names."""
+    """Find the files of a folder, links to folders last, so that files keep their own names."""
     found: list[Path] = []
     seen: set[tuple[int, int]] = set()
     waiting = [folder]

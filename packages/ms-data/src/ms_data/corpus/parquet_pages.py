@@ -55,7 +55,7 @@ class CheckedPages(io.RawIOBase):
         self._held = False
 
     def expect(self, chunks: Sequence[Chunk]) -> None:
-        """Says which columns are read from here on."""
+        """Say which columns are read from here on."""
         self._next = [list(chunk) for chunk in chunks]
 
     def shared_bytes(self, column: Any, chunk: Chunk) -> int:
@@ -94,7 +94,7 @@ class CheckedPages(io.RawIOBase):
         return found
 
     def _page(self, content: bytes, chunk: list[int]) -> int:
-        """Checks the page at the start of `content`; returns its size as it lies in the file."""
+        """Check the page at the start of `content`; return its size as it lies in the file."""
         start, stop, whole = chunk
         try:
             page = read_header(content)
@@ -123,7 +123,7 @@ class CheckedPages(io.RawIOBase):
 
 
 def read_header(content: bytes) -> PageHeader:
-    """Reads the header of a page at the start of some bytes.
+    """Read the header of a page at the start of some bytes.
 
     Raises:
         IndexError: it goes on after them.
@@ -146,13 +146,13 @@ def read_header(content: bytes) -> PageHeader:
 
 
 def _number(content: bytes, at: int) -> tuple[int, int]:
-    """Reads a number with its sign, and where the next value stands."""
+    """Read a number with its sign, and where the next value stands."""
     value, at = _length(content, at)
     return (value >> 1) ^ -(value & 1), at
 
 
 def _length(content: bytes, at: int) -> tuple[int, int]:
-    """Reads a number without a sign, and where the next value stands."""
+    """Read a number without a sign, and where the next value stands."""
     value = shift = 0
     while shift < 70:
         byte = content[at]
@@ -164,7 +164,7 @@ def _length(content: bytes, at: int) -> tuple[int, int]:
 
 
 def _after(content: bytes, at: int, kind: int, depth: int) -> int:
-    """Finds where a value of some kind ends."""
+    """Find where a value of some kind ends."""
     if not depth or kind > _STRUCT:
         raise ValueError("the header of a page is malformed")
     if kind <= _TRUE + 1:

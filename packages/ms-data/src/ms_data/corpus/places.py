@@ -13,7 +13,7 @@ from attrs import field, frozen
 from ms_data.errors import CorpusError, printable
 
 
-class Facts(NamedTuple):
+class FileInfo(NamedTuple):
     """What is known of a file without reading it."""
 
     size_bytes: int
@@ -31,7 +31,7 @@ class RemoteFile:
     filesystem: Any = field(repr=False, eq=False)
     path: str = field(eq=False)
     """As the filesystem calls it."""
-    facts: Facts = field(eq=False)
+    facts: FileInfo = field(eq=False)
     """As the listing told them."""
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ Place = Path | RemoteFile
 
 
 def open_place(place: Place) -> BufferedReader:
-    """Opens a file for reading.
+    """Open a file for reading.
 
     Raises:
         OSError: it cannot be opened.
@@ -70,12 +70,12 @@ def open_place(place: Place) -> BufferedReader:
         return BufferedReader(place.filesystem.open(place.path, "rb"))
 
 
-def facts_of(place: Place) -> Facts:
-    """Looks up what is known of a file; of one elsewhere, what the listing told."""
+def file_info(place: Place) -> FileInfo:
+    """Look up what is known of a file; of one elsewhere, what the listing told."""
     if isinstance(place, RemoteFile):
         return place.facts
     facts = place.stat()
-    return Facts(facts.st_size, str(facts.st_mtime_ns), facts.st_mtime_ns)
+    return FileInfo(facts.st_size, str(facts.st_mtime_ns), facts.st_mtime_ns)
 
 
 def is_remote(text: str) -> bool:
@@ -84,7 +84,7 @@ def is_remote(text: str) -> bool:
 
 
 def remote_files(url: str) -> tuple[dict[str, RemoteFile], bool]:
-    """Finds the files at an address, by their paths below it, and whether it is a folder.
+    """Find the files at an address, by their paths below it, and whether it is a folder.
 
     Raises:
         CorpusError: there is nothing, or it cannot be reached.
@@ -111,7 +111,7 @@ def remote_files(url: str) -> tuple[dict[str, RemoteFile], bool]:
     return files, folder
 
 
-def _facts(url: str, facts: dict[str, Any]) -> Facts:
+def _facts(url: str, facts: dict[str, Any]) -> FileInfo:
     size = facts.get("size")
     if not isinstance(size, int):
         raise CorpusError(f"{printable(url)}: its size is not known there; copy it to a disk")
@@ -120,12 +120,12 @@ def _facts(url: str, facts: dict[str, Any]) -> Facts:
     seconds = time.timestamp() if isinstance(time, datetime) else time
     known = isinstance(seconds, int | float)
     version = str(facts.get("ETag") or facts.get("etag") or (seconds if known else ""))
-    return Facts(size, version, int(seconds * 1e9) if known and seconds is not None else None)
+    return FileInfo(size, version, int(seconds * 1e9) if known and seconds is not None else None)
 
 
 @contextmanager
 def reaching(url: str) -> Iterator[None]:
-    """Turns whatever a store, or its client, raises into one line."""
+    """Turn whatever a store, or its client, raises into one line."""
     try:
         yield
     except CorpusError:

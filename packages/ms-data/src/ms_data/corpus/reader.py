@@ -56,12 +56,12 @@ class OpenFile:
     packed: bool = False
     """The file itself is packed, so that only its blocks can be read."""
     named: bool = False
-    """It was named itself, so that it must be text."""
+    """Whether the user named it, so that it must be text."""
     done_bytes: int | None = None
     """How much is read, where the reader knows better than the place in the file tells."""
 
     def whole(self, limit: int) -> "bytes | Invalid":
-        """Reads a file that is one document of at most `limit` bytes."""
+        """Read a file that is one document of at most `limit` bytes."""
         parts: list[bytes] = []
         for block in self.blocks:
             parts.append(block)
@@ -108,7 +108,7 @@ class Reader(Protocol):
         ...
 
     def documents(self, file: OpenFile, options: ReadOptions, start: int, /) -> Iterator[Found]:
-        """Gives what is found in a file, in order, from number `start` on.
+        """Give what is found in a file, in order, from number `start` on.
 
         An empty text is passed over, and counts.
         """
@@ -125,7 +125,7 @@ class FileReader:
     signatures: tuple[bytes, ...] = ()
     """How its files begin, whatever their names."""
     text: bool = True
-    """Its files are text, so that what is known as something else is none of them."""
+    """Whether its files are text, so that what is known as something else is none of them."""
 
     def claims(self, name: str, head: bytes, /) -> bool:
         """Whether a file is of this kind."""
@@ -135,7 +135,7 @@ class FileReader:
 
 
 def library(name: str, extra: str, file: OpenFile) -> Any:
-    """Imports a library that an extra brings.
+    """Import a library that an extra brings.
 
     Raises:
         CorpusError: it is not installed.
@@ -150,7 +150,7 @@ def library(name: str, extra: str, file: OpenFile) -> Any:
 
 
 def damaged(file: OpenFile, kind: str, problem: object) -> CorpusError:
-    """Says that a file is not whole."""
+    """Say that a file is not whole."""
     words = " ".join(str(problem).split()) or type(problem).__name__
     return CorpusError(
         f"{file.path}: damaged {kind} ({words[:200]}); fetch the file or write it again"
@@ -158,7 +158,7 @@ def damaged(file: OpenFile, kind: str, problem: object) -> CorpusError:
 
 
 def not_utf8(content: bytes) -> str | None:
-    """Says why some bytes are not UTF-8, or None if they are."""
+    """Say why some bytes are not UTF-8, or None if they are."""
     try:
         content.decode()
     except UnicodeDecodeError as error:

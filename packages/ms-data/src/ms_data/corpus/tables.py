@@ -26,7 +26,7 @@ _ROWS_AT_ONCE = 256
 
 @contextmanager
 def decoding_table(file: OpenFile, kind: str, extra: str) -> Iterator[Any]:
-    """Gives pyarrow, and turns what it raises over a file into one line.
+    """Give pyarrow, and turn what it raises over a file into one line.
 
     Raises:
         CorpusError: it is not installed, or the file is not whole.
@@ -48,7 +48,7 @@ def decoding_table(file: OpenFile, kind: str, extra: str) -> Iterator[Any]:
 
 
 def column_problem(arrow: Any, schema: Any, options: ReadOptions) -> str | None:
-    """Says why no column of a table can be the text; None if one can, or rows are asked for."""
+    """Say why no column of a table can be the text; None if one can, or rows are asked for."""
     if options.parse is not None:
         return None
     name = options.text_column
@@ -74,7 +74,7 @@ def _is_text(arrow: Any, kind: Any) -> bool:
 def batch_documents(
     arrow: Any, batch: Any, file: OpenFile, options: ReadOptions, first: int
 ) -> Iterator[Found]:
-    """Gives each row of a record batch; `first` is the number of its first row, from 1."""
+    """Give each row of a record batch; `first` is the number of its first row, from 1."""
     for at in range(0, batch.num_rows, _ROWS_AT_ONCE):
         part = batch.slice(at, _ROWS_AT_ONCE)
         if options.parse is not None:
@@ -104,7 +104,7 @@ def _texts(
 
 
 def _encoded(arrow: Any, column: Any) -> Sequence[bytes | None]:
-    """Takes the bytes of each text; the offsets are checked before anything is read by them."""
+    """Take the bytes of each text; the offsets are checked before anything is read by them."""
     if arrow.types.is_dictionary(column.type):
         column.indices.validate(full=True)
         words = _encoded(arrow, column.dictionary)
@@ -139,7 +139,7 @@ def _rows(arrow: Any, batch: Any, file: OpenFile, first: int) -> Iterator[Found]
 
 
 def _without_nulls(value: Any) -> Any:
-    """Leaves out members without a value: Arrow gives every struct all members that one has."""
+    """Leave out members without a value: Arrow gives every struct all members that one has."""
     if isinstance(value, dict):
         return {name: _without_nulls(one) for name, one in value.items() if one is not None}
     if isinstance(value, list):

@@ -20,7 +20,7 @@ _LARGEST_WINDOW = 1 << 27
 
 
 def unpacked(raw: io.BufferedReader, packing: str) -> Iterator[bytes]:
-    """Reads an open file that is packed by `gz`, `zst` or not at all."""
+    """Read an open file that is packed by `gz`, `zst` or not at all."""
     if packing == "zst":
         yield from _unpacked_zstd(raw)
         return
@@ -52,7 +52,7 @@ def _zstd() -> Any:
 
 
 def lines_of(blocks: Iterator[bytes], limit: int) -> Iterator[bytes | None]:
-    """Gives each line without its end, or None for one of more than `limit` bytes."""
+    """Give each line without its end, or None for one of more than `limit` bytes."""
     rest: list[bytes] = []
     size = 0
     for block in blocks:
@@ -81,11 +81,11 @@ class Content:
         self._left = memoryview(b"")
 
     def read(self, size: int) -> bytes:
-        """Reads `size` bytes, or as many as there are; memory grows with what was found alone."""
+        """Read `size` bytes, or as many as there are; memory grows with what was found alone."""
         return b"".join(self._parts(size))
 
     def skip(self, size: int) -> int:
-        """Passes over `size` bytes; returns how many there were."""
+        """Pass over `size` bytes; return how many there were."""
         return sum(map(len, self._parts(size)))
 
     def _parts(self, size: int) -> Iterator[memoryview]:
@@ -100,7 +100,7 @@ class Content:
             yield part
 
     def line(self, limit: int) -> bytes:
-        """Reads up to the end of a line, which is kept, or `limit` bytes."""
+        """Read up to the end of a line, which is kept, or `limit` bytes."""
         parts: list[bytes] = []
         while limit > 0:
             if not self._left:

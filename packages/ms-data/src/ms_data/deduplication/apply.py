@@ -12,7 +12,7 @@ from ms_data.deduplication.records import SPAN
 from ms_data.deduplication.windows import cut_words
 from ms_data.passes.batches import Batch, Item
 from ms_data.passes.output import Line, packed
-from ms_data.passes.run import Answer
+from ms_data.passes.run import PassResult
 from ms_data.passes.tally import Entry, Tally, excerpt_of
 
 
@@ -54,7 +54,7 @@ class Decisions:
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Makes what turns a batch into its answer, both as msgpack."""
+    """Make what turns a batch into its answer, both as msgpack."""
     decisions = Decisions(msgspec.msgpack.decode(setup, type=Decided))
     decoder = msgspec.msgpack.Decoder(Batch)
 
@@ -64,8 +64,8 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     return work
 
 
-def write_batch(batch: Batch, decisions: Decisions) -> Answer:
-    """Writes the documents of a batch that are kept, and the ledger of all."""
+def write_batch(batch: Batch, decisions: Decisions) -> PassResult:
+    """Write the documents of a batch that are kept, and the ledger of all."""
     tally = Tally()
     documents: list[bytes] = []
     ledger: list[bytes] = []
@@ -75,7 +75,7 @@ def write_batch(batch: Batch, decisions: Decisions) -> Answer:
             documents.append(msgspec.json.encode(Line(text, item.place)))
         ledger.append(msgspec.json.encode(entry))
         tally.count(entry, excerpt_of(item.text or "") if entry.fate == "dropped" else "")
-    return Answer((packed(documents), packed(ledger)), tally)
+    return PassResult((packed(documents), packed(ledger)), tally)
 
 
 def _judge(number: int, item: Item, decisions: Decisions) -> tuple[str | None, Entry]:

@@ -39,7 +39,7 @@ class Joined:
             part[:] = np.arange(start, start + len(part), dtype=np.uint32)
 
     def join(self, edges: "Edges") -> None:
-        """Joins the two ends of every edge, and whatever these are joined with."""
+        """Join the two ends of every edge, and whatever these are joined with."""
         changed = True
         while changed:
             changed = False
@@ -69,7 +69,7 @@ class Edges:
         path.write_bytes(b"")
 
     def add(self, records: Records) -> None:
-        """Takes the runs of sorted records of the same key and check."""
+        """Take the runs of sorted records of the same key and check."""
         first = runs(records, "key", "check")
         again = first != np.arange(len(records))
         edges = np.zeros(int(again.sum()), _EDGE)
@@ -79,7 +79,7 @@ class Edges:
             file.write(np.unique(edges[edges["one"] != edges["other"]]).tobytes())
 
     def read(self) -> Iterator[tuple[Labels, Labels]]:
-        """Gives all pairs, many at a time."""
+        """Give all pairs, many at a time."""
         with self._path.open("rb") as file:
             while content := file.read(_CHUNK * _EDGE.itemsize):
                 edges = np.frombuffer(content, _EDGE)
@@ -89,7 +89,7 @@ class Edges:
 def join_alike(
     folder: Path, name: str, records: Iterable[bytes], *, documents: int, size_bytes: int
 ) -> Joined:
-    """Joins the documents of which `RECORD`s have the same key.
+    """Join the documents of which `RECORD`s have the same key.
 
     Args:
         folder: for files that are not kept.
@@ -110,7 +110,7 @@ def join_alike(
 
 
 def choose(labels: Labels, facts: Records, options: DedupOptions) -> Iterator[Cluster]:
-    """Chooses the document of each cluster that is kept; in the order of their first documents."""
+    """Choose the document of each cluster that is kept; in the order of their first documents."""
     assert facts.dtype == FACTS
     later = np.concatenate(
         [

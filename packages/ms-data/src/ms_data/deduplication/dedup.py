@@ -19,7 +19,7 @@ from ms_data.deduplication.apply import Decided
 from ms_data.deduplication.clusters import Labels, choose, join_alike
 from ms_data.deduplication.options import DedupOptions
 from ms_data.deduplication.records import FACTS, RECORD
-from ms_data.deduplication.signatures import Frame, Setup, read_frames
+from ms_data.deduplication.signatures import SignatureFrame, SignatureSetup, read_frames
 from ms_data.deduplication.substrings import find_repeated
 from ms_data.errors import SettingError
 from ms_data.passes.array_jobs import ArrayShard, merged
@@ -45,7 +45,7 @@ def dedup(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_quarantine: Callable[[str], None] = lambda reason: None,
 ) -> LedgerSummary:
-    """Writes the documents of a corpus, of those that are alike one, and a ledger.
+    """Write a corpus with one document of each group that is alike, and a ledger.
 
     Args:
         corpus: files, folders or addresses of text and tables, or `stdlib`; see `find_corpus`.
@@ -92,7 +92,7 @@ def dedup(
 
 
 def _perform(first: Pass, last: Pass, out: str | Path) -> LedgerSummary:
-    """Does both passes, or of the first one what a job of an array does."""
+    """Do both passes, or of the first one what a job of an array does."""
     job = first.shard
     if job is not None and job.number:
         return last.finished(out) or first.publish(job.folder / "signatures")
@@ -117,7 +117,7 @@ def _signing(last: Pass, options: dict[str, Any], on_quarantine: Callable[[str],
         last,
         kind="dedup signatures",
         work="ms_data.deduplication.signatures:prepare",
-        prepare=lambda folder: msgspec.msgpack.encode(Setup(options)),
+        prepare=lambda folder: msgspec.msgpack.encode(SignatureSetup(options)),
         on_quarantine=on_quarantine,
         corpus=[],
         scratch="",
@@ -134,7 +134,7 @@ class _Decide:
     options: DedupOptions
 
     def run(self, folder: Path) -> bytes:
-        """Hashes all documents, and decides which are kept."""
+        """Hash all documents, and decide which are kept."""
         scratch = folder / _SCRATCH
         scratch.mkdir(exist_ok=True)
         signatures = scratch / "signatures"
@@ -156,7 +156,7 @@ class _Decide:
         return msgspec.msgpack.encode(Decided(str(scratch), bool(self.options.substring_words)))
 
     def _keepers(self, folder: Path, record: PassRecord, facts: np.ndarray[Any, Any]) -> Labels:
-        """Joins what is alike, writes the clusters, and maps each document to the one kept."""
+        """Join what is alike, write the clusters, and map each document to the one kept."""
         scratch, count = folder / _SCRATCH, len(facts)
         size = count * RECORD.itemsize
         signatures = scratch / "signatures"
@@ -193,6 +193,6 @@ class _Decide:
                 yield _part(frame, name)
 
 
-def _part(frame: Frame, name: str) -> bytes:
+def _part(frame: SignatureFrame, name: str) -> bytes:
     content: bytes = getattr(frame, name)
     return content

@@ -87,7 +87,7 @@ class MinHash:
         return least
 
     def keys(self, signatures: NDArray[np.uint32]) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
-        """Hashes of each band of some signatures, as 64 bits and 32 more; (documents, bands)."""
+        """Hash of each band of some signatures, as 64 bits and 32 more; (documents, bands)."""
         bands = signatures.reshape(len(signatures), *self._shape).astype(np.uint64)
         keys = np.broadcast_to(self._salts[:, 0], bands.shape[:2]).copy()
         checks = ~keys
@@ -183,7 +183,7 @@ def _edges(kinds: NDArray[np.uint8], longer: bool) -> NDArray[np.int64]:
 
 @cache
 def _kinds(count: int) -> NDArray[np.uint8]:
-    """Of each character: 0 is no part of a word, 1 one of several, 2 a word of its own."""
+    """Kind of each character: 0 is no part of a word, 1 one of several, 2 a word of its own."""
     found = np.zeros(count, np.uint8)
     for code, character in enumerate(map(chr, range(count))):
         if character.isalnum():

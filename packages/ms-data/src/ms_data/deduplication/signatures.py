@@ -16,13 +16,13 @@ from ms_data.deduplication.windows import Windows
 from ms_data.errors import OutputError
 from ms_data.passes.batches import Batch, Item
 from ms_data.passes.record import PassRecord
-from ms_data.passes.run import Answer
+from ms_data.passes.run import PassResult
 from ms_data.passes.tally import Tally
 
 _PREFIX_BYTES = 8
 
 
-class Frame(msgspec.Struct, frozen=True, array_like=True):
+class SignatureFrame(msgspec.Struct, frozen=True, array_like=True):
     """What the documents of a batch are compared by; arrays as bytes."""
 
     first: int
@@ -37,15 +37,15 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     """`FACTS` of every document."""
 
 
-class Setup(msgspec.Struct, frozen=True):
+class SignatureSetup(msgspec.Struct, frozen=True):
     """What a process is prepared with: the options, by name."""
 
     options: dict[str, bool | int | str | list[str]]
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Makes what turns a batch into its answer, both as msgpack."""
-    options = DedupOptions(**msgspec.msgpack.decode(setup, type=Setup).options)  # type: ignore[arg-type]
+    """Make what turns a batch into its answer, both as msgpack."""
+    options = DedupOptions(**msgspec.msgpack.decode(setup, type=SignatureSetup).options)  # type: ignore[arg-type]
     decoder = msgspec.msgpack.Decoder(Batch)
     signer = Signer(options)
 
@@ -54,7 +54,7 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
         content = msgspec.msgpack.encode(signer.frame(batch))
         frame = len(content).to_bytes(_PREFIX_BYTES, "little") + content
         count = len(batch.items)
-        return msgspec.msgpack.encode(Answer((frame, b""), Tally(documents=count, kept=count)))
+        return msgspec.msgpack.encode(PassResult((frame, b""), Tally(documents=count, kept=count)))
 
     return work
 
@@ -69,7 +69,7 @@ class Signer:
         )
         self._windows = Windows(options.substring_words)
 
-    def frame(self, batch: Batch) -> Frame:
+    def frame(self, batch: Batch) -> SignatureFrame:
         """What the documents of a batch are compared by."""
         read = [(n, one.text) for n, one in enumerate(batch.items, batch.first) if one.text]
         numbers = np.array([number for number, _ in read], np.uint32)
@@ -77,7 +77,7 @@ class Signer:
         facts = np.zeros(len(batch.items), FACTS)
         facts["size"] = [len((one.text or "").encode()) for one in batch.items]
         facts["rank"] = [self._rank(one) for one in batch.items]
-        return Frame(
+        return SignatureFrame(
             batch.first,
             self._exact(texts, numbers) if self._options.exact else b"",
             self._near(texts, numbers) if self._options.minhash and texts else b"",
@@ -116,13 +116,13 @@ class Signer:
         return next(fitting, len(self._options.priority))
 
 
-def read_frames(folder: Path, record: PassRecord) -> Iterator[Frame]:
-    """Reads the frames that a pass wrote, in order.
+def read_frames(folder: Path, record: PassRecord) -> Iterator[SignatureFrame]:
+    """Read the frames that a pass wrote, in order.
 
     Raises:
         OutputError: one is damaged.
     """
-    decoder = msgspec.msgpack.Decoder(Frame)
+    decoder = msgspec.msgpack.Decoder(SignatureFrame)
     for entry in record.files:
         path, seen = folder / entry.name, xxhash.xxh3_128()
         with path.open("rb") as file:

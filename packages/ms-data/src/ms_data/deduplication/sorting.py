@@ -11,7 +11,7 @@ MEMORY_BYTES = 64 << 20
 """Records of one file, on average; sorting takes about three times as much."""
 MOST_FILES = 4096
 BUFFER_BYTES = 32 << 20
-"""Of all files together."""
+"""Buffers of all files together."""
 
 Records = NDArray[Any]
 
@@ -33,7 +33,7 @@ class Buckets:
         self._held_bytes = 0
 
     def add(self, records: Records) -> None:
-        """Takes some records."""
+        """Take some records."""
         if self._bits:
             places = (records["key"] >> np.uint64(64 - self._bits)).astype(np.int64)
             records = records[np.argsort(places, kind="stable")]
@@ -49,7 +49,7 @@ class Buckets:
             self._flush()
 
     def sorted(self) -> Iterator[Records]:
-        """Gives the records sorted by key, those of one key in the order of adding.
+        """Give the records sorted by key, those of one key in the order of adding.
 
         All records of a key come together. Each file is removed once it is read.
         """

@@ -15,7 +15,7 @@ _CHUNK = 1 << 20
 def find_repeated(
     folder: Path, records: Iterable[bytes], keeper: Labels, *, words: int, size_bytes: int
 ) -> tuple[Path, Path]:
-    """Writes which words of each document stood before.
+    """Write which words of each document stood before.
 
     Of rows that overlap in one document, the words of the first stay.
 

@@ -5,7 +5,7 @@ import re
 import numpy as np
 from numpy.typing import NDArray
 
-from ms_data.cleaning.ngrams import WordHashes
+from ms_data.cleaning.ngrams import WordHashCache
 from ms_data.cleaning.words import HAN, KANA
 
 _WORD = re.compile(rf"[^\W{HAN}{KANA}]+|[{HAN}{KANA}]")
@@ -22,7 +22,7 @@ class Windows:
 
     def __init__(self, words: int) -> None:
         self._words = words
-        self._hashes = WordHashes()
+        self._hashes = WordHashCache()
         self._powers = np.ones(1, np.uint64)
         self._backs = np.ones(1, np.uint64)
 

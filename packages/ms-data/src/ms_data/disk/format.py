@@ -45,7 +45,7 @@ Kind = Literal["text", "conversations", "preferences", "media"]
 """What the documents of a dataset are."""
 
 
-class KindFacts(NamedTuple):
+class KindInfo(NamedTuple):
     """The facts of one kind of document."""
 
     label: str
@@ -56,11 +56,11 @@ class KindFacts(NamedTuple):
     """The class that streams them."""
 
 
-KINDS: dict[Kind, KindFacts] = {
-    "text": KindFacts("text", 0, "TokenStream"),
-    "conversations": KindFacts("conversations", 1, "InstructionStream"),
-    "media": KindFacts("conversations with pictures or sound", 4, "InstructionStream"),
-    "preferences": KindFacts("preference pairs", 3, "PreferenceStream"),
+KINDS: dict[Kind, KindInfo] = {
+    "text": KindInfo("text", 0, "TokenStream"),
+    "conversations": KindInfo("conversations", 1, "InstructionStream"),
+    "media": KindInfo("conversations with pictures or sound", 4, "InstructionStream"),
+    "preferences": KindInfo("preference pairs", 3, "PreferenceStream"),
 }
 
 LOSS_BIT = np.uint32(1 << 31)
@@ -87,7 +87,7 @@ def token_type_for(vocabulary_size: int, kind: Kind = "text") -> TokenType:
 
 
 def frames_of(tokens: int, frame_tokens: int) -> int:
-    """Counts the frames that hold `tokens` tokens; only the last one may be short."""
+    """Count the frames that hold `tokens` tokens; only the last one may be short."""
     return -(-tokens // frame_tokens)
 
 
@@ -195,7 +195,7 @@ def sealed_files(index: Index) -> list[tuple[tuple[str, ...], str]]:
 
 
 def sealed(value: msgspec.Struct, field: str) -> bytes:
-    """Encodes `value` with its own checksum.
+    """Encode `value` with its own checksum.
 
     Its member `field` becomes the hexadecimal xxh3-128 of the same with that member empty.
     """
@@ -204,12 +204,12 @@ def sealed(value: msgspec.Struct, field: str) -> bytes:
 
 
 def encode_index(index: Index) -> bytes:
-    """Encodes an index with its fingerprint; the same index always gives the same bytes."""
+    """Encode an index with its fingerprint; the same index always gives the same bytes."""
     return sealed(index, "fingerprint")
 
 
 def decode_index(content: bytes) -> Index:
-    """Reads an index and checks every byte of it.
+    """Read an index and check every byte of it.
 
     Raises:
         ValueError: the bytes are not exactly what `encode_index` wrote.

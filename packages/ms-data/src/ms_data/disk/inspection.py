@@ -32,7 +32,7 @@ class DatasetInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def inspect(folder: str | Path) -> DatasetInfo:
-    """Describes the dataset in `folder`.
+    """Describe the dataset in `folder`.
 
     Raises:
         SettingError: the folder holds no dataset.

@@ -41,7 +41,7 @@ class PlacedItem(NamedTuple):
 
 
 def pack_media(items: Sequence[PlacedItem]) -> _WORDS:
-    """Packs items as words, shape (n,)."""
+    """Pack items as words, shape (n,)."""
     table = np.zeros(len(items), ITEM)
     parts: list[bytes] = []
     for at, (item, start) in enumerate(items):
@@ -52,7 +52,7 @@ def pack_media(items: Sequence[PlacedItem]) -> _WORDS:
 
 
 def read_media(words: _WORDS) -> list[PlacedItem]:
-    """Reads what `pack_media` packed.
+    """Read what `pack_media` packed.
 
     Raises:
         ValueError: it is something else.
@@ -79,12 +79,12 @@ def read_media(words: _WORDS) -> list[PlacedItem]:
 
 
 def place_media(words: NDArray[np.integer], start: int, size: int) -> _WORDS:
-    """Writes into a conversation's header where its media stand in the split beside it."""
+    """Write into a conversation's header where its media stand in the split beside it."""
     placed = words.astype(np.uint32)
     placed[1:4] = (start & 0xFFFFFFFF, start >> 32, size)
     return placed
 
 
 def media_place(words: _WORDS) -> tuple[int, int]:
-    """Reads from a conversation's header where its media begin, and how many words they have."""
+    """Read from a conversation's header where its media begin, and how many words they have."""
     return int(words[1]) | int(words[2]) << 32, int(words[3])

@@ -59,17 +59,17 @@ class PairSample(NamedTuple):
 
 
 def pack_sample(sample: Sample) -> _Words:
-    """Packs a conversation as words, shape (n + 1,)."""
+    """Pack a conversation as words, shape (n + 1,)."""
     return np.concatenate((_floats(sample.weight), _marked(sample)))
 
 
 def pack_media_sample(sample: Sample) -> _Words:
-    """Packs a conversation that may have pictures and sounds, which `place_media` adds."""
+    """Pack a conversation that may have pictures and sounds, which `place_media` adds."""
     return np.concatenate((_floats(sample.weight), np.zeros(3, np.uint32), _marked(sample)))
 
 
 def pack_pair(pair: PairSample) -> _Words:
-    """Packs a pair as words."""
+    """Pack a pair as words."""
     size = np.array([len(pair.chosen.tokens)], np.uint32)
     header = (_floats(pair.weight, pair.margin), size)
     return np.concatenate((*header, _marked(pair.chosen), _marked(pair.rejected)))
@@ -124,21 +124,21 @@ class Samples(Sequence[Sample | PairSample]):
         return PairSample(chosen, rejected, float(floats[0]), float(floats[1]))
 
     def conversation(self, number: int) -> Sample:
-        """Reads sample `number` of a dataset of conversations."""
+        """Read sample `number` of a dataset of conversations."""
         found = self[number]
         if not isinstance(found, Sample):
             raise SettingError("preference pairs where conversations are asked for")
         return found
 
     def pair(self, number: int) -> PairSample:
-        """Reads sample `number` of a dataset of preference pairs."""
+        """Read sample `number` of a dataset of preference pairs."""
         found = self[number]
         if not isinstance(found, PairSample):
             raise SettingError("conversations where preference pairs are asked for")
         return found
 
     def media(self, number: int) -> list[PlacedItem]:
-        """Reads the pictures and sounds of sample `number`, in their order.
+        """Read the pictures and sounds of sample `number`, in their order.
 
         Raises:
             DamageError: bytes are not those that were written.

@@ -59,7 +59,7 @@ class Shard:
             raise
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -74,7 +74,7 @@ class Shard:
         return self.footer.frames
 
     def read(self, number: int) -> Frame:
-        """Decodes frame `number` after checking its bytes.
+        """Decode frame `number` after checking its bytes.
 
         Raises:
             DamageError: names the file and the frame whose bytes have changed.

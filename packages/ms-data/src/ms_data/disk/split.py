@@ -21,7 +21,7 @@ OPEN_SHARDS = 128
 
 
 def dataset_folder(folder: str | Path) -> Path:
-    """Takes the path of a folder of shards.
+    """Take the path of a folder of shards.
 
     Raises:
         SettingError: no system takes it.
@@ -31,7 +31,7 @@ def dataset_folder(folder: str | Path) -> Path:
 
 
 def read_index(folder: Path) -> Index:
-    """Reads and checks `folder/index.json`.
+    """Read and check `folder/index.json`.
 
     Raises:
         SettingError: there is no dataset in the folder.
@@ -119,7 +119,7 @@ class Split:
         return sum(entry.documents for entry in self._entries)
 
     def all_ends(self) -> NDArray[np.int64]:
-        """Finds one past the last token of each document, shape (documents,); decodes every frame.
+        """Find one past the last token of each document, shape (documents,); decode every frame.
 
         Raises:
             DamageError: a frame is damaged.
@@ -132,7 +132,7 @@ class Split:
         return np.concatenate(ends)
 
     def read(self, start: int, stop: int) -> NDArray[np.unsignedinteger]:
-        """Reads the tokens from `start` to `stop`, which must lie inside the split.
+        """Read the tokens from `start` to `stop`, which must lie inside the split.
 
         Raises:
             DamageError: a frame that holds some is damaged.
@@ -141,7 +141,7 @@ class Split:
         return np.concatenate([frame.tokens[low:high] for frame, low, high in parts])
 
     def read_into(self, out: NDArray[np.unsignedinteger], start: int) -> NDArray[np.int64]:
-        """Fills `out`, shape (n,), with the tokens from `start`.
+        """Fill `out`, shape (n,), with the tokens from `start`.
 
         Returns:
             Shape (e,), increasing: one past the last token of each document that ends inside.
@@ -159,7 +159,7 @@ class Split:
         return np.concatenate(ends)
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[Frame, int, int]]:
-        """Gives each frame that holds tokens from `start` to `stop`, and where they stand in it."""
+        """Give each frame that holds tokens from `start` to `stop`, and where they stand in it."""
         while start < stop:
             shard = bisect_right(self._starts, start) - 1
             number, low = divmod(start - self._starts[shard], self.index.frame_tokens)
@@ -169,7 +169,7 @@ class Split:
             start += high - low
 
     def _frame(self, shard: int, number: int) -> Frame:
-        """Returns a decoded frame, which may have been kept, because samples share them."""
+        """Return a decoded frame, which may have been kept, because samples share them."""
         key = self._frames_before[shard] + number
         frame = self._frames.get(key)
         if frame is None:

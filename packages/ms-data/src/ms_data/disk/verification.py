@@ -25,7 +25,7 @@ class Fault(msgspec.Struct, frozen=True):
 
     file: str
     part: str
-    """Such as `frame 12`, `frame table` or `footer`."""
+    """The damaged part, such as `frame 12`, `frame table` or `footer`."""
     problem: str
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 def verify(
     folder: str | Path, *, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Report:
-    """Reads and decodes the whole dataset in `folder` and reports all damage, by file and part.
+    """Read and decode the whole dataset in `folder` and report all damage, by file and part.
 
     Args:
         folder: a folder that `build` wrote.
@@ -80,7 +80,7 @@ def verify(
 
 
 def _check_files(folder: Path, index: Index) -> list[Fault]:
-    """Checks the tokenizer and, of an instruction set, the files of its template."""
+    """Check the tokenizer and, of an instruction set, the files of its template."""
     for names, expected in sealed_files(index):
         content = b""
         for name in names:
@@ -95,7 +95,7 @@ def _check_files(folder: Path, index: Index) -> list[Fault]:
 
 
 def _check_shard(folder: Path, entry: ShardEntry, index: Index) -> tuple[list[Fault], int]:
-    """Finds the faults of one shard, and counts its frames that were decoded."""
+    """Find the faults of one shard, and count its frames that were decoded."""
     try:
         shard = Shard(folder, entry, index.frame_tokens)
     except DamageError as error:
@@ -122,7 +122,7 @@ def _check_shard(folder: Path, entry: ShardEntry, index: Index) -> tuple[list[Fa
 
 
 def _inconsistency(frame: Frame, position: int | None, index: Index, *, media: bool) -> str | None:
-    """Finds what cannot be in a frame whose bytes are those that were written."""
+    """Find what cannot be in a frame whose bytes are those that were written."""
     text = index.document_kind == "text"
     tokens = frame.tokens if text else _without_headers(frame, index)
     if not media and tokens.size and int(tokens.max()) >= index.vocabulary_size:
@@ -135,7 +135,7 @@ def _inconsistency(frame: Frame, position: int | None, index: Index, *, media: b
 
 
 def _without_headers(frame: Frame, index: Index) -> NDArray[np.unsignedinteger]:
-    """Gives the tokens of conversations or pairs, whose documents have a header each."""
+    """Give the tokens of conversations or pairs, whose documents have a header each."""
     starts = np.concatenate(([-frame.position], frame.ends[frame.ends < len(frame.tokens)]))
     place = np.arange(len(frame.tokens))
     place -= np.repeat(starts, np.diff(np.maximum(starts, 0), append=len(frame.tokens)))
@@ -149,7 +149,7 @@ def _position_after(frame: Frame) -> int:
 
 
 def _frame_cut_off(path: Path, entry: ShardEntry) -> str | None:
-    """Names the frame in which a shortened file ends, by unpacking what is there."""
+    """Name the frame in which a shortened file ends, by unpacking what is there."""
     try:
         content = path.read_bytes()
     except OSError:

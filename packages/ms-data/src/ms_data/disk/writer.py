@@ -107,7 +107,7 @@ class ShardWriter:
             self._restore(state)
 
     def append(self, document: NDArray[np.integer]) -> None:
-        """Adds one document, shape (n,) with n ≥ 1, its end-of-text token included."""
+        """Add one document, shape (n,) with n ≥ 1, its end-of-text token included."""
         length, start = len(document), 0
         while start < length:
             stop = min(length, start + len(self._buffer) - self._filled)
@@ -122,7 +122,7 @@ class ShardWriter:
         self.documents += 1
 
     def _flush(self, position: int) -> None:
-        """Writes the buffered tokens as a frame; the next one begins at `position`."""
+        """Write the buffered tokens as a frame; the next one begins at `position`."""
         ends = np.array(self._ends, self._kind)
         payload = self._compressor.compress(self._buffer[: self._filled].tobytes() + ends.tobytes())
         self._write(payload)
@@ -141,7 +141,7 @@ class ShardWriter:
         return self._written.intdigest()
 
     def state(self) -> ShardState:
-        """Syncs what is written and returns all that is needed to go on after a crash."""
+        """Sync what is written and return all that is needed to go on after a crash."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return ShardState(
@@ -171,7 +171,7 @@ class ShardWriter:
         self.documents = state.documents
 
     def close(self) -> ShardEntry:
-        """Writes what follows the frames, syncs and closes the file; returns its entry."""
+        """Write what follows the frames, sync and close the file; return its entry."""
         if self._filled:
             self._flush(position=0)
         footer = Footer(
@@ -198,7 +198,7 @@ class ShardWriter:
         )
 
     def abandon(self) -> None:
-        """Closes the file without finishing it, even on a full disk."""
+        """Close the file without finishing it, even on a full disk."""
         try:
             self._file.close()
         except OSError:
@@ -243,7 +243,7 @@ class DatasetWriter:
             self._open[shard.split] = self._writer(shard.name, shard.split, shard)
 
     def append(self, split: str, document: NDArray[np.integer]) -> None:
-        """Adds one document to a split."""
+        """Add one document to a split."""
         writer = self._open.get(split)
         if writer is None:
             name = f"shard-{len(self._closed) + len(self._open):05d}.msd"
@@ -255,13 +255,13 @@ class DatasetWriter:
             del self._open[split]
 
     def tokens(self, split: str) -> int:
-        """Counts the tokens that were added to a split."""
+        """Count the tokens that were added to a split."""
         done = sum(entry.tokens for entry in self._closed if entry.split == split)
         writer = self._open.get(split)
         return done + (writer.tokens if writer else 0)
 
     def state(self) -> DatasetState:
-        """Syncs all shards and returns what is needed to go on after a crash."""
+        """Sync all shards and return what is needed to go on after a crash."""
         opened = tuple(writer.state() for writer in self._open.values())
         for shard, writer in zip(opened, self._open.values(), strict=True):
             self._checksums[shard.name] = writer.checksum
@@ -270,13 +270,13 @@ class DatasetWriter:
         )
 
     def close(self) -> tuple[ShardEntry, ...]:
-        """Finishes all shards and returns their entries by name."""
+        """Finish all shards and return their entries by name."""
         for split in tuple(self._open):
             self._closed.append(self._open.pop(split).close())
         return tuple(sorted(self._closed, key=lambda entry: entry.name))
 
     def abandon(self) -> None:
-        """Closes all files without finishing them."""
+        """Close all files without finishing them."""
         for writer in self._open.values():
             writer.abandon()
         self._open.clear()
@@ -292,7 +292,7 @@ class DatasetWriter:
 
 
 def _check_files(folder: Path, state: DatasetState) -> None:
-    """Checks that every byte that the state counts is on disk; open shards may have grown since.
+    """Check that every byte that the state counts is on disk; open shards may have grown since.
 
     Raises:
         OutputError: bytes are gone, more or others.
@@ -314,7 +314,7 @@ def _check_files(folder: Path, state: DatasetState) -> None:
 
 
 def _checksum_of(path: Path, size_bytes: int) -> int | None:
-    """Computes xxh3 of the first bytes of a file, or None where it has fewer."""
+    """Compute xxh3 of the first bytes of a file, or None where it has fewer."""
     found, left = xxhash.xxh3_64(), size_bytes
     try:
         with path.open("rb") as file:

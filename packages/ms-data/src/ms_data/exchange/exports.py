@@ -34,7 +34,7 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
 def export_dataset(
     shards: str | Path, *, out: str | Path, target: Format, split: str = "train"
 ) -> Exported:
-    """Writes the documents of a split, in their order and with their end of text.
+    """Write the documents of a split, in their order and with their end of text.
 
     Args:
         shards: a folder of shards of text.

@@ -32,7 +32,7 @@ def import_dataset(
     shard_size_mib: int = 64,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> DatasetInfo:
-    """Makes shards of Megatron's `.bin` and `.idx`, or of a folder of MDS.
+    """Make shards of Megatron's `.bin` and `.idx`, or of a folder of MDS.
 
     Tokens are taken as they are: a document that does not end in the tokenizer's end of text is
     given one, and one with an end of text in its midst is several. Text is tokenized.
@@ -108,7 +108,7 @@ def _write(
 def _encoded(
     documents: Iterator[tuple[str, Value]], tokenizer: Tokenizer
 ) -> Iterator[tuple[str, NDArray[np.integer], int]]:
-    """Gives each document's place, tokens and size in bytes; texts are tokenized in batches."""
+    """Give each document's place, tokens and size in bytes; texts are tokenized in batches."""
     texts: list[tuple[str, str]] = []
     waiting = 0
 
@@ -133,7 +133,7 @@ def _encoded(
 def _documents(
     tokens: NDArray[np.integer], tokenizer: Tokenizer, place: str
 ) -> Iterator[NDArray[np.integer]]:
-    """Cuts tokens into documents that end in the end of text."""
+    """Cut tokens into documents that end in the end of text."""
     if not len(tokens):
         return
     least, most = int(tokens.min()), int(tokens.max())

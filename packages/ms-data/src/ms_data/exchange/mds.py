@@ -76,7 +76,7 @@ class MdsReader:
         return sum(shard.raw_data.bytes for shard in self._shards)
 
     def documents(self) -> Iterator[tuple[str, Value]]:
-        """Gives each row's place and text, or tokens of shape (n,).
+        """Give each row's place and text, or tokens of shape (n,).
 
         Raises:
             CorpusError: a shard is missing or damaged.

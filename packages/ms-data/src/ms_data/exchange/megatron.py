@@ -57,7 +57,7 @@ class MegatronReader:
         return int(self._lengths.sum(dtype=np.int64)) * self._kind.itemsize
 
     def documents(self) -> Iterator[tuple[str, NDArray[np.integer]]]:
-        """Gives each document's place and tokens, shape (n,)."""
+        """Give each document's place and tokens, shape (n,)."""
         if not self.tokens.stat().st_size:
             return
         mapped = np.memmap(self.tokens, np.uint8, "r")
@@ -112,7 +112,7 @@ def write_megatron(
     *,
     vocabulary_size: int,
 ) -> int:
-    """Writes documents of these lengths, a sequence each; returns the bytes of both files.
+    """Write documents of these lengths, a sequence each; return the bytes of both files.
 
     Raises:
         WriteError: the disk is full, or the place cannot be written.

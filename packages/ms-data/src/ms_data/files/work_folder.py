@@ -23,7 +23,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def free_place(out: str | Path) -> Path:
-    """Resolves the path of a folder that must not exist yet, or be empty.
+    """Resolve the path of a folder that must not exist yet, or be empty.
 
     Raises:
         OutputError: something stands there, or no folder can be renamed to it.
@@ -38,7 +38,7 @@ def free_place(out: str | Path) -> Path:
 
 
 def refuse_inside(folder: Path, corpus: str | Path) -> None:
-    """Refuses a folder in which later work would read what this one writes.
+    """Refuse a folder in which later work would read what this one writes.
 
     Raises:
         OutputError: the folder lies in the corpus, and is not hidden.
@@ -55,7 +55,7 @@ def refuse_inside(folder: Path, corpus: str | Path) -> None:
 
 @contextmanager
 def work_folder(aside: Path, ours: re.Pattern[str]) -> Iterator[None]:
-    """Holds the folder to work in, for this process alone; removes it if it is of no further use.
+    """Hold the folder to work in, for this process alone; remove it if it is of no further use.
 
     Args:
         aside: the folder.
@@ -85,7 +85,7 @@ def work_folder(aside: Path, ours: re.Pattern[str]) -> Iterator[None]:
 
 
 def save_journal(folder: Path, journal: msgspec.Struct) -> None:
-    """Writes the journal of interrupted work whole or not at all.
+    """Write the journal of interrupted work whole or not at all.
 
     Raises:
         OutputError: the disk is full or the place cannot be written.
@@ -96,7 +96,7 @@ def save_journal(folder: Path, journal: msgspec.Struct) -> None:
 
 
 def load_journal(folder: Path, kind: type[T]) -> T | None:
-    """Reads the journal of interrupted work; None where there is none.
+    """Read the journal of interrupted work; None where there is none.
 
     Raises:
         OutputError: the journal is damaged.
@@ -115,7 +115,7 @@ def load_journal(folder: Path, kind: type[T]) -> T | None:
 
 
 def _lock(descriptor: int, aside: Path) -> None:
-    """Takes the folder for this process, if it still stands under its name."""
+    """Take the folder for this process, if it still stands under its name."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         same = os.path.samestat(os.fstat(descriptor), aside.stat())
@@ -128,7 +128,7 @@ def _lock(descriptor: int, aside: Path) -> None:
 
 
 def _refuse_foreign(aside: Path, ours: re.Pattern[str]) -> None:
-    """Refuses a folder with files that no such work wrote, which must not be removed."""
+    """Refuse a folder with files that no such work wrote, which must not be removed."""
     names = (str(path.relative_to(aside)) for path in aside.rglob("*"))
     foreign = sorted(name for name in names if not ours.fullmatch(name))
     if foreign:

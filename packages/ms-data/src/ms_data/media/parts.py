@@ -51,7 +51,7 @@ class EncodedFile(NamedTuple):
 def take_media(
     messages: Sequence[Message], folder: Path | None
 ) -> tuple[list[Message], list[EncodedFile]]:
-    """Splits messages into what a template reads and the files of their pictures and sounds.
+    """Split messages into what a template reads and the files of their pictures and sounds.
 
     Args:
         messages: as `read_conversation` gives them.
@@ -93,7 +93,7 @@ def take_media(
 
 
 def _content(part: Mapping[str, Any], place: str, folder: Path | None) -> bytes:
-    """Finds the bytes of a part."""
+    """Find the bytes of a part."""
     value = part.get(part["type"])
     if isinstance(value, Mapping) and "url" in value:
         value = value["url"]
@@ -132,7 +132,7 @@ def _inline(address: str, place: str) -> bytes:
 
 
 def _read(name: str, place: str, folder: Path | None) -> bytes:
-    """Reads a file below `folder`, through no link, so that a row cannot name any other."""
+    """Read a file below `folder`, through no link, so that a row cannot name any other."""
     where = f"{place}: {printable(name)!r}"
     if folder is None:
         raise ValueError(f"{where}: no folder is known that it lies in; name it (--media-folder)")

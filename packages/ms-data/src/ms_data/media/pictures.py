@@ -39,7 +39,7 @@ class Grid(NamedTuple):
 
 
 def decode_picture(content: bytes) -> Any:
-    """Decodes a whole picture of PNG or JPEG; returns a `PIL.Image.Image` in RGB, turned upright.
+    """Decode a whole picture of PNG or JPEG; return a `PIL.Image.Image` in RGB, turned upright.
 
     Raises:
         ValueError: it is neither, is broken or cut off, or has more pixels than
@@ -71,7 +71,7 @@ def decode_picture(content: bytes) -> Any:
 
 
 def grid_of(width: int, height: int, settings: PictureSettings) -> Grid:
-    """Computes the patches of a picture of so many pixels, as `smart_resize` of Qwen-VL does.
+    """Compute the patches of a picture of so many pixels, as `smart_resize` of Qwen-VL does.
 
     Raises:
         ValueError: one side is over 200 times as long as the other.
@@ -97,7 +97,7 @@ def grid_of(width: int, height: int, settings: PictureSettings) -> Grid:
 
 
 def patches_of(picture: Any, settings: PictureSettings) -> NDArray[np.float32]:
-    """Makes the patches of a decoded picture.
+    """Make the patches of a decoded picture.
 
     Returns:
         Shape (patches, 3 x temporal_patch_size x patch_size²); patches of one token stand
@@ -122,7 +122,7 @@ def patches_of(picture: Any, settings: PictureSettings) -> NDArray[np.float32]:
 
 
 def need_pillow() -> None:
-    """Finds out whether pictures can be decoded.
+    """Find out whether pictures can be decoded.
 
     Raises:
         SettingError: Pillow is not installed.

@@ -49,7 +49,7 @@ class Processor:
 
     @classmethod
     def load(cls, path: str | Path, *, media_folder: str | Path | None = None) -> "Processor":
-        """Reads a processor's settings.
+        """Read a processor's settings.
 
         Args:
             path: a model's folder, with processor_config.json or preprocessor_config.json.
@@ -82,7 +82,7 @@ class Processor:
         return found
 
     def measure(self, file: EncodedFile) -> MediaItem:
-        """Decodes a file as a whole, and finds how many tokens stand for it.
+        """Decode a file as a whole, and find how many tokens stand for it.
 
         Raises:
             ValueError: it is broken, too large, or nothing that the model reads.
@@ -103,7 +103,7 @@ class Processor:
             raise ValueError(f"{file.place}: {error}") from error
 
     def patches(self, items: Sequence[MediaItem]) -> NDArray[np.float32]:
-        """Makes the patches of pictures, one after the other, shape (patches, numbers a patch).
+        """Make the patches of pictures, one after the other, shape (patches, numbers a patch).
 
         Raises:
             ValueError: one is not what it was when it was measured.
@@ -119,7 +119,7 @@ class Processor:
     def spectrograms(
         self, items: Sequence[MediaItem]
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Makes the spectrograms of sounds.
+        """Make the spectrograms of sounds.
 
         Returns:
             Shape (sounds, mels, frames), and a mask (sounds, frames): 1 where there is sound.

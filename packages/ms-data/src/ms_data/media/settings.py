@@ -118,7 +118,7 @@ class MediaSettings(
 
     @classmethod
     def decode(cls, content: bytes, where: Path) -> "MediaSettings":
-        """Reads what `encode` wrote.
+        """Read what `encode` wrote.
 
         Raises:
             TokenizerError: it is something else.
@@ -127,7 +127,7 @@ class MediaSettings(
 
 
 def read_settings(folder: Path) -> MediaSettings:
-    """Reads the settings of the processor in a model's folder.
+    """Read the settings of the processor in a model's folder.
 
     Raises:
         TokenizerError: there is none, or it is another than those of Qwen-VL and Qwen2-Audio.
@@ -153,7 +153,7 @@ _REMEDY = "give the folder of a Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Qwen2-Audio pr
 
 
 def _settings(config: Mapping[str, Any]) -> MediaSettings:
-    """Reads either form of the file."""
+    """Read either form of the file."""
     picture = config.get("image_processor") or config
     sound = config.get("feature_extractor") or config
     found: dict[str, Any] = {}

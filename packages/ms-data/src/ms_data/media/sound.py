@@ -27,7 +27,7 @@ _TOP_HZ = 8000.0
 
 
 def decode_sound(content: bytes) -> tuple[NDArray[np.float32], int]:
-    """Decodes a whole sound of WAV or FLAC.
+    """Decode a whole sound of WAV or FLAC.
 
     Returns:
         Samples, shape (n,), the mean of all channels, and how many there are a second.
@@ -65,7 +65,7 @@ def sound_tokens(frames: int) -> int:
 
 
 def frames_of(samples: int, rate_hz: int, settings: SoundSettings) -> int:
-    """Counts the frames of a spectrogram that are no silence at its end.
+    """Count the frames of a spectrogram that are no silence at its end.
 
     Raises:
         ValueError: the sound has another rate, or is too long or too short for the model.
@@ -86,7 +86,7 @@ def frames_of(samples: int, rate_hz: int, settings: SoundSettings) -> int:
 
 
 def spectrogram(samples: NDArray[np.float32], settings: SoundSettings) -> NDArray[np.float32]:
-    """Makes the spectrogram of a sound, shape (mels, frames) of the whole chunk."""
+    """Make the spectrogram of a sound, shape (mels, frames) of the whole chunk."""
     size, hop = settings.window_samples, settings.hop_samples
     filled = np.zeros(settings.samples, np.float32)
     filled[: len(samples)] = samples
@@ -103,7 +103,7 @@ def spectrogram(samples: NDArray[np.float32], settings: SoundSettings) -> NDArra
 
 @functools.lru_cache(maxsize=4)
 def _filters(size: int, mels: int, rate_hz: int) -> NDArray[np.float64]:
-    """Computes the triangles on Slaney's scale, each of one area; shape (mels, size // 2 + 1)."""
+    """Compute the triangles on Slaney's scale, each of one area; shape (mels, size // 2 + 1)."""
     top = _LINEAR_MELS + np.log(_TOP_HZ / _LINEAR_HZ) * _MELS_AN_OCTAVE
     places = np.linspace(0.0, top, mels + 2)
     linear = places * _LINEAR_HZ / _LINEAR_MELS
@@ -119,7 +119,7 @@ def _filters(size: int, mels: int, rate_hz: int) -> NDArray[np.float64]:
 
 
 def _check_wav(content: bytes) -> None:
-    """Checks that each chunk of a RIFF file lies in it, as libsndfile reads what is there.
+    """Check that each chunk of a RIFF file lies in it, as libsndfile reads what is there.
 
     Raises:
         ValueError: one says that it is longer than the file, or MPEG's decoder would be asked.
@@ -137,7 +137,7 @@ def _check_wav(content: bytes) -> None:
 
 
 def need_soundfile() -> None:
-    """Finds out whether sound can be decoded.
+    """Find out whether sound can be decoded.
 
     Raises:
         SettingError: soundfile is not installed.

@@ -49,7 +49,7 @@ class ArrayShard:
     def parse(
         cls, text: str | None, out: str | Path, corpus: str | Path | Sequence[str | Path]
     ) -> "ArrayShard | None":
-        """Reads `3/16`, the third job of sixteen, or `merge/16`, the one that follows them.
+        """Read `3/16`, the third job of sixteen, or `merge/16`, the one that follows them.
 
         Raises:
             SettingError: it is neither.
@@ -75,14 +75,14 @@ class ArrayShard:
         return self.folder / f"{self.number if number is None else number}-of-{self.count}.answers"
 
     def remove(self) -> None:
-        """Removes the answers of all jobs, once they are merged."""
+        """Remove the answers of all jobs, once they are merged."""
         for number in range(1, self.count + 1):
             self.path(number).unlink(missing_ok=True)
         with suppress(OSError):
             self.folder.rmdir()
 
     def remove_partial(self) -> None:
-        """Removes what this job wrote and did not finish."""
+        """Remove what this job wrote and did not finish."""
         self._aside.unlink(missing_ok=True)
 
     @property
@@ -91,7 +91,7 @@ class ArrayShard:
 
     @contextmanager
     def writing(self, identity: bytes) -> Iterator["AnswerWriter"]:
-        """Writes the file of this job's answers; one that was interrupted is gone on with.
+        """Write the file of this job's answers; one that was interrupted is gone on with.
 
         Args:
             identity: all that decides the answers apart from what is asked, as `key_of` gives it.
@@ -111,7 +111,7 @@ class ArrayShard:
 
 
 def merged(shard: ArrayShard | None, summary: T) -> T:
-    """Removes the answers that were merged, if any were, and gives the summary back.
+    """Remove the answers that were merged, if any were, and return the summary.
 
     Also where a merge finds OUT made: one that was killed may have left some.
     """
@@ -143,7 +143,7 @@ class AnswerWriter:
         return index % self._shard.count == self._shard.number - 1 and key not in self._known
 
     def add(self, key: bytes, answer: bytes) -> None:
-        """Writes an answer."""
+        """Write an answer."""
         numbers = (len(answer), xxhash.xxh3_64_intdigest(answer))
         head = key + b"".join(one.to_bytes(_NUMBER_BYTES, "little") for one in numbers)
         write_all(self._file, head + answer)
@@ -206,7 +206,7 @@ def answers_in(path: Path, identity: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _read(file: FileIO, identity: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Reads whole answers and leaves the file behind the last of them."""
+    """Read whole answers and leave the file behind the last of them."""
     file.seek(0)
     end = file.tell()
     if file.read(len(_MAGIC) + _KEY_BYTES) == _MAGIC + identity:

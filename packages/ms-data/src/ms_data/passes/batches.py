@@ -29,12 +29,12 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
     items: list[Item]
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class PassProgress(msgspec.Struct, frozen=True, kw_only=True):
     """How much of a corpus is done."""
 
     position: Position = Position()
     documents: int = 0
-    """Those that cannot be read included."""
+    """Documents, with those that cannot be read."""
     left_out: dict[str, int] = {}
     """Files of a folder left out because they are no text, by what they are."""
 
@@ -43,15 +43,15 @@ class ReadBatch(msgspec.Struct, frozen=True):
     """A batch and how much of the corpus is done with it."""
 
     batch: Batch
-    progress: Progress
+    progress: PassProgress
     read_bytes: int
     """Bytes of the corpus read by then."""
 
 
 def read_batches(
-    source: Corpus, start: Progress, on_quarantine: Callable[[str], None]
+    source: Corpus, start: PassProgress, on_quarantine: Callable[[str], None]
 ) -> Iterator[ReadBatch]:
-    """Gives the documents after `start`, about a MiB of text at a time.
+    """Give the documents after `start`, about a MiB of text at a time.
 
     Args:
         source: with `skip_invalid`, what cannot be read is an item of its batch.
@@ -67,7 +67,7 @@ def read_batches(
         on_quarantine(reason)
 
     def made(position: Position, read_bytes: int) -> ReadBatch:
-        progress = Progress(
+        progress = PassProgress(
             position=position,
             documents=first + len(items),
             left_out=dict(sorted(left_out.items())),

@@ -28,7 +28,7 @@ class Values:
     """The first of them."""
 
     def add(self, value: float, limit: object) -> None:
-        """Takes one value."""
+        """Take one value."""
         self.count += 1
         if len(self.found) < _KEPT_VALUES:
             self.found.append(value)
@@ -55,7 +55,7 @@ class Findings:
 
 
 def read_ledger(folder: Path, record: PassRecord) -> Iterator[Entry]:
-    """Reads all lines of a ledger.
+    """Read all lines of a ledger.
 
     Raises:
         SettingError: a file is missing or damaged.
@@ -77,7 +77,7 @@ def read_ledger(folder: Path, record: PassRecord) -> Iterator[Entry]:
 
 
 def read_findings(folder: Path, record: PassRecord) -> Findings:
-    """Reads a ledger, and checks that it adds up to its record.
+    """Read a ledger, and check that it adds up to its record.
 
     Raises:
         SettingError: it is damaged.

@@ -15,7 +15,7 @@ from ms_data.files.durable import sync_folder, write_all
 
 _READ_BYTES = 1 << 20
 LEVEL = 3
-"""Of zstd."""
+"""Compression level of zstd."""
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +74,7 @@ class SeriesWriter:
             self._resume(entry, seen)
 
     def write(self, frame: bytes) -> None:
-        """Writes one frame, which may be empty."""
+        """Write one frame, which may be empty."""
         if not frame:
             return
         if self._file is None:
@@ -88,7 +88,7 @@ class SeriesWriter:
             self._close()
 
     def sync(self) -> tuple[FileEntry, ...]:
-        """Makes all that was written durable, and says what it is."""
+        """Make all that was written durable, and say what it is."""
         open_one = () if self._file is None else (self._entry(),)
         if self._file is not None:
             os.fsync(self._file.fileno())
@@ -96,13 +96,13 @@ class SeriesWriter:
         return (*self._done, *open_one)
 
     def finish(self) -> tuple[FileEntry, ...]:
-        """Closes the series."""
+        """Close the series."""
         if self._file is not None:
             self._close()
         return self.sync()
 
     def abandon(self) -> None:
-        """Closes the file that is open, if one is."""
+        """Close the file that is open, if one is."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -124,7 +124,7 @@ class SeriesWriter:
         self._file = None
 
     def _checked(self, entry: FileEntry) -> xxhash.xxh3_128:
-        """Checks every byte of a file that was written before."""
+        """Check every byte of a file that was written before."""
         path = self._home / entry.name
         seen, left = xxhash.xxh3_128(), entry.size_bytes
         if path.is_file():
@@ -137,7 +137,7 @@ class SeriesWriter:
         return seen
 
     def _resume(self, entry: FileEntry, seen: xxhash.xxh3_128) -> None:
-        """Takes over a file that was written before."""
+        """Take over a file that was written before."""
         if entry.size_bytes >= self._shard_size_bytes:
             self._done.append(entry)
             return

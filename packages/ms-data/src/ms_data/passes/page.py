@@ -18,7 +18,7 @@ _BINS = 24
 
 
 def draw_stats(folder: str | Path, *, out: str | Path) -> None:
-    """Draws what `clean` or `dedup` made of a corpus, as one page.
+    """Draw what `clean` or `dedup` made of a corpus, as one page.
 
     Args:
         folder: what `clean` or `dedup` wrote.

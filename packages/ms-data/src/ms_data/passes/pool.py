@@ -39,7 +39,7 @@ class _Process:
         self._send(setup)
 
     def ask(self, request: bytes) -> bytes:
-        """Sends a request and waits for its answer."""
+        """Send a request and wait for its answer."""
         assert self._process.stdout is not None
         self._send(request)
         kind = self._process.stdout.read(1)
@@ -57,11 +57,11 @@ class _Process:
         return content
 
     def kill(self) -> None:
-        """Ends the process, whoever waits for its answer."""
+        """End the process, whoever waits for its answer."""
         self._process.kill()
 
     def close(self) -> None:
-        """Closes the pipes of a process that was killed."""
+        """Close the pipes of a process that was killed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -100,7 +100,7 @@ def worker_count(workers: int | str | None) -> int | str:
 def ordered_answers(
     work: str, setup: bytes, requests: Iterable[tuple[T, bytes]], *, workers: int | str
 ) -> Generator[tuple[T, bytes], None, None]:
-    """Gives each request's companion with its answer, in the order of the requests.
+    """Give each request's companion with its answer, in the order of the requests.
 
     Args:
         work: `module:function`; the function is given `setup` and gives what answers requests.

@@ -25,7 +25,7 @@ class ClusterError(DataError, RuntimeError):
 def answers_on_ray(
     work: str, setup: bytes, requests: Iterable[tuple[T, bytes]], *, address: str
 ) -> Generator[tuple[T, bytes], None, None]:
-    """Gives each request's companion with its answer, in the order of the requests.
+    """Give each request's companion with its answer, in the order of the requests.
 
     Args:
         work: `module:function`; the function is given `setup` and gives what answers requests.
@@ -62,7 +62,7 @@ def answers_on_ray(
 
 
 def check_ray() -> None:
-    """Finds out early whether ray is there.
+    """Find out early whether ray is there.
 
     Raises:
         SettingError: it is not installed.
@@ -102,7 +102,7 @@ def _get(ray: Any, answer: Any) -> bytes:
 
 
 def _answer(work: str, setup: bytes, request: bytes) -> bytes:
-    """Runs in a process of the cluster."""
+    """Run in a process of the cluster."""
     return _prepared(work, setup)(request)
 
 

@@ -45,7 +45,7 @@ class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
     def of(
         cls, folder: str, tally: Tally, left_out: dict[str, int], size_bytes: int
     ) -> "LedgerSummary":
-        """Sums up what became of documents."""
+        """Sum up what became of documents."""
         return cls(
             folder=folder,
             documents=tally.documents,
@@ -84,7 +84,7 @@ class PassRecord(
     """Hexadecimal xxh3-128 of this record with an empty checksum."""
 
     def summary(self, folder: str | Path, *, done_before: bool = False) -> LedgerSummary:
-        """Sums the record up."""
+        """Sum the record up."""
         documents = [one for one in self.files if one.name.startswith("documents/")]
         size_bytes = sum(one.size_bytes for one in documents)
         summary = LedgerSummary.of(str(folder), self.tally, self.left_out, size_bytes)
@@ -92,7 +92,7 @@ class PassRecord(
 
 
 def save_record(aside: Path, record: PassRecord) -> None:
-    """Writes the record of a finished pass.
+    """Write the record of a finished pass.
 
     Raises:
         OutputError: the disk is full or the place cannot be written.
@@ -101,7 +101,7 @@ def save_record(aside: Path, record: PassRecord) -> None:
 
 
 def read_record(folder: Path, *, error: type[Exception] = SettingError) -> PassRecord:
-    """Reads the record of a finished pass, checked.
+    """Read the record of a finished pass, checked.
 
     Raises:
         error: there is none, or it is damaged.
@@ -119,7 +119,7 @@ def read_record(folder: Path, *, error: type[Exception] = SettingError) -> PassR
 def finished(
     folder: Path, kind: str, recipe: dict[str, Any], source: Corpus, out: str | Path
 ) -> LedgerSummary | None:
-    """Returns the summary of the finished pass in `folder`, if it is the one asked for.
+    """Return the summary of the finished pass in `folder`, if it is the one asked for.
 
     Raises:
         OutputError: it is another one, and which setting differs; or what it wrote is damaged.
@@ -153,7 +153,7 @@ def finished(
 def differences(
     kind: str, recipe: dict[str, Any], other_kind: str, other: dict[str, Any]
 ) -> list[str]:
-    """Names what differs between two passes, with both values."""
+    """Name what differs between two passes, with both values."""
     if kind != other_kind:
         return [f"it is of `ms-data {kind}`, not `ms-data {other_kind}`"]
     names = [*recipe, *(name for name in other if name not in recipe)]

@@ -32,7 +32,7 @@ from ms_data.files.work_folder import (
     work_folder,
 )
 from ms_data.passes.array_jobs import Answers, ArrayShard, answers_in, key_of
-from ms_data.passes.batches import Progress, ReadBatch, read_batches
+from ms_data.passes.batches import PassProgress, ReadBatch, read_batches
 from ms_data.passes.output import FileEntry, SeriesWriter, entry_of
 from ms_data.passes.pool import ordered_answers
 from ms_data.passes.record import (
@@ -74,20 +74,20 @@ def reading_recipe(source: Corpus, shard_size_mib: int) -> dict[str, Any]:
     }
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class PassResult(msgspec.Struct, frozen=True, array_like=True):
     """What one process made of a batch."""
 
     frames: tuple[bytes, bytes]
-    """Of the documents and of the ledger; JSON Lines packed by zstd, empty where there are none."""
+    """Documents and ledger, each as JSON Lines packed by zstd; empty where there are none."""
     tally: Tally
 
 
-class Journal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.pass.1"):
+class PassJournal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.pass.1"):
     """The state of a pass at a moment when all that it counts is safely on disk."""
 
     kind: str
     recipe: dict[str, Any]
-    progress: Progress
+    progress: PassProgress
     files_read: str
     """Names, sizes and times of the files that were read so far, as a checksum."""
     series: dict[str, tuple[FileEntry, ...]]
@@ -105,7 +105,7 @@ class Pass:
     """All that decides the bytes, apart from the corpus, as JSON values."""
     work: str
     """`module:function`, which makes of `setup` what turns the JSON of a `Batch` into that of an
-    `Answer`."""
+    `PassResult`."""
     workers: int | str
     """Processes, or a Ray cluster."""
     shard_size_mib: int
@@ -136,7 +136,7 @@ class Pass:
             return finished(folder, self.kind, dict(self.recipe), self.source, out)
 
     def publish(self, out: str | Path) -> LedgerSummary:
-        """Runs the pass, or what is left of it, and gives the folder its name.
+        """Run the pass, or what is left of it, and give the folder its name.
 
         Raises:
             CorpusError: the corpus holds no document, or a file is damaged.
@@ -163,11 +163,11 @@ class Pass:
         return record.summary(out)
 
     def _answer(self, shard: ArrayShard) -> LedgerSummary:
-        """Works on the batches of one job of an array."""
+        """Work on the batches of one job of an array."""
         path, tally = shard.path(), Tally()
         if not (done := path.exists()):
             with shard.writing(self._identity) as writer:
-                read = enumerate(read_batches(self.source, Progress(), lambda reason: None))
+                read = enumerate(read_batches(self.source, PassProgress(), lambda reason: None))
                 requests = ((n, one, msgspec.msgpack.encode(one.batch)) for n, one in read)
                 asked = (
                     ((one, key), request)
@@ -183,7 +183,7 @@ class Pass:
         with path.open("rb") as file:
             for _, begin, size in answers_in(path, self._identity):
                 file.seek(begin)
-                tally.merge(msgspec.msgpack.decode(file.read(size), type=Answer).tally)
+                tally.merge(msgspec.msgpack.decode(file.read(size), type=PassResult).tally)
         summary = LedgerSummary.of(str(path), tally, {}, path.stat().st_size)
         return msgspec.structs.replace(summary, done_before=done)
 
@@ -194,13 +194,13 @@ class Pass:
     def _answers(
         self, setup: bytes, asked: Iterator[tuple[ReadBatch, bytes]]
     ) -> Generator[tuple[ReadBatch, bytes], None, None]:
-        """Works on batches, or looks up what an array of jobs made of them."""
+        """Work on batches, or look up what an array of jobs made of them."""
         if self.shard is None:
             yield from ordered_answers(self.work, setup, asked, workers=self.workers)
             return
         made = Answers(self.shard, self._identity)
         # Nobody was asked for the nothing that follows a saved last batch.
-        nothing = msgspec.msgpack.encode(Answer((b"", b""), Tally()))
+        nothing = msgspec.msgpack.encode(PassResult((b"", b""), Tally()))
         for read, request in asked:
             yield read, made.find(key_of(request)) if read.batch.items else nothing
 
@@ -209,7 +209,7 @@ class Pass:
         _clear(folder, journal.series if journal else {})
         setup = self.prepare(folder)
         tally = journal.tally if journal else Tally()
-        progress = journal.progress if journal else Progress()
+        progress = journal.progress if journal else PassProgress()
         writers: dict[str, SeriesWriter] = {}
         saved = time.monotonic()
         asked = (
@@ -223,7 +223,7 @@ class Pass:
                 writers[name] = SeriesWriter(folder, name, shard_size_bytes=size, entries=entries)
             with closing(self._answers(setup, asked)) as answers:
                 for read, content in answers:
-                    answer = msgspec.msgpack.decode(content, type=Answer)
+                    answer = msgspec.msgpack.decode(content, type=PassResult)
                     for writer, frame in zip(writers.values(), answer.frames, strict=True):
                         writer.write(frame)
                     tally.merge(answer.tally)
@@ -239,8 +239,8 @@ class Pass:
             for writer in writers.values():
                 writer.abandon()
 
-    def _journal(self, folder: Path) -> Journal | None:
-        journal = load_journal(folder, Journal)
+    def _journal(self, folder: Path) -> PassJournal | None:
+        journal = load_journal(folder, PassJournal)
         if journal is None:
             return None
         differing = differences(journal.kind, journal.recipe, self.kind, dict(self.recipe))
@@ -254,9 +254,13 @@ class Pass:
         return journal
 
     def _save(
-        self, folder: Path, progress: Progress, writers: Mapping[str, SeriesWriter], tally: Tally
+        self,
+        folder: Path,
+        progress: PassProgress,
+        writers: Mapping[str, SeriesWriter],
+        tally: Tally,
     ) -> None:
-        journal = Journal(
+        journal = PassJournal(
             kind=self.kind,
             recipe=dict(self.recipe),
             progress=progress,
@@ -267,7 +271,11 @@ class Pass:
         save_journal(folder, journal)
 
     def _record(
-        self, folder: Path, progress: Progress, writers: Mapping[str, SeriesWriter], tally: Tally
+        self,
+        folder: Path,
+        progress: PassProgress,
+        writers: Mapping[str, SeriesWriter],
+        tally: Tally,
     ) -> PassRecord:
         faults = tally.faults()
         assert not faults, faults
@@ -284,7 +292,7 @@ class Pass:
 
 
 def _clear(folder: Path, kept: Mapping[str, tuple[FileEntry, ...]]) -> None:
-    """Removes what an earlier run wrote after its last save."""
+    """Remove what an earlier run wrote after its last save."""
     names = {entry.name for entries in kept.values() for entry in entries} | {JOURNAL}
     for series in SERIES:
         for path in (folder / series).glob("*"):

@@ -49,14 +49,14 @@ class ReasonTally(msgspec.Struct):
     examples: list[Example] = []
 
     def add(self, size_bytes: int, example: Example | None, documents: int = 1) -> None:
-        """Counts one document."""
+        """Count one document."""
         self.documents += documents
         self.size_bytes += size_bytes
         if example is not None and len(self.examples) < EXAMPLES:
             self.examples = [*self.examples, example]
 
     def merge(self, other: "ReasonTally") -> None:
-        """Adds what came after."""
+        """Add what came after."""
         self.documents += other.documents
         self.size_bytes += other.size_bytes
         self.examples = (self.examples + other.examples)[:EXAMPLES]
@@ -85,7 +85,7 @@ class Tally(msgspec.Struct, kw_only=True):
     sizes_out: list[int] = []
 
     def count(self, entry: Entry, excerpt: str = "") -> None:
-        """Counts one line of the ledger."""
+        """Count one line of the ledger."""
         self.documents += 1
         self.bytes_in += entry.bytes_in
         self.bytes_out += entry.bytes_out
@@ -103,7 +103,7 @@ class Tally(msgspec.Struct, kw_only=True):
             _at(self.changed, rule).add(size, None)
 
     def merge(self, other: "Tally") -> None:
-        """Adds the tally of what came after."""
+        """Add the tally of what came after."""
         for name in ("documents", "kept", "quarantined", "bytes_in", "bytes_out"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("dropped", "changed", "cuts"):
@@ -118,7 +118,7 @@ class Tally(msgspec.Struct, kw_only=True):
         return sum(one.documents for one in self.dropped.values())
 
     def faults(self) -> list[str]:
-        """Says what does not add up; nothing where all does."""
+        """Say what does not add up; nothing where all does."""
         found = []
         if self.documents != self.kept + self.dropped_documents + self.quarantined:
             found.append(

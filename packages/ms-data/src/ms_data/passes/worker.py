@@ -16,7 +16,7 @@ ANSWER, FAILURE = b"a", b"f"
 
 
 def main() -> None:
-    """Answers requests; the first one is what the work is prepared with."""
+    """Answer requests; the first one is what the work is prepared with."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks decides
     sys.path[:] = json.loads(sys.argv[2])
     module, _, name = sys.argv[1].partition(":")
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def read(file: BinaryIO) -> bytes | None:
-    """Reads one request; None where the pipe is closed."""
+    """Read one request; None where the pipe is closed."""
     prefix = file.read(PREFIX_BYTES)
     size = int.from_bytes(prefix, "little")
     content = file.read(size)
@@ -48,7 +48,7 @@ def read(file: BinaryIO) -> bytes | None:
 
 
 def write(file: BinaryIO, kind: bytes, content: bytes) -> None:
-    """Writes one answer."""
+    """Write one answer."""
     file.write(kind + len(content).to_bytes(PREFIX_BYTES, "little") + content)
     file.flush()
 

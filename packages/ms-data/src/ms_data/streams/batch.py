@@ -44,7 +44,7 @@ class RowPart(NamedTuple):
 
     @classmethod
     def of(cls, sample: Sample, start: int, stop: int, weight: float) -> "RowPart":
-        """Takes tokens `start` to `stop` of a sample, whose targets all have this weight."""
+        """Take tokens `start` to `stop` of a sample, whose targets all have this weight."""
         after = slice(start + 1, stop + 1)
         mask = sample.loss_mask[after]
         targets = np.where(mask, sample.tokens[after], IGNORED)
@@ -54,7 +54,7 @@ class RowPart(NamedTuple):
 def fill_rows(
     rows: Sequence[Sequence[RowPart]], *, count: int, width: int, end_of_text: int
 ) -> WeightedBatch:
-    """Fills rows with parts laid end to end, each part a document of its own.
+    """Fill rows with parts laid end to end, each part a document of its own.
 
     Args:
         rows: at most `count` of them, each of `width` tokens at most.

@@ -24,7 +24,7 @@ class Draws:
         self._window: NDArray[np.int64] = np.empty(0, np.int64)
 
     def __getitem__(self, draw: int) -> int:
-        """Returns the sample of draw number `draw`, counted from 0 over all epochs."""
+        """Return the sample of draw number `draw`, counted from 0 over all epochs."""
         epoch, position = divmod(draw, self._order.samples)
         number, offset = divmod(position, WINDOW)
         if self._key != (epoch, number):

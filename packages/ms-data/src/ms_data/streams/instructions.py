@@ -160,7 +160,7 @@ class InstructionStream(MixedStream[InstructionBatch]):
         return self._deliver(rows)
 
     def of_tasks(self, tasks: Sequence[int]) -> InstructionBatch:
-        """Draws a global batch whose rows are of these sources, apart from the mixture.
+        """Draw a global batch whose rows are of these sources, apart from the mixture.
 
         Args:
             tasks: the number of a source for each row of the global batch.
@@ -202,7 +202,7 @@ class InstructionStream(MixedStream[InstructionBatch]):
     def _media(
         self, rows: Sequence[tuple[int, Row]], positions: NDArray[np.int64]
     ) -> InstructionBatch:
-        """Makes what pictures and sounds in these rows fill."""
+        """Make what pictures and sounds in these rows fill."""
         if self._processor is None:
             return cast(InstructionBatch, {})
         parts = [

@@ -48,7 +48,7 @@ def media_batch(
     processor: Processor,
     positions: NDArray[np.int64],
 ) -> dict[str, Any]:
-    """Makes the members of a batch that pictures and sounds fill.
+    """Make the members of a batch that pictures and sounds fill.
 
     Args:
         rows: of each row the parts, as how many tokens they have and what stands in them.
@@ -93,7 +93,7 @@ def _places(found: Sequence[_Found]) -> Places:
 def _positions(
     positions: NDArray[np.int64], pictures: Sequence[_Found], merge: int
 ) -> NDArray[np.int64]:
-    """Computes the positions of tokens in time, down and across, shape (3, b, S).
+    """Compute the positions of tokens in time, down and across, shape (3, b, S).
 
     Those of text go up by one in all three; a picture has one position in time and a grid of
     them down and across; what follows it in its document goes on after the largest one

@@ -53,7 +53,7 @@ class MixedStream(BatchStream[B]):
         epochs: int | None,
         max_epochs: Mapping[str, float] | None,
     ) -> None:
-        """Begins the ledger.
+        """Begin the ledger.
 
         Args:
             indices: of the sources' datasets.
@@ -106,7 +106,7 @@ class MixedStream(BatchStream[B]):
 
     @property
     def fingerprint(self) -> str:
-        """Names the data by its content."""
+        """Name the data by its content."""
         if len(self._indices) == 1:
             return self._indices[0].fingerprint
         all_of_them = " ".join(index.fingerprint for index in self._indices)
@@ -118,7 +118,7 @@ class MixedStream(BatchStream[B]):
         return self._mixture
 
     def change_weights(self, weights: Weights) -> int:
-        """Changes the weights from now on; see `Mixture.change`."""
+        """Change the weights from now on; see `Mixture.change`."""
         return self._mixture.change(weights)
 
     @property
@@ -132,7 +132,7 @@ class MixedStream(BatchStream[B]):
         return {"mixture": self._mixture.state_dict(), "weights": self._given}
 
     def _load_ledger(self, position: Mapping[str, Any]) -> None:
-        """Goes to a saved ledger; other weights than those it began with take effect from here."""
+        """Go to a saved ledger; other weights than those it began with take effect from here."""
         before = position["weights"]
         if not _is_plan(before, len(self.names)):
             raise ValueError(f"weights {before!r} are no phases of {len(self.names)} sources")

@@ -129,12 +129,12 @@ class Mixture:
         return self._end
 
     def due(self, position: int) -> dict[str, float]:
-        """Computes how many of the first `position` samples each source should give."""
+        """Compute how many of the first `position` samples each source should give."""
         dues = (self._due(source, position) / SCALE for source in range(len(self.names)))
         return dict(zip(self.names, dues, strict=True))
 
     def draw(self) -> int:
-        """Chooses the source of the next sample; returns its number."""
+        """Choose the source of the next sample; return its number."""
         source = self._lead_in.pop() if self._lead_in else self._most_urgent()
         self._counts[source] += 1
         self._position += 1
@@ -150,15 +150,15 @@ class Mixture:
         return best
 
     def step_back(self, counts: Mapping[str, int]) -> None:
-        """Goes back to where the ledger had these counts, with the same phases."""
+        """Go back to where the ledger had these counts, with the same phases."""
         self._counts = [counts[name] for name in self.names]
         self._position = sum(self._counts)
         self._set(self._plan)
 
     def change(self, weights: Weights) -> int:
-        """Sets other weights from now on, in place of all later phases.
+        """Set other weights from now on, in place of all later phases.
 
-        Of `Phase`s those are taken that are in force now, or later.
+        Only the `Phase`s that are in force now, or later, are taken.
 
         Returns:
             How many samples are drawn before they take effect, over all sources from the start:
@@ -213,7 +213,7 @@ class Mixture:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a ledger, its phases included.
+        """Load a ledger, its phases included.
 
         Raises:
             StateError: it is of other sources, or not a ledger.
@@ -235,7 +235,7 @@ class Mixture:
             self._set(plan)
 
     def _set(self, plan: list[tuple[Phase, _Lead | None]]) -> None:
-        """Sets phases, each with its lead-in, if it has one."""
+        """Set phases, each with its lead-in, if it has one."""
         starts = [phase.start for phase, _ in plan]
         if not starts or starts[0] != 0 or starts != sorted(set(starts)):
             raise SettingError(
@@ -258,7 +258,7 @@ class Mixture:
         self._windows = [self._window(source) for source in range(len(self.names))]
 
     def _add_stages(self, phase: Phase, dues: _Counts, led_in: int | None, end: int) -> None:
-        """Adds the stages of a phase: one, and another wherever a source reaches its limit."""
+        """Add the stages of a phase: one, and another wherever a source reaches its limit."""
         weights, start = list(phase.weights), phase.start
         _shares(weights, self.names)
         while True:
@@ -287,7 +287,7 @@ class Mixture:
             start = cut
 
     def _reached(self, stage: _Stage) -> dict[int, int]:
-        """Finds up to which position each source of a stage may grow, if it has a limit."""
+        """Find up to which position each source of a stage may grow, if it has a limit."""
         return {
             at: stage.start + max(0, limit * SCALE - stage.dues[at]) // share
             for at, (limit, share) in enumerate(zip(self._limits, stage.shares, strict=True))
@@ -295,7 +295,7 @@ class Mixture:
         }
 
     def _leading(self) -> list[int]:
-        """Finds the sources that are still to be drawn in the lead-in, last one first."""
+        """Find the sources that are still to be drawn in the lead-in, last one first."""
         stage = self._led
         if stage is None or stage.led_in is None:
             return []
@@ -308,7 +308,7 @@ class Mixture:
         return sorted(missing, key=lambda at: (self._due(at, begin) - stage.dues[at], -at))
 
     def _stage(self, position: int) -> _Stage:
-        """Finds the stage that `position` lies in, or leads in to."""
+        """Find the stage that `position` lies in, or leads in to."""
         found = self._stages[0]
         for stage in self._stages:
             begins = stage.start if stage.led_in is None else stage.led_in + 1
@@ -326,13 +326,13 @@ class Mixture:
         return begin + way // (stage.start - stage.led_in)
 
     def _window(self, source: int) -> tuple[int, int]:
-        """Computes from which draw on the source's next sample may come, and by which it must."""
+        """Compute from which draw on the source's next sample may come, and by which it must."""
         owed = self._counts[source] * SCALE
         deadline = self._first(source, owed + SCALE - self._slack)
         return self._first(source, owed + self._slack), deadline
 
     def _first(self, source: int, due: int) -> int:
-        """Finds the smallest position, from the current stage on, with this due or more."""
+        """Find the smallest position, from the current stage on, with this due or more."""
         ends = [one.start if one.led_in is None else one.led_in for one in self._stages[1:]]
         for stage, end in zip(self._stages, [*ends, NEVER], strict=True):
             missing = due - stage.dues[source]
@@ -346,7 +346,7 @@ class Mixture:
 
 
 def _shares(weights: Sequence[float], names: Sequence[str]) -> list[int]:
-    """Turns weights into whole numbers of the same ratio that sum to SCALE; 0 stays 0."""
+    """Turn weights into whole numbers of the same ratio that sum to SCALE; 0 stays 0."""
     if len(weights) != len(names) or not all(0 <= one < float("inf") for one in weights):
         raise SettingError(
             f"weights {list(weights)} for {list(names)}: give a number of 0 or more for each"

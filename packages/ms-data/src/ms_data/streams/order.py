@@ -78,7 +78,7 @@ class Order:
 
 
 def permute(values: NDArray[np.uint64], size: int, keys: _Keys) -> NDArray[np.uint64]:
-    """Permutes `values` as the permutation of range(size) that `keys` choose.
+    """Permute `values` as the permutation of range(size) that `keys` choose.
 
     Args:
         values: uint64, any shape, each below `size`.
@@ -108,7 +108,7 @@ def _rounds(
 
 
 def _hash_below(bound: np.uint64, values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
-    """Hashes each value to a number below `bound`, which is below 2**32."""
+    """Hash each value to a number below `bound`, which is below 2**32."""
     mixed = (values ^ key) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(32)
     mixed *= np.uint64(0xD6E8FEB86659FD93)

@@ -54,7 +54,7 @@ class PackedSource:
             )
 
     def draw(self) -> list[Row]:
-        """Draws one sample; returns the rows that it fills."""
+        """Draw one sample; return the rows that it fills."""
         number = self._draws[self.counters["drawn"]]
         self.counters["drawn"] += 1
         segments, without_targets = self._segments(number)
@@ -64,11 +64,11 @@ class PackedSource:
         return [row for segment in segments for row in self._packer.add(segment)]
 
     def flush(self) -> list[Row]:
-        """Closes the rows that are not full, and returns them."""
+        """Close the rows that are not full, and return them."""
         return self._packer.flush()
 
     def _segments(self, number: int) -> tuple[list[Segment], int]:
-        """Finds the segments of a sample that hold a target, and counts those that do not."""
+        """Find the segments of a sample that hold a target, and count those that do not."""
         size = int(self.samples.sizes[number])
         segments = cut_sample(number, size, self._length, split=self._long == "split")
         if size > self._length and self.samples.kind == "media":
@@ -80,18 +80,18 @@ class PackedSource:
         return kept, len(segments) - len(kept)
 
     def _between_media(self, segment: Segment) -> Segment:
-        """Ends a segment before the first picture or sound that does not fit it whole."""
+        """End a segment before the first picture or sound that does not fit it whole."""
         cut = [one for one in self.samples.media(segment.sample) if one.stop > segment.stop]
         stop = min([segment.stop, *(one.start for one in cut)])
         return segment._replace(stop=max(1, stop))
 
     def media(self, segment: Segment) -> list[PlacedItem]:
-        """Reads the pictures and sounds in a segment, placed from its first token on."""
+        """Read the pictures and sounds in a segment, placed from its first token on."""
         found = self.samples.media(segment.sample)
         return [one for one in found if one.stop <= segment.stop]
 
     def read(self, segment: Segment, weighting: Weighting) -> RowPart:
-        """Reads a segment as a part of a row.
+        """Read a segment as a part of a row.
 
         Args:
             segment: which tokens.
@@ -111,7 +111,7 @@ class PackedSource:
         return {**self.counters, "opened": self._packer.opened, "open": rows}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes to where `state` was taken.
+        """Go to where `state` was taken.
 
         Raises:
             ValueError: it cannot be this source's.
@@ -124,7 +124,7 @@ class PackedSource:
         self.counters = {name: count(state[name]) for name in _COUNTERS}
 
     def segment(self, values: Any) -> Segment:
-        """Makes a segment from its JSON values.
+        """Make a segment from its JSON values.
 
         Raises:
             ValueError: there is no such segment.

@@ -35,14 +35,14 @@ class Packer(Protocol):
     """Rows opened so far."""
 
     def __init__(self, capacity: int, *, window: int) -> None:
-        """Packs rows of `capacity` tokens, of which at most `window` are open at a time."""
+        """Pack rows of `capacity` tokens, of which at most `window` are open at a time."""
 
     def add(self, segment: Segment) -> list[Row]:
-        """Places one segment of 1 to `capacity` tokens; returns the rows that this closes."""
+        """Place one segment of 1 to `capacity` tokens; return the rows that this closes."""
         ...
 
     def flush(self) -> list[Row]:
-        """Closes all rows, in the order in which they were opened."""
+        """Close all rows, in the order in which they were opened."""
         ...
 
     @property
@@ -51,7 +51,7 @@ class Packer(Protocol):
         ...
 
     def restore(self, rows: Iterable[OpenRow], opened: int) -> None:
-        """Goes on from the `open_rows` and `opened` of another packer of this capacity.
+        """Go on from the `open_rows` and `opened` of another packer of this capacity.
 
         Raises:
             ValueError: the rows cannot be a packer's.
@@ -60,7 +60,7 @@ class Packer(Protocol):
 
 
 def cut_sample(sample: int, size: int, capacity: int, *, split: bool) -> list[Segment]:
-    """Cuts a sample into segments: one where it fits, else its beginning or, to `split` it, all."""
+    """Cut a sample into segments: one where it fits, else its beginning or, to `split` it, all."""
     if size <= capacity:
         return [Segment(sample, 0, size)]
     stop = size if split else capacity

@@ -88,7 +88,7 @@ class PreferenceStream(BatchStream[PreferenceBatch]):
 
     @property
     def fingerprint(self) -> str:
-        """Names the data by its content."""
+        """Name the data by its content."""
         return self.samples.dataset_index.fingerprint
 
     @property

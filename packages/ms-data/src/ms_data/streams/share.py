@@ -43,7 +43,7 @@ class Share:
 
     @classmethod
     def at(cls, place: StreamPlace | None, batch_size: int) -> "Share":
-        """Computes the share of the process at `place`; None takes whole batches.
+        """Compute the share of the process at `place`; None takes whole batches.
 
         Raises:
             SettingError: the rank is not one of the processes, or they cannot share evenly.
@@ -61,7 +61,7 @@ class Share:
         return cls(rank, count, rows, rank * rows)
 
     def among(self, shares: Sequence[int], batch_size: int) -> "Share":
-        """Computes this process's share where each takes as many rows as `shares` says.
+        """Compute this process's share where each takes as many rows as `shares` says.
 
         Raises:
             SettingError: they are not a share for each process, or do not make up the batch.
@@ -75,12 +75,12 @@ class Share:
         return Share(self.rank, self.count, rows[self.rank], sum(rows[: self.rank]))
 
     def of(self, rows: Sequence[T]) -> Sequence[T]:
-        """Takes the rows of a global batch that are this process's own."""
+        """Take the rows of a global batch that are this process's own."""
         return rows[self.first : self.first + self.rows]
 
 
 def at_least_one(**settings: int | None) -> None:
-    """Checks settings that count something; None stands for no limit.
+    """Check settings that count something; None stands for no limit.
 
     Raises:
         SettingError: one is below 1.
@@ -122,17 +122,17 @@ class BatchStream(Iterator[B]):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Names the data by its content."""
+        """Name the data by its content."""
 
     def _is_of_one_dataset(self) -> None:
-        """Lets a state name the data as a dataset's, whatever its folder is called."""
+        """Let a state name the data as a dataset's, whatever its folder is called."""
         self._settings = {"dataset": self.fingerprint, **self._settings}
 
     def __iter__(self) -> Self:
         return self
 
     def share_out(self, shares: Sequence[int]) -> None:
-        """Gives each process as many rows of the global batches that follow as `shares` says.
+        """Give each process as many rows of the global batches that follow as `shares` says.
 
         Every process gives the same. What the batches hold, their order and the states stay what
         they are: only who reads which of their rows changes.
@@ -150,7 +150,7 @@ class BatchStream(Iterator[B]):
         return {"version": STATE_VERSION, "settings": self._settings, **self._position()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to where `state` was taken; batch size and number of processes may differ.
+        """Go to where `state` was taken; batch size and number of processes may differ.
 
         Raises:
             StateError: the state is of other data or other settings; names what differs.
@@ -182,12 +182,12 @@ class BatchStream(Iterator[B]):
 
     @abstractmethod
     def _go_to(self, position: Mapping[str, Any]) -> None:
-        """Goes to a position; raises ValueError or the like for one that cannot be."""
+        """Go to a position; raise ValueError or the like for one that cannot be."""
 
 
 @contextmanager
 def reading_state(what: str = "stream state") -> Iterator[None]:
-    """Turns whatever a damaged state makes its reader raise into a StateError."""
+    """Turn whatever a damaged state makes its reader raise into a StateError."""
     try:
         yield
     except StateError:
@@ -197,7 +197,7 @@ def reading_state(what: str = "stream state") -> Iterator[None]:
 
 
 def count(value: Any) -> int:
-    """Reads a whole number of 0 or more from its JSON value.
+    """Read a whole number of 0 or more from its JSON value.
 
     Raises:
         ValueError: it is not one.
@@ -208,7 +208,7 @@ def count(value: Any) -> int:
 
 
 def truth(value: Any) -> bool:
-    """Reads true or false from its JSON value.
+    """Read true or false from its JSON value.
 
     Raises:
         ValueError: it is neither.

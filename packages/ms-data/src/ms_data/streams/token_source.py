@@ -89,7 +89,7 @@ class TokenSource:
         return self._split.index
 
     def read(self, start: int, count: int) -> Batch:
-        """Reads `count` samples from draw number `start` on, counted over all epochs."""
+        """Read `count` samples from draw number `start` on, counted over all epochs."""
         parts = []
         while count:
             rows = self._rows(start, count)
@@ -99,7 +99,7 @@ class TokenSource:
         return parts[0] if len(parts) == 1 else _join(parts)
 
     def _rows(self, start: int, most: int) -> Batch:
-        """Reads up to `most` samples from `start`, ending with the window."""
+        """Read up to `most` samples from `start`, ending with the window."""
         epoch, position = divmod(start, self.order.samples)
         number, offset = divmod(position, self.order.window_samples)
         key = (epoch, number)

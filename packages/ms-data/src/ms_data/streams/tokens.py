@@ -166,7 +166,7 @@ class TokenStream(MixedStream[Batch]):
             raise
 
     def _draw(self, drawn: list[int]) -> Batch:
-        """Draws a global batch, given the counts before it, and reads this process's rows."""
+        """Draw a global batch, given the counts before it, and read this process's rows."""
         tasks = np.array([self._mixture.draw() for _ in range(self.batch_size)])
         first = self._share.first
         own = tasks[first : first + self._share.rows]

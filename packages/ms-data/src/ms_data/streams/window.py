@@ -61,7 +61,7 @@ class Window:
         return len(self._starts)
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Makes a batch of the samples at `start` to `stop` of the window's order."""
+        """Make a batch of the samples at `start` to `stop` of the window's order."""
         length, count = self._length, stop - start
         at = self._starts[start:stop]
         taken = self._gather(at)
@@ -84,7 +84,7 @@ class Window:
         return Batch(tokens=tokens, targets=targets, positions=positions, documents=documents)
 
     def _gather(self, at: NDArray[np.int64]) -> NDArray[np.unsignedinteger]:
-        """Gathers the `length` + 1 tokens from each flat coordinate, shape (b, length + 1)."""
+        """Gather the `length` + 1 tokens from each flat coordinate, shape (b, length + 1)."""
         step = self._buffer.itemsize
         starts = self._buffer.size - self._length
         view = as_strided(self._buffer, (starts, self._length + 1), (step, step), writeable=False)
@@ -94,7 +94,7 @@ class Window:
 def _restart(
     positions: NDArray[np.int64], documents: NDArray[np.int32], ends: NDArray[np.int64]
 ) -> None:
-    """Begins anew where a document ends within a row; most rows of long documents hold no end.
+    """Begin anew where a document ends within a row; most rows of long documents hold no end.
 
     Args:
         positions: shape (b, S), counting each row through.

@@ -52,7 +52,7 @@ class WordSplit:
     """A text that begins with none of these is given a space to begin with; empty: none is."""
 
     def starts(self, classes: Classes, codes: Codes) -> Starts:
-        """Finds where words begin; an EDGE is a word of its own."""
+        """Find where words begin; an EDGE is a word of its own."""
         starts = np.ones(len(classes), np.bool_)
         key = classes[:-3].astype(np.uint16)
         for at in (1, 2, 3):
@@ -64,7 +64,7 @@ class WordSplit:
 
 
 def split_of(pre_tokenizer: dict[str, Any] | None) -> WordSplit | str:
-    """Finds the split of a tokenizer's pre-tokenizer, as its file has it, or why there is none."""
+    """Find the split of a tokenizer's pre-tokenizer, as its file has it, or why there is none."""
     match pre_tokenizer:
         case None:
             return "the tokenizer has no pre-tokenizer, so that a whole text is one word"
@@ -165,7 +165,7 @@ def _table(begins: Callable[[int, int, int, int], bool]) -> NDArray[np.bool_]:
 
 @lru_cache
 def unicode_classes() -> Classes:
-    """Asks the expressions of the `tokenizers` library for the class of each code point."""
+    """Ask the expressions of the `tokenizers` library for the class of each code point."""
     surrogates = range(0xD800, 0xE000)
     known = [code for code in range(KNOWN_CODES) if code not in surrogates]
     codes = np.array(known, np.uint32)
@@ -192,7 +192,7 @@ def _matches(pattern: str, text: str) -> list[tuple[int, int]]:
 
 
 def _cut_contractions(codes: Codes, starts: Starts, *, any_case: bool) -> None:
-    """Makes 's, 't, 're, 've, 'm, 'll and 'd words where an apostrophe begins one."""
+    """Make 's, 't, 're, 've, 'm, 'll and 'd words where an apostrophe begins one."""
     at = np.flatnonzero(starts & (codes == ord("'")))
     last, bit = len(codes) - 1, 0x20 if any_case else 0
     first = codes[np.minimum(at + 1, last)] | bit
@@ -207,7 +207,7 @@ def _cut_contractions(codes: Codes, starts: Starts, *, any_case: bool) -> None:
 
 
 def _cut_numbers(classes: Classes, starts: Starts, digits: int) -> None:
-    """Begins a word after every so many digits of a run."""
+    """Begin a word after every so many digits of a run."""
     number = classes == NUMBER
     begin = np.flatnonzero(number[1:] & ~number[:-1]) + 1
     end = np.flatnonzero(number[:-1] & ~number[1:]) + 1
@@ -219,7 +219,7 @@ def _cut_numbers(classes: Classes, starts: Starts, digits: int) -> None:
 
 
 def _join_empty_lines(classes: Classes, starts: Starts) -> None:
-    """Joins blanks between two ends of lines to the first, unless that one belongs to signs."""
+    """Join blanks between two ends of lines to the first, unless that one belongs to signs."""
     blank = (classes == SPACE) | (classes == BLANK)
     newline = classes == NEWLINE
     begin = np.flatnonzero(blank[1:] & newline[:-1]) + 1

@@ -59,7 +59,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, *, end_of_text: str | int | None = None) -> "Tokenizer":
-        """Reads a `tokenizer.json`, or the one in the folder of a model or of shards.
+        """Read a `tokenizer.json`, or the one in the folder of a model or of shards.
 
         Raises:
             TokenizerError: the file cannot be read or is not a tokenizer.
@@ -92,11 +92,11 @@ class Tokenizer:
         return xxhash.xxh3_128_hexdigest(self.content)
 
     def encode(self, text: str) -> list[int]:
-        """Encodes one text, without an end of text."""
+        """Encode one text, without an end of text."""
         return _ids(self._model, text)
 
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Encodes each text and its end of text, shape (n,) each; uses all cores.
+        """Encode each text and its end of text, shape (n,) each; use all cores.
 
         Raises:
             TokenizerError: a text becomes the end of text itself, which would end a document in
@@ -107,7 +107,7 @@ class Tokenizer:
         return self._ended(texts, [np.array(one.ids, np.uint32) for one in encoded])
 
     def word_encoder(self) -> WordEncoder:
-        """Makes an encoder of documents that is several times faster, word by word.
+        """Make an encoder of documents that is several times faster, word by word.
 
         Raises:
             ValueError: there is none for this tokenizer; says why.
@@ -117,7 +117,7 @@ class Tokenizer:
     def encode_by_words(
         self, texts: Sequence[str], encoder: WordEncoder
     ) -> list[NDArray[np.uint32]]:
-        """Does what `encode_documents` does with an encoder of this tokenizer.
+        """Do what `encode_documents` does with an encoder of this tokenizer.
 
         Raises:
             WordsDifferError: a text of the sample that is compared has other tokens.
@@ -130,7 +130,7 @@ class Tokenizer:
     def _ended(
         self, texts: Sequence[str], found: Sequence[NDArray[np.uint32]]
     ) -> list[NDArray[np.uint32]]:
-        """Puts the end of text behind each."""
+        """Put the end of text behind each."""
         end = np.array([self.end_of_text], np.uint32)
         for text, ids in zip(texts, found, strict=True):
             if (ids == end).any():
@@ -148,7 +148,7 @@ class Tokenizer:
         return name or ""
 
     def files(self, special_tokens: Mapping[str, str] | None = None) -> dict[str, bytes]:
-        """Makes the files, by name, of a folder that `transformers.AutoTokenizer` opens.
+        """Make the files, by name, of a folder that `transformers.AutoTokenizer` opens.
 
         Args:
             special_tokens: such as `bos_token`, by name; the end of text is `eos_token` and
@@ -165,7 +165,7 @@ class Tokenizer:
         return {"tokenizer.json": self.content, "tokenizer_config.json": encoded}
 
     def save(self, folder: str | Path) -> None:
-        """Writes a folder that `Tokenizer.load` and `transformers.AutoTokenizer` open.
+        """Write a folder that `Tokenizer.load` and `transformers.AutoTokenizer` open.
 
         Raises:
             OutputError: the folder cannot be written.
@@ -197,13 +197,13 @@ class Tokenizer:
         return found
 
     def encode_chat(self, text: str) -> list[int]:
-        """Encodes a rendered conversation, in which a special token's name is that token."""
+        """Encode a rendered conversation, in which a special token's name is that token."""
         return _ids(self._chat_model(), text)
 
     def encode_chats(
         self, chats: Sequence[Rendered]
     ) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
-        """Encodes rendered conversations: tokens (n,) and the loss mask (n,) of their spans."""
+        """Encode rendered conversations: tokens (n,) and the loss mask (n,) of their spans."""
         texts = [chat.text for chat in chats]
         with _binding("cannot encode a conversation"):
             encoded = self._chat_model().encode_batch(texts, add_special_tokens=False)
@@ -224,7 +224,7 @@ class Tokenizer:
         return self._chat
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decodes tokens to text; special tokens are left out."""
+        """Decode tokens to text; special tokens are left out."""
         text: str = self._model.decode([int(one) for one in ids], skip_special_tokens=True)
         return text
 
@@ -253,7 +253,7 @@ def _ids(model: tokenizers.Tokenizer, text: str) -> list[int]:
 
 @contextmanager
 def _binding(what: str) -> Iterator[None]:
-    """Turns whatever the `tokenizers` library raises, Rust's panics too, into one line."""
+    """Turn whatever the `tokenizers` library raises, Rust's panics too, into one line."""
     try:
         yield
     except BaseException as error:  # nothing narrower than Exception, and a panic is not even that
@@ -267,7 +267,7 @@ def _binding(what: str) -> Iterator[None]:
 
 
 def _load_model(content: bytes) -> tokenizers.Tokenizer:
-    """Loads a model without truncation, padding or dropout: a text always has the same tokens."""
+    """Load a model without truncation, padding or dropout: a text always has the same tokens."""
     model = tokenizers.Tokenizer.from_str(content.decode())
     model.no_truncation()
     model.no_padding()

@@ -36,7 +36,7 @@ def train_tokenizer(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_leave_out: Callable[[str], None] = lambda kind: None,
 ) -> Tokenizer:
-    """Learns a byte-level BPE from a corpus; any text can be encoded with it.
+    """Learn a byte-level BPE from a corpus; any text can be encoded with it.
 
     Args:
         corpus: as for `build`.
@@ -95,7 +95,7 @@ def _is_file(out: str | Path) -> bool:
 
 
 def _without_endless_words(text: str) -> Iterator[str]:
-    """Cuts a text inside whatever would be one word of a thousand characters or more.
+    """Cut a text inside whatever would be one word of a thousand characters or more.
 
     The trainer's time grows with the square of a word's length, and such a word teaches nothing.
     """

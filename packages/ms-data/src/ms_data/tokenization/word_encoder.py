@@ -28,7 +28,7 @@ GROUP_CHARACTERS = 1 << 17
 PROVED_FIRST = 1 << 18
 """Characters of the first documents, all of which are proved."""
 PROVED_ONE_IN = 512
-"""Of the other documents, one in so many is proved, if it is no longer than these."""
+"""One in so many of the other documents is proved, if it is no longer than these."""
 
 _LIKE_ASCII = ("NFC", "NFD", "NFKC", "NFKD")
 """Normalizers that leave ASCII as it is, and text on both sides of a cut beside ASCII too."""
@@ -63,7 +63,7 @@ class WordEncoder:
         self._unproved = PROVED_FIRST
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """Encodes each text, shape (n,) each.
+        """Encode each text, shape (n,) each.
 
         Raises:
             WordsDifferError: a text of the sample has other tokens than the library gives it.
@@ -102,7 +102,7 @@ class WordEncoder:
         return "".join(self._model.normalizer.normalize_str(part) for part in _cut(text))
 
     def _encode_group(self, group: Sequence[tuple[int, str]]) -> list[Tokens]:
-        """Encodes parts of texts together, shape (n,) each."""
+        """Encode parts of texts together, shape (n,) each."""
         text = "".join(("\0", *(f"{part}\0" for _, part in group)))
         edges = np.cumsum([0, *(len(part) + 1 for _, part in group)])
         codes = np.frombuffer(text.encode(), np.uint8) if text.isascii() else _codes(text)
@@ -120,7 +120,7 @@ class WordEncoder:
         return np.split(tokens, ends[1:-1])
 
     def _prove(self, texts: Sequence[str], found: Sequence[Tokens]) -> None:
-        """Compares the texts of the sample with what the library makes of them."""
+        """Compare the texts of the sample with what the library makes of them."""
         for text, tokens in zip(texts, found, strict=True):
             first, self._unproved = self._unproved > 0, self._unproved - len(text)
             chosen = xxhash.xxh3_64_intdigest(text.encode()) % PROVED_ONE_IN == 0
@@ -153,7 +153,7 @@ def _encode(model: tokenizers.Tokenizer, texts: list[str]) -> list[list[int]]:
 
 
 def _groups(texts: Sequence[str | None]) -> Iterator[list[tuple[int, str]]]:
-    """Gives the parts of texts with their texts' numbers, so much text at a time."""
+    """Give the parts of texts with their texts' numbers, so much text at a time."""
     group: list[tuple[int, str]] = []
     size = 0
     for at, text in enumerate(texts):
@@ -168,7 +168,7 @@ def _groups(texts: Sequence[str | None]) -> Iterator[list[tuple[int, str]]]:
 
 
 def _cut(text: str) -> Iterator[str]:
-    """Cuts a text before spaces behind what is no space, where every split begins a word."""
+    """Cut a text before spaces behind what is no space, where every split begins a word."""
     begin = 0
     while len(text) - begin > GROUP_CHARACTERS:
         cut = _last_cut(text, begin, begin + GROUP_CHARACTERS)

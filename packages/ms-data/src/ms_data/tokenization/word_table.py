@@ -49,7 +49,7 @@ class WordTable:
         self._words, self._used = 1, 0
 
     def encode(self, buffer: bytes, begins: Integers, sizes: Integers) -> tuple[Tokens, Integers]:
-        """Encodes words of a buffer.
+        """Encode words of a buffer.
 
         Args:
             buffer: holds the words, and `PADDING` behind them.
@@ -105,7 +105,7 @@ class WordTable:
         return same
 
     def _learn(self, words: Sequence[bytes]) -> dict[bytes, Sequence[int]]:
-        """Encodes different words and remembers those that have room."""
+        """Encode different words and remember those that have room."""
         tokens_of = dict(zip(words, self._encode(words), strict=True))
         with self._lock:
             room = _MOST_WORDS - self._words

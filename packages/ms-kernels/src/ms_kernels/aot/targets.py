@@ -10,7 +10,7 @@ class Target:
     """One chip, as Triton's compiler names it."""
 
     name: str
-    """Such as ``"sm_90"``."""
+    """The target's name, such as ``"sm_90"``."""
     backend: str
     """``"cuda"``, ``"hip"`` or ``"cpu"``."""
     architecture: int | str = 0

@@ -107,9 +107,9 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
     kernel: str
     values: dict[str, int]
-    """Such as block sizes and warps."""
+    """Launch parameters, such as block sizes and warps."""
     chip: str
-    """Whose table says so; ``"any"`` for the kernel's own defaults."""
+    """The chip whose table gives them; ``"any"`` for the kernel's own defaults."""
     measured: bool
     """Whether they were timed on that chip."""
 

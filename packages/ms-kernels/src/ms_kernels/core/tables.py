@@ -52,7 +52,7 @@ class Configuration(
             raise ValueError("a configuration needs values")
 
 
-class Entry(
+class TableEntry(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
 ):
     """What is known of one implementation in one dtype."""
@@ -96,7 +96,7 @@ class Table(
     chip: str
     torch: str
     """Version of torch it was measured with; empty where nothing was."""
-    entries: tuple[Entry, ...]
+    entries: tuple[TableEntry, ...]
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.chip):
@@ -152,7 +152,7 @@ def _folder() -> Path:
 
 
 @cache
-def _entries(chip: str) -> Mapping[tuple[str, str, str], Entry]:
+def _entries(chip: str) -> Mapping[tuple[str, str, str], TableEntry]:
     """Return a chip's entries by key; none where there is no table."""
     path = _folder() / f"{chip}.json"
     if not _NAME.fullmatch(chip) or not path.exists():
@@ -161,7 +161,9 @@ def _entries(chip: str) -> Mapping[tuple[str, str, str], Entry]:
 
 
 @known_when_traced
-def entry_for(chip: str, operator: str, backend: str, version: int, dtype: str) -> Entry | None:
+def entry_for(
+    chip: str, operator: str, backend: str, version: int, dtype: str
+) -> TableEntry | None:
     """Return what a chip's table says of an implementation, or None.
 
     An entry for another version of it counts for nothing.

@@ -20,7 +20,7 @@ from ms_kernels.core.chips import chip_of
 from ms_kernels.core.choice import Implementation, first_fit, obstacle_to
 from ms_kernels.core.dispatch import describe_call
 from ms_kernels.core.launches import TunedKernel, launch_of, trying
-from ms_kernels.core.tables import Configuration, Entry, Table
+from ms_kernels.core.tables import Configuration, Table, TableEntry
 from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
 from ms_kernels.tuning.measure import in_turn, one_pass
 
@@ -81,7 +81,7 @@ class _Measure:
     spend_s: float
     """Seconds for one way at one size."""
 
-    def entry(self, candidate: Implementation, dtype: torch.dtype) -> Entry | None:
+    def entry(self, candidate: Implementation, dtype: torch.dtype) -> TableEntry | None:
         """Measure one implementation in one dtype, or return None where it takes no such call."""
         contract = CONTRACTS[candidate.operator]
         configurations = tuple(self._configurations(candidate, dtype))
@@ -90,7 +90,7 @@ class _Measure:
         ratios = [each for each in found if each is not None]
         if not ratios and not configurations:
             return None
-        return Entry(
+        return TableEntry(
             operator=candidate.operator,
             backend=candidate.backend,
             version=candidate.version,

@@ -36,7 +36,7 @@ PAUSE_S = 0.002
 
 
 @frozen(kw_only=True, eq=False)
-class Share:
+class RankShare:
     """What one rank writes of every checkpoint of a state."""
 
     items: list[WriteItem]
@@ -44,9 +44,9 @@ class Share:
     sizes: list[int]
     """Bytes of each item."""
     metadata: Metadata
-    """Of the whole state."""
+    """Metadata of the whole state."""
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-    """Of the state that it was planned for."""
+    """Dtypes and shapes of the state that the share was planned for."""
 
     @property
     def parts(self) -> list[int]:
@@ -55,7 +55,7 @@ class Share:
 
 
 @frozen(kw_only=True, eq=False)
-class Job:
+class CheckpointJob:
     """A checkpoint on its way."""
 
     folder: Path
@@ -80,8 +80,8 @@ class BackgroundSaver:
         self.root, self.keep = root, keep
         self.memory = SharedMemory()
         self.process: WritingProcess | None = None
-        self.share: Share | None = None
-        self.job: Job | None = None
+        self.share: RankShare | None = None
+        self.job: CheckpointJob | None = None
         self.alone = not dist.is_initialized() or dist.get_world_size() == 1
         self.rank = 0 if self.alone else dist.get_rank()
 
@@ -118,7 +118,9 @@ class BackgroundSaver:
             self.process.ask(
                 {"kind": "write", "folder": str(folder), "file": str(file), "parts": share.parts}
             )
-        self.job = Job(folder=folder, writer=writer, keep=self.keep, error=error, note=note)
+        self.job = CheckpointJob(
+            folder=folder, writer=writer, keep=self.keep, error=error, note=note
+        )
 
     def poll(self) -> None:
         """Between two steps: let a checkpoint that is written be complete, or raise why not.
@@ -157,7 +159,7 @@ class BackgroundSaver:
         self.process, self.job = None, None
         self.memory.close()
 
-    def _answer(self, job: Job) -> tuple[dict[str, Any] | None, str | None]:
+    def _answer(self, job: CheckpointJob) -> tuple[dict[str, Any] | None, str | None]:
         """What this rank's writer has answered, and why it failed; None for what is not there.
 
         Away from rank 0 there is nothing to be said of a commit.
@@ -172,7 +174,7 @@ class BackgroundSaver:
         error = None if answer is None else answer.get("error")
         return (None, error) if error else (answer, None)
 
-    def _commit(self, job: Job, answer: Mapping[str, Any]) -> None:
+    def _commit(self, job: CheckpointJob, answer: Mapping[str, Any]) -> None:
         """All files are durable: have the manifest written and the folder named."""
         found: list[Any] = [None] * (1 if self.alone else dist.get_world_size())
         mine = self._results(answer)
@@ -180,7 +182,7 @@ class BackgroundSaver:
             found = [mine]
         else:
             dist.gather_object(mine, found if self.rank == 0 else None, dst=0)
-        self.job = Job(
+        self.job = CheckpointJob(
             folder=job.folder, writer=job.writer, keep=job.keep, committing=True, note=job.note
         )
         if self.rank > 0:
@@ -226,7 +228,7 @@ class BackgroundSaver:
         )
         return [*results, WriteResult(MetadataIndex(name), len(header), whole)]
 
-    def _fail(self, job: Job, error: str | None) -> None:
+    def _fail(self, job: CheckpointJob, error: str | None) -> None:
         """Give up a checkpoint on all ranks, with the words of the first that could not write."""
         found = [error]
         if not self.alone:
@@ -237,7 +239,7 @@ class BackgroundSaver:
             job.writer.discard()
         raise WriteError(next(filter(None, found)))
 
-    def _plan(self, state: Mapping[str, Tensor]) -> Share:
+    def _plan(self, state: Mapping[str, Tensor]) -> RankShare:
         """Who writes what; made once, as long as the state keeps its shape."""
         shapes = {name: (t.dtype, tuple(t.shape)) for name, t in state.items()}
         if self.share is not None and self.share.shapes == shapes:
@@ -247,7 +249,7 @@ class BackgroundSaver:
         local = Writer(self.root, step=0, facts={}).prepare_local_plan(planner.create_local_plan())
         whole, metadata = self._agree(planner, local)
         items = sorted(whole.items, key=lambda item: -dtype_of(item).itemsize)
-        return Share(
+        return RankShare(
             items=items,
             header=header_of_items(items),
             sizes=[box_of(item).sizes.numel() * dtype_of(item).itemsize for item in items],
@@ -272,7 +274,7 @@ class BackgroundSaver:
         return mine[0][0], mine[0][1]
 
     @torch.no_grad()
-    def _copy(self, state: Mapping[str, Tensor], share: Share) -> str | None:
+    def _copy(self, state: Mapping[str, Tensor], share: RankShare) -> str | None:
         """Lay the file's bytes into the memory that the writing process reads; why not, if not."""
         planner = DefaultSavePlanner()
         planner.set_up_planner(dict(state), None, self.rank == 0)

@@ -135,7 +135,7 @@ class Writer(StorageWriter):
 
 
 def dtype_of(item: WriteItem) -> torch.dtype:
-    """Of what an item writes."""
+    """The dtype of what an item writes."""
     assert item.tensor_data is not None  # prepare_local_plan refused the rest
     return item.tensor_data.properties.dtype
 

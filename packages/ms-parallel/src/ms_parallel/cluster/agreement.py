@@ -82,7 +82,7 @@ class StopRequest(StopSignal):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told = False
+        self.signalled = False
         """Whether this very process was asked."""
 
     def agreed(self) -> bool:
@@ -102,11 +102,11 @@ class StopRequest(StopSignal):
         before takes the run to be done, and leaves.
         """
         until = monotonic() + WAIT_S
-        while started_by_torchrun() and not self.told and monotonic() < until:
+        while started_by_torchrun() and not self.signalled and monotonic() < until:
             sleep(PAUSE_S)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if self.told:
+        if self.signalled:
             super()._take(number, frame)
-        self.told = True
+        self.signalled = True
         self.signal_name = self.signal_name or signal.Signals(number).name

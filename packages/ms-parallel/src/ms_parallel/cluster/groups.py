@@ -11,7 +11,7 @@ from ms_parallel.cluster.mixed.kinds import HOST, KindGroups, alone_on, meet_kin
 
 
 @frozen(kw_only=True)
-class Link:
+class Channel:
     """A way to one other process."""
 
     rank: int
@@ -36,17 +36,17 @@ class Groups:
     """The processes that hold different tokens of a batch, all else as here: they add up
     gradients."""
     replicas: DeviceMesh | None
-    """Of those, the ones that hold the same parts of weights; None where there are none."""
+    """The part of `tokens` that holds the same parts of weights; None where there are none."""
     shards: DeviceMesh
-    """Of those, the ones that shard weights among them."""
+    """The part of `tokens` that shards weights among its processes."""
     experts: DeviceMesh | None
-    """Of these, the ones that share out experts; None where each of them has all."""
+    """The part of `shards` that shares out experts; None where each process has all."""
     expert_shards: DeviceMesh
-    """Of these, the ones that have the same experts, which shard them among them."""
+    """The part of `shards` that has the same experts and shards them among its processes."""
     devices: Devices | None = None
-    """Of all processes, where they are of several kinds."""
+    """Devices of all processes, where they are of several kinds."""
     kinds: KindGroups | None = None
-    """Then how sums over those that hold the same weights travel."""
+    """How sums over processes that hold the same weights travel between kinds of devices."""
 
     @property
     def wire(self) -> torch.device:
@@ -79,15 +79,15 @@ class Groups:
         """Global rank of the process at `index` along `axis`, all other axes as here."""
         return dist.get_global_rank(self.group(axis), index)
 
-    def link(self, peer: int) -> Link:
+    def link(self, peer: int) -> Channel:
         """How messages travel to pipeline rank `peer`."""
         rank = self.peer("pipeline", peer)
         if self.kinds is None:
-            return Link(rank=rank, group=self.group("pipeline"), wire=self.device)
+            return Channel(rank=rank, group=self.group("pipeline"), wire=self.device)
         assert self.devices is not None
         if self.kinds.line is not None and self.devices.kinds[rank] == self.device.type:
-            return Link(rank=rank, group=self.kinds.line, wire=self.device)
-        return Link(rank=rank, group=self.group("pipeline"), wire=HOST)
+            return Channel(rank=rank, group=self.kinds.line, wire=self.device)
+        return Channel(rank=rank, group=self.group("pipeline"), wire=HOST)
 
     def all_reduce(
         self,

@@ -94,7 +94,7 @@ class ModelShape:
 
 @frozen(kw_only=True)
 class Layout:
-    """How many ranks stand on each axis; the product of those of their own is the world size.
+    """Number of ranks along each axis; those with ranks of their own make up the world size.
 
     Raises:
         LayoutError: a value is not a whole number of at least 1, or `expert` and `replicate` do not
@@ -139,27 +139,27 @@ class Layout:
 
     @property
     def readers(self) -> int:
-        """How many groups of processes read different rows of a batch."""
+        """Number of groups of processes that read different rows of a batch."""
         return prod(getattr(self, axis) for axis in row_axes())
 
     @property
     def token_ranks(self) -> int:
-        """How many groups of processes hold different tokens of a batch."""
+        """Number of groups of processes that hold different tokens of a batch."""
         return prod(getattr(self, axis) for axis in token_axes())
 
     @property
     def shards(self) -> int:
-        """Over how many groups of processes that hold different tokens weights are sharded."""
+        """Number of groups of processes, with different tokens each, that share weights out."""
         return self.token_ranks // self.replicate
 
     @property
     def expert_shards(self) -> int:
-        """Over how many of those, which have the same experts, these are sharded."""
+        """Number of those groups that have the same experts, which are sharded over them."""
         return self.shards // self.expert
 
     @property
     def row_parts(self) -> int:
-        """Into how many parts a row is cut for the processes of one reader."""
+        """Number of parts that a row is cut into for the processes of one reader."""
         return self.context * self.tensor
 
     @classmethod
@@ -198,7 +198,7 @@ class Layout:
         return cls(**values)  # type: ignore[arg-type]  # the validators check each value
 
     def place(self, rank: int) -> Place:
-        """The coordinates of a rank.
+        """Return the coordinates of a rank.
 
         Raises:
             LayoutError: the rank is outside the world.
@@ -214,7 +214,7 @@ class Layout:
         return Place(rank=reader, count=self.readers, **coordinates)
 
     def rank(self, place: Place) -> int:
-        """The rank that stands at a place: the inverse of `place`.
+        """Return the rank that stands at a place: the inverse of `place`.
 
         Raises:
             LayoutError: the place is outside the layout.

@@ -8,7 +8,7 @@ from ms_parallel.command_line import add_json, print_json
 from ms_parallel.entry import DONE, FAILED, file_argument, folder_argument, path_argument
 
 if TYPE_CHECKING:
-    from ms_parallel.cluster.doctor.examine import Report
+    from ms_parallel.cluster.doctor.examine import DoctorReport
     from ms_parallel.cluster.doctor.recording.recording import Examined
 
 HELP = "find what keeps machines from training, or from training fast, with the remedy"
@@ -140,7 +140,7 @@ def _write(options: Namespace, examined: "Examined") -> None:
         write_recording(Path(options.record), examined)
 
 
-def _say(options: Namespace, report: "Report") -> int:
+def _say(options: Namespace, report: "DoctorReport") -> int:
     from ms_parallel.cluster.doctor.page import draw_page
     from ms_parallel.cluster.doctor.text import report_text
     from ms_parallel.files.durable import write_file

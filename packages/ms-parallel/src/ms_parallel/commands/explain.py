@@ -12,7 +12,7 @@ HELP = "say whether a model trains under a layout, and which of its combinations
 EXAMPLE = "ms-parallel explain data=2,pipeline=2 qwen3 --schedule zb-v --sharding zero2"
 
 
-class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+class LayoutExplanation(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a model under a layout."""
 
     features: list[str]
@@ -48,7 +48,7 @@ def _given(options: Namespace) -> dict[str, str]:
     return {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
 
 
-def explain(layout: str, model: str, **options: str) -> Explanation:
+def explain(layout: str, model: str, **options: str) -> LayoutExplanation:
     """Say whether an engine takes a model under a layout, and which pairs the oracle has held.
 
     The engine of the first process is built without memory, in a cluster that is not there.
@@ -71,7 +71,7 @@ def explain(layout: str, model: str, **options: str) -> Explanation:
     known = proved_pairs()
     features = features_of(chosen, config, options)
     names = [pair_name(*pair) for pair in combinations(features, 2)]
-    return Explanation(
+    return LayoutExplanation(
         features=features,
         refused=refusal(config, chosen, options),
         layouts=known.layouts,
@@ -79,7 +79,7 @@ def explain(layout: str, model: str, **options: str) -> Explanation:
     )
 
 
-def _text(found: Explanation) -> str:
+def _text(found: LayoutExplanation) -> str:
     lines = [f"uses      {', '.join(found.features) or 'one process with all weights'}"]
     lines.append(f"refused   {found.refused}" if found.refused else "accepted  an engine takes it")
     if found.pairs:

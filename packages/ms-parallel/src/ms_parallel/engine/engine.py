@@ -53,7 +53,7 @@ from ms_parallel.models.staged import StagedModel
 from ms_parallel.models.tokenizer_files import TokenizerFiles
 from ms_parallel.models.weight_names import Rules
 from ms_parallel.operators import Ops
-from ms_parallel.pipeline.choice import Tables
+from ms_parallel.pipeline.choice import ScheduleTables
 from ms_parallel.pipeline.recorder import Recorder
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.signature import takes
@@ -110,7 +110,7 @@ class Engine:
         self.ops: Ops = chosen.ops or operators
         self.step = 0
         """Updates asked for so far, skipped ones included."""
-        self.tables = Tables(chosen.schedule, layout.pipeline)
+        self.tables = ScheduleTables(chosen.schedule, layout.pipeline)
         self.placement = self.tables.placement
         """Pipeline rank of each stage."""
         if chosen.compile:
@@ -202,7 +202,7 @@ class Engine:
         *,
         refuse: Callable[[float, float], bool] | None = None,
     ) -> Update:
-        """One step of the optimizer on the global batch, of which `batch` is this data rank's rows.
+        """Take one step of the optimizer; `batch` is this data rank's rows of the global batch.
 
         Args:
             batch: tensors or arrays (b, S) as in the Batch seam; all processes of one data rank
@@ -253,14 +253,14 @@ class Engine:
         if factor != 1.0:
             scale(list(gradients.values()), 1.0 / factor)
         # Of each microbatch: its share of the loss, its statistics, and what predicts further.
-        told: list[Tensor] = []
+        summands: list[Tensor] = []
         if losses and self.groups.place.speaks_for_rows:
             shares = [each / weight for each in statistics]
             parts = zip(*(each for each in (shares, further) if each), strict=True)
             every = list(parts) or [()] * len(losses)
-            told = [torch.cat((x[None], *y)) for x, y in zip(losses, every, strict=True)]
+            summands = [torch.cat((x[None], *y)) for x, y in zip(losses, every, strict=True)]
         width = 1 + len(names) + depths_of(self.config, loss)
-        square, (value, *means) = (fixed or self.trained).facts(told, width, gradients)
+        square, (value, *means) = (fixed or self.trained).global_sums(summands, width, gradients)
         norm = square**0.5
         skipped = self._reason(value, norm, refuse)
         audit = None
@@ -302,7 +302,7 @@ class Engine:
         *,
         refuse: Callable[[float, float], bool] | None = None,
     ) -> tuple[Update, Recorder]:
-        """`update`, and a recorder of what this rank computed when; every process calls it.
+        """Perform `update` and record what this rank computed when; every process calls it.
 
         `ms_parallel.pipeline.gathering.recorded_step` gathers those of all ranks.
         """
@@ -316,7 +316,7 @@ class Engine:
     def evaluate(
         self, batch: Mapping[str, Any], function: Callable[[Output, Batch], Tensor]
     ) -> Tensor:
-        """`function(output, batch)` of each microbatch, (b, ...), put together.
+        """Apply `function(output, batch)` to each microbatch and join the results, (b, ...).
 
         Returns:
             The result for this data rank's rows, on every process of that data rank.
@@ -327,7 +327,7 @@ class Engine:
         return self.passes.share(torch.cat(results) if results else None)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The rows of all data ranks, in their order; each gives as many."""
+        """Gather the rows of all data ranks, in their order; each gives as many."""
         if self.data_ranks == 1:
             return rows
         mine = rows.contiguous().to(self.groups.wire)
@@ -408,7 +408,7 @@ class Engine:
         save_model(list(self.stages.values()), folder, tokenizer=tokenizer)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Weights, moments and counters by name, ready for torch.distributed.checkpoint.
+        """Return weights, moments and counters by name, ready for torch.distributed.checkpoint.
 
         Where devices are of several kinds, all processes call this: it makes copies equal again.
         """

@@ -24,7 +24,7 @@ class HasFurther(Protocol):
 
     @property
     def mtp_weight(self) -> float:
-        """Of the mean over depths; 0 leaves the layers out."""
+        """Weight of the mean over depths; 0 leaves the layers out."""
 
 
 def depths_of(config: Any, loss: object) -> int:

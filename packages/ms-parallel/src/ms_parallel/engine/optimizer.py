@@ -29,7 +29,7 @@ SHARED = (
 )
 """Settings of every optimizer, which have keys of their own in a run file."""
 OF_A_GROUP = ("learning_rate", "weight_decay")
-"""Those of them that a group of parameters may have otherwise."""
+"""Settings that a group of parameters may have otherwise."""
 
 
 class Decay(Protocol):
@@ -40,7 +40,7 @@ class Decay(Protocol):
 
 
 @frozen(kw_only=True)
-class Kind:
+class OptimizerKind:
     """An optimizer that can be chosen by name."""
 
     build: Callable[..., "OptimizerConfig"]
@@ -61,7 +61,7 @@ def decays() -> Mapping[str, Callable[..., Decay]]:
 
 
 @cache
-def optimizers() -> Mapping[str, Kind]:
+def optimizers() -> Mapping[str, OptimizerKind]:
     """The optimizers by name: each module of `optimizers/` has some as `KINDS`.
 
     Others of the same name come before those that it has as `OTHERS`.
@@ -71,9 +71,11 @@ def optimizers() -> Mapping[str, Kind]:
     return {name: kind for room in rooms for name, kind in room.items()}
 
 
-def kind_of(config: type[Any]) -> Kind:
+def kind_of(config: type[Any]) -> OptimizerKind:
     """What is chosen where a name stands for a class of settings."""
-    return Kind(build=config, keys=tuple(f.name for f in fields(config) if f.name not in SHARED))
+    return OptimizerKind(
+        build=config, keys=tuple(f.name for f in fields(config) if f.name not in SHARED)
+    )
 
 
 def _spelled(name: str, known: Iterable[str]) -> str | None:
@@ -212,7 +214,7 @@ def _groups(instance: "OptimizerConfig", attribute: "Attribute[Any]", value: obj
 
 
 @frozen(kw_only=True)
-class Share:
+class ParameterGroup:
     """Parameters that are updated alike."""
 
     names: tuple[str, ...]
@@ -264,7 +266,7 @@ class OptimizerConfig(ABC):
             ConfigError: the optimizer cannot update them under this layout.
         """
 
-    def shares(self, held: "Held", chosen: Iterable[str] | None = None) -> list[Share]:
+    def shares(self, held: "Held", chosen: Iterable[str] | None = None) -> list[ParameterGroup]:
         """The parameters, or some that are `chosen`, by what they are updated with."""
         names: dict[tuple[str | None, bool], list[str]] = {}
         for name in held.parameters if chosen is None else chosen:
@@ -277,10 +279,10 @@ class OptimizerConfig(ABC):
             self._share(pattern, decays, tuple(alike)) for (pattern, decays), alike in names.items()
         ]
 
-    def _share(self, pattern: str | None, decays: bool, names: tuple[str, ...]) -> Share:
+    def _share(self, pattern: str | None, decays: bool, names: tuple[str, ...]) -> ParameterGroup:
         own = self if pattern is None else self._of_group(pattern)
         peak = self.learning_rate
-        return Share(
+        return ParameterGroup(
             names=names,
             config=own,
             rate=own.learning_rate / peak if peak else 1.0,

@@ -17,9 +17,8 @@ from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.pipeline.layer_split import Choice
 from ms_parallel.settings import a_path, flag, number, one_of, whole
-from ms_parallel.split.context.kinds import BALANCES, KINDS
+from ms_parallel.split.context.kinds import BALANCES, KINDS, ContextKind
 from ms_parallel.split.context.kinds import Balance as ContextBalance
-from ms_parallel.split.context.kinds import Kind as ContextKind
 from ms_parallel.split.data_axis import MOMENTS, OFFLOADS, SHARDINGS, Offload, Sharding
 from ms_parallel.split.memory.recompute_choice import Recompute, recompute_setting
 from ms_parallel.split.precision_choice import MixedPrecision, mixed_precision
@@ -93,11 +92,11 @@ class EngineOptions:
     """How the load of experts is balanced: `step`, `sequence`, `bias` or `none`; None for the
     model's own way. See `ms_parallel.engine.balance.settings.Balance`."""
     balance_coefficient: float | None = field(default=None, validator=number(optional=True))
-    """Of the balance loss; None for the router_aux_loss_coef of the model's config.json."""
+    """Weight of the balance loss; None for the router_aux_loss_coef of the model's config.json."""
     balance_bias_rate: float = field(default=1e-3, validator=number())
     """How far `bias` moves an expert's bias in one update."""
     router_z_coefficient: float = field(default=0.0, validator=number())
-    """Of the mean square of the routers' logsumexp."""
+    """Weight of the mean square of the routers' logsumexp."""
     heads: Mapping[str, int] = field(factory=dict)
     """Width of each extra linear head on the final hidden states, by name."""
     on_nonfinite: Literal["skip", "raise"] = field(

@@ -67,7 +67,7 @@ class HeadOutput:
         return self.row_split.whole(self._logits(EVERYWHERE))[:, positions]
 
     def _logits(self, positions: slice) -> Tensor:
-        """Of this process's positions."""
+        """Logits of this process's positions."""
         if self.make_logits is not None:
             return self.make_logits(self.hidden[:, positions])
         local = F.linear(self.hidden[:, positions], self.weight)
@@ -86,7 +86,7 @@ class HeadOutput:
         return self.row_split.whole(self._token_losses(own, temperature, z_loss))
 
     def _token_losses(self, targets: Tensor, temperature: float, z_loss: float) -> Tensor:
-        """Of this process's positions."""
+        """Losses of this process's positions."""
         if temperature != 1.0 or self.make_logits is not None:
             return _token_losses(self._logits(EVERYWHERE), targets, temperature, z_loss)
         if self.split:

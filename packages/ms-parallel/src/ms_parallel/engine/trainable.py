@@ -101,22 +101,22 @@ class Trainable:
         """Sum of squares of what is counted on this process, a float32 scalar."""
         return squared_norm([gradients[name] for name in self.counted], self.groups.device)
 
-    def facts(
-        self, told: Sequence[Tensor], width: int, gradients: Mapping[str, Tensor]
+    def global_sums(
+        self, summands: Sequence[Tensor], width: int, gradients: Mapping[str, Tensor]
     ) -> tuple[float, list[float]]:
-        """The gradients' sum of squares, and sums of what is told; the same on every process.
+        """The gradients' sum of squares, and sums over microbatches; the same on every process.
 
         Args:
-            told: (width,) of each microbatch here, on the processes that speak for their rows; else
-                none.
+            summands: (width,) of each microbatch here, on the processes that speak for their rows;
+                else none.
             width: numbers a microbatch.
             gradients: this process's parts of the global batch's, by name.
         """
-        facts = torch.zeros(1 + width, device=self.groups.device)
-        facts[0] = self.squared_norm(gradients)
-        if told:
-            facts[1:] = torch.stack(list(told)).sum(0)
-        square, *sums = self.groups.all_reduce(facts).tolist()
+        local = torch.zeros(1 + width, device=self.groups.device)
+        local[0] = self.squared_norm(gradients)
+        if summands:
+            local[1:] = torch.stack(list(summands)).sum(0)
+        square, *sums = self.groups.all_reduce(local).tolist()
         return square, sums
 
     def step(self, gradients: Mapping[str, Tensor] | None, norm: float, rate: float) -> None:

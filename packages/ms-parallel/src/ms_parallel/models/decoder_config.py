@@ -27,7 +27,7 @@ class DecoderConfig(ModelConfig):
     rms_norm_eps: float = field(default=1e-6, validator=above_zero)
     rope_theta: float = field(default=10000.0, validator=above_zero)
     rope_scaling: RopeScaling | None = field(default=None, converter=as_rope_scaling)
-    """A mapping of its settings will do."""
+    """How rotary frequencies are stretched; a mapping of its settings will do."""
     attention_bias: bool = field(default=False, validator=flag)
     """q, k and v projections have a bias; so has the output projection, but for qwen2."""
     mlp_bias: bool = field(default=False, validator=flag)

@@ -133,8 +133,8 @@ class Family:
 
 
 @cache
-def families() -> tuple[Family, ...]:
-    """Every family, by name."""
+def _found() -> tuple[Family, ...]:
+    """The value of each file of `families/`, by name."""
     room = import_module("ms_parallel.models.families")
     found = pkgutil.walk_packages(room.__path__, prefix=f"{room.__name__}.")
     modules = [import_module(module.name) for module in found if not module.ispkg]
@@ -142,10 +142,14 @@ def families() -> tuple[Family, ...]:
 
 
 @cache
+def families() -> tuple[Family, ...]:
+    """Every family of our own, by name."""
+    return tuple(family for family in _found() if family.name != ANY)
+
+
 def foreign() -> Family:
     """The family of what transformers builds, whatever its `model_type`."""
-    family: Family = import_module("ms_parallel.models.foreign.family").FOREIGN
-    return family
+    return next(family for family in _found() if family.name == ANY)
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -154,7 +158,7 @@ def family_of(config: ModelConfig) -> Family:
     Raises:
         ModelError: no model has this kind of configuration.
     """
-    for family in (*families(), foreign()):
+    for family in _found():
         if type(config) is family.config and family.name in (config.model_type, ANY):
             return family
     raise ModelError(

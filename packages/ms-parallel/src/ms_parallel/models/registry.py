@@ -17,7 +17,7 @@ from ms_parallel.models.foreign.config import knows
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.staged import StagedModel, named_weights
 from ms_parallel.models.tokenizer_files import TokenizerFiles
-from ms_parallel.models.weight_names import Piece, pieces
+from ms_parallel.models.weight_names import WeightSlice, slices_of
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import nearest
 
@@ -27,7 +27,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 def architecture(
     name_or_folder: str | Path, overrides: Mapping[str, object] | None = None
 ) -> ModelConfig:
-    """The configuration of a named architecture, or of a folder with a config.json.
+    """Return the configuration of a named architecture, or of a folder with a config.json.
 
     Args:
         name_or_folder: A family's name, in any case and with or without hyphens, or a
@@ -113,7 +113,7 @@ def build_model(
 
 
 def model_plan(config: ModelConfig) -> ModelPlan:
-    """How the model of a configuration may be split.
+    """Return how the model of a configuration may be split.
 
     Raises:
         ModelError: no model has this kind of configuration.
@@ -126,14 +126,14 @@ def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
     return _shapes(config, nn.Module.named_parameters)
 
 
-def weight_pieces(config: ModelConfig) -> dict[str, list[Piece]]:
+def weight_slices(config: ModelConfig) -> dict[str, list[WeightSlice]]:
     """What makes up each weight of the whole model in its folder; tied ones once.
 
     Weights are its parameters, and the buffers that its folder holds.
     """
     rules = family_of(config).weights(config)
     shapes = _shapes(config, named_weights)
-    return {name: list(pieces(rules, name, shape)) for name, shape in shapes.items()}
+    return {name: list(slices_of(rules, name, shape)) for name, shape in shapes.items()}
 
 
 def _shapes(

@@ -140,7 +140,7 @@ class StagedModel(nn.Module, ABC):
         cache: KeyValueCache | None,
         row_split: RowSplit | None = None,
     ) -> Context:
-        """What the blocks share, computed once a forward.
+        """Compute what the blocks share, once a forward.
 
         Args:
             positions: (B or 1, S) int64 of the new tokens.
@@ -150,7 +150,7 @@ class StagedModel(nn.Module, ABC):
         """
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """(B, S) int64 to (B, S, H)."""
+        """Embed tokens, (B, S) int64 to (B, S, H)."""
         return self.model.embed_tokens(tokens)  # type: ignore[operator,no-any-return]
 
     def blocks(
@@ -190,7 +190,7 @@ class StagedModel(nn.Module, ABC):
         return hidden
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """The final norm, (B, S, H) to (B, S, H)."""
+        """Apply the final norm, (B, S, H) to (B, S, H)."""
         return self.model.norm(hidden)  # type: ignore[operator,no-any-return]
 
     def further(
@@ -226,7 +226,7 @@ class StagedModel(nn.Module, ABC):
             yield hidden
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Finished hidden states (B, S, H) to logits (B, S, V)."""
+        """Turn finished hidden states (B, S, H) into logits (B, S, V)."""
         own = hasattr(self, "lm_head")
         logits = self.lm_head(hidden) if own else F.linear(hidden, self.head_weight)
         softcap = self.config.final_softcap
@@ -242,7 +242,7 @@ class StagedModel(nn.Module, ABC):
         logits: bool = True,
         row_split: RowSplit | None = None,
     ) -> Tensor:
-        """Tokens (or, on later stages, hidden states) to logits (or, on earlier ones, hidden).
+        """Turn tokens (or hidden states, on later stages) into logits (or hidden, on earlier ones).
 
         Args:
             x: (B, S) int64 on the first stage, (B, S, H) on others.

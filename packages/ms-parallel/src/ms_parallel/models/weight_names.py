@@ -17,17 +17,17 @@ Box = tuple[slice, ...]
 
 
 @frozen(kw_only=True)
-class Piece:
+class WeightSlice:
     """A box of a parameter that has the values of a part of a folder's tensor."""
 
     tensor: str
     """Its name in the folder."""
     shape: tuple[int, ...]
-    """Of the whole tensor in the folder."""
+    """Shape of the whole tensor in the folder."""
     part: Box
-    """Of that tensor; a slice may have a step."""
+    """The part of that tensor; a slice may have a step."""
     box: Box
-    """Of the parameter."""
+    """The box of the parameter."""
     dims: tuple[int | None, ...]
     """For each dim of the parameter the tensor's dim that runs along it, None where it has none and
     the box is one index wide."""
@@ -68,14 +68,14 @@ class Piece:
         return kept.permute([along.index(dim) for dim in range(len(self.shape))])
 
 
-Rule = Callable[[tuple[str, ...], tuple[int, ...]], Iterator[Piece]]
+Rule = Callable[[tuple[str, ...], tuple[int, ...]], Iterator[WeightSlice]]
 """From the parts of a name that a pattern's `*` stand for, and a parameter's whole shape."""
 
 Rules = Mapping[str, Rule]
 """By pattern of parameter names, in which `*` stands for one part of a dotted name."""
 
 
-def pieces(rules: Rules, name: str, shape: Sequence[int]) -> Iterator[Piece]:
+def slices_of(rules: Rules, name: str, shape: Sequence[int]) -> Iterator[WeightSlice]:
     """What makes up a parameter: by the first rule whose pattern fits, else its own name's tensor.
 
     Args:
@@ -93,9 +93,9 @@ def pieces(rules: Rules, name: str, shape: Sequence[int]) -> Iterator[Piece]:
 def renamed(tensor: str) -> Rule:
     """All of a tensor of another name; `{0}` stands for what the first `*` does."""
 
-    def rule(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[Piece]:
+    def rule(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
         every = tuple(slice(0, size) for size in shape)
-        yield Piece(
+        yield WeightSlice(
             tensor=tensor.format(*stars),
             shape=shape,
             part=every,
@@ -115,10 +115,10 @@ def rows_of(tensor: str, first: int, total: int) -> Rule:
         total: rows of the tensor.
     """
 
-    def rule(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[Piece]:
+    def rule(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
         (whole,) = renamed(tensor)(stars, (total, *shape[1:]))
         rows, own = slice(first, first + shape[0]), slice(0, shape[0])
-        yield Piece(
+        yield WeightSlice(
             tensor=whole.tensor,
             shape=whole.shape,
             part=(rows, *whole.part[1:]),
@@ -137,12 +137,12 @@ def stacked(tensor: str, *matrices: str) -> Rule:
         matrices: names of the several matrices of an expert, in the parameter's order.
     """
 
-    def rule(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[Piece]:
+    def rule(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
         *outer, rows, columns = shape
         part = (slice(0, rows), slice(0, columns))
         for index in product(*map(range, outer)):
             matrix = matrices[index[1]] if len(index) > 1 else matrices[0]
-            yield Piece(
+            yield WeightSlice(
                 tensor=tensor.format(*stars, expert=index[0], matrix=matrix),
                 shape=(rows, columns),
                 part=part,

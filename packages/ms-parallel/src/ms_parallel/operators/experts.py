@@ -147,7 +147,7 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
-        """Of the rows, each of which has one token; and of the weights."""
+        """Give the gradients of the rows, each of which has one token, and of the weights."""
         rows, places, weights = ctx.saved_tensors
         flat, of_rows, of_weights = places.flatten(), None, None
         tokens = torch.arange(len(places), device=rows.device)[:, None].expand(places.shape)

@@ -68,7 +68,7 @@ def gated_delta_rule(
 ) -> Tensor:
     """Linear attention whose state forgets and is corrected (Yang et al., 2024, arXiv:2412.06464).
 
-    Of each head, from zeros at the begin of a document: S ← e^g · S; S ← S + β · k ⊗ (v - Sᵀk);
+    Each head has a state S, zero where a document begins: S ← e^g · S; S ← S + β · k ⊗ (v - Sᵀk);
     the output is Sᵀq. Computed a chunk at a time by products of matrices. A document's first
     position is cut from the state exactly: what came before it is multiplied by zero, never by the
     exponential of an infinity.

@@ -17,7 +17,7 @@ SEARCH = "search"
 """The choice that is measured and searched for before a run begins."""
 
 
-class Tables:
+class ScheduleTables:
     """The tables of one choice of schedule, each made once.
 
     Args:

@@ -49,7 +49,7 @@ class Recorder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """It ends."""
+        """End the recording."""
         self._mark()
 
     def _mark(self) -> None:

@@ -69,7 +69,7 @@ class Step:
     gradients_left: dict[int, int]
     """For each stage the microbatches whose gradients of weights are still to come."""
     split: frozenset[Key]
-    """Those whose backward is one of inputs and, later, one of weights."""
+    """Microbatches whose backward is one of inputs and, later, one of weights."""
     reduced: frozenset[int]
     """Stages whose gradients REDUCE_GRAD sums over the data axis; else the last backward does."""
     inputs: dict[Key, Tensor] = field(factory=dict)

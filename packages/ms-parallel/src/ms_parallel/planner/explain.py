@@ -23,7 +23,7 @@ MOST_CELLS = 1 << 20
 PICTURES = {".svg": draw_svg, ".html": draw_html}
 
 
-class ScheduleFacts(msgspec.Struct, frozen=True, kw_only=True):
+class ScheduleSummary(msgspec.Struct, frozen=True, kw_only=True):
     """A schedule in numbers; times and memory are in the units of the costs."""
 
     name: str
@@ -57,7 +57,7 @@ class ScheduleFacts(msgspec.Struct, frozen=True, kw_only=True):
 class Explanation:
     """What `explain` found."""
 
-    facts: ScheduleFacts
+    facts: ScheduleSummary
     timeline: Timeline
     measured: Timeline | None = None
     """Timeline of a recorded step."""
@@ -118,9 +118,9 @@ def explain(
     return Explanation(facts=facts, timeline=line, measured=real)
 
 
-def _facts(line: Timeline, name: str, messages: int) -> ScheduleFacts:
+def _facts(line: Timeline, name: str, messages: int) -> ScheduleSummary:
     schedule, makespan = line.schedule, line.makespan
-    return ScheduleFacts(
+    return ScheduleSummary(
         name=name,
         ranks=schedule.ranks,
         stages=schedule.stages,

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 import torch
 
 SHARE = 0.95
-"""Of free memory that may be taken: allocators leave gaps."""
+"""Share of free memory that may be taken: allocators leave gaps."""
 LIMITS = (("VmSize", resource.RLIMIT_AS), ("VmData", resource.RLIMIT_DATA))
 """What of a process the limits that `ulimit -v` and `ulimit -d` set are held against."""
 

@@ -31,7 +31,7 @@ class FoundMicrobatch(
     conditions: dict[str, int | str | None]
     """What it was found for; where any of it differs, it is found anew."""
     rows: int
-    """Of a microbatch."""
+    """Rows of a microbatch."""
     counted_bytes: int
     """What the rank that holds most held in the trial."""
     limit_bytes: int

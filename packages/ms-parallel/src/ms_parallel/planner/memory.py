@@ -35,7 +35,7 @@ from ms_parallel.split.part import local_part
 
 FLOAT32_BYTES = 4
 UNUSED = BlockCosts(kept_bytes=(0,) * len(KINDS), work=(0,) * len(KINDS))
-"""Of a block that no forward passes, such as a layer that predicts further without its loss."""
+"""Costs of a block that no forward passes, such as a layer that predicts further without a loss."""
 ENDLESS = 1 << 60
 """A budget that marks blocks to be measured."""
 
@@ -210,7 +210,7 @@ def _rank(
     loss: Loss,
     known: dict[str, _StageCosts],
 ) -> RankMemory:
-    """Of the rank of an engine, whose stages are taken apart.
+    """Predict the memory of an engine's rank, whose stages are taken apart.
 
     Args:
         engine: built without memory.

@@ -13,9 +13,9 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     weights: int
     """Its share of them, as the optimizer keeps them."""
     gradients: int
-    """Of that share, in float32."""
+    """Gradients of that share, in float32."""
     moments: int
-    """Of the optimizer; not where they are offloaded."""
+    """Moments of the optimizer; 0 where they are offloaded."""
     activations: int
     """What forwards keep for their backward, over all microbatches in flight."""
     buffers: int

@@ -13,7 +13,7 @@ IGNORED = -100
 
 
 @frozen(kw_only=True)
-class Span:
+class DocumentSpan:
     """One document of a batch."""
 
     row: int
@@ -55,14 +55,14 @@ def draw_batch(vocabulary: int, seed: int) -> dict[str, Tensor]:
     }
 
 
-def spans_of(batch: dict[str, Tensor]) -> list[Span]:
+def spans_of(batch: dict[str, Tensor]) -> list[DocumentSpan]:
     """The documents of a batch, row by row."""
     spans = []
     for row, documents in enumerate(batch["documents"]):
         counts = torch.unique_consecutive(documents, return_counts=True)[1].tolist()
         start = 0
         for count in counts:
-            spans.append(Span(row=row, start=start, end=start + count))
+            spans.append(DocumentSpan(row=row, start=start, end=start + count))
             start += count
     return spans
 

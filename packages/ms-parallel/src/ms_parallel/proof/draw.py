@@ -10,11 +10,11 @@ from attrs import evolve
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.proof.batches import LENGTH, ROWS
 from ms_parallel.proof.records import Case
-from ms_parallel.split.context.kinds import Kind
+from ms_parallel.split.context.kinds import ContextKind
 from ms_parallel.split.memory.recompute_choice import KINDS
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")
-CONTEXT_KINDS: tuple[Kind, ...] = ("all_gather", "ulysses", "ring")
+CONTEXT_KINDS: tuple[ContextKind, ...] = ("all_gather", "ulysses", "ring")
 _SPLIT = ("data", "tensor", "pipeline", "context")
 
 
@@ -38,12 +38,12 @@ def draw_cases(processes: int, count: int, seed: int, experts: int = 1) -> list[
         experts: of a layer, which are shared out where there are some.
     """
     cases = list(_simplest(processes, experts))
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     layouts = [layout for layout in _layouts(processes, experts) if layout.world_size > 1]
     for _ in range(50 * count):
         if len(cases) >= count or not layouts:
             break
-        drawn = _drawn(chance.choice(layouts), chance)
+        drawn = _drawn(rng.choice(layouts), rng)
         if drawn not in cases:
             cases.append(drawn)
     return cases[: max(count, 1)]
@@ -83,15 +83,15 @@ def _layouts(processes: int, experts: int) -> list[Layout]:
     return [layout for layout in fits if LENGTH % layout.row_parts == 0]
 
 
-def _drawn(layout: Layout, chance: random.Random) -> Case:
-    schedule = chance.choice(SCHEDULES) if layout.pipeline > 1 else "1f1b"
+def _drawn(layout: Layout, rng: random.Random) -> Case:
+    schedule = rng.choice(SCHEDULES) if layout.pipeline > 1 else "1f1b"
     rows = ROWS // layout.readers
     sizes: list[int | None] = [1] if layout.pipeline > 1 else [None, *range(1, rows)]
     return Case(
         layout=str(layout),
         processes=layout.world_size,
         schedule=schedule,
-        microbatch_size=chance.choice(sizes),
-        recompute=chance.choice(KINDS),
-        context_attention=chance.choice(CONTEXT_KINDS) if layout.context > 1 else "auto",
+        microbatch_size=rng.choice(sizes),
+        recompute=rng.choice(KINDS),
+        context_attention=rng.choice(CONTEXT_KINDS) if layout.context > 1 else "auto",
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ms_parallel.engine.engine import Engine
 from ms_parallel.errors import ModelError
-from ms_parallel.proof.batches import Span, my_rows, spans_of
+from ms_parallel.proof.batches import DocumentSpan, my_rows, spans_of
 from ms_parallel.proof.records import Check, Counterexample
 
 Batch = Mapping[str, Tensor]
@@ -26,7 +26,7 @@ def probe_changes(engine: Engine, batch: Batch, tolerance: float) -> Iterator[Co
     spans = spans_of(dict(batch))
     for index in range(len([span for span in spans if span.row == 0])):
         changed = {name: value.clone() for name, value in batch.items()}
-        hit: list[tuple[Span, int]] = []
+        hit: list[tuple[DocumentSpan, int]] = []
         for span in _nth_of_each_row(spans, index):
             middle = (span.start + span.end) // 2
             token = changed["tokens"][span.row, middle]
@@ -36,15 +36,15 @@ def probe_changes(engine: Engine, batch: Batch, tolerance: float) -> Iterator[Co
         yield from _judge(moved, hit, spans, tolerance)
 
 
-def _nth_of_each_row(spans: list[Span], index: int) -> list[Span]:
-    rows: dict[int, list[Span]] = {}
+def _nth_of_each_row(spans: list[DocumentSpan], index: int) -> list[DocumentSpan]:
+    rows: dict[int, list[DocumentSpan]] = {}
     for span in spans:
         rows.setdefault(span.row, []).append(span)
     return [of_row[index] for of_row in rows.values() if index < len(of_row)]
 
 
 def _judge(
-    moved: Tensor, hit: list[tuple[Span, int]], spans: list[Span], tolerance: float
+    moved: Tensor, hit: list[tuple[DocumentSpan, int]], spans: list[DocumentSpan], tolerance: float
 ) -> Iterator[Counterexample]:
     own = {(span.row, span.start) for span, _ in hit}
     for span, middle in hit:
@@ -115,5 +115,5 @@ def _wrong(check: Check, what: str, apart: float) -> Counterexample:
     return Counterexample(check=check, what=what, apart=apart)
 
 
-def _name(span: Span) -> str:
+def _name(span: DocumentSpan) -> str:
     return f"the document at {span.start} to {span.end - 1} of row {span.row}"

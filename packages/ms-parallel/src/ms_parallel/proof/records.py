@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from ms_parallel.split.context.kinds import Kind
+from ms_parallel.split.context.kinds import ContextKind
 
 Check = Literal[
     "gradients", "loss", "logits", "leak", "causality", "packing", "generation", "folder", "run"
@@ -22,7 +22,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     schedule: str = "1f1b"
     microbatch_size: int | None = None
     recompute: str = "none"
-    context_attention: Kind = "auto"
+    context_attention: ContextKind = "auto"
 
     @property
     def text(self) -> str:
@@ -58,7 +58,7 @@ class Counterexample(msgspec.Struct, frozen=True, kw_only=True):
     parameter: str = ""
     layer: int | None = None
     ratio: str = ""
-    """Of what was found to what is right, where it is one number: `1/data`, `0`, ..."""
+    """Ratio of what was found to what is right, where it is one number: `1/data`, `0`, ..."""
     apart: float = 0.0
     """Largest difference, as a share of the largest right value."""
 

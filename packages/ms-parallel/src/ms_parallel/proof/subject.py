@@ -48,7 +48,7 @@ _SMALL: dict[str, int] = {
 }
 """The most that each setting is left at; a model has those of them that its configuration has."""
 TOLERANCE, FLOAT32 = 1e-12, 2e-6
-"""Of what computes in float64, and of transformers' models, whose norms round to float32 in it."""
+"""Tolerances in float64, and of transformers' models, whose norms round to float32 in it."""
 _LAYERS = 4
 _SPREAD = 0.1
 """Standard deviation of weights: large enough that every path through a small model counts."""
@@ -67,7 +67,7 @@ class Subject:
     plan: ModelPlan | None = None
     vocabulary: int = field(default=_SMALL["vocab_size"])
     experts: int = 1
-    """Of a layer, which the expert axis can share out; 1 for none."""
+    """Experts of a layer, which the expert axis can share out; 1 for none."""
     packs: bool = True
     """Whether documents in packed rows are held against the documents alone."""
     tolerance: float = TOLERANCE

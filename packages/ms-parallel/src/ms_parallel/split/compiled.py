@@ -18,7 +18,7 @@ from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.split.memory.recompute_choice import Recompute
 
 
-class Chosen(Protocol):
+class CompileOptions(Protocol):
     """What is asked of an engine's options."""
 
     @property
@@ -30,7 +30,7 @@ class Chosen(Protocol):
         """Whether bits are the same under every layout."""
 
 
-def check_compiled(config: Any, layout: Layout, chosen: Chosen, schedule: Schedule) -> None:
+def check_compiled(config: Any, layout: Layout, chosen: CompileOptions, schedule: Schedule) -> None:
     """Check that blocks may be compiled.
 
     Args:

@@ -17,6 +17,6 @@ Offload = Literal["none", "moments", "activations", "all"]
 """What lies in the machine's memory, and not in that of its device."""
 OFFLOADS = get_args(Offload)
 MOMENTS, ACTIVATIONS = ("moments", "all"), ("activations", "all")
-"""Those that name each."""
+"""Modes that offload each."""
 EACH = ("zero2", "zero3")
-"""Those that sum gradients after each microbatch."""
+"""Modes that sum gradients after each microbatch."""

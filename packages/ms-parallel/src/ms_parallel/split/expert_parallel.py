@@ -125,7 +125,7 @@ class _Travel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Of the rows alone."""
+        """Give the gradient of the rows alone."""
         route: _Route = ctx.route
         return route.there(gradient) if ctx.home else route.back(gradient), None, None
 

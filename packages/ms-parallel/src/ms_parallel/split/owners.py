@@ -19,7 +19,7 @@ Ends = tuple[tuple[int, int], ...]
 
 
 @frozen(kw_only=True)
-class Piece:
+class MatrixPart:
     """A part of a matrix that travels, or stays."""
 
     key: Key
@@ -43,7 +43,7 @@ class Trip:
     """
 
     def __init__(
-        self, away: list[Piece], here: list[Piece], rank: int, group: dist.ProcessGroup
+        self, away: list[MatrixPart], here: list[MatrixPart], rank: int, group: dist.ProcessGroup
     ) -> None:
         self.group = group
         self.kept = [piece for piece in here if piece.peer == rank]
@@ -52,13 +52,15 @@ class Trip:
         self.sizes = [prod(piece.shape) for piece in self.here]
         self.sent, self.got = (self._totals(pieces) for pieces in (self.away, self.here))
 
-    def _totals(self, pieces: list[Piece]) -> list[int]:
+    def _totals(self, pieces: list[MatrixPart]) -> list[int]:
         totals = [0] * dist.get_world_size(self.group)
         for piece in pieces:
             totals[piece.peer] += prod(piece.shape)
         return totals
 
-    def send(self, values: Mapping[int, Tensor], like: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+    def send(
+        self, values: Mapping[int, Tensor], like: Tensor
+    ) -> Iterator[tuple[MatrixPart, Tensor]]:
         """Give each piece that comes, with its values.
 
         Args:
@@ -75,7 +77,7 @@ class Trip:
             yield piece, part.view(piece.shape)
 
 
-class Exchange:
+class OwnerExchange:
     """Each matrix has one owner among the processes that hold its stage; all of them call it.
 
     Owners are assigned by cost, the dearest first, each to the process with the least so far.
@@ -115,13 +117,13 @@ class Exchange:
         self.inward = Trip(self._to_owners(given), self._at_owner(given), self.rank, group)
         self.outward = Trip(self._at_owner(taken), self._to_owners(taken), self.rank, group)
 
-    def _to_owners(self, pieces: list[tuple[Key, Box, int]]) -> list[Piece]:
-        """Those that this process has, with the owners of their matrices."""
+    def _to_owners(self, pieces: list[tuple[Key, Box, int]]) -> list[MatrixPart]:
+        """The pieces that this process has, with the owners of their matrices."""
         mine = [(key, box) for key, box, at in pieces if at == self.rank]
         return [self._piece(key, self.owner[key], box) for key, box in mine]
 
-    def _at_owner(self, pieces: list[tuple[Key, Box, int]]) -> list[Piece]:
-        """Those of matrices that this process owns, with who has them."""
+    def _at_owner(self, pieces: list[tuple[Key, Box, int]]) -> list[MatrixPart]:
+        """The pieces of matrices that this process owns, with who has them."""
         return [self._piece(key, at, box) for key, box, at in pieces if key in self.shapes]
 
     def _pieces(self, parts: list[dict[str, Ends]]) -> Iterator[tuple[Key, Box, bool, int]]:
@@ -138,8 +140,8 @@ class Exchange:
                     yield key, box, _ends(box) not in seen, rank
                     seen.add(_ends(box))
 
-    def _piece(self, key: Key, peer: int, box: Box) -> Piece:
-        return Piece(
+    def _piece(self, key: Key, peer: int, box: Box) -> MatrixPart:
+        return MatrixPart(
             key=key,
             peer=peer,
             of_matrix=relative(box, self.boxes[key]),

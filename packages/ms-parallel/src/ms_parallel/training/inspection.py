@@ -9,7 +9,7 @@ import torch
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.assembly import sharded_layout
 from ms_parallel.models.registry import model_plan, parameter_shapes
-from ms_parallel.pipeline.choice import SEARCH, Tables
+from ms_parallel.pipeline.choice import SEARCH, ScheduleTables
 from ms_parallel.pipeline.layer_split import Choice
 from ms_parallel.planner.found_schedule import FILE, read_found
 from ms_parallel.schedules.checks.verify import verify
@@ -32,7 +32,7 @@ ACTIVATION_BYTES = 34
 Korthikanti et al., "Reducing Activation Recomputation", 2022, table 2."""
 
 
-class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
+class RankInspection(msgspec.Struct, frozen=True, kw_only=True):
     """What one pipeline rank's stages put on each of its processes. All sizes are estimates."""
 
     pipeline: int
@@ -48,11 +48,11 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Kept for the backward pass by the microbatches in flight."""
 
 
-class ExpertFacts(msgspec.Struct, frozen=True, kw_only=True):
+class ExpertInspection(msgspec.Struct, frozen=True, kw_only=True):
     """How the experts of a layer are shared out."""
 
     experts: int
-    """Of a layer."""
+    """Experts of a layer."""
     each: int
     """How many of them a rank of the expert axis has, whose tokens come from all of its group."""
     shards: int
@@ -61,7 +61,7 @@ class ExpertFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks of the first pipeline stage that share out the experts among them, in their order."""
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     """A run in a few numbers."""
 
     architecture: str
@@ -72,16 +72,16 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_step: int
     microbatches: int
     """Microbatches that pass through a data rank in one step."""
-    ranks: list[RankFacts]
+    ranks: list[RankInspection]
     picture: str
     context: ContextLoad | None
     """How evenly context ranks share out attention in the first batch of the dataset, or where
     there is none yet, in rows of one document; None without the axis."""
-    experts: ExpertFacts | None
+    experts: ExpertInspection | None
     """How experts are shared out; None without the axis."""
 
 
-def inspect(options: Options, layout: Layout, shards: Path | None = None) -> Facts:
+def inspect(options: Options, layout: Layout, shards: Path | None = None) -> Inspection:
     """Say what a run will be, without starting it.
 
     Args:
@@ -100,7 +100,7 @@ def inspect(options: Options, layout: Layout, shards: Path | None = None) -> Fac
     size = microbatch(options, layout) or rows
     plan = model_plan(config)
     count = -(-rows // size)
-    tables = Tables(_schedule_of(options, layout, count), layout.pipeline)
+    tables = ScheduleTables(_schedule_of(options, layout, count), layout.pipeline)
     schedule = tables.training(count)
     stages = cut_layers(config.num_hidden_layers, schedule.stages, plan.cuts, tables.layers)
     most = verify(schedule).peak_activations
@@ -116,7 +116,7 @@ def inspect(options: Options, layout: Layout, shards: Path | None = None) -> Fac
         )
         for rank in range(layout.pipeline)
     ]
-    return Facts(
+    return Inspection(
         architecture=config.model_type,
         parameters=sum(shape.numel() for shape in shapes.values()),
         layout=str(layout),
@@ -147,13 +147,13 @@ def _context_load(
     return share_out(starts, windows_of(config), nodes, kind, options.context_balance)[1]
 
 
-def _expert_facts(layout: Layout, config: Any) -> ExpertFacts:
+def _expert_facts(layout: Layout, config: Any) -> ExpertInspection:
     experts = config.mixture.choice.num_experts
     groups: dict[tuple[int, int], list[int]] = {}
     for rank in range(min(layout.world_size // layout.pipeline, MOST_DRAWN)):
         token_rank, tensor = divmod(rank, layout.tensor)
         groups.setdefault((token_rank // layout.expert, tensor), []).append(rank)
-    return ExpertFacts(
+    return ExpertInspection(
         experts=experts,
         each=experts // layout.expert,
         shards=layout.expert_shards,
@@ -182,7 +182,7 @@ def _rank(
     layout: Layout,
     config: Any,
     positions: int,
-) -> RankFacts:
+) -> RankInspection:
     """Facts of the rank that has these stages and holds `positions` for the backward at most."""
     plan = model_plan(config)
     held = whole = own = 0
@@ -199,7 +199,7 @@ def _rank(
     if options.recompute == "full" or budget_bytes(options.recompute):
         position_bytes = config.hidden_size * width
     layers = sum(map(len, stages))
-    return RankFacts(
+    return RankInspection(
         pipeline=rank,
         layers=layers,
         parameters=whole,

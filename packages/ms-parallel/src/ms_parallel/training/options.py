@@ -20,9 +20,8 @@ from ms_parallel.pipeline.choice import SEARCH
 from ms_parallel.schedules.generators.registry import GENERATORS
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.settings import a_path, as_path, flag, nearest, number, one_of, shown, text, whole
-from ms_parallel.split.context.kinds import BALANCES, KINDS
+from ms_parallel.split.context.kinds import BALANCES, KINDS, ContextKind
 from ms_parallel.split.context.kinds import Balance as ContextBalance
-from ms_parallel.split.context.kinds import Kind as ContextKind
 from ms_parallel.split.data_axis import OFFLOADS, SHARDINGS, Offload, Sharding
 from ms_parallel.split.memory.recompute_choice import Recompute, budget_bytes, recompute_setting
 from ms_parallel.split.precision_choice import MixedPrecision, mixed_precision
@@ -233,20 +232,20 @@ class Options(Essentials):
     context_balance: ContextBalance = field(default="balanced", validator=one_of(*BALANCES))
     """How context ranks share out a row: `balanced` by the cost of attention, or `zig-zag`."""
     mtp_weight: float = field(default=0.3, validator=number())
-    """Of the mean loss of the layers that predict further than the next token, where the model has
-    any; 0 leaves them as they are."""
+    """Weight of the mean loss of the layers that predict further than the next token, where the
+    model has any; 0 leaves them as they are."""
     z_coefficient: float = field(default=0.0, validator=number())
-    """Of the mean square of the logits' logsumexp over the vocabulary, which is part of the loss
-    in training and keeps logits from drifting; 1e-4 in PaLM."""
+    """Weight of the mean square of the logits' logsumexp over the vocabulary, which is part of the
+    loss in training and keeps logits from drifting; 1e-4 in PaLM."""
     balance: str | None = field(default=None, validator=method)
     """How the load of experts is balanced: `step`, a loss by the loads of the update before;
     `sequence`, by those of each document; `bias`, or `none`. None for the model's own way."""
     balance_coefficient: float | None = field(default=None, validator=number(optional=True))
-    """Of the balance loss, E · sum of f · P; None for config.json's router_aux_loss_coef."""
+    """Weight of the balance loss, E · sum of f · P; None for config.json's router_aux_loss_coef."""
     balance_bias_rate: float = field(default=1e-3, validator=number())
     """How far `bias` moves the bias of an expert in one update."""
     router_z_coefficient: float = field(default=0.0, validator=number())
-    """Of the mean square of the routers' logsumexp, which keeps their logits small."""
+    """Weight of the mean square of the routers' logsumexp, which keeps their logits small."""
     ops: str = field(default="torch", validator=one_of("torch", "ms_kernels"))
     """Whose operators the model uses; `ms_kernels` needs the extra `kernels`."""
     device: str | None = field(default=None, validator=_device)

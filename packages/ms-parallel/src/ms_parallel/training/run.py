@@ -152,23 +152,23 @@ class Run:
         counts = standing.skipped
         counts[update.skipped] = counts.get(update.skipped, 0) + 1
         if remedy == "stop":
-            self._tell_skipped(step, update, "stop")
+            self._log_skipped(step, update, "stop")
             self.checkpoints.finish()
             raise DivergenceError(
                 f"step {step}: {reason(update)}; the run was to stop at this, its last checkpoint"
                 " is whole; lower learning_rate, or let such steps be skipped"
             )
         if remedy == "roll_back" and self.checkpoints.go_back():
-            self._tell_skipped(step, update, "roll_back")
+            self._log_skipped(step, update, "roll_back")
             standing.rolled_back += 1
             found = Trouble(roll_backs=trouble.roll_backs + 1, went_back=True)
         else:
-            self._tell_skipped(step, update, "skip")
+            self._log_skipped(step, update, "skip")
             found = evolve(trouble, in_a_row=trouble.in_a_row + bool(remedy), went_back=False)
         check_lost(found.in_a_row, found.roll_backs, update)
         return found
 
-    def _tell_skipped(self, step: int, update: Update, remedy: str) -> None:
+    def _log_skipped(self, step: int, update: Update, remedy: str) -> None:
         back = self.engine.step if remedy == "roll_back" else step
         done = f"went back to step {back}" if back < step else "step skipped"
         self.show.note(f"step {step}: {reason(update)}; {'stopped' if remedy == 'stop' else done}")

@@ -143,7 +143,7 @@ class DistributedTrainer:
                 run.show.close()
 
     def evaluate(self) -> float | None:
-        """The held-out loss of the model as it is; None without held-out text.
+        """Return the held-out loss of the model as it is; None without held-out text.
 
         Raises:
             ConfigError: nothing has been trained yet.
@@ -153,7 +153,7 @@ class DistributedTrainer:
     def generate(
         self, prompt: str, *, max_new_tokens: int = 96, temperature: float = 0.8, top_k: int = 50
     ) -> str:
-        """What the model writes after a text; every process must call it.
+        """Write on after a text with the model; every process must call it.
 
         Raises:
             ConfigError: nothing has been trained yet.

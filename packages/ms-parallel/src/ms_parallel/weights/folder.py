@@ -48,7 +48,7 @@ class WeightFolder:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         return frozenset(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:

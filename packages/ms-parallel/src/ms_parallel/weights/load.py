@@ -11,9 +11,9 @@ from torch import Tensor
 from ms_parallel.errors import ModelError
 from ms_parallel.files.untrusted import check_path
 from ms_parallel.models.config import ModelConfig
-from ms_parallel.models.registry import build_model, model_plan, read_config, weight_pieces
+from ms_parallel.models.registry import build_model, model_plan, read_config, weight_slices
 from ms_parallel.models.staged import StagedModel, named_weights
-from ms_parallel.models.weight_names import Piece
+from ms_parallel.models.weight_names import WeightSlice
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.split.part import Part, drop_gathered, part_of
 from ms_parallel.weights.finite import is_finite
@@ -116,13 +116,13 @@ def _opened(folder: Path, config: ModelConfig) -> WeightFolder:
     return TextPart(weights) if getattr(config, "is_text_part", False) else weights
 
 
-def _check(model: StagedModel, weights: WeightFolder) -> dict[str, list[Piece]]:
+def _check(model: StagedModel, weights: WeightFolder) -> dict[str, list[WeightSlice]]:
     """Names of the whole model, and shapes of this stage, before any value is read.
 
     Returns:
         What makes up each of this stage's weights; none for those that were added.
     """
-    whole = weight_pieces(model.config)
+    whole = weight_slices(model.config)
     tensors = {piece.tensor for pieces in whole.values() for piece in pieces}
     plan = model_plan(model.config)
     copies = {copy: owner for owner, copy in plan.tied}
@@ -177,7 +177,9 @@ def _what_fits(name: str, known: Iterable[str]) -> str | None:
 
 
 @torch.no_grad()
-def _fill(model: StagedModel, weights: WeightFolder, pieces: Mapping[str, Iterable[Piece]]) -> None:
+def _fill(
+    model: StagedModel, weights: WeightFolder, pieces: Mapping[str, Iterable[WeightSlice]]
+) -> None:
     plan = model_plan(model.config)
     twice = (*plan.tied, *plan.repeated)
     for name, weight in named_weights(model):

@@ -54,7 +54,7 @@ class _FP8(WeightFolder):
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all tensors but factors."""
+        """The names of all tensors but factors."""
         return super().names - {name + _SCALES for name in self.scaled}
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -105,7 +105,7 @@ class _MXFP4(WeightFolder):
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all tensors; one of a packed pair."""
+        """The names of all tensors; one name for a packed pair."""
         return (super().names - self._parts) | self.packed
 
     def shape(self, name: str) -> tuple[int, ...]:

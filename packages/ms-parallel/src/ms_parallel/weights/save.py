@@ -23,12 +23,12 @@ from ms_parallel.models.registry import (
     GENERATION,
     config_document,
     model_plan,
-    weight_pieces,
+    weight_slices,
     with_tokens,
 )
 from ms_parallel.models.staged import StagedModel, named_weights
 from ms_parallel.models.tokenizer_files import TokenizerFiles, read_tokenizer
-from ms_parallel.models.weight_names import Piece
+from ms_parallel.models.weight_names import WeightSlice
 from ms_parallel.split.part import drop_gathered, part_of, whole_of
 from ms_parallel.weights.finite import is_finite
 from ms_parallel.weights.folder import INDEX, SINGLE
@@ -56,7 +56,7 @@ class _Source:
 
     name: str
     weight: Tensor
-    piece: Piece
+    piece: WeightSlice
 
 
 def save_model(
@@ -125,7 +125,7 @@ def _saved_tensors(stages: Sequence[StagedModel]) -> dict[str, list[_Source]]:
     """What a folder holds of these stages: each tied weight once, and nothing that was added."""
     plan = model_plan(stages[0].config)
     copies = {copy for _, copy in plan.tied}
-    whole = weight_pieces(stages[0].config)
+    whole = weight_slices(stages[0].config)
     for name, again in plan.repeated:
         (piece,) = whole[name][:1]
         whole[name] = [*whole[name], evolve(piece, tensor=again)]
@@ -140,7 +140,7 @@ def _saved_tensors(stages: Sequence[StagedModel]) -> dict[str, list[_Source]]:
 
 def _check_complete(config: ModelConfig, offered: Collection[str], folder: Path) -> None:
     """Refuse to write a folder that would lack a part of its model."""
-    every = [piece.tensor for pieces in weight_pieces(config).values() for piece in pieces]
+    every = [piece.tensor for pieces in weight_slices(config).values() for piece in pieces]
     lost = [tensor for tensor in every if tensor not in offered]
     if lost:
         raise ModelError(
@@ -150,7 +150,7 @@ def _check_complete(config: ModelConfig, offered: Collection[str], folder: Path)
 
 
 def _dtype(source: _Source, dtype: torch.dtype | None) -> torch.dtype:
-    """Of a tensor in its file; a buffer keeps its own."""
+    """The dtype of a tensor in its file; a buffer keeps its own."""
     return dtype if dtype and isinstance(source.weight, nn.Parameter) else source.weight.dtype
 
 

@@ -44,7 +44,7 @@ class TextPart(WeightFolder):
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the text model's tensors."""
+        """The names of the text model's tensors."""
         return frozenset(self.name_in_folder)
 
     def shape(self, name: str) -> tuple[int, ...]:

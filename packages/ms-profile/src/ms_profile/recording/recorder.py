@@ -114,7 +114,7 @@ class Recorder:
             self._watch.mark(models)
 
     def close(self) -> None:
-        """Collect what is left, remove every hook and close the ring; again does nothing."""
+        """Collect what is left, remove every hook and close the ring; a second call is harmless."""
         if self._closed:
             return
         self._closed = True

@@ -39,7 +39,7 @@ def write_report(
         path: the file; it appears whole or not at all.
         title: of the page.
         links: as `ms-profile link --out` measured them.
-        most_events: spans that the timeline shows; of more, the longest.
+        most_events: spans that the timeline shows at most: the longest ones.
         metrics: which parts to show; those that the run was asked for, else all.
 
     Returns:

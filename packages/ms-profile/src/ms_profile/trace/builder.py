@@ -90,7 +90,7 @@ class TraceBuilder:
         self._count += count
 
     def _with_times(self, records: Sequence[Record]) -> Sequence[Record]:
-        """Those whose times, where they are texts, are numbers."""
+        """The events whose times, where they are texts, are numbers."""
         if not any(type(each.ts) is str or type(each.dur) is str for each in records):
             return records
         sound = [each for each in records if _is_time(each.ts) and _is_time(each.dur, least=0)]

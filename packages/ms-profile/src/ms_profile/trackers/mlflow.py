@@ -31,7 +31,7 @@ class MLflow:
     """A run of MLflow; needs `ms-profile[mlflow]`, of which the small `mlflow-skinny` is enough.
 
     A training that goes on, with the same folder, goes on in the same run. MLflow cannot take back
-    a point: of steps that are done again it keeps what it has. Texts are tags, the newest of each.
+    a point: it keeps what it has of steps that are done again. Texts are tags, the newest of each.
     """
 
     folder: Path = field(converter=checked_folder)

@@ -50,7 +50,7 @@ class _File:
         self._settings: dict[str, object] = dict(start.settings)
         self._step = start.step or 0
         self._file.write(file_start(now_s) + session_start(now_s, self._step))
-        self._tell_settings(now_s)
+        self._write_settings(now_s)
 
     def write(self, points: Sequence[Point], /) -> None:
         """Append a record a point; settings are one table, which is shown anew when it grows."""
@@ -66,7 +66,7 @@ class _File:
                 records.append(values(point.wall_s, point.step, point.numbers, point.texts))
         self._file.write(b"".join(records))
         if len(self._settings) > told:
-            self._tell_settings(points[-1].wall_s)
+            self._write_settings(points[-1].wall_s)
 
     def close(self, outcome: Outcome, /) -> None:
         """Say how the run ended, and sync the file."""
@@ -74,7 +74,7 @@ class _File:
         os.fsync(self._file.fileno())
         self._file.close()
 
-    def _tell_settings(self, wall_s: float) -> None:
+    def _write_settings(self, wall_s: float) -> None:
         if self._settings:
             rows = [f"| {name} | {value} |" for name, value in sorted(self._settings.items())]
             table = "\n".join(["| setting | value |", "|---|---|", *rows])

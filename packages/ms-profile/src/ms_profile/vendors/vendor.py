@@ -27,7 +27,7 @@ class Vendor:
     copy_kernel: str = ""
     """Events of a device's process that copy; they carry no label."""
     wait_kernel: str = ""
-    """Likewise events in which a stream waits."""
+    """Events in which a stream waits."""
     communication_operator: str = ""
     """Operators on the host that only launch communication."""
     synchronising_call: str = ""

@@ -25,7 +25,7 @@ class ZygoteClient:
     """Starts the process and asks it for others; safe to be used by several threads."""
 
     def __init__(self, walls: Sequence[str] = WALLS) -> None:
-        """Starts it.
+        """Start it.
 
         Raises:
             ConfigError: the interpreter does not start.
@@ -71,7 +71,7 @@ class ZygoteClient:
     def start(
         self, role: str, descriptors: Sequence[int], cpu_s: int, memory_bytes: int
     ) -> socket.socket:
-        """Forks a process; it is killed when the socket closes, which says its status at its end.
+        """Fork a process; it is killed when the socket closes, which says its status at its end.
 
         Raises:
             OSError: the process that forks is gone.
@@ -87,7 +87,7 @@ class ZygoteClient:
         return ours
 
     def stop(self) -> None:
-        """Ends it, and every process that it has forked."""
+        """End it, and every process that it has forked."""
         self.forget()
         try:
             self._process.wait(timeout=0.2)
@@ -97,7 +97,7 @@ class ZygoteClient:
             self._process.wait()
 
     def forget(self) -> None:
-        """Closes what leads to it, as a fork of the trainer does: it belongs to the trainer."""
+        """Close what leads to it, as a fork of the trainer does: it belongs to the trainer."""
         self._control.close()
         self._errors.close()
 

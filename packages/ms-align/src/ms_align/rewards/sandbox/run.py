@@ -25,7 +25,7 @@ _AT_ONCE_S = 0.4
 
 
 def run_python(program: str, limits: Limits | None = None) -> Outcome:
-    """Runs a program to its end.
+    """Run a program to its end.
 
     `passed` is the program's own word: one that is unread can say it without running to its end.
     `judge` has a verdict.
@@ -38,7 +38,7 @@ def run_python(program: str, limits: Limits | None = None) -> Outcome:
 
 
 def judge(response: str, tests: str, limits: Limits | None = None) -> Outcome:
-    """Runs a response's program, and tests of its functions, each in a process of its own.
+    """Run a response's program, and tests of its functions, each in a process of its own.
 
     The tests find the response's names, and what they call runs there. Plain values cross as JSON;
     other objects stay there and can be called, read, indexed and walked through, but not compared.
@@ -92,7 +92,7 @@ for act in acts:
 def run_in(
     client: ZygoteClient, texts: dict[str, str], limits: Limits, *, confined: bool = False
 ) -> Outcome:
-    """Runs the texts, each in the role that is its key.
+    """Run the texts, each in the role that is its key.
 
     Raises:
         OSError: no process could be had.
@@ -123,7 +123,7 @@ class _Run:
         self._verdict = b""
 
     def start(self, texts: dict[str, str]) -> None:
-        """Starts a process for each text.
+        """Start a process for each text.
 
         Raises:
             OSError: no process could be had.
@@ -183,7 +183,7 @@ class _Run:
         (self._statuses[role],) = STATUS.unpack(status)
 
     def _read(self, source: str) -> bool:
-        """Takes what there is, and keeps its end; False where no more comes."""
+        """Take what there is, and keep its end; False where no more comes."""
         try:
             some = os.read(self._pipes[source], 1 << 16)
         except BlockingIOError:
@@ -196,7 +196,7 @@ class _Run:
         return bool(some)
 
     def end(self) -> None:
-        """Kills what still runs, waits until it is gone, and takes what it had printed."""
+        """Kill what still runs, wait until it is gone, and take what it had printed."""
         for connection in self._sockets.values():
             connection.shutdown(socket.SHUT_WR)
         until = time.monotonic() + _AT_ONCE_S

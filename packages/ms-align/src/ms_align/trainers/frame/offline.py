@@ -198,12 +198,12 @@ class OfflineLearner(ABC):
         """Learn from an update's statistics; what of them is logged."""
         return update.statistics
 
-    def facts(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         """Further state, as JSON values."""
         return {}
 
-    def load_facts(self, facts: Mapping[str, Any]) -> None:  # noqa: B027 - most have none
-        """Go to where `facts` were taken."""
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - most have none
+        """Go to where `state` was taken."""
 
     def update(self, log: RunLog) -> tuple[Update, Mapping[str, float]]:
         """One update."""
@@ -227,7 +227,7 @@ class OfflineLearner(ABC):
             "step": self.step,
             "stream": self.data.stream.state_dict(),
             "ends": sorted(self.ends.found),
-            **self.facts(),
+            **self.extra_state(),
         }
         return State(tensors=self.engine.state_dict(), facts=facts)
 
@@ -237,4 +237,4 @@ class OfflineLearner(ABC):
         self.step = int(state.facts["step"])
         self.ends.found |= set(state.facts["ends"])
         self.data.stream.load_state_dict(state.facts["stream"])
-        self.load_facts(state.facts)
+        self.load_extra_state(state.facts)

@@ -19,7 +19,7 @@ class C4Paragraphs(Rule):
     """Characters that a long line has at least."""
 
     def apply(self, text: Text, /) -> Outcome:
-        """Drops what has few long lines."""
+        """Drop what has few long lines."""
         lines = text.text.split("\n")
         long = sum(len(line) >= self.long_line_characters for line in lines)
         return under("min_long_lines", long, self.min_long_lines)

@@ -47,7 +47,7 @@ class C4Quality(Rule):
     """Sentences that are left at least."""
 
     def apply(self, text: Text, /) -> Outcome:
-        """Cuts lines, and drops what then has few sentences."""
+        """Cut lines, and drop what then have few sentences."""
         kept: list[str] = []
         cut: dict[str, list[str]] = defaultdict(list)
         sentences = 0

@@ -51,7 +51,7 @@ class ChineseQuality(Rule):
     """Share of characters in n-grams that stood before, at most."""
 
     def apply(self, text: Text, /) -> Outcome:
-        """Drops what has too few or too many characters, lines and sentences of some kind."""
+        """Drop what has too few or too many characters, lines and sentences of some kind."""
         body = text.text
         han = len(_HAN.findall(body))
         letters = sum(map(len, _LETTERS.findall(body)))

@@ -40,7 +40,7 @@ class ChineseText(Rule):
     """Convert all to one script; needs OpenCC (pip install 'ms-data[chinese]')."""
 
     def check(self) -> None:
-        """Needs OpenCC where scripts are converted."""
+        """Need OpenCC where scripts are converted."""
         super().check()
         if self.script != "keep":
             _converter(self.script)
@@ -51,7 +51,7 @@ class ChineseText(Rule):
         return f"{super().identity()} {converted}".strip()
 
     def apply(self, text: Text, /) -> Outcome:
-        """Changes the text."""
+        """Change the text."""
         body = text.text
         if body.isascii():
             return None

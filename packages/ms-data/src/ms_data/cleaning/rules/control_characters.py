@@ -33,7 +33,7 @@ class ControlCharacters(Rule):
     """Take out zero width spaces, soft hyphens and byte order marks; joiners stay."""
 
     def apply(self, text: Text, /) -> Outcome:
-        """Changes what holds one."""
+        """Change what holds one."""
         body = text.text
         if not _ALL.search(body):
             return None

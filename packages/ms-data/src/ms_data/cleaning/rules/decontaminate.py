@@ -8,7 +8,7 @@ import xxhash
 from attrs import field, frozen
 from numpy.typing import NDArray
 
-from ms_data.cleaning.ngrams import WordHashes, window_hashes
+from ms_data.cleaning.ngrams import WordHashCache, window_hashes
 from ms_data.cleaning.rule import Drop, Outcome, Rule
 from ms_data.cleaning.text import Text
 from ms_data.cleaning.words import plain_words
@@ -16,7 +16,7 @@ from ms_data.corpus.find import find_corpus
 from ms_data.errors import SettingError
 from ms_data.settings import a_path, text, whole
 
-_HASHES = WordHashes()
+_HASHES = WordHashCache()
 
 
 @frozen(kw_only=True)
@@ -35,7 +35,7 @@ class Decontaminate(Rule):
     """A benchmark text of fewer words than n-grams have is looked for whole, if it has these."""
 
     def check(self) -> None:
-        """Reads the benchmarks."""
+        """Read the benchmarks."""
         super().check()
         if not self._windows():
             raise SettingError(
@@ -49,7 +49,7 @@ class Decontaminate(Rule):
         return f"{super().identity()} {xxhash.xxh3_128_hexdigest(b'|'.join(parts))}".strip()
 
     def apply(self, text: Text, /) -> Outcome:
-        """Drops a document with one of the n-grams."""
+        """Drop a document with one of the n-grams."""
         words = _plain(text.text)
         hashes = _HASHES(words)
         for size, known in self._windows().items():

@@ -27,7 +27,7 @@ class FineWebQuality(Rule):
     """Line ends for each word, at most."""
 
     def apply(self, text: Text, /) -> Outcome:
-        """Drops lists, and what has few sentences or repeats lines."""
+        """Drop lists, and what has few sentences or repeats lines."""
         lines = [line for line in text.text.split("\n") if line.strip()]
         if not lines:
             return Drop("min_ended_lines", 0.0, self.min_ended_lines)

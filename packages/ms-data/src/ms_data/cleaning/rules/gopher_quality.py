@@ -39,7 +39,7 @@ class GopherQuality(Rule):
     """What nearly every text has some of."""
 
     def apply(self, text: Text, /) -> Outcome:
-        """Drops what has too few or too many words, lines and signs of some kind."""
+        """Drop what has too few or too many words, lines and signs of some kind."""
         words, characters, alphabetic = 0, 0, 0
         for word, count in text.counts.items():
             if word.isalpha():

@@ -38,7 +38,7 @@ class GopherRepetition(Rule):
     """Share of characters in n-grams of words that stood before, at most, for n = 5 to 10."""
 
     def apply(self, text: Text, /) -> Outcome:
-        """Drops what repeats paragraphs, lines or words."""
+        """Drop what repeats paragraphs, lines or words."""
         body = text.text
         return (
             self._parts("paragraph", _PARAGRAPHS.split(body.strip()), len(body))
@@ -54,7 +54,7 @@ class GopherRepetition(Rule):
         )
 
     def repeated_words(self, words: list[str], size: int) -> Drop | None:
-        """Drops what repeats words; `size` is the length of the text."""
+        """Drop what repeats words; `size` is the length of the text."""
         ngrams = Ngrams(words)
         for limit in self.max_top_ngrams:
             ngrams.grow()

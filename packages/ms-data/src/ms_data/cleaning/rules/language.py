@@ -22,7 +22,7 @@ class Language(Rule):
     """Keep Chinese documents of this script alone."""
 
     def check(self) -> None:
-        """Needs resiliparse."""
+        """Need resiliparse."""
         detector()
 
     def identity(self) -> str:
@@ -30,7 +30,7 @@ class Language(Rule):
         return library_version("Resiliparse")
 
     def apply(self, text: Text, /) -> Outcome:
-        """Drops the documents of other languages."""
+        """Drop the documents of other languages."""
         found = text.language
         known = found in self.keep or (found == "unknown" and self.unknown)
         if not known:

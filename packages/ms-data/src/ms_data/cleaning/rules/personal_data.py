@@ -12,7 +12,7 @@ from ms_data.settings import flag, one_of, text
 
 @frozen(kw_only=True)
 class PersonalData(Rule):
-    """Masks mail, telephone, public IP, identity and card numbers, Chinese forms too.
+    """Mask mail, telephone, public IP, identity and card numbers, Chinese forms too.
 
     Identity numbers of China are checked by ISO 7064 (GB 11643-1999), cards by ISO/IEC 7812-1.
     """
@@ -36,7 +36,7 @@ class PersonalData(Rule):
     """What stands in place of the data; {kind} is its kind, such as mail."""
 
     def apply(self, text: Text, /) -> Outcome:
-        """Masks or drops what is found; it is nowhere shown."""
+        """Mask or drop what is found; it is nowhere shown."""
         kinds = frozenset(kind for kind in KINDS if getattr(self, kind))
         found = find_personal_data(text.text, kinds)
         if not found:

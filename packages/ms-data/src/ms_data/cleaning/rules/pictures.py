@@ -40,7 +40,7 @@ class Pictures(RowRule):
     """Drop a row whose member `language`, an ISO 639-1 code, is not that of its text."""
 
     def check(self) -> None:
-        """Needs Pillow, and resiliparse for languages."""
+        """Need Pillow, and resiliparse for languages."""
         super().check()
         need_pillow()
         if self.match_language:
@@ -52,7 +52,7 @@ class Pictures(RowRule):
         return library_version("pillow") + more
 
     def apply(self, text: Text, /) -> Outcome:
-        """Drops a row for the first of its pictures that is not good."""
+        """Drop a row for the first of its pictures that is not good."""
         row = row_of(text)
         try:
             pictures = [decode_picture(one.content) for one in self.files(row, "image")]

@@ -31,7 +31,7 @@ class Sound(RowRule):
     """Share of samples at full level."""
 
     def check(self) -> None:
-        """Needs soundfile."""
+        """Need soundfile."""
         super().check()
         need_soundfile()
 
@@ -40,7 +40,7 @@ class Sound(RowRule):
         return library_version("soundfile")
 
     def apply(self, text: Text, /) -> Outcome:
-        """Drops a row for the first of its sounds that is not good."""
+        """Drop a row for the first of its sounds that is not good."""
         try:
             files = self.files(row_of(text), "audio")
             sounds = [decode_sound(one.content) for one in files]

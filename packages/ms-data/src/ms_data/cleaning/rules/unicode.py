@@ -23,7 +23,7 @@ class Unicode(Rule):
     """Normal form of the text: NFC, NFKC or none."""
 
     def check(self) -> None:
-        """Needs ftfy."""
+        """Need ftfy."""
         super().check()
         if self.repair:
             _ftfy()
@@ -34,7 +34,7 @@ class Unicode(Rule):
         return f"{super().identity()} {repaired} Unicode {unicodedata.unidata_version}".strip()
 
     def apply(self, text: Text, /) -> Outcome:
-        """Changes what is no plain ASCII."""
+        """Change what is no plain ASCII."""
         body = text.text
         if body.isascii():
             return None

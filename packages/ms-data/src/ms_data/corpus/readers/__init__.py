@@ -15,5 +15,5 @@ READERS: dict[str, Reader] = {
 
 
 def reader_of(name: str, head: bytes) -> Reader | None:
-    """Finds the reader that claims a file by its unpacked name and first bytes, if one does."""
+    """Find the reader that claims a file by its unpacked name and first bytes, if one does."""
     return next((one for one in READERS.values() if one.claims(name, head)), None)

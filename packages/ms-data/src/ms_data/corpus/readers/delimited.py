@@ -74,7 +74,7 @@ def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Fou
 
 
 def _names_problem(found: Found | list[str], options: ReadOptions) -> str | None:
-    """Says why the first line does not name the columns."""
+    """Say why the first line does not name the columns."""
     if not isinstance(found, list) or not found:
         return "no names of columns in its first line; write them there"
     name = options.text_column
@@ -113,7 +113,7 @@ def _text_problem(text: str) -> str | None:
 
 @contextmanager
 def _fields_of(limit: int) -> Iterator[None]:
-    """Lets the module `csv` read fields up to a limit, which is one for the whole process."""
+    """Let the module `csv` read fields up to a limit, which is one for the whole process."""
     before = csv.field_size_limit(limit + 1)
     try:
         yield

@@ -25,7 +25,7 @@ def row_type(column: str) -> Any:
 
 
 def json_decoder(options: ReadOptions) -> Callable[[bytes, str], Found]:
-    """Makes what reads a row from its JSON, which stands at a place."""
+    """Make what reads a row from its JSON, which stands at a place."""
     if options.parse is not None:
         return _row
     decoder = msgspec.json.Decoder(row_type(options.text_column))
@@ -39,7 +39,7 @@ def json_decoder(options: ReadOptions) -> Callable[[bytes, str], Found]:
 
 
 def decoded(decode: Callable[[bytes, str], Found], line: bytes, place: str, remedy: str) -> Found:
-    """Reads a row, or says why there is none."""
+    """Read a row, or say why there is none."""
     try:
         return decode(line, place)
     except msgspec.ValidationError as error:

@@ -49,7 +49,7 @@ def _open(file: OpenFile, pages: CheckedPages) -> Any:
 def _batches(
     table: Any, pages: CheckedPages, start: int, file: OpenFile, columns: list[str] | None
 ) -> Iterator[tuple[Any, int]]:
-    """Gives the batches after row `start`, with the number of the first row of each."""
+    """Give the batches after row `start`, with the number of the first row of each."""
     begin, begin_bytes = 0, 0
     groups = [table.metadata.row_group(one) for one in range(table.metadata.num_row_groups)]
     whole = max(1, sum(one.total_byte_size for one in groups))
@@ -71,7 +71,7 @@ def _batches(
 def _decoded(
     table: Any, pages: CheckedPages, number: int, columns: list[str] | None
 ) -> Iterator[Any]:
-    """Decodes a row group, so few rows at a time that they cannot take much memory."""
+    """Decode a row group, so few rows at a time that they cannot take much memory."""
     _check_chunks(table, pages, number, columns)
     group = table.metadata.row_group(number)
     paths = [table.schema.column(at).path for at in range(group.num_columns)]

@@ -78,7 +78,7 @@ def _document(
 
 
 def _samples(file: OpenFile, limit: int) -> Iterator[_Sample]:
-    """Gathers the members of each sample; a sample without text is one all the same."""
+    """Gather the members of each sample; a sample without text is one all the same."""
     content = Content(file.blocks)
     sample: _Sample | None = None
     for member in _members(content, file):
@@ -105,7 +105,7 @@ def _samples(file: OpenFile, limit: int) -> Iterator[_Sample]:
 
 
 def _members(content: Content, file: OpenFile) -> Iterator[_Member]:
-    """Gives each regular member; its content must be read before the next one is asked for."""
+    """Give each regular member; its content must be read before the next one is asked for."""
     more: dict[str, str] = {}
     ended = True
     while block := content.read(_BLOCK):
@@ -135,7 +135,7 @@ def _header(block: bytes, file: OpenFile) -> tarfile.TarInfo:
 
 
 def _checked(info: tarfile.TarInfo, more: dict[str, str], file: OpenFile) -> Iterator[_Member]:
-    """Gives a member if it is a file; refuses what is no part of a data set."""
+    """Give a member if it is a file; refuse what is no part of a data set."""
     name, size = more.get("path", info.name), _size(info, more, file)
     problem = ""
     if info.type != tarfile.DIRTYPE and info.type not in _FILES:
@@ -156,14 +156,14 @@ def _size(info: tarfile.TarInfo, more: dict[str, str], file: OpenFile) -> int:
 
 
 def _said(content: Content, info: tarfile.TarInfo, file: OpenFile) -> bytes:
-    """Reads what a member says of the one after it."""
+    """Read what a member says of the one after it."""
     if not 0 <= info.size <= _HEADER_LIMIT_BYTES:
         raise damaged(file, "tar archive", f"{info.name}: a header of {info.size} bytes")
     return _exactly(content, -(-info.size // _BLOCK) * _BLOCK, file)[: info.size]
 
 
 def _records(said: bytes, file: OpenFile) -> dict[str, str]:
-    """Reads the records of a pax header, each its length, a name and a value."""
+    """Read the records of a pax header, each its length, a name and a value."""
     found = {}
     while said:
         length, _, _ = said.partition(b" ")

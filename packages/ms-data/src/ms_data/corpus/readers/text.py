@@ -38,7 +38,7 @@ def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Fou
 
 
 def _rows_of(content: bytes, kind: Any) -> str | None:
-    """Says why a file of JSON is rows and no document, or None if it is one document."""
+    """Say why a file of JSON is rows and no document, or None if it is one document."""
     body = content.removeprefix(codecs.BOM_UTF8).strip()
     try:
         if body.startswith(b"["):

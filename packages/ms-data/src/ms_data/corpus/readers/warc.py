@@ -62,7 +62,7 @@ def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Fou
 
 
 def _head(content: Content, file: OpenFile) -> bytes:
-    """Reads what stands before the block of a record; nothing where the file ends."""
+    """Read what stands before the block of a record; nothing where the file ends."""
     lines = [content.line(_HEADER_LIMIT_BYTES)]
     if lines[0] and lines[0] not in _VERSIONS:
         raise damaged(file, "web archive", f"a record begins with {lines[0][:40]!r}")
@@ -88,7 +88,7 @@ def _size(fields: dict[bytes, bytes], number: int, file: OpenFile) -> int:
 
 
 def _document(warcio: Any, content: bytes, place: str, file: OpenFile, limit: int) -> Found:
-    """Takes the text of one record, given whole."""
+    """Take the text of one record, given whole."""
     try:
         loader = warcio.ArcWarcRecordLoader()
         record = loader.parse_record_stream(io.BytesIO(content), check_digests=True)
@@ -107,7 +107,7 @@ def _document(warcio: Any, content: bytes, place: str, file: OpenFile, limit: in
 
 
 def _page(headers: Any, block: bytes, place: str, file: OpenFile) -> Found:
-    """Takes the text of an answer, if it is a page."""
+    """Take the text of an answer, if it is a page."""
     if headers is None or headers.get_statuscode() != "200":
         return ""
     kind, _, more = (headers.get_header("content-type") or "").lower().partition(";")

@@ -34,7 +34,7 @@ class BestFitPacker:
         """Rows opened so far."""
 
     def add(self, segment: Segment) -> list[Row]:
-        """Places one segment; returns the rows, at most one, that this closes.
+        """Place one segment; return the rows, at most one, that this closes.
 
         Raises:
             ValueError: the segment is empty or longer than a row.
@@ -60,7 +60,7 @@ class BestFitPacker:
         return []
 
     def flush(self) -> list[Row]:
-        """Closes all rows, in the order in which they were opened."""
+        """Close all rows, in the order in which they were opened."""
         rows = [tuple(segments) for _, segments in sorted(self._open.items())]
         self._open, self._spaces = {}, []
         return rows
@@ -71,7 +71,7 @@ class BestFitPacker:
         return tuple(OpenRow(row, tuple(segments)) for row, segments in sorted(self._open.items()))
 
     def restore(self, rows: Iterable[OpenRow], opened: int) -> None:
-        """Goes on from the `open_rows` and `opened` of another packer of this capacity.
+        """Go on from the `open_rows` and `opened` of another packer of this capacity.
 
         Raises:
             ValueError: the rows cannot be a packer's.

@@ -39,7 +39,7 @@ def linear_cross_entropy(
     Returns:
         float32 (float64 for float64): () or, with ``"none"``, (...).
 
-    Of DTensors, rows stay where they are; a weight that is split is gathered. A reduced loss is on
+    Rows of DTensors stay where they are; a weight that is split is gathered. A reduced loss is on
     every process.
     """
     tensors, options = (hidden, weight, targets), (ignore_index, label_smoothing, z_loss, reduction)

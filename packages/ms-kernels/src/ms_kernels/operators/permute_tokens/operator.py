@@ -22,7 +22,7 @@ def permute_tokens(x: Tensor, experts: Tensor, *, count: int) -> tuple[Tensor, T
         The first is differentiable; it is what `grouped_matmul` takes with the second, and the
         third leads `unpermute_tokens` back.
 
-    Of DTensors, x may stay split over features, as its rows then are; tokens are gathered.
+    A DTensor x may stay split over features, as its rows then are; tokens are gathered.
     """
     if not is_split((x, experts)):
         return perform(CONTRACT, (x, experts), (count,))

@@ -59,7 +59,7 @@ def token_log_probs(
         float32 (float64 for float64), (...); with `entropy` a pair of them. Both are
         differentiable.
 
-    Of DTensors, rows stay where they are; a weight that is split is gathered.
+    Rows of DTensors stay where they are; a weight that is split is gathered.
     """
     tensors, options = (hidden, weight, tokens), (temperature, ignore_index, entropy)
     if not is_split(tensors):

@@ -33,11 +33,11 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
     findings: int
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     """What was examined, and what was found."""
 
     machine: Machine
-    """Of rank 0."""
+    """The machine of rank 0."""
     ranks: int
     hosts: list[str]
     checks: list[Checked]
@@ -74,7 +74,7 @@ def examine(folder: Path | None = None) -> Examined | None:
 def with_links(
     examined: Examined | None,
     device: torch.device,
-    speak: Callable[[Report], object],
+    speak: Callable[[DoctorReport], object],
     *,
     patience_s: float = PATIENCE_S,
 ) -> Examined | None:
@@ -93,13 +93,13 @@ def with_links(
     def begin(pairs: list[tuple[int, int]]) -> None:
         now[:] = pairs
 
-    def tell() -> None:
+    def report_if_first() -> None:
         if examined is not None:
             speak(judge(examined, [_not_arrived(examined, now, backend, patience_s + world)]))
 
     # The others wait a little longer: a launcher ends all when the first one ends.
     seconds = patience_s + world + (0 if examined is not None else LONGER_S)
-    with library_log() as log, patience(seconds, tell):
+    with library_log() as log, patience(seconds, report_if_first):
         pairs, together = measure_pairs(device, begin)
         said = kept_lines(log)
     if examined is None:
@@ -125,7 +125,7 @@ def _not_arrived(
     return msgspec.structs.replace(found, check="links")
 
 
-def judge(examined: Examined, further: Iterable[Finding] = ()) -> Report:
+def judge(examined: Examined, further: Iterable[Finding] = ()) -> DoctorReport:
     """Run every check.
 
     Args:
@@ -140,7 +140,7 @@ def judge(examined: Examined, further: Iterable[Finding] = ()) -> Report:
         checked.append(
             Checked(name=name, about=check.about, skipped=skipped, findings=len(merged(found)))
         )
-    return Report(
+    return DoctorReport(
         machine=examined.ranks[0].machine,
         ranks=len(examined.ranks),
         hosts=[one.machine.host for one in examined.machines],
@@ -151,7 +151,7 @@ def judge(examined: Examined, further: Iterable[Finding] = ()) -> Report:
 
 
 def not_met(own: Recording, reason: str) -> Finding:
-    """That the ranks did not meet, as the rank of a recording saw it."""
+    """The finding that the ranks did not meet, as the rank of a recording saw it."""
     return msgspec.structs.replace(
         failure(
             own,

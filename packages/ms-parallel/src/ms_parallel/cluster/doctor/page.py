@@ -2,7 +2,7 @@
 
 from html import escape
 
-from ms_parallel.cluster.doctor.examine import Report
+from ms_parallel.cluster.doctor.examine import DoctorReport
 from ms_parallel.cluster.doctor.finding import Finding
 from ms_parallel.cluster.doctor.text import machine_lines, measured_lines, place, summary
 
@@ -23,7 +23,7 @@ article p { color: #202124; margin: 4px 0 } h2 { font-size: 16px; margin: 0 }
 </style>"""
 
 
-def draw_page(report: Report) -> str:
+def draw_page(report: DoctorReport) -> str:
     """A page without scripts or links."""
     title = "The machines are sound" if report.sound else "The machines have faults"
     facts = [*machine_lines(report.machine), *measured_lines(report)]
@@ -55,7 +55,7 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}." if first.isalpha() and first.islower() else f"{text}."
 
 
-def _checks(report: Report) -> str:
+def _checks(report: DoctorReport) -> str:
     rows = []
     for one in report.checks:
         kind = "skipped" if one.skipped else "failure" if one.findings else "sound"

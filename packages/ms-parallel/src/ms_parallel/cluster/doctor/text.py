@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ms_parallel.cluster.doctor.examine import Report
+from ms_parallel.cluster.doctor.examine import DoctorReport
 from ms_parallel.cluster.doctor.finding import Finding
 from ms_parallel.cluster.doctor.recording.recording import Machine
 
@@ -12,7 +12,7 @@ MOST_CLOCKS, MOST_PAIRS = 16, 28
 """Lines of what was measured: the clocks that are farthest apart, and the first pairs."""
 
 
-def report_text(report: Report) -> str:
+def report_text(report: DoctorReport) -> str:
     """A report for people: the machine, what was measured, each finding, and the checks."""
     lines = [*_machine(report.machine), *_measured(report), ""]
     for one in report.findings:
@@ -26,7 +26,7 @@ def report_text(report: Report) -> str:
     return "\n".join(lines)
 
 
-def summary(report: Report) -> str:
+def summary(report: DoctorReport) -> str:
     """How many ranks, machines, failures and warnings there are."""
     failures = sum(one.severity == "failure" for one in report.findings)
     warnings = len(report.findings) - failures
@@ -43,7 +43,7 @@ def place(one: Finding) -> str:
     return f"rank{'s' * (len(one.ranks) > 1)} {ranks}" + (f" on {hosts}" if hosts else "")
 
 
-def measured_lines(report: Report) -> Iterator[tuple[str, str]]:
+def measured_lines(report: DoctorReport) -> Iterator[tuple[str, str]]:
     """What was measured, as names and texts."""
     apart = sorted(report.measured.clocks[1:], key=lambda clock: -abs(clock.offset_s))
     for clock in sorted(apart[:MOST_CLOCKS], key=lambda clock: clock.rank):
@@ -85,7 +85,7 @@ def _machine(machine: Machine) -> Iterator[str]:
         yield f"{name:<12} {text}"
 
 
-def _measured(report: Report) -> Iterator[str]:
+def _measured(report: DoctorReport) -> Iterator[str]:
     for name, text in measured_lines(report):
         yield f"{name:<12} {text}"
 

@@ -26,15 +26,15 @@ class KindGroups:
 
     device: torch.device
     inside: Any
-    """Those of this kind among them, over its native collectives; None for this one alone."""
+    """Processes of this kind among them, over its native collectives; None for this one alone."""
     first: int
     """The rank that speaks for them."""
     leaders: Any
-    """Those who speak for a kind each, over the machines' memory; None on others, and where all
-    are of one kind."""
+    """Processes that speak for a kind each, over the machines' memory; None on others, and where
+    all are of one kind."""
 
     line: Any = None
-    """Those of this kind in this pipeline, over its native messages; None where gloo serves."""
+    """Processes of this kind in this pipeline, over native messages; None where gloo serves."""
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         """Sum (or `op`) `tensor` in place over all of them."""

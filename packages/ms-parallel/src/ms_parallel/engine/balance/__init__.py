@@ -1,1 +1,1 @@
-"""The load of experts over an update: counted, balanced, and told."""
+"""The load of experts over an update: counted, balanced, and logged."""

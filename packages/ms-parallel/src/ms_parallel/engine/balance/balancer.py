@@ -34,7 +34,7 @@ class ExpertLoad:
     counts: Tensor
     """(layers, experts) int64: tokens that chose each; none is ever dropped."""
     entropy: tuple[float, ...]
-    """Of each layer's scores, in nats, the mean over tokens; log E where they say nothing."""
+    """Entropy of each layer's scores in nats, the mean over tokens; log E where they are even."""
     balance_loss: float
     """What balancing adds to the loss, its coefficient included."""
     z_loss: float
@@ -46,7 +46,7 @@ class ExpertLoad:
 
     @property
     def dropped_share(self) -> float:
-        """Of the choices, those that no expert took: none."""
+        """Share of the choices that no expert took: none."""
         return 0.0
 
     @property
@@ -111,7 +111,7 @@ class Balancer:
         self.chosen = mixture.choice.num_experts_per_tok if mixture is not None else 0
         self.corrected = mixture is not None and mixture.choice.corrected
         self.counts = torch.zeros(len(self.layers), experts, dtype=torch.int64)
-        """Of the last update that was performed; zeros before the first."""
+        """Counts of the last update that was performed; zeros before the first."""
 
     @property
     def state(self) -> dict[str, Tensor]:

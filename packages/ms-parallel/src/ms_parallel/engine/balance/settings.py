@@ -44,12 +44,12 @@ class Balance:
     sequence's loss besides where `coefficient` is given. `none`. None: `bias` where the model has
     one to correct, else `step` where its config.json has a router_aux_loss_coef."""
     coefficient: float | None = field(default=None, validator=number(optional=True))
-    """Of the loss E · Σ f · P, the mean over layers, which is the choices of a token where load is
-    even; None for the router_aux_loss_coef of config.json, which means the same."""
+    """Weight of the loss E · Σ f · P, the mean over layers, which is the choices of a token where
+    load is even; None for the router_aux_loss_coef of config.json, which means the same."""
     bias_rate: float = field(default=1e-3, validator=number())
     """How far an expert's bias moves in one update."""
     z_coefficient: float = field(default=0.0, validator=number())
-    """Of the mean over tokens and layers of the square of the logits' logsumexp."""
+    """Weight of the mean over tokens and layers of the square of the logits' logsumexp."""
 
     def of(self, mixture: "Mixture | None") -> "Balance":
         """The same with nothing left open, for a model.

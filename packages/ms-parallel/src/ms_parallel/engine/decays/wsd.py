@@ -19,7 +19,7 @@ class Decay:
     """
 
     share: float = field(default=0.2, validator=number(least=1e-9, most=1.0))
-    """Of the updates behind the warm-up, those over which the rate falls."""
+    """Share of the updates after the warm-up over which the rate falls."""
     shape: Literal["linear", "sqrt"] = field(default="linear", validator=one_of("linear", "sqrt"))
     """A straight line, or 1 - sqrt(t), which falls faster at first (Hägele et al., 2024)."""
 

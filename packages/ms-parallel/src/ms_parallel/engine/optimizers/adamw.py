@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.optim.adamw import adamw
 
-from ms_parallel.engine.optimizer import LEAST, OptimizerConfig, Share, betas, kind_of
+from ms_parallel.engine.optimizer import LEAST, OptimizerConfig, ParameterGroup, betas, kind_of
 from ms_parallel.engine.rules.rule import Held, Moments, Rule
 from ms_parallel.settings import number
 from ms_parallel.split.part import local_part
@@ -69,7 +69,7 @@ class AdamWRule:
     whole: Moments = {}  # noqa: RUF012 - there are none, and none is added
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], share: Share, *, offload: bool = False
+        self, parameters: Mapping[str, Tensor], share: ParameterGroup, *, offload: bool = False
     ) -> None:
         self.share, self.offload = share, offload
         self.parameters = {name: parameters[name] for name in share.names}

@@ -17,17 +17,17 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-from ms_parallel.engine.optimizer import LEAST, OptimizerConfig, Share, betas, kind_of
+from ms_parallel.engine.optimizer import LEAST, OptimizerConfig, ParameterGroup, betas, kind_of
 from ms_parallel.engine.optimizers.adamw import adamw_rules
 from ms_parallel.engine.rules.rule import Held, Moments, Rule
 from ms_parallel.errors import ConfigError, ModelError
-from ms_parallel.models.weight_names import Box, pieces
+from ms_parallel.models.weight_names import Box, slices_of
 from ms_parallel.settings import flag, number, one_of, shown, whole
-from ms_parallel.split.owners import Exchange, Key, overlap, relative
+from ms_parallel.split.owners import Key, OwnerExchange, overlap, relative
 from ms_parallel.split.part import local_part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the polynomial of degree five; chosen for the steepest slope at 0 that still stays near 1."""
+"""Polynomial of degree five; chosen for the steepest slope at 0 that still stays near 1."""
 ADAMW = ("*.gate.weight", "*.router.weight", "*.shared_expert_gate.weight")
 """Matrices in blocks that choose rather than compute."""
 
@@ -69,12 +69,12 @@ class MuonConfig(OptimizerConfig):
     nesterov: bool = field(default=True, validator=flag)
     """Look one step ahead along the momentum."""
     iterations: int = field(default=5, validator=whole(most=99))
-    """Of Newton and Schulz."""
+    """Steps of the Newton-Schulz iteration."""
     scale: Literal["match_rms_adamw", "original"] = field(
         default="match_rms_adamw", validator=one_of("match_rms_adamw", "original")
     )
-    """Of an update: 0.2·sqrt(max(rows, columns)), as great as AdamW's at the same rate (Liu et al.,
-    2025); or sqrt(max(1, rows/columns)), which needs a rate of its own, such as 0.02."""
+    """Scale of an update: 0.2·sqrt(max(rows, columns)), as great as AdamW's at the same rate (Liu
+    et al., 2025); or sqrt(max(1, rows/columns)), which needs a rate of its own, such as 0.02."""
     adamw: tuple[str, ...] = field(default=ADAMW, converter=_patterns)
     """Patterns of names of matrices in blocks that AdamW updates too; `*` stands for anything."""
     adamw_learning_rate: float | None = field(default=None, validator=number(optional=True))
@@ -127,7 +127,7 @@ class MuonRule:
 
     whole: Moments = {}  # noqa: RUF012 - there are none, and none is added
 
-    def __init__(self, held: Held, share: Share) -> None:
+    def __init__(self, held: Held, share: ParameterGroup) -> None:
         self.share = share
         self.parameters = {name: held.parameters[name] for name in share.names}
         self.momentum = {
@@ -141,7 +141,7 @@ class MuonRule:
         }
         sizes = {key: tuple(s.stop - s.start for s in box[-2:]) for key, box in boxes.items()}
         costs = {key: float(r * c * min(r, c)) for key, (r, c) in sizes.items()}
-        self.exchange = Exchange(self.parameters, boxes, costs, held.groups)
+        self.exchange = OwnerExchange(self.parameters, boxes, costs, held.groups)
         factors = {key: self._factor(*size) for key, size in sizes.items()}
         self.scaled = {name: self._scaled(name, factors) for name in self.parameters}
 
@@ -212,7 +212,7 @@ def matrices(
         ConfigError: the rows given in `fused` are not those of the parameter, or are needed.
     """
     rows = _rows_of(name, shape, fused)
-    for piece in pieces(held.weights(), name, shape):
+    for piece in slices_of(held.weights(), name, shape):
         *outer, down, across = piece.box
         ends = list(accumulate(rows)) if rows else [down.stop]
         starts = [0, *ends[:-1]] if rows else [down.start]

@@ -9,7 +9,7 @@ import torch
 from attrs import field, frozen
 from torch.optim import Optimizer
 
-from ms_parallel.engine.optimizer import Kind, OptimizerConfig
+from ms_parallel.engine.optimizer import OptimizerConfig, OptimizerKind
 from ms_parallel.engine.rules.rule import Held, Rule
 from ms_parallel.engine.rules.torch_rule import PartsRule, is_elementwise
 from ms_parallel.errors import ConfigError
@@ -79,14 +79,14 @@ def keys_of(kind: type[Optimizer]) -> tuple[str, ...]:
     return tuple(name for name in _arguments(kind) if name not in OURS)
 
 
-def _kind(kind: type[Optimizer]) -> Kind:
+def _kind(kind: type[Optimizer]) -> OptimizerKind:
     keys = keys_of(kind)
 
     def build(**given: Any) -> TorchConfig:
         own = {key: given.pop(key) for key in keys if key in given}
         return TorchConfig(kind=kind, settings=own, **given)
 
-    return Kind(build=build, keys=(*keys, "groups"))
+    return OptimizerKind(build=build, keys=(*keys, "groups"))
 
 
 OTHERS = {

@@ -29,11 +29,11 @@ def _add(first: Sums, second: Sums) -> Sums:
 
 @define
 class StageGradients:
-    """Those of one stage in one update."""
+    """Gradients of one stage in one update."""
 
     tree: RowTree[Sums]
     incomplete: dict[int, Sums] = field(factory=dict)
-    """Of microbatches whose gradients of weights are in part put off."""
+    """Sums of microbatches whose gradients of weights are in part put off."""
 
 
 class RowGradients:
@@ -67,7 +67,7 @@ class RowGradients:
         }
         self.alias: Tensor | None = None
         self.found: dict[int, StageGradients] = {}
-        self.exchange = Exchange.meet(self._own_ranges(), groups)
+        self.exchange = GradientExchange.meet(self._own_ranges(), groups)
 
     def _own_ranges(self) -> dict[str, tuple[int, int]]:
         """Where this process's part of each parameter begins and ends in all of its elements."""
@@ -149,15 +149,15 @@ class RowGradients:
 
 
 @frozen(kw_only=True)
-class Exchange:
+class GradientExchange:
     """Brings to each process its part of all that others have added up."""
 
     groups: Groups
     ranges: tuple[Mapping[str, tuple[int, int]], ...]
-    """Of each data rank, where its part of each weight begins and ends."""
+    """Where each data rank's part of each weight begins and ends."""
 
     @classmethod
-    def meet(cls, mine: Mapping[str, tuple[int, int]], groups: Groups) -> "Exchange":
+    def meet(cls, mine: Mapping[str, tuple[int, int]], groups: Groups) -> "GradientExchange":
         """Learn which parts the other data ranks have; all processes call it."""
         count = groups.place.count
         every: list[Mapping[str, tuple[int, int]]] = [mine] * count

@@ -44,7 +44,7 @@ class Rows:
 
     @property
     def mine(self) -> range:
-        """Those of this process's data rank."""
+        """Rows of this process's data rank."""
         return self.of(self.groups.place.rank)
 
     def placed(self, values: Sequence[Tensor], width: int, like: Tensor) -> Tensor:

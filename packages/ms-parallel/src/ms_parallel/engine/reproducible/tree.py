@@ -24,7 +24,7 @@ class RowTree(Generic[Value]):
     add: Callable[[Value, Value], Value]
     """Adds a node and the one behind it; may write into the first."""
     nodes: dict[Node, Value] = field(factory=dict)
-    """Those whose sibling is still to come."""
+    """Nodes whose sibling is still to come."""
 
     def put(self, node: Node, value: Value) -> None:
         """Take a node's sum, and add up what it completes."""

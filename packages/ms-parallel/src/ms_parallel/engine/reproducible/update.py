@@ -48,7 +48,7 @@ class Reproducible:
         self.gradients.begin(self.rows)
         return self.rows
 
-    def facts(
+    def global_sums(
         self, of_rows: Sequence[Tensor], width: int, gradients: Mapping[str, Tensor]
     ) -> tuple[float, list[float]]:
         """The gradients' sum of squares, and sums over all rows; the same on every process.

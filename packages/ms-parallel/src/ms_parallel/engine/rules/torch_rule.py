@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ms_parallel.engine.optimizer import Share
+from ms_parallel.engine.optimizer import ParameterGroup
 from ms_parallel.engine.rules.rule import Held, Moments
 from ms_parallel.errors import ConfigError
-from ms_parallel.split.owners import Exchange
+from ms_parallel.split.owners import OwnerExchange
 from ms_parallel.split.part import is_whole_here, local_part
 
 Make = Callable[[Sequence[Tensor]], Optimizer]
@@ -101,7 +101,7 @@ class PartsRule:
         ConfigError: a parameter is split or of a shape that the optimizer does not take.
     """
 
-    def __init__(self, held: Held, share: Share, make: Make, name: str) -> None:
+    def __init__(self, held: Held, share: ParameterGroup, make: Make, name: str) -> None:
         split = [own for own in share.names if not is_whole_here(held.parameters[own])]
         if split and not is_elementwise(make):
             raise ConfigError(
@@ -159,7 +159,7 @@ class OwnersRule:
 
     moments: Moments = {}  # noqa: RUF012 - there are none, and none is added
 
-    def __init__(self, held: Held, share: Share, make: Make) -> None:
+    def __init__(self, held: Held, share: ParameterGroup, make: Make) -> None:
         self.share = share
         self.parameters = {name: held.parameters[name] for name in share.names}
         boxes = {
@@ -167,7 +167,7 @@ class OwnersRule:
             for name, parameter in self.parameters.items()
         }
         costs = {key: float(self.parameters[key[0]].numel()) for key in boxes}
-        self.exchange = Exchange(self.parameters, boxes, costs, held.groups)
+        self.exchange = OwnerExchange(self.parameters, boxes, costs, held.groups)
         mine = self.exchange.gather(self._local())
         self.kept = Kept({name: tensor for (name, _), tensor in mine.items()}, make)
 

@@ -6,7 +6,7 @@ from math import isfinite
 from attrs import frozen
 
 SMALL = 1e-3
-"""A group whose gradient is a smaller share of the whole is told of, but raises no alarm: what is
+"""A group whose gradient is a smaller share of the whole is reported, but raises no alarm: what is
 zero but for rounding, such as that of a bias that softmax takes out, differs from itself."""
 
 
@@ -15,11 +15,11 @@ class Levels:
     """Differences above which an audit raises its alarm."""
 
     loss: float
-    """Of the loss, relative."""
+    """Relative difference of the loss."""
     error: float
-    """Of a group's gradient, relative."""
+    """Relative error of a group's gradient."""
     gain: float
-    """Of a group's gradient along float32's, relative."""
+    """Relative difference of a group's gradient along float32's."""
 
 
 LEVELS = {
@@ -55,7 +55,7 @@ class Audit:
 
     @property
     def loss_difference(self) -> float:
-        """Of the two losses, relative to float32's."""
+        """Difference of the two losses, relative to float32's."""
         return abs(self.loss - self.loss_float32) / max(abs(self.loss_float32), 1e-30)
 
     @property

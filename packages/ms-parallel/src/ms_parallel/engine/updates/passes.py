@@ -24,7 +24,7 @@ from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.staged import RowSplit, StagedModel
 from ms_parallel.operators import Ops
-from ms_parallel.pipeline.choice import Tables
+from ms_parallel.pipeline.choice import ScheduleTables
 from ms_parallel.pipeline.runtime import Runtime, call_stage
 from ms_parallel.split.context.splitter import Splitter
 from ms_parallel.split.memory.budget import Budget
@@ -53,7 +53,7 @@ class Passes:
         groups: Groups,
         *,
         ops: Ops,
-        tables: Tables,
+        tables: ScheduleTables,
         splitter: Splitter,
         options: EngineOptions,
     ) -> None:
@@ -111,7 +111,7 @@ class Passes:
         """
         add = self.fixed.rows.sum if self.fixed else None
         of_depths = divisors(microbatches, depths_of(self.config, loss), self.groups, add)
-        told: dict[int, tuple[Tensor | None, Tensor | None]] = {}
+        logged: dict[int, tuple[Tensor | None, Tensor | None]] = {}
 
         def finish(hidden: Tensor, microbatch: Batch, row_split: RowSplit | None) -> Tensor:
             output = partial(self.output, row_split=row_split)
@@ -124,7 +124,7 @@ class Passes:
                 shares = further_shares(last, hidden, microbatch, of_depths, output, row_split)
                 mean = cast(HasFurther, loss).mtp_weight * shares.mean()
                 mine = mine + (mean - mean.detach())
-            told[numbers[id(microbatch)]] = (others, shares)
+            logged[numbers[id(microbatch)]] = (others, shares)
             return mine if scale == 1.0 else scale_gradient(mine, scale)
 
         on_device = [self._to_device(microbatch) for microbatch in microbatches]
@@ -138,7 +138,7 @@ class Passes:
             losses = self.runtime.run(schedule, on_device, finish, row_splits=row_splits)
         if self.budget is not None:
             self.budget.settle(schedule)
-        _hand_on(told, (statistics, further))
+        _hand_on(logged, (statistics, further))
         return losses
 
     def forward(
@@ -197,10 +197,10 @@ class Passes:
 
 
 def _hand_on(
-    told: Mapping[int, Sequence[Tensor | None]], to: Sequence[list[Tensor] | None]
+    logged: Mapping[int, Sequence[Tensor | None]], to: Sequence[list[Tensor] | None]
 ) -> None:
-    """Give each list what microbatches have told it, in their order, whatever that of forwards."""
-    for number in sorted(told):
-        for takes, given in zip(to, told[number], strict=True):
+    """Append the values of microbatches to each list in their order, whatever that of forwards."""
+    for number in sorted(logged):
+        for takes, given in zip(to, logged[number], strict=True):
             if takes is not None and given is not None:
                 takes.append(given.detach())

@@ -31,7 +31,7 @@ class LossScale:
     """
 
     initial: float = field(default=2.0**16, validator=_power_of_two)
-    """What it begins with, a power of two."""
+    """The scale to begin with, a power of two."""
     growth_interval: int = field(default=2000, validator=whole())
     """Updates in a row without an overflow after which it is doubled."""
     hysteresis: int = field(default=1, validator=whole())

@@ -27,7 +27,7 @@ class Stopwatch:
     def __init__(self, runtime: Runtime, device: torch.device, *, between: bool = False) -> None:
         self.runtime, self.device, self.between = runtime, device, between
         self.seconds = 0.0
-        """Of the last update."""
+        """Seconds of the last update."""
         self.rows: Sequence[int] = ()
         """Rows of each of its microbatches."""
         self._began = 0.0
@@ -45,7 +45,7 @@ class Stopwatch:
         self._began = monotonic()
 
     def __exit__(self, *raised: object) -> None:
-        """They are asked for; wait for the device, and take the time."""
+        """Where times are asked for, wait for the device and take the time."""
         recorder, own = self.runtime.recorder, self._own
         if own is not None:
             self.runtime.recorder = self._own = None

@@ -140,7 +140,7 @@ class Accounted:
     """A router whose choices an update counts, and balances; a part of a module."""
 
     account: Account | None = None
-    """Of the update that goes on, if there is one."""
+    """The account of the update that is under way, if there is one."""
     everywhere: bool = False
     """Whether each tensor rank chooses for all positions, and not for its part of them."""
 
@@ -156,6 +156,6 @@ class _Bring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_weights: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Of the weights, and of the scores."""
+        """Give the gradients of the weights and of the scores."""
         (gradient,) = ctx.saved_tensors
         return of_weights, gradient, None

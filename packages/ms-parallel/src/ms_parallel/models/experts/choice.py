@@ -28,7 +28,8 @@ class Choice:
     scores: Scores = field(
         default="softmax", validator=one_of("softmax", "sigmoid", "softmax_of_chosen")
     )
-    """Of the router's logits: over all experts, of each alone, or over the chosen ones."""
+    """How scores follow from the router's logits: over all experts, each alone, or over the
+    chosen."""
     normalised: bool = field(default=True, validator=flag)
     """The weights of the chosen are divided by their sum."""
     factor: float = field(default=1.0, validator=number(least=1e-30))
@@ -68,6 +69,6 @@ class Mixture:
     layers: tuple[int, ...]
     """Global numbers of those that have experts."""
     choice: Choice
-    """Of each of them."""
+    """How the router of each of these layers chooses."""
     coefficient: float = 0.0
-    """Of the balance loss, where nobody says otherwise: config.json's router_aux_loss_coef."""
+    """Weight of the balance loss unless the run sets one: config.json's router_aux_loss_coef."""

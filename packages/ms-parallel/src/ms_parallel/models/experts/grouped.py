@@ -32,7 +32,7 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, *outputs, inputs))
         self.bias = nn.Parameter(torch.empty(experts, *outputs)) if bias else None
         self.share = 1.0
-        """Of the bias that this process adds, where a sum over processes follows."""
+        """Share of the bias that this process adds, where a sum over processes follows."""
         self.ops = ops
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ STYLES: dict[str, Style] = {
     "mlp.experts.gate_up_proj": "expert_column",
     "mlp.experts.down_proj": "expert_row",
 }
-"""Of a block's modules under the tensor axis."""
+"""How a block's modules are split along the tensor axis."""
 
 
 class MixtureOfExperts(nn.Module):

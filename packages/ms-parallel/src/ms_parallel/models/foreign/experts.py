@@ -21,7 +21,7 @@ MATRICES = 2
 """Gate and up, side by side in one parameter."""
 
 
-class Experts(Around):
+class PairedExperts(Around):
     """Experts whose gate and up are two matrices of one parameter (E, 2, I, H).
 
     Transformers has them one below the other, (E, 2·I, H), half of which is not half of each. Held
@@ -61,7 +61,7 @@ def unpack(model: Any, published: Mapping[str, str] | None) -> None:
         packed = tuple(own for own, style in styles.items() if style == "packed_colwise")
         if packed and all(module._parameters[own].ndim == 3 for own in packed):
             parent, _, last = name.rpartition(".")
-            model.get_submodule(parent)._modules[last] = Experts(module, packed)
+            model.get_submodule(parent)._modules[last] = PairedExperts(module, packed)
 
 
 class CountedRouter(Around, Accounted):
@@ -73,7 +73,7 @@ class CountedRouter(Around, Accounted):
 
     everywhere = True
     rows = 1
-    """Of the forward of the block that runs."""
+    """Rows in the forward of the block that runs."""
     documents: Tensor | None = None
     """(B, S) int32, its rows' documents."""
 

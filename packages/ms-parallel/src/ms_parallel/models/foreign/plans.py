@@ -31,7 +31,7 @@ STYLES: dict[str, Style] = {
 }
 """Our style of each of transformers'."""
 EXPERTS_DIMS = 3
-"""Of a matrix for each expert."""
+"""Dims of a weight that stacks a matrix for each expert."""
 
 
 def built(config: TransformersModel, ops: Ops | None = None) -> Any:

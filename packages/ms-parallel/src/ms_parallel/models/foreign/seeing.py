@@ -46,7 +46,7 @@ class SeeingModel(Around):
 
     @property
     def plan(self) -> ModelPlan:
-        """Names the blocks of its text model."""
+        """The plan, which names the blocks of its text model."""
         return ModelPlan(blocks="model.language_model.layers.*")
 
     def forward(
@@ -57,7 +57,7 @@ class SeeingModel(Around):
         documents: Tensor | None = None,
         pictures: Batch | None = None,
     ) -> Tensor:
-        """Tokens and the pictures that stand among them to logits.
+        """Turn tokens, and the pictures that stand among them, into logits.
 
         Args:
             tokens: (B, S) int64.

@@ -7,9 +7,9 @@ from typing import Any
 
 from ms_parallel.errors import ModelError
 from ms_parallel.models.foreign.config import TransformersModel
-from ms_parallel.models.foreign.experts import Experts
+from ms_parallel.models.foreign.experts import PairedExperts
 from ms_parallel.models.foreign.plans import described, shapes_of
-from ms_parallel.models.weight_names import Piece, Rule, Rules, renamed
+from ms_parallel.models.weight_names import Rule, Rules, WeightSlice, renamed
 
 MERGED, JOINED = "MergeModulelist", "Concatenate"
 
@@ -25,7 +25,7 @@ def rules_of(config: TransformersModel) -> Rules:
 def _rule(pattern: str, names: "_Names") -> Rule:
     blank = pattern.replace("*", "{}")
 
-    def rule(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[Piece]:
+    def rule(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
         name = blank.format(*stars)
         found = names.sources(name)
         if found is None and pattern in names.packed:
@@ -45,12 +45,12 @@ def _rule(pattern: str, names: "_Names") -> Rule:
     return rule
 
 
-def _halves(tensor: str, shape: tuple[int, ...]) -> Iterator[Piece]:
+def _halves(tensor: str, shape: tuple[int, ...]) -> Iterator[WeightSlice]:
     """The matrices of a parameter (E, n, R, C) from one tensor (E, n·R, C)."""
     experts, parts, rows, columns = shape
     every, across = slice(0, experts), slice(0, columns)
     for index in range(parts):
-        yield Piece(
+        yield WeightSlice(
             tensor=tensor,
             shape=(experts, parts * rows, columns),
             part=(every, slice(index * rows, (index + 1) * rows), across),
@@ -61,7 +61,7 @@ def _halves(tensor: str, shape: tuple[int, ...]) -> Iterator[Piece]:
 
 def _stacked(
     sources: list[str], on_disk: Callable[[str], str], shape: tuple[int, ...]
-) -> Iterator[Piece]:
+) -> Iterator[WeightSlice]:
     """A tensor for each expert and source of a parameter (E, n·R, C), or (E, n, R, C)."""
     parts, (rows, columns) = len(sources), shape[-2:]
     packed = len(shape) == 4
@@ -75,7 +75,7 @@ def _stacked(
                 if packed
                 else (one, slice(index * height, (index + 1) * height), part[1])
             )
-            yield Piece(
+            yield WeightSlice(
                 tensor=on_disk(source.replace("*", str(expert))),
                 shape=(height, columns),
                 part=part,
@@ -97,7 +97,7 @@ class _Names:
         self.packed = {
             re.sub(r"\.\d+(?=\.|$)", ".*", f"{name}.{own}")
             for name, module in model.named_modules()
-            if isinstance(module, Experts)
+            if isinstance(module, PairedExperts)
             for own in module.packed
         }
         said = get_model_conversion_mapping(model, add_legacy=False)

@@ -26,7 +26,7 @@ class RotaryContext(Context):
     tables: tuple[tuple[Tensor, Tensor], ...]
     """Cosines and sines, (B or 1, S, width/2) float32, of each of the config's `ropes`."""
     lengths: tuple[int, ...] | None
-    """Of the documents of all rows, where each can be attended to alone."""
+    """Lengths of the documents of all rows, where each can be attended to alone."""
 
 
 class Attention(nn.Module):

@@ -23,7 +23,7 @@ class Norms:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of those that there are."""
+        """The names of the norms that there are."""
         four = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
         return tuple(name for name in four if name is not None)
 

@@ -20,7 +20,7 @@ from ms_parallel.models.plan import Style
 from ms_parallel.operators.protocol import Ops
 
 NORM_EPS = 1e-6
-"""Of the norms of what is narrow, whatever the other norms have."""
+"""Epsilon of the norms of the narrow features, whatever the other norms have."""
 
 
 class LatentConfig(Protocol):

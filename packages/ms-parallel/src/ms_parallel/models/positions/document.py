@@ -15,7 +15,7 @@ class Positions(Protocol):
     """How a family says its rotary positions."""
 
     keys: frozenset[str]
-    """Of config.json that it reads besides those of all families."""
+    """Keys of config.json that it reads besides those of all families."""
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Settings of a configuration from a config.json with the family's defaults."""

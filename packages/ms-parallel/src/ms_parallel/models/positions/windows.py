@@ -35,7 +35,7 @@ class Windows(Protocol):
 
     @property
     def keys(self) -> frozenset[str]:
-        """Of config.json that it reads."""
+        """Keys of config.json that it reads."""
 
     def read(self, given: Mapping[str, Any]) -> Sliding:
         """The window and its layers of a config.json, with the family's defaults."""

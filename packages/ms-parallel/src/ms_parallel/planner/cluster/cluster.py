@@ -22,7 +22,7 @@ NEAREST: Final[Mapping[str, tuple[str, ...]]] = {
     "float16": ("float16", "bfloat16", "float32"),
     "float8": ("float8", "bfloat16", "float16", "float32"),
 }
-"""Whose rate stands for that of a dtype, the first that is given."""
+"""Dtypes whose rate stands for that of a dtype: the first that is given."""
 Level = Literal["group", "node", "network"]
 LEVELS: Final[tuple[Level, ...]] = ("group", "node", "network")
 """Levels of links, nearest first."""
@@ -99,7 +99,7 @@ class Cluster:
     """Whether rates and links were measured; otherwise they are those of a data sheet, of which
     a run reaches a part."""
     price_per_hour: float | None = field(default=None, validator=number(optional=True))
-    """Of one device, in any currency."""
+    """Price of one device for an hour, in any currency."""
     links: Links = field(factory=Links, metadata={"table": Links})
     """Latency and bandwidth of each level."""
 
@@ -133,7 +133,7 @@ class Cluster:
 
     @property
     def memory_bytes(self) -> int:
-        """Of a device."""
+        """Memory of a device."""
         return int(self.memory_gib * (1 << 30))
 
     def level(self, span: int) -> Level:

@@ -17,7 +17,7 @@ from ms_parallel.planner.roofline.chips import Chip, chip_named
 from ms_parallel.settings.run_file import build, read_settings
 
 LATENCY_US = 5.0
-"""Of a message between devices of a node whose chip is known: what NCCL and HCCL take to begin."""
+"""Latency of a message within a node whose chip is known: what NCCL and HCCL take to begin."""
 
 
 def read_cluster(path: str | Path, overrides: Sequence[str] = ()) -> Cluster:

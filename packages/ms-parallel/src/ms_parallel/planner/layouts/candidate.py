@@ -15,9 +15,9 @@ class Split:
 
     layout: Layout
     rows: int
-    """Of a microbatch."""
+    """Rows of a microbatch."""
     microbatches: int
-    """Of an update on a data rank."""
+    """Microbatches of an update on a data rank."""
 
 
 @frozen(kw_only=True)
@@ -63,7 +63,7 @@ class KeptBytes:
     """What a microbatch of one row keeps for its backward on a rank."""
 
     block: tuple[int, ...]
-    """Of a block, by kind of recomputation."""
+    """Bytes that a block keeps, by kind of recomputation."""
     ends: int
     """Beside the blocks, where embedding, head and loss are all on the rank."""
 

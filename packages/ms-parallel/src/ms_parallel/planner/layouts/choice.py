@@ -30,7 +30,7 @@ from ms_parallel.planner.rank_memory import RankMemory
 Objective = Literal["fastest", "cheapest", "least-memory", "largest-model"]
 OBJECTIVES = ("fastest", "cheapest", "least-memory", "largest-model")
 FITS = 0.95
-"""Of a device's memory that may be taken: allocators leave gaps, and an operator needs room."""
+"""Share of a device's memory that may be taken: allocators leave gaps, operators need room."""
 NEAR = 1.15
 """An estimate up to so many times the limit is counted before it is refused."""
 MOST_COUNTED = 24
@@ -50,7 +50,7 @@ class Question:
     width: int
     """Bytes of a number that is computed with."""
     moment_bytes: int
-    """Of the optimizer for each weight."""
+    """Bytes of the optimizer's moments for each weight."""
     choices: Choices
     rows: Sequence[int] | None
     """Sizes of microbatches; None for all."""
@@ -58,7 +58,7 @@ class Question:
     """Raises what the engine has against a layout."""
     times: PassTimes
     message_bytes: float
-    """Of the hidden state of one row."""
+    """Bytes of the hidden state of one row."""
     keep: Count
     """Counts what a row keeps."""
     predict: Callable[[Candidate], list[RankMemory]]
@@ -68,7 +68,7 @@ class Question:
     every: bool = False
     """Also those of one layout that differ in the size of microbatches."""
     limit_bytes: int | None = None
-    """Of a device; None for what the cluster says."""
+    """Limit of a device's memory; None for what the cluster says."""
 
     @property
     def limit(self) -> int:
@@ -78,7 +78,7 @@ class Question:
 
 
 @frozen(kw_only=True)
-class Chosen:
+class FittingLayout:
     """A candidate that fits, and what is predicted of it."""
 
     candidate: Candidate
@@ -87,23 +87,23 @@ class Chosen:
 
     @property
     def most_bytes(self) -> int:
-        """Of the rank that holds most."""
+        """Memory of the rank that holds most."""
         return max(rank.total for rank in self.memory)
 
 
 @frozen(kw_only=True)
-class Found:
-    """The best, and why the others fall out."""
+class FoundLayouts:
+    """The best layouts, and why the others were ruled out."""
 
-    best: tuple[Chosen, ...]
+    best: tuple[FittingLayout, ...]
     reasons: Mapping[str, FallenOut]
     candidates: int
     """All that there were."""
     counted: int
-    """Of which the engine counted the memory."""
+    """Candidates for which the engine counted the memory."""
 
 
-def choose(question: Question) -> Found:
+def choose(question: Question) -> FoundLayouts:
     """The best candidates of different layouts, best first; none if nothing fits."""
     steps = StepTimes(
         stages=Stages(question.sizes),
@@ -136,10 +136,10 @@ class _Search:
     queue: list[tuple[float, int, int, _Group | Candidate]] = field(factory=list)
     number: "count[int]" = field(factory=count)
 
-    def run(self) -> Found:
+    def run(self) -> FoundLayouts:
         asked = self.question
         total = self._begin()
-        best: list[Chosen] = []
+        best: list[FittingLayout] = []
         shown: set[Layout | Split] = set()
         most, counted = max(MOST_COUNTED, 2 * asked.best), 0
         while self.queue and len(best) < asked.best and counted < most:
@@ -164,7 +164,7 @@ class _Search:
             word = "needs more" if asked.objective == "least-memory" else "slower"
             self.reasons.add(f"{word} than those shown", example, left)
         best.sort(key=lambda each: self._key(each.seconds.all, each.most_bytes, each.candidate))
-        return Found(
+        return FoundLayouts(
             best=tuple(best), reasons=self.reasons.found, candidates=total, counted=counted
         )
 
@@ -220,7 +220,7 @@ class _Search:
         self._put(group, 1, self._key(seconds, 0, next(iter(every.values()))))
 
     def _variants(self, group: _Group) -> list[Candidate]:
-        """Those that compute least again, and offload nothing."""
+        """The variants that compute least again, and offload nothing."""
         every = list(self.question.choices.candidates(group.split, group.schedule))
         plain = (every[0].recompute, every[0].offload)
         return [each for each in every if (each.recompute, each.offload) == plain]
@@ -256,7 +256,7 @@ class _Search:
         text = f"{candidate}: {size / GIB:.3g} of {self.question.limit / GIB:.3g} GiB"
         self.reasons.add("does not fit into memory", text)
 
-    def _count(self, candidate: Candidate) -> Chosen | None:
+    def _count(self, candidate: Candidate) -> FittingLayout | None:
         """A candidate as its engines count it; None if it does not fit."""
         split = candidate.split
         ranks = split.layout.pipeline
@@ -273,6 +273,6 @@ class _Search:
         if size > self.question.limit:
             self._refuse(candidate, size)
             return None
-        return Chosen(
+        return FittingLayout(
             candidate=candidate, seconds=self.steps.of(candidate, played=True), memory=tuple(memory)
         )

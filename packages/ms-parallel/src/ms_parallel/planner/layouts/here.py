@@ -35,18 +35,18 @@ STEPS = 2
 FEW, SEVERAL = 1, 3
 """Rows of the microbatches that are measured; what others take lies on a straight line."""
 WEIGHT_SHARE = 0.5
-"""Of a backward: what gradients of weights take, as their products are half of all."""
+"""Share of a backward that gradients of weights take, as their products are half of all."""
 LAYERS = 3
 """The first, which has the embedding, one of those between, and the last, which has the head."""
 LEAST = 0.2
 Batch = Mapping[str, Tensor]
 Seconds = tuple[float, ...]
-"""Of each layer."""
+"""Seconds of each layer."""
 
 
 @frozen(kw_only=True)
 class _Measured:
-    """Of a model that is whole on one pipeline rank."""
+    """Measured times of a model that is whole on one pipeline rank."""
 
     forward: tuple[float, ...]
     """Seconds of each segment, from one place where the model can be cut to the next."""
@@ -209,7 +209,7 @@ def _step(
     weight = float(sum(loss.weight(each) for each in microbatches))
     losses = engine.passes.backward(microbatches, loss, weight)
     gradients = engine.trained.gradients(None)
-    engine.trained.facts([each[None] for each in losses], 1, gradients)
+    engine.trained.global_sums([each[None] for each in losses], 1, gradients)
     engine.trained.step(gradients, 1.0, 0.0)
     if engine.device.type != "cpu":
         torch.accelerator.synchronize()

@@ -57,9 +57,9 @@ class ModelSeconds:
 
     layers: tuple[PassSeconds, ...]
     first: PassSeconds
-    """Of the embedding."""
+    """Seconds of the embedding."""
     last: PassSeconds
-    """Of the head and the loss."""
+    """Seconds of the head and the loss."""
 
     @property
     def all(self) -> float:
@@ -67,7 +67,7 @@ class ModelSeconds:
         return self.sum(range(len(self.layers))).all
 
     def sum(self, layers: range) -> PassSeconds:
-        """Of some neighbouring layers, with what lies before the first and behind the last."""
+        """Add up some neighbouring layers, with what lies before the first and behind the last."""
         chosen = self.layers[layers.start : layers.stop]
         one = chosen[0]
         if chosen.count(one) == len(chosen):
@@ -142,7 +142,7 @@ class SheetTimes:
         )
 
     def _positions(self, split: Split) -> float:
-        """Of a rank's rows, before the tensor axis."""
+        """Positions in a rank's rows, before the tensor axis."""
         return split.rows * self.length / split.layout.context
 
     def _layer(self, layer: LayerSizes, split: Split, recompute: str) -> PassSeconds:

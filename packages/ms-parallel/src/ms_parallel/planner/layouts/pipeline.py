@@ -21,7 +21,7 @@ FEW = 8
 ROUNDS = 2
 """Stages a rank of schedules that loop."""
 DIGITS = 9
-"""Of seconds; times are whole nanoseconds, so that sums are exact."""
+"""Digits of seconds; times are whole nanoseconds, so that sums are exact."""
 
 
 @frozen(kw_only=True)

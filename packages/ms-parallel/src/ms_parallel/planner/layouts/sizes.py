@@ -14,11 +14,11 @@ class LayerSizes:
     """Parameters of one layer, or of what lies at an end of the model."""
 
     split: int = 0
-    """That the tensor axis shares out, experts apart."""
+    """Parameters that the tensor axis shares out, experts apart."""
     whole: int = 0
-    """That each tensor rank has all of."""
+    """Parameters that each tensor rank has all of."""
     experts: int = 0
-    """Of all routed experts, which the tensor axis shares out too."""
+    """Parameters of all routed experts, which the tensor axis shares out too."""
 
     @property
     def all(self) -> int:
@@ -26,7 +26,7 @@ class LayerSizes:
         return self.split + self.whole + self.experts
 
     def held(self, tensor: int, expert: int) -> int:
-        """Those that a rank has before they are sharded."""
+        """Parameters that a rank has before they are sharded."""
         return -(-self.split // tensor) + self.whole + -(-self.experts // (tensor * expert))
 
 
@@ -36,9 +36,9 @@ class ModelSizes:
 
     layers: tuple[LayerSizes, ...]
     first: LayerSizes
-    """Of the embedding, and whatever else lies before the layers."""
+    """Sizes of the embedding, and whatever else lies before the layers."""
     last: LayerSizes
-    """Of the head; of the embedding, if it is that."""
+    """Sizes of the head, which may be the embedding."""
     cuts: tuple[int, ...]
     """Layers at which a stage may begin."""
     hidden: int
@@ -61,7 +61,7 @@ class ModelSizes:
 
     @classmethod
     def of(cls, config: ModelConfig) -> "ModelSizes":
-        """Those of a model, from the shapes of its parameters and its plan."""
+        """Count the sizes of a model, from the shapes of its parameters and its plan."""
         plan = model_plan(config)
         layers: list[dict[str, int]] = [{} for _ in range(config.num_hidden_layers)]
         ends: tuple[dict[str, int], dict[str, int]] = ({}, {})

@@ -62,7 +62,7 @@ class Stages:
         ]
 
     def _owned(self, schedule: str, layout: Layout) -> list[tuple[int, int]]:
-        """Of each rank: parameters apart from experts, and its experts'."""
+        """Parameters of each rank: those apart from experts, and its experts'."""
         key = (schedule, layout.pipeline, layout.tensor, layout.expert)
         if key not in self.owned:
             self.owned[key] = [

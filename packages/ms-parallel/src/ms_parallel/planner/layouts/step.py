@@ -45,7 +45,7 @@ class _Work:
 
     @property
     def last_backward(self) -> float:
-        """Of the stage that takes longest for it."""
+        """Seconds of the stage that takes longest for its backward."""
         both = zip(self.seconds.backward_input, self.seconds.backward_weight, strict=True)
         return max(map(sum, both))
 
@@ -58,7 +58,7 @@ class StepTimes:
     times: PassTimes
     cluster: Cluster
     message_bytes: float
-    """Of the hidden state of one row."""
+    """Bytes of the hidden state of one row."""
     width: int
     """Bytes of a number that is computed with."""
     keep: Callable[[Candidate], Sequence[int]] | None = None

@@ -14,7 +14,7 @@ from ms_parallel.split.data_axis import OFFLOADS, Offload, Sharding
 from ms_parallel.split.memory.recompute_choice import KINDS
 
 PLAIN = "1f1b"
-"""Of one rank, where all schedules are the same."""
+"""The schedule of one rank, where all schedules are the same."""
 
 
 @frozen(kw_only=True)

@@ -20,8 +20,9 @@ from ms_parallel.planner.measuring.fit import fit_link
 from ms_parallel.planner.measuring.rates import DTYPES, memory_gb_per_s, product_tflops
 
 SIZES_BYTES = (8, 1 << 9, 1 << 13, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
-"""Of messages that tell latency, and of those that tell bandwidth. Between them a line through both
-says more than is true; of them there are none, as a step's time lies in the large ones."""
+"""Sizes of the messages that show latency, and of those that show bandwidth. There are none of
+middle size: a line through both says more than is true of them, and a step's time lies in the
+large ones."""
 TRIPS = 8
 GIB = 1 << 30
 
@@ -32,7 +33,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     machine: Machine
     threads: int
     memory_bytes: int
-    """That the processes of the machine may take."""
+    """Memory that the processes of the machine may take."""
     tflops: dict[str, float]
     """Empty where the process waited, as there are more than cores."""
     memory_gb_per_s: float = 0.0
@@ -79,7 +80,7 @@ def _rates(device: torch.device) -> Rates:
 
 
 def _processes(every: Sequence[Rates]) -> int:
-    """Of each machine; 0 where machines differ."""
+    """Count the processes of each machine; 0 where machines differ."""
     nodes = [(one.machine.node, one.machine.host) for one in every]
     counts = {nodes.count(node) for node in nodes}
     return counts.pop() if len(counts) == 1 else 0
@@ -97,7 +98,7 @@ def _share_numbers(number: int) -> int:
 
 
 def _links(device: torch.device, each: int) -> Links:
-    """Of each level that there is; on rank 0, the others get what is of no use."""
+    """Measure each level that there is; what ranks other than 0 get is of no use."""
     nodes = dist.get_world_size() // each
     node = _level(device, partner(dist.get_rank(), each, 1, each)) if each > 1 else None
     network = None

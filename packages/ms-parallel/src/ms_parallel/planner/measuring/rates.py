@@ -12,7 +12,7 @@ LEAST_S, PATIENCE_S = 0.03, 0.5
 """Seconds that a product takes at least, and in which a dtype's products are repeated."""
 ROUNDS = 5
 CPU_BYTES, DEVICE_BYTES = 128 << 20, 1 << 30
-"""Of what is passed over: more than any cache holds."""
+"""Bytes that a pass goes over: more than any cache holds."""
 
 
 def product_tflops(dtype: torch.dtype, device: torch.device) -> float | None:

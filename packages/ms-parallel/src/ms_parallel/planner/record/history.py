@@ -39,7 +39,7 @@ class PlannedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     times: str
     """Where its plan's times came from; other times are corrected by other runs."""
     predicted_s: float
-    """Of a step, uncorrected."""
+    """Predicted seconds of a step, uncorrected."""
     correction: float
     """What this was multiplied by."""
     measured_s: float
@@ -59,7 +59,7 @@ class History(
     runs: list[PlannedRun] = []
 
     def of(self, times: str) -> list[PlannedRun]:
-        """Those whose times came from the same place."""
+        """The runs whose times came from the same place."""
         return [run for run in self.runs if run.times == times]
 
     def correction(self, times: str) -> float:
@@ -91,7 +91,7 @@ def learn(folder: Path) -> History:
 
 
 def _runs(folder: Path) -> Iterator[PlannedRun]:
-    """Those in a folder that were planned and have made some steps."""
+    """The runs in a folder that were planned and have made some steps."""
     if not folder.is_dir():
         return
     with os.scandir(folder) as entries:

@@ -43,13 +43,13 @@ class PlannedLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     step: PlannedStep
     tokens_per_s: float
     memory: list[RankMemory]
-    """Of a process of each pipeline rank."""
+    """Memory of a process of each pipeline rank."""
     price_per_hour: float | None = None
-    """Of all devices."""
+    """Price of all devices for an hour."""
 
     @property
     def most_bytes(self) -> int:
-        """Of the rank that holds most."""
+        """Memory of the rank that holds most."""
         return max(rank.total for rank in self.memory)
 
 
@@ -68,7 +68,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What it was found for: a run of others is planned anew."""
     objective: str
     devices: int
-    """Of the cluster."""
+    """Devices of the cluster."""
     limit_bytes: int
     """Most that a rank may hold."""
     parameters: int
@@ -84,7 +84,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     correction: float = 1.0
     """What times were multiplied by, as runs that were planned before have shown."""
     errors: list[float] = []
-    """Of those plans: predicted over measured step time, less 1, each corrected as it was."""
+    """Errors of those plans: predicted over measured step time, less 1, each as it was
+    corrected."""
 
 
 def write_plan(path: Path, plan: Plan) -> None:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 class _Sealed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="seal.v1"):
     digest: str
-    """Of the value's bytes."""
+    """Digest of the value's bytes."""
     value: msgspec.Raw
 
 

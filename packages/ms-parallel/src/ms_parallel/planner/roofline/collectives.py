@@ -109,7 +109,7 @@ def send_seconds(
 
 
 def _near(cluster: Cluster, members: Members, efficiency: Efficiency) -> tuple[float, float]:
-    """Of the members of one node: bytes a second of one, and seconds of latency."""
+    """Bytes a second and seconds of latency of one member among those of its node."""
     near = members.in_node(cluster)
     return _level(cluster, (near - 1) * members.stride + 1, near - 1, efficiency)
 

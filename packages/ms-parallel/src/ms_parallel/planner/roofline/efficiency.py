@@ -43,5 +43,5 @@ class Efficiency:
     slowest one."""
 
     def product_share(self, dtype: str) -> float:
-        """Of the peak rate of a dtype."""
+        """Share of a dtype's peak rate that products reach."""
         return self.products.get(dtype, 1.0)

@@ -42,7 +42,7 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """Of all of them."""
+        """Floating-point operations of all of them."""
         return 2.0 * self.count * self.rows * self.inner * self.columns
 
     @property
@@ -80,7 +80,7 @@ class Rank:
     cluster: Cluster
     efficiency: Efficiency
     tokens: float = field(init=False)
-    """Of a microbatch, as products see them: tensor ranks have all of a context rank's."""
+    """Tokens of a microbatch as products see them: tensor ranks have all of a context rank's."""
 
     def __attrs_post_init__(self) -> None:
         tokens = self.settings.rows * self.settings.sequence / self.layout.context
@@ -88,17 +88,17 @@ class Rank:
 
     @property
     def width_bytes(self) -> int:
-        """Of an activation."""
+        """Bytes of a number of an activation."""
         return BYTES[self.settings.dtype]
 
     @property
     def read_bytes(self) -> int:
-        """Of a number that products read."""
+        """Bytes of a number that products read."""
         return BYTES[self.settings.product_dtype or self.settings.dtype]
 
     @property
     def tensor_ranks(self) -> Members:
-        """Those that split its matrices."""
+        """Ranks that split its matrices."""
         return Members(count=self.layout.tensor)
 
     def moved(self, size_bytes: float) -> float:
@@ -147,7 +147,7 @@ def attention_products(rank: Rank) -> Iterator[Product]:
 
 
 def feedforward_products(rank: Rank, *, experts: bool) -> Iterator[Product]:
-    """Those of the feed-forward."""
+    """The products of the feed-forward."""
     sizes, split = rank.sizes, rank.layout.tensor
     width = sizes.inner
     if experts and sizes.experts is not None:

@@ -27,7 +27,7 @@ class RooflineTimes:
     cluster: Cluster
     efficiency: Efficiency
     settings: StepSettings
-    """Of any microbatch: what is asked about sets its rows and its recomputation."""
+    """Settings of any microbatch: what is asked about sets its rows and its recomputation."""
     expert_layers: Sequence[int] = ()
     """Numbers of those that have experts."""
 
@@ -69,7 +69,7 @@ def _slower(link: Link | None, share: float) -> Link | None:
 
 @lru_cache(maxsize=1 << 14)
 def _passes(times: RooflineTimes, split: Split, recompute: str) -> ModelSeconds:
-    """Of all layers; a budget of memory, which is no kind, counts as `selective`."""
+    """Seconds of all layers; a budget of memory, which is no kind, counts as `selective`."""
     repeated = RECOMPUTE.get(recompute, RECOMPUTE["selective"])
     rank = Rank(
         sizes=times.sizes,

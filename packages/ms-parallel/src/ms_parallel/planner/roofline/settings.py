@@ -17,11 +17,11 @@ class Repeated:
     """Shares of a layer's forward that the backward computes again."""
 
     products: float = field(default=0.0, validator=_share)
-    """Of matrix products, with the tensor ranks' communication that follows them."""
+    """Share of matrix products, with the tensor ranks' communication that follows them."""
     attention: float = field(default=0.0, validator=_share)
-    """Of attention's core."""
+    """Share of attention's core."""
     elementwise: float = field(default=0.0, validator=_share)
-    """Of norms, activations and sums."""
+    """Share of norms, activations and sums."""
 
 
 RECOMPUTE: Final[Mapping[str, Repeated]] = {
@@ -56,11 +56,11 @@ class StepSettings:
     sequence: int = field(validator=whole())
     """Positions of a row."""
     rows: int = field(default=1, validator=whole())
-    """Of a microbatch."""
+    """Rows of a microbatch."""
     microbatches: int = field(default=1, validator=whole())
-    """That each reader passes in a step."""
+    """Microbatches that each reader passes in a step."""
     dtype: str = field(default="bfloat16", validator=one_of("bfloat16", "float16", "float32"))
-    """Of weights and activations as they are computed with."""
+    """Dtype of weights and activations as they are computed with."""
     product_dtype: str | None = None
     """What matrices are cast to for their products, `float8` or None; attention is not."""
     repeated: Repeated = field(factory=Repeated)
@@ -69,13 +69,13 @@ class StepSettings:
     stage_layers: tuple[int, ...] | None = None
     """Layers of each pipeline rank; None for equal shares, rounded up."""
     bubble_share: float = field(default=1.0, validator=_share)
-    """Of 1F1B's bubble that the schedule leaves: a third for ZB-H1, half of it for DualPipe."""
+    """Share of 1F1B's bubble that the schedule leaves: a third for ZB-H1, half for DualPipe."""
     mirrored: bool = field(default=False, validator=flag)
     """Whether each pipeline rank has the stages of its mirror image too, as DualPipe has it."""
     sharding: Sharding = field(default="replicate", validator=one_of(*SHARDINGS))
     """What ranks that hold different tokens share out."""
     gradient_bytes: int = field(default=4, validator=whole())
-    """Of a weight's gradient as it is reduced."""
+    """Bytes of a weight's gradient as it is reduced."""
     fused_attention: bool = field(default=True, validator=flag)
     """Whether attention's scores stay on the chip (Dao et al. 2022) and its masked half is left
     out; otherwise they are written and read, and dropped out of at random, as in 2021."""

@@ -13,11 +13,11 @@ class Latents:
     """Widths of latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1)."""
 
     query: int | None = field(validator=whole(most=1 << 40, optional=True))
-    """Of what queries are made from; None for the hidden state itself."""
+    """Width of what queries are made from; None for the hidden state itself."""
     key: int = field(validator=_size)
-    """Of what keys and values are made from."""
+    """Width of what keys and values are made from."""
     rotary: int = field(validator=_size)
-    """Of the part of a key that all heads share; a head's `head_dim` counts it too."""
+    """Width of the part of a key that all heads share; a head's `head_dim` counts it too."""
 
 
 @frozen(kw_only=True)
@@ -83,7 +83,7 @@ class DecoderSizes:
 
     @property
     def attention_weights(self) -> int:
-        """Of one layer; norms and biases are too small to count."""
+        """Weights of one layer's attention; norms and biases are too small to count."""
         query, value = self.heads * self.head_dim, self.heads * self.values_dim
         if self.latents is None:
             keys = self.key_value_heads * (self.head_dim + self.values_dim)
@@ -96,7 +96,7 @@ class DecoderSizes:
 
     @property
     def dense_weights(self) -> int:
-        """Of the feed-forward of a layer without experts."""
+        """Weights of the feed-forward of a layer without experts."""
         return self.hidden * self.inner * self.matrices
 
     @property
@@ -106,14 +106,14 @@ class DecoderSizes:
 
     @property
     def expert_weights(self) -> int:
-        """Of all experts of one layer; of none where it has none."""
+        """Weights of all experts of one layer; 0 where it has none."""
         if self.experts is None:
             return 0
         return self.experts.count * self.hidden * self.experts.width * self.matrices
 
     @property
     def shared_weights(self) -> int:
-        """Of what every token passes in a layer with experts: the shared expert and the router."""
+        """Weights that every token passes beside experts: the shared expert and the router."""
         if self.experts is None:
             return 0
         return self.hidden * (self.experts.shared_width * self.matrices + self.experts.count)
@@ -130,7 +130,7 @@ class DecoderSizes:
 
     @property
     def active_weights(self) -> int:
-        """Those in matrices that one token passes; the embedding is none."""
+        """Weights in matrices that one token passes; the embedding is none."""
         chosen = 0 if self.experts is None else self.experts.chosen / self.experts.count
         return (
             (self.layers + self.prediction_layers) * self.attention_weights

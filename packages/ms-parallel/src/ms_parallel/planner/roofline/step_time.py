@@ -52,7 +52,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return float(sum(getattr(self, each.name) for each in fields(StepTime)))
 
 

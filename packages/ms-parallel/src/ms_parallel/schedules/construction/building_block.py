@@ -21,7 +21,7 @@ Order = tuple[tuple[tuple[int, int, int], ...], ...]
 
 
 @frozen(kw_only=True)
-class Block:
+class BuildingBlock:
     """One microbatch's pattern, in ticks."""
 
     placement: tuple[int, ...]
@@ -63,7 +63,7 @@ class Block:
         return tuple(held)
 
 
-def unit_block(placement: Sequence[int], delays: Sequence[int]) -> Block:
+def unit_block(placement: Sequence[int], delays: Sequence[int]) -> BuildingBlock:
     """The block of equal unit times and no latency; always possible. See `building_block`."""
     ticks = Costs.uniform(len(placement)).ticks()
     interval = 3 * (len(placement) // ranks_of(placement))
@@ -74,7 +74,7 @@ def unit_block(placement: Sequence[int], delays: Sequence[int]) -> Block:
 
 def building_block(
     placement: Sequence[int], ticks: Ticks, interval: int, delays: Sequence[int]
-) -> Block | None:
+) -> BuildingBlock | None:
     """Draw a block.
 
     Args:
@@ -110,7 +110,7 @@ def building_block(
             return None
         starts[kind][stage] = placed
         now = placed + length
-    return Block(
+    return BuildingBlock(
         placement=tuple(placement),
         interval=interval,
         forward=tuple(starts[0]),

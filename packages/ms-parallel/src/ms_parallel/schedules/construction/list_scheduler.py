@@ -13,13 +13,13 @@ from fractions import Fraction
 from heapq import heappop, heappush
 
 from ms_parallel.errors import ScheduleError
-from ms_parallel.schedules.construction.problem import Arrangement, Operation, Policy, Problem
+from ms_parallel.schedules.construction.problem import Arrangement, ListPolicy, Operation, Problem
 
 _F, _I, _W = 0, 1, 2
 _NEVER = 1 << 200
 
 
-def arrange(problem: Problem, policy: Policy, *, limit: int | None = None) -> Arrangement:
+def arrange(problem: Problem, policy: ListPolicy, *, limit: int | None = None) -> Arrangement:
     """Schedule `problem` by `policy`.
 
     Args:
@@ -51,7 +51,7 @@ class _Head:
         "rank", "stage",
     )  # fmt: skip
 
-    def __init__(self, problem: Problem, policy: Policy, kind: int, stage: int) -> None:
+    def __init__(self, problem: Problem, policy: ListPolicy, kind: int, stage: int) -> None:
         ticks, self.kind, self.stage, self.number = problem.ticks, kind, stage, 0
         self.rank = problem.placement[stage]
         self.length = problem.lengths[kind][stage]
@@ -74,7 +74,7 @@ class _Head:
 class _ListScheduler:
     """State of one run of the list scheduler."""
 
-    def __init__(self, problem: Problem, policy: Policy, limit: int) -> None:
+    def __init__(self, problem: Problem, policy: ListPolicy, limit: int) -> None:
         ticks, self.policy, self.limit = problem.ticks, policy, limit
         self.caps, ranks, stages = problem.caps, problem.ranks, range(problem.ticks.stages)
         self.latency, self.period = ticks.latency, policy.period

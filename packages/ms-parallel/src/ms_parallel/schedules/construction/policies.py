@@ -2,23 +2,23 @@
 
 from collections.abc import Sequence
 
-from ms_parallel.schedules.construction.building_block import Block
-from ms_parallel.schedules.construction.problem import Operation, Policy, Problem
+from ms_parallel.schedules.construction.building_block import BuildingBlock
+from ms_parallel.schedules.construction.problem import ListPolicy, Operation, Problem
 
 
-def follow(problem: Problem, block: Block) -> Policy:
+def follow(problem: Problem, block: BuildingBlock) -> ListPolicy:
     """The policy that takes a block's starts as due times, and whatever is ready first."""
     work = problem.longest_work
-    return Policy(
+    return ListPolicy(
         period=work,
         forward=tuple(start * work // block.interval for start in block.forward),
         backward=tuple(start * work // block.interval for start in block.backward),
     )
 
 
-def keep_order(problem: Problem, order: Sequence[Sequence[Operation]]) -> Policy:
+def keep_order(problem: Problem, order: Sequence[Sequence[Operation]]) -> ListPolicy:
     """The policy that keeps an order of forwards and backwards of inputs whatever the costs."""
-    return Policy(
+    return ListPolicy(
         period=0,
         forward=(0,) * problem.ticks.stages,
         backward=(0,) * problem.ticks.stages,

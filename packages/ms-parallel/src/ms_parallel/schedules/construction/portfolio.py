@@ -14,14 +14,14 @@ from attrs import evolve, frozen
 
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.construction.building_block import (
-    Block,
+    BuildingBlock,
     Order,
     building_block,
     unit_block,
 )
 from ms_parallel.schedules.construction.list_scheduler import arrange
 from ms_parallel.schedules.construction.policies import follow, keep_order
-from ms_parallel.schedules.construction.problem import Arrangement, Policy, Problem
+from ms_parallel.schedules.construction.problem import Arrangement, ListPolicy, Problem
 from ms_parallel.schedules.table.costs import Ticks
 from ms_parallel.schedules.table.placements import looped, stages_by_rank, vee
 
@@ -40,10 +40,10 @@ class Recipe:
     delays: tuple[int, ...]
     """Delay of each leg, in halves of an average pass."""
 
-    def draw(self, problem: Problem) -> Block | None:
+    def draw(self, problem: Problem) -> BuildingBlock | None:
         """The block, or None if it cannot be drawn or held."""
         ticks, work = problem.ticks, problem.longest_work
-        block: Block | None
+        block: BuildingBlock | None
         if self.stretch:
             half_slot = work // (3 * len(self.delays))
             delays = [delay * half_slot for delay in self.delays]
@@ -67,7 +67,7 @@ def recipes(problem: Problem) -> list[Recipe]:
     return drawn
 
 
-def _fits(problem: Problem, block: Block) -> bool:
+def _fits(problem: Problem, block: BuildingBlock) -> bool:
     held = block.held(problem.ticks.activation)
     return all(need <= cap for need, cap in zip(held, problem.caps, strict=True))
 
@@ -80,10 +80,10 @@ def _delays(legs: int, choices: Sequence[int]) -> list[tuple[int, ...]]:
     return [(a,) * half + (b,) * half for a, b in product(choices, repeat=2)]
 
 
-def _eager(problem: Problem) -> Policy:
+def _eager(problem: Problem) -> ListPolicy:
     """Backwards first, and forwards of early stages before those of late ones."""
     stages = problem.ticks.stages
-    return Policy(period=1, forward=tuple(range(stages)), backward=(-1,) * stages)
+    return ListPolicy(period=1, forward=tuple(range(stages)), backward=(-1,) * stages)
 
 
 def glance(problem: Problem) -> Arrangement:
@@ -135,7 +135,7 @@ def _shortlist(problem: Problem, tries: int, count: int) -> list[tuple[Recipe, b
     """The best recipes on a small model, and whether to keep their order or follow their times."""
     small = _coarse(problem)
     small = evolve(small, microbatches=min(problem.microbatches, 2 * small.ranks + 2))
-    drawn: dict[int, tuple[Recipe, Block]] = {}
+    drawn: dict[int, tuple[Recipe, BuildingBlock]] = {}
     for recipe, block, pattern in _drawings(
         evolve(small, caps=_NO_LIMIT * small.ranks), tuple(recipes(problem))
     ):
@@ -152,7 +152,9 @@ def _shortlist(problem: Problem, tries: int, count: int) -> list[tuple[Recipe, b
 
 
 @lru_cache(maxsize=2)
-def _drawings(problem: Problem, wanted: tuple[Recipe, ...]) -> list[tuple[Recipe, Block, int]]:
+def _drawings(
+    problem: Problem, wanted: tuple[Recipe, ...]
+) -> list[tuple[Recipe, BuildingBlock, int]]:
     """Each recipe that can be drawn, and the number of its order: the same under any caps."""
     numbers: dict[Order, int] = {}
     drawn = []
@@ -196,7 +198,9 @@ def _scaled_cap(problem: Problem, rank: int) -> int:
     return least + (problem.caps[rank] - least) * _COARSE_RANKS // problem.ranks
 
 
-def _spread(ordered: list[tuple[Recipe, Block]], count: int) -> list[tuple[Recipe, Block]]:
+def _spread(
+    ordered: list[tuple[Recipe, BuildingBlock]], count: int
+) -> list[tuple[Recipe, BuildingBlock]]:
     """At most `count` items, evenly spread over the list."""
     if len(ordered) <= count:
         return ordered

@@ -74,7 +74,7 @@ class Problem:
 
 
 @frozen(kw_only=True)
-class Policy:
+class ListPolicy:
     """How the list scheduler chooses; all times in ticks."""
 
     period: int

@@ -22,7 +22,7 @@ p, h2 { overflow-wrap: anywhere } h2 { font-size: 16px }
 def draw_html(
     *lines: Timeline, titles: Sequence[str] = (), width: int = 1200, unit: str = ""
 ) -> str:
-    """A page without scripts or links: the picture, what colours mean, the critical path in words.
+    """Draw a page without scripts or links: the picture, its legend, the critical path in words.
 
     Args:
         lines: What to draw.

@@ -78,12 +78,12 @@ class _Page:
 def draw_svg(
     *lines: Timeline, titles: Sequence[str] = (), width: int = 1200, unit: str = ""
 ) -> str:
-    """A picture of one or more timelines under one another, on one scale of time.
+    """Draw one or more timelines under one another, on one scale of time.
 
     Boxes are computations with their microbatch, dark for a rank's first stage; the critical path
-    has a red edge; idle time is empty. Under them runs the time; at the right (in a narrow picture
-    below its row) stand each rank's idle share and peak memory, at the end what colours mean. On a
-    dark page it is dark, and it is never wider than its page.
+    has a red edge; idle time is empty. The axis of time is below; each rank's idle share and peak
+    memory are at the right, or in a narrow picture below its row; the legend is last. The picture
+    is dark on a dark page, and never wider than its page.
 
     Args:
         lines: What to draw.

@@ -26,7 +26,7 @@ _LETTERS = {
 def draw_text(
     *lines: Timeline, titles: Sequence[str] = (), width: int = 100, colour: bool = False
 ) -> str:
-    """Lines for a terminal: a letter a slice of time, small for a rank's later stages.
+    """Draw for a terminal: a letter is a slice of time, small for a rank's later stages.
 
     Args:
         lines: What to draw, on one scale of time.

@@ -11,7 +11,7 @@ from random import Random
 from attrs import evolve
 
 from ms_parallel.errors import ScheduleError
-from ms_parallel.schedules.construction.building_block import Block, building_block
+from ms_parallel.schedules.construction.building_block import BuildingBlock, building_block
 from ms_parallel.schedules.construction.list_scheduler import arrange
 from ms_parallel.schedules.construction.policies import follow, keep_order
 from ms_parallel.schedules.construction.problem import Arrangement, Problem
@@ -47,7 +47,9 @@ def anneal_blocks(problem: Problem, start: Arrangement, budget: int, seed: int) 
     return best
 
 
-def _walk(problem: Problem, interval: int, patience: int, steps: int, seed: int) -> Block | None:
+def _walk(
+    problem: Problem, interval: int, patience: int, steps: int, seed: int
+) -> BuildingBlock | None:
     """The block of least memory beyond the caps, and then of shortest way, or None over a cap."""
     random, ticks, hops = Random(seed), problem.ticks, 2 * problem.ticks.stages
     grain = max(1, problem.longest_work * problem.ranks // (6 * hops))
@@ -74,7 +76,9 @@ def _walk(problem: Problem, interval: int, patience: int, steps: int, seed: int)
     return best
 
 
-def _weigh(problem: Problem, interval: int, delays: Sequence[int]) -> tuple[Block | None, float]:
+def _weigh(
+    problem: Problem, interval: int, delays: Sequence[int]
+) -> tuple[BuildingBlock | None, float]:
     block = building_block(problem.placement, problem.ticks, interval, delays)
     if block is None:
         return None, 1e30

@@ -18,7 +18,7 @@ _FINEST = 100_000
 
 
 @frozen(kw_only=True)
-class Proof:
+class ExactResult:
     """What the solver found."""
 
     rows: Rows | None
@@ -27,7 +27,9 @@ class Proof:
     """Ticks that no schedule can beat."""
 
 
-def prove(problem: Problem, known: Arrangement, lower: int, *, seed: int, effort: float) -> Proof:
+def prove(
+    problem: Problem, known: Arrangement, lower: int, *, seed: int, effort: float
+) -> ExactResult:
     """Search all schedules shorter than a known one.
 
     Args:
@@ -62,11 +64,11 @@ def prove(problem: Problem, known: Arrangement, lower: int, *, seed: int, effort
     status = solver.solve(model)
     bound = max(lower, int(solver.best_objective_bound) * grain)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Proof(rows=None, lower_bound=lower)
+        return ExactResult(rows=None, lower_bound=lower)
     rows: list[list[tuple[int, int, int, int]]] = [[] for _ in range(problem.ranks)]
     for (kind, stage, number), variable in starts.items():
         rows[problem.placement[stage]].append((solver.value(variable), kind, stage, number))
-    return Proof(
+    return ExactResult(
         rows=tuple(tuple((k, s, n) for _, k, s, n in sorted(row)) for row in rows),
         lower_bound=min(bound, known.makespan),
     )

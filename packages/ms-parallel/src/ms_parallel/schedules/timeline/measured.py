@@ -22,7 +22,7 @@ _Timed = tuple[Action, Fraction, Fraction]
 
 
 def measured(schedule: Schedule, times: Times, costs: Costs | None = None) -> Timeline:
-    """The timeline of a real run, to be held against a simulated one.
+    """Make the timeline of a real run, to be held against a simulated one.
 
     Args:
         schedule: What was run.
@@ -74,7 +74,7 @@ def _with_causes(spans: Sequence[Sequence[Span]], stages: int) -> tuple[tuple[Sp
 
 
 def measured_costs(schedule: Schedule, times: Times) -> Costs:
-    """The mean time of each stage's passes, and of the messages that a rank waited for.
+    """Take the mean time of each stage's passes, and of the messages that a rank waited for.
 
     A backward that was never split counts as one of inputs alone.
 

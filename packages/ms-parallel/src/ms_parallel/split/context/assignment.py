@@ -18,11 +18,11 @@ from ms_parallel.split.context.kinds import Balance
 GOOD_ENOUGH = 1.02
 """Cost of the slowest process over the mean, at which blocks are small enough."""
 MOST_QUERIES = 256
-"""Of a piece: each of its queries is held against all keys that its last one sees."""
+"""Most queries of a piece: each is held against all keys that its last one sees."""
 MOST_SHORT = 2 * WORTH_IT
 """Keys of a piece of several short documents."""
 MOST_BLOCKS = 64
-"""Of a row on one process: each is a call of attention."""
+"""Most blocks of a row on one process: each is a call of attention."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -132,7 +132,7 @@ def _assignment(costs: Tensor, owners: Tensor, count: int) -> Assignment:
 
 
 @frozen(kw_only=True)
-class Piece:
+class QueryRange:
     """Neighbouring positions of a row on one process."""
 
     row: int
@@ -151,14 +151,14 @@ class Piece:
         return self.first_key if window is None else max(self.first_key, self.start - window + 1)
 
 
-def pieces_of(order: Tensor, starts: Tensor) -> list[Piece]:
+def query_ranges(order: Tensor, starts: Tensor) -> list[QueryRange]:
     """The pieces of one process, row after row: of one document each, or of several short ones.
 
     Args:
         order: (B, S/N) of the process, each row ascending.
         starts: (B, S), as `document_starts` gives them.
     """
-    pieces: list[Piece] = []
+    pieces: list[QueryRange] = []
     for piece in _alone(order, starts):
         before = pieces[-1] if pieces else None
         if before is not None and (before.row, before.stop) == (piece.row, piece.start):
@@ -170,7 +170,7 @@ def pieces_of(order: Tensor, starts: Tensor) -> list[Piece]:
     return pieces
 
 
-def _alone(order: Tensor, starts: Tensor) -> Iterator[Piece]:
+def _alone(order: Tensor, starts: Tensor) -> Iterator[QueryRange]:
     """Pieces of one document each."""
     for row, places in enumerate(order):
         own = starts[row, places]
@@ -184,4 +184,6 @@ def _alone(order: Tensor, starts: Tensor) -> Iterator[Piece]:
         for offset, end, start, key in zip(offsets.tolist(), ends, *firsts, strict=True):
             stop = start + end - offset
             mixed = bool((starts[row, key:stop] != key).any())
-            yield Piece(row=row, offset=offset, start=start, stop=stop, first_key=key, mixed=mixed)
+            yield QueryRange(
+                row=row, offset=offset, start=start, stop=stop, first_key=key, mixed=mixed
+            )

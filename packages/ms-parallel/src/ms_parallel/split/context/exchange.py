@@ -56,7 +56,7 @@ class _Reorder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Of x alone."""
+        """Give the gradient of x alone."""
         order, inverse = ctx.saved_tensors
         back: Tensor = _Reorder.apply(gradient.contiguous(), inverse, order)  # type: ignore[no-untyped-call]
         return back, None, None

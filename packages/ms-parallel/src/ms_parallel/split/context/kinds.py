@@ -7,7 +7,7 @@ from attrs import frozen
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import LayoutError
 
-Kind = Literal["auto", "all_gather", "ulysses", "ring", "ulysses_ring"]
+ContextKind = Literal["auto", "all_gather", "ulysses", "ring", "ulysses_ring"]
 """How attention sees whole rows whose positions are shared out:
 
 - `all_gather`: every process gathers the keys and values of the rows (Llama 3, arXiv:2407.21783).
@@ -20,7 +20,7 @@ Kind = Literal["auto", "all_gather", "ulysses", "ring", "ulysses_ring"]
 - `auto`: of the first two the one that sends less; where a microbatch's gathered keys and values of
   a layer would take more than a GiB, one that never gathers them.
 """
-KINDS = get_args(Kind)
+KINDS = get_args(ContextKind)
 Balance = Literal["balanced", "zig-zag"]
 """How blocks are assigned to processes:
 
@@ -41,12 +41,12 @@ class HeadSizes:
     keys: int
     """Heads of keys and values."""
     width: int
-    """Of a head's queries and keys."""
+    """Width of a head's queries and keys."""
     value_width: int
 
     @classmethod
     def of(cls, config: Any, tensor: int) -> "HeadSizes":
-        """Those of a model."""
+        """The sizes of a model's heads."""
         shape = config.shape
         queries, keys = shape.attention_heads, shape.key_value_heads
         width = value = getattr(config, "head_dim", shape.hidden_size // queries)
@@ -61,7 +61,7 @@ class HeadSizes:
         return self.keys * (self.width + self.value_width)
 
 
-def traders(kind: Kind, count: int, sizes: HeadSizes) -> int:
+def traders(kind: ContextKind, count: int, sizes: HeadSizes) -> int:
     """How many neighbours trade positions for heads; 1 where none do.
 
     Args:
@@ -90,7 +90,9 @@ def traders(kind: Kind, count: int, sizes: HeadSizes) -> int:
     return max(fits)
 
 
-def choose(kind: Kind, count: int, sizes: HeadSizes, tokens: int, element_bytes: int) -> Kind:
+def choose(
+    kind: ContextKind, count: int, sizes: HeadSizes, tokens: int, element_bytes: int
+) -> ContextKind:
     """The kind that is used for a microbatch.
 
     Sent a layer and token, in numbers: `all_gather` (count - 1) times its keys and values, both
@@ -117,7 +119,7 @@ def choose(kind: Kind, count: int, sizes: HeadSizes, tokens: int, element_bytes:
     return "ring"
 
 
-def check_context(kind: Kind, config: Any, layout: Layout) -> None:
+def check_context(kind: ContextKind, config: Any, layout: Layout) -> None:
     """Check that a model's heads divide as a kind needs it.
 
     Raises:

@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from ms_parallel.operators.cpu import widen
-from ms_parallel.split.context.assignment import Piece
+from ms_parallel.split.context.assignment import QueryRange
 from ms_parallel.split.context.blocks import Scores, attend_part, merge, part_gradients
 
 
@@ -34,7 +34,7 @@ class Meeting:
 
 
 def meetings_of(
-    mine: Sequence[Piece], theirs: Sequence[Piece], starts: Tensor, window: int | None
+    mine: Sequence[QueryRange], theirs: Sequence[QueryRange], starts: Tensor, window: int | None
 ) -> list[Meeting]:
     """Which queries of one process see which keys of another.
 
@@ -63,11 +63,11 @@ def meetings_of(
     return found
 
 
-def _slice(piece: Piece) -> slice:
+def _slice(piece: QueryRange) -> slice:
     return slice(piece.offset, piece.offset + piece.stop - piece.start)
 
 
-def _seen(query: Piece, key: Piece, starts: Tensor, window: int | None) -> Tensor:
+def _seen(query: QueryRange, key: QueryRange, starts: Tensor, window: int | None) -> Tensor:
     queries = torch.arange(query.start, query.stop)[:, None]
     keys = torch.arange(key.start, key.stop)
     seen = (starts[queries] == starts[keys]) & (keys <= queries)
@@ -80,7 +80,7 @@ class Ring:
 
     group: dist.ProcessGroup
     index: int
-    """Of this process among them."""
+    """Index of this process among them."""
     count: int
 
     def turn(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[dist.Work]]:
@@ -93,7 +93,7 @@ class Ring:
         return coming, dist.batch_isend_irecv(operations)
 
     def source(self, step: int) -> int:
-        """Whose keys and values are here at a step."""
+        """The process whose keys and values are here at a step."""
         return (self.index - step) % self.count
 
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
 from ms_parallel.models.spans import attend_in_spans, document_lengths
-from ms_parallel.split.context.assignment import Piece, pieces_of
+from ms_parallel.split.context.assignment import QueryRange, query_ranges
 from ms_parallel.split.context.blocks import Scores
 from ms_parallel.split.context.exchange import Spans, gathered, reordered, traded
 from ms_parallel.split.context.ring import Meeting, Ring, meetings_of, ring_attention
@@ -19,7 +19,7 @@ Operator = Callable[..., Tensor]
 
 
 @frozen(kw_only=True)
-class Exchange:
+class RowExchange:
     """How attention of positions that are shared out sees whole rows.
 
     First the processes along `heads` trade positions for heads; then those along `positions` gather
@@ -45,7 +45,7 @@ class SharedRows:
     """
 
     def __init__(
-        self, order: Tensor, starts: Tensor, documents: Tensor | None, exchange: Exchange
+        self, order: Tensor, starts: Tensor, documents: Tensor | None, exchange: RowExchange
     ) -> None:
         device = torch.device(exchange.whole.device_type)
         self.starts, self.documents, self.exchange = starts, documents, exchange
@@ -59,7 +59,7 @@ class SharedRows:
         first = exchange.whole.get_local_rank() * share
         self.own = self.order[:, first : first + share]
         self.met: dict[tuple[int, int | None], list[Meeting]] = {}
-        self.pieces: dict[int, Sequence[Piece]] = {}
+        self.pieces: dict[int, Sequence[QueryRange]] = {}
 
     def mine(self, x: Tensor) -> Tensor:
         """This process's positions (B, S/N, ...) of all of them (B or 1, S, ...)."""
@@ -139,11 +139,11 @@ class SharedRows:
             Scores(scale=q.shape[3] ** -0.5 if scale is None else scale, softcap=softcap),
         )
 
-    def _pieces(self, node: int) -> Sequence[Piece]:
-        """Of a process along `positions`."""
+    def _pieces(self, node: int) -> Sequence[QueryRange]:
+        """The pieces of a process along `positions`."""
         if node not in self.pieces:
             with unset_fake_temporarily():  # numbers of rows are known where memory is predicted
-                self.pieces[node] = pieces_of(self.parts[node], self.starts)
+                self.pieces[node] = query_ranges(self.parts[node], self.starts)
         return self.pieces[node]
 
     def _meetings(self, here: int, source: int, window: int | None) -> list[Meeting]:
@@ -161,7 +161,7 @@ def attend_in_pieces(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pieces: Sequence[Piece],
+    pieces: Sequence[QueryRange],
     documents: Tensor | None,
     **settings: Any,
 ) -> Tensor:

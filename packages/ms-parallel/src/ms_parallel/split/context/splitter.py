@@ -15,15 +15,15 @@ from ms_parallel.split.context.assignment import (
     document_starts,
     token_costs,
 )
-from ms_parallel.split.context.kinds import Balance, HeadSizes, Kind, choose, traders
-from ms_parallel.split.context.rows import Exchange, SharedRows
+from ms_parallel.split.context.kinds import Balance, ContextKind, HeadSizes, choose, traders
+from ms_parallel.split.context.rows import RowExchange, SharedRows
 
 
 @frozen(kw_only=True)
 class ContextLoad:
     """How evenly the cost of attention was shared out: the slowest process's over the mean."""
 
-    attention: Kind
+    attention: ContextKind
     """How it saw whole rows."""
     imbalance: float
     zig_zag_imbalance: float
@@ -42,14 +42,14 @@ class Splitter:
     """
 
     def __init__(
-        self, config: Any, groups: Groups, kind: Kind, balance: Balance, element_bytes: int
+        self, config: Any, groups: Groups, kind: ContextKind, balance: Balance, element_bytes: int
     ) -> None:
         self.groups, self.kind, self.balance = groups, kind, balance
         self.element_bytes = element_bytes
         self.count = groups.layout.context
         self.load: ContextLoad | None = None
-        """Of the last microbatch; None where nothing was shared out."""
-        self.exchanges: dict[Kind, Exchange] = {}
+        """Load of the last microbatch; None where nothing was shared out."""
+        self.exchanges: dict[ContextKind, RowExchange] = {}
         if self.count > 1:
             self.windows = windows_of(config)
             self.sizes = HeadSizes.of(config, groups.layout.tensor)
@@ -67,7 +67,7 @@ class Splitter:
             documents = documents.to(self.groups.device)
         return SharedRows(order, starts, documents, exchange)
 
-    def _exchange(self, kind: Kind) -> Exchange:
+    def _exchange(self, kind: ContextKind) -> RowExchange:
         """Along which processes a kind trades and gathers."""
         if kind not in self.exchanges:
             mesh = self.groups.mesh["context"]
@@ -78,14 +78,18 @@ class Splitter:
                 names = ("context_positions", "context_heads")
                 both = mesh._unflatten(0, sizes, names)
                 positions, heads = both[names[0]], both[names[1]]
-            self.exchanges[kind] = Exchange(
+            self.exchanges[kind] = RowExchange(
                 whole=mesh, heads=heads, positions=positions, ring=kind.endswith("ring")
             )
         return self.exchanges[kind]
 
 
 def share_out(
-    starts: Tensor, windows: Mapping[int | None, int], nodes: int, kind: Kind, balance: Balance
+    starts: Tensor,
+    windows: Mapping[int | None, int],
+    nodes: int,
+    kind: ContextKind,
+    balance: Balance,
 ) -> tuple[Tensor, ContextLoad]:
     """The places of each of `nodes` processes in turn, (B, S), and how even their costs are.
 

@@ -27,7 +27,7 @@ products are as slow as memory is, and a processor does some operations while it
 
 @frozen(kw_only=True)
 class BlockCosts:
-    """Of one block and one microbatch, by kind in the order of `KINDS`; the same in every run."""
+    """Costs of one block and one microbatch, by kind in the order of `KINDS`, as in every run."""
 
     kept_bytes: tuple[int, ...]
     """Held from the forward to the backward, weights apart."""

@@ -126,7 +126,7 @@ class Budget:
         self.blocks = {number: recomputed_blocks(stage) for number, stage in stages.items()}
         self.groups, self.budget_bytes = groups, budget_bytes
         self.positions = 0
-        """Of the largest microbatch measured."""
+        """Positions of the largest microbatch measured."""
         self.peak_bytes = 0
         """What this rank's blocks keep at most, as chosen."""
 

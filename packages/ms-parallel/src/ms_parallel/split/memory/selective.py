@@ -34,7 +34,7 @@ class KeptResults:
 
     def __init__(self) -> None:
         self.results: list[Any] = []
-        """Of each operator what it returned, a tensor as a pair with its version."""
+        """What each operator returned, a tensor as a pair with its version."""
 
     def keep(self, made: Any) -> None:
         """Keep what an operator has returned."""

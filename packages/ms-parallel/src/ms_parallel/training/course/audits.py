@@ -14,7 +14,7 @@ from ms_parallel.training.course.audit_page import draw_audits
 FILE, PAGE = "audits.jsonl", "audits.html"
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AuditRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One audit as a line of the file."""
 
     step: int
@@ -62,7 +62,7 @@ class Audits:
 
     def _keep(self, step: int, audit: Audit) -> None:
         levels = audit.levels
-        record = Record(
+        record = AuditRecord(
             step=step,
             loss=audit.loss,
             loss_float32=audit.loss_float32,
@@ -88,14 +88,14 @@ class Audits:
         return page
 
 
-def _read(line: bytes) -> Record | None:
+def _read(line: bytes) -> AuditRecord | None:
     try:
-        return msgspec.json.decode(line, type=Record)
+        return msgspec.json.decode(line, type=AuditRecord)
     except msgspec.MsgspecError:
         return None
 
 
-def _audit(record: Record) -> Audit:
+def _audit(record: AuditRecord) -> Audit:
     loss, error, gain = record.levels
     return Audit(
         loss=_number(record.loss),

@@ -77,7 +77,7 @@ class Standing(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Rows of each data rank, where they were shared out by speed."""
 
 
-class RunFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RunMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What each checkpoint of a run holds beside its tensors."""
 
     model: dict[str, Any]
@@ -159,7 +159,7 @@ class RunCheckpoints:
             folder = checkpoint.step_folder(self.root, step)
             try:
                 manifest = checkpoint.read_manifest(folder)
-                facts_of(folder, manifest)
+                metadata_of(folder, manifest)
                 return folder, manifest
             except DamageError as damage:
                 self._set_aside(step, damage)
@@ -179,9 +179,9 @@ class RunCheckpoints:
         self.show.note(f"warning: {damage}; kept as {aside.name}, the one before it is taken")
         self.emit("damaged_checkpoint", {"step": step, "problem": str(damage)})
 
-    def _load(self, folder: Path, manifest: checkpoint.Manifest) -> RunFacts:
+    def _load(self, folder: Path, manifest: checkpoint.Manifest) -> RunMetadata:
         """Give the engine what a checkpoint holds."""
-        facts = facts_of(folder, manifest)
+        facts = metadata_of(folder, manifest)
         self._check_model(folder, facts.model)
         state = self.engine.state_dict()
         checkpoint.load(folder, manifest, state)
@@ -267,14 +267,14 @@ class RunCheckpoints:
         checkpoint.keep_last(self.root, self.options.keep_checkpoints)
 
 
-def facts_of(folder: Path, manifest: checkpoint.Manifest) -> RunFacts:
+def metadata_of(folder: Path, manifest: checkpoint.Manifest) -> RunMetadata:
     """What a run has kept in a checkpoint beside its tensors.
 
     Raises:
         DamageError: it is not what a run keeps.
     """
     with decoding(folder / MANIFEST, error=DamageError):
-        return msgspec.convert(manifest.facts, RunFacts)
+        return msgspec.convert(manifest.facts, RunMetadata)
 
 
 def model_facts(engine: Saved) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def _planned(options: Options, shards: Path) -> Plan:
 
 
 def _cluster(options: Options) -> Cluster | None:
-    """These machines, as their file says or as they are measured; where measured, on rank 0."""
+    """The cluster of these machines, from its file or as measured; where measured, on rank 0."""
     if options.cluster is None:
         return measure_cluster(pick_device(options.device))
     cluster = read_cluster(options.cluster)

@@ -21,8 +21,8 @@ from ms_parallel.planner.free_memory import free_bytes
 from ms_parallel.planner.layouts.candidate import Candidate
 from ms_parallel.planner.layouts.choice import (
     OBJECTIVES,
-    Chosen,
-    Found,
+    FittingLayout,
+    FoundLayouts,
     Objective,
     Question,
     choose,
@@ -263,7 +263,7 @@ class _Asked:
         return sizes.parameters * STATE_BYTES * ROOM < free_bytes(pick_device(cluster.device))
 
     def _settings(self, options: Options, layout: Layout) -> dict[str, Any]:
-        """Of an engine that is built without memory: where it would compute does not matter."""
+        """Settings of an engine that is built without memory, on whatever device."""
         return {**engine_settings(options, layout, 2), "device": "cpu", "compile": False}
 
     def _keeping(self, config: Any) -> Callable[[Layout], Any]:
@@ -309,7 +309,7 @@ def _whole_nodes(devices: int, cluster: Cluster) -> bool:
     return devices % each == 0 or each % devices == 0
 
 
-def _planned(chosen: Chosen, options: Options, cluster: Cluster) -> PlannedLayout:
+def _planned(chosen: FittingLayout, options: Options, cluster: Cluster) -> PlannedLayout:
     seconds, devices = chosen.seconds, chosen.candidate.layout.world_size
     price = cluster.price_per_hour
     return PlannedLayout(
@@ -329,7 +329,7 @@ def _planned(chosen: Chosen, options: Options, cluster: Cluster) -> PlannedLayou
     )
 
 
-def _fallen(found: Found) -> list[PlannedOut]:
+def _fallen(found: FoundLayouts) -> list[PlannedOut]:
     every = sorted(found.reasons.items(), key=lambda item: -item[1].count)
     return [
         PlannedOut(reason=reason, count=each.count, example=each.example) for reason, each in every

@@ -60,9 +60,9 @@ class RowShares:
         self.rows: tuple[int, ...] = (
             setting if isinstance(setting, tuple) else (batch_size // count,) * count
         )
-        """Of each data rank."""
+        """Rows of each data rank."""
         self.speeds: tuple[float, ...] | None = None
-        """Of each data rank in rows a second, when they were last looked at."""
+        """Rows a second of each data rank, when they were last looked at."""
         self.history: list[tuple[float, ...]] = []
         """The speeds of all looks."""
         self._seconds: list[float] = []
@@ -105,7 +105,7 @@ class RowShares:
             return False
         self.rows, self._to_skip = wanted, WARM_UP
         stream.share_out(wanted)
-        self._tell(step, now, then)
+        self._log(step, now, then)
         return True
 
     def _meet(self, seconds: float) -> list[float]:
@@ -116,7 +116,7 @@ class RowShares:
         found: list[float] = every.tolist()
         return found
 
-    def _tell(self, step: int, now: float, then: float) -> None:
+    def _log(self, step: int, now: float, then: float) -> None:
         assert self.speeds is not None
         self.emit(
             "shares",
@@ -131,7 +131,7 @@ class RowShares:
 
     @property
     def mean_speeds(self) -> tuple[float, ...] | None:
-        """Of each data rank over the whole run, in rows a second; None where none was measured."""
+        """Rows a second of each data rank over the whole run; None where none was measured."""
         if not self.history:
             return None
         return tuple(sum(each) / len(each) for each in zip(*self.history, strict=True))

@@ -18,7 +18,7 @@ def libc() -> ctypes.CDLL:
 
 
 def call(what: str, function: Callable[..., Any], *arguments: Any) -> int:
-    """Calls a function of the C library that answers -1 for an error.
+    """Call a function of the C library that answers -1 for an error.
 
     Raises:
         MissingError: it failed; names `what` and the error.

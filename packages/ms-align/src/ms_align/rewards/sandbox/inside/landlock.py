@@ -18,7 +18,7 @@ _NETWORK_RIGHTS, _SCOPES = 0b11, 0b11
 
 
 def restrict(readable: Iterable[str]) -> None:
-    """Lets this process, and all that it starts, read beneath `readable` and do no more.
+    """Let this process, and all that it starts, read beneath `readable` and do no more.
 
     From version 4 no TCP port is opened; from version 6 no signal leaves the sandbox.
 

@@ -17,7 +17,7 @@ _PLACE = "/proc"
 
 
 def enter(readable: Sequence[str]) -> None:
-    """Goes on in namespaces of its own, with a root that holds `readable`, read-only, alone.
+    """Go on in namespaces of its own, with a root that holds `readable`, read-only, alone.
 
     Returns in a process that is the first of its process namespace: the kernel ends all others
     with it. The process that called waits for it and ends.
@@ -42,7 +42,7 @@ def enter(readable: Sequence[str]) -> None:
 
 
 def own_user() -> bool:
-    """Enters one more user namespace, in which this process alone is counted; False where none."""
+    """Enter one more user namespace, in which this process alone is counted; False where none."""
     return int(libc().unshare(_USER)) == 0
 
 

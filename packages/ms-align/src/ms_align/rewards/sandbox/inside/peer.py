@@ -30,7 +30,7 @@ class Peer:
         self._codec = Codec(self._keep, self._kept.__getitem__, Remote, self._connect)
 
     def ask(self, kind: str, *arguments: object) -> Any:
-        """Has the other side do something, and gives its value back or raises its error.
+        """Have the other side do something, and return its value or raise its error.
 
         Raises:
             Gone: the other side has ended.
@@ -45,14 +45,14 @@ class Peer:
             self._serve(kind, content)
 
     def call(self, number: int, arguments: list[object], named: dict[str, object]) -> Any:
-        """Calls a kept object; lists, dicts and sets that it changes are changed here too."""
+        """Call a kept object; lists, dicts and sets that it changes are changed here too."""
         value, changed = self.ask("call", number, arguments, named)
         for index, after in dict(changed).items():
             _replace(arguments[index], after)
         return value
 
     def serve(self) -> None:
-        """Answers until the other side ends."""
+        """Answer until the other side ends."""
         try:
             while True:
                 self._serve(*self._receive())
@@ -151,7 +151,7 @@ class Remote:
         object.__setattr__(self, "_number", number)
 
     def __call__(self, *arguments: object, **named: object) -> Any:
-        """Calls it where it lives."""
+        """Call it where it lives."""
         return _peer(self).call(_number(self), list(arguments), named)
 
     def __getattr__(self, name: str) -> Any:

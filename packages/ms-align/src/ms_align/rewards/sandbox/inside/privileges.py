@@ -14,7 +14,7 @@ NOBODY = 65534
 
 
 def drop_user() -> None:
-    """Becomes nobody where this is root; stays where nobody may not read the standard library."""
+    """Become nobody where this is root; stay where nobody may not read the standard library."""
     if os.getuid() != 0:
         return
     drop_bounding_set()
@@ -31,13 +31,13 @@ def drop_user() -> None:
 
 
 def drop_bounding_set() -> None:
-    """Takes away every capability that a program could ever gain."""
+    """Take away every capability that a program could ever gain."""
     for capability in range(_CAPABILITIES):
         libc().prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
 
 
 def drop_capabilities() -> None:
-    """Gives up every capability, those that could be gained included."""
+    """Give up every capability, those that could be gained included."""
     drop_bounding_set()
     libc().prctl(_PR_CAP_AMBIENT, _CLEAR_AMBIENT, 0, 0, 0)
     head, nothing = struct.pack("Ii", _CAPABILITY_VERSION, 0), struct.pack("6I", *[0] * 6)
@@ -51,7 +51,7 @@ def forbid_new() -> None:
 
 
 def limit(cpu_s: int, memory_bytes: int, threads: int) -> None:
-    """Takes limits that cannot be raised again: no file grows, no core, no message queue."""
+    """Take limits that cannot be raised again: no file grows, no core, no message queue."""
     limits = {
         "CPU": cpu_s,
         "AS": memory_bytes,

@@ -20,14 +20,14 @@ PASSED, RESPONSE_GONE = b"passed", b"gone"
 
 
 def run_program() -> None:
-    """Runs the program to its end, and says so. It could say so itself: this is no verdict."""
+    """Run the program to its end, and say so. It could say so itself: this is no verdict."""
     code = compile(_text(), "<program>", "exec")
     exec(code, _main_module().__dict__)
     os.write(END, PASSED)
 
 
 def offer_response() -> None:
-    """Runs the response's program, then does what the tests ask of its names."""
+    """Run the response's program, then do what the tests ask of its names."""
     peer = Peer(os.fdopen(READING, "rb"), os.fdopen(WRITING, "wb"), only_calls=False)
     names = _main_module().__dict__
     code = compile(_text(), "<response>", "exec")
@@ -37,7 +37,7 @@ def offer_response() -> None:
 
 
 def run_tests() -> None:
-    """Runs the tests on a response that is elsewhere, and speaks the verdict.
+    """Run the tests on a response that is elsewhere, and give the verdict.
 
     The names that the tests use and do not find in Python are asked of the response; a name of
     Python's own is never taken from it.
@@ -94,7 +94,7 @@ def _main_module() -> ModuleType:
 
 
 def perform(role: str) -> int:
-    """Does what a role is; gives the exit code, as an interpreter of its own would."""
+    """Play a role; return the exit code, as an interpreter of its own would."""
     try:
         ROLES[role]()
     except SystemExit as end:

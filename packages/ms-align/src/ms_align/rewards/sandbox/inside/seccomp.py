@@ -62,7 +62,7 @@ def _checked(checks: tuple[Check, ...]) -> list[Instruction]:
 
 
 def install() -> None:
-    """Puts the filter on this process for good. `no_new_privs` must be set before.
+    """Put the filter on this process for good. `no_new_privs` must be set before.
 
     Raises:
         MissingError: the kernel takes no filter.

@@ -39,7 +39,7 @@ _COMMON = (
 
 
 def main(control: int, walls: str) -> None:
-    """Raises the walls, says which ones stand and what is missing, and serves until told to end."""
+    """Raise the walls, say which stand and which are missing, and serve until told to end."""
     for name in _COMMON:
         __import__(name)
     sys.path[:] = [os.path.realpath(one) for one in sys.path]
@@ -70,7 +70,7 @@ def readable() -> list[str]:
 
 
 def _raise_walls(wanted: list[str]) -> tuple[list[str], list[str]]:
-    """Those of the walls that stand in all processes; seccomp is checked and raised in each."""
+    """Raise the walls that stand in all processes; seccomp is checked here and raised in each."""
     if sys.platform != "linux":
         return [], [f"{wall} ({sys.platform})" for wall in wanted]
     paths = readable()
@@ -208,7 +208,7 @@ class Zygote:
 
 
 def _place(descriptors: list[int]) -> None:
-    """Makes them 0, 1, 2 and so on, and closes all others."""
+    """Make them 0, 1, 2 and so on, and close all others."""
     above = [fcntl.fcntl(one, fcntl.F_DUPFD, 2 * MOST_DESCRIPTORS) for one in descriptors]
     for index, one in enumerate(above):
         os.dup2(one, index)

@@ -29,7 +29,7 @@ class Gpu:
 
     @property
     def name(self) -> str:
-        """Such as `NVIDIA H100 80GB HBM3`."""
+        """Name of the card, such as `NVIDIA H100 80GB HBM3`."""
         return self.fact("Product Name")
 
 

@@ -19,7 +19,7 @@ class Port:
     """One port of an adapter for InfiniBand or RoCE."""
 
     adapter: str
-    """Such as `mlx5_0`."""
+    """Name of the adapter, such as `mlx5_0`."""
     number: int
     kind: str
     """What the adapter says it is, such as `MT4129`; empty where it does not."""
@@ -101,7 +101,7 @@ def _listed(at: Recording) -> Iterator[Port]:
 
 
 def _word(text: str | None) -> str:
-    """Of `4: ACTIVE`, the word."""
+    """The word in `4: ACTIVE`."""
     return (text or "").rpartition(":")[2].strip().lower()
 
 

@@ -14,7 +14,7 @@ class CudaDriver(msgspec.Struct, frozen=True, kw_only=True):
 
     cuda: str
     driver: str
-    """That the toolkit was released with."""
+    """The driver that the toolkit was released with."""
 
 
 class TorchNpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +32,7 @@ class AscendDriver(msgspec.Struct, frozen=True, kw_only=True):
     driver: str
 
 
-class Tables(msgspec.Struct, frozen=True, kw_only=True):
+class ReferenceTables(msgspec.Struct, frozen=True, kw_only=True):
     """All tables."""
 
     sources: dict[str, str]
@@ -47,6 +47,6 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @cache
-def tables() -> Tables:
+def tables() -> ReferenceTables:
     """The tables."""
-    return read_json(Path(__file__).with_name("tables.json"), Tables, error=ConfigError)
+    return read_json(Path(__file__).with_name("tables.json"), ReferenceTables, error=ConfigError)

@@ -125,7 +125,7 @@ def _text(path: Path) -> str | None:
 
 
 def _own_files(machine: Machine) -> dict[str, str]:
-    """Of the user: NCCL's own file at home."""
+    """The user's files: NCCL's own at home."""
     text = _text(Path.home() / ".nccl.conf")
     return {} if text is None else {"home/.nccl.conf": text}
 

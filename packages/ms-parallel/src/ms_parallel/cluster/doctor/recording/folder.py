@@ -27,7 +27,7 @@ from ms_parallel.files.untrusted import check_path, read_bytes, read_json
 
 LIMIT_BYTES = 1 << 20
 MOST_FILES = 10_000
-"""Of one rank."""
+"""Most files that one rank records."""
 MOST_RANKS = 1 << 14
 SUFFIX = ".txt"
 MACHINE, MEASURED = "machine.json", "measured.json"

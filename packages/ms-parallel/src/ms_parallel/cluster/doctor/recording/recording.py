@@ -95,7 +95,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="doctor-measured-1
     """What all ranks measured together."""
 
     backend: str = ""
-    """Of the messages between pairs, such as `nccl`."""
+    """Backend of the messages between pairs, such as `nccl`."""
     clocks: list[Clock] = []
     pairs: list[Pair] = []
     together: bool = False

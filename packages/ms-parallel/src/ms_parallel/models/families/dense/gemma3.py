@@ -40,7 +40,7 @@ class Gemma3Config(GemmaConfig):
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """Those of full and of sliding layers."""
+        """Rotary settings of full and of sliding layers."""
         local = Rope(
             theta=self.rope_local_base_freq,
             width=self.rotary_width,

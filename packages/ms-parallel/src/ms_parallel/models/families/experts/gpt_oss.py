@@ -19,7 +19,7 @@ from ms_parallel.models.parts.block import Block
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.positions.document import ONE_ROPE
 from ms_parallel.models.positions.windows import Sliding, layer_types, sliding_layers
-from ms_parallel.models.weight_names import Piece, Rules, renamed
+from ms_parallel.models.weight_names import Rules, WeightSlice, renamed
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import number
 
@@ -37,7 +37,7 @@ class GptOssConfig(DecoderConfig):
     num_experts_per_tok: int = field(default=4, validator=size)
     """How many each token chooses."""
     router_aux_loss_coef: float = field(default=0.001, validator=number())
-    """Of the balance loss, unless the run says otherwise."""
+    """Weight of the balance loss, unless the run sets one."""
     swiglu_alpha: float = field(default=1.702, validator=above_zero)
     """How steep an expert's gate is."""
     swiglu_limit: float = field(default=7.0, validator=above_zero)
@@ -77,12 +77,12 @@ def _weights(config: GptOssConfig) -> Rules:
     """All experts in one tensor, transposed, an expert's gate and up in turn."""
     experts = "mlp.experts.{}"
 
-    def alternating(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[Piece]:
+    def alternating(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
         count, several, inner, *inputs = shape
         name = f"model.layers.{stars[0]}.mlp.experts.gate_up_proj" + ("" if inputs else "_bias")
         every = [slice(0, size) for size in (count, *inputs)]
         for which in range(several):
-            yield Piece(
+            yield WeightSlice(
                 tensor=name,
                 shape=(count, *inputs, several * inner),
                 part=(*every, slice(which, several * inner, several)),
@@ -90,9 +90,9 @@ def _weights(config: GptOssConfig) -> Rules:
                 dims=(0, None, 2, 1) if inputs else (0, None, 1),
             )
 
-    def transposed(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[Piece]:
+    def transposed(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
         count, outputs, inputs = (slice(0, size) for size in shape)
-        yield Piece(
+        yield WeightSlice(
             tensor=f"model.layers.{stars[0]}.mlp.experts.down_proj",
             shape=(shape[0], shape[2], shape[1]),
             part=(count, inputs, outputs),

@@ -29,7 +29,7 @@ class MixtralConfig(DecoderConfig):
     num_experts_per_tok: int = field(default=2, validator=size)
     """How many each token chooses."""
     router_aux_loss_coef: float = field(default=0.001, validator=number())
-    """Of the balance loss, unless the run says otherwise."""
+    """Weight of the balance loss, unless the run sets one."""
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()

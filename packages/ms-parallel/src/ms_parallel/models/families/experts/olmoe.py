@@ -31,7 +31,7 @@ class OlmoeConfig(DecoderConfig):
     norm_topk_prob: bool = field(default=False, validator=flag)
     """The weights of the chosen are divided by their sum."""
     router_aux_loss_coef: float = field(default=0.01, validator=number())
-    """Of the balance loss, unless the run says otherwise."""
+    """Weight of the balance loss, unless the run sets one."""
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()

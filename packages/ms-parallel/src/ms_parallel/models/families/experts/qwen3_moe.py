@@ -52,7 +52,7 @@ class Qwen3MoeConfig(DecoderConfig):
     mlp_only_layers: tuple[int, ...] = field(default=(), converter=_layers)
     """Layers without experts."""
     router_aux_loss_coef: float = field(default=0.001, validator=number())
-    """Of the balance loss, unless the run says otherwise."""
+    """Weight of the balance loss, unless the run sets one."""
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()

@@ -8,7 +8,7 @@ from ms_parallel.cluster.doctor.registry import check
 
 FAILS_MB_PER_S, WARNS_MB_PER_S = 20.0, 100.0
 BYTES_A_PARAMETER = 14
-"""Of a checkpoint: weights, a float32 copy and the two moments of Adam."""
+"""Bytes in a checkpoint: weights, a float32 copy and the two moments of Adam."""
 EXAMPLE = 7e9
 
 

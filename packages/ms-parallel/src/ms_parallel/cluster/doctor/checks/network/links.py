@@ -11,9 +11,9 @@ from ms_parallel.cluster.doctor.recording.recording import Examined, Pair, Recor
 from ms_parallel.cluster.doctor.registry import check
 
 LEAST_SHARE = 0.5
-"""Of the link's rate that a message of 16 MiB reaches on sound links."""
+"""Least share of the link's rate that a message of 16 MiB reaches on sound links."""
 LEAST_OF_OTHERS = 0.33
-"""Of the median of like pairs; shared processors alone spread gloo's by about two."""
+"""Least share of the median of like pairs; shared processors alone spread gloo's by about two."""
 
 
 @check(

@@ -15,7 +15,7 @@ from ms_parallel.cluster.doctor.recording.recording import Examined, Recording
 from ms_parallel.cluster.doctor.registry import check
 
 Judge = Callable[[Recording, str], str]
-"""Of a machine and a value: what is wrong with it; empty where nothing is."""
+"""Takes a machine and a value; returns what is wrong with it, empty where nothing is."""
 NO_RDMA = "messages between machines go over TCP sockets, at a fraction of the rate of RDMA"
 NO_PEERS = "messages between devices of one machine are copied through host memory"
 UNREACHED = "the library looks for an address that it does not find, and the ranks do not meet"

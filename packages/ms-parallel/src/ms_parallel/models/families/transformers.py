@@ -133,7 +133,7 @@ def _check_tensor(config: TransformersModel, plan: ModelPlan, tensor: int) -> No
             raise LayoutError(f"tensor={tensor} does not divide the {count} {what} of {kind}")
 
 
-FOREIGN = _Foreign(
+FAMILY = _Foreign(
     name=ANY,
     config=TransformersModel,
     model=TransformersStage,
