@@ -9,6 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "shared_source"
 COPIES = {
+    "chat/process.py": ("align", "data"),
+    "chat/worker.py": ("align", "data"),
     "events.py": ("align", "parallel"),
     "files/durable.py": ("align", "compress", "data", "parallel"),
     "entry.py": ("align", "compress", "data", "kernels", "parallel", "profile"),

@@ -1,10 +1,10 @@
 """Texts to tokens and back: the Protocol, plain bytes, and tokenizers from disk."""
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ms_align.chat.template import render_chat
 from ms_align.errors import ConfigError, DataError
 from ms_align.files.untrusted import check_path, decoding
 
@@ -35,7 +35,7 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of transformers; its chat template serves prompts that are messages.
+    """A tokenizer of transformers; its chat template, under limits, serves prompts that are chats.
 
     Args:
         tokenizer: as `transformers.AutoTokenizer.from_pretrained` gives it.
@@ -45,7 +45,6 @@ class HuggingFaceTokenizer:
         self.tokenizer = tokenizer
         self.vocabulary_size = len(tokenizer)
         self.end_of_text: int | None = tokenizer.eos_token_id
-        self._template: Any = None
 
     def encode(self, text: str) -> list[int]:
         """Tokens without special ones around them."""
@@ -57,32 +56,7 @@ class HuggingFaceTokenizer:
 
     def encode_messages(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Tokens of a chat up to where the assistant is to go on."""
-        return self.encode(self._render([dict(one) for one in messages]))
-
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        """The chat as text, by ms-data where it is installed, which gives a template limits."""
-        template = self.tokenizer.chat_template
-        if not template:
-            raise DataError(
-                f"{self.tokenizer.name_or_path or 'the tokenizer'} has no chat template, and a "
-                "prompt is a chat; give texts, or a tokenizer with one"
-            )
-        if isinstance(template, str) and importlib.util.find_spec("ms_data"):
-            if self._template is None:
-                from ms_data import ChatTemplate
-
-                special = self.tokenizer.special_tokens_map
-                self._template = ChatTemplate(template, special_tokens=special)
-            return str(self._template.render(messages, add_generation_prompt=True))
-        try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True
-                )
-            )
-        except Exception as error:  # whatever a template does
-            reason = " ".join(str(error).split())[:200]
-            raise DataError(f"the chat template refuses the chat: {reason}") from error
+        return self.encode(render_chat(self.tokenizer, messages))
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:

@@ -7,6 +7,7 @@ from typing import Any
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 
+from ms_align.chat.template import render_chat
 from ms_align.errors import ConfigError, DataError
 from ms_align.evaluation.scorer import Row, Scorer
 from ms_align.evaluation.texts import Texts
@@ -67,17 +68,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
         Raises:
             ConfigError: the tokenizer has no chat template.
+            DataError: it refuses the chat, or takes more than any sound template.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise ConfigError("the model's tokenizer has no chat template; leave out chat")
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )
+        return render_chat(self.tokenizer, chat_history, continue_last=not add_generation_prompt)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **options: Any

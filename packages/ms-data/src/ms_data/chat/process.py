@@ -1,3 +1,4 @@
+# A copy of shared_source/chat/process.py, made by `nox -s copies`; change it there.
 """Starts the process that renders chat templates when it is needed, and asks it.
 
 All templates of this process share one. It ends when this process does, of whatever cause: its
@@ -17,8 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from ms_data.errors import SettingError
-
 _WORKER = Path(__file__).with_name("worker.py")
 _PREFIX_BYTES = 8
 _TIMED_OUT = "takes more processor time than any sound template"
@@ -31,10 +30,10 @@ class _TemplateProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, request: bytes) -> dict[str, Any]:
+    def ask(self, request: bytes, needs: str, error: type[Exception]) -> dict[str, Any]:
         """Return the answer to a request, or `limit` with the reason why there is none."""
         with self._lock:
-            process = self._process = self._process or _start()
+            process = self._process = self._process or _start(needs, error)
             try:
                 answer = _exchange(process, request)
                 if "limit" in answer:  # what it did may have left little memory to the next
@@ -59,31 +58,33 @@ class _TemplateProcess:
         self.__init__()  # type: ignore[misc]
 
 
-def ask(request: Mapping[str, Any]) -> dict[str, Any]:
+def ask(request: Mapping[str, Any], *, needs: str, error: type[Exception]) -> dict[str, Any]:
     """Send a request to the process that renders and return its answer; see `worker`.
 
+    Args:
+        request: JSON.
+        needs: the package and its extra that bring jinja2, such as `ms-data[chat]`.
+        error: jinja2 is not installed, or no process can be started.
+
     Raises:
-        SettingError: jinja2 is not installed, or no process can be started.
         TypeError: the request is no JSON.
     """
-    return _PROCESS.ask(json.dumps(request).encode())
+    return _PROCESS.ask(json.dumps(request).encode(), needs, error)
 
 
-def _start() -> subprocess.Popen[bytes]:
+def _start(needs: str, error: type[Exception]) -> subprocess.Popen[bytes]:
     if importlib.util.find_spec("jinja2") is None:
-        raise SettingError(
-            "chat templates need jinja2; install it with `pip install 'ms-data[chat]'`"
-        )
+        raise error(f"chat templates need jinja2; install it with `pip install '{needs}'`")
     # -I and -S: nothing from the environment or the current folder is run before the limits hold.
     command = [sys.executable, "-I", "-S", str(_WORKER), json.dumps(sys.path)]
     try:
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
-    except OSError as error:
-        raise SettingError(
-            f"cannot start the process that renders chat templates: {error}; it is {command[0]}"
-        ) from error
+    except OSError as failure:
+        raise error(
+            f"cannot start the process that renders chat templates: {failure}; it is {command[0]}"
+        ) from failure
 
 
 def _exchange(process: subprocess.Popen[bytes], request: bytes) -> dict[str, Any]:

@@ -260,7 +260,8 @@ class ChatTemplate:
         return tuple(answer["reads"])
 
     def _request(self, do: str, about: Mapping[str, Any]) -> dict[str, Any]:
-        answer = ask({"do": do, "name": self.digest, **about})
+        request = {"do": do, "name": self.digest, **about}
+        answer = ask(request, needs="ms-data[chat]", error=SettingError)
         if "limit" in answer:
             raise TokenizerError(
                 f"the chat template {answer['limit']}, so it was stopped; look at what it does, or "

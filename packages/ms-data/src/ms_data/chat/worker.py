@@ -1,9 +1,10 @@
+# A copy of shared_source/chat/worker.py, made by `nox -s copies`; change it there.
 """Renders chat templates in a process of its own, under limits of time, memory and size.
 
 A template is a program that came with somebody's model. Whatever it does (nested loops, huge
 powers, wide formats, at compile time or later) is bounded by the operating system: processor time
 by a timer that ends this process, memory by its address space. The file is run by its path and
-imports nothing of ms_data, so that the process holds 20 MB and no more.
+imports nothing of its package, so that the process holds 20 MB and no more.
 
 Requests and answers are JSON, each behind its length in eight bytes.
 """

@@ -1,0 +1,1 @@
+"""Chats as text, by a tokenizer's own chat template."""

@@ -1,0 +1,155 @@
+"""Chat templates come from other people: each runs as transformers runs it, and within limits."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ms_align.chat.template import render_chat
+from ms_align.errors import ConfigError, DataError
+from ms_align.tokenizer import load_tokenizer
+
+from .instruction_sets import TEMPLATE, byte_tokenizer
+
+CHAT = [
+    {"role": "system", "content": "Be brief. "},
+    {"role": "user", "content": " copy red <0>\n"},
+    {"role": "assistant", "content": "  the word is "},
+]
+SOUND = {
+    "plain": TEMPLATE,
+    "trimming": TEMPLATE.replace("m.content", "m['content'] | trim"),
+    "special tokens": "{{ eos_token }}" + TEMPLATE,
+    "as JSON": "{% for m in messages %}{{ m | tojson }}{% endfor %}",
+    "absent names": TEMPLATE + "{{ tools }}{{ documents }}{% if nothing is defined %}!{% endif %}",
+}
+_NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}"
+HOSTILE = {
+    "nested ranges": (_NESTED.replace("BODY", _NESTED), "more processor time"),
+    "power at compile time": ("{{ 10 ** (10 ** 9) % 7 }}", "more processor time|not a valid"),
+    "wide format": ("{{ '%2000000000d' % 1 }}", "too much memory"),
+    "JSON indent": ("{{ messages | tojson(indent=10**9) }}", "too much memory"),
+    "long text": ("{{ 'a' * 30000000 }}", "too long a text"),
+    "break outside a loop": ("{% break %}", "not a valid chat template: 'break' outside loop"),
+    "infinity": ("{{ 1e999 | round | int }}", "refuses the messages"),
+    "no file": ("{% include 'x' %}", "refuses the messages: no loader"),
+    "half a character": ("{{ '\\ud800' }}", "half a character"),
+    "endless source": (" " * (1 << 20) + TEMPLATE, "longer than 1 MiB"),
+}
+
+
+def folder_with(template: str, place: Path) -> Path:
+    """A tokenizer's folder that brings this template."""
+    place.mkdir(exist_ok=True)
+    (place / "tokenizer.json").write_bytes(byte_tokenizer())
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|endoftext|>",
+        "chat_template": template,
+    }
+    (place / "tokenizer_config.json").write_text(json.dumps(config))
+    return place
+
+
+def their_tokenizer(template: str, place: Path) -> Any:
+    """The same folder as transformers opens it."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder_with(template, place))
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_chat_is_the_text_that_transformers_makes(name: str, tmp_path: Path) -> None:
+    """Asked to answer, and asked to go on with the last message."""
+    tokenizer = their_tokenizer(SOUND[name], tmp_path)
+    asked = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    assert render_chat(tokenizer, CHAT) == asked
+    if name == "as JSON":  # neither reads `content` by name
+        return
+    on = tokenizer.apply_chat_template(CHAT, tokenize=False, continue_final_message=True)
+    assert render_chat(tokenizer, CHAT, continue_last=True) == on
+
+
+def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
+    """As transformers takes it where there are no tools; without one the chat is refused."""
+    tokenizer = their_tokenizer(TEMPLATE, tmp_path)
+    tokenizer.chat_template = {"default": TEMPLATE, "tool_use": "tools"}
+    assert render_chat(tokenizer, CHAT).startswith("<system>Be brief. ")
+    tokenizer.chat_template = {"tool_use": "tools"}
+    with pytest.raises(DataError, match="no chat template"):
+        render_chat(tokenizer, CHAT)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_template_that_is_no_sound_program_is_stopped_in_one_line(
+    name: str, tmp_path: Path
+) -> None:
+    """Within four seconds of processor time; the next chat is rendered."""
+    source, says = HOSTILE[name]
+    tokenizer = their_tokenizer(TEMPLATE, tmp_path)
+    tokenizer.chat_template = source
+    before = seconds_used()
+    with pytest.raises(DataError, match=says) as caught:
+        render_chat(tokenizer, CHAT)
+    assert seconds_used() - before < 4
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 500
+    tokenizer.chat_template = TEMPLATE
+    assert render_chat(tokenizer, CHAT).endswith("<assistant>")
+
+
+def seconds_used() -> float:
+    """Processor time of this process, and of those that it began and that ended."""
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in usage)
+
+
+@pytest.mark.parametrize("last", [None, 7, ["the word"]])
+def test_a_message_that_is_no_text_cannot_be_continued(last: object, tmp_path: Path) -> None:
+    """Nor one that the template rewrites."""
+    tokenizer = their_tokenizer(TEMPLATE, tmp_path)
+    with pytest.raises(DataError, match="has no text"):
+        render_chat(tokenizer, [{"role": "assistant", "content": last}], continue_last=True)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+    with pytest.raises(DataError, match="does not print the last message as it is"):
+        render_chat(tokenizer, CHAT, continue_last=True)
+
+
+def test_prompts_are_rendered_under_limits_without_ms_data(tmp_path: Path) -> None:
+    """A fresh process in which no sibling can be imported reads a hostile tokenizer's folder."""
+    folder_with(TEMPLATE, tmp_path / "sound")
+    folder_with(HOSTILE["wide format"][0], tmp_path / "hostile")
+    script = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(['ms_data', 'ms_parallel', 'ms_compress']))\n"
+        "from ms_align.rollouts.prompts import read_prompts\n"
+        "from ms_align.tokenizer import load_tokenizer\n"
+        "chat = [[{'role': 'user', 'content': 'copy red'}]]\n"
+        "for name in ('sound', 'hostile'):\n"
+        "    tokenizer = load_tokenizer(name)\n"
+        "    try: print(tokenizer.decode(read_prompts(chat, tokenizer)[0].tokens))\n"
+        "    except Exception as error: print(type(error).__name__, error)\n"
+    )
+    command = [sys.executable, "-c", script]
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    sound, hostile = told.stdout.splitlines()
+    assert sound == "<user>copy red<assistant>"
+    assert hostile.startswith("DataError ")
+    assert "takes too much memory, so it was stopped" in hostile
+
+
+def test_a_chat_without_jinja2_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where transformers came without it."""
+    from ms_align.chat import process
+
+    tokenizer = load_tokenizer(folder_with(TEMPLATE, tmp_path))
+    process._PROCESS.close()
+    monkeypatch.setattr(process.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'ms-align\[hf\]'"):
+        tokenizer.encode_messages(CHAT)  # type: ignore[attr-defined]

@@ -1,0 +1,122 @@
+"""Starts the process that renders chat templates when it is needed, and asks it.
+
+All templates of this process share one. It ends when this process does, of whatever cause: its
+pipe closes then.
+"""
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+_WORKER = Path(__file__).with_name("worker.py")
+_PREFIX_BYTES = 8
+_TIMED_OUT = "takes more processor time than any sound template"
+
+
+class _TemplateProcess:
+    """The process that renders, and the lock under which it is asked."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, request: bytes, needs: str, error: type[Exception]) -> dict[str, Any]:
+        """Return the answer to a request, or `limit` with the reason why there is none."""
+        with self._lock:
+            process = self._process = self._process or _start(needs, error)
+            try:
+                answer = _exchange(process, request)
+                if "limit" in answer:  # what it did may have left little memory to the next
+                    self.close()
+                return answer
+            except EOFError:
+                self._process = None
+                return {"limit": _reason(process)}
+            except BaseException:  # Ctrl-C: its answer would be taken for that of the next request
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            _reason(process)
+
+    def forget(self) -> None:
+        """Forget the process after a fork, as it belongs to the parent."""
+        self.__init__()  # type: ignore[misc]
+
+
+def ask(request: Mapping[str, Any], *, needs: str, error: type[Exception]) -> dict[str, Any]:
+    """Send a request to the process that renders and return its answer; see `worker`.
+
+    Args:
+        request: JSON.
+        needs: the package and its extra that bring jinja2, such as `ms-data[chat]`.
+        error: jinja2 is not installed, or no process can be started.
+
+    Raises:
+        TypeError: the request is no JSON.
+    """
+    return _PROCESS.ask(json.dumps(request).encode(), needs, error)
+
+
+def _start(needs: str, error: type[Exception]) -> subprocess.Popen[bytes]:
+    if importlib.util.find_spec("jinja2") is None:
+        raise error(f"chat templates need jinja2; install it with `pip install '{needs}'`")
+    # -I and -S: nothing from the environment or the current folder is run before the limits hold.
+    command = [sys.executable, "-I", "-S", str(_WORKER), json.dumps(sys.path)]
+    try:
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+    except OSError as failure:
+        raise error(
+            f"cannot start the process that renders chat templates: {failure}; it is {command[0]}"
+        ) from failure
+
+
+def _exchange(process: subprocess.Popen[bytes], request: bytes) -> dict[str, Any]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):  # it is found out when there is no answer
+        process.stdin.write(len(request).to_bytes(_PREFIX_BYTES, "little") + request)
+        process.stdin.flush()
+    size = int.from_bytes(_read(process.stdout, _PREFIX_BYTES), "little")
+    answer: dict[str, Any] = json.loads(_read(process.stdout, size))
+    return answer
+
+
+def _read(file: IO[bytes], size: int) -> bytes:
+    content = file.read(size)
+    if len(content) < size:
+        raise EOFError
+    return content
+
+
+def _reason(process: subprocess.Popen[bytes]) -> str:
+    """Close the pipes of a process that ended, and say why it ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
+    process.stdout.close()
+    status = process.wait()
+    if status == -signal.SIGPROF:
+        return _TIMED_OUT
+    return f"ended the process that rendered it (status {status})"
+
+
+_PROCESS = _TemplateProcess()
+atexit.register(_PROCESS.close)
+os.register_at_fork(after_in_child=_PROCESS.forget)
