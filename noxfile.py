@@ -378,13 +378,19 @@ def plan(session: nox.Session) -> None:
 @job
 @every_package
 def peers(session: nox.Session, package: str) -> None:
-    """Measure the peers beside us: the same work in one run, alternating."""
+    """Measure the peers beside us: the same work in one run, alternating.
+
+    Peers that no environment can hold together have a list for their script alone, which is
+    installed over the others' before it runs.
+    """
     folder = ROOT / "packages" / package / "benchmarks"
     scripts = sorted(folder.glob("peers*.py"))
     if not scripts:
         session.skip(f"{package} has no peers to measure yet")
     install_all(session, "-r", str(folder / "requirements-peers.txt"))
     for script in scripts:
+        own = folder / f"requirements-{script.stem}.txt"
+        session.install("-r", str(own if own.exists() else folder / "requirements-peers.txt"))
         session.run("python", str(script), *session.posargs)
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -218,33 +219,49 @@ def test_killed_builds_go_on_to_the_same_bytes(tokenizer: Tokenizer, tmp_path: P
     out, journal = tmp_path / "out", tmp_path / "out.partial" / "journal.msgpack"
     command = [sys.executable, "-c", INTERRUPTED, folder, tmp_path / "tokenizer.json", out]
     kills = 0
-    while kills < 10:
-        saves = rng.randint(1, 5)
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-            for _ in range(saves):
-                await_change(journal, process)
-            time.sleep(rng.uniform(0.0, 0.02))
-            process.send_signal(signal.SIGKILL)
-            assert process.wait() == -signal.SIGKILL
+    while kills < 10 and killed_after(rng.randint(1, 5), journal, command, rng):
         kills += 1
         assert journal.exists()
         assert not out.exists()
+    assert kills
     subprocess.run(command, check=True, timeout=120)
     assert not journal.parent.exists()
     assert files_of(out) == files_of(tmp_path / "calm")
 
 
-def await_change(path: Path, process: subprocess.Popen[bytes]) -> None:
-    """Waits until a running process has renamed another file to `path`."""
+def killed_after(
+    saves: int, journal: Path, command: Sequence[str | Path], rng: random.Random
+) -> bool:
+    """Kills a build some moments after a save; False where it was done before that."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        for _ in range(saves):
+            await_change(journal, process)
+        time.sleep(rng.uniform(0.0, 0.02))
+        process.send_signal(signal.SIGKILL)
+        status = process.wait()
+    assert status in (0, -signal.SIGKILL)
+    return status != 0
 
-    def identity() -> tuple[int, int] | None:
-        return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None
+
+def await_change(path: Path, process: subprocess.Popen[bytes]) -> None:
+    """Waits until a process has renamed another file to `path`, or has ended."""
+
+    def identity() -> tuple[int, int]:
+        facts = facts_of(path)
+        return (facts.st_ino, facts.st_mtime_ns) if facts else (0, 0)
 
     before, deadline = identity(), time.monotonic() + 60
-    while identity() == before:
-        assert process.poll() is None, "the build ended too early to be killed"
+    while process.poll() is None and identity() == before:
         assert time.monotonic() < deadline, "the build does not save"
         time.sleep(0.001)
+
+
+def facts_of(path: Path) -> os.stat_result | None:
+    """The facts of a file that another process makes and removes; None where it is not there."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
 
 
 def test_what_an_earlier_run_left_is_not_published(

@@ -233,9 +233,14 @@ def test_an_interrupted_command_exits_130_in_one_line(place: Path) -> None:
     """A real SIGINT while it tokenizes; what is kept is said."""
     write_lines(place / "large.jsonl", texts_of(3, 60_000))
     command = [sys.executable, "-m", "ms_data", "build", "large.jsonl", "--tokenizer", "t.json"]
-    process = subprocess.Popen(
-        [*command, "--out", "new"], cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    # A job in the background of a shell ignores the signal, and so would what it starts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            [*command, "--out", "new"], cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     while not (place / "new.partial" / "shard-00000.msd").exists():
         assert process.poll() is None
         time.sleep(0.01)

@@ -326,3 +326,27 @@ def test_the_commands_import_and_export(
     assert "documents" in capsys.readouterr().out
     assert main(["import", f"{pair}.no", "--tokenizer", tokenizer, "--out", pair]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_export_may_stand_beside_what_has_its_name(place: Path, tmp_path: Path) -> None:
+    """A pair beside a file or folder named as its prefix; Parquet in the place of neither."""
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    for name in ("file", "folder"):
+        export_dataset(place / "shards", out=tmp_path / name, target="megatron")
+        assert (tmp_path / f"{name}.idx").stat().st_size
+    with pytest.raises(OutputError, match="file is there; choose another name"):
+        export_dataset(place / "shards", out=tmp_path / "file", target="parquet")
+    with pytest.raises(OutputError, match="where a folder stands, and a file is to be written"):
+        export_dataset(place / "shards", out=tmp_path / "folder", target="parquet")
+
+
+def test_half_a_pair_of_a_killed_export_is_gone_on_from(place: Path, tmp_path: Path) -> None:
+    """The tokens of another are not: only where the index lies aside are they our own."""
+    (tmp_path / "a.bin").write_text("mine")
+    with pytest.raises(OutputError, match=r"a\.bin is there"):
+        export_dataset(place / "shards", out=tmp_path / "a", target="megatron")
+    (tmp_path / "a.idx.partial").touch()
+    export_dataset(place / "shards", out=tmp_path / "a", target="megatron")
+    assert read_pair(tmp_path / "a") == [[one] for one in documents_of(place / "shards")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]

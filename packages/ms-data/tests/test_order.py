@@ -115,9 +115,9 @@ def test_the_order_is_frozen() -> None:
 def test_a_window_far_away_costs_no_more_than_the_first() -> None:
     """Ten to the fifteenth samples need no table: any window takes milliseconds."""
     order = Order(samples=10**15, chunk_samples=128)
-    began = time.perf_counter()
+    began = time.process_time()
     window = order.window(3, 10**15 // order.window_samples - 1)
-    assert time.perf_counter() - began < 1.0
+    assert time.process_time() - began < 1.0
     assert len(set(window.tolist())) == order.window_samples
     assert window.min() >= 0
     assert window.max() < 10**15

@@ -161,19 +161,25 @@ def tar_of_rows(folder: Path) -> Path:
 
 
 def wet(folder: Path) -> Path:
-    """Records of text, each packed by itself."""
+    """Records of text, each packed by itself; the same bytes in each run."""
     path = folder / "a.warc.wet.gz"
+    records = [("warcinfo", "", "software: a test\r\n")]
+    records += [("conversion", f"http://example.org/{n}", text) for n, text in enumerate(TEXTS)]
     with path.open("wb") as file:
         writer = WARCWriter(file, gzip=True)
-        writer.write_record(writer.create_warcinfo_record(path.name, {"software": "a test"}))
-        for number, text in enumerate(TEXTS):
+        for number, (kind, address, text) in enumerate(records):
             record = writer.create_warc_record(
-                f"http://example.org/{number}",
-                "conversion",
+                address,
+                kind,
                 payload=io.BytesIO(text.encode()),
                 warc_content_type="text/plain",
+                warc_headers_dict={  # the library would draw an id, and take the time
+                    "WARC-Record-ID": f"<urn:uuid:00000000-0000-4000-8000-{number:012d}>",
+                    "WARC-Date": "2026-01-01T00:00:00Z",
+                },
             )
             writer.write_record(record)
+            record.raw_stream.close()
     return path
 
 

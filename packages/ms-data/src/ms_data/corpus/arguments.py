@@ -2,22 +2,25 @@
 
 import os
 from pathlib import Path
+from typing import Literal
 
 from ms_data.corpus.places import is_remote
 from ms_data.errors import OutputError, SettingError
 from ms_data.files.untrusted import check_path
 
 
-def check_paths(out: str | Path, **read: object) -> None:
-    """Check the folder to make, and by their names what is read.
+def check_paths(
+    out: str | Path, *, written: Literal["folder", "file"] | None = "folder", **read: object
+) -> None:
+    """Check the folder or file to make, or what its name begins with, and what is read.
 
     What is no path, or lies where fsspec reaches, passes.
 
     Raises:
         SettingError: no system takes a path to read.
-        OutputError: nor the folder's.
+        OutputError: nor the one to make.
     """
     for name, path in read.items():
         if isinstance(path, str | os.PathLike) and not is_remote(str(path)):
             check_path(name, path, error=SettingError)
-    check_path("out", out, error=OutputError, written="folder")
+    check_path("out", out, error=OutputError, written=written)

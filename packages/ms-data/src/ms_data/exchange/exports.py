@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from ms_data.corpus.arguments import check_paths
 from ms_data.disk.split import Split
 from ms_data.errors import OutputError, SettingError, printable
-from ms_data.exchange.megatron import write_megatron
+from ms_data.exchange.megatron import interrupted, write_megatron
 from ms_data.files.durable import replace, writing
+from ms_data.files.untrusted import check_path
 from ms_data.tokenization.tokenizer import Tokenizer
 
 Format = Literal["megatron", "parquet"]
@@ -48,15 +49,18 @@ def export_dataset(
         DamageError: bytes of the shards are not those that were written.
         OutputError: a file is there already, or cannot be written.
     """
-    check_paths(out, shards=shards)
+    check_paths(out, written=None, shards=shards)
     if target not in get_args(Format):
         raise SettingError(f"target is {target!r}; give megatron or parquet")
     source = Split(shards, split)
     place = Path(out)
     names = [place] if target == "parquet" else [Path(f"{place}.bin"), Path(f"{place}.idx")]
+    for path in names:
+        check_path("out", path, error=OutputError, written="file")
     with writing(place):
+        ours = target == "megatron" and interrupted(place)
         for path in names:
-            if path.exists():
+            if path.exists() and not ours:
                 raise OutputError(f"{printable(path)} is there; choose another name, or remove it")
         place.parent.mkdir(parents=True, exist_ok=True)
     ends = source.all_ends()

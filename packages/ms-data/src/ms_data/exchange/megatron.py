@@ -9,6 +9,7 @@ ones end with a mode a sequence, and are refused.
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ms_data.errors import CorpusError, printable
-from ms_data.files.durable import replace, write_file
+from ms_data.files.durable import publish, replace, sync_folder, write_synced, writing
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEAD = struct.Struct("<QBQQ")
@@ -114,6 +115,9 @@ def write_megatron(
 ) -> int:
     """Write documents of these lengths, a sequence each; return the bytes of both files.
 
+    The index lies aside while the tokens are written, so that `interrupted` tells them from a
+    file of something else.
+
     Raises:
         WriteError: the disk is full, or the place cannot be written.
     """
@@ -129,6 +133,26 @@ def write_megatron(
     def write(file: BinaryIO) -> None:
         file.writelines(document.astype(kind).tobytes() for document in documents)
 
-    replace(tokens, write)
-    write_file(Path(f"{prefix}.idx"), index)
+    path, aside = Path(f"{prefix}.idx"), _index_aside(prefix)
+    try:
+        with writing(path):
+            aside.unlink(missing_ok=True)
+            write_synced(aside, index)
+            sync_folder(aside.parent)
+        replace(tokens, write)
+        with writing(path):
+            publish(aside, path)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink()
+        raise
     return len(index) + os.path.getsize(tokens)
+
+
+def interrupted(prefix: Path) -> bool:
+    """Whether `write_megatron` was killed between the two names of a pair."""
+    return _index_aside(prefix).exists() and not os.path.lexists(f"{prefix}.idx")
+
+
+def _index_aside(prefix: Path) -> Path:
+    return Path(f"{prefix}.idx.partial")
