@@ -4,14 +4,15 @@
 
 A pair is a model, a batch and a budget of memory, on 2 or 4 gloo processes of this machine, whose
 links and rates are measured first. A plan finds the best settings of every layout with every size
-of microbatches that fits; all of these are then run by real processes, in turns, each by fresh
-ones, and the fastest of their steps counts, as a busy machine only ever adds. Printed are how much
-longer the chosen one takes than the best of all, the rank correlation of predicted and measured
-steps, and what the chosen one holds beside its budget.
+of microbatches that fits; all of these are then run by real processes, one start of them for all,
+twice, there and back again; the fastest of their steps counts, as a busy machine only ever adds.
+Printed are how much longer the chosen one takes than the best of all, the rank correlation of
+predicted and measured steps, and what the tensors of the chosen one hold beside its budget.
 """
 
 import argparse
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -27,7 +28,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
 
+from ms_parallel.cluster.connection import connect
+from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
@@ -40,7 +44,7 @@ from ms_parallel.planner.record.plan_file import PlannedLayout
 from ms_parallel.training.options import Options
 from ms_parallel.training.planning.plan import plan
 
-TURNS, STEPS = 2, 4
+TURNS, STEPS = 2, 3
 PATIENCE_S = 240
 PRELOADED = ["torch._dynamo", "ms_parallel.engine.engine", "ms_parallel.planner.measuring.machines"]
 GIB = 1 << 30
@@ -132,22 +136,39 @@ def measure(path: str) -> bool:
     return True
 
 
-def timed(job: dict[str, Any], split: dict[str, Any]) -> tuple[list[float], int]:
-    """Seconds of each step of a split, after one that is not timed, and bytes it came to hold.
+def timed(
+    job: dict[str, Any], splits: list[dict[str, Any]]
+) -> tuple[list[list[float]], dict[str, int]]:
+    """Each split's seconds of steps, and what the first one holds at its most."""
+    times: list[list[float]] = [[] for _ in splits]
+    meetings: dict[Layout, Groups] = {}
+    for turn in range(TURNS):
+        order = range(len(splits))
+        for number in order if turn % 2 == 0 else reversed(order):
+            layout = Layout(**splits[number]["layout"])
+            if layout not in meetings:  # the threads of gloo's groups stay
+                meetings[layout] = connect(layout, device="cpu")
+            times[number] += steps(job, splits[number]["settings"], meetings[layout])
+    return times, most_held(job, splits[0])
 
-    These are of the process that holds most; what it held before it built an engine does not count.
-    """
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status("VmRSS")
-    layout = Layout(**split["layout"])
+
+def started(
+    job: dict[str, Any], settings: dict[str, Any], groups: Groups
+) -> tuple[Engine, dict[str, torch.Tensor]]:
+    """An engine, and its rows."""
     config = architecture("llama", job["model"])
-    engine = Engine(config, layout, device="cpu", **split["settings"])
+    engine = Engine(config, groups=groups, **settings)
     generator = torch.Generator().manual_seed(0)
-    rows = job["batch_size"] // layout.readers
+    rows = job["batch_size"] // groups.layout.readers
     text = torch.randint(
         0, config.vocab_size, (rows, job["sequence_length"] + 1), generator=generator
     )
-    batch = {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
+    return engine, {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
+
+
+def steps(job: dict[str, Any], settings: dict[str, Any], groups: Groups) -> list[float]:
+    """Seconds of steps, after one that is not timed."""
+    engine, batch = started(job, settings, groups)
     times = []
     for _ in range(1 + STEPS):
         dist.barrier()
@@ -155,9 +176,36 @@ def timed(job: dict[str, Any], split: dict[str, Any]) -> tuple[list[float], int]
         engine.update(batch, NextTokenLoss())
         dist.barrier()
         times.append(perf_counter() - began)
-    held = torch.tensor([status("VmHWM") - before])
+    del engine
+    gc.collect()
+    return times[1:]
+
+
+def most_held(job: dict[str, Any], split: dict[str, Any]) -> dict[str, int]:
+    """Bytes of the process that holds most, in the second update: tensors, and all its memory.
+
+    Tensors are what torch has taken since before it built an engine; what it and gloo take for
+    themselves is in the process's own memory alone.
+    """
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        groups = connect(Layout(**split["layout"]), device="cpu")
+        engine, batch = started(job, split["settings"], groups)
+        engine.update(batch, NextTokenLoss())
+        with record_function("second"):
+            engine.update(batch, NextTokenLoss())
+    events = watched.profiler.kineto_results.events()
+    begin = next(each.start_ns() for each in events if each.name() == "second")
+    now = most = 0
+    taken = (each for each in events if each.name() == "[memory]")
+    for each in sorted(taken, key=lambda each: each.start_ns()):
+        now += each.nbytes()
+        most = max(most, now) if each.start_ns() >= begin else now
+    held = torch.tensor([most, status("VmHWM") - before])
     dist.all_reduce(held, op=dist.ReduceOp.MAX)
-    return times[1:], int(held)
+    return dict(zip(("tensors", "process"), map(int, held), strict=True))
 
 
 def status(name: str) -> int:
@@ -195,11 +243,8 @@ def pair(seed: int, processes: Sequence[int], folder: Path) -> dict[str, Any]:
         budget = cluster.memory_gib
     seconds = perf_counter() - began
     splits = [{"layout": each.layout, "settings": each.settings} for each in found]
-    runs = [
-        [run_workers(drawn["processes"], timed, drawn, split) for split in splits]
-        for _ in range(TURNS)
-    ]
-    times = [min(min(took) for took, _ in each) for each in zip(*runs, strict=True)]
+    runs, held = run_workers(drawn["processes"], timed, drawn, splits)
+    times = [min(each) for each in runs]
     predicted = [each.step.total for each in found]
     return {
         "seed": seed,
@@ -210,7 +255,8 @@ def pair(seed: int, processes: Sequence[int], folder: Path) -> dict[str, Any]:
         "predicted_over_measured": median(p / t for p, t in zip(predicted, times, strict=True)),
         "budget_gib": budget,
         "predicted_gib": found[0].most_bytes / GIB,
-        "held_gib": min(turn[0][1] for turn in runs) / GIB,
+        "held_gib": held["tensors"] / GIB,
+        "process_gib": held["process"] / GIB,
         "planning_s": seconds,
         "chosen": str(Layout(**found[0].layout)),
         "each": [
@@ -252,7 +298,8 @@ def main() -> int:
                 f"{seed:>3}  {one['processes']} processes, {one['splits']:>3} splits: chosen"
                 f" {one['chosen']}, {100 * one['over_best']:.1f}% over the best; rank correlation"
                 f" {one['rank_correlation']:.3f}; predicted {one['predicted_over_measured']:.2f}"
-                f" of measured; holds {one['held_gib']:.3f} of {one['budget_gib']:.3f} GiB;"
+                f" of measured; holds {one['held_gib']:.4f} (predicted {one['predicted_gib']:.4f})"
+                f" of {one['budget_gib']:.4f} GiB;"
                 f" planned in {one['planning_s']:.0f} s",
                 flush=True,
             )

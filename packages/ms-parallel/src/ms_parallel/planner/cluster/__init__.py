@@ -1,12 +1,21 @@
 """A cluster in a file: its devices, their rates and memory, and the links between them."""
 
-from ms_parallel.planner.cluster.cluster import DTYPES, LEVELS, Cluster, Level, Link, Links
+from ms_parallel.planner.cluster.cluster import (
+    DTYPES,
+    LEVELS,
+    Cluster,
+    Collectives,
+    Level,
+    Link,
+    Links,
+)
 from ms_parallel.planner.cluster.file import cluster_text, read_cluster, write_cluster
 
 __all__ = [
     "DTYPES",
     "LEVELS",
     "Cluster",
+    "Collectives",
     "Level",
     "Link",
     "Links",

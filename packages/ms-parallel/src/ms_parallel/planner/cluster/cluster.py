@@ -66,6 +66,20 @@ class Links:
 
 
 @frozen(kw_only=True)
+class Collectives:
+    """What collectives of a node's processes take, where they were measured.
+
+    Each is a ring's: of n processes it takes n - 1 latencies, and the n - 1 parts of n that a rank
+    sends of the whole by the bandwidth; twice as much for `all_reduce`.
+    """
+
+    all_gather: Link | None = field(default=None, metadata={"table": Link})
+    reduce_scatter: Link | None = field(default=None, metadata={"table": Link})
+    all_reduce: Link | None = field(default=None, metadata={"table": Link})
+    all_to_all: Link | None = field(default=None, metadata={"table": Link})
+
+
+@frozen(kw_only=True)
 class Cluster:
     """Machines that a run could be on.
 
@@ -102,6 +116,8 @@ class Cluster:
     """Price of one device for an hour, in any currency."""
     links: Links = field(factory=Links, metadata={"table": Links})
     """Latency and bandwidth of each level."""
+    collectives: Collectives = field(factory=Collectives, metadata={"table": Collectives})
+    """Of a node, where they were measured; of those that were not, `links` tell."""
 
     def __attrs_post_init__(self) -> None:
         group = self.group_devices

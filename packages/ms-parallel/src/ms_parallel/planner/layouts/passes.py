@@ -6,7 +6,7 @@ from typing import Protocol
 from attrs import frozen
 
 from ms_parallel.planner.cluster import Cluster
-from ms_parallel.planner.layouts.candidate import Split
+from ms_parallel.planner.layouts.candidate import Candidate, Split
 from ms_parallel.planner.layouts.sizes import LayerSizes, ModelSizes
 from ms_parallel.planner.roofline.collectives import collective_s
 
@@ -29,6 +29,8 @@ class PassSeconds:
     backward_input: float = 0.0
     """With what is computed again."""
     backward_weight: float = 0.0
+    travel: float = 0.0
+    """That part of all three which collectives take."""
 
     @property
     def all(self) -> float:
@@ -41,6 +43,7 @@ class PassSeconds:
             forward=count * self.forward,
             backward_input=count * self.backward_input,
             backward_weight=count * self.backward_weight,
+            travel=count * self.travel,
         )
 
     def __add__(self, other: "PassSeconds") -> "PassSeconds":
@@ -48,6 +51,7 @@ class PassSeconds:
             forward=self.forward + other.forward,
             backward_input=self.backward_input + other.backward_input,
             backward_weight=self.backward_weight + other.backward_weight,
+            travel=self.travel + other.travel,
         )
 
 
@@ -78,6 +82,35 @@ class ModelSeconds:
         return found + (self.last if layers.stop == len(self.layers) else PassSeconds())
 
 
+@frozen(kw_only=True)
+class OwnAndTravel:
+    """Seconds of a rank's own work, and of the collectives that it waits for."""
+
+    own: float = 0.0
+    travel: float = 0.0
+
+    def of(self, ends: "OwnAndTravel", layers: int) -> "OwnAndTravel":
+        """Those of so many layers, and of what stands beside them once."""
+        return OwnAndTravel(
+            own=layers * self.own + ends.own, travel=layers * self.travel + ends.travel
+        )
+
+
+@frozen(kw_only=True)
+class StepCosts:
+    """What a step takes beside the passes of layers, as it was measured under a sharding."""
+
+    pass_layer: OwnAndTravel
+    """For each layer and each microbatch: weights that are gathered and freed, sums of gradients,
+    and the work of asking for them."""
+    pass_ends: OwnAndTravel
+    """For each stage and each microbatch."""
+    step_layer: OwnAndTravel
+    """For each layer, once a step: what is left of these, the norm, the optimizer."""
+    step_ends: OwnAndTravel
+    """For each rank, once a step."""
+
+
 class PassTimes(Protocol):
     """Whatever says how long a model's layers take."""
 
@@ -91,6 +124,10 @@ class PassTimes(Protocol):
 
     def copies(self, size_bytes: float) -> float:
         """Seconds in which what is gathered or summed is put in its place, in a rank's memory."""
+        ...
+
+    def costs(self, candidate: Candidate) -> StepCosts | None:
+        """What a step takes beside its passes; None where it is not measured."""
         ...
 
 
@@ -126,9 +163,8 @@ class SheetTimes:
             return 0.0
         return 2 * size_bytes / self.bandwidth
 
-    def travel(self, split: Split) -> float:
-        """Seconds of the collectives of a layer's forward, or of its backward."""
-        return self._travel(split, self.sizes.experts > 0)
+    def costs(self, candidate: Candidate) -> None:
+        """None: they follow from sizes."""
 
     def _passes(self, split: Split, recompute: str) -> ModelSeconds:
         known: dict[LayerSizes, PassSeconds] = {}
@@ -162,6 +198,7 @@ class SheetTimes:
             forward=forward,
             backward_input=products + 2 * seen + 2 * plain + travel + again,
             backward_weight=products,
+            travel=(2 + AGAIN[recompute]) * travel,
         )
 
     def _travel(self, split: Split, experts: bool) -> float:

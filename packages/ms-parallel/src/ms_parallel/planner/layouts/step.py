@@ -6,7 +6,7 @@ from attrs import define, field, frozen
 
 from ms_parallel.planner.cluster import Cluster
 from ms_parallel.planner.layouts.candidate import Candidate, Split
-from ms_parallel.planner.layouts.passes import PassSeconds, PassTimes
+from ms_parallel.planner.layouts.passes import PassSeconds, PassTimes, StepCosts
 from ms_parallel.planner.layouts.pipeline import StageSeconds, bubble_share, makespan_s
 from ms_parallel.planner.layouts.stages import RankWeights, Stages
 from ms_parallel.planner.roofline.collectives import collective_s
@@ -42,6 +42,8 @@ class _Work:
     seconds: StageSeconds
     ranks: tuple[float, ...]
     """Seconds that each pipeline rank computes in a step."""
+    travel: float
+    """Of these, what an average rank's collectives take."""
 
     @property
     def last_backward(self) -> float:
@@ -64,7 +66,7 @@ class StepTimes:
     keep: Callable[[Candidate], Sequence[int]] | None = None
     """Counts what a block keeps of a row, by kind of recomputation: what is copied where
     activations are offloaded."""
-    known: dict[tuple[Split, str, str], _Work] = field(factory=dict)
+    known: dict[tuple[Split, str, str, str], _Work] = field(factory=dict)
 
     def least(self, candidate: Candidate) -> float:
         """Seconds that a step takes at least: an equal share of all work, without waiting."""
@@ -94,14 +96,25 @@ class StepTimes:
             share = bubble_share(candidate.schedule, layout.pipeline, split.microbatches)
             makespan = busiest + share * sum(work.ranks) / len(work.ranks)
         makespan = max(makespan, self._shared(work, candidate))
-        weights = max(self.stages.weights(candidate), key=lambda rank: rank.own)
+        data, optimizer = self._once(candidate, work)
         return StepSeconds(
             compute=busiest + copied,
             bubble=makespan - busiest,
-            data=self._data(candidate, weights, work),
-            optimizer=self._optimizer(candidate, weights)
+            data=data,
+            optimizer=optimizer
             * cluster.slowdown(min(layout.world_size, cluster.devices_per_node)),
         )
+
+    def _once(self, candidate: Candidate, work: _Work) -> tuple[float, float]:
+        """Seconds of what travels and what is done once a step, or beside what computes."""
+        weights = max(self.stages.weights(candidate), key=lambda rank: rank.own)
+        costs = self.times.costs(candidate)
+        if costs is None:
+            return self._data(candidate, weights, work), self._optimizer(candidate, weights)
+        ranks = self.stages.of(candidate.schedule, candidate.layout.pipeline)
+        layers = max(sum(len(held) for _, held in stages) for stages in ranks)
+        once = costs.step_layer.of(costs.step_ends, layers)
+        return once.travel, once.own + self._visits(candidate, weights)
 
     def _offloaded(self, candidate: Candidate) -> float:
         """Seconds in which a rank's activations go to the machine's memory and come back.
@@ -118,7 +131,7 @@ class StepTimes:
         return 2 * block * layers * rows / HOST_BYTES_PER_S
 
     def _work(self, candidate: Candidate) -> _Work:
-        key = (candidate.split, candidate.schedule, candidate.recompute)
+        key = (candidate.split, candidate.schedule, candidate.recompute, candidate.sharding)
         if key not in self.known:
             self.known[key] = self._worked(candidate)
         return self.known[key]
@@ -127,6 +140,7 @@ class StepTimes:
         split, layout = candidate.split, candidate.layout
         ranks = self.stages.of(candidate.schedule, layout.pipeline)
         passes = self.times.passes(split, candidate.recompute)
+        costs = self.times.costs(candidate)
         last = len(passes.layers)
         each: dict[int, list[PassSeconds]] = {}
         for stages in ranks:
@@ -134,6 +148,7 @@ class StepTimes:
                 each[stage] = [passes.layers[n] for n in layers]
                 each[stage] += [passes.first] if layers.start == 0 else []
                 each[stage] += [passes.last] if layers.stop == last else []
+                each[stage] += [] if costs is None else [_beside(costs, len(layers))]
         order = [each[stage] for stage in sorted(each)]
         stride = layout.world_size // layout.pipeline
         message = split.rows * self.message_bytes / layout.row_parts
@@ -149,6 +164,9 @@ class StepTimes:
                 split.microbatches * seconds.work([number for number, _ in stages])
                 for stages in ranks
             ),
+            travel=split.microbatches
+            * sum(one.travel for stage in order for one in stage)
+            / len(ranks),
         )
 
     def _shared(self, work: _Work, candidate: Candidate) -> float:
@@ -157,7 +175,9 @@ class StepTimes:
         if cores is None:
             return 0.0
         here = min(candidate.layout.world_size, self.cluster.devices_per_node)
-        return sum(work.ranks) / len(work.ranks) * here / cores
+        mean = sum(work.ranks) / len(work.ranks)
+        # What travels was measured while all processes of a node sent.
+        return (mean - work.travel) * here / cores + work.travel
 
     def _data(self, candidate: Candidate, weights: RankWeights, work: _Work) -> float:
         """Seconds in which weights travel and gradients are summed, beyond what computing hides."""
@@ -196,7 +216,20 @@ class StepTimes:
         )
 
     def _optimizer(self, candidate: Candidate, weights: RankWeights) -> float:
-        seconds = self.times.update(weights.held)
-        if candidate.offload in MOMENTS:
-            seconds += 2 * 2 * FLOAT32_BYTES * weights.held / HOST_BYTES_PER_S
-        return seconds
+        return self.times.update(weights.held) + self._visits(candidate, weights)
+
+    def _visits(self, candidate: Candidate, weights: RankWeights) -> float:
+        """Seconds in which moments that lie in the machine's memory visit the device."""
+        if candidate.offload not in MOMENTS:
+            return 0.0
+        return 2 * 2 * FLOAT32_BYTES * weights.held / HOST_BYTES_PER_S
+
+
+def _beside(costs: StepCosts, layers: int) -> PassSeconds:
+    """What a stage of so many layers takes for each microbatch beside its passes.
+
+    Half of it is forwards: weights are gathered for both, and gradients summed behind one.
+    """
+    one = costs.pass_layer.of(costs.pass_ends, layers)
+    half = (one.own + one.travel) / 2
+    return PassSeconds(forward=half, backward_input=half, travel=one.travel)

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import msgspec
@@ -15,7 +15,7 @@ from ms_parallel.cluster.doctor.recording.capture import memory_bytes
 from ms_parallel.cluster.doctor.recording.machine import this_machine
 from ms_parallel.cluster.doctor.recording.recording import Machine
 from ms_parallel.errors import LaunchError
-from ms_parallel.planner.cluster import Cluster, Link, Links
+from ms_parallel.planner.cluster import Cluster, Collectives, Link, Links
 from ms_parallel.planner.measuring.fit import fit_link
 from ms_parallel.planner.measuring.rates import DTYPES, memory_gb_per_s, product_tflops
 
@@ -24,6 +24,10 @@ SIZES_BYTES = (8, 1 << 9, 1 << 13, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 middle size: a line through both says more than is true of them, and a step's time lies in the
 large ones."""
 TRIPS = 8
+WHOLE_BYTES = (1 << 9, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+"""Of what collectives gather, scatter and sum: of norms, of hidden states, of weights."""
+ROUNDS, REPEATED = 5, 4
+"""Of a collective, and how often it is called in each."""
 GIB = 1 << 30
 
 
@@ -57,7 +61,8 @@ def measure_cluster(device: torch.device) -> Cluster | None:
     every = [msgspec.json.decode(part, type=Rates) for part in parts]
     each = _share_numbers(_processes(every) if every else 0) if together else 1
     links = _links(device, each) if together else Links()
-    return _cluster(every, each, links, device) if every else None
+    collectives = _collectives(device, each) if each > 1 else Collectives()
+    return _cluster(every, each, links, collectives, device) if every else None
 
 
 def _rates(device: torch.device) -> Rates:
@@ -146,7 +151,87 @@ def message_times(
     return [median(values) for values in zip(*measured, strict=True)]
 
 
-def _cluster(every: Sequence[Rates], each: int, links: Links, device: torch.device) -> Cluster:
+def _collectives(device: torch.device, each: int) -> Collectives:
+    """Of the processes of a node, while all nodes do the same; of the first node, on rank 0."""
+    rank, group = dist.get_rank(), None
+    for first in range(0, dist.get_world_size(), each):
+        made = dist.new_group(list(range(first, first + each)))
+        group = made if first <= rank < first + each else group
+    assert group is not None
+    found: dict[str, list[float]] = {}
+    for size in WHOLE_BYTES:
+        for name, once in collectives(device, group, each, size).items():
+            found.setdefault(name, []).append(_collective_s(once, group, device))
+    dist.destroy_process_group(group)
+    links = {
+        name: fit_link([size * (each - 1) // each for size in WHOLE_BYTES], times)
+        for name, times in found.items()
+    }
+    return Collectives(**{name: _of_ring(name, link, each) for name, link in links.items()})
+
+
+def collectives(
+    device: torch.device, group: dist.ProcessGroup, count: int, size_bytes: int
+) -> dict[str, Callable[[], object]]:
+    """What performs each kind of collective once, as sharded and split models ask for it.
+
+    Args:
+        device: where this rank's tensors lie.
+        group: of the ranks that take part.
+        count: of them.
+        size_bytes: of the whole that is gathered, scattered or summed, or that a rank exchanges.
+    """
+    whole = torch.zeros(size_bytes // 4, device=device)
+    gather, scatter = (
+        getattr(dist, new, None) or getattr(dist, old)
+        for new, old in (  # torch 2.13 renamed them
+            ("all_gather_single", "all_gather_into_tensor"),
+            ("reduce_scatter_single", "reduce_scatter_tensor"),
+        )
+    )
+    other, part = torch.zeros_like(whole), whole[: len(whole) // count].clone()
+    return {
+        "all_gather": lambda: gather(whole, part, group=group),
+        "reduce_scatter": lambda: scatter(part, whole, group=group),
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+    }
+
+
+def _collective_s(
+    once: Callable[[], object], group: dist.ProcessGroup, device: torch.device
+) -> float:
+    """Seconds of a collective among others that follow it: the median of some rounds."""
+    times: list[float] = []
+    for _ in range(ROUNDS):
+        once()
+        dist.barrier(group)
+        start = time.perf_counter()
+        for _ in range(REPEATED):
+            once()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        times.append((time.perf_counter() - start) / REPEATED)
+    return median(times)
+
+
+def _of_ring(name: str, link: Link, count: int) -> Link:
+    """What a step of a ring takes, of a line through the times of whole collectives."""
+    turns = 2 if name == "all_reduce" else 1
+    hops = 1 if name == "all_to_all" else count - 1
+    return Link(
+        latency_us=link.latency_us / (turns * hops),
+        bandwidth_gb_per_s=link.bandwidth_gb_per_s * turns,
+    )
+
+
+def _cluster(
+    every: Sequence[Rates],
+    each: int,
+    links: Links,
+    collectives: Collectives,
+    device: torch.device,
+) -> Cluster:
     computed = [one for one in every if one.tflops]
     first, threads = every[0].machine, every[0].threads
     names = {name for one in computed for name in one.tflops}
@@ -170,6 +255,7 @@ def _cluster(every: Sequence[Rates], each: int, links: Links, device: torch.devi
         peak_tflops=tflops,
         measured=True,
         links=links,
+        collectives=collectives,
     )
 
 

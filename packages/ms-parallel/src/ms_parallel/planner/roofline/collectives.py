@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from attrs import frozen
 
-from ms_parallel.planner.cluster import Cluster
+from ms_parallel.planner.cluster import Cluster, Link
 from ms_parallel.planner.roofline.efficiency import Efficiency
 
 MICRO = 1e-6
@@ -50,12 +50,17 @@ def collective_s(
     members = Members(count=ranks, stride=stride)
     if kind == "all_to_all":
         return exchange_seconds(size_bytes, members, cluster, REACHED)
-    seconds = reduce_seconds if kind == "all_reduce" else gather_seconds
-    return seconds(size_bytes, members, cluster, REACHED)
+    if kind == "all_reduce":
+        return reduce_seconds(size_bytes, members, cluster, REACHED)
+    return gather_seconds(size_bytes, members, cluster, REACHED, kind)
 
 
 def gather_seconds(
-    whole_bytes: float, members: Members, cluster: Cluster, efficiency: Efficiency
+    whole_bytes: float,
+    members: Members,
+    cluster: Cluster,
+    efficiency: Efficiency,
+    kind: Collective = "all_gather",
 ) -> float:
     """An all-gather of parts that make up `whole_bytes`, or a reduce-scatter into such parts."""
     if members.count == 1 or not whole_bytes:
@@ -64,7 +69,7 @@ def gather_seconds(
     nodes = -(-members.count // near)
     slowest = latency = 0.0
     if near > 1:
-        bandwidth, delay = _near(cluster, members, efficiency)
+        bandwidth, delay = _near(cluster, members, efficiency, kind)
         slowest = whole_bytes * (near - 1) / near / bandwidth
         latency = (near - 1) * delay
     if nodes > 1:
@@ -79,7 +84,7 @@ def reduce_seconds(
     whole_bytes: float, members: Members, cluster: Cluster, efficiency: Efficiency
 ) -> float:
     """An all-reduce: a reduce-scatter and an all-gather."""
-    return 2 * gather_seconds(whole_bytes, members, cluster, efficiency)
+    return 2 * gather_seconds(whole_bytes, members, cluster, efficiency, "all_reduce")
 
 
 def exchange_seconds(
@@ -91,7 +96,7 @@ def exchange_seconds(
     near = members.in_node(cluster)
     seconds = 0.0
     if near > 1:
-        bandwidth, delay = _near(cluster, members, efficiency)
+        bandwidth, delay = _near(cluster, members, efficiency, "all_to_all")
         seconds = sent_bytes * (near - 1) / members.count / bandwidth + delay
     if members.count > near:
         bandwidth, delay = _far(cluster, efficiency)
@@ -108,8 +113,13 @@ def send_seconds(
     return size_bytes / bandwidth + delay
 
 
-def _near(cluster: Cluster, members: Members, efficiency: Efficiency) -> tuple[float, float]:
+def _near(
+    cluster: Cluster, members: Members, efficiency: Efficiency, kind: Collective
+) -> tuple[float, float]:
     """Bytes a second and seconds of latency of one member among those of its node."""
+    measured: Link | None = getattr(cluster.collectives, kind, None)
+    if measured is not None:
+        return measured.bandwidth_gb_per_s * 1e9, measured.latency_us * MICRO
     near = members.in_node(cluster)
     return _level(cluster, (near - 1) * members.stride + 1, near - 1, efficiency)
 

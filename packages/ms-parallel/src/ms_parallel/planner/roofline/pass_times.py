@@ -7,7 +7,7 @@ from typing import Final
 from attrs import evolve, frozen
 
 from ms_parallel.planner.cluster import Cluster, Link, Links
-from ms_parallel.planner.layouts.candidate import Split
+from ms_parallel.planner.layouts.candidate import Candidate, Split
 from ms_parallel.planner.layouts.passes import ModelSeconds, PassSeconds
 from ms_parallel.planner.roofline.efficiency import Efficiency
 from ms_parallel.planner.roofline.layer_time import Pass, Rank, head_seconds, layer_seconds
@@ -43,6 +43,9 @@ class RooflineTimes:
     def copies(self, size_bytes: float) -> float:
         """Seconds to put what is gathered in its place, beside which devices compute: none."""
         return 0.0
+
+    def costs(self, candidate: Candidate) -> None:
+        """None: they follow from sizes."""
 
     def __hash__(self) -> int:
         return id(self)

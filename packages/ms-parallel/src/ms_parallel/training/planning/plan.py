@@ -221,7 +221,7 @@ class _Asked:
         if not self.cluster.measured:
             return self._calibrated(config, dtype) or sheet
         small = measurable(config)
-        if small is None or not self._is_here(ModelSizes.of(small)):
+        if small is None or not self._is_here(ModelSizes.of(small[-1])):
             return sheet
         device = pick_device(self.cluster.device)
         settings = self._settings(evolve(options, microbatch_size=1), Layout())
