@@ -464,7 +464,7 @@ def build(session: nox.Session, package: str) -> None:
 
 @job
 def release(session: nox.Session) -> None:
-    """Build and check sdists and wheels of all six; `-- --try-with python3.13` installs them."""
+    """Build and check sdists and wheels of all six; `-- --try-with python3.13:2.15.0` too."""
     session.install("build>=1.2", "hatchling>=1.26", "twine>=6")
     folder = str(Path(session.create_tmp()).absolute() / "dist")
     session.run("python", "tools/release.py", "--out", folder, *session.posargs)

@@ -17,7 +17,10 @@ pytest.importorskip("torch")
 def write_losses(folder: Path, losses: list[float | None]) -> None:
     """A run's events, as trainers write them."""
     folder.mkdir()
-    lines = [json.dumps({"kind": "step", "loss": loss}) for loss in losses]
+    lines = [
+        json.dumps({"kind": "step", "step": step, "loss": loss})
+        for step, loss in enumerate(losses, 1)
+    ]
     (folder / "events.jsonl").write_text("\n".join(['{"kind": "begin"}', *lines]) + "\n")
 
 
@@ -60,9 +63,31 @@ def test_every_axis_is_tried_on_several_devices_and_none_on_one() -> None:
     assert {f"npu, {axis}" for axis in ("data=8", "tensor=2", "pipeline=2", "context=2")} < {
         *several
     }
+    assert {"npu, data=2, expert=2", "npu, data=2, pipeline=2, tensor=2"} < {*several}
     assert not any("=" in part.name for part in parts_of("npu", 1, quick=True))
+    two = [part.name for part in parts_of("npu", 2, quick=True)]
+    assert "npu, data=2, expert=2" in two
+    assert "npu, data=2, tensor=2" not in two
     whole = [part.name for part in parts_of("npu", 1, quick=False)]
-    assert {"tests of ms-kernels", "figures of ms-kernels"} < {*whole}
+    assert {"tests of ms-kernels", "figures of ms-kernels", "figures of ms-profile"} < {*whole}
+
+
+def test_what_no_device_has_run_is_tried_on_it() -> None:
+    """The rows of README's table: half precision, kills, experts, tuning, PPO, QAT, recording."""
+    names = {part.name for part in parts_of("npu", 1, quick=True)}
+    assert {
+        *("npu, bfloat16", "npu, ms-kernels", "npu, killed and gone on with", "npu, experts"),
+        *("npu, tuning", "npu, PPO", "npu, rounded weights", "npu, recorded"),
+    } <= names
+
+
+def test_a_step_that_was_done_twice_counts_once(tmp_path: Path) -> None:
+    """As after a kill: the later loss is that of the run that went on."""
+    write_losses(tmp_path / "cpu", [6.0, 5.0])
+    write_losses(tmp_path / "killed", [6.0, 9.0])
+    with (tmp_path / "killed" / "events.jsonl").open("a") as events:
+        events.write(json.dumps({"kind": "step", "step": 2, "loss": 5.0}) + "\n")
+    assert compare(tmp_path, "killed")[0]
 
 
 def test_a_device_that_is_not_there_is_one_line(

@@ -1,12 +1,14 @@
 """Build what would be released of all six libraries, and check it as an index would.
 
     python tools/release.py --out dist      # needs build, hatchling and twine; see `nox -s release`
-    python tools/release.py --out dist --try-with python3.12 --try-with python3.13
+    python tools/release.py --out dist --try-with python3.11:2.11.0 --try-with python3.13:2.15.0
 
 Each library's sdist is built from the tree, and its wheel from that sdist; a wheel built from the
 tree itself must hold the same bytes. Then its files, metadata and README are checked. `--try-with`
-installs all wheels together for another Python, asks for every public name and runs every command's
-help. Exit code 0 when all is in order, 1 with a line for each thing that is not.
+takes a Python and a release of torch: it installs each wheel alone and runs the library's own proof
+that nothing else is needed, then all wheels together, asks for every public name and runs every
+command's help. A Python that has torch already needs no release named. Exit code 0 when all is in
+order, 1 with a line for each thing that is not.
 """
 
 import argparse
@@ -21,6 +23,9 @@ from zipfile import ZipFile
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.11", "3.12", "3.13")
+TORCH = "2.13.0"
+"""Installed where none is named."""
+TORCH_FREE = {"ms-data", "ms-profile"}
 
 
 def main() -> int:
@@ -31,7 +36,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, required=True, help="a folder for sdists and wheels")
     parser.add_argument("packages", nargs="*", help="by default all")
-    parser.add_argument("--try-with", action="append", default=[], metavar="PYTHON")
+    parser.add_argument("--try-with", action="append", default=[], metavar="PYTHON[:TORCH]")
     options = parser.parse_args()
     known = sorted(path.name for path in (ROOT / "packages").iterdir())
     names = options.packages or known
@@ -44,10 +49,10 @@ def main() -> int:
         found = check(name, out)
         wrong += [f"{name}: {line}" for line in found]
         sys.stdout.write(f"{name}: {len(found)} things to mend\n" if found else f"{name}: ready\n")
-    for python in options.try_with:
-        found = try_with(python, out, names)
-        wrong += [f"{python}: {line}" for line in found]
-        sys.stdout.write(f"{python}: {'does not hold' if found else 'holds'}\n")
+    for pair in options.try_with:
+        found = try_with(pair, out, names)
+        wrong += [f"{pair}: {line}" for line in found]
+        sys.stdout.write(f"{pair}: {'does not hold' if found else 'holds'}\n")
     for line in wrong:
         sys.stderr.write(f"{line}\n")
     return 1 if wrong else 0
@@ -90,22 +95,65 @@ def stem_of(name: str, project: dict[str, object]) -> str:
     return f"{name.replace('-', '_')}-{project['version']}"
 
 
-def try_with(python: str, out: Path, names: list[str]) -> list[str]:
-    """Install the wheels together for another Python, and say what does not work there."""
-    stems = [stem_of(name, project_of(name)) for name in names]
-    wheels = [str(out / f"{stem}-py3-none-any.whl") for stem in stems]
-    found = []
+def try_with(pair: str, out: Path, names: list[str]) -> list[str]:
+    """Install the wheels for a Python and a torch, each alone and all together; say what fails."""
+    python, _, torch = pair.partition(":")
+    found: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        run(python, "-m", "venv", folder)
-        own = str(Path(folder) / "bin" / "python")
-        run(own, "-m", "pip", "install", "--quiet", "--no-compile", *wheels)
+        place = Path(folder)
+        packages = torch_packages(python, torch, place / "torch")
+        for name in names:
+            own = environment(python, place / name, None if name in TORCH_FREE else packages)
+            install(python, own, wheel_of(name, out))
+            script = ROOT / "packages" / name / "tests" / "alone.py"
+            found += [f"{name} alone: {line}" for line in complaint(place, own, "-I", str(script))]
+        own = environment(python, place / "together", packages)
+        install(python, own, *(wheel_of(name, out) for name in names))
         for module in (name.replace("-", "_") for name in names):
             ask = f"import {module} as m; [getattr(m, name) for name in m.__all__]"
-            for words in ((own, "-I", "-c", ask), (own, "-I", "-m", module, "--help")):
-                done = subprocess.run(words, capture_output=True, text=True, check=False)
-                if done.returncode:
-                    found.append(f"{' '.join(words[2:])}: {done.stderr.strip()[-200:]}")
+            for words in (("-I", "-c", ask), ("-I", "-m", module, "--help")):
+                found += [
+                    f"{' '.join(words[1:])}: {line}" for line in complaint(place, own, *words)
+                ]
     return found
+
+
+def torch_packages(python: str, torch: str, folder: Path) -> Path:
+    """Give the folder of packages that holds torch: the Python's own, or one made here."""
+    known = "import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])"
+    done = subprocess.run((python, "-c", known), capture_output=True, text=True, check=False)
+    if done.returncode == 0 and not torch:
+        return Path(done.stdout.strip())
+    run(python, "-m", "venv", str(folder))
+    own = str(folder / "bin" / "python")
+    run(own, "-m", "pip", "install", "--quiet", "--no-compile", f"torch=={torch or TORCH}")
+    (site,) = folder.glob("lib/python*/site-packages")
+    return site
+
+
+def environment(python: str, folder: Path, packages: Path | None) -> str:
+    """Make an empty environment that sees a folder of packages, and give its Python."""
+    run(python, "-m", "venv", "--without-pip", str(folder))
+    if packages:
+        (site,) = folder.glob("lib/python*/site-packages")
+        (site / "torch.pth").write_text(f"{packages}\n")
+    return str(folder / "bin" / "python")
+
+
+def install(python: str, own: str, *wheels: str) -> None:
+    """Install wheels, with what they declare, into an environment that has no pip."""
+    run(python, "-m", "pip", "--python", own, "install", "--quiet", "--no-compile", *wheels)
+
+
+def wheel_of(name: str, out: Path) -> str:
+    """Where a library's wheel lies."""
+    return str(out / f"{stem_of(name, project_of(name))}-py3-none-any.whl")
+
+
+def complaint(place: Path, *words: str) -> list[str]:
+    """Run a command in a folder that holds nothing of ours; its last words where it fails."""
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=place)
+    return [(done.stdout + done.stderr).strip()[-200:]] if done.returncode else []
 
 
 def run(*words: str) -> None:

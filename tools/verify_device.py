@@ -28,6 +28,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from verify_inputs import write_inputs
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     *("torch", "torch_npu", "triton", "triton-ascend", "numpy", "transformers"),
@@ -40,23 +42,28 @@ ENDING_S = 60.0
 TOLERANCE = 1e-3
 """How far a float32 loss on a device may be from the CPU's, relative: products of some devices
 round their factors to 10 bits, whose relative error is 2**-11, and losses are means of many."""
-SETTINGS = """
-model = "llama"
-dataset = "corpus"
-steps = 6
-sequence_length = 64
-batch_size = 8
-learning_rate = 1e-3
-vocab_size = 400
-hold_out = 0.1
-log_every = 1
-[model_config]
-hidden_size = 128
-intermediate_size = 256
-num_hidden_layers = 4
-num_attention_heads = 4
-num_key_value_heads = 2
+EXPERTS = (
+    *("--set", "model=qwen3_moe", "--set", "model_config.num_experts=4"),
+    *("--set", "model_config.num_experts_per_tok=2"),
+    *("--set", "model_config.moe_intermediate_size=64"),
+)
+KILLED = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+
+run = subprocess.Popen(sys.argv[1:], start_new_session=True)
+while run.poll() is None and not list(Path("killed").glob("checkpoints/*/*")):
+    time.sleep(0.01)
+print("it had ended before it was killed" if run.poll() is not None else "killed", flush=True)
+try:
+    os.killpg(run.pid, signal.SIGKILL)
+except ProcessLookupError:
+    pass
+run.wait()
+sys.exit(subprocess.call(sys.argv[1:]))
 """
+HIDDEN = ("env", "CUDA_VISIBLE_DEVICES=", "ASCEND_RT_VISIBLE_DEVICES=", "HIP_VISIBLE_DEVICES=")
+"""Before a command, so that it finds no accelerator."""
 
 
 class Part(NamedTuple):
@@ -68,6 +75,8 @@ class Part(NamedTuple):
     limit_s: float
     losses: str = ""
     """The folder of the run whose losses are held against the CPU's; empty for none."""
+    against: str = "cpu"
+    """The folder of the CPU's run."""
 
 
 class Outcome(NamedTuple):
@@ -104,10 +113,7 @@ def main() -> int:
     out: Path = options.out.resolve()
     shutil.rmtree(out / "work", ignore_errors=True)
     (out / "work" / "corpus").mkdir(parents=True)
-    for n in range(200):
-        text = f"The square of {n} is {n * n}, and its cube is {n**3}.\n" * 8
-        (out / "work" / "corpus" / f"{n:03d}.txt").write_text(text)
-    (out / "work" / "run.toml").write_text(SETTINGS)
+    write_inputs(out / "work")
     processes = options.processes or min(8, count)
     outcomes: list[Outcome] = []
     for part in parts_of(device, processes, quick=options.quick):
@@ -139,18 +145,14 @@ def parts_of(device: str, processes: int, *, quick: bool) -> Iterator[Part]:
     if tool and shutil.which(tool[0]):
         yield Part("what the driver says", tool, 60)
     yield Part("doctor", (python, "-m", "ms_parallel", "doctor", "--json"), 300)
-    yield Part("CPU, one process", train(1, "cpu", "cpu"), 900, "cpu")
-    yield Part(f"{device}, one process", train(1, device, "one"), 900, "one")
-    half = ("--set", "mixed_precision=true")
-    yield Part(f"{device}, bfloat16", (*train(1, device, "half"), *half), 900)
-    kernels = ("--set", "ops=ms_kernels")
-    yield Part(f"{device}, ms-kernels", (*train(1, device, "kernels"), *kernels), 900, "kernels")
-    for axis in ("data", "tensor", "pipeline", "context"):
-        if processes > 1:
-            ranks = 2 if axis != "data" else processes - processes % 2
-            layout = ("--set", f"layout.{axis}={ranks}")
-            words = (*train(ranks, device, axis), *layout)
-            yield Part(f"{device}, {axis}={ranks}", words, 900, axis)
+    yield from training_parts(device, processes)
+    if importlib.util.find_spec("ms_align"):
+        yield from aligning_parts(device)
+    if importlib.util.find_spec("ms_compress"):
+        words = (python, "-m", "ms_compress", "qat", "rounded.toml")
+        yield Part(f"{device}, rounded weights", words, 900)
+    if importlib.util.find_spec("ms_profile"):
+        yield from recording_parts(device, processes)
     check = (python, "-m", "ms_kernels", "check", "--device", device, "--json")
     yield Part("operators beside float64", check, 3600)
     if quick:
@@ -160,8 +162,72 @@ def parts_of(device: str, processes: int, *, quick: bool) -> Iterator[Part]:
             words = (python, "-m", "pytest", "-q", "-m", "gpu", f"{ROOT}/packages/{package}/tests")
             yield Part(f"tests of {package}", words, 3600)
     if device != "cpu":
-        script = ROOT / "packages" / "ms-kernels" / "benchmarks" / "gpu.py"
-        yield Part("figures of ms-kernels", (python, str(script), "--out", "figures.md"), 7200)
+        for script in sorted(ROOT.glob("packages/*/benchmarks/gpu.py")):
+            out = ("--out", "figures.md") if "ms-kernels" in script.parts else ()
+            yield Part(f"figures of {script.parts[-3]}", (python, str(script), *out), 7200)
+
+
+def training_parts(device: str, processes: int) -> Iterator[Part]:
+    """Training in one process and on every axis, whole and killed, dense and of experts."""
+    yield Part("CPU, one process", train(1, "cpu", "cpu"), 900, "cpu")
+    yield Part(f"{device}, one process", train(1, device, "one"), 900, "one")
+    half = ("--set", "mixed_precision=true")
+    yield Part(f"{device}, bfloat16", (*train(1, device, "half"), *half), 900)
+    kernels = ("--set", "ops=ms_kernels")
+    yield Part(f"{device}, ms-kernels", (*train(1, device, "kernels"), *kernels), 900, "kernels")
+    often = ("--set", "checkpoint_every=1")
+    killed = (sys.executable, "-c", KILLED, *train(1, device, "killed"), *often)
+    yield Part(f"{device}, killed and gone on with", killed, 900, "killed")
+    ours = "cpu-experts"
+    yield Part("CPU, experts", (*train(1, "cpu", ours), *EXPERTS), 900, ours, ours)
+    one = (*train(1, device, "experts"), *EXPERTS)
+    yield Part(f"{device}, experts", one, 900, "experts", ours)
+    for axes in layouts(processes):
+        name = ", ".join(f"{axis}={ranks}" for axis, ranks in axes.items())
+        ranks = math.prod(n for axis, n in axes.items() if axis != "expert")
+        sets = [part for axis, n in axes.items() for part in ("--set", f"layout.{axis}={n}")]
+        more = EXPERTS if "expert" in axes else ()
+        words = (*train(ranks, device, "-".join(axes)), *sets, *more)
+        yield Part(f"{device}, {name}", words, 900, "-".join(axes), ours if more else "cpu")
+
+
+def layouts(processes: int) -> Iterator[dict[str, int]]:
+    """Every axis by itself, and products of two and three where there are devices for them."""
+    if processes > 1:
+        yield {"data": processes - processes % 2}
+        for axis in ("tensor", "pipeline", "context"):
+            yield {axis: 2}
+        yield {"data": 2, "expert": 2}
+    if processes > 3:
+        for axis in ("tensor", "pipeline", "context"):
+            yield {"data": 2, axis: 2}
+        yield {"pipeline": 2, "tensor": 2}
+    if processes > 7:
+        yield {"data": 2, "pipeline": 2, "tensor": 2}
+
+
+def aligning_parts(device: str) -> Iterator[Part]:
+    """Tuning beside the CPU's, and rollouts with updates of PPO."""
+    python = sys.executable
+    build = ("--tokenizer", "cpu/tokenizer.json", "--chat-template", "chat.jinja", "--out", "chats")
+    yield Part("conversations", (python, "-m", "ms_data", "build", "chats.jsonl", *build), 300)
+    tune = (python, "-m", "ms_align", "sft", "tuning.toml")
+    ours = ("--set", "output_dir=cpu-tuning")
+    yield Part("CPU, tuning", (*HIDDEN, *tune, *ours), 900, "cpu-tuning", "cpu-tuning")
+    yield Part(f"{device}, tuning", tune, 900, "tuning", "cpu-tuning")
+    yield Part(f"{device}, PPO", (python, "-m", "ms_align", "ppo", "ppo.toml"), 900)
+
+
+def recording_parts(device: str, processes: int) -> Iterator[Part]:
+    """A script recorded, its report, and what the links between devices give."""
+    profile = (sys.executable, "-m", "ms_profile")
+    record = ("--train-script", "layers.py", "--output-dir", "recorded", "--overwrite")
+    yield Part(f"{device}, recorded", (*profile, "run", *record), 600)
+    yield Part("report", (*profile, "report", "recorded", "--json"), 600)
+    backend = {"npu": "hccl", "cuda": "nccl"}.get(device, "gloo")
+    if processes > 1:
+        link = ("link", "--nproc-per-node", str(processes), "--backend", backend)
+        yield Part(f"links, {backend}", (*profile, *link), 600)
 
 
 def train(processes: int, device: str, folder: str) -> tuple[str, ...]:
@@ -181,7 +247,7 @@ def perform(part: Part, place: Path) -> Outcome:
     # pytest ends with 5 where a package has no test that needs a device.
     held, note = code == 0 or (code == 5 and "pytest" in part.words), ""
     if held and part.losses:
-        held, note = compare(place, part.losses)
+        held, note = compare(place, part.losses, part.against)
     return Outcome(part.name, held, time.monotonic() - started, code, output, note)
 
 
@@ -205,9 +271,9 @@ def run(part: Part, place: Path, environment: Mapping[str, str]) -> tuple[int | 
         return code, printed.read()
 
 
-def compare(place: Path, folder: str) -> tuple[bool, str]:
+def compare(place: Path, folder: str, against: str = "cpu") -> tuple[bool, str]:
     """Hold a run's losses against those of the CPU."""
-    ours, theirs = losses_of(place / folder), losses_of(place / "cpu")
+    ours, theirs = losses_of(place / folder), losses_of(place / against)
     if not ours or len(ours) != len(theirs):
         return False, f"{len(ours)} losses, and the CPU has {len(theirs)}"
     if not all(map(math.isfinite, [*ours, *theirs])):
@@ -217,14 +283,17 @@ def compare(place: Path, folder: str) -> tuple[bool, str]:
 
 
 def losses_of(folder: Path) -> list[float]:
-    """The losses of a run's steps, in order; NaN where one was not finite, which is null there."""
+    """The losses of a run's steps, in order; NaN where one was not finite, which is null there.
+
+    A step that a killed run did not save is done twice, and its last loss counts.
+    """
     events = [
         json.loads(line)
         for path in sorted(folder.glob("events*.jsonl"))
         for line in path.read_text().splitlines()
     ]
-    losses = [event["loss"] for event in events if event.get("kind") == "step"]
-    return [math.nan if loss is None else float(loss) for loss in losses]
+    losses = {event["step"]: event["loss"] for event in events if event.get("kind") == "step"}
+    return [math.nan if loss is None else float(loss) for loss in losses.values()]
 
 
 def facts(device: str, processes: int) -> dict[str, Any]:
