@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import IMPORTS, environment, train, words, write_corpus, write_run
+from launching import IMPORTS, environment, train, words, write_run
 from processes import Command, run_command
 
 from ms_parallel import checkpoint
@@ -18,20 +18,6 @@ from ms_parallel.cli import main
 from ms_parallel.cluster.device import pick_device
 from ms_parallel.errors import ConfigError, LaunchError
 from ms_parallel.training.options import Options
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Raw text, once."""
-    return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
-
-
-@pytest.fixture(scope="module")
-def shards(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shards that one short run has built."""
-    run = write_run(tmp_path_factory.mktemp("build") / "run.toml", corpus, steps=1)
-    assert main(["train", str(run)]) == 0
-    return run.with_suffix("") / "shards"
 
 
 def complaint(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) -> str:

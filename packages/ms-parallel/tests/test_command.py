@@ -18,7 +18,6 @@ from launching import (
     training,
     wait_for,
     workers,
-    write_corpus,
     write_run,
 )
 from processes import run_command
@@ -27,12 +26,6 @@ from ms_parallel import __version__
 from ms_parallel.cli import main
 from ms_parallel.run_file import known_keys
 from ms_parallel.run_template import GROUPS, template
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Raw text, once."""
-    return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
 
 
 def python(*words: str, **options: object) -> "subprocess.CompletedProcess[str]":

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import write_corpus, write_run
+from launching import write_run
 
 from ms_parallel.checkpoint import read_manifest
 from ms_parallel.cli import main
@@ -92,12 +92,6 @@ def test_a_manifest_that_is_none_is_damage(kind: str, tmp_path: Path) -> None:
     (tmp_path / "checkpoint.json").write_bytes(sealed)
     with pytest.raises(DamageError, match=r"checkpoint\.json"):
         read_manifest(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Raw text, once."""
-    return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
 
 
 def reseal(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from ms_rig import run_command_on_rig, run_on_rig
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import IMPORTS, environment, words, write_corpus, write_run
+from launching import IMPORTS, environment, words, write_run
 from processes import run_processes
 from runs import FAMILIES, VARIANTS
 
@@ -121,12 +121,6 @@ def test_a_module_of_the_users_own_trains() -> None:
     for layout in ("data=2", "tensor=2"):
         first, second = run_on_rig(2, DEVICE_RUNS, "own_model", layout=layout)
         assert first == second
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Raw text, once."""
-    return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
 
 
 @pytest.mark.parametrize("layout", ["data=1", *LAYOUTS[2]])

@@ -20,26 +20,11 @@ from launching import (
     wait_for,
     weights,
     workers,
-    write_corpus,
     write_run,
 )
 
 from ms_parallel import checkpoint
 from ms_parallel.cli import main
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Raw text, once."""
-    return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
-
-
-@pytest.fixture(scope="module")
-def shards(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shards that one short run has built."""
-    run = write_run(tmp_path_factory.mktemp("build") / "run.toml", corpus, steps=1)
-    assert main(["train", str(run)]) == 0
-    return run.with_suffix("") / "shards"
 
 
 @pytest.fixture(scope="module")

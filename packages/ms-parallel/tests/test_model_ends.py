@@ -11,7 +11,7 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import MODEL, RUN, write_corpus
+from launching import MODEL, RUN
 
 from ms_parallel import (
     DistributedTrainer,
@@ -29,12 +29,6 @@ transformers.utils.logging.set_verbosity_error()
 
 SIZES = {"vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Raw text, once."""
-    return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
 
 
 def tokenizer_file(folder: Path, *special: str) -> Path:

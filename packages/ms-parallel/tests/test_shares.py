@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launching import (
     losses,
     train,
-    write_corpus,
     write_run,
 )
 from processes import run_processes
@@ -124,20 +123,6 @@ def test_pipelines_take_unequal_shares_too(sharding: str) -> None:
         equal, unequal = found["losses"]
         assert equal == pytest.approx(unequal, abs=1e-5)
         assert found["apart"] <= 1e-5
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Raw text, once."""
-    return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
-
-
-@pytest.fixture(scope="module")
-def shards(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shards that one short run has built."""
-    run = write_run(tmp_path_factory.mktemp("build") / "run.toml", corpus, steps=1)
-    assert main(["train", str(run)]) == 0
-    return run.with_suffix("") / "shards"
 
 
 SLOW = {"0": 0.02, "1": 0.1}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import MODEL, RUN, train, write_corpus, write_run
+from launching import MODEL, RUN, train, write_run
 
 from ms_parallel import DistributedTrainer, Engine, Layout, load_model
 from ms_parallel.cli import main
@@ -23,12 +23,6 @@ from ms_parallel.models import architecture
 from ms_parallel.progress import RunDisplay, Throughput, duration
 from ms_parallel.run_file import read_run_file
 from ms_parallel.training.inspection import inspect, picture
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Raw text, once."""
-    return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
 
 
 def trainer(output: Path, **settings: Any) -> DistributedTrainer:

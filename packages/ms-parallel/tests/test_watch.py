@@ -16,7 +16,6 @@ from launching import (
     training_from_nothing,
     wait_for,
     workers,
-    write_corpus,
     write_run,
 )
 from processes import ProcessesFailedError, run_processes
@@ -158,12 +157,6 @@ def test_to_say_where_a_rank_stands_costs_no_two_thousandths_of_a_step() -> None
             position.record(0)
         took.append((time.thread_time() - began) / 20)
     assert min(took) < 0.002
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Raw text, once."""
-    return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
 
 
 def runs(process: int) -> bool:

@@ -1,0 +1,25 @@
+"""Text and shards that the tests of whole runs train on."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launching import write_corpus, write_run
+
+from ms_parallel.cli import main
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Raw text, once."""
+    return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+@pytest.fixture(scope="module")
+def shards(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shards that one short run has built."""
+    run = write_run(tmp_path_factory.mktemp("build") / "run.toml", corpus, steps=1)
+    assert main(["train", str(run)]) == 0
+    return run.with_suffix("") / "shards"
