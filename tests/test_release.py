@@ -1,5 +1,6 @@
 """What would be released is checked, and a wheel that is not in order is found."""
 
+import argparse
 import shutil
 import sys
 import tomllib
@@ -62,6 +63,31 @@ def test_a_library_that_is_not_there_is_one_line(
         release.main()
     assert "no library 'ms-nothing'" in capsys.readouterr().err
     assert not (tmp_path / "dist").exists()
+
+
+def test_metadata_names_the_address_that_is_given_and_else_none(
+    built: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The tree's own files stay as they are."""
+    before = (ROOT / "packages" / NAME / "pyproject.toml").read_bytes()
+    address = release.web_address("https://example.org/ms/")
+    copy = release.source_of(NAME, address, tmp_path / "copy")
+    build = ("-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path), str(copy))
+    release.run(sys.executable, *build)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert release.wrong_metadata(wheel, PROJECT, "https://example.org/ms") == []
+    assert (
+        "names ['Repository, https://example.org/ms'" in release.wrong_metadata(wheel, PROJECT)[0]
+    )
+    assert "names no address" in release.wrong_metadata(built[1], PROJECT, address)[0]
+    assert (ROOT / "packages" / NAME / "pyproject.toml").read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["", "ms", "http://example.org", "https://", 'https://a/"\n[x]'])
+def test_an_address_that_is_none_is_refused(text: str) -> None:
+    """Before anything is built."""
+    with pytest.raises(argparse.ArgumentTypeError, match="is no address"):
+        release.web_address(text)
 
 
 def test_metadata_that_says_otherwise_is_found(built: tuple[Path, Path], tmp_path: Path) -> None:

@@ -2,16 +2,19 @@
 
     python tools/release.py --out dist      # needs build, hatchling and twine; see `nox -s release`
     python tools/release.py --out dist --try-with python3.11:2.11.0 --try-with python3.13:2.15.0
+    python tools/release.py --out dist --address https://example.org/ms
 
 Each library's sdist is built from the tree, and its wheel from that sdist; a wheel built from the
 tree itself must hold the same bytes. Then its files, metadata and README are checked. `--try-with`
 takes a Python and a release of torch: it installs each wheel alone and runs the library's own proof
 that nothing else is needed, then all wheels together, asks for every public name and runs every
-command's help. A Python that has torch already needs no release named. Exit code 0 when all is in
-order, 1 with a line for each thing that is not.
+command's help. A Python that has torch already needs no release named. The tree knows no public
+address of the project, so metadata names none but the one that `--address` gives. Exit code 0 when
+all is in order, 1 with a line for each thing that is not.
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -19,6 +22,7 @@ import tempfile
 import tomllib
 from email import message_from_bytes
 from pathlib import Path
+from urllib.parse import urlsplit
 from zipfile import ZipFile
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +41,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="a folder for sdists and wheels")
     parser.add_argument("packages", nargs="*", help="by default all")
     parser.add_argument("--try-with", action="append", default=[], metavar="PYTHON[:TORCH]")
+    parser.add_argument(
+        "--address", type=web_address, help="of the repository, for the metadata; by default none"
+    )
     options = parser.parse_args()
     known = sorted(path.name for path in (ROOT / "packages").iterdir())
     names = options.packages or known
@@ -46,7 +53,7 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     wrong: list[str] = []
     for name in names:
-        found = check(name, out)
+        found = check(name, out, options.address)
         wrong += [f"{name}: {line}" for line in found]
         sys.stdout.write(f"{name}: {len(found)} things to mend\n" if found else f"{name}: ready\n")
     for pair in options.try_with:
@@ -58,22 +65,30 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def check(name: str, out: Path) -> list[str]:
+def web_address(text: str) -> str:
+    """Take an address for the metadata."""
+    parts = urlsplit(text)
+    if parts.scheme != "https" or not parts.netloc or not text.isascii() or set(text) & set(' "\\'):
+        raise argparse.ArgumentTypeError(f"{text!r} is no address; give one like https://host/path")
+    return text.rstrip("/")
+
+
+def check(name: str, out: Path, address: str | None = None) -> list[str]:
     """Build a library's sdist and wheel into a folder, and say what is not in order."""
-    source = ROOT / "packages" / name
     project = project_of(name)
     stem = stem_of(name, project)
     for path in out.glob(f"{stem}[-.]*"):
         path.unlink()
-    # No environment of its own: hatchling is here, and its version is the one that is checked.
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source))
     sdist, wheel = out / f"{stem}.tar.gz", out / f"{stem}-py3-none-any.whl"
     with tempfile.TemporaryDirectory() as folder:
+        source = source_of(name, address, Path(folder) / name)
+        # No environment of its own: hatchling is here, and its version is the one that is checked.
+        run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source))
         build = ("-m", "build", "--no-isolation", "--wheel", "--outdir", folder, str(source))
         run(sys.executable, *build)
         same = contents(wheel) == contents(Path(folder) / wheel.name)
     found = [] if same else ["the wheel built from the sdist is not the one built from the tree"]
-    found += wrong_files(sdist, wheel, name) + wrong_metadata(wheel, project)
+    found += wrong_files(sdist, wheel, name) + wrong_metadata(wheel, project, address)
     done = subprocess.run(
         [sys.executable, "-m", "twine", "check", "--strict", str(sdist), str(wheel)],
         capture_output=True,
@@ -81,6 +96,17 @@ def check(name: str, out: Path) -> list[str]:
         check=False,
     )
     return found + ([f"twine: {done.stdout.strip()}"] if done.returncode else [])
+
+
+def source_of(name: str, address: str | None, copy: Path) -> Path:
+    """Return the folder to build from: the tree's, or a copy whose metadata names an address."""
+    source = ROOT / "packages" / name
+    if address is None:
+        return source
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "dist", "build"))
+    with (copy / "pyproject.toml").open("a") as file:
+        file.write(f'\n[project.urls]\nRepository = "{address}"\n')
+    return copy
 
 
 def project_of(name: str) -> dict[str, object]:
@@ -190,7 +216,9 @@ def wrong_files(sdist: Path, wheel: Path, name: str) -> list[str]:
     return found if licensed else [*found, "the wheel lacks its licence"]
 
 
-def wrong_metadata(wheel: Path, project: dict[str, object]) -> list[str]:
+def wrong_metadata(
+    wheel: Path, project: dict[str, object], address: str | None = None
+) -> list[str]:
     """Say what the wheel's metadata lacks, or says otherwise than pyproject.toml."""
     with ZipFile(wheel) as archive:
         name = next(path for path in archive.namelist() if path.endswith(".dist-info/METADATA"))
@@ -202,6 +230,9 @@ def wrong_metadata(wheel: Path, project: dict[str, object]) -> list[str]:
         found.append(f"its licence is {told['License-Expression']}")
     if told["Description-Content-Type"] != "text/markdown":
         found.append("its README is not said to be Markdown")
+    links = told.get_all("Project-URL") or []
+    if [link.partition(", ")[2] for link in links] != ([address] if address else []):
+        found.append(f"it names {links or 'no address'}, and the address given is {address}")
     classifiers = told.get_all("Classifier") or []
     wanted = [*(f"Programming Language :: Python :: {python}" for python in PYTHONS)]
     wanted += ["Typing :: Typed", "Operating System :: POSIX :: Linux"]

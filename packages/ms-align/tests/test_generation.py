@@ -404,6 +404,21 @@ def test_prompts_that_cannot_be_continued_are_refused() -> None:
         generator([[1] * 100], Sampling(max_new_tokens=64))
     with pytest.raises(DataError, match="token 300 and the model's vocabulary is 258"):
         generator([[300]], Sampling())
+    with pytest.raises(DataError, match="token -1 and the model's vocabulary is 258"):
+        generator([[-1, 2]], Sampling())
+
+
+@pytest.mark.parametrize("number", [258, -1, 2**40])
+@pytest.mark.parametrize("name", ["tokens", "targets"])
+def test_a_batch_of_another_vocabulary_is_refused(name: str, number: int) -> None:
+    """Before its embedding is looked up, or a loss is made of it."""
+    engine = LocalEngine(decoder())
+    batch = {each: torch.ones(2, 5, dtype=torch.int64) for each in ("tokens", "targets")}
+    batch["targets"][0, 0] = -100
+    engine.evaluate(batch, lambda output, rows: output.token_losses(rows["targets"]))
+    batch[name][1, 3] = number
+    with pytest.raises(DataError, match=f"batch's {name} has token {number} and the model's"):
+        engine.evaluate(batch, lambda output, rows: output.token_losses(rows["targets"]))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

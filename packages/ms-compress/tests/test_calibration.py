@@ -12,7 +12,16 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 from models import FULL, SLIDING, decoder, gemma3, llama, qwen2_windowed, tokens
 
-from ms_compress import CalibrationError, CompressError, gptq, wanda
+from ms_compress import (
+    CalibrationError,
+    CompressError,
+    DataError,
+    Tuning,
+    gptq,
+    perplexity,
+    tune,
+    wanda,
+)
 from ms_compress.methods.calibration import walk
 from ms_compress.methods.pruning import masks
 from ms_compress.models.logits import model_logits
@@ -144,6 +153,28 @@ def test_without_tokens_a_model_stays_as_it_was(batches: list[Tensor]) -> None:
     with pytest.raises(CalibrationError, match="no calibration tokens"):
         gptq(model, "ct.int4_g32", batches)
     assert not list(prepared_layers(model))
+
+
+@pytest.mark.parametrize("number", [192, -1, 2**40])
+def test_text_of_another_vocabulary_leaves_a_model_as_it_was(number: int) -> None:
+    """Whatever reads it: calibration, pruning, training, its targets too, and evaluation."""
+    model = decoder(1)
+    text = tokens()
+    text[-1, -1] = number
+    options = Tuning(steps=1, batch_size=1, sequence_length=text.shape[1] - 1)
+    uses: dict[str, Callable[[], object]] = {
+        "gptq": lambda: gptq(model, "ct.int4_g32", [text]),
+        "wanda": lambda: wanda(model, "2:4", [text]),
+        "tune": lambda: tune(model, text, options),
+        "perplexity": lambda: perplexity(model, text),
+    }
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for use in uses.values():
+        with pytest.raises(DataError, match=f"{number}.* a vocabulary of 192"):
+            use()
+    assert not list(prepared_layers(model))
+    assert masks(model) == {}
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 def test_a_decoder_of_another_kind_stays_as_it_was() -> None:

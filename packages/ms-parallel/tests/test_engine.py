@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_command, run_processes
-from runs import OPTIMIZER, VARIANTS, build, global_batch, tiny, train
+from runs import OPTIMIZER, VARIANTS, VOCABULARY, build, global_batch, tiny, train
 
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.groups import Groups
@@ -141,6 +141,27 @@ def test_batches_of_arrays_are_taken_too(groups: Groups) -> None:
     arrays = {name: value.numpy() for name, value in batch.items()}
     losses = [build({}, groups).update(b, NextTokenLoss()).loss for b in (batch, arrays)]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("number", [VOCABULARY, -1, 2**40])
+@pytest.mark.parametrize("name", ["tokens", "targets"])
+def test_a_number_that_is_no_token_of_the_model_is_refused_with_its_row(
+    groups: Groups, name: str, number: int
+) -> None:
+    """Updates, evaluations, prompts and modules of one's own; nothing is learnt of the batch."""
+    engine = build({}, groups)
+    before = engine.parameters["lm_head.weight"].clone()
+    batch = global_batch(0)
+    batch[name][2, 3] = number
+    says = f"row 2 of {name} has {number}, and the model has a vocabulary of {VOCABULARY}"
+    for each in (engine, Engine(build_model(tiny()))):
+        with pytest.raises(ConfigError, match=says):
+            each.update(batch, NextTokenLoss())
+        with pytest.raises(ConfigError, match=says):
+            each.evaluate(batch, lambda output, rows: output.token_losses(rows["targets"]))
+        with pytest.raises(ConfigError, match=f"row 1 of tokens has {number}"):
+            each.generate([[1], [2, number]], max_new_tokens=2)
+    assert torch.equal(before, engine.parameters["lm_head.weight"])
 
 
 def test_settings_that_do_not_fit_are_named(groups: Groups) -> None:

@@ -1,5 +1,7 @@
 """Every adapter against the contract, its calls performed by the null runtime."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -47,6 +49,26 @@ def on_the_npu(implementation):
     return run
 
 
+def truth_of(contract, dtype):
+    """Return what a contract tells `compare`, with the truth for what its adapter computes.
+
+    CANN's kernel rounds logits to half precision before the softmax, as the adapter's module says,
+    and logits of hidden and weight of order one are of order sqrt(H): rounded, they move the loss
+    by more than its tolerance. So the truth of such a loss begins with the same rounded logits.
+    """
+    if contract.name != "linear_cross_entropy":
+        return contract
+
+    def reference(hidden, weight, *rest):
+        exact = hidden @ weight.T
+        single = hidden.float() @ weight.float().T
+        rounded = single.to(dtype).double()
+        return CONTRACTS["cross_entropy"].reference(exact + (rounded - exact).detach(), *rest)
+
+    held = {name: getattr(contract, name) for name in ("arguments", "mutates", "tolerance")}
+    return SimpleNamespace(**held, reference=reference)
+
+
 @pytest.mark.parametrize("implementation", ADAPTERS, ids=OPERATORS)
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
@@ -65,7 +87,8 @@ def test_every_adapter_equals_the_reference_in_float64(implementation, data):
     contract.bind(call)
     if obstacle_to(implementation, call) is not None:
         return
-    for part, share in compare(contract, on_the_npu(implementation), tensors, options):
+    truth = truth_of(contract, dtype)
+    for part, share in compare(truth, on_the_npu(implementation), tensors, options):
         assert share <= 1, f"{part} is off by {share:.3g} times the tolerance"
 
 

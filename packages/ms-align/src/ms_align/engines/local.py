@@ -20,7 +20,7 @@ from ms_align.lora.adapters import plain_model
 from ms_align.losses.protocol import IGNORED, Batch, Loss, Output
 from ms_align.losses.token_statistics import Scratch
 from ms_align.models.folder import save_model
-from ms_align.models.language_model import language_model
+from ms_align.models.language_model import check_tokens, language_model
 
 
 @frozen(kw_only=True)
@@ -137,6 +137,7 @@ class LocalEngine:
         """Take one step of the optimizer on a batch.
 
         Raises:
+            DataError: a token or target is none of the model's vocabulary.
             NonFiniteError: the gradient is not finite and `on_nonfinite="raise"`.
         """
         microbatches = self._microbatches(batch)
@@ -274,6 +275,10 @@ class LocalEngine:
 
     def _microbatches(self, batch: Mapping[str, Any]) -> list[Batch]:
         tensors = {name: torch.as_tensor(value) for name, value in batch.items()}
+        for name, ignored in (("tokens", None), ("targets", IGNORED)):
+            if name in tensors:
+                what = f"a batch's {name}"
+                check_tokens(tensors[name], self.vocabulary_size, what, ignored=ignored)
         count = tensors["tokens"].shape[0]
         size = self.microbatch_size or count
         return [

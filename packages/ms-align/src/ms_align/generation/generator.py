@@ -18,7 +18,7 @@ from ms_align.generation.reader import Reader, reader_of
 from ms_align.generation.responses import Responses
 from ms_align.generation.sampling import Drawn, Sampling, draw
 from ms_align.generation.stops import Decode, completes, reach
-from ms_align.models.language_model import LanguageModel, language_model
+from ms_align.models.language_model import LanguageModel, check_tokens, language_model
 
 
 class LocalGenerator:
@@ -260,8 +260,4 @@ def check_prompts(
                 f"{sampling.max_new_tokens}, beyond the model's context of {model.context}; "
                 "shorten one of them"
             )
-        if model.vocabulary_size and not 0 <= min(prompt) <= max(prompt) < model.vocabulary_size:
-            raise DataError(
-                f"prompt {index} has token {max(prompt)} and the model's vocabulary is "
-                f"{model.vocabulary_size}; the tokenizer is of another model"
-            )
+        check_tokens(torch.as_tensor(prompt), model.vocabulary_size, f"prompt {index}")

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ms_align.errors import ModelError
+from ms_align.errors import DataError, ModelError
 
 AGREE = 1e-4
 """How far logits from hidden states may lie from a model's own, relative to the largest."""
@@ -55,6 +55,33 @@ class LanguageModel(Protocol):
 
     def project(self, hidden: Tensor) -> Tensor:
         """Hidden states (..., H) to logits (..., V)."""
+
+
+def check_tokens(
+    numbers: Tensor, vocabulary: int | None, name: str, *, ignored: int | None = None
+) -> None:
+    """Refuse what is no token of a vocabulary, which an embedding would follow out of its weight.
+
+    Args:
+        numbers: (..., S); those of an accelerator are not looked at, as that would wait for it.
+        vocabulary: tokens that there are; None where the model does not say.
+        name: of the numbers, for the message.
+        ignored: a number that is none on purpose.
+
+    Raises:
+        DataError: one is below 0, or not below the vocabulary.
+    """
+    if vocabulary is None or numbers.device.type != "cpu" or not numbers.numel():
+        return
+    if numbers.is_floating_point() or (numbers.amin() >= 0 and numbers.amax() < vocabulary):
+        return
+    foreign = numbers[((numbers < 0) | (numbers >= vocabulary))]
+    foreign = foreign if ignored is None else foreign[foreign != ignored]
+    if foreign.numel():
+        raise DataError(
+            f"{name} has token {int(foreign[0])} and the model's vocabulary is {vocabulary}; the "
+            "tokenizer is of another model"
+        )
 
 
 def copy_of(module: nn.Module) -> nn.Module:

@@ -3,12 +3,16 @@
 import math
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ms_compress.errors import DataError
-from ms_compress.models.logits import model_logits
+from ms_compress.models.logits import check_tokens, model_logits
 from ms_compress.targets.target import Runtime
+
+IGNORED = -100
+"""A target that does not count."""
 
 
 def perplexity(
@@ -37,10 +41,14 @@ def perplexity(
     for first in range(0, len(text["tokens"]), batch_size):
         part = slice(first, first + batch_size)
         tokens, targets = text["tokens"][part], text["targets"][part]
+        if isinstance(model, nn.Module):
+            check_tokens(model, tokens, "the text")
         logits, name = _logits(model, tokens)
-        if int(tokens.max()) >= logits.shape[-1]:
+        read = torch.cat([tokens.flatten(), targets[targets != IGNORED]])
+        wrong = read[(read < 0) | (read >= logits.shape[-1])]
+        if wrong.numel():
             raise DataError(
-                f"the text has token {int(tokens.max())}, and the model in {name} a vocabulary of"
+                f"the text has token {int(wrong[0])}, and the model in {name} a vocabulary of"
                 f" {logits.shape[-1]}; use the model's own tokenizer"
             )
         total += float(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"))

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ms_compress.commands.options import ModelRun
-from ms_compress.errors import ConfigError, DataError
-from ms_compress.models.logits import vocabulary_of
+from ms_compress.errors import ConfigError
+from ms_compress.models.logits import check_tokens
 from ms_compress.training.corpus import read_batch, read_tokens
 from ms_compress.training.loop import IGNORED
 
@@ -23,7 +23,7 @@ def training_rows(options: ModelRun, model: nn.Module) -> dict[str, Tensor]:
     found = read_batch(_dataset(options), count=options.rows, length=length, chat=options.model)
     targets = found["targets"]  # the last one of a row is no token of it
     both = torch.cat([found["tokens"].flatten(), targets[targets != IGNORED]])
-    _check_vocabulary(options, model, both)
+    check_tokens(model, both, str(options.dataset))
     return found
 
 
@@ -36,7 +36,7 @@ def calibration_rows(options: ModelRun, model: nn.Module, *, most: int | None = 
     count = options.rows if most is None else min(options.rows, most)
     length = options.tuning.sequence_length + 1
     found = read_tokens(_dataset(options), count=count, length=length, chat=options.model)
-    _check_vocabulary(options, model, found)
+    check_tokens(model, found, str(options.dataset))
     return found
 
 
@@ -47,12 +47,3 @@ def _dataset(options: ModelRun) -> Path:
             " list of tokens"
         )
     return options.dataset
-
-
-def _check_vocabulary(options: ModelRun, model: nn.Module, tokens: Tensor) -> None:
-    vocabulary = vocabulary_of(model)
-    if int(tokens.max()) >= vocabulary or int(tokens.min()) < 0:
-        raise DataError(
-            f"{options.dataset}: its tokens are {int(tokens.min())} to {int(tokens.max())}, and"
-            f" {options.model} has a vocabulary of {vocabulary}; use the model's own tokenizer"
-        )

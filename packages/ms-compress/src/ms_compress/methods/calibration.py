@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ms_compress.errors import CalibrationError
-from ms_compress.models.logits import evaluating
+from ms_compress.models.logits import check_tokens, evaluating
 from ms_compress.models.selection import blocks_of
 
 Statistic = Callable[[Tensor | None, Tensor], Tensor]
@@ -54,6 +54,7 @@ def walk(
     Raises:
         LayerError: the model is no decoder that we know.
         CalibrationError: there are no tokens, or a wanted weight or a layer's input is not finite.
+        DataError: the model's vocabulary does not hold a token.
     """
     check_calibration(model, batches, wanted)
     with evaluating(model):
@@ -83,6 +84,8 @@ def check_calibration(model: nn.Module, batches: Sequence[Tensor], wanted: Conta
     blocks_of(model)
     if not batches or not all(batch.numel() for batch in batches):
         raise CalibrationError("there are no calibration tokens; give at least one batch")
+    for batch in batches:
+        check_tokens(model, batch, "the calibration text")
     for name, layer in model.named_modules():
         weight = layer._parameters.get("weight") if name in wanted else None
         if weight is not None and not bool(torch.isfinite(weight).all()):

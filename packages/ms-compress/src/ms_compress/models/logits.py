@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ms_compress.errors import DataError
+
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
@@ -34,6 +36,28 @@ def model_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     device = next(model.parameters()).device
     with evaluating(model):
         return next_token_logits(model, tokens.to(device)).float().cpu()
+
+
+def check_tokens(model: nn.Module, tokens: Tensor, what: str) -> None:
+    """Refuse what is no token of a model, which its embedding would follow out of its weight.
+
+    Args:
+        model: whose configuration says how many tokens there are; else nothing is looked at.
+        tokens: any shape; those of an accelerator are not looked at, as that would wait for it.
+        what: holds them, for the message.
+
+    Raises:
+        DataError: one is below 0, or not below the model's vocabulary.
+    """
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    if vocabulary is None or tokens.device.type != "cpu" or not tokens.numel():
+        return
+    least, most = int(tokens.min()), int(tokens.max())
+    if least < 0 or most >= vocabulary:
+        raise DataError(
+            f"{what}: its tokens are {least} to {most}, and {type(model).__name__} has a"
+            f" vocabulary of {vocabulary}; use the model's own tokenizer"
+        )
 
 
 def vocabulary_of(model: nn.Module) -> int:

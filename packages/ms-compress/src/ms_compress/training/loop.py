@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ms_compress.errors import ConfigError, DataError, DivergedError
 from ms_compress.files.untrusted import check_path
-from ms_compress.models.logits import next_token_logits
+from ms_compress.models.logits import check_tokens, next_token_logits
 from ms_compress.quantisation.layers import FACTOR
 from ms_compress.training.checkpoint import TrainingCheckpoint
 from ms_compress.training.distillation import distillation_loss
@@ -63,11 +63,13 @@ def tune(
 
     Raises:
         ConfigError: there are fewer rows than a batch takes, or the first loss is not finite.
-        DataError: a row has nothing to learn.
+        DataError: a row has nothing to learn, or the model's vocabulary does not hold a token.
         DivergedError: a later loss is not finite.
     """
     check_path("checkpoint", checkpoint, error=ConfigError, optional=True)
     batch = _as_batch(text, options)
+    check_tokens(model, batch["tokens"], "the text")
+    check_tokens(model, batch["targets"][batch["targets"] != IGNORED], "the text's targets")
     saved = None
     if checkpoint is not None:
         more = {**(checkpoint_identity or {}), "a teacher": str(teacher is not None)}

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ms_parallel.cluster.groups import Groups
-from ms_parallel.engine.loss import IGNORED, Output
+from ms_parallel.engine.loss import Output
 from ms_parallel.engine.microbatches import Add, adding_up
-from ms_parallel.models.batch import Batch
+from ms_parallel.models.batch import IGNORED, Batch
 from ms_parallel.models.staged import RowSplit, StagedModel
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.loss import Output
 from ms_parallel.errors import ConfigError
-from ms_parallel.models.batch import Batch
+from ms_parallel.models.batch import Batch, check_tokens
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.settings import number, whole
 from ms_parallel.split.part import drop_gathered
@@ -32,6 +32,10 @@ class Forwards(Protocol):
     @property
     def stages(self) -> Mapping[int, nn.Module]:
         """This process's, by number."""
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Tokens that the model knows; None where it does not say."""
 
     def forward(
         self,
@@ -78,7 +82,7 @@ def generate(
     the token's place alone, so another layout draws the same.
 
     Raises:
-        ConfigError: a prompt is empty, or there is none.
+        ConfigError: a prompt is empty or holds what is no token of the model, or there is none.
     """
     window = _Window(prompts, engine.sequence_parts)
     caches = {stage: KeyValueCache() for stage in engine.stages}
@@ -86,6 +90,8 @@ def generate(
     done = torch.zeros(len(prompts), dtype=torch.bool)
     parts = (engine.groups.place.rank, engine.groups.place.count)
     batch, held = window.first(), window.width
+    if engine.vocabulary is not None:
+        check_tokens(batch, engine.vocabulary)
     for index in range(max_new_tokens):
         logits = _forward(engine, batch, caches, at=window.width - 1 if index == 0 else 0)
         for cache in caches.values():

@@ -4,9 +4,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from ms_parallel.models.batch import Batch
-
-IGNORED = -100
+from ms_parallel.models.batch import IGNORED, Batch
 
 
 class Output(Protocol):

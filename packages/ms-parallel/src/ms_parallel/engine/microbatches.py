@@ -11,11 +11,15 @@ from torch import Tensor
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.loss import Loss, LossWithStatistics
 from ms_parallel.errors import ConfigError
-from ms_parallel.models.batch import Batch, cut_rows
+from ms_parallel.models.batch import Batch, check_tokens, cut_rows
 
 
 def cut_batch(
-    batch: Mapping[str, Any], size: int | None, tensor: int, context: int = 1
+    batch: Mapping[str, Any],
+    size: int | None,
+    tensor: int,
+    context: int = 1,
+    vocabulary: int | None = None,
 ) -> list[Batch]:
     """Microbatches of `size` rows (None: all of them) as CPU tensors, positions filled in.
 
@@ -26,9 +30,11 @@ def cut_batch(
         size: rows of a microbatch.
         tensor: ranks that split the sequence between matrices.
         context: ranks that share out the sequence.
+        vocabulary: tokens that the model knows; None where it does not say.
 
     Raises:
-        ConfigError: there are no rows, or the sequence does not divide over those ranks.
+        ConfigError: there are no rows, the sequence does not divide over those ranks, or the
+            vocabulary does not hold a token.
     """
     tensors = {name: torch.as_tensor(value) for name, value in batch.items()}
     count, length = tensors["tokens"].shape
@@ -36,6 +42,8 @@ def cut_batch(
     if not count:
         raise ConfigError("a batch of 0 rows on a data rank; give each at least one")
     check_length("sequence length", length, tensor=tensor, context=context)
+    if vocabulary is not None:
+        check_tokens(tensors, vocabulary)
     if "positions" not in tensors:
         tensors["positions"] = torch.arange(length).expand(count, length)
     return [cut_rows(tensors, start, start + size) for start in range(0, count, size)]

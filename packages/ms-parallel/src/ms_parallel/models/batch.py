@@ -5,10 +5,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ms_parallel.errors import ConfigError
+
 Batch = Mapping[str, Tensor]
 """`tokens` (B, S) int64; by choice `targets` (already shifted, -100 where no loss), `weights`,
 `positions`, `documents`, and whatever a loss reads, each with B rows; and, for a model that sees,
 the members that `PICTURES` names."""
+
+IGNORED = -100
+"""A target where there is no loss."""
 
 PATCHES, GRIDS, PLACES = "pixel_values", "image_grid_thw", "image_places"
 POSITIONS = "positions_thw"
@@ -38,3 +43,30 @@ def cut_rows(batch: Batch, start: int, stop: int) -> Batch:
     rows[PATCHES], rows[GRIDS] = batch[PATCHES][of_patches], grids[inside]
     rows[PLACES] = places[inside] - places.new_tensor([start, 0, 0])
     return rows
+
+
+def check_tokens(batch: Batch, vocabulary: int) -> None:
+    """Check that a vocabulary holds the tokens and targets of a batch.
+
+    An embedding would follow another number out of its weight, or torch would stop the device.
+    Tensors of an accelerator are not looked at, as that would wait for it.
+
+    Raises:
+        ConfigError: it does not; says which row has what.
+    """
+    for name, ignored in (("tokens", None), ("targets", IGNORED)):
+        numbers = batch.get(name)
+        if type(numbers) is not Tensor or numbers.device.type != "cpu" or not numbers.numel():
+            continue
+        if numbers.is_floating_point() or (
+            numbers.amin() >= 0 and numbers.amax() < vocabulary  # the whole check, nearly always
+        ):
+            continue
+        foreign = (numbers < 0) | (numbers >= vocabulary)
+        if ignored is not None:
+            foreign &= numbers != ignored
+        for place in foreign.nonzero()[:1].tolist():
+            raise ConfigError(
+                f"row {place[0]} of {name} has {int(numbers[tuple(place)])}, and the model has a "
+                f"vocabulary of {vocabulary}; take the model's own tokenizer"
+            )

@@ -60,6 +60,8 @@ class OwnModelConfig:
     """Digest of the names and shapes of its parameters."""
     num_hidden_layers: int = 1
     """Blocks that stages are made of; 1 where none are known."""
+    vocab_size: int = 0
+    """Tokens that it knows; 0 where it has no `config` that says."""
     bos_token_id: None = None
     eos_token_id: None = None
     pad_token_id: None = None
@@ -70,7 +72,13 @@ class OwnModelConfig:
         shapes = [(name, tuple(value.shape)) for name, value in module.named_parameters()]
         digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:32]
         blocks = max(1, len(block_names(module, plan)))
-        return cls(model_type=type(module).__name__, weights=digest, num_hidden_layers=blocks)
+        vocabulary = getattr(getattr(module, "config", None), "vocab_size", None)
+        return cls(
+            model_type=type(module).__name__,
+            weights=digest,
+            num_hidden_layers=blocks,
+            vocab_size=vocabulary if isinstance(vocabulary, int) else 0,
+        )
 
 
 class OwnStage(Around):

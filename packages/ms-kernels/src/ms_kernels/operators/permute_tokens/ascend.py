@@ -1,4 +1,8 @@
-"""Tokens sorted by expert through npu_moe_token_permute; places are int32 there and int64 here."""
+"""Tokens sorted by expert through npu_moe_token_permute; places are int32 there and int64 here.
+
+A choice that is no expert is given to one more than there are: its row comes last, and it is
+counted for none, as in our Triton kernel. Nothing is waited for.
+"""
 
 import torch
 from torch import Tensor
@@ -14,9 +18,10 @@ MOST_INDICES = 2**24 - 1
 
 def permute_tokens(x: Tensor, experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the rows in order of expert, each expert's counts, and where each choice went."""
+    experts = experts.masked_fill(experts.clamp(0, count - 1) != experts, count)
     rows, places = torch.ops.npu.npu_moe_token_permute(x, experts)
     flat = experts.reshape(-1).to(torch.int64)
-    counts = flat.new_zeros(count).scatter_add(0, flat, torch.ones_like(flat))
+    counts = flat.new_zeros(count + 1).scatter_add(0, flat, torch.ones_like(flat))[:count]
     return rows, counts, places.view(experts.shape).to(torch.int64)
 
 

@@ -1,4 +1,8 @@
-"""Rows led back to their tokens through npu_moe_token_unpermute."""
+"""Rows led back to their tokens through npu_moe_token_unpermute.
+
+A place that is no row is not followed: it gets the nearest one, and a weight that makes its token
+NaN. Nothing is waited for.
+"""
 
 import torch
 from torch import Tensor
@@ -13,7 +17,9 @@ def unpermute_tokens(rows: Tensor, places: Tensor, weights: Tensor | None = None
     """Return ``Σ_c weights[t, c] · rows[places[t, c]]``."""
     if weights is None:  # no shares would mean one choice a token
         weights = rows.new_ones(places.shape)
-    flat = places.reshape(-1).to(torch.int32)
+    there = places.clamp(0, len(rows) - 1)
+    weights = weights.masked_fill(there != places, torch.nan)
+    flat = there.reshape(-1).to(torch.int32)
     result: Tensor = torch.ops.npu.npu_moe_token_unpermute(rows, flat, weights)
     return result
 

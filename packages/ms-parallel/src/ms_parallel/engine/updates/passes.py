@@ -80,10 +80,17 @@ class Passes:
         """This data rank's rows, as many at a time as `microbatch_size` or `size` says.
 
         Raises:
-            ConfigError: there are no rows, or the sequence does not divide.
+            ConfigError: there are no rows, the sequence does not divide, or the vocabulary does
+                not hold a token.
         """
         size = size or self.microbatch_size
-        return cut_batch(batch, size, self.sequence_parts, self.groups.layout.context)
+        context = self.groups.layout.context
+        return cut_batch(batch, size, self.sequence_parts, context, self.vocabulary)
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Tokens that the model knows; None for a user's own module that does not say."""
+        return self.config.vocab_size or None
 
     def backward(
         self,
