@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ParallelError
-from ms_parallel.models import KeyValueCache
-from ms_parallel.models.registry import from_document
+from ms_parallel.models import KeyValueCache, families
+from ms_parallel.models.registry import architectures, from_document
 from ms_parallel.weights import load_model, save_model
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -182,6 +182,14 @@ def test_every_layout_gives_the_gradients_and_the_text_of_one_process(
         if TIED[1] in gradients.keys() - truths.keys():  # the last stage's copy of a tied weight
             gradients[TIED[0]] = gradients.pop(TIED[1])
         check_equal(gradients, truths)
+
+
+def test_a_family_is_one_short_file() -> None:
+    """Fewer than 200 lines, and each is known by the `model_type` that it is called by."""
+    files = [path for path in Path(families.__file__).parent.rglob("*.py") if path.stem[0] != "_"]
+    assert len(files) == len(architectures())
+    lengths = {path.name: len(path.read_text().splitlines()) for path in files}
+    assert {name: length for name, length in lengths.items() if length >= 200} == {}
 
 
 @pytest.mark.parametrize(
