@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from runs import FAMILIES
 from splits import PLAIN, whole_gradients
 
 from ms_parallel.cluster.connection import connect
@@ -29,7 +30,7 @@ def everything(layout: str, families: dict[str, str]) -> dict[str, Any]:
     groups = connect(Layout.parse(layout), device="cpu", timeout_s=60)
     found = {}
     for name, model_type in families.items():
-        config = architecture(model_type, dict(SIZES))
+        config = architecture(model_type, {**SIZES, **FAMILIES.get(model_type, {})})
         engine = Engine(config, groups=groups, microbatch_size=1, optimizer=PLAIN)
         text = engine.generate([[1, 2, 3], [4, 5, 6, 7, 8, 9]], max_new_tokens=4, temperature=0)
         found[name] = {"gradients": whole_gradients(engine, 2), "text": text}

@@ -1,16 +1,18 @@
 """Models of transformers as references: drawn small, and computing in float64 throughout."""
 
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ms_parallel.models.registry import weight_slices
 
-__all__ = ["InFloat64", "drawn_model", "expected_gradient"]
+__all__ = ["InFloat64", "drawn_model", "expected_gradient", "folder_gradients"]
 
 SIZES = {
     "vocab_size": 96,
@@ -26,6 +28,9 @@ SIZES = {
     "eos_token_id": 2,
 }
 
+CORRECTION = "e_score_correction_bias"
+"""What experts' scores are corrected by when they are chosen: in the folder, and no parameter."""
+
 
 def drawn_model(family: Any, seed: int) -> Any:
     """A model of transformers with random weights, biases and norms included.
@@ -40,8 +45,10 @@ def drawn_model(family: Any, seed: int) -> Any:
         torch.manual_seed(seed)
         made: Any = transformers.AutoModelForCausalLM
         model = made.from_config(config, attn_implementation="eager").eval()
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
+        model.set_experts_implementation("eager")
+        corrections = (each for name, each in model.named_buffers() if name.endswith(CORRECTION))
+        for value in (*model.parameters(), *corrections):
+            value.add_(0.1 * torch.randn(value.shape))
     return model
 
 
@@ -74,6 +81,15 @@ class InFloat64(TorchFunctionMode):
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
+
+
+def folder_gradients(model: Any, folder: Path) -> dict[str, Tensor]:
+    """The gradients of a model by names of its folder, where experts have tensors of their own."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
 
 
 def expected_gradient(config: Any, name: str, like: Tensor, theirs: dict[str, Tensor]) -> Tensor:

@@ -6,6 +6,7 @@ papers, in float64, from the tensors of a folder by their names there.
 
 import json
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -487,12 +488,22 @@ def test_a_lost_tensor_is_named(case: str, name: str, message: str, tmp_path: Pa
         load_model(tmp_path)
 
 
-def test_transposed_experts_are_named(tmp_path: Path) -> None:
-    """As another writer may leave them."""
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda x: x.transpose(1, 2), r"shape \(6, 88, 32\).* \(6, 32, 88\); it is transposed"),
+        (lambda x: x[:5], r"shape \(5, 32, 88\).* \(6, 32, 88\); it holds 5 of 6 experts"),
+        (lambda x: x[:, :, 4:], r"shape \(6, 32, 84\).* \(6, 32, 88\); mend config.json"),
+    ],
+)
+def test_experts_of_another_shape_are_named(
+    damage: Callable[[Tensor], Tensor], message: str, tmp_path: Path
+) -> None:
+    """As another writer may leave them: turned, too few, or narrower."""
     theirs("gpt_oss").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    tensors[name] = damage(tensors[name]).contiguous()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ParallelError, match=r"gate_up_proj' with shape \(6, 88, 32\)"):
+    with pytest.raises(ParallelError, match=f"gate_up_proj' with {message}"):
         load_model(tmp_path)

@@ -1,11 +1,13 @@
 """A module of the user's own enters the engine as it is, and trains as it would by hand."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -91,6 +93,33 @@ def test_what_cannot_be_split_says_so() -> None:
         Engine(Mine(), device="cpu", recompute="full")
     with pytest.raises(ConfigError, match="plan is for a module of your own"):
         Engine("llama", device="cpu", plan=PLAN)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tensor": {"nothing": "column"}}, "names 'nothing', where it has no parameter; known: "),
+        ({"tensor": {"layers.*.feed.upp": "column"}}, "did you mean 'layers.*.feed.up'?"),
+        ({"tensor": {"layers.2.feed.up": "column"}}, "did you mean 'layers.*.feed.up'?"),
+        ({"tensor": {"layers.*.feed": "column"}}, "names 'layers.*.feed', where"),
+        (
+            {"tensor": {"head": "collumn"}},
+            "gives 'head' the style 'collumn'; did you mean",
+        ),
+        ({"blocks": "layer.*"}, "names 'layer.*', where it has no parameter; did you mean 'layers"),
+        ({"embedding": ("embedding",)}, "did you mean 'embed'?"),
+        ({"head": ("norm", "heads")}, "did you mean 'head'?"),
+        ({"tied": (("embed.weight", "head.wait"),)}, "did you mean 'head.weight'?"),
+    ],
+)
+def test_a_plan_of_what_the_module_lacks_is_refused_under_every_layout(
+    change: dict[str, Any], message: str
+) -> None:
+    """In one line with what fits, also where the layout would not ask the plan."""
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        Engine(Mine(), device="cpu", plan=evolve(PLAN, **change))
+    assert str(caught.value).startswith("the plan of Mine ")
+    assert "\n" not in str(caught.value)
 
 
 class Rude(nn.Module):

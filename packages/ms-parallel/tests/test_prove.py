@@ -11,10 +11,12 @@ from planted import FAULTS
 from processes import run_command, run_processes
 
 from ms_parallel.errors import ConfigError
+from ms_parallel.models import TransformersModel
 from ms_parallel.models.registry import architectures
 from ms_parallel.proof.draw import draw_cases
 from ms_parallel.proof.page import draw_page
 from ms_parallel.proof.prove import prove
+from ms_parallel.proof.subject import open_subject
 
 PLANTED = Path(__file__).parent / "planted.py"
 
@@ -147,6 +149,26 @@ def test_an_unknown_model_is_refused_with_the_nearest() -> None:
         prove("lama")
     with pytest.raises(ConfigError, match="cannot be called"):
         prove("nowhere:nothing")
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "gpt2"])
+def test_a_model_of_transformers_is_shrunk_by_whatever_names_it_has(name: str) -> None:
+    """A class of whatever ending, or a type; GPT-2 counts its layers by `n_layer`."""
+    subject = open_subject(name)
+    assert isinstance(subject.given, TransformersModel)
+    assert subject.shrunk == "transformers' gpt2, 4 layers"
+    assert subject.vocabulary == subject.given.vocab_size == 48
+    assert subject.given.hidden_size == 32
+    assert subject.given.document["n_head"] == 4
+
+
+def test_a_model_that_runs_in_no_process_does_not_hold() -> None:
+    """Bloom adds distances to its scores by itself: refused, and nothing is proved of it."""
+    proof = prove("BloomForCausalLM", processes=1, cases=1)
+    assert not proof.holds
+    assert proof.smallest is None
+    assert "write its family" in proof.refused
+    assert "BloomForCausalLM: is refused" in draw_page(proof)
 
 
 def test_cases_begin_with_the_simplest_and_are_those_of_their_seed() -> None:

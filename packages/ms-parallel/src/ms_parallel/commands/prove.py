@@ -29,7 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Prove, and print what was proved or the smallest counterexample; 1 where there is one."""
+    """Prove, and print what was proved or the smallest counterexample; 1 where nothing holds."""
     from ms_parallel.errors import ConfigError
     from ms_parallel.files.durable import write_file
     from ms_parallel.proof.page import draw_page

@@ -2,11 +2,14 @@
 
 import re
 from collections.abc import Mapping
-from typing import Literal
+from itertools import chain
+from typing import Literal, get_args
 
 from attrs import field, frozen
+from torch import nn
 
-from ms_parallel.errors import ModelError
+from ms_parallel.errors import ConfigError, ModelError
+from ms_parallel.settings import nearest
 
 Style = Literal[
     "column",
@@ -115,6 +118,38 @@ class ModelPlan:
         parts = name.split(".")
         heads = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
         return any(_matches(pattern, head) for pattern in patterns if pattern for head in heads)
+
+    def check_names(self, module: nn.Module) -> None:
+        """Check that each name and pattern is of something that a module has.
+
+        Raises:
+            ConfigError: one is not, or a style is unknown; names it and the nearest that fits.
+        """
+        kind = type(module).__name__
+        for pattern, style in self.tensor.items():
+            if style not in get_args(Style):
+                raise ConfigError(
+                    f"the plan of {kind} gives {pattern!r} the style {style!r};"
+                    f" {nearest(str(style), get_args(Style))}"
+                )
+        modules = {name for name, _ in module.named_modules() if name}
+        parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        owners = {name.rpartition(".")[0] or name for name in parameters}
+        for patterns, names, fits in (
+            (self.tensor, owners | parameters, owners),
+            (filter(None, (self.blocks, *self.embedding, *self.head)), modules, modules),
+            (chain.from_iterable(self.tied), parameters, parameters),
+        ):
+            for pattern in patterns:
+                if not any(_matches(pattern, name) for name in names):
+                    raise ConfigError(
+                        f"the plan of {kind} names {pattern!r}, where it has no parameter;"
+                        f" {nearest(pattern, {_NUMBER.sub('*', name) for name in fits})}"
+                    )
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A part of a dotted name that counts modules."""
 
 
 def _matches(pattern: str, name: str) -> bool:

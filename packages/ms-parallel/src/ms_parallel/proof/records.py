@@ -90,9 +90,14 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
     @property
+    def refused(self) -> str:
+        """Why the model runs in no process, so that nothing was proved; empty where it runs."""
+        return self.outcomes[0].refused
+
+    @property
     def holds(self) -> bool:
-        """Whether nothing was found."""
-        return not any(outcome.found for outcome in self.outcomes)
+        """Whether it runs, and nothing was found."""
+        return not self.refused and not any(outcome.found for outcome in self.outcomes)
 
     @property
     def smallest(self) -> tuple[Case, Counterexample] | None:

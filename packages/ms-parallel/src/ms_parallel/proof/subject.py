@@ -10,10 +10,14 @@ from attrs import evolve, field, fields, frozen
 from torch import nn
 
 from ms_parallel.errors import ConfigError, ModelError
-from ms_parallel.models.config import ModelConfig
+from ms_parallel.models.config import TOKENS, ModelConfig
 from ms_parallel.models.experts.choice import Mixture
 from ms_parallel.models.family import families, family_of
-from ms_parallel.models.foreign.config import TransformersModel, transformers
+from ms_parallel.models.foreign.config import (
+    TransformersModel,
+    causal_classes,
+    transformers,
+)
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.registry import architecture, architectures
 from ms_parallel.settings import nearest
@@ -88,11 +92,13 @@ def open_subject(name: str) -> Subject:
     """
     if ":" in name and not Path(name).exists():
         return _of_function(name)
-    if name.endswith("ForCausalLM"):
+    if name.endswith("ForCausalLM") or name in causal_classes().values():
         return _of_transformers(name)
     try:
         config: Any = architecture(name)
     except ConfigError as error:
+        if name in causal_classes():
+            return _of_foreign(name, TransformersModel({"model_type": name}))
         raise ConfigError(
             f"unknown model {name[:200]!r}; {nearest(name, architectures())} (or give a folder with"
             " a config.json, a class of transformers, or module:function)"
@@ -116,22 +122,26 @@ def _of_transformers(name: str) -> Subject:
 
 
 def _of_foreign(name: str, config: TransformersModel) -> Subject:
-    given = config.settings.to_dict()
-    changed: dict[str, Any] = {"initializer_range": _SPREAD}
-    changed |= {"num_hidden_layers": min(given["num_hidden_layers"], _LAYERS)}
+    settings, layers = config.settings, min(config.num_hidden_layers, _LAYERS)
+    changed: dict[str, Any] = dict.fromkeys(TOKENS)  # which may lie beyond the small vocabulary
+    changed |= {"initializer_range": _SPREAD, "num_hidden_layers": layers}
     for key, most in _SMALL.items():
-        if isinstance(given.get(key), int):
-            changed[key] = min(given[key], most)
-    if given.get("num_key_value_heads") is not None:
-        grouped = given["num_key_value_heads"] < given["num_attention_heads"]
+        value = getattr(settings, key, None)
+        if isinstance(value, int):
+            changed[key] = min(value, most)
+    heads: int | None = getattr(settings, "num_key_value_heads", None)
+    if heads is not None:
+        grouped = heads < settings.num_attention_heads
         changed["num_key_value_heads"] = changed["num_attention_heads"] // (2 if grouped else 1)
-    if given.get("layer_types"):
-        changed["layer_types"] = _some_of_each(given["layer_types"], changed["num_hidden_layers"])
-    known = {key: value for key, value in changed.items() if key in given}
-    small = config.with_settings(known)
-    text = f"transformers' {small.model_type}, {changed['num_hidden_layers']} layers"
-    vocabulary = int(changed.get("vocab_size", given["vocab_size"]))
-    return Subject(name=name, shrunk=text, given=small, vocabulary=vocabulary, tolerance=FLOAT32)
+    if kinds := getattr(settings, "layer_types", None):
+        changed["layer_types"] = _some_of_each(kinds, layers)
+    written, given = getattr(settings, "attribute_map", {}), settings.to_dict()
+    named = {written.get(key, key): value for key, value in changed.items()}
+    small = config.with_settings({key: value for key, value in named.items() if key in given})
+    text = f"transformers' {small.model_type}, {layers} layers"
+    return Subject(
+        name=name, shrunk=text, given=small, vocabulary=small.vocab_size, tolerance=FLOAT32
+    )
 
 
 def _some_of_each(kinds: Sequence[str], count: int) -> list[str]:

@@ -210,9 +210,11 @@ def check_own(module: nn.Module, plan: ModelPlan, layout: Layout, recompute: Rec
 
     Raises:
         LayoutError: the layout splits what the plan does not.
-        ConfigError: there is nothing to train, or no block to recompute.
+        ConfigError: the plan names what the module has not, there is nothing to train, or no block
+            to recompute.
     """
     name = type(module).__name__
+    plan.check_names(module)
     if layout.context > 1:
         raise LayoutError(
             f"context={layout.context} cannot share out rows of {name}: its attention is its own"

@@ -154,12 +154,20 @@ def _check(model: StagedModel, weights: WeightFolder) -> dict[str, list[WeightSl
     for piece in (piece for pieces in own.values() for piece in pieces):
         shape = weights.shape(piece.tensor)
         if shape != piece.shape:
-            turned = "; it is transposed" if shape == piece.shape[::-1] else "; mend config.json"
             raise ModelError(
                 f"{weights.folder} holds {piece.tensor!r} with shape {shape}, but its config.json"
-                f" asks for {piece.shape}{turned}"
+                f" asks for {piece.shape}; {_what_differs(shape, piece.shape)}"
             )
     return own
+
+
+def _what_differs(found: tuple[int, ...], asked: tuple[int, ...]) -> str:
+    """What is wrong with a shape, whose dim 0 counts experts where it has three."""
+    if found in (asked[::-1], (*asked[:-2], *asked[:-3:-1])):
+        return "it is transposed"
+    if len(asked) == 3 and found[1:] == asked[1:]:
+        return f"it holds {found[0]} of {asked[0]} experts"
+    return "mend config.json"
 
 
 def _what_fits(name: str, known: Iterable[str]) -> str | None:

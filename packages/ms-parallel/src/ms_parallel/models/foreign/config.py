@@ -40,11 +40,16 @@ def transformers() -> Any:
 
 def knows(model_type: object) -> bool:
     """Whether transformers is installed and builds causal language models of this type."""
+    return isinstance(model_type, str) and model_type in causal_classes()
+
+
+def causal_classes() -> Mapping[str, str]:
+    """By `model_type` transformers' class for causal text; nothing where it is not installed."""
     try:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError:
-        return False
-    return isinstance(model_type, str) and model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        return {}
+    return cast(Mapping[str, str], MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def _document(source: Any) -> dict[str, Any]:

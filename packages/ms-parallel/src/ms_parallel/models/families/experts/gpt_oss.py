@@ -43,6 +43,10 @@ class GptOssConfig(DecoderConfig):
     swiglu_limit: float = field(default=7.0, validator=above_zero)
     """What an expert's gate is clamped to from above, and what it gates from both sides."""
 
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        _ = self.mixture  # which refuses what does not fit
+
     @property
     def mixture(self) -> Mixture:
         """Experts in every layer."""

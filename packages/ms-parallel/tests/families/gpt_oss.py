@@ -1,0 +1,32 @@
+"""Gpt-oss."""
+
+from random import Random
+from typing import Any
+
+MODEL_TYPE = "gpt_oss"
+KINDS = ("sliding_attention", "full_attention")
+
+
+def draw(random: Random) -> dict[str, Any]:
+    """Settings of a small one."""
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    mixed = {"layer_types": [random.choice(KINDS) for _ in range(4)]}
+    return {
+        "head_dim": random.choice([8, 16]),
+        "num_key_value_heads": random.choice([1, 2, 4]),
+        "sliding_window": random.choice([3, 5]),
+        "num_local_experts": random.choice([4, 6]),
+        "num_experts_per_tok": random.choice([1, 2, 4]),
+        "swiglu_limit": random.choice([0.5, 7.0]),
+        "rope_parameters": random.choice(
+            [plain, {"rope_theta": 1e4, "truncate": random.random() < 0.5, **yarn}]
+        ),
+        **random.choice([{}, mixed]),
+    }
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"num_experts_per_tok": 9}, "num_experts_per_tok=9"),
+    ({"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
+]
