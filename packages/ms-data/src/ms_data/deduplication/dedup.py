@@ -178,8 +178,8 @@ class _Decide:
         same = np.memmap(scratch / "same", np.bool_, "w+", shape=(count,))
         keeper[:] = np.arange(count, dtype=np.uint32)
         with (folder / CLUSTERS).open("wb") as file:
-            for cluster in choose(alike.labels, facts, self.options):
-                file.write(msgspec.json.encode(cluster) + b"\n")
+            for cluster in choose(scratch, alike.labels, facts, self.options):
+                file.writelines(cluster.lines())
                 keeper[cluster.documents] = cluster.kept
                 labels = exact.labels[cluster.documents]
                 same[cluster.documents] = labels == exact.labels[cluster.kept]
