@@ -82,7 +82,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     tally: Tally
 
 
-class Journal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.pass.1"):
+class Journal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.pass.2"):
     """The state of a pass at a moment when all that it counts is safely on disk."""
 
     kind: str
@@ -279,6 +279,7 @@ class Pass:
             content=self.source.content(),
             tally=tally,
             left_out=progress.left_out,
+            empty=progress.empty,
             files=(*written, *(entry_of(folder, name) for name in self.extra)),
         )
 
