@@ -135,7 +135,7 @@ class Corpus:
                     on_leave_out(found.name)
                 elif isinstance(found, Invalid):
                     if not self.options.skip_invalid:
-                        raise CorpusError(f"{found.reason}, or leave it out with --skip-invalid")
+                        raise CorpusError(f"{found.reason}{self.options.or_leave_out}")
                     on_skip(found.reason)
                 elif found:
                     yield Document(found, Position(number, nth), done_bytes + read_bytes)

@@ -25,7 +25,7 @@ from ms_data.errors import SettingError
 from ms_data.passes.array_jobs import ArrayShard, merged
 from ms_data.passes.pool import worker_count
 from ms_data.passes.record import LedgerSummary, PassRecord, read_record
-from ms_data.passes.run import Pass, reading_recipe
+from ms_data.passes.run import WITHOUT_STRICT, Pass, reading_recipe
 
 CLUSTERS = "clusters.jsonl"
 _SCRATCH = "scratch"
@@ -71,6 +71,7 @@ def dedup(
         text_column=text_column,
         skip_invalid=not strict,
         document_limit_mib=document_limit_mib,
+        or_leave_out=WITHOUT_STRICT,
     )
     last = Pass(
         kind="dedup",
