@@ -283,7 +283,7 @@ def test_the_page_needs_nothing_else_and_shows_every_reason(tmp_path: Path) -> N
     clean(path, RULES, out=tmp_path / "out", workers=1)
     draw_stats(tmp_path / "out", out=tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert "gopher_quality.min_words" in page
+    assert "gopher_quality.min_words" in page.replace("<wbr>", "")
     assert "prefers-color-scheme: dark" in page
     assert "&lt;script&gt;" in page
     for part in ("<script", "http:", "https:", "url(", "@import", "src="):
@@ -318,3 +318,21 @@ def test_the_commands_clean_draw_and_begin(
     assert main(["clean", corpus, str(rules), "--out", out, "--workers", "0"]) == 2
     assert main(["stats", corpus, "--out", str(tmp_path / "page.html")]) == 2
     assert main(["init", "clean", "--out", str(rules)]) == 2
+
+
+@pytest.mark.parametrize("command", ["clean", "dedup"])
+def test_a_corpus_of_which_nothing_can_be_read_is_refused(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where the column's name is wrong: exit 2 with the first fault, and nothing is left."""
+    path = write_lines(tmp_path / "a.jsonl", ["one", "two"])
+    (tmp_path / "RULES.toml").write_text("[unicode]\n")
+    rules = [str(tmp_path / "RULES.toml")] if command == "clean" else []
+    line = [command, str(path), *rules, "--out", str(tmp_path / "out")]
+    assert main([*line, "--text-column", "body"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"ms-data: no document of {path} can be read: {path}:1: ")
+    assert "name the text's column with --text-column" in said
+    assert main([*line, "--text-column", "body", "--strict"]) == 2
+    assert "; without --strict it is left out and named" in capsys.readouterr().err
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["RULES.toml", "a.jsonl"]

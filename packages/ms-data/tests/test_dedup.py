@@ -4,6 +4,9 @@ import json
 import random
 import re
 import signal
+import subprocess
+import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,11 @@ import ms_data.passes.batches
 from ms_data import DedupOptions, SettingError, dedup, draw_stats
 from ms_data.cleaning.words import HAN, KANA
 from ms_data.cli import main
-from ms_data.deduplication.clusters import Cluster, Edges, Joined
+from ms_data.deduplication.clusters import Cluster, Edges, Joined, choose
 from ms_data.deduplication.minhash import MinHash, WordHashes
-from ms_data.deduplication.records import RECORD
-from ms_data.deduplication.sorting import Buckets, runs
+from ms_data.deduplication.records import FACTS, RECORD, SPAN
+from ms_data.deduplication.sorting import Buckets, runs, with_first
+from ms_data.deduplication.substrings import joined_spans
 from ms_data.deduplication.windows import Windows, cut_words
 from ms_data.passes.ledger import read_ledger
 from ms_data.passes.record import read_record
@@ -221,6 +225,83 @@ def test_sorting_in_files_is_sorting(
     assert found == sorted(records.tolist(), key=lambda one: one[0])
 
 
+@settings(max_examples=40, deadline=None)
+@given(keys=st.lists(st.integers(0, 3) | st.integers(0, 9), max_size=80))
+def test_a_key_of_more_records_than_memory_holds_is_given_in_parts(
+    tmp_path_factory: pytest.TempPathFactory, keys: list[int]
+) -> None:
+    """A part holds four records, or is of one key; joined and cut as if each key came whole."""
+    folder = tmp_path_factory.mktemp("parts")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ms_data.deduplication.sorting, "MEMORY_BYTES", 4 * RECORD.itemsize)
+        buckets = Buckets(folder / "b", RECORD, 1)
+        records = np.zeros(len(keys), RECORD)
+        records["key"], records["document"] = keys, range(len(keys))
+        buckets.add(records)
+        parts = list(buckets.sorted())
+    assert [one for part in parts for one in part["document"].tolist()] == sorted(
+        range(len(keys)), key=lambda n: keys[n]
+    )
+    assert all(len(part) <= 8 for part in parts)  # a file of two parts is not cut
+    edges = Edges(folder / "edges")
+    for part in with_first(parts):
+        edges.add(part)
+    joined = Joined(folder / "labels", len(keys))
+    joined.join(edges)
+    assert joined.labels.tolist() == [keys.index(key) for key in keys]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    found=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 20), st.integers(1, 5)),
+        min_size=1,
+        max_size=30,
+    )
+)
+def test_spans_that_meet_are_written_as_one(found: list[tuple[int, int, int]]) -> None:
+    """They hold the same words of the same documents, and none meets the next."""
+    spans = np.zeros(len(found), SPAN)
+    for span, (document, first, length) in zip(spans, found, strict=True):
+        span["key"], span["first"], span["end"] = document << 60, first, first + length
+    joined = [tuple(one) for one in joined_spans(spans).tolist()]
+    held = [{(key, n) for n in range(first, end)} for key, first, end in joined]
+    assert set().union(*held) == {
+        (document << 60, n)
+        for document, first, length in found
+        for n in range(first, first + length)
+    }
+    for (key, _, end), (other, first, _) in pairwise(joined):
+        assert (key, end) < (other, first)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sets=st.lists(st.integers(0, 6), min_size=1, max_size=30),
+    sizes=st.lists(st.integers(0, 3), min_size=30, max_size=30),
+    keep=st.sampled_from(["first", "longest", "priority"]),
+)
+def test_the_kept_one_is_that_of_the_slow_truth(
+    tmp_path_factory: pytest.TempPathFactory, sets: list[int], sizes: list[int], keep: Any
+) -> None:
+    """Whatever the clusters' sizes: of the best ones the first; clusters by their first ones."""
+    labels = np.array([sets.index(one) for one in sets], np.uint32)
+    facts = np.zeros(len(sets), FACTS)
+    facts["size"] = facts["rank"] = sizes[: len(sets)]
+    folder = tmp_path_factory.mktemp("choose")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ms_data.deduplication.sorting, "MEMORY_BYTES", 64)
+        found = list(choose(folder, labels, facts, DedupOptions(keep=keep)))
+    best = {"first": lambda n: n, "longest": lambda n: -sizes[n], "priority": lambda n: sizes[n]}
+    clusters = [
+        [n for n, one in enumerate(labels) if one == label] for label in sorted(set(labels))
+    ]
+    wanted = [
+        Cluster(min(one, key=lambda n: (best[keep](n), n)), one) for one in clusters if len(one) > 1
+    ]
+    assert [msgspec.json.decode(b"".join(one.lines()), type=Cluster) for one in found] == wanted
+
+
 def test_runs_agree_in_every_field() -> None:
     """A run begins wherever one of the fields changes."""
     records = np.array([(1, 0, 5), (1, 0, 6), (1, 1, 7), (2, 1, 8), (2, 1, 9)], RECORD)
@@ -340,3 +421,28 @@ def test_looking_for_nothing_is_refused(tmp_path: Path) -> None:
     options = DedupOptions(exact=False, minhash=False)
     with pytest.raises(SettingError, match="nothing is looked for"):
         dedup(corpus(tmp_path), out=tmp_path / "out", options=options)
+
+
+@pytest.mark.slow
+def test_rows_that_every_document_repeats_take_no_more_memory(tmp_path: Path) -> None:
+    """A million equal words in each of 4 documents or 40; peak memory, of all processes."""
+    script = (
+        "import re, resource, sys; from ms_data import DedupOptions, dedup\n"
+        "options = DedupOptions(substring_words=50)\n"
+        "dedup(sys.argv[1], out=sys.argv[2], options=options, workers=1)\n"
+        # ru_maxrss begins with that of the process that started this one.
+        "print(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1],\n"
+        "      resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)\n"
+    )
+    peaks = []
+    for count in (4, 40):
+        rng = random.Random(count)
+        texts = [" ".join(f"w{rng.randrange(10**7)}" for _ in range(900)) for _ in range(count)]
+        path = write_lines(tmp_path / f"{count}.jsonl", [f"{one} {'0 ' * 10**6}" for one in texts])
+        command = [sys.executable, "-c", script, path, tmp_path / f"out{count}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        peaks.append([int(one) >> 10 for one in done.stdout.split()])
+        assert [len(text.split()) for text in kept_in(tmp_path / f"out{count}")] == [
+            900 + 50 * (not n) for n in range(count)
+        ]
+    assert all(large < small + 200 for small, large in zip(*peaks, strict=True)), peaks

@@ -226,6 +226,8 @@ CARD = next(one for one in (f"453201511283036{n}" for n in range(10)) if passes_
     [
         ("Write to jane.doe+x@mail.example.org.", "Write to <mail>."),
         ("邮箱：zhang@example.cn，谢谢", "邮箱：<mail>，谢谢"),
+        ("写信到zhang@例子.公司，或li@例子.cn。", "写信到<mail>，或<mail>。"),
+        ("见 @张三.还有 a@b 和 c@张三说。", "见 @张三.还有 a@b 和 c@张三说。"),
         ("call +49 30 1234 5678 now", "call <telephone> now"),
         ("call (212) 555-0123 now", "call <telephone> now"),
         ("手机13812345678。", "手机<telephone>。"),

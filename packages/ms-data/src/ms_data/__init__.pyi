@@ -22,7 +22,7 @@ from .errors import (
     TokenizerError,
 )
 from .exchange.exports import Exported, export_dataset
-from .exchange.imports import import_dataset
+from .exchange.imports import Imported, import_dataset
 from .media.processor import Processor
 from .passes.page import draw_stats
 from .passes.record import LedgerSummary
@@ -52,6 +52,7 @@ __all__ = [
     "DedupOptions",
     "Exported",
     "Fault",
+    "Imported",
     "InstructionBatch",
     "InstructionStream",
     "LedgerSummary",

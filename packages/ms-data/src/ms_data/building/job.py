@@ -205,7 +205,7 @@ class Job:
         self, folder: Path, shards: tuple[ShardEntry, ...], progress: BuildProgress
     ) -> Summary:
         if not shards:
-            missing = omissions(progress.left_out, progress.skipped)
+            missing = omissions(progress.left_out, progress.skipped, progress.empty)
             raise CorpusError(
                 f"{self.source.name} is empty: no text in {len(self.source.files)} files{missing}; "
                 "give a corpus that holds text"
@@ -266,13 +266,14 @@ def _read_batches(
     """Give the documents after `start`, some MB of text at a time."""
     documents: list[Document] = []
     size, text_bytes = 0, start.text_bytes
-    skipped, left_out = start.skipped, Counter(start.left_out)
+    skipped, empty, left_out = start.skipped, start.empty, Counter(start.left_out)
 
     def batch(position: Position, read_bytes: int) -> _Batch:
         progress = BuildProgress(
             position=position,
             text_bytes=text_bytes,
             skipped=skipped,
+            empty=empty,
             left_out=dict(sorted(left_out.items())),
         )
         return _Batch(documents, size, progress, read_bytes)
@@ -285,7 +286,11 @@ def _read_batches(
     def on_leave_out(kind: str) -> None:
         left_out[kind] += 1
 
-    for document in source.documents(start.position, on_skip, on_leave_out):
+    def on_empty() -> None:
+        nonlocal empty
+        empty += 1
+
+    for document in source.documents(start.position, on_skip, on_leave_out, on_empty):
         documents.append(document)
         size += len(document.text)
         text_bytes += len(document.text.encode())

@@ -46,9 +46,11 @@ class BuildProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Documents left out because they are not valid text."""
     left_out: dict[str, int] = {}
     """Files of a folder left out because they are no text, by what they are."""
+    empty: int = 0
+    """Rows, lines and files that hold no text, which are no documents."""
 
 
-class BuildJournal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.journal.3"):
+class BuildJournal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.journal.4"):
     """The state of a build at a moment when all that it counts is safely on disk."""
 
     recipe: Recipe

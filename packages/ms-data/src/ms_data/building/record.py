@@ -39,6 +39,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens in each split."""
     encoder: str
     """What turned text into tokens, in words."""
+    empty: int = 0
+    """Rows, lines and files that hold no text, which are no documents."""
     built_before: bool = False
     """Whether all of it was there already, so that nothing was done."""
 
@@ -57,6 +59,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             size_bytes=sum(shard.size_bytes for shard in shards),
             text_bytes=progress.text_bytes,
             skipped=progress.skipped,
+            empty=progress.empty,
             left_out=progress.left_out,
             splits=dict(splits),
             encoder=encoder,
@@ -65,11 +68,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def omissions(self) -> str:
         """What was left out, as a part of a line; empty where nothing was."""
-        return omissions(self.left_out, self.skipped)
+        return omissions(self.left_out, self.skipped, self.empty)
 
 
 class BuildRecord(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ms-data.build.3"
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ms-data.build.4"
 ):
     """What a dataset was built from, and with which settings."""
 

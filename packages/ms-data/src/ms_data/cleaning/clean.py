@@ -17,7 +17,7 @@ from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
 from ms_data.passes.array_jobs import ArrayShard, merged
 from ms_data.passes.pool import worker_count
 from ms_data.passes.record import LedgerSummary
-from ms_data.passes.run import Pass, reading_recipe
+from ms_data.passes.run import WITHOUT_STRICT, Pass, reading_recipe
 
 
 def clean(
@@ -65,6 +65,7 @@ def clean(
         skip_invalid=not strict,
         parse=row_json if chosen.of_rows else None,
         document_limit_mib=document_limit_mib,
+        or_leave_out=WITHOUT_STRICT,
     )
     work = Pass(
         kind="clean",

@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 from datetime import date
 from typing import NamedTuple
 
+from ms_data.cleaning.words import HAN
+
 KINDS = ("mail", "telephone", "ip_address", "identity_number", "card_number")
 
 _MAIL = re.compile(
-    r"(?<![\w.+-])[A-Za-z0-9][\w.+%-]{0,63}@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}"
-    r"[A-Za-z]{2,24}(?![\w-])",
+    r"(?<![\w.+-])[A-Za-z0-9][\w.+%-]{0,63}@(?:"
+    r"(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}[A-Za-z]{2,24}(?![\w-])|"
+    rf"[{HAN}]{{1,20}}\.(?:[A-Za-z]{{2,24}}(?![\w-])|中国|公司|网络))",  # domains in Chinese
     re.ASCII,
 )
 _IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w]|\.\d)", re.ASCII)

@@ -61,7 +61,12 @@ def _run_import(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
             on_progress=on_progress,
         )
     (split,) = info.splits.values()
-    return info, f"{options.out}: {split.documents:,} documents, {split.tokens:,} tokens"
+    empty = f", {info.empty:,} without a token passed over" if info.empty else ""
+    further = f", {info.further:,} begun behind an end of text" if info.further else ""
+    return info, (
+        f"{options.out}: {split.documents:,} documents of {info.documents_in:,}{empty}{further}, "
+        f"{split.tokens:,} tokens"
+    )
 
 
 def _run_export(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:

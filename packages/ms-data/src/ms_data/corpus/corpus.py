@@ -105,6 +105,7 @@ class Corpus:
         start: Position = Position(),  # noqa: B008 - an immutable value
         on_skip: Callable[[str], None] = lambda reason: None,
         on_leave_out: Callable[[str], None] = lambda kind: None,
+        on_empty: Callable[[], None] = lambda: None,
     ) -> Iterator[Document]:
         """Read the documents after `start`; texts that are empty are passed over.
 
@@ -113,6 +114,7 @@ class Corpus:
             on_skip: called with the reason for each document that is not valid text, if
                 `skip_invalid` is on.
             on_leave_out: called for each file of a folder that is no text with what it is.
+            on_empty: called for each row, line or file that is there and holds no text.
 
         Raises:
             CorpusError: a file cannot be read, the one that was named is no text, or a document
@@ -133,10 +135,12 @@ class Corpus:
                     on_leave_out(found.name)
                 elif isinstance(found, Invalid):
                     if not self.options.skip_invalid:
-                        raise CorpusError(f"{found.reason}, or leave it out with --skip-invalid")
+                        raise CorpusError(f"{found.reason}{self.options.or_leave_out}")
                     on_skip(found.reason)
                 elif found:
                     yield Document(found, Position(number, nth), done_bytes + read_bytes)
+                else:
+                    on_empty()
             done_bytes += self.sizes_bytes[number]
 
     def _text_of(self, row: Row) -> str | Invalid:

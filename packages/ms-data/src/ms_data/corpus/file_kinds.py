@@ -104,10 +104,13 @@ def _plausible(signature: bytes, head: bytes) -> bool:
     return not signature.isalnum() or b"\0" in head
 
 
-def omissions(left_out: Mapping[str, int], skipped: int = 0) -> str:
+def omissions(left_out: Mapping[str, int], skipped: int = 0, empty: int = 0) -> str:
     """Say what was left out, for the end of a line; empty where nothing was."""
     count = sum(left_out.values())
     kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(left_out.items()))
     files = "file" if count == 1 else "files"
     invalid = f", {skipped:,} invalid ones left out" if skipped else ""
-    return invalid + (f", {count:,} {files} left out as no text ({kinds})" if count else "")
+    passed = f", {empty:,} without text passed over" if empty else ""
+    return (
+        invalid + passed + (f", {count:,} {files} left out as no text ({kinds})" if count else "")
+    )

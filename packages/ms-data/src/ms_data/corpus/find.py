@@ -35,6 +35,7 @@ def find_corpus(
     skip_invalid: bool = False,
     parse: Callable[[Mapping[str, Any]], str] | None = None,
     document_limit_mib: int = DOCUMENT_LIMIT_MIB,
+    or_leave_out: str = ", or leave it out with --skip-invalid",
 ) -> Corpus:
     """Find the files of a corpus: files, folders of files, addresses of either, or `stdlib`.
 
@@ -76,6 +77,7 @@ def find_corpus(
             skip_invalid=skip_invalid or is_library,
             parse=parse,
             document_limit_mib=document_limit_mib,
+            or_leave_out=or_leave_out,
         ),
     )
 

@@ -131,7 +131,9 @@ def reaching(url: str) -> Iterator[None]:
     except CorpusError:
         raise
     except FileNotFoundError as error:
-        raise CorpusError(f"no file or folder {printable(url)}; give an address") from error
+        raise CorpusError(
+            f"nothing is found at {printable(url)}; give the address of a file or folder"
+        ) from error
     except ImportError as error:
         raise CorpusError(
             f"{printable(url)}: its client is not installed: {printable(error)}"

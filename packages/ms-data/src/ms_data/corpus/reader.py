@@ -79,6 +79,8 @@ class ReadOptions:
     """The member or column of a row that holds the text."""
     skip_invalid: bool = False
     """Leave out what cannot be read instead of stopping."""
+    or_leave_out: str = ", or leave it out with --skip-invalid"
+    """How what cannot be read may be left out, for the message of one that stops."""
     parse: Callable[[Mapping[str, Any]], str] | None = None
     """Makes a document's text of a row, or raises ValueError; None takes `text_column`."""
     document_limit_mib: int = field(default=DOCUMENT_LIMIT_MIB)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -9,9 +10,11 @@ from numpy.typing import NDArray
 
 from ms_data.deduplication.options import DedupOptions
 from ms_data.deduplication.records import FACTS, RECORD
-from ms_data.deduplication.sorting import Buckets, Records, runs
+from ms_data.deduplication.sorting import Buckets, Records, runs, with_first
 
 _EDGE = np.dtype([("one", "<u4"), ("other", "<u4")])
+_MEMBER = np.dtype([("key", "<u8"), ("better", "<u4"), ("document", "<u4")])
+"""A document of a cluster; the key is the least number in it, from the first bit on."""
 _CHUNK = 1 << 20
 
 Labels = NDArray[np.uint32]
@@ -24,6 +27,22 @@ class Cluster(msgspec.Struct, frozen=True):
     """The number of the one that is kept."""
     documents: list[int]
     """All of them, in the order of the corpus."""
+
+
+class Chosen(NamedTuple):
+    """A cluster, and which of it is kept."""
+
+    kept: int
+    documents: Labels
+    """All of them, in the order of the corpus."""
+
+    def lines(self) -> Iterator[bytes]:
+        """The JSON of its `Cluster`, in parts of bounded size, with a line's end."""
+        yield b'{"kept":%d,"documents":[' % self.kept
+        for start in range(0, len(self.documents), _CHUNK):
+            numbers = msgspec.json.encode(self.documents[start : start + _CHUNK].tolist())
+            yield (b"," if start else b"") + numbers[1:-1]
+        yield b"]}\n"
 
 
 class Joined:
@@ -102,36 +121,69 @@ def join_alike(
     for content in records:
         buckets.add(np.frombuffer(content, RECORD))
     edges = Edges(folder / f"{name}.edges")
-    for part in buckets.sorted():
+    for part in with_first(buckets.sorted()):
         edges.add(part)
     joined = Joined(folder / f"{name}.labels", documents)
     joined.join(edges)
     return joined
 
 
-def choose(labels: Labels, facts: Records, options: DedupOptions) -> Iterator[Cluster]:
-    """Choose the document of each cluster that is kept; in the order of their first documents."""
+def choose(folder: Path, labels: Labels, facts: Records, options: DedupOptions) -> Iterator[Chosen]:
+    """Choose the document of each cluster that is kept; in the order of their first documents.
+
+    Members are sorted in files by their cluster, so that one cluster is in memory at a time, or
+    some small ones.
+
+    Args:
+        folder: for files that are not kept.
+        labels: the least number that each document is joined with.
+        facts: `FACTS` of each document.
+        options: which one is kept.
+    """
     assert facts.dtype == FACTS
-    later = np.concatenate(
-        [
-            start + np.flatnonzero(labels[start : start + _CHUNK] != _numbers(labels, start))
-            for start in range(0, len(labels), _CHUNK)
-        ]
-    )
-    roots = np.unique(labels[later])
-    members = np.concatenate((roots, later.astype(np.uint32)))
-    label = labels[members]
-    first = members.astype(np.int64)
-    better = {
-        "first": first,
-        "longest": -facts["size"][members].astype(np.int64),
-        "priority": facts["rank"][members].astype(np.int64),
-    }[options.keep]
-    order = np.lexsort((first, better, label))
-    ends = np.flatnonzero(np.diff(label[order])) + 1
-    for part in np.split(members[order], ends):
-        if len(part):
-            yield Cluster(int(part[0]), sorted(part.tolist()))
+    shift = np.uint64(64 - max(1, len(labels).bit_length()))
+    members = Buckets(folder / "clusters", _MEMBER, len(labels) * _MEMBER.itemsize)
+    for start in range(0, len(labels), _CHUNK):
+        own = labels[start : start + _CHUNK]
+        later = start + np.flatnonzero(own != _numbers(labels, start))
+        found: Records = np.zeros(len(later), _MEMBER)
+        found["key"] = labels[later].astype(np.uint64) << shift
+        found["document"], found["better"] = later, _better(facts, later, options)
+        members.add(found)
+    for part in _whole_keys(members.sorted()):
+        keys = np.unique(part["key"])
+        roots: Records = np.zeros(len(keys), _MEMBER)
+        roots["key"] = keys
+        roots["document"] = roots["key"] >> shift
+        roots["better"] = _better(facts, roots["document"], options)
+        every: Records = np.concatenate((roots, part))
+        every = every[np.lexsort((every["document"], every["better"], every["key"]))]
+        for one in np.split(every["document"], np.flatnonzero(np.diff(every["key"])) + 1):
+            yield Chosen(int(one[0]), np.sort(one))
+
+
+def _better(
+    facts: Records, documents: NDArray[np.integer], options: DedupOptions
+) -> NDArray[np.integer]:
+    """Numbers from 0 to 2**32 - 1, of which the least is kept; of equal ones, the first."""
+    ranks: dict[str, NDArray[np.integer]] = {
+        "longest": np.iinfo(np.uint32).max - facts["size"][documents],
+        "priority": facts["rank"][documents],
+        "first": documents,
+    }
+    return ranks[options.keep]
+
+
+def _whole_keys(parts: Iterable[Records]) -> Iterator[Records]:
+    """Put the parts of one key together again."""
+    waiting: list[Records] = []
+    for part in parts:
+        if waiting and waiting[-1]["key"][-1] != part["key"][0]:
+            yield np.concatenate(waiting)
+            waiting.clear()
+        waiting.append(part)
+    if waiting:
+        yield np.concatenate(waiting)
 
 
 def _numbers(labels: Labels, start: int) -> Labels:

@@ -25,7 +25,7 @@ from ms_data.errors import SettingError
 from ms_data.passes.array_jobs import ArrayShard, merged
 from ms_data.passes.pool import worker_count
 from ms_data.passes.record import LedgerSummary, PassRecord, read_record
-from ms_data.passes.run import Pass, reading_recipe
+from ms_data.passes.run import WITHOUT_STRICT, Pass, reading_recipe
 
 CLUSTERS = "clusters.jsonl"
 _SCRATCH = "scratch"
@@ -71,6 +71,7 @@ def dedup(
         text_column=text_column,
         skip_invalid=not strict,
         document_limit_mib=document_limit_mib,
+        or_leave_out=WITHOUT_STRICT,
     )
     last = Pass(
         kind="dedup",
@@ -178,8 +179,8 @@ class _Decide:
         same = np.memmap(scratch / "same", np.bool_, "w+", shape=(count,))
         keeper[:] = np.arange(count, dtype=np.uint32)
         with (folder / CLUSTERS).open("wb") as file:
-            for cluster in choose(alike.labels, facts, self.options):
-                file.write(msgspec.json.encode(cluster) + b"\n")
+            for cluster in choose(scratch, alike.labels, facts, self.options):
+                file.writelines(cluster.lines())
                 keeper[cluster.documents] = cluster.kept
                 labels = exact.labels[cluster.documents]
                 same[cluster.documents] = labels == exact.labels[cluster.kept]

@@ -7,7 +7,7 @@ import numpy as np
 
 from ms_data.deduplication.clusters import Labels
 from ms_data.deduplication.records import SPAN, WINDOW
-from ms_data.deduplication.sorting import Buckets, Records, runs
+from ms_data.deduplication.sorting import Buckets, Records, runs, with_first
 
 _CHUNK = 1 << 20
 
@@ -36,15 +36,16 @@ def find_repeated(
         found = np.frombuffer(content, WINDOW)
         buckets.add(found[keeper[found["document"]] == found["document"]])
     spans = Buckets(folder / "spans", SPAN, size_bytes)
-    for part in buckets.sorted():
+    for part in with_first(buckets.sorted()):
         spans.add(_repeated(part, words, shift))
     path, starts = folder / "spans.bin", folder / "spans.starts"
     counts = np.memmap(starts, np.uint64, "w+", shape=(documents + 1,))
     with path.open("wb") as file:
         for part in spans.sorted():
-            file.write(part.tobytes())
-            held, number = np.unique(part["key"] >> shift, return_counts=True)
-            counts[held + np.uint64(1)] = number.astype(np.uint64)
+            joined = joined_spans(part)
+            file.write(joined.tobytes())
+            held, number = np.unique(joined["key"] >> shift, return_counts=True)
+            counts[held + np.uint64(1)] += number.astype(np.uint64)
     before = np.uint64(0)
     for start in range(0, documents + 1, _CHUNK):
         part = counts[start : start + _CHUNK]
@@ -66,3 +67,19 @@ def _repeated(records: Records, words: int, shift: np.uint64) -> Records:
     spans["first"] = np.maximum(other["word"], own)
     spans["end"] = other["word"] + np.uint32(words)
     return spans[spans["first"] < spans["end"]]
+
+
+def joined_spans(spans: Records) -> Records:
+    """The same words in fewer spans: those that meet in a document as one."""
+    spans = spans[np.lexsort((spans["first"], spans["key"]))]
+    document = np.cumsum(np.diff(spans["key"], prepend=spans["key"][:1]) != 0).astype(np.uint64)
+    # Each document lies behind the one before, so that the furthest end is of the same one.
+    first, end = ((document << np.uint64(32)) + spans[name] for name in ("first", "end"))
+    furthest = np.maximum.accumulate(end)
+    fresh = np.ones(len(spans), bool)
+    fresh[1:] = first[1:] > furthest[:-1]
+    starts = np.flatnonzero(fresh)
+    joined = spans[starts]
+    last = np.append(starts[1:], len(spans)) - 1
+    joined["end"] = (furthest[last] & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+    return joined

@@ -1,10 +1,11 @@
-"""Makes shards of a dataset that another library wrote."""
+"""Make shards of a dataset that another library wrote."""
 
 import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,6 +20,21 @@ from ms_data.files.durable import publish, sync_folder, write_file
 from ms_data.files.work_folder import free_place, work_folder
 from ms_data.tokenization.tokenizer import Tokenizer
 
+
+class Imported(DatasetInfo, frozen=True, kw_only=True):
+    """What was made of a dataset, and what became of its documents.
+
+    The documents that were written are documents_in - empty + further.
+    """
+
+    documents_in: int
+    """Documents, or rows, of the dataset that was read."""
+    empty: int
+    """Those without a token or text, which are no documents."""
+    further: int
+    """Documents that begin behind an end of text in the midst of another."""
+
+
 _OURS = re.compile(r"(shard-\d{5,}\.msd|index\.json|tokenizer\.json)(\.partial)?")
 _BATCH_CHARACTERS = 1 << 20
 
@@ -31,7 +47,7 @@ def import_dataset(
     column: str = "text",
     shard_size_mib: int = 64,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> DatasetInfo:
+) -> Imported:
     """Make shards of Megatron's `.bin` and `.idx`, or of a folder of MDS.
 
     Tokens are taken as they are: a document that does not end in the tokenizer's end of text is
@@ -60,10 +76,16 @@ def import_dataset(
     folder = free_place(out)
     aside = folder.with_name(folder.name + ".partial")
     with work_folder(aside, _OURS):
-        _write(aside, reader, model, shard_size_mib << 20, on_progress)
+        counts = _write(aside, reader, model, shard_size_mib << 20, on_progress)
         sync_folder(aside)
         publish(aside, folder)
-    return inspect(out)
+    made = msgspec.structs.asdict(inspect(out))
+    return Imported(
+        **made,
+        documents_in=counts["read"],
+        empty=counts["empty"],
+        further=counts["further"],
+    )
 
 
 def _write(
@@ -72,7 +94,9 @@ def _write(
     tokenizer: Tokenizer,
     shard_size_bytes: int,
     on_progress: Callable[[int, int], None],
-) -> None:
+) -> dict[str, int]:
+    """Writes the dataset; says what became of the documents that were read."""
+    counts = {"read": 0, "empty": 0, "further": 0}
     kind = token_type_for(tokenizer.vocabulary_size)
     frame_tokens = FRAME_BYTES // np.dtype(kind).itemsize
     for path in folder.iterdir():
@@ -83,8 +107,13 @@ def _write(
     try:
         done = 0
         for place, tokens, size in _encoded(reader.documents(), tokenizer):
+            written = 0
             for document in _documents(tokens, tokenizer, place):
                 writer.append("train", document)
+                written += 1
+            counts["read"] += 1
+            counts["empty"] += not written
+            counts["further"] += max(0, written - 1)
             done += size
             on_progress(done, reader.size_bytes)
         shards = writer.close()
@@ -103,6 +132,7 @@ def _write(
         shards=shards,
     )
     write_file(folder / "index.json", encode_index(index))
+    return counts
 
 
 def _encoded(
@@ -116,12 +146,12 @@ def _encoded(
         for (place, text), tokens in zip(
             texts, tokenizer.encode_documents([text for _, text in texts]), strict=True
         ):
-            yield place, tokens, len(text.encode())
+            yield place, tokens if text else tokens[:0], len(text.encode())
 
     for place, value in documents:
         if not isinstance(value, str):
             yield place, value, value.nbytes
-        elif value:
+        else:
             texts.append((place, value))
             waiting += len(value)
         if waiting >= _BATCH_CHARACTERS:

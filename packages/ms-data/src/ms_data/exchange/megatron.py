@@ -71,8 +71,8 @@ class MegatronReader:
                     strict=True,
                 )
             ]
-            if parts:
-                yield f"document {number} of {self.tokens}", np.concatenate(parts)
+            none = np.zeros(0, self._kind)  # a document may have no sequence
+            yield f"document {number} of {self.tokens}", np.concatenate([none, *parts])
 
     def _read_index(self, content: bytes, size: int) -> None:
         head = len(_MAGIC) + _HEAD.size

@@ -37,6 +37,8 @@ class PassProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Documents, with those that cannot be read."""
     left_out: dict[str, int] = {}
     """Files of a folder left out because they are no text, by what they are."""
+    empty: int = 0
+    """Rows, lines and files that hold no text, which are no documents."""
 
 
 class ReadBatch(msgspec.Struct, frozen=True):
@@ -59,7 +61,7 @@ def read_batches(
         on_quarantine: called with the place and fault of each document that cannot be read.
     """
     items: list[Item] = []
-    size, first = 0, start.documents
+    size, first, empty = 0, start.documents, start.empty
     left_out = Counter(start.left_out)
 
     def quarantine(reason: str) -> None:
@@ -70,12 +72,19 @@ def read_batches(
         progress = PassProgress(
             position=position,
             documents=first + len(items),
+            empty=empty,
             left_out=dict(sorted(left_out.items())),
         )
         return ReadBatch(Batch(first, items), progress, read_bytes)
 
-    on_leave_out: Callable[[str], None] = lambda kind: left_out.update([kind])  # noqa: E731
-    for document in source.documents(start.position, quarantine, on_leave_out):
+    def on_leave_out(kind: str) -> None:
+        left_out[kind] += 1
+
+    def on_empty() -> None:
+        nonlocal empty
+        empty += 1
+
+    for document in source.documents(start.position, quarantine, on_leave_out, on_empty):
         items.append(Item(_place(source, document), document.text))
         size += len(document.text)
         if size >= BATCH_CHARACTERS:

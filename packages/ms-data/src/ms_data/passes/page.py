@@ -74,6 +74,7 @@ def _tiles(record: PassRecord, dropped: int, taken: int) -> str:
         "kept": f"{tally.kept:,} ({_share(tally.kept, tally.documents)})",
         "dropped": f"{tally.dropped_documents:,}",
         "quarantined": f"{tally.quarantined:,}",
+        **({"without text, no documents": f"{record.empty:,}"} if record.empty else {}),
         "in": _bytes(tally.bytes_in),
         "kept as text": _bytes(tally.bytes_out),
         "dropped with documents": _bytes(dropped),
@@ -122,7 +123,7 @@ def _examples(reason: str, tally: ReasonTally) -> str:
         f"<p><code>{_safe(one.place)}</code>{_value(one.value)}<br><q>{_safe(one.excerpt)}</q></p>"
         for one in tally.examples
     )
-    name = f"<code>{_safe(reason)}</code>"
+    name = f"<code>{_breakable(reason)}</code>"
     return f"<details><summary>{name}</summary>{shown}</details>" if shown else name
 
 
@@ -132,7 +133,7 @@ def _value(value: object) -> str:
 
 def _plots(findings: Findings) -> str:
     plots = [
-        f"<div><h3>{_safe(reason)}</h3>{_histogram(one.bins(_BINS), one.limit)}</div>"
+        f"<div><h3>{_breakable(reason)}</h3>{_histogram(one.bins(_BINS), one.limit)}</div>"
         for reason, one in sorted(findings.values.items())
         if one.count > 1
     ]
@@ -203,6 +204,11 @@ def _table(head: str, rows: str) -> str:
 
 def _safe(value: object) -> str:
     return html.escape(str(value))
+
+
+def _breakable(reason: str) -> str:
+    """A name that may go on in another line behind each of its parts."""
+    return _safe(reason).replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 
 def _number(value: object) -> str:

@@ -38,12 +38,14 @@ class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
     bytes_out: int
     size_bytes: int
     """The documents that were kept, as they lie on disk."""
+    empty: int = 0
+    """Rows, lines and files that hold no text, which are no documents."""
     done_before: bool = False
     """Whether all of it was there already, so that nothing was done."""
 
     @classmethod
     def of(
-        cls, folder: str, tally: Tally, left_out: dict[str, int], size_bytes: int
+        cls, folder: str, tally: Tally, left_out: dict[str, int], size_bytes: int, empty: int = 0
     ) -> "LedgerSummary":
         """Sum up what became of documents."""
         return cls(
@@ -56,16 +58,17 @@ class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
             bytes_in=tally.bytes_in,
             bytes_out=tally.bytes_out,
             size_bytes=size_bytes,
+            empty=empty,
         )
 
     @property
     def omissions(self) -> str:
         """What was left out, as a part of a line; empty where nothing was."""
-        return omissions(self.left_out)
+        return omissions(self.left_out, empty=self.empty)
 
 
 class PassRecord(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ms-data.ledger.1"
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ms-data.ledger.2"
 ):
     """What a pass was made from and with which settings, and what it wrote."""
 
@@ -79,6 +82,7 @@ class PassRecord(
     """Their bytes, as a checksum."""
     tally: Tally
     left_out: dict[str, int]
+    empty: int
     files: tuple[FileEntry, ...]
     checksum: str = ""
     """Hexadecimal xxh3-128 of this record with an empty checksum."""
@@ -87,7 +91,7 @@ class PassRecord(
         """Sum the record up."""
         documents = [one for one in self.files if one.name.startswith("documents/")]
         size_bytes = sum(one.size_bytes for one in documents)
-        summary = LedgerSummary.of(str(folder), self.tally, self.left_out, size_bytes)
+        summary = LedgerSummary.of(str(folder), self.tally, self.left_out, size_bytes, self.empty)
         return msgspec.structs.replace(summary, done_before=done_before)
 
 

@@ -48,6 +48,9 @@ from ms_data.passes.tally import Tally
 SAVE_EVERY_S = 5.0
 """A pass that is killed loses at most about this much work."""
 
+WITHOUT_STRICT = "; without --strict it is left out and named"
+"""What to do about a document that stops a pass."""
+
 SERIES = ("documents", "ledger")
 
 _OURS = re.compile(
@@ -82,7 +85,7 @@ class PassResult(msgspec.Struct, frozen=True, array_like=True):
     tally: Tally
 
 
-class PassJournal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.pass.1"):
+class PassJournal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.pass.2"):
     """The state of a pass at a moment when all that it counts is safely on disk."""
 
     kind: str
@@ -212,9 +215,16 @@ class Pass:
         progress = journal.progress if journal else PassProgress()
         writers: dict[str, SeriesWriter] = {}
         saved = time.monotonic()
+        unreadable, fault = 0, ""
+
+        def quarantine(reason: str) -> None:
+            nonlocal unreadable, fault
+            unreadable, fault = unreadable + 1, fault or reason
+            self.on_quarantine(reason)
+
         asked = (
             (one, msgspec.msgpack.encode(one.batch))
-            for one in read_batches(self.source, progress, self.on_quarantine)
+            for one in read_batches(self.source, progress, quarantine)
         )
         try:
             for name in SERIES:
@@ -234,6 +244,8 @@ class Pass:
                         saved = time.monotonic()
             if not tally.documents:
                 raise CorpusError(f"{self.source.name} is empty: it holds no document; give text")
+            if unreadable == tally.documents:
+                raise CorpusError(f"no document of {self.source.name} can be read: {fault}")
             return self._record(folder, progress, writers, tally)
         finally:
             for writer in writers.values():
@@ -287,6 +299,7 @@ class Pass:
             content=self.source.content(),
             tally=tally,
             left_out=progress.left_out,
+            empty=progress.empty,
             files=(*written, *(entry_of(folder, name) for name in self.extra)),
         )
 

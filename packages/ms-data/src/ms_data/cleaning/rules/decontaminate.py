@@ -80,7 +80,9 @@ def _index(
 ) -> dict[int, NDArray[np.uint64]]:
     """The hashes of all n-grams, sorted, by how many words they have."""
     found: dict[int, list[NDArray[np.uint64]]] = {}
-    for document in find_corpus(Path(benchmarks), text_column=text_column).documents():
+    for document in find_corpus(
+        Path(benchmarks), text_column=text_column, or_leave_out=""
+    ).documents():
         hashes = _HASHES(_plain(document.text))
         if len(hashes) >= least:
             window = min(size, len(hashes))
