@@ -124,6 +124,9 @@ def trial_bytes(engine: Any, loss: Loss, rows: int, length: int) -> int | None:
 
     Returns:
         Of the rank that holds most; None if memory ran out.
+
+    Raises:
+        ConfigError: memory ran out, and there are other processes, which cannot go on.
     """
     generator = torch.Generator().manual_seed(0)
     size = engine.vocabulary_size or 1
@@ -139,9 +142,14 @@ def trial_bytes(engine: Any, loss: Loss, rows: int, length: int) -> int | None:
             counted += held_bytes(engine)
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         ran_out = isinstance(error, torch.OutOfMemoryError) or NO_MEMORY in str(error)
-        # Others wait for what this rank was about to send.
-        if not ran_out or dist.get_world_size() > 1:
+        if not ran_out:
             raise
+        if dist.get_world_size() > 1:  # others wait for what this rank was about to send
+            raise ConfigError(
+                f"microbatch_size='auto' finds none: rank {dist.get_rank()} ran out of memory when"
+                f" it tried {len(microbatches[0]['tokens'])} sample(s) at once; lower"
+                " sequence_length, recompute more, shard over more ranks, or give it more memory"
+            ) from error
         return None
     finally:
         engine.trained.clear()

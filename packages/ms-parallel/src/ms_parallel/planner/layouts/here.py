@@ -7,9 +7,8 @@ comes from the cluster's links. Steps of one and of two microbatches tell what i
 them from what is done once, and models of one and of three layers what is done for each layer.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import median
-from time import perf_counter, process_time
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter, process_time, process_time_ns
 from typing import Any
 
 import torch
@@ -37,10 +36,12 @@ from ms_parallel.planner.layouts.passes import (
 from ms_parallel.planner.layouts.sizes import ModelSizes
 from ms_parallel.schedules.table.action import Kind
 
-STEPS = 3
+STEPS = 4
 """Steps that are timed, after one that is not; the fastest counts, as others disturb it least."""
 FEW, SEVERAL = 1, 3
-"""Rows of the microbatches that are measured; what others take lies on a straight line."""
+"""Rows of the microbatches through which a line gives what others take, where these are long."""
+SHORT_S = 0.2
+"""A microbatch that takes less is measured as it is."""
 WEIGHT_SHARE = 0.5
 """Share of a backward that gradients of weights take, as their products are half of all."""
 LAYERS = 3
@@ -71,6 +72,16 @@ class _Measured:
     """Share of a microbatch's own work that is its forward."""
     step: OwnAndTravel
     """Once a step."""
+
+
+@frozen(kw_only=True)
+class _Took:
+    """Seconds of a step."""
+
+    whole: float
+    forward: float
+    """Of all forwards."""
+    backward: float
 
 
 @frozen(kw_only=True)
@@ -110,7 +121,7 @@ class HereTimes:
         self.configs, self.sheet, self.batch = tuple(configs), sheet, batch
         self.device, self.options = device, dict(options)
         self.layers = configs[-1].num_hidden_layers
-        self.known: dict[tuple[_Key, int, int], _Measured] = {}
+        self.known: dict[tuple[_Key, int], tuple[_Measured, _Measured]] = {}
 
     def passes(self, split: Split, recompute: str) -> ModelSeconds:
         """Seconds of one microbatch: measured, and its collectives by the cluster's links."""
@@ -177,9 +188,16 @@ class HereTimes:
         return not (self.sheet.sizes.experts and layout.tensor * layout.expert > 1)
 
     def _line(self, key: _Key, rows: int, of: Callable[[_Measured], float]) -> _Parts:
-        """Of a microbatch of any number of rows: on a line, and never less than a part."""
+        """Of a microbatch of any number of rows.
+
+        Measured where that is short; else on a line, and never less than a part.
+        """
+        few = self._parts(key, FEW, of)
+        _, larger = self._both(key, FEW)
+        if rows == FEW or larger.passes.own * rows < SHORT_S:
+            return self._parts(key, rows, of)
         share = (rows - FEW) / (SEVERAL - FEW)
-        few, several = (self._parts(key, count, of) for count in (FEW, SEVERAL))
+        several = self._parts(key, SEVERAL, of)
         layer, ends = (
             max(one + (other - one) * share, LEAST * one)
             for one, other in ((few.layer, several.layer), (few.ends, several.ends))
@@ -203,31 +221,27 @@ class HereTimes:
 
     def _both(self, key: _Key, rows: int) -> tuple[_Measured, _Measured]:
         """Of the smaller and of the larger model."""
-        if (key, 0, rows) not in self.known:
-            # Beside the passes, rows do not matter.
-            every = (FEW, SEVERAL) if key == _plain(key.layout) else (FEW,)
-            every = (SEVERAL,) if key.recompute != "none" else every
-            for number, config in enumerate(self.configs):
-                for count, found in zip(every, self._measure(config, key, every), strict=True):
-                    self.known[key, number, count] = found
-        return self.known[key, 0, rows], self.known[key, len(self.configs) - 1, rows]
+        if (key, rows) not in self.known:
+            one, other = (self._measure(config, key, rows) for config in self.configs)
+            self.known[key, rows] = one, other
+        return self.known[key, rows]
 
-    def _measure(self, config: Any, key: _Key, every: Sequence[int]) -> Iterator[_Measured]:
+    def _measure(self, config: Any, key: _Key, rows: int) -> _Measured:
         options = {**self.options, "recompute": key.recompute, "sharding": key.sharding}
+        options |= {"offload": "none", "microbatch_size": rows}
         with fake_groups(key.layout, self.device) as groups:
-            engine = Engine(config, groups=groups, offload="none", **options)
-            for rows in every:
-                yield self._steps(engine, rows)
+            return self._steps(Engine(config, groups=groups, **options), rows)
 
     def _steps(self, engine: Engine, rows: int) -> _Measured:
         """Steps of one and of two microbatches."""
-        engine.passes.microbatch_size = rows
-        own, travel, shares = [], [], []
-        for count in (1, 2):
-            batch = _rows(self.batch, rows * count)
-            times = [_step(engine, batch) for _ in range(1 + STEPS)][1:]
-            own.append(min(whole for whole, _ in times))
-            shares.append(median(share for _, share in times))
+        batches = [_rows(self.batch, rows * count) for count in (1, 2)]
+        # In turns, so that what comes and goes on the machine meets both.
+        times = [[_step(engine, batch) for batch in batches] for _ in range(1 + STEPS)][1:]
+        own = [min(each[count].whole for each in times) for count in (0, 1)]
+        forward = min(each[1].forward for each in times)
+        backward = min(each[1].backward for each in times)
+        travel = []
+        for batch in batches:
             with MessageLog() as log:
                 _step(engine, batch)
             travel.append(seconds(log.messages, self.sheet.cluster))
@@ -237,7 +251,7 @@ class HereTimes:
             step.append(one - passes[-1])
         return _Measured(
             passes=OwnAndTravel(own=passes[0], travel=passes[1]),
-            forward=shares[-1],
+            forward=forward / (forward + backward),
             step=OwnAndTravel(own=step[0], travel=step[1]),
         )
 
@@ -294,32 +308,42 @@ def _rows(batch: Batch, count: int) -> dict[str, Tensor]:
     return found
 
 
-def _clock(device: torch.device) -> Callable[[], float]:
-    """A clock of this process's own work: what others take of a CPU does not count."""
-    # Of several threads it would count all.
-    alone = device.type == "cpu" and torch.get_num_threads() == 1
-    return process_time if alone else perf_counter
+class _OwnRecorder(Recorder):
+    """Records by the clock of this process's own work: what others take of a CPU is none of it."""
+
+    def _mark(self) -> None:
+        self.marks_ns.append(process_time_ns())
 
 
-def _step(engine: Engine, batch: Batch) -> tuple[float, float]:
-    """Seconds of a step, and which share of its passes is forwards."""
-    recorder = engine.passes.runtime.recorder = Recorder(engine.device)
-    loss, clock = NextTokenLoss(), _clock(engine.device)
+def _counts_own_work(device: torch.device) -> bool:
+    """Whether the clock of a process's own work says how long it computes: of one thread."""
+    return device.type == "cpu" and torch.get_num_threads() == 1
+
+
+def _step(engine: Engine, batch: Batch) -> _Took:
+    """Take a step that changes no weight, and time it."""
+    own = _counts_own_work(engine.device)
+    recorder = _OwnRecorder(engine.device) if own else Recorder(engine.device)
+    loss, clock = NextTokenLoss(), process_time if own else perf_counter
+    engine.passes.runtime.recorder = recorder
     began = clock()
     microbatches = engine.passes.microbatches(batch)
     weight, _ = measure(microbatches, loss, engine.groups)
     losses = engine.passes.backward(microbatches, loss, max(1.0, weight))
     gradients = engine.trained.gradients(None)
     engine.trained.global_sums([each[None] for each in losses], 1, gradients)
-    # Whatever stands where sums were not received: the update is made, and changes no weight.
+    # Whatever stands where sums were not received: the update is made, at a rate of nothing.
     engine.trained.step(gradients, 1.0, 0.0)
     if engine.device.type != "cpu":
         torch.accelerator.synchronize()
     whole = clock() - began
     engine.passes.runtime.recorder = None
     assert recorder.schedule is not None
-    times = {True: 0.0, False: 0.0}
     (row,) = recorder.schedule.computations()
+    forward = backward = 0
     for action, (begin, end) in zip(row, recorder.times_ns(), strict=True):
-        times[action.kind is Kind.FORWARD] += end - begin
-    return whole, times[True] / sum(times.values())
+        if action.kind is Kind.FORWARD:
+            forward += end - begin
+        else:
+            backward += end - begin
+    return _Took(whole=whole, forward=forward / 1e9, backward=backward / 1e9)

@@ -1,0 +1,86 @@
+"""The largest microbatch that fits is found, and no run it is found for runs out of memory."""
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from processes import run_processes
+
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.planner.largest_microbatch import sizes_of
+
+RUNS = Path(__file__).with_name("room_runs.py")
+CASES = 50
+TAKEN_MIB = 90
+"""Of processes that have met, beside their tensors: what gloo's threads take."""
+
+
+def drawn(seed: int) -> dict[str, Any]:
+    """A run, and more memory than its smallest microbatch is predicted to need, by chance."""
+    chance = random.Random(seed)
+    hidden = chance.choice((64, 96, 128))
+    layers = chance.choice((2, 4))
+    model = {
+        "hidden_size": hidden,
+        "intermediate_size": chance.choice((2, 3, 4)) * hidden,
+        "num_attention_heads": 4,
+        "num_key_value_heads": chance.choice((2, 4)),
+        "num_hidden_layers": layers,
+        "vocab_size": chance.choice((512, 2048, 8192)),
+    }
+    layout = chance.choice(("data=1", "data=2", "tensor=2", "pipeline=2"))
+    settings = {
+        "model_config": model,
+        "batch_size": chance.choice((12, 16, 24)),
+        "sequence_length": chance.choice((256, 512)),
+        "recompute": chance.choice(("none", "none", "selective", "full")),
+        "optimizer": chance.choice(("AdamW", "AdamW", "SGD", "Muon")),
+    }
+    if layout == "data=2":
+        settings["sharding"] = chance.choice(("auto", "zero1", "zero3"))
+    return {"layout": layout, "settings": settings, "share": chance.random()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(CASES))
+def test_no_drawn_run_takes_more_than_there_is(seed: int) -> None:
+    """It trains in its memory, and a size two further up does not; where none fits, it says so."""
+    case = drawn(seed)
+    layout, settings = Layout.parse(case["layout"]), case["settings"]
+    sizes = sizes_of(settings["batch_size"] // layout.readers, layout.pipeline)
+    given = {"layout": case["layout"], "settings": settings}
+    (foretold,) = run_processes(1, RUNS, "foretold", **given, sizes=sizes)
+    need = [max(_total(rank) for rank in foretold[str(size)]) for size in sizes]
+    most = need[min(len(need) - 1, 3)]
+    room = (TAKEN_MIB << 20) + int(need[0] + case["share"] * 1.2 * (most - need[0]))
+
+    def run(size: int | str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = run_processes(
+            layout.world_size,
+            RUNS,
+            "trained",
+            check=False,
+            room_bytes=room,
+            size=size,
+            foretold=foretold,
+            **given,
+        )
+        return found
+
+    found = run("auto")
+    print(seed, case, f"{room / (1 << 20):.0f} MiB", sizes, found)  # noqa: T201
+    refused = any("refused" in rank for rank in found)  # the others lose their connection
+    assert refused or all("rows" in rank for rank in found), found
+    place = -1 if refused else sizes.index(found[0]["rows"])
+    for size in sizes[place + 2 :][:1]:
+        tried = run(size)
+        assert any("failed" in rank for rank in tried), (size, found)
+
+
+def _total(rank: dict[str, int]) -> int:
+    return sum(value for name, value in rank.items() if name != "pipeline")
