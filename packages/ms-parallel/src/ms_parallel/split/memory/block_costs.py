@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -170,7 +171,8 @@ def weights_of(module: nn.Module) -> dict[int, int]:
 
 
 def _memory(tensor: Tensor) -> torch.UntypedStorage:
-    part = local_part(tensor)
+    # An alias of an ordinary tensor among fake ones would have memory of its own.
+    part = local_part(tensor) if isinstance(tensor, DTensor) else tensor
     # What a collective may still be writing is a wrapper without memory of its own.
     if isinstance(part, AsyncCollectiveTensor):
         part = part.elem
