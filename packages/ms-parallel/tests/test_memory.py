@@ -4,6 +4,7 @@ import random
 import shutil
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,7 @@ LARGER = {
     "num_hidden_layers": 4,
     "vocab_size": 512,
 }
+OLMOE = {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2}
 MEMORY: list[dict[str, Any]] = [
     {"layout": "data=2,tensor=2", "options": {"recompute": "attention"}},
     {
@@ -267,7 +269,7 @@ MEMORY: list[dict[str, Any]] = [
     {"layout": "pipeline=4", "options": {"recompute": "selective", "optimizer": "Muon"}},
     {
         "layout": "data=2,expert=2,pipeline=2",
-        "settings": {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2},
+        "settings": OLMOE,
         "options": {"schedule": "zb-h1"},
     },
 ]
@@ -281,22 +283,26 @@ def drawn_memory(count: int) -> list[dict[str, Any]]:
         axes = [chance.choice(("data", "tensor", "context", "pipeline")) for _ in range(2)]
         sizes = {axis: 2 ** axes.count(axis) for axis in axes}
         experts = chance.random() < 0.4
-        settings = {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2}
         if experts and sizes.get("data", 1) * sizes.get("context", 1) > 1:
             sizes["expert"] = 2
         piped = "pipeline" in sizes
         schedules = ("1f1b", "gpipe", "zb-h1", "interleaved-1f1b") if piped else ("1f1b",)
-        job = {
+        job: dict[str, Any] = {
             "layout": ",".join(f"{axis}={size}" for axis, size in sizes.items()),
-            "settings": settings if experts else {},
+            "settings": OLMOE if experts else {},
             "options": {
                 "schedule": chance.choice(schedules),
                 "recompute": chance.choice((*KINDS, "600KiB")),
                 "mixed_precision": chance.random() < 0.3,
                 "sharding": chance.choice(("auto", "zero1", "zero2", "zero3")),
                 "optimizer": chance.choice(("AdamW", "Muon", "SGD", "Adafactor")),
+                "context_attention": chance.choice(("auto", "all_gather", "ulysses", "ring")),
             },
+            "microbatches": 4 if piped else chance.choice((1, 2, 4)),
         }
+        if chance.random() < 0.5:
+            cuts = sorted(chance.sample(range(1, 64), chance.randint(1, 5)))
+            job["lengths"] = [end - begin for begin, end in pairwise([0, *cuts, 64])]
         if sizes.get("pipeline") == 4 and job["options"]["schedule"] == "interleaved-1f1b":
             continue
         if job not in jobs:
@@ -307,7 +313,7 @@ def drawn_memory(count: int) -> list[dict[str, Any]]:
 PIPED_CONTEXT: list[dict[str, Any]] = [
     {
         "layout": "pipeline=2,context=2,expert=2",
-        "settings": {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2},
+        "settings": OLMOE,
         "options": {"schedule": "zb-h1", "mixed_precision": True, "optimizer": "Muon"},
     },
     {
@@ -559,5 +565,5 @@ def test_few_predictions_find_the_largest() -> None:
 
 @pytest.mark.slow
 def test_predicted_memory_of_drawn_layouts_is_what_is_counted() -> None:
-    """For twenty layouts, and two of context with a pipeline, one with packed rows."""
-    check_memory([*drawn_memory(20), *PIPED_CONTEXT])
+    """For forty layouts, half with packed rows, and two of context with a pipeline."""
+    check_memory([*drawn_memory(40), *PIPED_CONTEXT])

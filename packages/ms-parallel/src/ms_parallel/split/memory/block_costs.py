@@ -140,19 +140,21 @@ def measure_block(
     )
 
 
-def storages(values: Any) -> dict[int, int]:
+def storages(values: Any, *, floating: bool = False) -> dict[int, int]:
     """Bytes of the memory of all tensors in `values`, by what distinguishes it while it lives.
 
     Args:
         values: of lists, tables and dataclasses, however deep.
+        floating: whether only tensors of floating-point numbers count.
     """
     found: dict[int, int] = {}
     waiting = [values]
     while waiting:
         for leaf in tree_leaves(waiting.pop()):
             if isinstance(leaf, Tensor):
-                memory = _memory(leaf)
-                found[memory._cdata] = memory.nbytes()
+                if leaf.is_floating_point() or not floating:
+                    memory = _memory(leaf)
+                    found[memory._cdata] = memory.nbytes()
             elif is_dataclass(leaf) and not isinstance(leaf, type):
                 waiting.append(list(vars(leaf).values()))
     return found
