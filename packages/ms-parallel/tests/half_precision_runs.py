@@ -120,3 +120,16 @@ def audits(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def norms(jobs: list[dict[str, Any]]) -> list[list[float]]:
+    """The gradients' norms of three updates of each job, in bfloat16."""
+    torch.set_num_threads(1)
+    found = []
+    for job in jobs:
+        groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)
+        options = {"mixed_precision": True, "microbatch_size": job["microbatch_size"]}
+        engine = build({}, groups, **options, **job["options"])
+        batches = (my_rows(global_batch(step, rows=8), groups) for step in range(3))
+        found.append([engine.update(each, NextTokenLoss()).grad_norm for each in batches])
+    return found

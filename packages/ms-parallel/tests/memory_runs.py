@@ -147,18 +147,38 @@ class CountingRuntime(Runtime):
         self.mailbox = runtime.mailbox
         self.kept: dict[Key, int] = {}
         self.activations = self.buffers = self.whole = 0
-        self.sharded = [
-            each
+        states: list[Any] = [
+            module._get_fsdp_state()
             for stage in self.stages.values()
             for module in stage.modules()
             if isinstance(module, FSDPModule) and module._get_fsdp_state()._fsdp_param_group
-            for each in module._get_fsdp_state()._fsdp_param_group.fsdp_params
         ]
+        self.gathers = [state._fsdp_param_group for state in states]
+        self.sharded = [each for group in self.gathers for each in group.fsdp_params]
 
     def _perform(self, action: Action, step: Step, schedule: Schedule) -> None:
         super()._perform(action, step, schedule)
         if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             del self.kept[action.stage, action.microbatch]
+        self._look_at_gradients()
+
+    def _after_weights(self, key: Key, last: bool) -> None:
+        self._look_at_gradients()
+        stage: Any = self.stages[key[0]]
+        state = stage._get_fsdp_state() if isinstance(stage, FSDPModule) else None
+        if state is not None:
+            summing = state._root_post_backward_final_callback
+
+            def look_and_sum() -> None:
+                self._look_at_gradients()
+                summing()
+
+            state._root_post_backward_final_callback = look_and_sum
+        super()._after_weights(key, last)
+        if state is not None:
+            del state._root_post_backward_final_callback
+
+    def _look_at_gradients(self) -> None:
         whole = [each.unsharded_accumulated_grad for each in self.sharded]
         whole += [getattr(each, "_unsharded_param", weightless).grad for each in self.sharded]
         slopes = sum(storages([each for each in whole if each is not None]).values())
@@ -168,12 +188,16 @@ class CountingRuntime(Runtime):
         self._look()
 
     def _look(self) -> None:
-        gathered = [getattr(each, "_unsharded_param", None) for each in self.sharded]
-        weights = sum(storages([each for each in gathered if each is not None]).values())
+        held = [getattr(each, "_unsharded_param", None) for each in self.sharded]
+        late = [each.comm_ctx.all_gather_state for each in self.gathers]
+        results = [each._all_gather_result for each in self.gathers]
+        results += [each.all_gather_result for each in late if each is not None]
+        held += [each.all_gather_output for each in results if each is not None]
+        weights = sum(storages([each for each in held if each is not None]).values())
         self.buffers = max(self.buffers, weights + self.whole)
 
     def _compute(self, key: Key, entering: Tensor, step: Step, schedule: Schedule) -> Tensor:
-        kept = storages([entering])
+        kept = storages([entering] if key[0] else [])  # tokens are the batch's
 
         def keep(saved: Tensor) -> Tensor:
             kept.update(storages([saved]))
@@ -184,9 +208,20 @@ class CountingRuntime(Runtime):
             self._look()
             return saved
 
+        def share(_: nn.Module, args: Any, kwargs: Any) -> None:
+            kept.update(storages([kwargs]))  # for a block that is computed again
+
+        blocks = recomputed_blocks(self.stages[key[0]])
+        hooks = [
+            each.block.register_forward_pre_hook(share, with_kwargs=True)
+            for each in blocks
+            if each.kind != "none"
+        ]
         with saved_tensors_hooks(keep, look):
             made = super()._compute(key, entering, step, schedule)
-        for block in recomputed_blocks(self.stages[key[0]]):
+        for hook in hooks:
+            hook.remove()
+        for block in blocks:
             kept |= storages(block.kept_results)
         gathered = [getattr(each, "_unsharded_param", None) for each in self.sharded]
         weights = [*self.stages[key[0]].parameters(), *(g for g in gathered if g is not None)]
@@ -232,7 +267,11 @@ def counted(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
         mine = my_rows(batch, groups)
         engine.update(mine, NextTokenLoss())
         runtime = engine.passes.runtime = CountingRuntime(engine.passes.runtime)
-        engine.passes.backward(engine.passes.microbatches(mine), NextTokenLoss(), 1.0)
+        microbatches = [
+            {name: each.clone() for name, each in batch.items()}  # memory of its own
+            for batch in engine.passes.microbatches(mine)
+        ]
+        engine.passes.backward(microbatches, NextTokenLoss(), 1.0)
         weights = [local_part(each) for each in engine.parameters.values()]
         gradients = [local_part(each.grad) for each in engine.parameters.values()]  # type: ignore[arg-type]
         moments = [*engine.optimizer.moments.values(), *engine.optimizer.whole.values()]

@@ -179,6 +179,23 @@ def test_settings_of_precision_that_cannot_be_used_are_named(
 LAYOUTS = {1: ("data=1",), 2: TWO, 4: ("data=2,tensor=2", "data=2,pipeline=2")}
 
 
+def test_gradients_that_are_put_off_are_summed_in_float32() -> None:
+    """However weights are sharded, and where the first microbatch is the last."""
+    jobs = [
+        {
+            "layout": "data=2,pipeline=2",
+            "microbatch_size": size,
+            "options": {"schedule": schedule, "sharding": sharding},
+        }
+        for sharding, size in (("zero1", 1), ("zero2", 2), ("zero3", 1), ("zero1", 4))
+        for schedule in ("1f1b", "zb-h1")
+    ]
+    found = run_processes(4, RUNS, "norms", jobs=jobs)[0]
+    for whole, split in zip(found[::2], found[1::2], strict=True):
+        # bfloat16 has 8 bits: sums of products in another order differ in the last one.
+        assert split == pytest.approx(whole, rel=2**-8)
+
+
 @pytest.mark.parametrize("count", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_auditor_computes_what_float32_does(count: int) -> None:
     """Its loss is a float32 engine's on the same weights and batch, and raises no alarm."""

@@ -21,6 +21,7 @@ from runs import FAMILIES, VARIANTS
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.proof.draw import CONTEXT_KINDS
 from ms_parallel.split.data_axis import SHARDINGS
+from ms_parallel.split.memory.recompute_choice import KINDS
 
 ROWS = 4
 PARTS = 10
@@ -32,7 +33,7 @@ DENSE: tuple[dict[str, Any], ...] = (
     {"model_type": "qwen3", "tie_word_embeddings": True, "num_key_value_heads": 2},
 )
 MIXTURES: tuple[dict[str, Any], ...] = (
-    {**FAMILIES["mixtral"], "num_local_experts": 4},
+    {**FAMILIES["mixtral"], "num_local_experts": 4, "tie_word_embeddings": True},
     {**FAMILIES["qwen3_moe"], "num_experts": 8},
     {**FAMILIES["deepseek_v3"], "num_nextn_predict_layers": 1},
     {**FAMILIES["glm4_moe"], "n_routed_experts": 4},
@@ -64,17 +65,30 @@ def _divides(layout: Layout, settings: dict[str, Any]) -> bool:
     return bool(settings.get("num_key_value_heads", 2) % layout.tensor == 0)
 
 
+def _shardings(layout: Layout) -> list[str]:
+    """Experts are shared out over ranks that shard weights, and copies are of shards or of all."""
+    if layout.replicate > 1 and layout.shards == 1:
+        return ["auto", "replicate"]
+    whole = layout.expert == 1 and layout.replicate == 1
+    return [name for name in SHARDINGS if whole or name != "replicate"]
+
+
+def _context_kinds(layout: Layout) -> list[str]:
+    """Those whose traders divide the four heads of the models."""
+    heads = 4 // layout.tensor
+    kinds = [name for name in CONTEXT_KINDS if name != "ulysses" or heads % layout.context == 0]
+    return [*kinds, *(("ulysses_ring",) if layout.context == 4 and heads > 1 else ()), "auto"]
+
+
 def drawn_job(chance: random.Random, most: int = 8) -> dict[str, Any]:
     """A model, a layout, and how the one is trained under the other."""
     layout = drawn_layout(chance, most)
     mixture = layout.expert > 1 or chance.random() < 0.4
     fitting = [each for each in (MIXTURES if mixture else DENSE) if _divides(layout, each)]
     settings = chance.choice(fitting)
-    # Experts are shared out over ranks that shard weights.
-    kinds_of_sharding = [name for name in SHARDINGS if layout.expert == 1 or name != "replicate"]
     options: dict[str, Any] = {
-        "sharding": chance.choice(kinds_of_sharding) if layout.replicate == 1 else "auto",
-        "recompute": chance.choice(("none", "full")),
+        "sharding": chance.choice(_shardings(layout)),
+        "recompute": chance.choice(KINDS),
         "microbatch_size": chance.choice(range(1, ROWS // layout.data + 1)),
         **(SEQUENCE if mixture and chance.random() < 0.5 else {}),
     }
@@ -87,10 +101,7 @@ def drawn_job(chance: random.Random, most: int = 8) -> dict[str, Any]:
         # The looped ones fill their rounds.
         options["microbatch_size"] = 1
     if layout.context > 1:
-        kinds = [*CONTEXT_KINDS, *(("ulysses_ring",) if layout.context == 4 else ()), "auto"]
-        if 4 % (layout.tensor * layout.context):  # heads, which these trade
-            kinds = [name for name in kinds if "ulysses" not in name]
-        options["context_attention"] = chance.choice(kinds)
+        options["context_attention"] = chance.choice(_context_kinds(layout))
         options["context_balance"] = chance.choice(("balanced", "zig-zag"))
     length = layout.row_parts * max(2, chance.choice((8, 12, 16, 24)) // layout.row_parts)
     lengths = [chance.randint(1, length) for _ in range(chance.randint(1, 5))]

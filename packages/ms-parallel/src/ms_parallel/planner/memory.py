@@ -14,7 +14,6 @@ from attrs import evolve, frozen
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.fsdp import FSDPModule
 
 from ms_parallel.cluster.device import pick_device
 from ms_parallel.cluster.layout import Layout
@@ -25,15 +24,21 @@ from ms_parallel.models.staged import StagedModel
 from ms_parallel.planner.apart import call_apart
 from ms_parallel.planner.fake_cluster import fake_groups, has_met_others
 from ms_parallel.planner.rank_memory import PREDICTION, RankMemory
+from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.split.context.rows import SharedRows
-from ms_parallel.split.data_axis import ACTIVATIONS, EACH, MOMENTS
+from ms_parallel.split.data_axis import ACTIVATIONS, MOMENTS
 from ms_parallel.split.memory.block_costs import BlockCosts, storages, weights_of
 from ms_parallel.split.memory.budget import choose_kinds, held_at_once, peak_bytes
+from ms_parallel.split.memory.gathered import (
+    FLOAT32_BYTES,
+    gathered_stage,
+    gradient_bytes,
+    most_weights,
+)
 from ms_parallel.split.memory.recompute import RecomputedBlock, recomputed_blocks
 from ms_parallel.split.memory.recompute_choice import KINDS, Recompute, budget_bytes
 from ms_parallel.split.part import local_part
 
-FLOAT32_BYTES = 4
 UNUSED = BlockCosts(kept_bytes=(0,) * len(KINDS), work=(0,) * len(KINDS))
 """Costs of a block that no forward passes, such as a layer that predicts further without a loss."""
 ENDLESS = 1 << 60
@@ -187,7 +192,7 @@ def row_bytes(
         costs = _stage_costs(engine, number, batch, device, loss or NextTokenLoss())
     return RowBytes(
         blocks=tuple(tuple(block.kept_bytes) for block in costs.blocks),
-        beside=costs.beside,
+        beside=costs.beside + costs.shared,
         moments=moments / weights,
     )
 
@@ -199,6 +204,8 @@ class _StageCosts:
     blocks: Sequence[BlockCosts]
     beside: int
     """Bytes that its blocks do not keep: those of embedding, head and loss."""
+    shared: int
+    """Bytes that its blocks share, such as angles and documents, where any is computed again."""
 
 
 def _rank(
@@ -226,8 +233,9 @@ def _rank(
     moments = sum(each.nbytes for moment in every for each in moment.values())
     row = engine.tables.training(microbatches).actions[engine.groups.place.pipeline]
     held = held_at_once(row)
-    gathered = _gathered(engine, microbatches)
-    unsplit = 0 if engine.groups.layout.shards > 1 else _unsplit(engine)
+    gathered = _gathered(engine, microbatches, row)
+    wrapped = engine.groups.layout.shards > 1 or engine.options.mixed_precision
+    unsplit = 0 if wrapped else _unsplit(engine)  # FSDP keeps a rank's part
     costs: dict[int, _StageCosts] = {}
     for number, stage in _stages(engine).items():
         name = f"{number > 0} {number + 1 == len(engine.placement)} {_name(stage)}"
@@ -235,8 +243,11 @@ def _rank(
             known[name] = _stage_costs(engine, number, batch, device, loss)
         costs[number] = known[name]
     blocks = {number: each.blocks for number, each in costs.items()}
-    beside = {number: each.beside for number, each in costs.items()}
     kinds = _kinds(recompute, blocks, held)
+    beside = {
+        number: each.beside + (each.shared if any(kinds[number]) else 0)
+        for number, each in costs.items()
+    }
     away = engine.options.offload in ACTIVATIONS and device.type != "cpu"
     again = [
         block.kept_bytes[0] - block.kept_bytes[kind]
@@ -273,7 +284,10 @@ def _stage_costs(
     ran = kept if isinstance(stage, StagedModel) else names
     inputs = sum(costs[name].kept_bytes[-1] for name in ran)
     shared = max((block.shared_bytes for block in marked), default=0)
-    return _StageCosts(blocks=[costs[name] for name in names], beside=saved - inputs + shared)
+    if engine.options.mixed_precision:
+        shared += (len(marked) - 1) * max((block.cast_bytes for block in marked), default=0)
+    found = [costs[name] for name in names]
+    return _StageCosts(blocks=found, beside=saved - inputs, shared=shared)
 
 
 def _stages(engine: Engine) -> Mapping[int, nn.Module]:
@@ -355,28 +369,27 @@ def _unsplit(engine: Engine) -> int:
     return whole - whole // tensor
 
 
-def _gathered(engine: Engine, microbatches: int) -> int:
-    """Bytes of weights and gradients that a rank holds whole beside its share.
+def _gathered(engine: Engine, microbatches: int, row: Sequence[Action]) -> int:
+    """Bytes of weights and gradients that a rank holds whole beside its share, at their most.
 
-    Where weights are freed after each block, those of the last two gathered and of the ends.
+    Weights pass through buffers in the first forwards, before there are gradients.
     """
     groups, options = engine.groups, engine.options
     if groups.layout.shards == 1 and not options.mixed_precision:
         return 0
     width = 2 if options.mixed_precision else FLOAT32_BYTES
-    own: list[int] = []
-    ends = 0
-    for stage in _stages(engine).values():
-        for module in stage.modules():
-            if isinstance(module, FSDPModule):
-                group: Any = module._get_fsdp_state()._fsdp_param_group
-                count = sum(each._orig_size.numel() for each in group.fsdp_params) if group else 0
-                ends += count if module is stage else 0
-                own += [] if module is stage else [count]
-    held = sum(local_part(each).numel() for each in engine.parameters.values())
-    whole = sum(own) + ends
-    once = microbatches == 1 and groups.layout.pipeline == 1  # else kept for the next one
-    freed = options.sharding == "zero3" or (options.sharding == "auto" and once)
-    weights = ends + sum(sorted(own)[-2:]) if freed else whole
-    gradients = 0 if options.sharding in EACH else whole - held + _unsplit(engine)
-    return weights * width + gradients * FLOAT32_BYTES
+    stages = {
+        number: gathered_stage(stage, split_head=groups.layout.tensor > 1)
+        for number, stage in _stages(engine).items()
+    }
+    once = microbatches == 1
+    split = any(a.kind is Kind.BACKWARD_INPUT for each in row for a in each.computations)
+    weights = most_weights(
+        stages, options.sharding, piped=groups.layout.pipeline > 1, once=once, split=split
+    )
+    sums = gradient_bytes(stages, options.sharding, once=once, split=split, element_bytes=width)
+    if sums:  # a rank's share of them counts as gradients
+        held = sum(local_part(each).numel() for each in engine.parameters.values())
+        sums = max(0, sums + (_unsplit(engine) - held) * FLOAT32_BYTES)
+    whole = sum(stage.count for stage in stages.values())
+    return max(weights * width, min(weights, whole) * width + sums)

@@ -113,4 +113,19 @@ def after_weight_gradients(
     """
     if isinstance(model, FSDPModule):
         set_last_backward(model, last, sharding, summed=summed)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                _widen_gradients(module)
         model._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def _widen_gradients(module: FSDPModule) -> None:
+    """Take gradients to the dtype in which they are summed.
+
+    FSDP2 leaves that to the backward that sums, and there all have one dtype. Here some have been
+    widened already behind an earlier backward, such as those of norms.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    for each in group.fsdp_params if group else ():
+        if each.unsharded_accumulated_grad is None and hasattr(each, "_unsharded_param"):
+            each.to_accumulated_grad_if_needed()

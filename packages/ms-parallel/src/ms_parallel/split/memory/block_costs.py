@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -139,19 +140,21 @@ def measure_block(
     )
 
 
-def storages(values: Any) -> dict[int, int]:
+def storages(values: Any, *, floating: bool = False) -> dict[int, int]:
     """Bytes of the memory of all tensors in `values`, by what distinguishes it while it lives.
 
     Args:
         values: of lists, tables and dataclasses, however deep.
+        floating: whether only tensors of floating-point numbers count.
     """
     found: dict[int, int] = {}
     waiting = [values]
     while waiting:
         for leaf in tree_leaves(waiting.pop()):
             if isinstance(leaf, Tensor):
-                memory = _memory(leaf)
-                found[memory._cdata] = memory.nbytes()
+                if leaf.is_floating_point() or not floating:
+                    memory = _memory(leaf)
+                    found[memory._cdata] = memory.nbytes()
             elif is_dataclass(leaf) and not isinstance(leaf, type):
                 waiting.append(list(vars(leaf).values()))
     return found
@@ -170,7 +173,8 @@ def weights_of(module: nn.Module) -> dict[int, int]:
 
 
 def _memory(tensor: Tensor) -> torch.UntypedStorage:
-    part = local_part(tensor)
+    # An alias of an ordinary tensor among fake ones would have memory of its own.
+    part = local_part(tensor) if isinstance(tensor, DTensor) else tensor
     # What a collective may still be writing is a wrapper without memory of its own.
     if isinstance(part, AsyncCollectiveTensor):
         part = part.elem

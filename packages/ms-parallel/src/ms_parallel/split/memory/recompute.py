@@ -52,6 +52,8 @@ class RecomputedBlock:
         """What the block costs; measured in the next forward while it is None, under a budget."""
         self.shared_bytes = 0
         """What all blocks of its stage share besides, such as angles and documents."""
+        self.cast_bytes = 0
+        """Of these, what FSDP casts anew for each block in mixed precision."""
         self.measures = False
         self._kept: ref[KeptResults] | None = None
         self._decisions: deque[Tensor] = deque()
@@ -94,6 +96,7 @@ class RecomputedBlock:
         self.become("none")
         try:
             self.shared_bytes = sum(storages([kwargs]).values())
+            self.cast_bytes = sum(storages([kwargs], floating=True).values())
             with keeping(self._decisions)[1]:
                 self.costs = measure_block(block, self.attention, args, kwargs)
         finally:
