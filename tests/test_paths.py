@@ -60,7 +60,7 @@ TEXTS = {
     *("device", "ops", "sample_prompt", "arguments", "metrics", "balance", "runtime"),
     *("groups", "adamw", "fused", "settings", "loss_scale", "languages", "script", "stop_words"),
     *("chinese_script", "keep", "action", "mask", "words", "form", "priority"),
-    *("chip", "peak_tflops", "products", "dtype", "product_dtype"),
+    *("chip", "peak_tflops", "products", "dtype", "product_dtype", "or_leave_out"),
 }
 """Settings whose text is no path."""
 
@@ -69,7 +69,7 @@ MADE_HERE = {
     *("Corpus.names", "Corpus.named", "HeldOut.shards", "Result.model_folder", "FoundTraces.files"),
     *("TokenizerSource.path", "Loop.folder", "Loop.result", "TransformersModel.folder"),
     *("SFTTrainer.weights", "ChatTemplate.with_tokens_of", "OpenFile.path"),
-    *("Pass.corpus", "Job.folder", "Processor.folder", "ArrayShard.folder"),
+    *("Pass.corpus", "CheckpointJob.folder", "Processor.folder", "ArrayShard.folder"),
     "_Asked.shards",
 }
 """Values that a package makes of paths that were checked, and no user does; and what is a table of

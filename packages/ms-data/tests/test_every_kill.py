@@ -42,12 +42,12 @@ Work = Callable[[Path, Path], object]
 
 
 def a_build(place: Path, out: Path) -> None:
-    """Of text, in two splits."""
+    """A dataset of text, in two splits."""
     build(place / "corpus", tokenizer=place / "tokenizer.json", out=out, hold_out=0.2)
 
 
 def a_build_with_pictures(place: Path, out: Path) -> None:
-    """Of conversations, whose pictures go into a split of their own."""
+    """A dataset of conversations, whose pictures go into a split of their own."""
     model = place / "model"
     build(place / "seen", tokenizer=model, out=out, chat=model, processor=model, hold_out=0.4)
 
@@ -68,7 +68,7 @@ def a_dedup(place: Path, out: Path) -> None:
 
 
 def an_import_of_megatron(place: Path, out: Path) -> None:
-    """Of what was exported."""
+    """The pair of files that an export made."""
     import_dataset(place / "pair.idx", tokenizer=place / "tokenizer.json", out=out)
 
 
@@ -88,7 +88,7 @@ def a_tokenizer(place: Path, out: Path) -> None:
 
 
 def a_page(place: Path, out: Path) -> None:
-    """Of a ledger."""
+    """The page that draws a ledger."""
     out.mkdir(exist_ok=True)
     draw_stats(place / "cleaned", out=out / "page.html")
 

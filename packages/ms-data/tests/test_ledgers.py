@@ -1,4 +1,4 @@
-"""Of every command: what went in is what came out and what did not, by reason."""
+"""In every command, what went in is what came out and what did not, by reason."""
 
 import json
 from collections import Counter

@@ -16,7 +16,7 @@ from ms_parallel.planner.largest_microbatch import sizes_of
 RUNS = Path(__file__).with_name("room_runs.py")
 CASES = 50
 TAKEN_MIB = 90
-"""Of processes that have met, beside their tensors: what gloo's threads take."""
+"""What gloo's threads take of processes that have met, beside their tensors."""
 
 
 def drawn(seed: int) -> dict[str, Any]:

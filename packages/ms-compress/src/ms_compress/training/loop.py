@@ -68,8 +68,7 @@ def tune(
     """
     check_path("checkpoint", checkpoint, error=ConfigError, optional=True)
     batch = _as_batch(text, options)
-    check_tokens(model, batch["tokens"], "the text")
-    check_tokens(model, batch["targets"][batch["targets"] != IGNORED], "the text's targets")
+    _check_vocabulary(model, batch)
     saved = None
     if checkpoint is not None:
         more = {**(checkpoint_identity or {}), "a teacher": str(teacher is not None)}
@@ -88,6 +87,12 @@ def tune(
         )
     model.eval()
     return losses
+
+
+def _check_vocabulary(model: nn.Module, batch: Mapping[str, Tensor]) -> None:
+    check_tokens(model, batch["tokens"], "the text")
+    targets = batch["targets"]
+    check_tokens(model, targets[targets != IGNORED], "the text's targets")
 
 
 def _nothing(*_: object) -> None:

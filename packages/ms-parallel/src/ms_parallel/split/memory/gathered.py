@@ -33,7 +33,7 @@ class GatheredStage:
     ends: WholeWeights
     """Those of no block, which stay until the update's last backward."""
     blocks: tuple[tuple[WholeWeights, ...], ...]
-    """Of each block its own, and behind them its experts' where they are shared out."""
+    """Each block's own, and behind them its experts' where they are shared out."""
     linear: int = 0
     """Those of linear maps, whose gradients a schedule may put off."""
 

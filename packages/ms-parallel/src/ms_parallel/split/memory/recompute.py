@@ -53,7 +53,7 @@ class RecomputedBlock:
         self.shared_bytes = 0
         """What all blocks of its stage share besides, such as angles and documents."""
         self.cast_bytes = 0
-        """Of these, what FSDP casts anew for each block in mixed precision."""
+        """What FSDP casts of them anew for each block in mixed precision."""
         self.measures = False
         self._kept: ref[KeptResults] | None = None
         self._decisions: deque[Tensor] = deque()
