@@ -67,8 +67,7 @@ def tune(
         DivergedError: a later loss is not finite.
     """
     check_path("checkpoint", checkpoint, error=ConfigError, optional=True)
-    batch = _as_batch(text, options)
-    _check_vocabulary(model, batch)
+    batch = _known_batch(model, text, options)
     saved = None
     if checkpoint is not None:
         more = {**(checkpoint_identity or {}), "a teacher": str(teacher is not None)}
@@ -89,14 +88,19 @@ def tune(
     return losses
 
 
-def _check_vocabulary(model: nn.Module, batch: Mapping[str, Tensor]) -> None:
+def _nothing(*_: object) -> None:
+    """Stand in for a callback that was not given."""
+
+
+def _known_batch(
+    model: nn.Module, text: Tensor | Mapping[str, Tensor], options: Tuning
+) -> dict[str, Tensor]:
+    """Return the batch of all rows, whose tokens the model's vocabulary holds."""
+    batch = _as_batch(text, options)
     check_tokens(model, batch["tokens"], "the text")
     targets = batch["targets"]
     check_tokens(model, targets[targets != IGNORED], "the text's targets")
-
-
-def _nothing(*_: object) -> None:
-    """Stand in for a callback that was not given."""
+    return batch
 
 
 def _as_batch(text: Tensor | Mapping[str, Tensor], options: Tuning) -> dict[str, Tensor]:

@@ -36,7 +36,7 @@ def clean(
 ) -> LedgerSummary:
     """Write the documents of a corpus that rules keep, as they change them, and a ledger.
 
-    Documents keep their order, and the bytes do not depend on `workers`. What was cut short goes on.
+    Documents keep their order; the bytes do not depend on `workers`. What was cut short goes on.
 
     Args:
         corpus: files, folders or addresses of text and tables, or `stdlib`; see `find_corpus`.
