@@ -173,10 +173,10 @@ def summed_losses() -> Any:
 
 def cut_documents() -> Any:
     """Attention sees a document from where a rank's piece of it begins."""
-    right = rows.pieces_of
+    right = rows.query_ranges
     return patch.object(
         rows,
-        "pieces_of",
+        "query_ranges",
         lambda *given: [evolve(each, first_key=each.start) for each in right(*given)],
     )
 
