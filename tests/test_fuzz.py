@@ -56,8 +56,18 @@ def test_each_way_to_fail_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         print("a.json: not JSON; write it again", file=sys.stderr)  # noqa: T201
         return 2
 
+    def steps() -> int:
+        print("step 1/4294967296  loss 5.7", file=sys.stderr)  # noqa: T201
+        return hangs()
+
+    def leaves_files() -> int:
+        Path("out").mkdir(exist_ok=True)
+        Path("out/events").touch()
+        return hangs()
+
     monkeypatch.setattr(worker, "MEMORY_BYTES", 32 << 20)
     monkeypatch.setattr(worker, "CPU_LIMIT_S", 0.2)
+    monkeypatch.setattr(worker, "RUN_LIMIT_S", 0.2)
     monkeypatch.setattr(worker.resource, "setrlimit", lambda *_: None)  # this process goes on
     kept = worker.signal.signal(worker.signal.SIGPROF, worker.hang)
     try:
@@ -68,6 +78,10 @@ def test_each_way_to_fail_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         began = time.process_time()
         assert ends(tmp_path, hangs)[0] == "hang"
         assert time.process_time() - began < 2
+        assert ends(tmp_path, hangs, trains=True)[0] == "hang"
+        assert ends(tmp_path, steps)[0] == "hang"
+        for training in (steps, leaves_files):  # its settings are large, and nobody's fault
+            assert ends(tmp_path, training, trains=True)[0] == ""
         assert ends(tmp_path, lambda: 2) == ("exit code", "2 without a word")
         for fine in (lambda: 0, lambda: 1, tells):
             assert ends(tmp_path, fine)[0] == ""

@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -175,7 +176,7 @@ def invoke(case: Case, folder: Path) -> Outcome:
             signal.setitimer(signal.ITIMER_PROF, 0)
         used = peak() - before
     outcome.printed, outcome.errors = text(printed), text(errors)
-    if _hung and case.trains and any((folder / "out").glob("*")):
+    if _hung and case.trains and has_begun(folder, outcome.errors):
         outcome.failure, outcome.exit_code = "", 0
     elif _hung:
         outcome.failure, outcome.cause = "hang", _hung[0]
@@ -190,6 +191,12 @@ def invoke(case: Case, folder: Path) -> Outcome:
     elif not outcome.failure and outcome.exit_code == 2 and not outcome.errors.strip():
         outcome.failure, outcome.cause = "exit code", "2 without a word"
     return outcome
+
+
+def has_begun(folder: Path, said: str) -> bool:
+    """Whether a training has made a step: by its files, or where those come late by its words."""
+    step = re.search(r"^step \d+/", said, re.MULTILINE)
+    return step is not None or any((folder / "out").glob("*"))
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -143,7 +144,7 @@ def test_damage_costs_only_the_blocks_it_touches(
     contents: list[bytes], data: st.DataObject
 ) -> None:
     """Blocks away from a damaged byte are all read; a changed one is never taken for whole."""
-    packed = [pack_block(content) for content in contents]
+    packed = [pack_block(content, number) for number, content in enumerate(contents)]
     whole = bytearray(b"".join(packed))
     position = data.draw(st.integers(0, len(whole) - 1))
     whole[position] ^= data.draw(st.integers(1, 255))
@@ -157,7 +158,7 @@ def test_damage_costs_only_the_blocks_it_touches(
 @given(st.lists(st.binary(min_size=1, max_size=100), min_size=1, max_size=4), st.data())
 def test_a_cut_file_is_torn_at_its_last_block(contents: list[bytes], data: st.DataObject) -> None:
     """Any prefix of a file gives its whole blocks, then at most one torn stretch."""
-    whole = b"".join(map(pack_block, contents))
+    whole = b"".join(pack_block(content, n) for n, content in enumerate(contents))
     cut = data.draw(st.integers(0, len(whole)))
     found = list(scan_blocks(whole[:cut]))
     blocks = [item.content for item in found if isinstance(item, Block)]
@@ -189,6 +190,64 @@ def test_a_stretch_that_stands_twice_is_read_once(tmp_path: Path) -> None:
     problems: list[str] = []
     assert list(read_events(tmp_path, on_problem=problems.append)) == sound
     assert any("repeats a block" in problem for problem in problems)
+
+
+def test_blocks_that_are_gone_are_told_of(tmp_path: Path) -> None:
+    """Whole blocks have sound checksums: their numbers tell, wherever they stand and stood."""
+    with EventLog(tmp_path) as log:
+        for step in range(4):
+            log("a", {"step": step})
+            log.flush()
+    (path,) = tmp_path.iterdir()
+    data = path.read_bytes()
+    segment, *blocks = [found for found in scan_blocks(data) if isinstance(found, Block)]
+    assert [block.number for block in blocks] == [1, 2, 3, 4]
+    ends = [segment.end, *(block.end for block in blocks)]
+    parts = [data[: ends[0]], *(data[one:two] for one, two in pairwise(ends))]
+    problems: list[str] = []
+
+    def steps(order: list[int]) -> list[int | None]:
+        problems.clear()
+        path.write_bytes(b"".join(parts[number] for number in order))
+        return [event.step for event in read_events(tmp_path, on_problem=problems.append)]
+
+    assert steps([0, 1, 2, 3, 4]) == [0, 1, 2, 3]
+    assert problems == []
+    assert steps([0, 1, 4]) == [0, 3]
+    assert problems == [f"{path.name} lacks 2 of its blocks; their events are lost"]
+    assert steps([1, 2]) == [0, 1]
+    assert problems == [f"{path.name} lacks 1 of its blocks; their events are lost"]
+    assert steps([0, 1, 2, 1, 2]) == [0, 1]
+    assert [problem.partition(",")[0] for problem in problems] == [
+        f"{path.name} repeats a block"
+    ] * 2
+
+
+def test_a_full_disk_leaves_no_gap_in_the_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What could not be written is written later, and nothing is said to be lost."""
+    with EventLog(tmp_path) as log:
+        log("a", {"step": 0})
+        log.flush()
+        log("a", {"step": 1})
+        with monkeypatch.context() as full:
+            full.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+            log.flush()
+        log("a", {"step": 2})
+    problems: list[str] = []
+    found = [event.step for event in read_events(tmp_path, on_problem=problems.append)]
+    assert found == [0, 1, 2]
+    assert problems == []
+
+
+def test_who_follows_a_log_reads_no_block_twice(tmp_path: Path) -> None:
+    """A stretch that stands twice by the time it is read adds no events there either."""
+    with EventLog(tmp_path) as log:
+        log("a", {"step": 1})
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes() * 2)
+    assert [event.step for event in follow_events(tmp_path, until=lambda: True)] == [1]
 
 
 def test_ranks_are_merged_by_wall_time_and_filtered(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_reading_false_headers_takes_linear_time() -> None:
     """A mebibyte of headers that each claim the rest of the file is done with in a moment."""
     size = 1 << 20
     headers = b"".join(
-        HEADER.pack(MAGIC, size - at - HEADER.size, 1 << 20, 7)
+        HEADER.pack(MAGIC, max(size - at - HEADER.size, 0), 1 << 20, 0, 7)
         for at in range(0, size, HEADER.size)
     )
     begun = time.process_time()
@@ -166,8 +166,8 @@ def test_reading_false_headers_takes_linear_time() -> None:
 
 def test_a_sound_block_after_false_headers_is_still_found() -> None:
     """What a damaged stretch claims does not hide what follows it."""
-    false = b"".join(HEADER.pack(MAGIC, 400 * 16, 1 << 20, n) for n in range(400))
-    found = list(scan_blocks(false + pack_block(b"whole") + bytes(100)))
+    false = b"".join(HEADER.pack(MAGIC, 400 * HEADER.size, 1 << 20, 0, n) for n in range(400))
+    found = list(scan_blocks(false + pack_block(b"whole", 0) + bytes(100)))
     assert [one.content for one in found if isinstance(one, Block)] == [b"whole"]
 
 
@@ -180,9 +180,9 @@ def test_events_of_another_form_cost_their_block(
     array = b"\xdd" + struct.pack(">I", 1)
     event = b"\x96\x00\xa4step\x01\x00\xcf" + b"\xff" * 8 + b"\x81\xa4step\x01"
     with log.path.open("ab") as file:
-        file.write(pack_block(array + b"\x91" * 100_000))
-        file.write(pack_block(array + b"\x96\x00\xa2\xff\xfe\x01\x00\x00\x80"))
-        file.write(pack_block(array + event))
+        file.write(pack_block(array + b"\x91" * 100_000, 2))
+        file.write(pack_block(array + b"\x96\x00\xa2\xff\xfe\x01\x00\x00\x80", 3))
+        file.write(pack_block(array + event, 4))
     assert main(["logs", str(tmp_path)]) == 1
     captured = capsys.readouterr()
     assert len(captured.out.splitlines()) == 2

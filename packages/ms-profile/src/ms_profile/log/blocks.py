@@ -1,9 +1,10 @@
 """Event files are independent checksummed blocks, so that a torn tail costs one block.
 
-A block is 16 bytes (magic, compressed size, raw size, CRC-32 of both sizes and the payload) and a
-zstd frame. A reader that meets damage looks for the next magic whose checksum holds; what it may
-checksum on that search is bounded, or false headers that each claim the rest of a file would make
-reading quadratic.
+A block is 20 bytes (magic, compressed size, raw size, its number in the file, CRC-32 of these three
+and the payload) and a zstd frame. The numbers show what a checksum cannot: whole blocks that stand
+twice, or are gone. A reader that meets damage looks for the next magic whose checksum holds; what
+it may checksum on that search is bounded, or false headers that each claim the rest of a file would
+make reading quadratic.
 """
 
 import struct
@@ -13,8 +14,9 @@ from collections.abc import Iterator
 import zstandard
 from msgspec import Struct
 
-MAGIC = b"MSEB"
-HEADER = struct.Struct("<4sIII")
+MAGIC = b"MSEC"
+HEADER = struct.Struct("<4sIIII")
+CHECKED = struct.Struct("<III")
 MAX_RAW_BYTES = 1 << 24
 MAX_PACKED_BYTES = MAX_RAW_BYTES + (1 << 17)
 LEVEL = 3
@@ -24,9 +26,10 @@ SEARCHES = 4
 
 
 class Block(Struct, frozen=True):
-    """One whole block's content and where the next one starts."""
+    """One whole block's content, its number, and where the next one starts."""
 
     content: bytes
+    number: int
     end: int
 
 
@@ -38,13 +41,12 @@ class Damage(Struct, frozen=True):
     torn: bool
 
 
-def pack_block(content: bytes) -> bytes:
-    """Compress and frame `content`, at most 16 MiB."""
+def pack_block(content: bytes, number: int) -> bytes:
+    """Compress and frame `content`, at most 16 MiB; no two blocks of a file have one number."""
     payload = zstandard.ZstdCompressor(level=LEVEL).compress(content)
-    sizes = struct.pack("<II", len(payload), len(content))
-    return HEADER.pack(
-        MAGIC, len(payload), len(content), zlib.crc32(payload, zlib.crc32(sizes))
-    ) + (payload)
+    checked = CHECKED.pack(len(payload), len(content), number)
+    checksum = zlib.crc32(payload, zlib.crc32(checked))
+    return MAGIC + checked + struct.pack("<I", checksum) + payload
 
 
 def scan_blocks(data: bytes, start: int = 0) -> Iterator[Block | Damage]:
@@ -89,7 +91,7 @@ def _block_at(
 ) -> Block | None:
     if len(data) - position < HEADER.size:
         return None
-    magic, size, raw_size, checksum = HEADER.unpack_from(data, position)
+    magic, size, raw_size, number, checksum = HEADER.unpack_from(data, position)
     begin = position + HEADER.size
     end = begin + size
     if magic != MAGIC or end > len(data) or raw_size > MAX_RAW_BYTES or size > MAX_PACKED_BYTES:
@@ -97,13 +99,14 @@ def _block_at(
     if budget is not None and not budget.take(HEADER.size + size):
         return None
     payload = data[begin:end]
-    if zlib.crc32(payload, zlib.crc32(data[position + 4 : position + 12])) != checksum:
+    checked = data[position + len(MAGIC) : position + len(MAGIC) + CHECKED.size]
+    if zlib.crc32(payload, zlib.crc32(checked)) != checksum:
         return None
     try:
         content = decompressor.decompress(payload, max_output_size=raw_size)
     except zstandard.ZstdError:
         return None
-    return Block(content, end) if len(content) == raw_size else None
+    return Block(content, number, end) if len(content) == raw_size else None
 
 
 def _next_block(
@@ -124,6 +127,6 @@ def _may_be_torn(data: bytes, position: int) -> bool:
     head = data[position : position + HEADER.size]
     if len(head) < HEADER.size:
         return MAGIC.startswith(head[:4]) if len(head) < 4 else head.startswith(MAGIC)
-    magic, size, raw_size, _ = HEADER.unpack(head)
+    magic, size, raw_size, *_ = HEADER.unpack(head)
     fits = raw_size <= MAX_RAW_BYTES and size <= MAX_PACKED_BYTES
     return bool(magic == MAGIC and fits and size > len(data) - position - HEADER.size)

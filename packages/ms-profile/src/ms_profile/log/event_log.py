@@ -9,13 +9,14 @@ oldest beyond `segments` is removed.
 
 import atexit
 import errno
+import itertools
 import logging
 import os
 import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -138,6 +139,10 @@ class EventLog:
         self._pid = os.getpid()
         self._stop = threading.Event()
         self._descriptor = -1
+        self._numbers: Iterator[int] = itertools.count()
+        """Of the blocks of the file that is being written."""
+        self._unused: list[int] = []
+        """Numbers of blocks that could not be written; the next ones have them."""
         self.folder.mkdir(parents=True, exist_ok=True)
         own = sorted(self.folder.glob(f"rank-{self.rank:05d}.*{SUFFIX}"))
         self._number = int(own[-1].name.split(".")[1]) + 1 if own else 0
@@ -191,7 +196,7 @@ class EventLog:
                     raise FileNotFoundError(errno.ENOENT, "the log was removed", str(self.folder))
                 if self._size >= self._limit_bytes:
                     self._rotate()
-                self._append(pack_block(content))
+                self._append(content)
             except OSError as error:
                 if not self._failing:
                     logger.warning("events of rank %d cannot be written: %s", self.rank, error)
@@ -242,6 +247,7 @@ class EventLog:
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor, self._size = descriptor, 0
+        self._numbers, self._unused = itertools.count(), []
         segment = Segment(
             rank=self.rank,
             world_size=self._world_size,
@@ -250,7 +256,7 @@ class EventLog:
             number=self._number,
             clock=read_clocks(),
         )
-        self._append(pack_block(self._encoder.encode(segment)))
+        self._append(self._encoder.encode(segment))
 
     def _rotate(self) -> None:
         self._number += 1
@@ -258,8 +264,11 @@ class EventLog:
         if (oldest := self._number - self._keep) >= 0:
             self._path(oldest).unlink(missing_ok=True)
 
-    def _append(self, block: bytes) -> None:
+    def _append(self, content: bytes) -> None:
         """Write a block whole, or take back what was written of it."""
+        # A signal handler may append too, in the middle of this: each step is one of Python's own.
+        number = self._unused.pop() if self._unused else next(self._numbers)
+        block = pack_block(content, number)
         try:
             written = 0
             while written < len(block):
@@ -267,6 +276,7 @@ class EventLog:
         except OSError:
             os.ftruncate(self._descriptor, self._size)
             os.lseek(self._descriptor, self._size, os.SEEK_SET)
+            self._unused.append(number)
             raise
         self._size += len(block)
 

@@ -4,6 +4,7 @@ import heapq
 import logging
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Final
@@ -117,12 +118,12 @@ def follow_events(
     """Yield events as they are flushed, those already there first; ends once `until()` is true."""
     check_path("a log", folder, error=FormatError)
     kept = wanted or EventFilter()
-    offsets: dict[Path, int] = {}
+    places: defaultdict[Path, _Place] = defaultdict(_Place)
     while True:
         ending = until()
         fresh: list[Event] = []
         for path in event_files_so_far(folder):
-            events, offsets[path] = _new_events(path, offsets.get(path, 0))
+            events = _new_events(path, places[path])
             fresh += [event for event in events if kept.keeps(event)]
         if kept.ranks is not None:
             fresh = [event for event in fresh if event.rank in kept.ranks]
@@ -140,25 +141,35 @@ def event_files_so_far(folder: Path | str) -> list[Path]:
         return []
 
 
-def _new_events(path: Path, start: int) -> tuple[list[Event], int]:
-    """Events of the whole blocks from `start`, and where to go on; a torn tail waits."""
+class _Place:
+    """How far a growing file was read."""
+
+    def __init__(self) -> None:
+        self.offset = 0
+        self.seen: set[int] = set()
+        """Numbers of its blocks so far."""
+
+
+def _new_events(path: Path, place: _Place) -> list[Event]:
+    """Events of the whole blocks from a place on, which is moved; a torn tail waits."""
     try:
         with path.open("rb") as file:
-            file.seek(start)
+            file.seek(place.offset)
             data = file.read(LARGEST_READ_BYTES)
     except FileNotFoundError:
-        return [], start
+        return []
     events: list[Event] = []
     position = 0
     for found in scan_blocks(data):
         if isinstance(found, Damage):
             if found.torn:
                 break
-            position = found.end
-            continue
-        events += _decode(found) or ()
+        elif found.number not in place.seen:
+            place.seen.add(found.number)
+            events += _decode(found) or ()
         position = found.end
-    return events, start + position
+    place.offset += position
+    return events
 
 
 def _rank_events(
@@ -173,16 +184,18 @@ def _rank_events(
             on_problem(str(error))
             continue
         seen: set[int] = set()
+        damaged = False
         for found in scan_blocks(data):
             if isinstance(found, Damage):
+                damaged = True
                 what = "ends inside a block" if found.torn else "is damaged"
                 size = found.end - found.start
                 on_problem(f"{path.name} {what} at byte {found.start}; {size} bytes are left out")
                 continue
-            if hash(found.content) in seen:  # its events have times of their own, so no two agree
+            if found.number in seen:
                 on_problem(f"{path.name} repeats a block, up to byte {found.end}; it is left out")
                 continue
-            seen.add(hash(found.content))
+            seen.add(found.number)
             events = _decode(found)
             if events is None:
                 on_problem(
@@ -193,6 +206,9 @@ def _rank_events(
                 placed = event if clock is None else _placed(event, clock)
                 if wanted.keeps(placed):
                     yield placed
+        lost = max(seen, default=-1) + 1 - len(seen)
+        if lost and not damaged:  # what is damaged has been told of
+            on_problem(f"{path.name} lacks {lost} of its blocks; their events are lost")
 
 
 def _placed(event: Event, clock: ClockFit) -> Event:
