@@ -19,7 +19,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a family, a folder with a config.json, a transformers class, or module:function",
+        help="a family, a folder, a class or model_type of transformers, or module:function",
     )
     parser.add_argument("--processes", type=int, default=4, help="most of a layout (default 4)")
     parser.add_argument("--cases", type=int, default=16, help="ways of running it (default 16)")

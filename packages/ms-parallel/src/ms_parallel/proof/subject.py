@@ -29,6 +29,7 @@ _SMALL: dict[str, int] = {
     "num_attention_heads": 4,
     "head_dim": 8,
     "max_position_embeddings": 64,
+    "rotary_dim": 4,
     "sliding_window": 5,
     "segment_length": 4,
     "memory_length": 4,

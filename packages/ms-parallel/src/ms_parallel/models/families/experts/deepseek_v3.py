@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from attrs import field, frozen
 from torch import nn
@@ -89,7 +89,7 @@ def _plan(config: DeepseekV3Config) -> ModelPlan:
 
 
 class _Positions:
-    """As Llama's, and the width of a head, which newer files write down although it follows."""
+    """As Llama's, and widths of a head, which newer files write down although they follow."""
 
     keys = frozenset({"qk_head_dim"})
 
@@ -97,18 +97,21 @@ class _Positions:
         """Base and scaling."""
         plain: Any = given.get("qk_nope_head_dim")
         turned: Any = given.get("qk_rope_head_dim")
-        found = given.get("qk_head_dim")
-        sizes = isinstance(plain, int) and isinstance(turned, int)
-        if found is not None and sizes and found != cast(int, plain) + cast(int, turned):
-            raise ModelError(
-                f"qk_head_dim={repr(found)[:60]} is not the sum of qk_nope_head_dim={plain} and"
-                f" qk_rope_head_dim={turned}; leave it out"
-            )
+        if isinstance(plain, int) and isinstance(turned, int):
+            both = "qk_nope_head_dim + qk_rope_head_dim"
+            _check_width(given, "qk_head_dim", plain + turned, both)
+            _check_width(given, "head_dim", turned, "qk_rope_head_dim")
         return ONE_ROPE.read(given)
 
     def write(self, config: DeepseekV3Config) -> dict[str, object]:
         """The old spelling, which all versions of readers know."""
         return ONE_ROPE.write(config)
+
+
+def _check_width(given: Mapping[str, Any], name: str, width: int, what: str) -> None:
+    found = given.get(name)
+    if found is not None and found != width:
+        raise ModelError(f"{name}={repr(found)[:60]} is not {width}, which is {what}; leave it out")
 
 
 FAMILY = DenseFamily(
