@@ -4,9 +4,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 from numpy.typing import NDArray
 
 from .truth import random_documents, write_dataset
+
+# How long it takes to draw inputs says how busy the machine is, and nothing of the code.
+settings.register_profile("patient", suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import random
 import shutil
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,7 +12,17 @@ import pytest
 import xxhash
 import zstandard
 
-from ms_data import DamageError, TokenStream, verify
+from ms_data import (
+    CorpusError,
+    DamageError,
+    DataError,
+    DedupOptions,
+    TokenStream,
+    clean,
+    dedup,
+    verify,
+)
+from ms_data.corpus.find import find_corpus
 from ms_data.disk.format import (
     FRAME,
     MAGIC,
@@ -24,7 +35,10 @@ from ms_data.disk.format import (
     encode_index,
 )
 from ms_data.disk.split import read_index
+from ms_data.passes.ledger import read_ledger
+from ms_data.passes.record import read_record
 
+from .test_build import texts_of, write_lines
 from .truth import random_documents, write_dataset
 
 FAULTS = 1000
@@ -302,3 +316,46 @@ def test_the_fingerprint_names_the_content(tmp_path: Path) -> None:
     three = read_index(write_dataset(tmp_path / "three", documents))
     assert isinstance(one, Index)
     assert one.fingerprint == two.fingerprint != three.fingerprint
+
+
+@pytest.mark.parametrize("some", [40, pytest.param(1 << 20, marks=pytest.mark.slow)])
+def test_a_flipped_bit_of_cleaned_documents_changes_nothing_unseen(
+    some: int, tmp_path: Path
+) -> None:
+    """Of what `dedup` wrote: documents, ledger and record; each is read as before, or refused."""
+    texts = texts_of(1, 12, longest=60)
+    out = tmp_path / "out"
+    options = DedupOptions(substring_words=3)
+    dedup(write_lines(tmp_path / "a.jsonl", [*texts, *texts[:3]]), out=out, options=options)
+
+    def seen() -> list[Any]:
+        ledger = read_ledger(out, read_record(out))
+        return [*(one.text for one in find_corpus(out).documents()), *ledger]
+
+    sound, rng, refused = seen(), random.Random(some), 0
+    for path in (out / "documents/part-00000.jsonl.zst", out / "ledger/part-00000.jsonl.zst"):
+        content = path.read_bytes()
+        bits = range(8 * len(content))
+        for bit in {*range(160), *rng.sample(bits, min(some, len(bits)))}:
+            flipped = bytearray(content)
+            flipped[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(flipped)
+            try:
+                assert seen() == sound, (path.name, bit)
+            except DataError:
+                refused += 1
+        path.write_bytes(content)
+    assert refused > 250
+
+
+def test_documents_that_are_missing_from_what_clean_wrote_are_missed(tmp_path: Path) -> None:
+    """A part that was not copied, or not whole; the ledger lists it."""
+    out = tmp_path / "out"
+    clean(write_lines(tmp_path / "a.jsonl", texts_of(1, 12)), {"unicode": {}}, out=out)
+    part = out / "documents/part-00000.jsonl.zst"
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(CorpusError, match=r"lists 'documents/.* which has \d+ bytes; copy the"):
+        find_corpus(out)
+    part.unlink()
+    with pytest.raises(CorpusError, match="which is not beside it; copy the whole folder"):
+        find_corpus(out)

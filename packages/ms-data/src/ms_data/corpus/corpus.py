@@ -181,10 +181,10 @@ class Corpus:
         suffix = path.suffix[1:]
         name = path.stem if suffix in PACKINGS else path.name
         kind = _look(path, name, raw.peek(HEAD_BYTES))
-        if not isinstance(kind, str):
-            return kind
-        # What is said to be packed, and is not, would otherwise be read.
+        # What is said to be packed, and is not, would otherwise be read, or left out as no text.
         packing = suffix if suffix in PACKINGS else kind
+        if not isinstance(packing, str):
+            return packing
         blocks = unpacked(raw, packing)
         first = next(blocks, b"")
         inner = _look(path, name, first)

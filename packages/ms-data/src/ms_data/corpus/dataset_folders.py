@@ -6,14 +6,14 @@ from typing import Any
 
 import msgspec
 
-from ms_data.corpus.places import Place, open_place
+from ms_data.corpus.places import Place, facts_of, open_place
 from ms_data.errors import CorpusError
 
 _INFO, _STATE, _SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"
 _LEDGER, _LEDGER_PART = "ledger.json", "ledger/part-00000.jsonl.zst"
 _CARD = "README.md"
 _CARD_FIELDS = (b"dataset_info:", b"configs:", b"task_categories:", b"license:")
-_LIMIT_BYTES = 1 << 24
+_LIMIT_BYTES = 1 << 26
 _CARD_BYTES = 1 << 16
 
 
@@ -28,6 +28,19 @@ class _State(msgspec.Struct):
 
     files: list[_DataFile] = msgspec.field(name="_data_files")
     indices: Any = msgspec.field(name="_indices_files", default=None)
+
+
+class _LedgerFile(msgspec.Struct):
+    """A file that `clean` or `dedup` wrote."""
+
+    name: str
+    size_bytes: int
+
+
+class _Ledger(msgspec.Struct):
+    """The list of the files of a folder that `clean` or `dedup` wrote."""
+
+    files: list[_LedgerFile]
 
 
 class _Splits(msgspec.Struct):
@@ -76,6 +89,8 @@ def _without_ledgers(files: dict[str, Place]) -> dict[str, Place]:
     """Leave of the folders that `clean` and `dedup` wrote their documents."""
     homes = {_home(name) for name in files if PurePosixPath(name).name == _LEDGER}
     ours = [home for home in homes if _below(home, _LEDGER_PART) in files]
+    for home in ours:
+        _check_ledger(home, files)
     left_out = {
         name
         for home in ours
@@ -83,6 +98,20 @@ def _without_ledgers(files: dict[str, Place]) -> dict[str, Place]:
         if name.startswith(_below(home, "")) and not name.startswith(_below(home, "documents/"))
     }
     return {name: file for name, file in files.items() if name not in left_out}
+
+
+def _check_ledger(home: str, files: Mapping[str, Place]) -> None:
+    """Refuses a folder of `clean` or `dedup` from which documents are missing."""
+    place = files[_below(home, _LEDGER)]
+    for file in _decoded(place, _Ledger).files:
+        found = files.get(_below(home, file.name))
+        size = None if found is None else facts_of(found).size_bytes
+        if file.name.startswith("documents/") and size != file.size_bytes:
+            there = "is not beside it" if size is None else f"has {size} bytes"
+            raise CorpusError(
+                f"{place}: lists {file.name!r} with {file.size_bytes} bytes, which {there}; copy "
+                "the whole folder"
+            )
 
 
 def _shards(home: str, files: Mapping[str, Place]) -> dict[str, Place]:

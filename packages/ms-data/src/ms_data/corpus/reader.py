@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from attrs import define, field, frozen
 
-from ms_data.corpus.file_kinds import NotText, kind_of
+from ms_data.corpus.file_kinds import BINARY, NotText, kind_of
 from ms_data.corpus.places import Place
 from ms_data.errors import CorpusError, SettingError
 
@@ -128,12 +128,17 @@ class FileReader:
     """How its files begin, whatever their names."""
     text: bool = True
     """Whether its files are text, so that what is known as something else is none of them."""
+    refuses_nul: bool = False
+    """Whether a NUL byte is an error in its files, so that one that holds some is of them."""
 
     def claims(self, name: str, head: bytes, /) -> bool:
         """Whether a file is of this kind."""
         if head.startswith(self.signatures) and (self.text or b"\0" in head):
             return True
-        return name.endswith(self.suffixes) and (not self.text or kind_of(head) == "")
+        if not name.endswith(self.suffixes):
+            return False
+        kind = kind_of(head) if self.text else ""
+        return kind == "" or (self.refuses_nul and kind == BINARY)
 
 
 def library(name: str, extra: str, file: OpenFile) -> Any:
