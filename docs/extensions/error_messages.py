@@ -1,18 +1,23 @@
 """Collects the messages of a package's errors from its source, with what each tells to do.
 
 A message is written as what is wrong, then, behind a semicolon, the remedy. Both are read where
-the error is raised, so that the page can't fall behind the code.
+the error is raised, so that the page can't fall behind the code. What to do about a message that
+tells only what is wrong stands in `remedies.toml`.
 """
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = re.compile(r"[A-Za-z]{2,}")
 PLACEHOLDER = "…"
+OPERATORS_PARTS = ("operator", "argument", "got", "fits")
+"""What an argument that does not fit is told with."""
 
 
 class Message(NamedTuple):
@@ -43,6 +48,12 @@ def messages_of(package: str) -> list[Message]:
     return sorted(found)
 
 
+@cache
+def remedies() -> dict[str, list[str]]:
+    """What to do about messages that do not say it: in English and in Chinese, by their words."""
+    return tomllib.loads(Path(__file__).with_name("remedies.toml").read_text(encoding="utf-8"))
+
+
 def error_classes(path: Path) -> dict[str, str]:
     """Read the names of a package's errors, each with the first line of its docstring."""
     body = ast.parse(path.read_text(encoding="utf-8")).body
@@ -65,7 +76,16 @@ def raised(tree: ast.AST, errors: dict[str, str]) -> Iterator[tuple[str, str]]:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 name = node.func.id
                 if name in errors and node.args:
-                    yield name, text_of(node.args[0], texts)
+                    yield name, whole_text(node, texts)
+
+
+def whole_text(call: ast.Call, texts: dict[str, str]) -> str:
+    """Give an error's text; ms-kernels' errors join theirs of four parts."""
+    parts = [text_of(part, texts) for part in call.args]
+    if len(parts) != len(OPERATORS_PARTS):
+        return parts[0]
+    operator, argument, got, fits = parts
+    return f"{operator}: {argument} is {got}; it must be {fits}"
 
 
 def own_nodes(scope: ast.AST) -> Iterator[ast.AST]:

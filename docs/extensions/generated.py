@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(Path(__file__).parent))
 
-from error_messages import error_classes, messages_of  # noqa: E402
+from error_messages import Message, error_classes, messages_of, remedies  # noqa: E402
 from run_keys import Section, commands  # noqa: E402
 
 MARK = re.compile(r"^<!-- (keys|errors): (.+?) -->$", re.MULTILINE)
@@ -110,10 +110,18 @@ def tables_of_errors(package: str, heads: dict[str, Any]) -> str:
     parts = [table(heads["classes"], classes)]
     messages = messages_of(package)
     for room in dict.fromkeys(each.room for each in messages):
-        rows = [(m.wrong, m.remedy, f"`{m.error}`") for m in messages if m.room == room]
-        escaped = [(code(wrong), remedy and code(remedy), error) for wrong, remedy, error in rows]
+        rows = [m for m in messages if m.room == room]
+        escaped = [(code(m.wrong), remedy_of(m, heads), f"`{m.error}`") for m in rows]
         parts.append(f"**{room}**\n\n{table(heads['errors'], escaped)}")
     return "\n\n".join(parts)
+
+
+def remedy_of(message: Message, heads: dict[str, Any]) -> str:
+    """What to do: as the message says, or as this site does in its own language."""
+    if message.remedy:
+        return code(message.remedy)
+    english, chinese = remedies().get(message.wrong, ("", ""))
+    return chinese if heads is HEADS["zh"] else english
 
 
 def code(text: str) -> str:
