@@ -36,7 +36,7 @@ from ms_parallel.planner.layouts.passes import (
 from ms_parallel.planner.layouts.sizes import ModelSizes
 from ms_parallel.schedules.table.action import Kind
 
-STEPS = 4
+STEPS = 3
 """Steps that are timed, after one that is not; the fastest counts, as others disturb it least."""
 FEW, SEVERAL = 1, 3
 """Rows of the microbatches through which a line gives what others take, where these are long."""
