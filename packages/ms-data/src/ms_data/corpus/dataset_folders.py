@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ms_data.corpus.places import Place, facts_of, open_place
+from ms_data.corpus.places import Place, file_info, open_place
 from ms_data.errors import CorpusError
 
 _INFO, _STATE, _SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"
@@ -105,7 +105,7 @@ def _check_ledger(home: str, files: Mapping[str, Place]) -> None:
     place = files[_below(home, _LEDGER)]
     for file in _decoded(place, _Ledger).files:
         found = files.get(_below(home, file.name))
-        size = None if found is None else facts_of(found).size_bytes
+        size = None if found is None else file_info(found).size_bytes
         if file.name.startswith("documents/") and size != file.size_bytes:
             there = "is not beside it" if size is None else f"has {size} bytes"
             raise CorpusError(
