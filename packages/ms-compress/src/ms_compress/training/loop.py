@@ -67,7 +67,7 @@ def tune(
         DivergedError: a later loss is not finite.
     """
     check_path("checkpoint", checkpoint, error=ConfigError, optional=True)
-    batch = _known_batch(model, text, options)
+    batch = _as_batch(model, text, options)
     saved = None
     if checkpoint is not None:
         more = {**(checkpoint_identity or {}), "a teacher": str(teacher is not None)}
@@ -92,18 +92,9 @@ def _nothing(*_: object) -> None:
     """Stand in for a callback that was not given."""
 
 
-def _known_batch(
+def _as_batch(
     model: nn.Module, text: Tensor | Mapping[str, Tensor], options: Tuning
 ) -> dict[str, Tensor]:
-    """Return the batch of all rows, whose tokens the model's vocabulary holds."""
-    batch = _as_batch(text, options)
-    check_tokens(model, batch["tokens"], "the text")
-    targets = batch["targets"]
-    check_tokens(model, targets[targets != IGNORED], "the text's targets")
-    return batch
-
-
-def _as_batch(text: Tensor | Mapping[str, Tensor], options: Tuning) -> dict[str, Tensor]:
     """Return `tokens`, `targets` and `weights`, cut to `sequence_length`."""
     if isinstance(text, Tensor):
         text = {"tokens": text[:, :-1], "targets": text[:, 1:]}
@@ -120,6 +111,8 @@ def _as_batch(text: Tensor | Mapping[str, Tensor], options: Tuning) -> dict[str,
         )
     batch = {name: value[:, :length] for name, value in text.items() if name in BATCH}
     counts = batch["targets"] != IGNORED
+    check_tokens(model, batch["tokens"], "the text")
+    check_tokens(model, batch["targets"][counts], "the text's targets")
     if "weights" in batch:
         counts = counts & (batch["weights"] > 0)
     if not bool(counts.any(dim=1).all()):
