@@ -86,7 +86,11 @@ def _unchanged(engine: Engine, before: list[Tensor], after: list[Tensor]) -> boo
 
 
 def audits(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the audit of the second update found, and the loss of the same update in float32."""
+    """What the audit of the second update found, and the loss of the same update in float32.
+
+    A job may give a `factor`, by which a matrix is wrong in process 0; `whole` in all tensor ranks
+    of its data rank.
+    """
     torch.set_num_threads(1)
     found = []
     for job in jobs:
@@ -94,7 +98,8 @@ def audits(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         precision = job.get("precision", "float16")
         engine = build(job["settings"], groups, mixed_precision=precision, audit_every=2)
         plain = build(job["settings"], groups)
-        if "factor" in job and dist.get_rank() == 0:
+        alone = dist.get_rank() == 0 or (job.get("whole") and groups.place.data == 0)
+        if "factor" in job and alone:
             factor = job["factor"]
             plant(
                 engine,

@@ -19,8 +19,8 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     activations: int
     """What forwards keep for their backward, over all microbatches in flight."""
     buffers: int
-    """Weights that are gathered, gradients that stay whole between microbatches, and what the block
-    keeps that is computed again."""
+    """Weights that are gathered, with the buffers that they pass through, gradients that are whole,
+    and what the block keeps that is computed again."""
 
     @property
     def total(self) -> int:
