@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from .truth import random_documents, write_dataset
 
-# How long it takes to draw inputs says how busy the machine is, and nothing of the code.
-settings.register_profile("patient", suppress_health_check=[HealthCheck.too_slow])
+# How long it takes to draw and try inputs says how busy the machine is, and nothing of the code.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
 
