@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,16 @@ def walk(folder: Path, *chosen: stages.Stage) -> int:
 def tries(folder: Path) -> int:
     """How often the script was started."""
     return len((folder / "tries").read_text())
+
+
+def test_the_pre_training_is_laid_out_by_the_planner() -> None:
+    """Its run file leaves the layout to the plan, and the page says what was chosen."""
+    assert tomllib.loads((ROAD / "pretrain.toml").read_text())["layout"] == "auto"
+    told = {"kind": "plan", "layout": "data=2", "predicted_step_s": 0.25}
+    steps = [{"kind": "step", "time_s": at} for at in (0.0, 0.5, 1.0)]
+    said = page.planned([told, *steps])
+    assert "data=2" in said
+    assert "predicted 0.25 s an update, and the median took 0.50 s" in said
 
 
 def test_a_stage_that_is_done_is_skipped(tmp_path: Path) -> None:

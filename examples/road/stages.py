@@ -192,15 +192,15 @@ def training_stages() -> list[Stage]:
         ),
         training(
             "sft", "tune it on three tasks, drawn by their difficulty",
-            "ms_align", "sft", reads=("pretrain/model", "chats"), typical_s=150,
+            "ms_align", "sft", reads=("pretrain/model", "chats"), typical_s=175,
         ),
         training(
             "reward", "train a reward model on right and wrong answers",
-            "ms_align", "reward", reads=("sft/model", "chats"), typical_s=60,
+            "ms_align", "reward", reads=("sft/model", "chats"), typical_s=50,
         ),
         training(
             "ppo", "optimise sums by PPO with a reward that is checked",
-            "ms_align", "ppo", reads=("sft/model", "reward/model", "tasks"), typical_s=180,
+            "ms_align", "ppo", reads=("sft/model", "reward/model", "tasks"), typical_s=90,
             settings=(settings("ppo.toml"), settings("rewards.py")),
         ),
     ]  # fmt: skip
