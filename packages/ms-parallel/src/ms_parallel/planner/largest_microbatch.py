@@ -76,7 +76,11 @@ def largest_predicted(
 
 
 def next_trial(
-    predicted: Mapping[int, int], tried: Mapping[int, int | None], limit_bytes: int
+    predicted: Mapping[int, int],
+    tried: Mapping[int, int | None],
+    limit_bytes: int,
+    *,
+    alone: bool = False,
 ) -> int | None:
     """The size to try next; None when the largest that fits is among those that were tried.
 
@@ -88,6 +92,8 @@ def next_trial(
         predicted: bytes of each size that is predicted to fit.
         tried: bytes that each size took so far, None where memory ran out.
         limit_bytes: most that a rank may hold.
+        alone: whether no rank waits for this one: when nothing else is left, the next size that is
+            predicted to fit is tried too.
     """
     if not tried:
         return min(predicted)
@@ -97,12 +103,11 @@ def next_trial(
     best = max(fitting)
     above = max(0, fitting[best] - predicted[best]) / best
     too_large = min(tried.keys() - fitting.keys(), default=max(predicted) + 1)
-    left = [
-        size
-        for size, need in predicted.items()
-        if best < size < too_large and need + above * size <= limit_bytes
+    larger = [
+        size for size, need in predicted.items() if best < size < too_large and need <= limit_bytes
     ]
-    return max(left, default=None)
+    left = [size for size in larger if predicted[size] + above * size <= limit_bytes]
+    return max(left, default=min(larger, default=None) if alone else None)
 
 
 def between(sizes: Sequence[int], first: int, last: int) -> dict[int, int]:
