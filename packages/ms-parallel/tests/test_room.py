@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_processes
 
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.planner.largest_microbatch import sizes_of
+from ms_parallel.planner.largest_microbatch import next_trial, sizes_of
 
 RUNS = Path(__file__).with_name("room_runs.py")
 CASES = 50
@@ -43,6 +43,17 @@ def drawn(seed: int) -> dict[str, Any]:
     if layout == "data=2":
         settings["sharding"] = chance.choice(("auto", "zero1", "zero3"))
     return {"layout": layout, "settings": settings, "share": chance.random()}
+
+
+def test_a_rank_that_nobody_waits_for_tries_what_is_predicted_to_fit() -> None:
+    """What the smallest took above its prediction need not grow with the rows."""
+    predicted = {1: 10, 2: 20, 4: 40, 8: 80}
+    assert next_trial(predicted, {}, 50) == 1
+    # 20 above for a row: two would take 60 if that grew.
+    assert next_trial(predicted, {1: 30}, 50) is None
+    assert next_trial(predicted, {1: 30}, 50, alone=True) == 2
+    assert next_trial(predicted, {1: 30, 2: 40}, 50, alone=True) == 4
+    assert next_trial(predicted, {1: 30, 2: 40, 4: None}, 50, alone=True) is None
 
 
 @pytest.mark.slow
