@@ -52,6 +52,9 @@ def test_a_rank_that_nobody_waits_for_tries_what_is_predicted_to_fit() -> None:
     # 20 above for a row: two would take 60 if that grew.
     assert next_trial(predicted, {1: 30}, 50) is None
     assert next_trial(predicted, {1: 30}, 50, alone=True) == 2
+    # Of two trials: 20 above for one row and for two, so that a quarter of 10 grows with each.
+    assert next_trial(predicted, {1: 30, 2: 40}, 65) == 4
+    assert next_trial(predicted, {1: 30, 2: 40}, 64) is None
     assert next_trial(predicted, {1: 30, 2: 40}, 50, alone=True) == 4
     assert next_trial(predicted, {1: 30, 2: 40, 4: None}, 50, alone=True) is None
 
