@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from attrs import evolve
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ms_parallel.cluster.connection import connect
@@ -37,10 +38,12 @@ from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.registry import architecture
-from ms_parallel.planner.cluster import read_cluster, write_cluster
+from ms_parallel.planner.cluster import Cluster, read_cluster, write_cluster
+from ms_parallel.planner.layouts.choice import FITS
 from ms_parallel.planner.measuring.machines import measure_cluster
 from ms_parallel.planner.record.history import History
-from ms_parallel.planner.record.plan_file import PlannedLayout
+from ms_parallel.planner.record.plan_file import Plan
+from ms_parallel.training.memory import run_memory
 from ms_parallel.training.options import Options
 from ms_parallel.training.planning.plan import plan
 
@@ -49,8 +52,8 @@ PATIENCE_S = 240
 PRELOADED = ["torch._dynamo", "ms_parallel.engine.engine", "ms_parallel.planner.measuring.machines"]
 GIB = 1 << 30
 ALL = 1000
-SHARES = (1.0, 0.7, 0.4)
-"""The splits that fit without a budget and whose memory is within it."""
+ROOMS = (None, 1.5, 1.1)
+"""Memory that may be taken, in what rows one by one need where data ranks shard all; None: any."""
 
 
 def draw(seed: int, processes: Sequence[int]) -> dict[str, Any]:
@@ -70,7 +73,7 @@ def draw(seed: int, processes: Sequence[int]) -> dict[str, Any]:
         "model": model,
         "batch_size": drawn.choice((4, 8)),
         "sequence_length": drawn.choice((64, 128)),
-        "share": drawn.choice(SHARES),
+        "room": drawn.choice(ROOMS),
     }
 
 
@@ -214,38 +217,28 @@ def status(name: str) -> int:
     return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
 
 
-def pair(seed: int, processes: Sequence[int], folder: Path) -> dict[str, Any]:
-    """One pair: planned, measured, compared."""
-    drawn = draw(seed, processes)
-    path = folder / f"{drawn['processes']}.toml"
-    if not path.exists():
-        run_workers(drawn["processes"], measure, str(path))
-    cluster = read_cluster(path)
+def planned(drawn: dict[str, Any], cluster: Cluster) -> Plan:
+    """Every split of a drawn model, within its budget."""
+    asked = Options(
+        "llama",
+        model_config=drawn["model"],
+        batch_size=drawn["batch_size"],
+        sequence_length=drawn["sequence_length"],
+        device="cpu",
+    )
+    if drawn["room"] is not None:
+        sharded = evolve(asked, microbatch_size=1, sharding="zero3")
+        (rank,) = run_memory(sharded, Layout(data=drawn["processes"]))
+        asked = evolve(asked, memory_gib=drawn["room"] * rank.total / GIB)
+    return plan(asked, cluster, best=ALL, every=True, history=History())
 
-    def planned(budget_gib: float | None) -> list[PlannedLayout]:
-        asked = Options(
-            "llama",
-            model_config=drawn["model"],
-            batch_size=drawn["batch_size"],
-            sequence_length=drawn["sequence_length"],
-            device="cpu",
-            memory_gib=budget_gib,
-        )
-        return plan(asked, cluster, best=ALL, every=True, history=History()).best
 
-    began = perf_counter()
-    found = planned(None)
-    if drawn["share"] < 1:
-        sizes = sorted(each.most_bytes for each in found)
-        budget = sizes[int(drawn["share"] * (len(sizes) - 1))] * 1.06 / GIB
-        found = planned(budget)
-    else:
-        budget = cluster.memory_gib
-    seconds = perf_counter() - began
-    splits = [{"layout": each.layout, "settings": each.settings} for each in found]
+def compared(seed: int, drawn: dict[str, Any], found: Plan) -> dict[str, Any]:
+    """A plan beside what its splits take."""
+    splits = [{"layout": each.layout, "settings": each.settings} for each in found.best]
     runs, held = run_workers(drawn["processes"], timed, drawn, splits)
     times = [min(each) for each in runs]
-    predicted = [each.step.total for each in found]
+    predicted = [each.step.total for each in found.best]
     return {
         "seed": seed,
         **drawn,
@@ -253,17 +246,28 @@ def pair(seed: int, processes: Sequence[int], folder: Path) -> dict[str, Any]:
         "over_best": times[0] / min(times) - 1,
         "rank_correlation": correlation(predicted, times),
         "predicted_over_measured": median(p / t for p, t in zip(predicted, times, strict=True)),
-        "budget_gib": budget,
-        "predicted_gib": found[0].most_bytes / GIB,
+        "budget_gib": found.limit_bytes / FITS / GIB,
+        "predicted_gib": found.best[0].most_bytes / GIB,
         "held_gib": held["tensors"] / GIB,
         "process_gib": held["process"] / GIB,
-        "planning_s": seconds,
-        "chosen": str(Layout(**found[0].layout)),
+        "chosen": str(Layout(**found.best[0].layout)),
         "each": [
             {"layout": str(Layout(**one.layout)), **one.settings, "predicted": p, "measured": t}
-            for one, p, t in zip(found, predicted, times, strict=True)
+            for one, p, t in zip(found.best, predicted, times, strict=True)
         ],
     }
+
+
+def pair(seed: int, processes: Sequence[int], folder: Path) -> dict[str, Any]:
+    """One pair: planned, measured, compared."""
+    drawn = draw(seed, processes)
+    path = folder / f"{drawn['processes']}.toml"
+    if not path.exists():
+        run_workers(drawn["processes"], measure, str(path))
+    began = perf_counter()
+    found = planned(drawn, read_cluster(path))
+    seconds = perf_counter() - began
+    return {**compared(seed, drawn, found), "planning_s": seconds}
 
 
 def correlation(one: Sequence[float], other: Sequence[float]) -> float:

@@ -66,6 +66,10 @@ def test_what_is_planned_fits_and_the_best_comes_first() -> None:
     assert len({str(each.layout) for each in found.best}) == len(found.best)
     for each in found.best:
         assert each.most_bytes <= found.limit_bytes < 0.02 * GIB
+        logits = each.settings["microbatch_size"] * 64 * 512 * 4
+        split = Layout(**each.layout)
+        beside = 2 * logits // (split.tensor * split.context)  # what the loss works in
+        assert each.most_bytes + beside <= 0.02 * GIB
         settings = Options("llama", **{**_kept(asked), **each.settings})
         assert run_memory(settings, Layout(**each.layout)) == each.memory
 

@@ -10,6 +10,9 @@ import torch
 
 SHARE = 0.95
 """Share of free memory that may be taken: allocators leave gaps."""
+KEPT_FREE = 16 << 20
+"""Bytes that are left of what `ulimit` allows: two threads that begin later take as much, as their
+stacks count."""
 LIMITS = (("VmSize", resource.RLIMIT_AS), ("VmData", resource.RLIMIT_DATA))
 """What of a process the limits that `ulimit -v` and `ulimit -d` set are held against."""
 
@@ -49,7 +52,7 @@ def _left_by_limits() -> list[float]:
     for name, limit in LIMITS:
         most = resource.getrlimit(limit)[0]
         if most != resource.RLIM_INFINITY:
-            left.append(max(0, most - status_bytes(name)) + _reusable_bytes())
+            left.append(max(0, most - status_bytes(name) + _reusable_bytes() - KEPT_FREE))
     return left
 
 

@@ -19,6 +19,8 @@ from ms_parallel.planner.free_memory import give_back, status_bytes
 FILE = "microbatch.json"
 """Its name in `output_dir`."""
 GIB, LIMIT_BYTES = 1 << 30, 1 << 16
+LEAST_GROWTH = 0.25
+"""Of what is above predictions: the share that grows with the rows at least."""
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """What torch says on a CPU, without a class of its own."""
 
@@ -76,18 +78,24 @@ def largest_predicted(
 
 
 def next_trial(
-    predicted: Mapping[int, int], tried: Mapping[int, int | None], limit_bytes: int
+    predicted: Mapping[int, int],
+    tried: Mapping[int, int | None],
+    limit_bytes: int,
+    *,
+    alone: bool = False,
 ) -> int | None:
     """The size to try next; None when the largest that fits is among those that were tried.
 
     The smallest comes first. What it took above its prediction, which lives for the length of one
-    operator, is taken to grow with the rows: a rank must not run out of memory in a trial, as
-    others wait for what it was about to send.
+    operator, is taken to grow with the rows, and from the second trial on as it grew between both:
+    a rank must not run out of memory in a trial, as others wait for what it was about to send.
 
     Args:
         predicted: bytes of each size that is predicted to fit.
         tried: bytes that each size took so far, None where memory ran out.
         limit_bytes: most that a rank may hold.
+        alone: whether no rank waits for this one: when nothing else is left, the next size that is
+            predicted to fit is tried too.
     """
     if not tried:
         return min(predicted)
@@ -95,14 +103,24 @@ def next_trial(
     if not fitting:
         return None
     best = max(fitting)
-    above = max(0, fitting[best] - predicted[best]) / best
+    above, each = _above(predicted, fitting)
     too_large = min(tried.keys() - fitting.keys(), default=max(predicted) + 1)
-    left = [
-        size
-        for size, need in predicted.items()
-        if best < size < too_large and need + above * size <= limit_bytes
+    larger = [
+        size for size, need in predicted.items() if best < size < too_large and need <= limit_bytes
     ]
-    return max(left, default=None)
+    left = [n for n in larger if predicted[n] + above + each * (n - best) <= limit_bytes]
+    return max(left, default=min(larger, default=None) if alone else None)
+
+
+def _above(predicted: Mapping[int, int], fitting: Mapping[int, int]) -> tuple[float, float]:
+    """What the largest size that was tried took above its prediction, and how that grows a row."""
+    *fewer, best = sorted(fitting)
+    above = [max(0, fitting[size] - predicted[size]) for size in (*fewer, best)]
+    whole = above[-1] / best
+    if not fewer:
+        return above[-1], whole
+    grown = (above[-1] - above[-2]) / (best - fewer[-1])
+    return above[-1], min(whole, max(grown, whole * LEAST_GROWTH))
 
 
 def between(sizes: Sequence[int], first: int, last: int) -> dict[int, int]:

@@ -98,7 +98,8 @@ def try_out(
     give_back()
     limit = _agreed(limit_bytes(options, held_bytes(engine)))
     tried: dict[int, int | None] = {}
-    while (size := next_trial(predicted, tried, limit)) is not None:
+    alone = layout.world_size == 1
+    while (size := next_trial(predicted, tried, limit, alone=alone)) is not None:
         engine.passes.microbatch_size = size
         tried[size] = trial_bytes(engine, loss, rows, options.sequence_length)
     found = {size: took for size, took in tried.items() if took and took <= limit}

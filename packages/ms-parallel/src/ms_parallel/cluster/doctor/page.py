@@ -13,6 +13,7 @@ td { padding: 4px 12px 4px 0; vertical-align: top; white-space: nowrap }
 td:last-child { white-space: normal }
 article { border-left: 4px solid; padding: 0 0 0 12px; margin: 16px 0 }
 article p { color: #202124; margin: 4px 0 } h2 { font-size: 16px; margin: 0 }
+body > h2 { margin: 20px 0 4px }
 .failure { color: #c5221f } .warning { color: #9a6700 } .sound { color: #137333 }
 .skipped { color: #5f6368 }
 @media (prefers-color-scheme: dark) {

@@ -63,6 +63,8 @@ class Question:
     """Counts what a row keeps."""
     predict: Callable[[Candidate], list[RankMemory]]
     """What each pipeline rank holds, as its engine counts it."""
+    working: Callable[[Split], int]
+    """Bytes that the largest operator takes beside them, while it runs."""
     objective: Objective = "fastest"
     best: int = 5
     every: bool = False
@@ -73,8 +75,16 @@ class Question:
     @property
     def limit(self) -> int:
         """Most bytes that a rank may hold."""
-        whole = self.cluster.memory_bytes if self.limit_bytes is None else self.limit_bytes
-        return int(whole * FITS)
+        return int(self.whole * FITS)
+
+    @property
+    def whole(self) -> int:
+        """Bytes of a device that a run may take."""
+        return self.cluster.memory_bytes if self.limit_bytes is None else self.limit_bytes
+
+    def fits(self, size: int, split: Split) -> bool:
+        """Whether a rank of so many bytes fits, and its largest operator beside it."""
+        return size <= self.limit and size + self.working(split) <= self.whole
 
 
 @frozen(kw_only=True)
@@ -270,7 +280,7 @@ class _Search:
             self.reasons.add("the engine refuses it", f"{candidate}: {error}")
             return None
         size = max(rank.total for rank in memory)
-        if size > self.question.limit:
+        if not self.question.fits(size, split):
             self._refuse(candidate, size)
             return None
         return FittingLayout(

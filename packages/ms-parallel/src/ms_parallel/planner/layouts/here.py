@@ -33,20 +33,22 @@ from ms_parallel.planner.layouts.passes import (
     SheetTimes,
     StepCosts,
 )
+from ms_parallel.planner.layouts.pipeline import splits_backward
 from ms_parallel.planner.layouts.sizes import ModelSizes
+from ms_parallel.planner.layouts.variants import PLAIN
 from ms_parallel.schedules.table.action import Kind
 
-STEPS = 3
+STEPS = 2
 """Steps that are timed, after one that is not; the fastest counts, as others disturb it least."""
-FEW, SEVERAL = 1, 3
-"""Rows of the microbatches through which a line gives what others take, where these are long."""
-SHORT_S = 0.2
-"""A microbatch that takes less is measured as it is."""
+FEW, SEVERAL = 1, 4
+"""Rows of the microbatches that are measured; what others take lies on a straight line."""
 WEIGHT_SHARE = 0.5
 """Share of a backward that gradients of weights take, as their products are half of all."""
 LAYERS = 3
 """Of the larger model that is measured; the smaller one has one."""
 LEAST = 0.2
+SPLIT = "zb-h1"
+"""A schedule of one rank that puts off gradients of weights."""
 MANY = 32
 """Ranks that share out weights beyond which their engines are not built: FSDP's setup grows."""
 Batch = Mapping[str, Tensor]
@@ -60,6 +62,8 @@ class _Key:
     """Without pipeline ranks."""
     sharding: str
     recompute: str = "none"
+    schedule: str = PLAIN
+    """Of one rank: whether gradients of weights are put off."""
 
 
 @frozen(kw_only=True)
@@ -156,20 +160,14 @@ class HereTimes:
         if layout.pipeline > 1 and sharding == "auto":
             sharding = "zero1"
         plain = self._both(_plain(layout), FEW)
-        if layout.token_ranks == 1:
-            return StepCosts(
-                pass_layer=OwnAndTravel(),
-                pass_ends=OwnAndTravel(),
-                **_named("step", self.layers, [each.step for each in plain]),
-            )
-        sharded = self._both(_Key(layout=evolve(layout, pipeline=1), sharding=sharding), FEW)
-        beyond = [
-            OwnAndTravel(
-                own=max(0.0, one.passes.own - other.passes.own),
-                travel=max(0.0, one.passes.travel - other.passes.travel),
-            )
-            for one, other in zip(sharded, plain, strict=True)
-        ]
+        sharded = plain
+        if layout.token_ranks > 1:
+            sharded = self._both(_Key(layout=evolve(layout, pipeline=1), sharding=sharding), FEW)
+        beyond = _beyond(sharded, plain)
+        if layout.pipeline > 1 and splits_backward(candidate.schedule):
+            put_off = self._both(evolve(_plain(layout), schedule=SPLIT), FEW)
+            both = zip(beyond, _beyond(put_off, plain), strict=True)
+            beyond = [OwnAndTravel(own=x.own + y.own, travel=x.travel) for x, y in both]
         return StepCosts(
             **_named("pass", self.layers, beyond),
             **_named("step", self.layers, [each.step for each in sharded]),
@@ -188,16 +186,9 @@ class HereTimes:
         return not (self.sheet.sizes.experts and layout.tensor * layout.expert > 1)
 
     def _line(self, key: _Key, rows: int, of: Callable[[_Measured], float]) -> _Parts:
-        """Of a microbatch of any number of rows.
-
-        Measured where that is short; else on a line, and never less than a part.
-        """
-        few = self._parts(key, FEW, of)
-        _, larger = self._both(key, FEW)
-        if rows == FEW or larger.passes.own * rows < SHORT_S:
-            return self._parts(key, rows, of)
+        """Of a microbatch of any number of rows: on a line, and never less than a part."""
         share = (rows - FEW) / (SEVERAL - FEW)
-        several = self._parts(key, SEVERAL, of)
+        few, several = (self._parts(key, count, of) for count in (FEW, SEVERAL))
         layer, ends = (
             max(one + (other - one) * share, LEAST * one)
             for one, other in ((few.layer, several.layer), (few.ends, several.ends))
@@ -228,7 +219,7 @@ class HereTimes:
 
     def _measure(self, config: Any, key: _Key, rows: int) -> _Measured:
         options = {**self.options, "recompute": key.recompute, "sharding": key.sharding}
-        options |= {"offload": "none", "microbatch_size": rows}
+        options |= {"offload": "none", "microbatch_size": rows, "schedule": key.schedule}
         with fake_groups(key.layout, self.device) as groups:
             return self._steps(Engine(config, groups=groups, **options), rows)
 
@@ -260,6 +251,17 @@ def _plain(layout: Layout) -> _Key:
     """An engine in which nothing is sharded: what decides a layer's passes."""
     alone = Layout(tensor=layout.tensor, context=layout.context, replicate=layout.context)
     return _Key(layout=alone, sharding="replicate" if layout.context > 1 else "auto")
+
+
+def _beyond(ones: Sequence[_Measured], others: Sequence[_Measured]) -> list[OwnAndTravel]:
+    """What microbatches take beyond those of other engines, of the smaller and the larger model."""
+    return [
+        OwnAndTravel(
+            own=max(0.0, one.passes.own - other.passes.own),
+            travel=max(0.0, one.passes.travel - other.passes.travel),
+        )
+        for one, other in zip(ones, others, strict=True)
+    ]
 
 
 def _forward(one: _Measured) -> float:

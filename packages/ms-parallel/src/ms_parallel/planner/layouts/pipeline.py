@@ -7,6 +7,7 @@ from attrs import frozen
 
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.generators.registry import GENERATORS, named_schedule
+from ms_parallel.schedules.table.action import Kind
 from ms_parallel.schedules.table.costs import Costs
 from ms_parallel.schedules.table.placements import looped
 from ms_parallel.schedules.table.schedule import Schedule
@@ -54,6 +55,15 @@ def stage_ranks(name: str, ranks: int) -> tuple[int, ...]:
     """Pipeline rank of each stage, whether or not there is a table for some microbatches."""
     place = GENERATORS[name].placement
     return place(ranks, ROUNDS) if place is looped else place(ranks)
+
+
+@cache
+def splits_backward(name: str) -> bool:
+    """Whether a schedule puts off gradients of weights behind those of inputs."""
+    made = table(name, 2, 4)
+    if isinstance(made, str):
+        return False
+    return any(action.kind is Kind.BACKWARD_INPUT for row in made.computations() for action in row)
 
 
 @cache

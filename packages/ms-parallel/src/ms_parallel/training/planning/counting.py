@@ -8,13 +8,15 @@ from attrs import evolve
 
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError
-from ms_parallel.planner.layouts.candidate import Candidate, KeptBytes
+from ms_parallel.planner.layouts.candidate import Candidate, KeptBytes, Split
 from ms_parallel.planner.layouts.sizes import ModelSizes
 from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.split.data_axis import ACTIVATIONS, EACH
 
 MANY = 32
 """Shards that are counted one by one."""
+LOGITS_BYTES = 1 << 28
+"""Of one chunk of a loss, as `ms_parallel.operators.losses` makes them."""
 SHORT = 2
 """Layers of a model whose layers are alike that are counted."""
 
@@ -63,6 +65,16 @@ def without_pipeline(layout: Layout) -> Layout:
     if data * layout.context % layout.expert:
         data = layout.expert
     return Layout(tensor=layout.tensor, context=layout.context, expert=layout.expert, data=data)
+
+
+def working_bytes(split: Split, sizes: ModelSizes, length: int) -> int:
+    """What the largest operator takes while it runs: the loss, whose gradient is made of logits.
+
+    A chunk of logits, and as much again that their gradient is made in.
+    """
+    layout = split.layout
+    logits = split.rows * length // layout.context * -(-sizes.vocabulary // layout.tensor)
+    return 2 * min(logits * 4, LOGITS_BYTES)
 
 
 def kept_bytes(found: Any) -> KeptBytes:

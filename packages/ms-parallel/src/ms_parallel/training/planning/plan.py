@@ -57,6 +57,7 @@ from ms_parallel.training.planning.counting import (
     rows_of_noise,
     short_model,
     without_pipeline,
+    working_bytes,
 )
 
 GIB = 1 << 30
@@ -206,6 +207,7 @@ class _Asked:
             message_bytes=options.sequence_length * sizes.hidden * width,
             keep=lambda candidate: kept_bytes(keep(without_pipeline(candidate.layout))),
             predict=self._predict,
+            working=lambda split: working_bytes(split, sizes, options.sequence_length),
             objective=objective,
             best=best,
             limit_bytes=limit_bytes,
