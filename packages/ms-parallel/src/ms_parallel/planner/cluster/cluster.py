@@ -74,9 +74,13 @@ class Collectives:
     """
 
     all_gather: Link | None = field(default=None, metadata={"table": Link})
+    """Each rank's part to all ranks."""
     reduce_scatter: Link | None = field(default=None, metadata={"table": Link})
+    """The sum of all ranks' tensors, a part to each rank."""
     all_reduce: Link | None = field(default=None, metadata={"table": Link})
+    """The sum of all ranks' tensors, whole to each rank."""
     all_to_all: Link | None = field(default=None, metadata={"table": Link})
+    """A part of each rank's tensor to every other rank."""
 
 
 @frozen(kw_only=True)
@@ -117,7 +121,7 @@ class Cluster:
     links: Links = field(factory=Links, metadata={"table": Links})
     """Latency and bandwidth of each level."""
     collectives: Collectives = field(factory=Collectives, metadata={"table": Collectives})
-    """Of a node, where they were measured; of those that were not, `links` tell."""
+    """What collectives within a node take, where they were measured; else `links` decide."""
 
     def __attrs_post_init__(self) -> None:
         group = self.group_devices
