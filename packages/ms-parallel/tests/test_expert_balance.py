@@ -268,6 +268,21 @@ def test_balance_is_asked_for_as_transformers_asks(tmp_path: Path) -> None:
     assert Engine(model, device="cpu", balance="step", balance_coefficient=0.1).balancer.layers
 
 
+def test_a_router_is_tried_in_float32_whatever_is_the_default() -> None:
+    """A proof computes in float64; ERNIE casts what its router is given."""
+    small = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 48}
+    torch.set_default_dtype(torch.float64)
+    try:
+        ernie = {"model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2}
+        assert TransformersModel({**small, **ernie}).mixture is None
+        olmoe = {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2}
+        found = TransformersModel({**small, **olmoe}).mixture
+        assert found is not None
+        assert found.choice == Choice(num_experts=4, num_experts_per_tok=2)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_layer_that_no_token_reached_has_no_load() -> None:
     """As the layers that predict further have none where their loss does not count."""
     load = ExpertLoad(

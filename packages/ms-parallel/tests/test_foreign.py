@@ -218,6 +218,17 @@ def test_fresh_weights_are_alike_under_every_layout_and_by_transformers_rules() 
         assert {name: together.get(name) for name in one} == one
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_moe"])
+def test_a_router_begins_by_the_rule_that_draws_it(family: str) -> None:
+    """In Qwen3-Next that of the block around it, in Qwen3-MoE its own; each seed once more."""
+    config = TransformersModel(CONFIG_MAPPING[family](**{**SIZES, **FAMILIES[family]}))
+    one, two, other = (Engine(config, device="cpu", seed=seed).parameters for seed in (3, 3, 4))
+    name = "model.layers.1.mlp.gate.weight"
+    assert float(one[name].detach().std()) == pytest.approx(0.1, rel=0.3)
+    assert all(torch.equal(value, two[each]) for each, value in one.items())
+    assert not torch.equal(one[name], other[name])
+
+
 def test_what_cannot_be_split_says_why() -> None:
     """No published plan, heads that do not divide, more stages than layers."""
 

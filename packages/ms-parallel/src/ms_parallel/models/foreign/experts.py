@@ -155,7 +155,7 @@ def _choice(router: nn.Module) -> Choice | None:
     generator = torch.Generator().manual_seed(0)
     for value in (*tried.parameters(), *tried.buffers()):
         value.data.normal_(generator=generator)
-    hidden = torch.randn(3, weight.shape[1], generator=generator)
+    hidden = torch.randn(3, weight.shape[1], generator=generator, dtype=torch.float32)
     try:
         with torch.no_grad(), torch.device("cpu"):
             logits, weights, experts = tried(hidden)

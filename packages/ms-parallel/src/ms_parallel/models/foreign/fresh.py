@@ -29,9 +29,13 @@ class Fresh:
     def __init__(self, model: Any, plan: ModelPlan) -> None:
         self.rule = model._init_weights
         self.owners = {copied: owner for owner, copied in plan.tied}
-        self.modules = {
+        self.parts = {
             name: module.inner if isinstance(module, Around) else module
             for name, module in model.named_modules()
+        }
+        self.modules = {
+            name: module
+            for name, module in self.parts.items()
             if module._parameters or module._buffers
         }
         self.shapes = {
@@ -51,25 +55,47 @@ class Fresh:
     def parameter(self, name: str, seed: int) -> Tensor:
         """The whole of a parameter."""
         path, _, own = self.owners.get(name, name).rpartition(".")
-        module = copy.copy(self.modules[path])
-        module.__dict__["_buffers"] = {
-            each: None if buffer is None else torch.zeros_like(buffer, device="cpu")
-            for each, buffer in module._buffers.items()
-        }
-        module.__dict__["_parameters"] = {
-            each: found and nn.Parameter(torch.full(found[0], torch.nan, dtype=found[1]))
-            for each, found in self.shapes[path].items()
-        }
+        module = self._blank(path, "cpu")
         digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             self.rule(module)
+            if module._parameters[own].isnan().any():  # its parent's rule may draw it
+                self.rule(self._parent(path, module))
         value = module._parameters[own]
         assert value is not None
         drawn: Tensor = value.detach()
         if bool(drawn.isnan().any()):
             raise ModelError(f"transformers does not say how {name!r} begins; start from a folder")
         return drawn
+
+    def _blank(self, path: str, device: str) -> Any:
+        """A copy of a module whose parameters are not drawn yet, without its parts' storage."""
+        module, values = copy.copy(self.modules[path]), dict[str, nn.Parameter | None]()
+        module.__dict__["_buffers"] = {
+            each: None if buffer is None else torch.zeros_like(buffer, device=device)
+            for each, buffer in module._buffers.items()
+        }
+        for each, found in self.shapes[path].items():
+            values[each] = None
+            if found is not None:
+                shape, dtype = found
+                values[each] = nn.Parameter(
+                    torch.full(shape, torch.nan, dtype=dtype, device=device)
+                )
+        module.__dict__["_parameters"] = values
+        return module
+
+    def _parent(self, path: str, module: Any) -> Any:
+        """A copy of what a module is a part of, in which it alone has storage."""
+        above, dot, last = path.rpartition(".")
+        parent = copy.copy(self.parts[above])
+        parts = dict(parent._modules)
+        for name in parts:
+            if f"{above}{dot}{name}" in self.modules:
+                parts[name] = self._blank(f"{above}{dot}{name}", "meta")
+        parent.__dict__["_modules"] = {**parts, last: module}
+        return parent
 
     @torch.no_grad()
     def buffers(self, stage: nn.Module) -> None:
