@@ -1,5 +1,6 @@
 """What the pages tell a reader to install is there, is enough, and is said on every page."""
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -55,6 +56,35 @@ def test_every_page_says_how_to_install_from_an_index_and_from_a_clone(page: Pat
     for from_clone in (False, True):
         names = {name for line in lines_of(page) for clone, name, _ in line if clone == from_clone}
         assert (owner in names) if owner else names, f"from a clone: {from_clone}"
+
+
+def needs_of(package: str, extras: list[str]) -> set[str]:
+    """What a package brings with these extras: names of distributions."""
+    project = project_of(package)
+    known = project.get("optional-dependencies", {})
+    lines = [
+        *project["dependencies"],
+        *(each for extra in extras if extra for each in known[extra]),
+    ]
+    return {Requirement(line).name.lower() for line in lines}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_a_readmes_code_imports_comes_with_its_install_line(package: str) -> None:
+    """The last line for a clone is the one from which `nox -s install` runs the code."""
+    page = ROOT / "packages" / package / "README.md"
+    line = [line for line in lines_of(page) if line[0][0]][-1]
+    brought = {"torch"}.union(*(needs_of(name, extras) for _, name, extras in line))
+    named = {name.replace("-", "_") for _, name, _ in line}
+    asked = set()
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.Import):
+                asked |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                asked.add((node.module or "").partition(".")[0])
+    foreign = asked - set(sys.stdlib_module_names) - named
+    assert {module for module in foreign if module.replace("_", "-") not in brought} == set()
 
 
 @pytest.mark.parametrize("package", PACKAGES)
