@@ -295,7 +295,7 @@ def test_what_cannot_be_reached_is_one_line(tmp_path: Path) -> None:
     """A protocol that nobody knows, and a client that is not there."""
     with pytest.raises(CorpusError, match="nothing://x: cannot be reached: Protocol not known"):
         find_corpus("nothing://x")
-    with pytest.raises(CorpusError, match="no file or folder memory://no/such"):
+    with pytest.raises(CorpusError, match="nothing is found at memory://no/such; give"):
         find_corpus("memory://no/such")
 
 
