@@ -222,7 +222,11 @@ def recorded(folder: Path) -> None:
         ],
         "sft": [{"kind": "tasks", "step": 1, "loss.add": 2.0, "probability.add": 0.5}],
         "reward": [{"kind": "evaluate", "step": 1, "held_out_accuracy": 0.75}],
-        "ppo": [{"kind": "rollout", "rollout": 1, "reward": 0.5, "reward.right": 0.4, "kl": 0.1}],
+        "ppo": [
+            {"kind": "evaluate", "step": 0, "right": 0.25},
+            {"kind": "rollout", "rollout": 1, "reward": 0.5, "reward.right": 0.4, "kl": 0.1},
+            {"kind": "evaluate", "step": 4, "right": 0.5},
+        ],
     }
     for name, rows in events.items():
         (folder / name).mkdir(parents=True)
@@ -245,6 +249,7 @@ def test_the_page_shows_what_was_recorded_and_loads_nothing(tmp_path: Path) -> N
     text = page.render(tmp_path)
     assert text.count("<svg") == 6
     assert "75.0 %" in text
+    assert "25.0 to 50.0 %" in text
     assert "the layout data=2" in text
     assert "predicted 0.50 s an update, and the median took 0.75 s" in text
     assert "&lt;b&gt;Return.&lt;/b&gt;" in text

@@ -79,10 +79,16 @@ def optimised(events: Sequence[dict[str, Any]]) -> Iterator[str]:
     """The curves of PPO: how many sums are right, and what the reward costs in distance."""
     right = series(events, "rollout", "reward.right", x="rollout")
     rewards = right or series(events, "rollout", "reward", x="rollout")
+    updates = max((event["step"] for event in events if event["kind"] == "step"), default=1)
+    each = updates / max((number for number, _ in rewards), default=1)
+    held_out = series(events, "evaluate", "right")
     yield curves(
-        "PPO: right sums",
-        [Line(name="rollouts", points=rewards)],
-        x_name="rollouts",
+        "PPO: right sums, of fresh samples",
+        [
+            Line(name="rollouts", points=[(number * each, share) for number, share in rewards]),
+            Line(name="held out", points=held_out, marked=True),
+        ],
+        x_name="updates",
         y_name="share",
     )
     costs = [(event["kl"], event["reward"]) for event in events if event["kind"] == "rollout"]
@@ -214,18 +220,26 @@ def waiting(summary: Any) -> str:
     )
 
 
-def tiles(answers: Any, total_s: float) -> str:
-    """The four numbers that one looks for first."""
+def sampled(events: Sequence[dict[str, Any]]) -> str:
+    """How much more fresh samples of held-out prompts were right after PPO than before."""
+    shares = [share for _, share in series(events, "evaluate", "right")]
+    return f"{100 * shares[0]:.1f} to {100 * shares[-1]:.1f} %" if len(shares) > 1 else ""
+
+
+def tiles(answers: Any, optimised: Sequence[dict[str, Any]], total_s: float) -> str:
+    """The numbers that one looks for first."""
     told = {one["model"]: one for one in (answers or {}).get("told", [])}
     found = [
         (f"{100 * told[name]['right'] / told[name]['asked']:.1f} %", what)
         for name, what in (
             ("tuned", "of held-out sums are right after tuning"),
-            ("optimised by PPO", "after PPO with a reward that is checked"),
+            ("optimised by PPO", "after PPO, the likeliest token each time"),
             ("ONNX", "after export, in onnxruntime"),
         )
         if name in told
     ]
+    if raised := sampled(optimised):
+        found.append((raised, "of fresh samples are right, before and after PPO"))
     found.append((f"{total_s / 60:.1f} min", "all stages together"))
     inner = "".join(f"<div><b>{value}</b><span>{what}</span></div>" for value, what in found)
     return f'<div class="tiles">{inner}</div>'
@@ -252,7 +266,7 @@ def render(folder: Path) -> str:
         f"<style>{STYLE.read_text('utf-8')}</style></head><body><header><h1>The road</h1>"
         "<p>From the source of Python's own library to a model that answers in three runtimes."
         f" Python {platform.python_version()}, {cores} cores, no accelerator, nothing downloaded."
-        f"</p></header><main>{tiles(answers, total_s)}{body}</main></body></html>\n"
+        f"</p></header><main>{tiles(answers, events['ppo'], total_s)}{body}</main></body></html>\n"
     )
 
 
