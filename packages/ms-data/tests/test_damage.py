@@ -322,7 +322,7 @@ def test_the_fingerprint_names_the_content(tmp_path: Path) -> None:
 def test_a_flipped_bit_of_cleaned_documents_changes_nothing_unseen(
     some: int, tmp_path: Path
 ) -> None:
-    """Of what `dedup` wrote: documents, ledger and record; each is read as before, or refused."""
+    """Documents, ledger and record that `dedup` wrote are read as before, or refused."""
     texts = texts_of(1, 12, longest=60)
     out = tmp_path / "out"
     options = DedupOptions(substring_words=3)

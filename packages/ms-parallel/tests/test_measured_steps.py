@@ -107,7 +107,7 @@ def test_measured_collectives_count_more_than_links() -> None:
 
 
 def here_times() -> HereTimes:
-    """Of the model, by this machine's clock."""
+    """Times of the model by this machine's clock."""
     config = architecture("llama", MODEL)
     configs = measurable(config)
     assert configs is not None
@@ -117,7 +117,7 @@ def here_times() -> HereTimes:
 
 
 def candidate(layout: Layout, sharding: Any) -> Candidate:
-    """Of two microbatches."""
+    """A candidate of two microbatches."""
     split = Split(layout=layout, rows=ROWS, microbatches=2)
     return Candidate(
         split=split, schedule="1f1b", sharding=sharding, recompute="none", offload="none"

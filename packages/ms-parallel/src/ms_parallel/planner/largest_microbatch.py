@@ -20,7 +20,7 @@ FILE = "microbatch.json"
 """Its name in `output_dir`."""
 GIB, LIMIT_BYTES = 1 << 30, 1 << 16
 LEAST_GROWTH = 0.25
-"""Of what is above predictions: the share that grows with the rows at least."""
+"""Least share of what is above predictions that grows with the rows."""
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """What torch says on a CPU, without a class of its own."""
 

@@ -140,7 +140,7 @@ class EventLog:
         self._stop = threading.Event()
         self._descriptor = -1
         self._numbers: Iterator[int] = itertools.count()
-        """Of the blocks of the file that is being written."""
+        """Numbers of the blocks of the file that is being written."""
         self._unused: list[int] = []
         """Numbers of blocks that could not be written; the next ones have them."""
         self.folder.mkdir(parents=True, exist_ok=True)

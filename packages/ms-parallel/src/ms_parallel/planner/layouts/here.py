@@ -45,7 +45,7 @@ FEW, SEVERAL = 1, 4
 WEIGHT_SHARE = 0.5
 """Share of a backward that gradients of weights take, as their products are half of all."""
 LAYERS = 3
-"""Of the larger model that is measured; the smaller one has one."""
+"""Layers of the larger model that is measured; the smaller one has one."""
 LEAST = 0.2
 SPLIT = "zb-h1"
 """A schedule of one rank that puts off gradients of weights."""
@@ -63,7 +63,7 @@ class _Key:
     sharding: str
     recompute: str = "none"
     schedule: str = PLAIN
-    """Of one rank: whether gradients of weights are put off."""
+    """Schedule of one rank, which decides whether gradients of weights are put off."""
 
 
 @frozen(kw_only=True)
@@ -71,11 +71,11 @@ class _Measured:
     """Seconds of a model that is whole on one pipeline rank, for microbatches of so many rows."""
 
     passes: OwnAndTravel
-    """Of a microbatch."""
+    """Seconds of a microbatch."""
     forward: float
     """Share of a microbatch's own work that is its forward."""
     step: OwnAndTravel
-    """Once a step."""
+    """Seconds that a step takes once."""
 
 
 @frozen(kw_only=True)
@@ -84,20 +84,20 @@ class _Took:
 
     whole: float
     forward: float
-    """Of all forwards."""
+    """Seconds of all forwards."""
     backward: float
 
 
 @frozen(kw_only=True)
 class _Parts:
-    """Of both models, by layer and for all else."""
+    """Seconds that both models give: a layer's, and those of all else."""
 
     layer: float
     ends: float
 
     @classmethod
     def of(cls, few: float, several: float, layers: int) -> "_Parts":
-        """From what one layer takes and what so many do; nothing is less than nothing."""
+        """Split what models of one layer and of several take; no part is negative."""
         layer = max(0.0, (several - few) / (layers - 1)) if layers > 1 else 0.0
         return cls(layer=layer, ends=max(0.0, few - layer))
 
@@ -186,7 +186,7 @@ class HereTimes:
         return not (self.sheet.sizes.experts and layout.tensor * layout.expert > 1)
 
     def _line(self, key: _Key, rows: int, of: Callable[[_Measured], float]) -> _Parts:
-        """Of a microbatch of any number of rows: on a line, and never less than a part."""
+        """Parts of a microbatch of any number of rows, on a line and at least `LEAST` of the first."""
         share = (rows - FEW) / (SEVERAL - FEW)
         few, several = (self._parts(key, count, of) for count in (FEW, SEVERAL))
         layer, ends = (
@@ -206,12 +206,12 @@ class HereTimes:
         return max(1.0, again.layer / plain.layer) if plain.layer else 1.0
 
     def _parts(self, key: _Key, rows: int, of: Callable[[_Measured], float]) -> _Parts:
-        """Of a microbatch."""
+        """Parts of a microbatch."""
         one, other = self._both(key, rows)
         return _Parts.of(of(one), of(other), self.layers)
 
     def _both(self, key: _Key, rows: int) -> tuple[_Measured, _Measured]:
-        """Of the smaller and of the larger model."""
+        """Measured times of the smaller and of the larger model."""
         if (key, rows) not in self.known:
             one, other = (self._measure(config, key, rows) for config in self.configs)
             self.known[key, rows] = one, other

@@ -88,14 +88,14 @@ def seconds(messages: Mapping[Message, int], cluster: Cluster) -> float:
 
 
 def _bytes(value: Any) -> int:
-    """Of a tensor, or of all in a list."""
+    """Size of a tensor, or of all in a list."""
     if isinstance(value, Tensor):
         return value.nbytes
     return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
 def _group(args: Sequence[Any]) -> list[int]:
-    """The global ranks that take part: of the group that an operator was given, or names."""
+    """The global ranks of the group that an operator was given, or names."""
     for each in args[1:]:
         if isinstance(each, torch.ScriptObject):
             return dist.get_process_group_ranks(dist.ProcessGroup.unbox(each))

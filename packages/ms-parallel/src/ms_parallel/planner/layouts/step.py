@@ -43,7 +43,7 @@ class _Work:
     ranks: tuple[float, ...]
     """Seconds that each pipeline rank computes in a step."""
     travel: float
-    """Of these, what an average rank's collectives take."""
+    """Seconds of these that an average rank's collectives take."""
 
     @property
     def last_backward(self) -> float:

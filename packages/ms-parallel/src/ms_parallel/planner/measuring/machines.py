@@ -25,9 +25,9 @@ middle size: a line through both says more than is true of them, and a step's ti
 large ones."""
 TRIPS = 8
 WHOLE_BYTES = (1 << 9, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-"""Of what collectives gather, scatter and sum: of norms, of hidden states, of weights."""
+"""Sizes of what collectives gather, scatter and sum: norms, hidden states, weights."""
 ROUNDS, REPEATED = 5, 4
-"""Of a collective, and how often it is called in each."""
+"""Rounds in which a collective is timed, and how often it is called in each."""
 GIB = 1 << 30
 
 
@@ -152,7 +152,7 @@ def message_times(
 
 
 def _collectives(device: torch.device, each: int) -> Collectives:
-    """Of the processes of a node, while all nodes do the same; of the first node, on rank 0."""
+    """Time the collectives of each node at once; rank 0 has those of the first node."""
     rank, group = dist.get_rank(), None
     for first in range(0, dist.get_world_size(), each):
         made = dist.new_group(list(range(first, first + each)))

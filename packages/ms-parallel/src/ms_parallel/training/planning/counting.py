@@ -16,7 +16,7 @@ from ms_parallel.split.data_axis import ACTIVATIONS, EACH
 MANY = 32
 """Shards that are counted one by one."""
 LOGITS_BYTES = 1 << 28
-"""Of one chunk of a loss, as `ms_parallel.operators.losses` makes them."""
+"""Size of one chunk of a loss, as `ms_parallel.operators.losses` makes them."""
 SHORT = 2
 """Layers of a model whose layers are alike that are counted."""
 
