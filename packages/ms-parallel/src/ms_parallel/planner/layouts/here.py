@@ -186,7 +186,7 @@ class HereTimes:
         return not (self.sheet.sizes.experts and layout.tensor * layout.expert > 1)
 
     def _line(self, key: _Key, rows: int, of: Callable[[_Measured], float]) -> _Parts:
-        """Parts of a microbatch of any number of rows, on a line and at least `LEAST` of the first."""
+        """Parts of a microbatch of any number of rows: on a line, at least `LEAST` of the first."""
         share = (rows - FEW) / (SEVERAL - FEW)
         few, several = (self._parts(key, count, of) for count in (FEW, SEVERAL))
         layer, ends = (
