@@ -185,9 +185,13 @@ def test_every_layout_gives_the_gradients_and_the_text_of_one_process(
 
 
 def test_a_family_is_one_short_file() -> None:
-    """Fewer than 200 lines, and each is known by the `model_type` that it is called by."""
+    """Fewer than 200 lines, and each is known by the `model_type` that it is called by.
+
+    But for the one that takes whatever transformers builds, which has no name of its own.
+    """
     files = [path for path in Path(families.__file__).parent.rglob("*.py") if path.stem[0] != "_"]
-    assert len(files) == len(architectures())
+    named = [path for path in files if path.stem != "transformers"]
+    assert len(named) == len(architectures()) == len(files) - 1
     lengths = {path.name: len(path.read_text().splitlines()) for path in files}
     assert {name: length for name, length in lengths.items() if length >= 200} == {}
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from attrs import evolve
 
 from ms_parallel.cluster.layout import Layout
@@ -37,6 +38,13 @@ CLUSTER = Cluster(
     measured=True,
     links=Links(node=Link(latency_us=100, bandwidth_gb_per_s=1)),
 )
+
+
+@pytest.fixture(autouse=True)
+def alone() -> None:
+    """Leaves the group of one process that tests of engines before these have made."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def rows(count: int) -> dict[str, torch.Tensor]:
