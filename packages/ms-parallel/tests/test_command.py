@@ -158,6 +158,17 @@ def test_old_spellings_are_refused_by_name(
     assert said in capsys.readouterr().err
 
 
+def test_a_batch_beyond_any_memory_is_refused_before_its_rows_are_read(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To say what it holds, its documents would be read for hours."""
+    run = write_run(tmp_path / "run.toml", shards, batch_size=1 << 20, sequence_length=32)
+    assert main(["inspect", str(run), "--set", f"batch_size={1 << 32}"]) == 2
+    assert "batch_size is 4294967296; give a whole number" in capsys.readouterr().err
+    assert main(["inspect", str(run)]) == 2
+    assert "lower batch_size, or give a microbatch_size" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("table", ["layout", "parallel_config"])
 def test_the_line_that_is_advised_works_as_it_is(table: str, corpus: Path, tmp_path: Path) -> None:
     """One process of two is told what to type; typing it trains."""

@@ -55,6 +55,8 @@ PASSED_ON = (
 GIB = 1 << 30
 VOCABULARY_MULTIPLE = 64
 """A model's vocabulary is rounded up to it, so that many values of `tensor` divide it."""
+MOST_TOKENS = 1 << 24
+"""Tokens of a microbatch whose documents are read to say what it holds."""
 
 
 def layout_of(options: Options) -> Layout:
@@ -146,9 +148,18 @@ def _check_sizes(options: Options, layout: Layout, config: Any) -> None:
 
 
 def first_documents(options: Options, rows: int, shards: Path | None) -> torch.Tensor | None:
-    """Documents (rows, S) int32 of the first rows of a dataset; None where there is none yet."""
+    """Documents (rows, S) int32 of the first rows of a dataset; None where there is none yet.
+
+    Raises:
+        ConfigError: the rows have more tokens than are read for it.
+    """
     if shards is None:
         return None
+    if rows * options.sequence_length > MOST_TOKENS:
+        raise ConfigError(
+            f"a microbatch of {rows:,} rows of {options.sequence_length:,} tokens is longer than"
+            f" {MOST_TOKENS:,} tokens; lower batch_size, or give a microbatch_size"
+        )
     stream = data_package().TokenStream(
         shards, sequence_length=options.sequence_length, batch_size=rows, seed=options.seed
     )

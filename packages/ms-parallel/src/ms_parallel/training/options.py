@@ -29,6 +29,8 @@ from ms_parallel.training.shares.setting import Shares, as_tuple, check_kind
 
 AUTO: Final = "auto"
 MOST_EPOCHS = 10**6
+MOST_ROWS = 1 << 20
+"""Rows of a batch: hundreds of times what the largest runs take."""
 DEVICE = re.compile(r"[a-z]{1,32}(:[0-9]{1,3})?")
 
 
@@ -157,7 +159,7 @@ class Options(Essentials):
     """Settings of the model to change, by the names of Hugging Face's config.json."""
     sequence_length: int = field(default=512, validator=whole(least=2))
     """Tokens in a sample."""
-    batch_size: int = field(default=8, validator=whole())
+    batch_size: int = field(default=8, validator=whole(most=MOST_ROWS))
     """Samples in one update, over all processes."""
     microbatch_size: int | Literal["auto"] | None = field(default=None, validator=_microbatch)
     """Samples of one data rank that pass at once; None for all (or one each with a pipeline);
