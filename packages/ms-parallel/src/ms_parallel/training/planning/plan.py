@@ -48,7 +48,7 @@ from ms_parallel.training.fitting import (
     fit_model,
     memory_question,
 )
-from ms_parallel.training.options import Options
+from ms_parallel.training.options import MOST_ROWS, Options
 from ms_parallel.training.planning.conditions import conditions_of, kept_settings
 from ms_parallel.training.planning.counting import (
     divisor_of_shards,
@@ -183,7 +183,7 @@ class _Asked:
         options, cluster = self.options, self.cluster
         if not cluster.measured:
             cluster = reached(cluster, efficiency_of(cluster.chip))
-        config = fit_model(evolve(options, batch_size=1 << 30), Layout(), self.shards)
+        config = fit_model(evolve(options, batch_size=MOST_ROWS), Layout(), self.shards)
         sizes = ModelSizes.of(config)
         width = 2 if options.mixed_precision else 4
         keep = self._keeping(config)
