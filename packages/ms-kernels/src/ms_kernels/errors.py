@@ -1,5 +1,7 @@
 """Every error this package raises on purpose; each is also the builtin that fits."""
 
+from typing import ClassVar
+
 SHOWN_CHARACTERS = 80
 """Most characters of a value that a message shows."""
 
@@ -17,6 +19,9 @@ def shown(value: object) -> str:
 
 class KernelError(Exception):
     """Base of all errors of ms-kernels. Its text is one line: what, where, the remedy."""
+
+    exit_code: ClassVar[int] = 2
+    """How a command ends that raises it: what was given has to be mended."""
 
 
 class ArgumentError(KernelError, ValueError):
