@@ -7,7 +7,7 @@ SHOWN_CHARACTERS = 80
 
 
 def shown(value: object) -> str:
-    """Write a value as a message may hold it: in one line, and not endless."""
+    """Write a value as a message may hold it: in one line of bounded length."""
     if isinstance(value, int) and value.bit_length() > 4 * SHOWN_CHARACTERS:
         return f"a whole number of {value.bit_length()} bits"  # Python writes none of 4,300 digits
     try:
