@@ -113,7 +113,7 @@ class MinHash:
 
 
 def _groups(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Neighbouring texts of together `_TOGETHER` characters, or a longer one alone."""
+    """Group neighbouring texts up to `_TOGETHER` characters; a longer text is a group alone."""
     first = size = 0
     for number, text in enumerate(texts):
         if size + len(text) > _TOGETHER and number > first:
