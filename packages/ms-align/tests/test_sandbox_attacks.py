@@ -317,6 +317,17 @@ def test_a_dead_first_process_is_started_again() -> None:
     assert zygote() is not client
 
 
+def test_a_sandbox_that_fails_twice_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's own reason stands in the line."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("ms_align.rewards.sandbox.run.run_in", fails)
+    with pytest.raises(ConfigError, match=r"failed twice: .*Too many open files"):
+        run_python("pass")
+
+
 def test_too_little_kernel_is_refused_by_name_unless_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
