@@ -53,6 +53,22 @@ def test_every_metric_alone_gives_another_report(
     assert [name for name, parts in shown.items() if parts == shown[metric]] == [metric]
 
 
+def test_the_parts_that_each_metric_shows_are_these(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """None of them changes nothing."""
+    wanted = {
+        "communication_time": ["communication", "waiting"],
+        "compute_time": ["operators"],
+        "memory": ["memory"],
+        "operators": ["operators", "shapes"],
+        "data_time": ["data"],
+        "idle": ["idle"],
+    }
+    found = {name: facts_of(run_folder, capsys, "--metrics", name)["shown"] for name in METRICS}
+    assert found == wanted
+
+
 @pytest.mark.parametrize(
     ("metric", "collect"),
     [
