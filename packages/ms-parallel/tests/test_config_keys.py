@@ -328,6 +328,21 @@ def test_a_model_that_no_machine_holds_is_refused_before_memory_is_taken() -> No
         Engine(architecture("llama", sizes), device="cpu")
 
 
+def test_a_transformers_that_is_broken_is_not_called_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What its import says stands in the line; where it is not installed, that is said."""
+    with monkeypatch.context() as within:
+        within.setitem(sys.modules, "transformers.models.auto.modeling_auto", None)
+        with pytest.raises(ModelError, match=r"cannot be imported: .*modeling_auto"):
+            from_document({"model_type": "never-heard-of"})
+    for name in [each for each in sys.modules if each.startswith("transformers.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModelError, match="where it is installed"):
+        from_document({"model_type": "never-heard-of"})
+
+
 @pytest.mark.parametrize("name", ["Transformer-XL", "transformer_xl", "TransformerXL"])
 def test_an_architecture_is_known_by_its_name_in_any_spelling(name: str) -> None:
     """Case, hyphens and underscores do not count."""
