@@ -207,7 +207,7 @@ def training_parts(device: str, processes: int) -> Iterator[Part]:
     shows = f"losses of six steps, within {TOLERANCE:g} of the CPU's"
     yield Part(f"{device}, one process", train(1, device, "one"), 900, shows, "one")
     half = (*train(1, device, "half"), "--set", "mixed_precision=true")
-    yield Part(f"{device}, bfloat16", half, 900, "half precision trains to its end")
+    yield Part(f"{device}, bfloat16", half, 900, "half precision: finite losses", "half", "half")
     kernels = (*train(1, device, "kernels"), "--set", "ops=ms_kernels")
     yield Part(f"{device}, ms-kernels", kernels, 900, f"our operators: {shows}", "kernels")
     often = ("--set", "checkpoint_every=1")
@@ -257,7 +257,8 @@ def aligning_parts(device: str) -> Iterator[Part]:
     shows = f"losses of six steps, within {TOLERANCE:g} of the CPU's"
     yield Part(f"{device}, tuning", tune, 900, shows, "tuning", ours)
     ppo = (python, "-m", "ms_align", "ppo", "ppo.toml")
-    yield Part(f"{device}, PPO", ppo, 900, "rollouts, rewards and updates to the end")
+    shows = "rollouts, rewards and updates: finite losses"
+    yield Part(f"{device}, PPO", ppo, 900, shows, "ppo", "ppo")
 
 
 def recording_parts(device: str, processes: int) -> Iterator[Part]:
