@@ -21,7 +21,7 @@ FRONT = re.compile(r"\A---\ntranslates:\n((?:  - .*\n)*)---\n")
 INCLUDE = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
 TREE = "## The tree"
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
-SUMMARISED = tuple(f"{name}.md" for name in ("data", "parallel"))
+SUMMARISED = tuple(f"{name}.md" for name in ("parallel",))
 """Guides that the Chinese site only sums up, with the list of the README's sections."""
 SECTIONS = "## 英文 README 的各节"
 
