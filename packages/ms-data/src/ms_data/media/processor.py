@@ -122,7 +122,7 @@ class Processor:
         """Make the spectrograms of sounds.
 
         Returns:
-            Shape (sounds, mels, frames), and a mask (sounds, frames): 1 where there is sound.
+            Shape (sounds, mels, frames), and a mask (sounds, frames), 1 where there is sound.
 
         Raises:
             ValueError: one is not what it was when it was measured.

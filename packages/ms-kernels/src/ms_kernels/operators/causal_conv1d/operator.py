@@ -58,7 +58,7 @@ def causal_conv1d(
         final_state: whether to return the state after the last position as well.
 
     Returns:
-        (B, S, C), dtype of x; with `final_state` also (B, K, C): the last K inputs of the last
-        position's document, zeros before it began.
+        (B, S, C), dtype of x; with `final_state` also the last K inputs of the last position's
+        document, (B, K, C), zeros before it began.
     """
     return perform(CONTRACT, (x, weight, bias, documents, state), (silu, final_state))

@@ -37,7 +37,7 @@ def linear_cross_entropy(
             gradients differ from what most rows get.
 
     Returns:
-        float32 (float64 for float64): () or, with ``"none"``, (...).
+        () or, with ``"none"``, (...); float32 (float64 for float64).
 
     Rows of DTensors stay where they are; a weight that is split is gathered. A reduced loss is on
     every process.
