@@ -12,8 +12,6 @@ import translations
 from translations import (
     DOCS,
     FENCE,
-    SECTIONS,
-    SUMMARISED,
     accept,
     english_of,
     pages,
@@ -29,20 +27,6 @@ CHINESE = re.compile(r"[\u4e00-\u9fff]")
 def names(page: Path) -> str:
     """A page as tests name it."""
     return page.relative_to(DOCS).as_posix()
-
-
-@pytest.mark.parametrize("name", SUMMARISED)
-def test_the_summary_of_a_guide_shows_code_of_its_readme(name: str) -> None:
-    """To the letter, and sections that are there; a renamed one makes the summary look again."""
-    readme = english_of(DOCS / name)
-    summary = translations.translation_of(DOCS / name).read_text()
-    body, _, listed = summary.partition(SECTIONS)
-    blocks = FENCE.findall(body)
-    assert blocks
-    assert [block for block in blocks if block not in FENCE.findall(readme)] == []
-    there = [heading[3:] for heading, _ in sections_of(readme) if heading.startswith("## ")]
-    assert set(re.findall(r"^- (.*)$", listed, re.MULTILINE)) <= set(there)
-    assert all(CHINESE.search(heading) for heading, _ in sections_of(body)[1:])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names)
@@ -129,7 +113,6 @@ def test_a_meaning_without_chinese_is_stale_too(
 ) -> None:
     """It is printed, and the exit code says so."""
     monkeypatch.setattr(sys, "argv", ["translations"])
-    monkeypatch.setattr(translations, "SUMMARISED", ())
     monkeypatch.setattr(translations, "pages", list)
     monkeypatch.setattr(translations, "new_meanings", lambda: ["Rows of a step."])
     assert translations.main() == 1

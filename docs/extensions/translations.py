@@ -21,20 +21,12 @@ FRONT = re.compile(r"\A---\ntranslates:\n((?:  - .*\n)*)---\n")
 INCLUDE = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
 TREE = "## The tree"
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
-SUMMARISED = tuple(f"{name}.md" for name in ("parallel",))
-"""Guides that the Chinese site only sums up, with the list of the README's sections."""
-SECTIONS = "## 英文 README 的各节"
 
 
 def pages() -> list[Path]:
     """The English pages that are translated, or should be."""
     found = (path for path in sorted(DOCS.rglob("*.md")) if not path.name.endswith(".zh.md"))
-    names = {path: path.relative_to(DOCS).as_posix() for path in found}
-    return [
-        path
-        for path, name in names.items()
-        if name not in SUMMARISED and not name.startswith("api/")
-    ]
+    return [path for path in found if path.parent.name != "api"]
 
 
 def translation_of(page: Path) -> Path:
@@ -91,7 +83,7 @@ def quoted(line: str) -> str:
 
 
 def main() -> int:
-    """Print what is stale, accept pages, sum up guides; exit with 1 where anything is stale."""
+    """Print what is stale, accept pages; exit with 1 where anything is stale."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--accept", nargs="*", default=[], metavar="PAGE", type=Path)
     for page in parser.parse_args().accept:
@@ -102,8 +94,6 @@ def main() -> int:
         for heading in ["no translation"] if missing else stale_sections(page):
             sys.stdout.write(f"{page.relative_to(ROOT)}: {heading}\n")
             code = 1
-    for name in SUMMARISED:
-        sum_up(DOCS / name)
     for words in new_meanings():
         sys.stdout.write(f"meanings.zh.toml: {words}\n")
         code = 1
@@ -118,19 +108,6 @@ def new_meanings() -> list[str]:
         return untranslated_meanings()
     except ImportError:
         return []
-
-
-def sum_up(page: Path) -> None:
-    """Write the README's sections at the end of a guide's Chinese summary."""
-    summary = translation_of(page)
-    text = summary.read_text(encoding="utf-8").partition(SECTIONS)[0].rstrip()
-    lines = "\n".join(f"- {heading}" for heading in headings_of(page))
-    summary.write_text(f"{text}\n\n{SECTIONS}\n\n{lines}\n", encoding="utf-8")
-
-
-def headings_of(page: Path) -> list[str]:
-    """The titles of a guide's sections."""
-    return [heading[3:] for heading, _ in sections_of(english_of(page)) if heading[:3] == "## "]
 
 
 if __name__ == "__main__":
