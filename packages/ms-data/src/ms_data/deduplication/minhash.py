@@ -55,7 +55,7 @@ class MinHash:
         return found
 
     def signature(self, text: str) -> NDArray[np.uint32]:
-        """The least value of each hash function over the n-grams of a text.
+        """Return the least value of each hash function over the n-grams of a text.
 
         A text of fewer words has one n-gram, all of it.
         """
@@ -78,7 +78,7 @@ class MinHash:
         return found
 
     def least(self, ngrams: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """The least value of each hash function over hashed n-grams."""
+        """Return the least value of each hash function over hashed n-grams."""
         least = np.full(len(self._factors), 2**32 - 1, np.uint32)
         for start in range(0, len(ngrams), _BLOCK):
             part = ngrams[start : start + _BLOCK]
@@ -131,7 +131,7 @@ class WordHashes:
         return self._found(text)[0]
 
     def of_each(self, texts: Sequence[str]) -> tuple[NDArray[np.uint64], list[int]]:
-        """The hash of each word of all texts, one after the other, and how many each text has."""
+        """Return the hashes of the words of all texts, end to end, and how many each text has."""
         lower = [text.lower() for text in texts]
         found, starts = self._found("\n".join(lower))
         bounds = np.cumsum([len(text) + 1 for text in lower])
@@ -139,7 +139,7 @@ class WordHashes:
         return found, counts.tolist()
 
     def _found(self, text: str) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """The hash of each word, and where it begins in the text in lower case."""
+        """Return the hash of each word, and where it begins in the text in lower case."""
         text = text.lower()
         if text.isascii():
             codes: NDArray[Any] = np.frombuffer(text.encode(), np.uint8)

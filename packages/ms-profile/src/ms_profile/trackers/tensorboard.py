@@ -27,7 +27,7 @@ class TensorBoard:
     measures_system = False
 
     def check(self) -> None:
-        """Nothing is needed."""
+        """Accept every installation: no library is needed."""
 
     def open(self, start: RunStart, /) -> OpenRun:
         """Begin a file.
