@@ -94,7 +94,7 @@ class TextEncoder:
         return {}
 
     def setup(self) -> bytes:
-        """Encode what another process needs to tokenize as this one does, once templates have run."""
+        """Encode what another process needs to tokenize alike, once templates have run."""
         return msgspec.msgpack.encode(
             EncoderSetup(
                 tokenizer=self.tokenizer.content,
