@@ -3,7 +3,7 @@
 
 The lock (`lock`) is the kernel's, so that a process that is killed lets go of it; what stands in it
 says who holds it. The seal (`run.json`) says what kind of run the folder is of, what that was made
-from, and with which settings. Another kind, model or dataset is refused; other settings are told.
+from, and with which settings. Another kind, model or dataset is refused; other settings are named.
 """
 
 import errno
@@ -89,7 +89,7 @@ def hold(
         writes: names inside the folder that this kind of run writes; where one is there and no
             seal is, the folder is somebody else's.
         wait_s: seconds to wait for another process to let go, for one that is just ending.
-        note: is told in a line when there is something to wait for.
+        note: called with a line when there is something to wait for.
 
     Yields:
         The settings that changed since the run was last begun, none of them fixed.
@@ -167,7 +167,7 @@ def locked(
         what: what it is the lock of, for messages.
         kind: the command that holds it.
         wait_s: seconds to wait for another process to let go.
-        note: is told in a line when there is something to wait for.
+        note: called with a line when there is something to wait for.
         state: what is the matter with `what` while it is held, for messages.
         remedy: what else to do than to wait, for messages.
         stays: leave the file where it is at the end.
@@ -254,9 +254,9 @@ def changes_between(old: RunSeal, new: RunSeal) -> list[Change]:
 def _check_fixed(folder: Path, changes: list[Change], fixed: Collection[str]) -> None:
     broken = [change for change in changes if change.name in fixed]
     if broken:
-        told = "; ".join(str(change) for change in broken)
+        named = "; ".join(map(str, broken))
         raise FolderError(
-            f"{folder} holds a run that cannot go on with other settings: {told}; give"
+            f"{folder} holds a run that cannot go on with other settings: {named}; give"
             " what it had, or choose another output_dir"
         )
 
