@@ -13,7 +13,7 @@ from .untrusted import decode_json, read_bytes, read_json, read_text
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 ROLES = ("bos_token", "eos_token", "pad_token")
 KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
-"""Names of the token that ends a text, most telling first, where nothing says which it is."""
+"""Names of the token that ends a text, most likely first, where nothing says which it is."""
 
 Document = dict[str, Any]
 
@@ -56,7 +56,7 @@ class TokenizerSource:
     """The text of chat_template.jinja."""
 
     def files(self, roles: Mapping[str, int | None]) -> dict[str, bytes]:
-        """Give the files of a folder with this tokenizer, by name.
+        """Return the files of a folder with this tokenizer, by name.
 
         Args:
             roles: ids of `bos_token` and the like, for settings that do not name them.
@@ -125,7 +125,7 @@ def end_of_documents(folder: Path, *, error: type[Exception]) -> int | None:
 
 
 def token_text(said: Any) -> str | None:
-    """Give the text of a token as settings name it: itself, or a table with its `content`."""
+    """Return the text of a token as settings name it: itself, or a table with its `content`."""
     text = said.get("content") if isinstance(said, dict) else said
     return text if isinstance(text, str) else None
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 LIMIT_BYTES = 256 * 2**20
-"""What a file of settings, names or a vocabulary is never larger than."""
+"""The largest file of settings, names or a vocabulary that is read."""
 
 SHOWN_CHARACTERS = 200
 """Most characters of a path, or of a decoder's own words, that a message shows."""
@@ -27,13 +27,13 @@ DEEP_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){100}""")
 
 LONG_NUMBER = re.compile(r"\d{39}")
 BYTES_LONG_NUMBER = re.compile(LONG_NUMBER.pattern.encode())
-"""What a whole number of over 128 bits is written with, and some texts are."""
+"""So many digits stand in every whole number of over 128 bits, and in some texts."""
 
 PATH_BYTES = 4095
 NAME_BYTES = 255
-"""What a file system takes; see PATH_MAX and NAME_MAX in limits.h."""
+"""Longest name that a file system takes; see PATH_MAX and NAME_MAX in limits.h."""
 ASIDE_BYTES = 15
-"""What the name of a file that is written aside adds."""
+"""Bytes by which the name of a file that is written aside is longer."""
 
 T = TypeVar("T")
 
@@ -46,9 +46,9 @@ def check_path(
     optional: bool = False,
     written: Literal["file", "folder"] | None = None,
 ) -> None:
-    """Refuse what no system takes for a path, before anything is done for its sake.
+    """Refuse what no system takes for a path, before any work is done.
 
-    Whether there is something to read is said by whoever reads it.
+    Whether there is something to read is left to whoever reads it.
 
     Args:
         name: of the setting or argument, for the message.
@@ -180,7 +180,7 @@ def _check_numbers(found: object, name: str = "") -> None:
 
 PARTS = re.compile(r"(?:layers|experts)$|^(?:n|num)_\w*(?:layer|expert)")
 MOST_PARTS = 4096
-"""Layers or experts of a model; other libraries build as many as a file says, however many."""
+"""Most layers or experts of a model; other libraries would build as many as a file says."""
 
 
 def check_parts(folder: str | Path, *, error: type[Exception]) -> None:

@@ -43,7 +43,7 @@ class KeyGroup:
 
 
 def place_of(kind: type) -> str:
-    """Give the place of a class of this package, as `groups_of` takes it."""
+    """Return the place of a class of this package, as `groups_of` takes it."""
     return f"{kind.__module__.removeprefix(f'{PACKAGE.name}.')}:{kind.__name__}"
 
 

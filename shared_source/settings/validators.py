@@ -130,7 +130,7 @@ def as_path(value: Any) -> Any:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Give the remedy for an unknown word: the nearest known one, or all of them."""
+    """Return the remedy for an unknown word: the nearest known one, or all of them."""
     known = sorted(known)
     lower = {one.lower(): one for one in known}
     near = get_close_matches(word.lower(), lower, n=1, cutoff=0.4)
@@ -138,7 +138,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """Give a value as a message may hold it, which is never endless."""
+    """Write a value as a message may hold it, of bounded length."""
     if isinstance(value, int) and abs(value) > 10**40:  # Python writes out 4,300 digits at most
         return f"a number of {value.bit_length()} bits"
     text = repr(value)

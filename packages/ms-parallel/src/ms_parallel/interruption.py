@@ -4,9 +4,9 @@
 torchrun stops its ranks by a signal, which it cannot send once it was killed itself: they would
 train on, and hold the run's folder against the same command. So the kernel is asked to kill this
 process when its parent dies (PR_SET_PDEATHSIG, kept by a thread, so the one that trains must ask).
-Who was orphaned before it could ask is found by comparing parents afterwards: both orders are
-covered, but for the milliseconds before this module is imported, and then the launcher's store is
-gone and nobody is met. Where there is no such request, `launcher_is_gone` is asked now and then.
+A process that was orphaned before it could ask finds out by comparing parents afterwards. Only the
+milliseconds before this module is imported are left: the launcher's store is gone then, and the
+process meets nobody. Systems without such a request have `launcher_is_gone`, asked now and then.
 
 Done by the command and the trainer in a rank of torchrun, never by an import: a process that a
 shell started in the background is to outlive its shell.

@@ -46,7 +46,7 @@ def _report_system(error: BaseException) -> int | None:
 
 
 def _unknown(word: str) -> str:
-    """The message for a word that is no command, with the command that was probably meant."""
+    """Return the message for a word that is no command, with the one that was probably meant."""
     meant = {each: name for name, words in MEANT.items() for each in (name, *words)}
     hint = nearest_name(word.lower(), meant)
     shown = one_line(word)[:60]

@@ -72,7 +72,7 @@ def number_in_environment(name: str, default: int) -> int:
     """Read a number that a launcher put into the environment, such as `RANK`.
 
     Raises:
-        EnvironmentValueError: it is none.
+        EnvironmentValueError: it is no number.
     """
     text = environ.get(name, str(default))
     if not (text.isascii() and text.isdigit() and len(text) < 9):

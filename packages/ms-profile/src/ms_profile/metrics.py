@@ -73,7 +73,7 @@ METRICS: Final[dict[str, Metric]] = {
 
 
 def collected_for(metrics: Iterable[str]) -> Collect:
-    """The least that has to be recorded for all of `metrics`."""
+    """Return the least that has to be recorded for all of `metrics`."""
     return reduce(or_, (METRICS[name].collects for name in metrics), Collect.NOTHING)
 
 

@@ -97,7 +97,7 @@ def override(settings: dict[str, Any], text: str) -> None:
     """Change one setting in place, as `--set key=value` or `--set table.key=value` says.
 
     Raises:
-        ConfigError: it is not of this form, or its table is none.
+        ConfigError: it is not of this form, or what it names as a table is not one.
     """
     key, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not key:

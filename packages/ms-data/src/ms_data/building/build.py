@@ -105,7 +105,7 @@ def build(
 
 
 def _cluster(workers: str | None) -> str:
-    """The address of the cluster that tokenizes; empty for none."""
+    """Return the address of the cluster that tokenizes; empty for none."""
     return "" if workers is None else str(worker_count(workers))
 
 

@@ -94,7 +94,7 @@ class TextEncoder:
         return {}
 
     def setup(self) -> bytes:
-        """The same encoder for another process, where templates have run and media are measured."""
+        """Encode what another process needs to tokenize alike, once templates have run."""
         return msgspec.msgpack.encode(
             EncoderSetup(
                 tokenizer=self.tokenizer.content,
@@ -115,7 +115,7 @@ class TextEncoder:
         return [Encoded(words) for words in found]
 
     def hold_out_key(self, text: str) -> str:
-        """The part of a document that decides whether it is held out."""
+        """Return the part of a document that decides whether it is held out."""
         return text
 
     def files(self) -> dict[str, bytes]:
@@ -167,7 +167,7 @@ class ChatEncoder(TextEncoder):
         return encode_rows(self.tokenizer, texts, pairs=self.kind == "preferences")
 
     def hold_out_key(self, text: str) -> str:
-        """The document without the row's weight and margin."""
+        """Return the document without the row's weight and margin."""
         plain = msgspec.structs.replace(_decode(text), weight=1.0, margin=0.0)
         return as_json(plain)
 

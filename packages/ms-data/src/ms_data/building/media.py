@@ -159,7 +159,7 @@ def with_media(
 
 
 def _folder_of(corpus: CorpusName) -> Path | None:
-    """The folder that the one file of a corpus lies in, or that it is."""
+    """Return the folder that the one file of a corpus lies in, or that it is."""
     if not isinstance(corpus, str | Path):
         if len(corpus) != 1:
             return None

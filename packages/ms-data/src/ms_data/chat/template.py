@@ -135,7 +135,7 @@ class ChatTemplate:
         return ChatTemplate(self.source, special_tokens=tokens, today=self.today)
 
     def files(self) -> dict[str, bytes]:
-        """The files that `load` reads this template from, by name."""
+        """Return the files that `load` reads this template from, by name."""
         config = json.dumps(self.special_tokens, indent=2, sort_keys=True, ensure_ascii=False)
         return {
             "chat_template.jinja": self.source.encode(),
@@ -305,7 +305,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens of a tokenizer_config.json, such as `bos_token`, by name."""
+    """Return the special tokens of a tokenizer_config.json, such as `bos_token`, by name."""
     named = {key: value for key, value in config.items() if key.endswith("_token")}
     texts = {
         key: value.get("content") if isinstance(value, dict) else value

@@ -22,7 +22,7 @@ _LETTER = re.compile(r"[^\W\d_]")
 
 
 def identify(text: str) -> str:
-    """The ISO 639-1 code of a text's language by its first characters, or "unknown".
+    """Return the ISO 639-1 code of a text's language by its first characters, or "unknown".
 
     Raises:
         SettingError: the script does not tell it, and resiliparse is not installed.
@@ -72,7 +72,7 @@ def _encodes(character: str, encoding: str) -> bool:
 
 @cache
 def detector() -> Any:
-    """The function that tells languages by their letters.
+    """Return the function that tells languages by their letters.
 
     Raises:
         SettingError: its library is not installed.

@@ -23,7 +23,7 @@ BITS = 64
 
 
 def picture_hash(picture: Any) -> int:
-    """The 64 bits of a decoded picture."""
+    """Return the 64 bits of a decoded picture."""
     small = np.asarray(picture.convert("L").resize((9, 8)), np.int16)
     return int.from_bytes(np.packbits(small[:, 1:] > small[:, :-1]).tobytes(), "big")
 

@@ -48,7 +48,7 @@ class RowRule(Rule):
 
 
 def row_of(text: Text) -> dict[str, Any]:
-    """The row that a document of JSON holds."""
+    """Return the row that a document of JSON holds."""
     return msgspec.json.decode(text.text, type=dict[str, Any])
 
 

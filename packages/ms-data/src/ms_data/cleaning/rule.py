@@ -85,7 +85,7 @@ class Rule(ABC):
 
 
 def library_version(name: str) -> str:
-    """The name and version of a library, as another version may decide otherwise."""
+    """Return the name and version of a library, as another version may decide otherwise."""
     return f"{name} {version(name)}"
 
 

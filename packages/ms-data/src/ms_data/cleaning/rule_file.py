@@ -59,7 +59,7 @@ class RuleSet:
         return isinstance(self.rules[0], RowRule)
 
     def settings(self) -> list[tuple[str, dict[str, Any]]]:
-        """The rules by name, with all their settings."""
+        """Return the rules by name, with all their settings."""
         return [(rule.name, asdict(rule)) for rule in self.rules]
 
 
@@ -90,7 +90,7 @@ def read_rules(rules: Rules) -> RuleSet:
 
 
 def rules_template() -> str:
-    """A file of rules to begin with: those for English and Chinese, with all settings."""
+    """Return a file of rules to begin with: those for English and Chinese, with all settings."""
     keys = []
     for name in _ORDER:
         groups = groups_of(place_of(RULES[name]), hidden=("name", "shown"))

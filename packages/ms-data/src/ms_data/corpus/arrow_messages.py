@@ -124,7 +124,7 @@ class _Table(NamedTuple):
         return _Table(self.content, at + struct.unpack_from("<I", self.content, at)[0])
 
     def pairs(self, number: int) -> Iterator[tuple[int, int]]:
-        """The pairs of numbers in a list."""
+        """Yield the pairs of numbers in a list."""
         found = self.table(number)
         if found is None:
             return

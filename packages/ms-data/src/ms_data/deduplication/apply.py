@@ -38,7 +38,7 @@ class Decisions:
                 self._spans = np.memmap(folder / "spans.bin", SPAN, "r")
 
     def keeper(self, document: int) -> int:
-        """The document that is kept for one, itself where it is kept."""
+        """Return the document that is kept for one, itself where it is kept."""
         return int(self._keeper[document])
 
     def same(self, document: int) -> bool:
@@ -46,7 +46,7 @@ class Decisions:
         return bool(self._same[document])
 
     def spans(self, document: int) -> list[tuple[int, int]]:
-        """The words of a document that stood before."""
+        """Return the words of a document that stood before."""
         if self._starts is None:
             return []
         found = self._spans[int(self._starts[document]) : int(self._starts[document + 1])]

@@ -37,7 +37,7 @@ class Chosen(NamedTuple):
     """All of them, in the order of the corpus."""
 
     def lines(self) -> Iterator[bytes]:
-        """The JSON of its `Cluster`, in parts of bounded size, with a line's end."""
+        """Yield the JSON of its `Cluster`, in parts of bounded size, with a line's end."""
         yield b'{"kept":%d,"documents":[' % self.kept
         for start in range(0, len(self.documents), _CHUNK):
             numbers = msgspec.json.encode(self.documents[start : start + _CHUNK].tolist())

@@ -113,7 +113,7 @@ def _checked(options: DedupOptions) -> DedupOptions:
 
 
 def _signing(last: Pass, options: dict[str, Any], on_quarantine: Callable[[str], None]) -> Pass:
-    """The pass before the last one, which hashes all documents and names what cannot be read."""
+    """Return the first pass, which hashes all documents and names what cannot be read."""
     return evolve(
         last,
         kind="dedup signatures",

@@ -59,7 +59,7 @@ class MinHash:
         return found
 
     def signature(self, text: str) -> NDArray[np.uint32]:
-        """The least and greatest values of each hash function over the n-grams of a text.
+        """Return the least and greatest values of each hash function over a text's n-grams.
 
         A text of fewer words has one n-gram, all of it.
         """
@@ -69,7 +69,7 @@ class MinHash:
         return self.of(_ngrams(words, min(self._ngram_words, len(words))))
 
     def of(self, ngrams: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """The signature of hashed n-grams, of which there is one at least."""
+        """Return the signature of hashed n-grams, of which there is one at least."""
         found = np.empty(self._count, np.uint32)
         self._extremes(ngrams, found)
         return found
@@ -146,7 +146,7 @@ class WordHashes:
         return self._found(text)[0]
 
     def of_each(self, texts: Sequence[str]) -> tuple[NDArray[np.uint64], list[int]]:
-        """The hash of each word of all texts, one after the other, and how many each text has."""
+        """Return the hashes of the words of all texts, end to end, and how many each text has."""
         lower = [text.lower() for text in texts]
         found, starts = self._found("\n".join(lower))
         bounds = np.cumsum([len(text) + 1 for text in lower])
@@ -154,7 +154,7 @@ class WordHashes:
         return found, counts.tolist()
 
     def _found(self, text: str) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """The hash of each word, and where it begins in the text in lower case."""
+        """Return the hash of each word, and where it begins in the text in lower case."""
         text = text.lower()
         if text.isascii():
             codes: NDArray[Any] = np.frombuffer(text.encode(), np.uint8)

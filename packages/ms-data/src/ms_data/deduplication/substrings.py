@@ -57,7 +57,7 @@ def find_repeated(
 
 
 def _repeated(records: Records, words: int, shift: np.uint64) -> Records:
-    """The words of rows that are not the first of their kind."""
+    """Return the words of rows that are not the first of their kind."""
     first = runs(records, "key")
     again = first != np.arange(len(records))
     one, other = records[first[again]], records[again]

@@ -27,7 +27,7 @@ class Windows:
         self._backs = np.ones(1, np.uint64)
 
     def keys(self, text: str) -> NDArray[np.uint64]:
-        """The hash of the row that begins at each word; empty where there are fewer words."""
+        """Return the hash of the row that begins at each word; empty if words are too few."""
         words = _WORD.findall(text.lower())
         count = len(words) - self._words + 1
         if count <= 0 or not self._words:
@@ -49,7 +49,7 @@ class Windows:
 
 
 def cut_words(text: str, spans: list[tuple[int, int]]) -> str:
-    """A text without some rows of words, given as (first word, word behind the last)."""
+    """Return a text without some rows of words, given as (first word, word behind the last)."""
     places = [found.span() for found in _WORD.finditer(text)]
     parts, done = [], 0
     for first, end in _joined(spans):

@@ -77,12 +77,12 @@ _SPLIT_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
 def checksum(content: bytes | memoryview, *, seed: int = 0) -> int:
-    """The 64-bit xxh3 of `content`."""
+    """Return the 64-bit xxh3 of `content`."""
     return xxhash.xxh3_64_intdigest(content, seed)
 
 
 def token_type_for(vocabulary_size: int, kind: Kind = "text") -> TokenType:
-    """The narrowest type that holds every token of a vocabulary, and the loss bit."""
+    """Return the narrowest type that holds every token of a vocabulary, and the loss bit."""
     return "uint16" if vocabulary_size <= 1 << 16 and kind == "text" else "uint32"
 
 
@@ -186,7 +186,7 @@ class Index(
 
 
 def sealed_files(index: Index) -> list[tuple[tuple[str, ...], str]]:
-    """The files that lie beside the shards, with the checksum of those that are sealed together."""
+    """Return the files beside the shards, with the checksum of those that are sealed together."""
     found: list[tuple[tuple[str, ...], str]] = [(("tokenizer.json",), index.tokenizer)]
     if index.chat is not msgspec.UNSET:
         media = (MEDIA_FILE,) if index.kind == "media" else ()

@@ -34,7 +34,7 @@ class FrameCache(Protocol):
     """A cache of decoded frames."""
 
     def get(self, number: int) -> Frame | None:
-        """The frame of this number in the split, if it is there."""
+        """Return the frame of this number in the split, if it is there."""
 
     def put(self, number: int, frame: Frame) -> None:
         """Keep a frame, perhaps in another's place."""
@@ -52,7 +52,7 @@ class LastUsedFrames:
         self._frames: OrderedDict[int, Frame] = OrderedDict()
 
     def get(self, number: int) -> Frame | None:
-        """The frame of this number in the split, if it is there."""
+        """Return the frame of this number in the split, if it is there."""
         frame = self._frames.get(number)
         if frame is not None:
             self._frames.move_to_end(number)
@@ -116,7 +116,7 @@ class SharedFrames:
             )
 
     def get(self, number: int) -> Frame | None:
-        """The frame of this number in the split, if its slot holds it whole."""
+        """Return the frame of this number in the split, if its slot holds it whole."""
         if self._last is not None and self._last[0] == number:
             return self._last[1]
         found = self._read(number)

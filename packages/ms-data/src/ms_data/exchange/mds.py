@@ -115,7 +115,7 @@ class MdsReader:
             )
 
     def _read(self, shard: _Shard) -> bytes:
-        """The bytes of a shard, unpacked and checked."""
+        """Return the bytes of a shard, unpacked and checked."""
         packed = shard.zip_data
         plain = self._folder / shard.raw_data.basename
         if packed is None or plain.is_file():

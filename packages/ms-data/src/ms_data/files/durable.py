@@ -59,7 +59,7 @@ def write_files(contents: Mapping[Path, bytes]) -> None:
 
 
 def replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Let `write` write a file beside `path`, make it durable, and put it in that one's place.
+    """Let `write` write a file beside `path`, make it durable, and put it in the place of `path`.
 
     Raises:
         WriteError: the disk is full, the place cannot be written, or `path` is no file.
@@ -137,7 +137,7 @@ def writing(path: Path, *, remedy: str = "choose another place") -> Iterator[Non
 
 @contextmanager
 def whole_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Give an empty folder that takes the name `folder` when all went well, else is removed.
+    """Yield an empty folder that gets the name `folder` if all goes well, and else is removed.
 
     What a killed process left there is removed first. Keep other writers out with
     `run_folder.locked`.

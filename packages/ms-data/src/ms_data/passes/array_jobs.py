@@ -71,7 +71,7 @@ class ArrayShard:
         return cls(folder, number, count)
 
     def path(self, number: int | None = None) -> Path:
-        """The file of a job's answers; None: of this one's."""
+        """Return the file of a job's answers; None: of this one's."""
         return self.folder / f"{self.number if number is None else number}-of-{self.count}.answers"
 
     def remove(self) -> None:
@@ -189,7 +189,7 @@ class Answers:
 
 
 def answers_in(path: Path, identity: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """The key of each answer in a finished file, and where it begins and how long it is.
+    """Yield the key of each answer in a finished file, and where it begins and how long it is.
 
     Raises:
         OutputError: it was made with other settings, or is damaged.

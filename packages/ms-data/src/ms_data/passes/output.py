@@ -45,7 +45,7 @@ def packed(lines: Sequence[bytes]) -> bytes:
 
 
 def entry_of(home: Path, name: str) -> FileEntry:
-    """The entry of a file that is written."""
+    """Return the entry of a file that is written."""
     path = home / name
     with path.open("rb") as file:
         checksum = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

@@ -35,7 +35,7 @@ def draw_stats(folder: str | Path, *, out: str | Path) -> None:
 
 
 def render(record: PassRecord, findings: Findings, name: str) -> str:
-    """The page of a record."""
+    """Return the page of a record."""
     tally = record.tally
     parts = {
         "kept": tally.kept,

@@ -128,7 +128,7 @@ class Pass:
     """What this job does, where an array of jobs works on the pass."""
 
     def finished(self, out: str | Path) -> LedgerSummary | None:
-        """The summary of the same pass, if it is in `out` already.
+        """Return the summary of the same pass, if it is in `out` already.
 
         Raises:
             OutputError: something else is there.

@@ -136,7 +136,7 @@ class Tally(msgspec.Struct, kw_only=True):
 
 
 def excerpt_of(text: str) -> str:
-    """The beginning of a text in one line."""
+    """Return the beginning of a text in one line."""
     head = " ".join(text[: 2 * EXCERPT_CHARACTERS].split())
     cut = head if len(head) <= EXCERPT_CHARACTERS else f"{head[:EXCERPT_CHARACTERS]}..."
     return cut.encode(errors="replace").decode()

@@ -31,7 +31,7 @@ def help_text(groups: Sequence[KeyGroup]) -> str:
 
 
 def template_text(title: str, groups: Sequence[KeyGroup], begin: Mapping[str, Any]) -> str:
-    """Write a run file with every key: what is begun with as given, the rest behind a `#`.
+    """Write a run file with every key: those of `begin` as given, the rest behind a `#`.
 
     Args:
         title: what the file is for.

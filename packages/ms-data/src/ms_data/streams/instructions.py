@@ -241,7 +241,7 @@ class InstructionStream(MixedStream[InstructionBatch]):
 
 
 def _one_processor(names: Sequence[str], sources: Sequence[PackedSource]) -> Processor | None:
-    """The processor of all sources that have pictures or sound.
+    """Return the processor of all sources that have pictures or sound.
 
     Raises:
         SettingError: two differ.

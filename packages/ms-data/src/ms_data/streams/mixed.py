@@ -128,7 +128,7 @@ class MixedStream(BatchStream[B]):
         return min(ends, default=None)
 
     def _ledger(self) -> dict[str, Any]:
-        """The ledger, and the weights that this stream was made with."""
+        """Return the ledger, and the weights that this stream was made with."""
         return {"mixture": self._mixture.state_dict(), "weights": self._given}
 
     def _load_ledger(self, position: Mapping[str, Any]) -> None:

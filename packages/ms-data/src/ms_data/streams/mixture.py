@@ -202,7 +202,7 @@ class Mixture:
         return [weights[name] for name in self.names]
 
     def state_dict(self) -> dict[str, Any]:
-        """The ledger: a few JSON values."""
+        """Return the ledger: a few JSON values."""
         return {
             "names": list(self.names),
             "counts": list(self._counts),

@@ -41,7 +41,7 @@ class Order:
         return self.chunk_samples * self.window_chunks
 
     def window(self, epoch: int, number: int) -> NDArray[np.int64]:
-        """The samples of window `number` of an epoch, shape (w,), in their order."""
+        """Return the samples of window `number` of an epoch, shape (w,), in their order."""
         start = number * self.window_samples
         size = min(self.window_samples, self.samples - start)
         slots = np.arange(size, dtype=np.uint64)
@@ -51,7 +51,7 @@ class Order:
         return self._samples_at(epoch, slots.astype(np.int64) + start)
 
     def _samples_at(self, epoch: int, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The samples at `slots` of the epoch's permuted chunks laid end to end."""
+        """Return the samples at `slots` of the epoch's permuted chunks laid end to end."""
         chunk = self.chunk_samples
         whole, rest = divmod(self.samples, chunk)
         keys = self._keys(epoch, "chunks")

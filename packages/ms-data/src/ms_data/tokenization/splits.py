@@ -113,7 +113,7 @@ def _gpt2(prefix: bool) -> WordSplit:
 
 @lru_cache
 def _cl100k(digits: int) -> WordSplit:
-    """The expression of cl100k, by which Llama 3 and Qwen 2 cut too, and so many digits a word."""
+    """Cut by cl100k's expression, as Llama 3 and Qwen 2 do, with so many digits in a word."""
 
     def begins(two_before: int, before: int, one: int, after: int) -> bool:
         if EDGE in (one, before):
@@ -183,7 +183,7 @@ def unicode_classes() -> Classes:
 
 
 def _matches(pattern: str, text: str) -> list[tuple[int, int]]:
-    """The places in a text that a pattern of the `tokenizers` library matches."""
+    """Return the places in a text that a pattern of the `tokenizers` library matches."""
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "removed")
     between = [place for _, place in split.pre_tokenize_str(text)]
     edges = [0, *(edge for place in between for edge in place), len(text)]

@@ -183,7 +183,7 @@ class Tokenizer:
         return tuple(token.content for token in added if token.special)
 
     def special_token(self, name: str) -> int:
-        """The number of a special token.
+        """Return the number of a special token.
 
         Raises:
             TokenizerError: there is none of that name.

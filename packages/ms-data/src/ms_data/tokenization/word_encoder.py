@@ -81,7 +81,7 @@ class WordEncoder:
         return found
 
     def _prepared(self, text: str) -> str | None:
-        """The text as it is cut; None where the library has to do it."""
+        """Return the text as it is cut; None where the library has to do it."""
         if any(token in text for token in self._added):
             return None
         if self._normalizer is not None:
@@ -134,7 +134,7 @@ class WordEncoder:
 
 
 def _of_words(spec: dict[str, Any]) -> tokenizers.Tokenizer:
-    """The same model for words that are cut already."""
+    """Return the same model for words that are cut already."""
     kind: dict[str, Any] = {"type": "Metaspace", "replacement": "\u2581", "split": False}
     if spec["pre_tokenizer"]["type"] == "Metaspace":
         words = kind | {"prepend_scheme": "never"}
@@ -180,7 +180,7 @@ def _cut(text: str) -> Iterator[str]:
 
 
 def _last_cut(text: str, begin: int, end: int) -> int:
-    """The last place in a range before which a text may be cut, or after it, or `begin`."""
+    """Return the last place in a range before which a text may be cut, or after it, or `begin`."""
     at = end
     while (at := text.rfind(" ", begin + 1, at)) > 0:
         if not text[at - 1].isspace():

@@ -78,7 +78,7 @@ class WordTable:
         return tokens, counts
 
     def _find(self, buffer: bytes, begins: Integers, sizes: Integers) -> Integers:
-        """The entry of each word, shape (n,); 0 where it is not known."""
+        """Return the entry of each word, shape (n,); 0 where it is not known."""
         entries = np.zeros(len(begins), np.int64)
         for width, some in _by_width(sizes):
             of_these = sizes.take(some)
@@ -154,7 +154,7 @@ def _by_width(sizes: Integers) -> Iterator[tuple[int, Integers]]:
 
 
 def _keys(buffer: bytes, begins: Integers, sizes: Integers, width: int) -> Keys:
-    """The bytes of words as integers, shape (width, n)."""
+    """Return the bytes of words as integers, shape (width, n)."""
     keys = np.empty((width, len(begins)), np.uint64)
     for at in range(width):
         # Eight bytes from every byte of the buffer on.

@@ -159,7 +159,7 @@ class _SplitRules:
 
     @known_when_traced
     def register(self) -> None:
-        """Register the rules once, after something else has imported DTensor: that takes a second."""
+        """Register the rules once, after something else has imported DTensor, which is slow."""
         if not self._rules or "torch.distributed.tensor" not in sys.modules:
             return
         from torch.distributed.tensor.experimental import register_sharding

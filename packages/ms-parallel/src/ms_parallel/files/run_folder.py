@@ -1,9 +1,9 @@
 # A copy of shared_source/files/run_folder.py, made by `nox -s copies`; change it there.
-"""A run's folder belongs to one run: held by a lock while it works, sealed for as long as it lies.
+"""A run's folder belongs to one run: held by a lock while it works, and sealed for good.
 
 The lock (`lock`) is the kernel's, so that a process that is killed lets go of it; what stands in it
 says who holds it. The seal (`run.json`) says what kind of run the folder is of, what that was made
-from, and with which settings. Another kind, model or dataset is refused; other settings are told.
+from, and with which settings. Another kind, model or dataset is refused; other settings are named.
 """
 
 import errno
@@ -62,7 +62,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     now: Any
 
     def __str__(self) -> str:
-        """Give the change as people read it."""
+        """Return the change as people read it."""
         return f"{self.name} is {_text(self.now)}, was {_text(self.before)}"
 
 
@@ -83,13 +83,13 @@ def hold(
     Args:
         folder: the run's output folder.
         kind: the command that works here, such as `ms-align ppo`.
-        identity: what another value of is another run: paths or names of model and dataset.
+        identity: values of which another makes another run: paths or names of model and dataset.
         settings: all settings, of types that JSON holds; kept in the seal.
         fixed: names of settings that cannot change while the run goes on.
         writes: names inside the folder that this kind of run writes; where one is there and no
             seal is, the folder is somebody else's.
         wait_s: seconds to wait for another process to let go, for one that is just ending.
-        note: is told in a line when there is something to wait for.
+        note: called with a line when there is something to wait for.
 
     Yields:
         The settings that changed since the run was last begun, none of them fixed.
@@ -141,7 +141,7 @@ def inside(path: str | Path, folder: str | Path) -> bool:
     """Whether `path` is `folder` or lies in it, links followed.
 
     Raises:
-        FolderError: one of them is nothing that a system takes for a path.
+        FolderError: one of them is not what a system takes for a path.
     """
     with decoding(f"{path} or {folder}", error=FolderError):
         there, place = Path(path).resolve(), Path(folder).resolve()
@@ -167,7 +167,7 @@ def locked(
         what: what it is the lock of, for messages.
         kind: the command that holds it.
         wait_s: seconds to wait for another process to let go.
-        note: is told in a line when there is something to wait for.
+        note: called with a line when there is something to wait for.
         state: what is the matter with `what` while it is held, for messages.
         remedy: what else to do than to wait, for messages.
         stays: leave the file where it is at the end.
@@ -202,7 +202,7 @@ def locked(
 
 
 def _holder(descriptor: int) -> str | None:
-    """Take the lock, or give who holds it."""
+    """Take the lock, or return who holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -245,7 +245,7 @@ def _check_same(folder: Path, old: RunSeal, new: RunSeal) -> None:
 
 
 def changes_between(old: RunSeal, new: RunSeal) -> list[Change]:
-    """Give the settings that are not the same in two seals."""
+    """Return the settings that are not the same in two seals."""
     names = [*new.settings, *(name for name in old.settings if name not in new.settings)]
     pairs = ((name, old.settings.get(name), new.settings.get(name)) for name in names)
     return [Change(name=name, before=a, now=b) for name, a, b in pairs if a != b]
@@ -254,9 +254,9 @@ def changes_between(old: RunSeal, new: RunSeal) -> list[Change]:
 def _check_fixed(folder: Path, changes: list[Change], fixed: Collection[str]) -> None:
     broken = [change for change in changes if change.name in fixed]
     if broken:
-        told = "; ".join(str(change) for change in broken)
+        named = "; ".join(map(str, broken))
         raise FolderError(
-            f"{folder} holds a run that cannot go on with other settings: {told}; give"
+            f"{folder} holds a run that cannot go on with other settings: {named}; give"
             " what it had, or choose another output_dir"
         )
 
@@ -268,7 +268,7 @@ def write_seal(folder: Path, seal: RunSeal) -> None:
 
 
 def digest_of(sealed: msgspec.Struct) -> str:
-    """Give the BLAKE2b of a Struct but for its field `digest`."""
+    """Return the BLAKE2b of a Struct but for its field `digest`."""
     content = msgspec.json.encode(msgspec.structs.replace(sealed, digest=""), order="deterministic")
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 

@@ -26,7 +26,7 @@ _USUAL: Mapping[str, tuple[str, ...]] = {
     "eos_token": (*KNOWN_ENDS, "[SEP]"),
     "pad_token": ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>"),
 }
-"""Names that published tokenizers give to these tokens, most telling first."""
+"""Names that published tokenizers give to these tokens, most likely first."""
 
 
 @frozen(kw_only=True)

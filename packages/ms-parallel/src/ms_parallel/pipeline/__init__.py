@@ -1,1 +1,1 @@
-"""Perform a schedule on the processes of a pipeline: runtime, messages, and times of a step."""
+"""Performs a schedule on the processes of a pipeline: runtime, messages, and times of a step."""

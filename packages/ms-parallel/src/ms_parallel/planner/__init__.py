@@ -1,1 +1,1 @@
-"""Choose a schedule for a model on its processes: measure, search, keep what was found, explain."""
+"""Chooses a schedule for a model on its processes: measures, searches, keeps, explains."""

@@ -1,4 +1,4 @@
-"""Calls a function in a process of its own, which is none of those that have met.
+"""Calls a function in a process of its own, which is not one of the run's.
 
 Arguments and results are pickled, as they may be any value of a run, such as its loss. Both
 ends are this program, and the pipes between them are open to no one else: nothing is unpickled from

@@ -1,4 +1,4 @@
-"""What combines with what: the features of a run, and which pairs of them the oracle has held.
+"""The features of a run, and which pairs of them the oracle has proved together.
 
 The oracle is a test that draws 300 layouts and holds every gradient of each against one process.
 `proved_pairs.json` counts, for each pair of features, in how many of them both were used; a test

@@ -24,7 +24,7 @@ from ms_parallel.planner.found_schedule import FoundSchedule
 from ms_parallel.progress import RunDisplay, Throughput, duration
 from ms_parallel.training.course.checkpoints import RunCheckpoints, Standing, Stream
 from ms_parallel.training.course.policy import Policy, check_lost, reason
-from ms_parallel.training.course.telling import Telling
+from ms_parallel.training.course.step_log import StepLog
 from ms_parallel.training.held_out import HeldOut
 from ms_parallel.training.optional import data_package
 from ms_parallel.training.options import Options
@@ -47,7 +47,7 @@ class Run:
     options: Options
     show: RunDisplay
     emit: OnEvent
-    telling: Telling
+    step_log: StepLog
     checkpoints: RunCheckpoints
     standing: Standing
     shares: RowShares
@@ -87,8 +87,8 @@ class Run:
         try:
             finished = self.go()
         finally:
-            if self.telling.audits is not None:
-                self.telling.audits.draw()
+            if self.step_log.audits is not None:
+                self.step_log.audits.draw()
         folder = self._write_model() if finished else None
         sample, prompt = None, options.sample_prompt
         if finished and prompt is not None:
@@ -197,7 +197,7 @@ class Run:
         standing.loss = update.loss
         standing.tokens += update.tokens
         standing.seconds += monotonic() - began
-        self.telling.step(self.engine.step, update, pace)
+        self.step_log.step(self.engine.step, update, pace)
         watch = self.engine.passes.stopwatch
         if watch and self.shares.settle(self.engine.step, watch.seconds, self.stream):
             standing.shares = list(self.shares.rows)

@@ -30,7 +30,7 @@ from ms_parallel.signature import takes
 from ms_parallel.split.precision_choice import MixedPrecision
 from ms_parallel.training.course.audits import Audits
 from ms_parallel.training.course.checkpoints import RunCheckpoints, Standing
-from ms_parallel.training.course.telling import Telling
+from ms_parallel.training.course.step_log import StepLog
 from ms_parallel.training.dataset import prepare
 from ms_parallel.training.fitting import (
     build_engine,
@@ -223,7 +223,7 @@ class DistributedTrainer:
             found=found,
             show=show,
             emit=emit,
-            telling=self._telling(total, show, emit),
+            step_log=self._step_log(total, show, emit),
             checkpoints=RunCheckpoints(
                 engine=engine,
                 stream=stream,
@@ -258,10 +258,10 @@ class DistributedTrainer:
             emit("microbatch", {"rows": sized.rows, "counted_bytes": sized.counted_bytes})
         return engine, found, options
 
-    def _telling(self, total: int, show: RunDisplay, emit: Any) -> Telling:
+    def _step_log(self, total: int, show: RunDisplay, emit: Any) -> StepLog:
         options = self._settled
         audits = Audits(options.output_dir, emit, show) if is_first() else None
-        return Telling(total=total, every=options.log_every, show=show, emit=emit, audits=audits)
+        return StepLog(total=total, every=options.log_every, show=show, emit=emit, audits=audits)
 
     def _beside(self) -> BackgroundSaver | None:
         """What writes checkpoints beside the training, where that is asked for."""

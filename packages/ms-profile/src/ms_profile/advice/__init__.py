@@ -1,4 +1,4 @@
-"""Advice: one rule a file, each of which cites its events and what following it could gain."""
+"""Advice by rules, one a file, each of which cites its events and estimates what is to gain."""
 
 from ms_profile.advice.finding import Evidence, Finding
 from ms_profile.advice.rules import RULES, advise

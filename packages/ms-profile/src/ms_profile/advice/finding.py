@@ -39,7 +39,7 @@ class Finding:
 
 
 def longest_rows(one: RankAnalysis, rows: NDArray[np.int64]) -> tuple[Evidence, ...]:
-    """The longest of these spans of a trace."""
+    """Return the longest of these spans of a trace."""
     trace = one.trace
     top = rows[np.argsort(-trace.duration_ns[rows], kind="stable")[:MOST_EVIDENCE]]
     return tuple(
@@ -53,7 +53,7 @@ def longest_rows(one: RankAnalysis, rows: NDArray[np.int64]) -> tuple[Evidence, 
 
 
 def longest_intervals(one: RankAnalysis, name: str, intervals: Intervals) -> tuple[Evidence, ...]:
-    """The longest of these intervals, under a name."""
+    """Return the longest of these intervals, under a name."""
     length = intervals[:, 1] - intervals[:, 0]
     longest = intervals[np.argsort(-length, kind="stable")[:MOST_EVIDENCE]]
     return tuple(

@@ -68,7 +68,7 @@ class Activity:
         return parts
 
     def in_steps(self, intervals: Intervals) -> Intervals:
-        """The part of the intervals that lies inside of the recorded steps."""
+        """Return the part of the intervals that lies inside of the recorded steps."""
         return np.concatenate(
             [NOTHING, *(clip(intervals, step.start_ns, step.end_ns) for step in self.steps)]
         )

@@ -39,7 +39,7 @@ RUNS_APART = 0.025
 quiet host; more steps of a run do not lessen it."""
 DRAWS = 20_000
 LONGEST_S = 1e8
-"""No step takes three years."""
+"""A longer step, three years, is taken for a damaged time."""
 POWER = 0.9
 Times = NDArray[np.float64]
 Runs = Sequence[Times]
@@ -149,7 +149,7 @@ def compare(
 
 
 def _series(old: Sequence[RecordedSteps], new: Sequence[RecordedSteps]) -> list[tuple[Runs, Runs]]:
-    """Pairs of series that must all show B slower: wall times, and those without CPU waits."""
+    """Return pairs of series that must all show B slower: wall times, and those less CPU waits."""
     pairs: list[tuple[Runs, Runs]] = [([a.wall_ns for a in old], [b.wall_ns for b in new])]
     left = [[one.without_cpu_wait_ns for one in own] for own in (old, new)]
     counted = [[one for one in own if one is not None] for own in left]
@@ -159,7 +159,7 @@ def _series(old: Sequence[RecordedSteps], new: Sequence[RecordedSteps]) -> list[
 
 
 def _typical(runs: Runs) -> float:
-    """The geometric mean of the runs' median steps, ns."""
+    """Return the geometric mean of the runs' median steps, ns."""
     return float(np.exp(np.mean(np.log([np.median(run) for run in runs]))))
 
 
@@ -171,7 +171,7 @@ def _most(shares: Sequence[float | None]) -> float | None:
 def recorded_steps(
     folder: Path, *, on_problem: Callable[[str], None] = logger.warning
 ) -> RecordedSteps | None:
-    """The steps that a run's event log holds.
+    """Return the steps that a run's event log holds.
 
     Steps that the tracer slowed are left out, and those before its first window, which fill caches.
     None where the folder is no run, or has fewer than 4 such steps on all ranks.
@@ -216,7 +216,7 @@ def recorded_steps(
 
 
 def step_times(analysis: Analysis) -> Times:
-    """Wall time of each step that all ranks recorded, the slowest rank's, (S,) ns.
+    """Return the wall time of each step that all ranks recorded, the slowest rank's, (S,) ns.
 
     Raises:
         TraceError: there are fewer than 4.
@@ -236,7 +236,7 @@ def step_times(analysis: Analysis) -> Times:
 
 
 def compare_runs(before: Runs, after: Runs, *, seed: int = 0) -> float:
-    """The p-value, 0 to 1, of the median step of `after` being as much larger as it is.
+    """Return the p-value, 0 to 1, of the median step of `after` being larger by as much as it is.
 
     Args:
         before: step times of each run of one kind, each (N,), positive, in order.
@@ -266,7 +266,7 @@ def _difference(before: Runs, after: Runs) -> tuple[float, float, float]:
 
 
 def _between_runs(before: Runs, after: Runs) -> tuple[float, float, float]:
-    """The same from one median a run and the variance that the runs of a kind share."""
+    """Return the same from one median a run and the variance that the runs of a kind share."""
     old, new = (np.array([np.log(np.median(run)) for run in runs]) for runs in (before, after))
     freedom = len(old) + len(new) - 2
     squares = ((old - old.mean()) ** 2).sum() + ((new - new.mean()) ** 2).sum()
@@ -275,7 +275,7 @@ def _between_runs(before: Runs, after: Runs) -> tuple[float, float, float]:
 
 
 def _detectable(before: Runs, after: Runs, least_change: float) -> float | None:
-    """The slow-down that is significant in 9 of 10 pairs of such runs."""
+    """Return the slow-down that is significant in 9 of 10 pairs of such runs."""
     _, error, freedom = _difference(before, after)
     draws = np.random.default_rng(0).standard_t(freedom, DRAWS)
     beyond, most = np.quantile(draws, [1 - SIGNIFICANCE, POWER])

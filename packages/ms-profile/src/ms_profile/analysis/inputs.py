@@ -96,7 +96,7 @@ def find_traces(path: Path, *, window: int | None = None) -> FoundTraces:
 
 
 def _ranks_of(path: Path) -> tuple[list[RankManifest], list[str]]:
-    """The manifests of a run's ranks; of one that cannot be read, what is wrong with it."""
+    """Return the manifests of a run's ranks, and what is wrong with those that cannot be read."""
     try:
         return read_ranks(path), []
     except ProfileError as error:
@@ -104,7 +104,7 @@ def _ranks_of(path: Path) -> tuple[list[RankManifest], list[str]]:
 
 
 def _named(folder: Path, rank: RankManifest, window: int | None) -> Path | None:
-    """The trace that a rank names; nothing outside of the run's folder is read for it."""
+    """Return the trace that a rank names; nothing outside of the run's folder is read for it."""
     if not rank.traces or (window is not None and not 0 < window <= len(rank.traces)):
         return None
     path = PurePosixPath(rank.traces[-1 if window is None else window - 1].path)
@@ -114,7 +114,7 @@ def _named(folder: Path, rank: RankManifest, window: int | None) -> Path | None:
 
 
 def _last_windows(files: Sequence[Path]) -> tuple[Path, ...]:
-    """The last of each rank's windows (`rank-00000.003.json`)."""
+    """Return the last of each rank's windows (`rank-00000.003.json`)."""
     last = {file.name.split(".")[0]: file for file in files}
     return tuple(last.values())
 

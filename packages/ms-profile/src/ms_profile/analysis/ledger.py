@@ -245,7 +245,7 @@ def _causes(
 
 
 def _last_shared(known: _Progress, left: int, right: int, before: int) -> int:
-    """The end of the last collective that held up both ranks before an instant, or that instant.
+    """Return when the last collective before an instant that held up both ranks ended, or `before`.
 
     Once all have entered, one rank may already be in the next while another notices late.
     """

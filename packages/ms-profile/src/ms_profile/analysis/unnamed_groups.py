@@ -95,7 +95,7 @@ def _distances(
 def _together(
     own: Sequence[MatchedCollective], fits: Mapping[int, ClockFit], apart: float
 ) -> list[tuple[int, ...]] | None:
-    """The ranks that end together; None where all do, or where one would be left alone."""
+    """Return the ranks that end together; None where all do, or where one would be left alone."""
     ends = _ends(own, fits)
     if ends is None:
         return None

@@ -49,15 +49,15 @@ class RankAnalysis:
         return sum(step.step.duration_ns for step in self.breakdowns)
 
     def phase_ns(self, phase: str) -> int:
-        """Time of the recorded steps in one phase of `PHASES`."""
+        """Return the time of the recorded steps in one phase of `PHASES`."""
         return sum(step.phases_ns[phase] for step in self.breakdowns)
 
     def on_common_clock(self, instants_ns: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Instants (N,) ns of this rank on the lowest rank's clock; as given where not known."""
+        """Put instants (N,) ns of this rank on the lowest rank's clock, if that is known."""
         return instants_ns if self.clock is None else self.clock.correct(instants_ns)
 
     def common_ns(self, instant_ns: int) -> int:
-        """One instant (ns), put on the lowest rank's clock by `on_common_clock`."""
+        """Put one instant (ns) on the lowest rank's clock, as `on_common_clock` does."""
         return int(self.on_common_clock(np.array([instant_ns], np.int64))[0])
 
 
@@ -105,7 +105,7 @@ def analyse(path: str | os.PathLike[str], *, window: int | None = None) -> Analy
 
 
 def _read_all(files: Sequence[Path]) -> tuple[dict[int, Trace], list[str]]:
-    """The traces by rank, and what could not be read or used of the files.
+    """Return the traces by rank, and what could not be read or used of the files.
 
     Raises:
         TraceError: the only file is no trace.

@@ -101,7 +101,7 @@ def _identity(rank: int, origin_ns: int, samples: int) -> ClockFit:
 def _reachable(
     ends: Mapping[int, Mapping[Hashable, int]], ranks: Sequence[int], start: int
 ) -> list[int]:
-    """The ranks connected with `start` by shared collectives, sorted."""
+    """Return the ranks connected with `start` by shared collectives, sorted."""
     members: dict[Hashable, list[int]] = {}
     for rank in ranks:
         for key in ends[rank]:

@@ -29,11 +29,11 @@ class ClockPair(Struct, frozen=True, array_like=True):
         return self.wall_ns - self.monotonic_ns
 
     def wall_of(self, monotonic_ns: int) -> int:
-        """The wall time, in ns, of an instant of this process's monotonic clock."""
+        """Return the wall time, in ns, of an instant of this process's monotonic clock."""
         return monotonic_ns + self.offset_ns
 
     def monotonic_of(self, wall_ns: int) -> int:
-        """The instant of the monotonic clock, in ns, of a wall time."""
+        """Return the instant of the monotonic clock, in ns, of a wall time."""
         return wall_ns - self.offset_ns
 
 

@@ -72,7 +72,7 @@ def _tell(problem: str) -> None:
 def _recorded(
     options: argparse.Namespace,
 ) -> tuple[list[RecordedSteps], list[RecordedSteps]] | None:
-    """The logged steps of all runs; None for two runs of which one has none.
+    """Return the logged steps of all runs; None for two runs of which one has none.
 
     Raises:
         TraceError: of two runs one was hindered too much, or of several one has no log.
@@ -101,7 +101,7 @@ def _recorded(
 
 
 def _plain(found: Comparison) -> dict[str, Any]:
-    """The comparison for JSON, each change with its share."""
+    """Return the comparison for JSON, each change with its share."""
 
     def plain(one: Change) -> dict[str, Any]:
         return {**asdict(one), "share": one.share}

@@ -6,10 +6,10 @@ from ms_profile.entry import one_line
 
 
 def plain(text: str) -> str:
-    """The text in one line that a terminal prints as it is."""
+    """Return the text in one line that a terminal prints as it is."""
     return text if text.isprintable() else one_line(text)
 
 
 def cell(text: str) -> Text:
-    """The same for a table of rich's, which takes brackets for styles."""
+    """Return the same for a table of rich's, which takes brackets for styles."""
     return Text(plain(text))

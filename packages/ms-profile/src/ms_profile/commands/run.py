@@ -97,7 +97,7 @@ def _save_stdout() -> None:
 
 
 def _options_of(plan: Plan) -> list[str]:
-    """The options that make the same plan in each of the processes."""
+    """Return the options that make the same plan in each of the processes."""
     numbers = [word for name in STEPS for word in (f"--{name}", str(getattr(plan.schedule, name)))]
     named = ["--train-script", str(plan.script), "--output-dir", str(plan.output_dir)]
     return [*named, "--metrics", ",".join(plan.metrics), *numbers, "--", *plan.arguments]

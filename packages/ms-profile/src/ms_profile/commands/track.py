@@ -80,7 +80,7 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def flat(settings: dict[str, Any], before: str = "") -> dict[str, int | float | str]:
-    """The keys of nested tables with dots between them; a list is its text."""
+    """Return the keys of nested tables with dots between them; a list is its text."""
     found: dict[str, int | float | str] = {}
     for name, value in settings.items():
         if isinstance(value, dict):
@@ -106,7 +106,7 @@ def _destination(text: str, options: argparse.Namespace) -> Destination:
 
 
 def _events(options: argparse.Namespace, problems: list[str]) -> Iterator[Event]:
-    """The first rank's events, of whichever kind of log there is."""
+    """Return the first rank's events, of whichever kind of log there is."""
     path = options.run / NAME if (options.run / NAME).is_file() else options.run
     if path.is_file():
         return read_json_lines(path, follow=options.follow, on_problem=problems.append)

@@ -14,7 +14,7 @@ from ms_profile.links.fit import LinkFit
 MOST_RANKS: Final = 4096
 LONGEST_S: Final = 1e6
 FAIR_RATIO: Final = 1.5
-"""Times the median pair's time that a link may take."""
+"""How many times the median pair's time a link may take."""
 
 
 class PairLink(Struct, frozen=True, kw_only=True):

@@ -79,7 +79,7 @@ def _device(backends: str) -> "torch.device":
 
 
 def _one_way(first: int, second: int, size: int, repeats: int, device: "torch.device") -> float:
-    """Half the fastest round trip, in seconds; on the second rank the answer means nothing."""
+    """Return half the fastest round trip, in seconds; the second rank's answer means nothing."""
     import torch
     import torch.distributed as dist
 

@@ -286,7 +286,7 @@ class EventLog:
 
 
 def _plain(kind: str, name: str, value: object) -> Value:
-    """The value as one of the three types that records hold; numpy's and torch's scalars too."""
+    """Turn a value, also a scalar of numpy or torch, into one of the types that records hold."""
     if isinstance(value, int | float | str):
         return value
     item = getattr(value, "item", None)

@@ -137,7 +137,7 @@ def follow_events(
 
 
 def event_files_so_far(folder: Path | str) -> list[Path]:
-    """The event files of a folder that may not be there yet."""
+    """Return the event files of a folder that may not be there yet."""
     try:
         return event_files(folder)
     except FormatError:
@@ -227,7 +227,7 @@ def _placed(event: Event, clock: ClockFit) -> Event:
 
 
 def _decode(block: Block) -> list[Event] | None:
-    """The events of a block; none of a file's first, which holds a `Segment`; None if damaged."""
+    """Return a block's events, none of a file's first, which holds a `Segment`; None if damaged."""
     if not block.content.startswith(ARRAY):
         return []
     try:

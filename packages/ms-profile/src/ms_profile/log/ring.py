@@ -37,7 +37,7 @@ ENDS: Final = SLOTS + 8
 LARGEST_BYTES: Final = 1 << 30
 MOST_NS: Final = 1 << 62
 LONGEST_NS: Final = 10 * 366 * 86_400 * 1_000_000_000
-"""No recording lasts ten years."""
+"""A longer recording, ten years, is taken for a damaged time."""
 END: Final = struct.Struct("<Q")
 # Bound once: a span is begun and ended in half a microsecond, of which each look-up is a tenth.
 pack_slot: Final = SLOT.pack_into
@@ -193,7 +193,7 @@ class RingRecording:
     """Older spans that were written over."""
 
     def name_of(self, number: int) -> str:
-        """The text of a name."""
+        """Return the text of a name."""
         return self.names[number] if number < len(self.names) else "?"
 
 

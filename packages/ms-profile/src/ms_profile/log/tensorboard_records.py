@@ -21,19 +21,19 @@ SESSION_START: Final = b"\x08\x01"
 
 
 def file_start(wall_s: float) -> bytes:
-    """The first record of a file, at a Unix time."""
+    """Return the first record of a file, at a Unix time."""
     return _record(_double(1, wall_s) + _bytes(3, b"brain.Event:2"))
 
 
 def session_start(wall_s: float, step: int) -> bytes:
-    """A record behind which earlier files' values at `step` and later are no longer shown."""
+    """Return a record after which values of earlier files at `step` and later are not shown."""
     return _record(_head(wall_s, step) + _bytes(7, SESSION_START))
 
 
 def values(
     wall_s: float, step: int, scalars: Mapping[str, float], texts: Mapping[str, str] | None = None
 ) -> bytes:
-    """A record of the values of one step, by tag.
+    """Return a record of the values of one step, by tag.
 
     Args:
         wall_s: Unix time.

@@ -16,7 +16,7 @@ KEY: Final = "ms_profile_groups"
 
 
 def recorded_groups(since_ns: int) -> str | None:
-    """The collectives created since an instant of the wall clock, as JSON for a trace's header.
+    """Return the collectives created since an instant of the wall clock, as JSON for a trace.
 
     `names` and `groups` are tables, `entries` rows of (name, group, elements, created in ns). None
     where nothing is distributed, or this torch keeps none.

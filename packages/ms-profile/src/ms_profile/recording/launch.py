@@ -139,7 +139,7 @@ def _check(plan: Plan) -> None:
 
 
 def _first_failure(ranks: Sequence[RankManifest], exit_codes: Mapping[int, int]) -> int:
-    """The exit code of the rank that failed first by itself; 0 where none is known to have."""
+    """Return the exit code of the rank that failed first by itself; 0 where none is known."""
     failed = [
         (rank.end.wall_ns, rank.exit_code)
         for rank in ranks

@@ -48,7 +48,7 @@ def _check(instance: object, attribute: "Attribute[Path]", value: Path) -> None:
 
 
 def _absolute(folder: Path) -> Path:
-    """The same folder after the script has changed the working directory."""
+    """Return the same folder after the script has changed the working directory."""
     return Path(os.path.abspath(folder)) if str(folder) else folder
 
 
@@ -71,7 +71,7 @@ class Plan:
 
 
 def versions() -> dict[str, str]:
-    """The versions that a run's manifest keeps."""
+    """Return the versions that a run's manifest keeps."""
     found = {"python": sys.version.split()[0], "ms-profile": __version__}
     with suppress(PackageNotFoundError):
         found["torch"] = version("torch")

@@ -1,4 +1,4 @@
-"""`Recorder`: always on, and cheap enough for it: a process's spans in a ring that outlives it.
+"""`Recorder`: a process's spans in a ring that outlives it, cheap enough to be always on.
 
 Steps, modules, optimizers and garbage collection are recorded as they happen; collectives and
 DataLoader's waits, which only Kineto sees, are collected every 2 to 10 seconds. See `log.ring` for

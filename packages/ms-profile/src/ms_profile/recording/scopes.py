@@ -43,7 +43,7 @@ COLLECTIVE: Final = any_vendors("host_backend", "device_backend", end=":")
 
 
 def kind_of_scope(name: str) -> Kind:
-    """The kind of span that a scope of torch's is."""
+    """Return the kind of span that a scope of torch's is."""
     if COLLECTIVE.match(name):
         return Kind.COLLECTIVE
     if name.startswith("enumerate(DataLoader)"):
@@ -157,7 +157,7 @@ class ScopeRecorder:
 
 
 def _lasting_scope(events: Iterable[Any], steps: int) -> str | None:
-    """The name of a scope that was open at the end of a session and is not closed every step.
+    """Return a scope that was open at the end of a session and is not closed every step.
 
     A session that was cut off within its first step shows nothing.
     """

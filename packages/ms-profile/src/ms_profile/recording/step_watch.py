@@ -171,7 +171,7 @@ class StepWatch:
 
 
 def find_models(optimizer: Optimizer) -> list[nn.Module]:
-    """The outermost live modules that own at least one parameter of the optimizer."""
+    """Return the outermost live modules that own at least one parameter of the optimizer."""
     owned = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
     live = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
     inner = {id(child) for module in live for child in module.__dict__["_modules"].values()}
@@ -183,7 +183,7 @@ def find_models(optimizer: Optimizer) -> list[nn.Module]:
 
 
 def modules_to_watch(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """A model and the modules inside it that are worth a span, each with its name."""
+    """Return a model and the modules inside it that are worth a span, each with its name."""
     found = [(type(model).__name__, model)]
     found += _inside(model, "", 0)
     return found[:MOST_MODULES]

@@ -190,6 +190,6 @@ def _ends_whole(path: Path) -> bool:
 
 
 def accelerator() -> str:
-    """The kind of accelerator that torch sees, `cpu` where none."""
+    """Return the kind of accelerator that torch sees, `cpu` where none."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return "cpu" if found is None else found.type

@@ -60,7 +60,7 @@ def build_timeline(analysis: Analysis, *, most_events: int = 1_000_000) -> Timel
 
 
 def _origins(analysis: Analysis) -> dict[int, int]:
-    """The instant, in ns, at which each rank's timeline begins.
+    """Return the instant, in ns, at which each rank's timeline begins.
 
     Ranks on one clock begin together; one whose clock is not known begins with its own first span.
     """
@@ -91,7 +91,7 @@ def _rank_spans(rank: RankAnalysis, place: int) -> dict[str, NDArray[Any]]:
 def _with_garbage(
     rank: RankAnalysis, place: int, spans: dict[str, NDArray[Any]]
 ) -> dict[str, NDArray[Any]]:
-    """The spans, and on a track of their own the collections that the trace does not hold."""
+    """Add, on a track of their own, the garbage collections that the trace does not hold."""
     first, last = rank.trace.span_ns
     pauses = clip(rank.activity.known_garbage, first, last)
     if not len(pauses):

@@ -14,9 +14,10 @@ CAUSES: Final = tuple(name for name in PHASES if name not in BUSY)
 
 
 def summarise_data(analysis: Analysis) -> dict[str, Any]:
-    """Waits for batches: `ranks` of [rank, waited, with nothing else], `longest` of [rank, at, ns].
+    """Summarise the waits for batches.
 
-    Both times are None where the rank's trace shows no waits.
+    `ranks` holds [rank, waited, with nothing else], `longest` holds [rank, at, ns]. Both times are
+    None where the rank's trace shows no waits.
     """
     ranks: list[list[Any]] = []
     longest: list[tuple[int, int, int]] = []
@@ -31,10 +32,11 @@ def summarise_data(analysis: Analysis) -> dict[str, Any]:
 
 
 def summarise_idle(analysis: Analysis) -> dict[str, Any]:
-    """Time without compute, communication and copies: `ranks` of [rank, wall, idle, {cause: ns}].
+    """Summarise the time without compute, communication and copies.
 
-    A cause that the rank's trace cannot show is None. The `longest` gaps are [rank, at, ns, cause],
-    each with the cause that takes most of it.
+    `ranks` holds [rank, wall, idle, {cause: ns}], where a cause that the rank's trace cannot show
+    is None. `longest` holds the longest gaps, [rank, at, ns, cause], each with the cause that takes
+    most of it.
     """
     ranks: list[list[Any]] = []
     longest: list[tuple[int, int, int, str]] = []
@@ -56,14 +58,14 @@ def summarise_idle(analysis: Analysis) -> dict[str, Any]:
 
 
 def _cause(parts: dict[str, Intervals], start: int, end: int) -> str:
-    """The phase that takes most of a gap; what no phase claims is "host"."""
+    """Return the phase that takes most of a gap; what no phase claims is "host"."""
     own = {name: length_ns(clip(parts[name], start, end)) for name in CAUSES if name in parts}
     own["host"] = end - start - sum(own.values())
     return max(own, key=lambda name: own[name])
 
 
 def _longest(analysis: Analysis, stretches: list[Any]) -> list[list[Any]]:
-    """The longest stretches of all ranks, their starts as text on the common clock."""
+    """Return the longest stretches of all ranks, their starts as text on the common clock."""
     return [
         [rank, str(analysis.ranks[rank].common_ns(start)), length, *rest]
         for rank, start, length, *rest in sorted(stretches, key=lambda one: -one[2])[

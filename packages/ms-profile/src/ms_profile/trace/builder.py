@@ -90,7 +90,7 @@ class TraceBuilder:
         self._count += count
 
     def _with_times(self, records: Sequence[Record]) -> Sequence[Record]:
-        """The events whose times, where they are texts, are numbers."""
+        """Return the events whose times, where they are texts, are numbers."""
         if not any(type(each.ts) is str or type(each.dur) is str for each in records):
             return records
         sound = [each for each in records if _is_time(each.ts) and _is_time(each.dur, least=0)]
@@ -248,7 +248,7 @@ def _is_time(value: float | str, *, least: int = -MOST_NS) -> bool:
 
 
 def _nanoseconds(values: list[float | str]) -> Array:
-    """Microseconds, as numbers or as the Ascend profiler's exact text, to whole nanoseconds."""
+    """Turn microseconds, numbers or the Ascend profiler's exact text, into whole nanoseconds."""
     if any(type(value) is str for value in values):
         return np.array([_exact(value) for value in values], np.int64)
     times = np.fromiter(values, np.float64, len(values))
@@ -266,7 +266,7 @@ def _exact(value: float | str) -> int:
 
 
 def in_order(thread: Array, start: Array, duration: Array) -> Array:
-    """Rows by thread, then start, then longest first.
+    """Return the rows by thread, then start, then longest first.
 
     Profilers write nearly in order of time, which a stable sort takes in one pass; so the
     durations, which have no order, are looked at only where starts are equal.
@@ -285,7 +285,7 @@ def _whole(value: object, *, least: int = -MOST_NS, most: int = MOST_NS) -> int 
 
 
 def _described(header: dict[str, Any]) -> dict[str, Any]:
-    """The rank and host of a trace, as far as its header names them."""
+    """Return the rank and host of a trace, as far as its header names them."""
     place, other, host = (header.get(k) for k in ("distributedInfo", "otherData", "host_name"))
     place = place if isinstance(place, dict) else {}
     return {

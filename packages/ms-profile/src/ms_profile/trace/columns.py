@@ -67,7 +67,7 @@ class CollectiveNote:
 
 
 def matching(names: Sequence[str], pattern: re.Pattern[str]) -> NDArray[np.bool_]:
-    """Which names match a pattern from their start, (max(N, 1),) bool."""
+    """Return which names match a pattern from their start, (max(N, 1),) bool."""
     return np.array([pattern.match(text) is not None for text in names] or [False], bool)
 
 
@@ -120,15 +120,15 @@ class Trace:
         return int(self.start_ns.min()), int(self.end_ns.max())
 
     def rows(self, *categories: Category) -> NDArray[np.int64]:
-        """Rows of these categories, ascending."""
+        """Return the rows of these categories, ascending."""
         return np.flatnonzero(np.isin(self.category, [int(c) for c in categories]))
 
     def named(self, pattern: re.Pattern[str], *categories: Category) -> NDArray[np.int64]:
-        """Rows of these categories whose names match a pattern from their start, ascending."""
+        """Return those rows of these categories whose names begin with a pattern, ascending."""
         rows = self.rows(*categories) if categories else np.arange(len(self))
         found: NDArray[np.int64] = rows[matching(self.names, pattern)[self.name[rows]]]
         return found
 
     def name_of(self, row: int) -> str:
-        """The name of one span."""
+        """Return the name of one span."""
         return self.names[int(self.name[row])]

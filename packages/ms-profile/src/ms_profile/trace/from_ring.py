@@ -60,7 +60,7 @@ def _category(code: int) -> int:
 
 
 def _names(recording: RingRecording) -> tuple[tuple[str, ...], NDArray[np.int32]]:
-    """The table of names, and each span's number in it; steps are named as profilers name them."""
+    """Return the table of names and each span's number in it; steps get the profilers' names."""
     spans = recording.spans
     is_step = spans["kind"] == Kind.STEP
     if (spans["step"][is_step] > 0).any():

@@ -22,7 +22,7 @@ def union(start_ns: NDArray[Any], end_ns: NDArray[Any]) -> Intervals:
 
 
 def length_ns(intervals: Intervals) -> int:
-    """Total length."""
+    """Return the total length."""
     return int((intervals[:, 1] - intervals[:, 0]).sum())
 
 

@@ -30,12 +30,12 @@ def note_of(arguments: Arguments) -> CollectiveNote:
 
 
 def element_bytes(dtype: str) -> int | None:
-    """Bytes of one element of a dtype as profilers name it; None where unknown."""
+    """Return the bytes of one element of a dtype as profilers name it; None where unknown."""
     return ELEMENT_BYTES.get(dtype.lower())
 
 
 def first_message(dims: bytes, types: bytes) -> tuple[int, str]:
-    """Elements and dtype of gloo's first input; (0, "") where shapes were not recorded."""
+    """Return elements and dtype of gloo's first input; (0, "") where shapes were not recorded."""
     try:
         shapes = msgspec.json.decode(dims) if dims else []
         kinds = msgspec.json.decode(types) if types else []
@@ -51,7 +51,7 @@ def first_message(dims: bytes, types: bytes) -> tuple[int, str]:
 
 
 def _numbers(text: bytes) -> tuple[int, ...]:
-    """The whole numbers in a list that Kineto may have written as text, or cut with an ellipsis."""
+    """Return the whole numbers of a list that Kineto may have written as text, or cut short."""
     if b"..." in text:
         return ()
     pieces = text.decode(errors="replace").strip('"[] ').split(",")

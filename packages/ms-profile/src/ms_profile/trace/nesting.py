@@ -12,7 +12,7 @@ THREAD_SHIFT = 46  # 19 hours of nanoseconds below, 131,000 threads above
 def parents(
     thread: NDArray[Any], start_ns: NDArray[Any], duration_ns: NDArray[Any]
 ) -> NDArray[np.int64]:
-    """Row of the span right around each, (N,) int64; -1 where there is none.
+    """Return the row of the span right around each, (N,) int64; -1 where there is none.
 
     Rows must be ordered by thread, start, and longest first. Spans that overlap without one
     enclosing the other, as clocks' rounding makes them, count as neighbours.
@@ -42,7 +42,7 @@ def parents(
 def self_times(
     start_ns: NDArray[Any], duration_ns: NDArray[Any], parent: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Each span's time outside of its children, (N,) int64 ns; never negative."""
+    """Return each span's time outside of its children, (N,) int64 ns; never negative."""
     end = start_ns + duration_ns
     child = np.flatnonzero(parent >= 0)
     above = parent[child]

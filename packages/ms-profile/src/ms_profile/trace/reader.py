@@ -1,4 +1,4 @@
-"""`read_trace`: a profiler's JSON into columns, in memory that the file's size hardly moves."""
+"""`read_trace`: a profiler's JSON into columns, in memory that hardly grows with the file."""
 
 import gc
 import os
@@ -54,7 +54,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Hold Python's garbage collector: records have no cycles, and it would visit them all."""
+    """Pause Python's garbage collector: records have no cycles, and it would visit them all."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

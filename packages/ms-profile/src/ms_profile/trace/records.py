@@ -8,7 +8,7 @@ from typing import Annotated, Final
 from msgspec import Meta, Raw, Struct, field
 
 DAMAGE: Final = (ValueError, RecursionError)
-"""What decoding raises over JSON that is none, is no UTF-8, is nested too deeply, or out of bounds.
+"""What decoding raises over text that is not JSON, not UTF-8, nested too deeply or out of bounds.
 
 msgspec's errors and UnicodeDecodeError are ValueErrors.
 """

@@ -1,4 +1,4 @@
-"""Events of a training shown live in TensorBoard, Weights & Biases or MLflow, without waiting.
+"""Shows a training's events live in TensorBoard, Weights & Biases or MLflow, without waiting.
 
 A `Tracker` fits every trainer's `on_event=`; where its events go is a value:
 

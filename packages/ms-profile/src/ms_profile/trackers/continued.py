@@ -1,4 +1,4 @@
-"""Remembers beside a run which run of a tracker it is, so that a resumed training goes on in it."""
+"""Keeps beside a run the name of its run in a tracker, so that a resumed training continues it."""
 
 import secrets
 from pathlib import Path
@@ -22,7 +22,7 @@ class TrackedRun(Struct, frozen=True, kw_only=True, tag="ms-profile.tracked.1", 
 
 
 def known_run(path: Path, destination: str) -> str | None:
-    """The run that was begun here, or None.
+    """Return the run that was begun here, or None.
 
     Raises:
         FormatError: the file cannot be read, or speaks of another tracker.
@@ -49,5 +49,5 @@ def remember_run(path: Path, destination: str, run: str) -> None:
 
 
 def fresh_name() -> str:
-    """A name of a run that no other has."""
+    """Return a name of a run that no other has."""
     return secrets.token_hex(8)

@@ -1,4 +1,4 @@
-"""What a tracker asks of a place where events go, and what it hands to it."""
+"""What a tracker asks of a destination of events, and what it hands over."""
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -76,7 +76,7 @@ class Destination(Protocol):
 
 
 def checked_folder(value: str | Path) -> Path:
-    """A folder that can be written, as a destination keeps it.
+    """Return a folder that can be written, as a destination keeps it.
 
     Raises:
         TrackerError: no system takes the path, or a file stands there.

@@ -14,7 +14,7 @@ class OnEvent(Protocol):
 
 
 def point_of(kind: str, fields: Mapping[str, Value], *, wall_s: float) -> Point:
-    """The point of an event; fields that are neither number nor text are left out.
+    """Return the point of an event; fields that are neither number nor text are left out.
 
     Args:
         kind: such as `step`.

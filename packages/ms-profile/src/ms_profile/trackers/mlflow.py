@@ -35,7 +35,7 @@ class MLflow:
     """
 
     folder: Path = field(converter=checked_folder)
-    """Where the note goes which run it is."""
+    """Where a note is kept that says which run it is."""
     experiment: str = field(default="ms-training", kw_only=True)
     """MLflow's experiment, made if missing."""
     tracking_uri: str | None = field(default=None, kw_only=True)
@@ -125,7 +125,7 @@ class _Run:
         self._client.set_terminated(self._identity, STATUS[outcome])
 
     def _last(self, key: str) -> int:
-        """The last step of a metric that the run had when it was opened; -1 if none."""
+        """Return the last step of a metric that the run had when it was opened; -1 if none."""
         if not self._resumed:
             return -1
         if key not in self._had:
@@ -135,7 +135,7 @@ class _Run:
 
 
 def _key(name: str) -> str:
-    """A name as MLflow takes it."""
+    """Return a name as MLflow takes it."""
     return NOT_IN_NAMES.sub("_", name)[:250]
 
 

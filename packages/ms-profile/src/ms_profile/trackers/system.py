@@ -31,7 +31,7 @@ class SystemMeter:
         return max(0.01, self._wall_s + self._interval_s - time.monotonic())
 
     def read(self, step: int | None) -> list[Point]:
-        """One point under `step` where a reading is due, else none.
+        """Return one point of `step` if a reading is due, else none.
 
         `system/processors` is how many processors the process and its ended children kept busy
         since the reading before, `system/memory_bytes` its resident memory, and

@@ -27,7 +27,7 @@ class TensorBoard:
     measures_system = False
 
     def check(self) -> None:
-        """Nothing is needed."""
+        """Accept every installation: no library is needed."""
 
     def open(self, start: RunStart, /) -> OpenRun:
         """Begin a file.
@@ -54,7 +54,7 @@ class _File:
 
     def write(self, points: Sequence[Point], /) -> None:
         """Append a record a point; settings are one table, which is shown anew when it grows."""
-        told = len(self._settings)
+        before = len(self._settings)
         records = []
         for point in points:
             if point.kind == "resume" and point.step is not None:
@@ -65,7 +65,7 @@ class _File:
                 self._step = max(self._step, point.step)
                 records.append(values(point.wall_s, point.step, point.numbers, point.texts))
         self._file.write(b"".join(records))
-        if len(self._settings) > told:
+        if len(self._settings) > before:
             self._write_settings(points[-1].wall_s)
 
     def close(self, outcome: Outcome, /) -> None:

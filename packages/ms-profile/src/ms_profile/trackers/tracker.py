@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 MOST_WAITING = 10_000
 """Events that wait for a destination; more are dropped and counted."""
 A_WRITE = 1000
-"""Events that are written at once."""
+"""Most events that are written at once."""
 RETRY_S = 30.0
 """Seconds between attempts to open a run."""
 
@@ -84,7 +84,7 @@ class Tracker:
         atexit.register(self.close, _at_exit=True)
 
     def __call__(self, kind: str, fields: Mapping[str, Value], /) -> None:
-        """Take one event; whatever destinations do about it, this returns at once."""
+        """Take one event and return at once, whatever the destinations do with it."""
         for other in self._also:
             other(kind, fields)
         self.take(kind, fields, wall_s=time.time())
@@ -238,7 +238,7 @@ class _Feed:
 
 
 def _check_name(name: str) -> None:
-    """Refuse what is no name of a run, which may be a folder below a destination's."""
+    """Refuse a bad name of a run, which may become a folder below a destination's."""
     parts = PurePath(name).parts
     if not parts or "/" in parts or ".." in parts or not name.isprintable() or len(name) > 200:
         raise TrackerError(

@@ -30,7 +30,7 @@ class Wandb:
     """
 
     folder: Path = field(converter=checked_folder)
-    """Where W&B's files go, and the note which run it is."""
+    """Where W&B's files are kept, and a note that says which run it is."""
     project: str | None = field(default=None, kw_only=True)
     """W&B's project; None leaves it to `WANDB_PROJECT` or W&B."""
     mode: Literal["online", "offline", "disabled"] | None = field(default=None, kw_only=True)

@@ -20,6 +20,6 @@ VENDORS: Final[tuple[Vendor, ...]] = tuple(
 
 
 def any_vendors(*fields: str, start: str = "", end: str = "") -> re.Pattern[str]:
-    """The pattern of the names that any vendor gives in these fields, between `start` and `end`."""
+    """Return a pattern of the names in these fields of all vendors, between `start` and `end`."""
     names = [getattr(vendor, field) for field in fields for vendor in VENDORS]
     return re.compile(f"{start}(?:{'|'.join(filter(None, names))}){end}")

@@ -59,9 +59,9 @@ class ZygoteClient:
                 said += more
         self._control.settimeout(None)
         if not said.endswith(b"\0"):
-            told = self._errors.read().decode(errors="replace").strip()
+            output = self._errors.read().decode(errors="replace").strip()
             self.stop()
-            last = told.splitlines()[-1] if told else "it said nothing"
+            last = output.splitlines()[-1] if output else "it said nothing"
             raise ConfigError(
                 f"the sandbox's interpreter {sys.executable} does not start ({last}); run it with "
                 "-I -S by hand to see why"

@@ -34,7 +34,7 @@ class TransformersRuntime:
                 folder,
                 dtype=dtype,
                 local_files_only=True,
-                ignore_mismatched_sizes=True,  # they are told of, not printed
+                ignore_mismatched_sizes=True,  # they are returned, not printed
                 output_loading_info=True,
             )
             _check_loaded(folder, found, strict)

@@ -46,7 +46,7 @@ class ChineseText(Rule):
             _converter(self.script)
 
     def identity(self) -> str:
-        """The version of OpenCC, where scripts are converted."""
+        """Return the version of OpenCC, where scripts are converted."""
         converted = library_version("OpenCC") if self.script != "keep" else ""
         return f"{super().identity()} {converted}".strip()
 

@@ -44,7 +44,7 @@ class Decontaminate(Rule):
             )
 
     def identity(self) -> str:
-        """The n-grams of the benchmarks."""
+        """Return the n-grams of the benchmarks."""
         parts = [hashes.tobytes() for _, hashes in sorted(self._windows().items())]
         return f"{super().identity()} {xxhash.xxh3_128_hexdigest(b'|'.join(parts))}".strip()
 
@@ -78,7 +78,7 @@ def _plain(text: str) -> list[str]:
 def _index(
     benchmarks: str, text_column: str, size: int, least: int
 ) -> dict[int, NDArray[np.uint64]]:
-    """The hashes of all n-grams, sorted, by how many words they have."""
+    """Return the hashes of all n-grams, sorted, by how many words they have."""
     found: dict[int, list[NDArray[np.uint64]]] = {}
     for document in find_corpus(
         Path(benchmarks), text_column=text_column, or_leave_out=""

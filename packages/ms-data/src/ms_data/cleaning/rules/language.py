@@ -26,7 +26,7 @@ class Language(Rule):
         detector()
 
     def identity(self) -> str:
-        """The version of resiliparse."""
+        """Return the version of resiliparse."""
         return library_version("Resiliparse")
 
     def apply(self, text: Text, /) -> Outcome:

@@ -47,7 +47,7 @@ class Pictures(RowRule):
             detector()
 
     def identity(self) -> str:
-        """The versions of the libraries."""
+        """Return the versions of the libraries."""
         more = f" {library_version('Resiliparse')}" if self.match_language else ""
         return library_version("pillow") + more
 
@@ -83,7 +83,7 @@ class Pictures(RowRule):
 
 
 def _contrast(picture: Any) -> float:
-    """The standard deviation of a picture's brightness."""
+    """Return the standard deviation of a picture's brightness."""
     return float(np.asarray(picture.convert("L"), np.float32).std())
 
 

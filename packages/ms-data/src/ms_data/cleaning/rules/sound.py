@@ -36,7 +36,7 @@ class Sound(RowRule):
         need_soundfile()
 
     def identity(self) -> str:
-        """The version of soundfile."""
+        """Return the version of soundfile."""
         return library_version("soundfile")
 
     def apply(self, text: Text, /) -> Outcome:

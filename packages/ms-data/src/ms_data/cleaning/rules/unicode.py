@@ -29,7 +29,7 @@ class Unicode(Rule):
             _ftfy()
 
     def identity(self) -> str:
-        """The versions of ftfy and of Python's table of Unicode."""
+        """Return the versions of ftfy and of Python's table of Unicode."""
         repaired = library_version("ftfy") if self.repair else ""
         return f"{super().identity()} {repaired} Unicode {unicodedata.unidata_version}".strip()
 

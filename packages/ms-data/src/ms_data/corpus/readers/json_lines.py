@@ -20,7 +20,7 @@ from ms_data.corpus.unpacking import lines_of
 
 
 def row_type(column: str) -> Any:
-    """The type of a JSON object whose member `column` is a text."""
+    """Return the type of a JSON object whose member `column` is a text."""
     return msgspec.defstruct("Row", [("text", str, msgspec.field(name=column))])
 
 

@@ -1,4 +1,4 @@
-"""A straight line."""
+"""A straight line from the highest rate to the least."""
 
 from attrs import frozen
 
@@ -7,7 +7,7 @@ NAME = "linear"
 
 @frozen(kw_only=True)
 class Decay:
-    """A straight line."""
+    """A straight line from the highest rate to the least."""
 
     def share_left(self, passed: float) -> float:
         """The share of the fall that is still to come once a share `passed` of updates is made."""

@@ -1,4 +1,4 @@
-"""Values that a model of transformers begins with, by its own rules."""
+"""Initial values of a model of transformers, by its own rules."""
 
 import copy
 import hashlib

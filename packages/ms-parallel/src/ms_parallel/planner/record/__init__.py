@@ -1,1 +1,1 @@
-"""Plans as files, and what runs that were planned have taken."""
+"""Plans as files, and the time and memory that planned runs really took."""

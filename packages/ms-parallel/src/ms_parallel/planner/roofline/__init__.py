@@ -1,1 +1,1 @@
-"""Predict the time of a step on devices that are not here: from their figures and few constants."""
+"""Predicts the time of a step on devices that are not here, from their rates and few constants."""

@@ -1,1 +1,1 @@
-"""What is told of a run as it goes, and what is done when it goes wrong."""
+"""A run as it goes: its log, checkpoints and audits, and what is done when it goes wrong."""

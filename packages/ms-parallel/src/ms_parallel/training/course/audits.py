@@ -36,7 +36,7 @@ class Audits:
     def __init__(self, folder: Path, emit: OnEvent, show: RunDisplay) -> None:
         self.folder, self.emit, self.show = folder, emit, show
 
-    def tell(self, step: int, audit: Audit) -> None:
+    def log(self, step: int, audit: Audit) -> None:
         """Emit the event `audit`, note an alarm, and keep the audit for the page."""
         worst = audit.worst
         fields: dict[str, int | float | str] = {

@@ -31,7 +31,7 @@ def with_layout(options: Options, shards: Path, emit: OnEvent) -> Options:
     Args:
         options: the run's.
         shards: its dataset.
-        emit: is told of what is chosen.
+        emit: called with what is chosen.
 
     Raises:
         ConfigError: no layout fits, the cluster file is for another number of processes, or what

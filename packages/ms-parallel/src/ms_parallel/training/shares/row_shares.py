@@ -41,7 +41,7 @@ class RowShares:
         rank: this process's data rank.
         count: data ranks.
         least: rows that each gets at any rate.
-        emit: is told of each change, on the first process.
+        emit: called with each change, on the first process.
     """
 
     def __init__(

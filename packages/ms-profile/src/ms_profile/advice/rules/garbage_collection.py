@@ -11,7 +11,7 @@ from ms_profile.analysis.whole_run import Analysis
 from ms_profile.trace.intervals import clip
 
 LEAST_PAUSES = 2
-"""One collection alone is no habit."""
+"""Collections from which on the rule fires, as a single one may be chance."""
 
 
 def look(analysis: Analysis) -> Iterator[Case]:

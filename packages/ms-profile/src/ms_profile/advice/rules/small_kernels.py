@@ -16,7 +16,7 @@ LEAST_SHORT = 0.5
 
 
 def look(analysis: Analysis) -> Iterator[Case]:
-    """The gaps after kernels that last under 10 µs, where most of a rank's kernels do."""
+    """Yield the gaps after kernels of under 10 µs, of ranks most of whose kernels are so short."""
     for one in analysis.ranks.values():
         rows = rows_in_steps(one, one.trace.rows(Category.KERNEL))
         start, thread = one.trace.start_ns[rows], one.trace.thread[rows]

@@ -14,7 +14,7 @@ LEAST_A_STEP = 8
 
 
 def look(analysis: Analysis) -> Iterator[Case]:
-    """Transfers of collectives under 64 KiB, where a rank has 8 of them a step or more."""
+    """Yield transfers of collectives under 64 KiB, of ranks that have 8 of them a step or more."""
     ledger = analysis.ledger
     sizes = [met.size_bytes or 0 for met in ledger.matched]
     small = [number for number, size in enumerate(sizes) if 0 < size < SMALL_BYTES]

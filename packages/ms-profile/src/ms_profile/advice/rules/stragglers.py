@@ -13,7 +13,7 @@ MOST_EVIDENCE = 5
 
 
 def look(analysis: Analysis) -> Iterator[Case]:
-    """The rank that waits longest for the straggler, where one is named with confidence."""
+    """Yield the rank that waits longest for the straggler, if one is named with confidence."""
     ledger, suspect = analysis.ledger, analysis.ledger.suspect
     if suspect is None or suspect.confidence < LEAST_CONFIDENCE:
         return

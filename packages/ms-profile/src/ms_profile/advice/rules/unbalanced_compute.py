@@ -15,7 +15,7 @@ LEAST_ALWAYS = 0.8
 
 
 def look(analysis: Analysis) -> Iterator[Case]:
-    """The busiest rank, where it computes 15% more than the mean, in nearly every step."""
+    """Yield the busiest rank, if it computes 15% more than the mean, in nearly every step."""
     ranks = list(analysis.ranks.values())
     steps = [{step.step.number: step for step in one.breakdowns} for one in ranks]
     shared = [number for number in steps[0] if all(number in own for own in steps)]

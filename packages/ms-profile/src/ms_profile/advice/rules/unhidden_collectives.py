@@ -10,7 +10,7 @@ from ms_profile.vendors.category import Category
 
 
 def look(analysis: Analysis) -> Iterator[Case]:
-    """Transfers that no compute hides, waits for other ranks left out."""
+    """Yield transfers that no compute hides, without waits for other ranks."""
     waited = analysis.ledger.waited_ns()
     for one in analysis.ranks.values():
         hidden = sum(step.hidden_ns for step in one.breakdowns)

@@ -1,4 +1,4 @@
-"""Tells of each step of a run: its events, and its line of progress."""
+"""Logs each step of a run: its events, and its line of progress."""
 
 from attrs import asdict, frozen
 
@@ -10,8 +10,8 @@ from ms_parallel.training.course.audits import Audits
 
 
 @frozen(kw_only=True)
-class Telling:
-    """Where a run tells of its steps; on the first process alone anything is told."""
+class StepLog:
+    """Logs the steps of a run; only the first process writes anything."""
 
     total: int
     """Steps of the whole run."""
@@ -23,7 +23,7 @@ class Telling:
     """None on all but the first process."""
 
     def step(self, step: int, update: Update, pace: Throughput) -> None:
-        """Tell of an update, and of what came with it."""
+        """Log an update, and what was measured with it."""
         self.show.step(step, {"loss": update.loss}, pace)
         scale = {} if update.loss_scale is None else {"loss_scale": update.loss_scale}
         self.emit(
@@ -40,7 +40,7 @@ class Telling:
             },
         )
         if update.audit is not None and self.audits is not None:
-            self.audits.tell(step, update.audit)
+            self.audits.log(step, update.audit)
         if step % self.every == 0 or step == self.total:
             if update.experts is not None:
                 self._load(step, update.experts)
@@ -48,7 +48,7 @@ class Telling:
                 self.emit("context", {"step": step, **asdict(update.context)})
 
     def _load(self, step: int, load: ExpertLoad) -> None:
-        """Tell how tokens were shared out over experts."""
+        """Log how tokens were shared out over experts."""
         self.emit(
             "experts",
             {
