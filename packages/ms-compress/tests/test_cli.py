@@ -149,6 +149,7 @@ def test_bad_input_is_one_line(
     settings = [part for each in arguments for part in ("--set", each)]
     assert main(["qat", str(run_file), *settings]) == 2
     error = capsys.readouterr().err
+    assert error.startswith("ms-compress: ")
     assert message in error
     assert error.count("\n") == 1
     assert not list(run_file.parent.glob("out*"))
