@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 sys.path.insert(0, str(Path(__file__).parent))
 from folders import write_run, write_shards
@@ -149,6 +150,7 @@ def test_bad_input_is_one_line(
     settings = [part for each in arguments for part in ("--set", each)]
     assert main(["qat", str(run_file), *settings]) == 2
     error = capsys.readouterr().err
+    assert error.startswith("ms-compress: ")
     assert message in error
     assert error.count("\n") == 1
     assert not list(run_file.parent.glob("out*"))
@@ -183,6 +185,32 @@ def test_a_model_with_a_nan_is_refused(
     assert "'model.layers.1.mlp.up_proj.weight' with a NaN" in error
     assert error.count("\n") == 1
     assert not list(run_file.parent.glob("out*"))
+
+
+@pytest.mark.parametrize("command", ["qat", "prune"])
+def test_a_training_whose_weights_go_wrong_ends_with_one(
+    command: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In its last step, which no loss follows: the tensor is named, and nothing is written."""
+    made = []
+
+    @torch.no_grad()
+    def spoil(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        made.append(1)
+        if len(made) == 2:
+            optimizer.param_groups[0]["params"][0].view(-1)[0] = torch.nan
+
+    own = ["scheme=ct.int4_g32"] if command == "qat" else ["pattern=2:4"]
+    hook = register_optimizer_step_post_hook(spoil)
+    try:
+        settings = [*own, "tuning.steps=2"]
+        words = [part for each in settings for part in ("--set", each)]
+        assert main([command, str(run_file), *words]) == 1
+    finally:
+        hook.remove()
+    error = capsys.readouterr().err
+    assert ": 1 of its values are NaN or infinite" in error
+    assert not (run_file.parent / "out").exists()
 
 
 @pytest.mark.parametrize("pattern", ["[1]", "{a = 1}", "true", "abc"])

@@ -19,6 +19,7 @@ from ms_compress.cli import main
 from ms_compress.commands import COMMANDS, Command
 from ms_compress.settings.keys import Key
 from ms_compress.settings.run_file import build
+from ms_data import build as build_shards
 
 NAMES = [command.name for command in COMMANDS]
 
@@ -168,13 +169,35 @@ def test_every_command_takes_conversations(
         assert facts["first_loss"] < 0.1
 
 
-def test_evaluate_measures_on_conversations(
+def test_qat_takes_shards_of_conversations(
     chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Answers known by heart have a perplexity near 1; each token of them counts."""
+    """As ms-data builds them: the answers alone are trained on, and they are known by heart."""
+    model = chats / "model"
+    build_shards(chats / "chats.jsonl", tokenizer=model, out=tmp_path / "shards", chat=model)
     file = tmp_path / "run.toml"
     file.write_text(
-        f'baseline = "{chats}/model"\ndataset = "{chats}/chats.jsonl"\n'
+        f'model = "{model}"\noutput_dir = "{tmp_path}/out"\ndataset = "{tmp_path}/shards"\n'
+        'rows = 8\nscheme = "ct.int4_g32"\n'
+        "[tuning]\nsteps = 2\nbatch_size = 4\nsequence_length = 40\n"
+    )
+    assert main(["qat", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["first_loss"] < 0.1
+
+
+@pytest.mark.parametrize("kind", ["lines", "shards"])
+def test_evaluate_measures_on_conversations(
+    kind: str, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Answers known by heart have a perplexity near 1; each token of them counts."""
+    dataset = chats / "chats.jsonl"
+    if kind == "shards":
+        model = chats / "model"
+        build_shards(dataset, tokenizer=model, out=tmp_path / "shards", chat=model, hold_out=0.5)
+        dataset = tmp_path / "shards"
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'baseline = "{chats}/model"\ndataset = "{dataset}"\n'
         f'output_dir = "{tmp_path}/report"\nsequence_length = 40\nsequences = 4\n'
         "prefill_tokens = 16\ndecode_tokens = 2\nrounds = 1\n[models]\n"
     )

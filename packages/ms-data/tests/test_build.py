@@ -550,6 +550,24 @@ def test_no_flipped_bit_of_an_interrupted_build_is_gone_on_from(
     make(state=state).abandon()
 
 
+def test_no_flipped_bit_of_a_builds_record_is_believed(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """By which the same command again has nothing to do: 100 bits, one at a time."""
+    out = tmp_path / "out"
+    build(corpus, tokenizer=tokenizer, out=out)
+    path = out / "build.json"
+    content, rng = path.read_bytes(), random.Random(7)
+    for bit in rng.sample(range(8 * len(content)), 100):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(OutputError, match=r"build\.json"):
+            build(corpus, tokenizer=tokenizer, out=out)
+    path.write_bytes(content)
+    assert build(corpus, tokenizer=tokenizer, out=out).built_before
+
+
 def test_changed_settings_are_told_with_what_they_were(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:

@@ -107,6 +107,7 @@ def test_bad_input_to_build_is_one_line_and_exit_2(
     assert main([*arguments, "--out", "new"]) == 2
     told = capsys.readouterr()
     assert told.out == ""
+    assert told.err.startswith("ms-data: ")
     assert told.err.count("\n") == 1
     assert text in told.err
     assert not (place / "new").exists()

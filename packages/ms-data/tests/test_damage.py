@@ -348,6 +348,22 @@ def test_a_flipped_bit_of_cleaned_documents_changes_nothing_unseen(
     assert refused > 250
 
 
+def test_no_flipped_bit_of_a_passes_record_is_read(tmp_path: Path) -> None:
+    """Whose settings and counts it would tell: 400 bits, one at a time."""
+    out = tmp_path / "out"
+    clean(write_lines(tmp_path / "a.jsonl", texts_of(1, 12)), {"unicode": {}}, out=out)
+    path = out / "ledger.json"
+    content, rng = path.read_bytes(), random.Random(4)
+    for bit in rng.sample(range(8 * len(content)), 400):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(DataError, match=r"ledger\.json"):
+            read_record(out)
+    path.write_bytes(content)
+    read_record(out)
+
+
 def test_documents_that_are_missing_from_what_clean_wrote_are_missed(tmp_path: Path) -> None:
     """A part that was not copied, or not whole; the ledger lists it."""
     out = tmp_path / "out"

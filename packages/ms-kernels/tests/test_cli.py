@@ -164,6 +164,7 @@ def test_bad_input_exits_with_two_and_one_line(capsys, arguments, told):
     """One line on standard error says what and what would fit."""
     code, text, error = run(capsys, *arguments)
     assert (code, text) == (2, "")
+    assert error.startswith("ms-kernels: ")
     assert told in error
     assert error.count("\n") == 1
 

@@ -34,6 +34,7 @@ WHOLE_FILES = {
     "a lone surrogate": b'{"chip":"\\ud800"}',
     "a huge number": b'{"format":"ms-kernels-tuning-1","chip":"x","torch":"","entries":'
     + b"9" * 9999,
+    "a huge number deep down": b"[" * 200_000 + b"9" * 50,
     "a float without end": b'{"version":1e999}',
     "null bytes": b"\0" * 4096,
     "a number": b"7",

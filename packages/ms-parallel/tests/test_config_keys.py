@@ -210,6 +210,15 @@ def test_a_key_away_from_its_default_computes_alike_or_is_refused(data: st.DataO
     check(family, data.draw(st.sampled_from(keys(family))), data.draw(st.sampled_from(VALUES)))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_key_that_no_table_holds_is_refused_by_name(family: str) -> None:
+    """It might change what the model computes; what changes nothing stays allowed."""
+    document = base(family)
+    from_document(document)
+    with pytest.raises(ModelError, match="never_heard_of=1 is not supported"):
+        from_document(document | {"never_heard_of": 1})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_key_at_every_kind_of_value_computes_alike_or_is_refused(family: str) -> None:

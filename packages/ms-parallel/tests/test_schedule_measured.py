@@ -159,6 +159,9 @@ def test_a_recorded_step_is_drawn_beside_the_simulated_one(
     for name in ("1f1b", "v-half"):  # of another number of stages, and of the same
         assert main(["schedule", name, *sizes, "--measured", str(path), "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
+        times = [time for row in json.loads(path.read_text())["times_ns"] for time in row]
+        took_ns = max(end for _, end in times) - min(begin for begin, _ in times)
+        assert told["measured_makespan"] == pytest.approx(took_ns / 1e6)
         # Both in milliseconds: the same work by the same ranks, in another order.
         assert 0.2 < told["makespan"] / told["measured_makespan"] < 5
     assert main(["schedule", "1f1b", *sizes, "--measured", str(tmp_path / "none.json")]) == 2

@@ -83,6 +83,7 @@ def test_bad_input_is_exit_code_2_or_1_in_one_line(
     monkeypatch.delenv("RANK", raising=False)
     assert main(arguments) == 2
     captured = capsys.readouterr().err
+    assert captured.startswith("ms-profile: ")
     assert message in captured
     assert len(captured.splitlines()) == 1
 

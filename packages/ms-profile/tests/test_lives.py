@@ -34,6 +34,7 @@ def test_a_script_that_forks_ends_as_alone_and_its_children_too(tmp_path: Path) 
     script = Path(__file__).with_name("forking_script.py")
     done = run(tmp_path / "out", script)
     assert (done.returncode, done.stdout) == (0, "inside 0\nbefore 3\nafter 0\n"), done.stderr
+    assert done.stderr.count("ms-profile: ") == 1, "a child that comes to its end says nothing"
     (rank,) = read_ranks(tmp_path / "out")
     assert (rank.steps, rank.complete, rank.traces[0].steps) == (12, True, 4)
     steps = [event.step for event in read_events(tmp_path / "out", EventFilter(kinds={"step"}))]

@@ -136,8 +136,11 @@ def test_collections_in_the_first_traced_step_alone_are_no_advice() -> None:
     """What starting the tracer makes is looked through then; collections that come again count."""
     traces = simulate_run(ranks=1, steps=4, fault=slow_host(0)).traces
     own = idle_stretches(traces, 0)
+    begin, end = own[0]
+    twice_in_the_first = [(begin, begin + 4 * MS), (end - 4 * MS, end)]
     for stretches, fires in (
         (own[:1], False),
+        (twice_in_the_first, False),
         (own[1:2], False),  # once is no habit
         (own, True),
     ):

@@ -249,7 +249,8 @@ def _pair_order(width: int) -> Tensor:
 
 def _epsilon(module: Any) -> float:
     norm = module.model.norm
-    return float(getattr(norm, "variance_epsilon", None) or norm.eps)
+    given = getattr(norm, "variance_epsilon", None)  # 0.0 is a number
+    return float(norm.eps if given is None else given)
 
 
 def _head(model: LanguageModel) -> Tensor:
