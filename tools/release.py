@@ -193,7 +193,7 @@ def wheel_of(name: str, out: Path) -> str:
 def complaint(place: Path, *words: str) -> list[str]:
     """Run a command in a folder that holds nothing of ours; its last words where it fails."""
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=place)
-    return [(done.stdout + done.stderr).strip()[-200:]] if done.returncode else []
+    return [(done.stdout + done.stderr).strip()[-800:]] if done.returncode else []
 
 
 def run(*words: str) -> None:
