@@ -2,6 +2,10 @@
 
 0 done, 1 failed or a check did not hold, 2 bad input, 130 after Ctrl-C. Importing this imports
 nothing heavy, so that `--help` and `--version` answer at once.
+
+An error that a user can understand says so itself: its class has a whole number `exit_code`, as
+the exceptions of click have. The base of each package's errors has 2, and errors that are no
+mistake of the user's have 1. So no package names the errors of another.
 """
 
 import argparse
@@ -14,16 +18,6 @@ from typing import NoReturn
 from .files.untrusted import check_path
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
-
-SIBLINGS = {
-    "ms_align": "AlignError",
-    "ms_compress": "CompressError",
-    "ms_data": "DataError",
-    "ms_kernels": "KernelError",
-    "ms_parallel": "ParallelError",
-    "ms_profile": "ProfileError",
-}
-"""The base of the errors that each package raises on purpose."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -118,28 +112,24 @@ def perform(
         code_of_report = report(error) if report is not None else None
         if code_of_report is not None:
             return code_of_report
-        if not _on_purpose(error):
+        code_of_error = exit_code(error)
+        if code_of_error is None:
             raise
         sys.stderr.write(f"{prog}: {one_line(str(error))}\n")
-        return exit_code(error)
+        return code_of_error
 
 
-def exit_code(error: BaseException) -> int:
-    """Tell a failure (1) from what the user can mend (2).
+def exit_code(error: BaseException) -> int | None:
+    """Return the exit code that the class of an error declares; None where it declares none.
 
-    An error of ours says which it is by `exit_code`; else one that is also a RuntimeError is a
-    failure only where its class says so.
+    An instance's attribute does not count: torch's `ProcessExitedException` keeps another
+    process's exit code there.
     """
-    return int(getattr(error, "exit_code", BAD_INPUT))
+    code = getattr(type(error), "exit_code", None)
+    return code if isinstance(code, int) else None
 
 
 def one_line(text: str) -> str:
     """Text in one line that a terminal prints as it is: no line ends, no escapes."""
     joined = " ".join(text.split())
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in joined)
-
-
-def _on_purpose(error: BaseException) -> bool:
-    """Whether a package raised it on purpose; no package is imported to find out."""
-    bases = (getattr(sys.modules.get(name), base, None) for name, base in SIBLINGS.items())
-    return any(isinstance(base, type) and isinstance(error, base) for base in bases)

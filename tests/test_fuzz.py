@@ -4,9 +4,11 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from .fuzz import worker
 from .fuzz.case import Case, output
@@ -56,18 +58,8 @@ def test_each_way_to_fail_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         print("a.json: not JSON; write it again", file=sys.stderr)  # noqa: T201
         return 2
 
-    def steps() -> int:
-        print("step 1/4294967296  loss 5.7", file=sys.stderr)  # noqa: T201
-        return hangs()
-
-    def leaves_files() -> int:
-        Path("out").mkdir(exist_ok=True)
-        Path("out/events").touch()
-        return hangs()
-
     monkeypatch.setattr(worker, "MEMORY_BYTES", 32 << 20)
     monkeypatch.setattr(worker, "CPU_LIMIT_S", 0.2)
-    monkeypatch.setattr(worker, "RUN_LIMIT_S", 0.2)
     monkeypatch.setattr(worker.resource, "setrlimit", lambda *_: None)  # this process goes on
     kept = worker.signal.signal(worker.signal.SIGPROF, worker.hang)
     try:
@@ -78,13 +70,61 @@ def test_each_way_to_fail_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         began = time.process_time()
         assert ends(tmp_path, hangs)[0] == "hang"
         assert time.process_time() - began < 2
-        assert ends(tmp_path, hangs, trains=True)[0] == "hang"
-        assert ends(tmp_path, steps)[0] == "hang"
-        for training in (steps, leaves_files):  # its settings are large, and nobody's fault
-            assert ends(tmp_path, training, trains=True)[0] == ""
         assert ends(tmp_path, lambda: 2) == ("exit code", "2 without a word")
         for fine in (lambda: 0, lambda: 1, tells):
             assert ends(tmp_path, fine)[0] == ""
+    finally:
+        worker.signal.signal(worker.signal.SIGPROF, kept)
+
+
+def trains(steps: int, step_s: float, behind: str = "") -> int:
+    """A training of so many steps, which prints and writes, and may then hang."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    Path("out").mkdir(exist_ok=True)
+    Path("out/events").touch()
+    for step in range(1, steps + 1):
+        until = time.process_time() + step_s
+        while time.process_time() < until:
+            pass
+        optimizer.step()
+        print(f"step {step}/{steps}  loss 5.7", file=sys.stderr)  # noqa: T201
+    while behind:
+        pass
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("run", "failure"),
+    [
+        (lambda: trains(2**32, 0.01), ""),  # its settings are large, and nobody's fault
+        (lambda: trains(2**32, 0.3), ""),
+        (lambda: trains(3, 0.01), ""),
+        (lambda: trains(0, 0.0, "hangs"), "hang"),
+        (lambda: trains(1, 0.01, "hangs"), "hang"),
+        (lambda: trains(3, 0.1, "hangs"), "hang"),
+    ],
+)
+def test_a_training_at_its_limit_must_be_making_steps_still(
+    run: Callable[[], int], failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has made a step, or has written files, and then hangs is no training that goes on.
+
+    As a command that is not to train, all of them but the short one hang.
+    """
+    for name, seconds in (("RUN_LIMIT_S", 0.5), ("CPU_LIMIT_S", 0.5), ("LOOK_S", 0.05)):
+        monkeypatch.setattr(worker, name, seconds)
+    monkeypatch.setattr(worker.resource, "setrlimit", lambda *_: None)  # this process goes on
+    kept = worker.signal.signal(worker.signal.SIGPROF, worker.hang)
+    monkeypatch.chdir(tmp_path)
+    trains(1, 0.0)  # what a first step of torch's imports takes seconds
+    try:
+        began = time.process_time()
+        outcome = worker.invoke(case(run, trains=True), tmp_path)
+        took = time.process_time() - began
+        assert outcome.failure == failure
+        assert outcome.goes_on == (not failure and took > 0.3)
+        assert took < 0.5 + 3 * 0.5 + 1, "the longest that the next step was waited for"
+        assert (worker.invoke(case(run), tmp_path).failure == "hang") == (took > 0.3)
     finally:
         worker.signal.signal(worker.signal.SIGPROF, kept)
 

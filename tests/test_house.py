@@ -38,6 +38,23 @@ def test_a_package_has_every_part_of_the_pattern(package: str, part: str) -> Non
     assert (ROOT / "packages" / package / part.format(module=module_of(package))).is_file()
 
 
+WRITTEN_AS = {"pillow": "PIL", "pytest-timeout": "timeout", "s3fs": "s3"}
+"""Distributions by what their users write, where that is not their own name."""
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_the_tests_ask_for_is_used(package: str) -> None:
+    """A distribution that nobody names is installed for nothing."""
+    place = ROOT / "packages" / package
+    texts = [path.read_text() for path in (ROOT / "pyproject.toml", *place.rglob("*.py"))]
+    for line in (place / "tests" / "requirements.txt").read_text().splitlines():
+        name = re.match(r"(?:\./packages/)?([\w-]+)", line)
+        if name is None:  # a remark
+            continue
+        word = WRITTEN_AS.get(name[1], name[1].replace("-", "_"))
+        assert any(re.search(rf"\b{word}\b", text) for text in texts), line
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_readme_has_code_that_runs(package: str) -> None:
     """Each README shows at least one Python block; `nox -s readme` runs them."""

@@ -127,7 +127,7 @@ def test_tables_hold_a_row_a_key_in_both_languages() -> None:
     texts = [with_tables("<!-- keys: ms-align ppo -->", language) for language in ("en", "zh")]
     rows = [re.findall(r"^\| `(.+?)` \|", text, re.MULTILINE) for text in texts]
     assert rows[0] == rows[1] == [row.name for row in rows_of("ms-align ppo")]
-    assert "| 键 | 类型 | 默认值 |" in texts[1]
+    assert "| 键 | 含义 | 类型 | 默认值 |" in texts[1]
 
 
 def test_the_meanings_of_keys_are_told_in_chinese() -> None:

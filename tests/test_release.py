@@ -97,3 +97,17 @@ def test_metadata_that_says_otherwise_is_found(built: tuple[Path, Path], tmp_pat
     assert release.wrong_metadata(wheel, {**PROJECT, "version": "9.9.9"}) == [
         f"the wheel says version {PROJECT['version']}"
     ]
+
+
+def test_no_other_torch_is_tried_than_the_one_that_was_asked_for(
+    built: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """One that the wheels do not admit is told, where pip alone would fetch another beside it."""
+    packages = tmp_path / "packages"
+    metadata = packages / "torch-1.0.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")
+    own = release.environment(sys.executable, tmp_path / "own", packages)
+    (told,) = release.install(sys.executable, own, f"{built[1]}[torch]")
+    assert "conflict" in told
+    assert release.version_of("torch", packages) == "1.0"

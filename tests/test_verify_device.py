@@ -3,13 +3,15 @@
 import json
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import verify_device
-from verify_device import Part, compare, main, parts_of, perform
+from verify_device import Part, compare, left_out, main, parts_of, perform
+from verify_report import Outcome, Report, facts
 
 pytest.importorskip("torch")
 
@@ -100,6 +102,43 @@ def test_a_device_that_is_not_there_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
+def test_the_page_tells_what_failed_what_did_not_run_and_what_to_send(tmp_path: Path) -> None:
+    """To somebody who was not there: failures before all else, in words, with what they printed."""
+    report = Report(
+        tmp_path,
+        facts("cpu", 2),
+        planned=["one", "two", "three"],
+        left_out=["figures: they need an accelerator"],
+        command="python tools/verify_device.py --out report",
+        began=datetime(2026, 1, 2, 3, 4, tzinfo=UTC),
+    )
+    report.add(Outcome("one", "a fact", True, 1.0, 0, "fine", "exact"))
+    assert not report.holds()
+    report.add(Outcome("two", "another fact", False, 2.0, 3, "why", "ended with code 3"))
+    page = (tmp_path / "report.md").read_text()
+    assert page.startswith("# 2 x CPU: 1 of 3 parts held; 1 not run\n")
+    assert "Did not hold:\n\n- two: ended with code 3\n" in page
+    assert "Not run:\n\n- three\n" in page
+    assert "Left out:\n\n- figures: they need an accelerator\n" in page
+    assert "begun 2026-01-02 03:04 UTC, 3 s of work" in page
+    assert "| one | a fact | yes | 1 | exact |" in page
+    assert page.index("## two, which did not hold") < page.index("## one")
+    assert "report.json" in page.partition("## What to send")[2].partition("##")[0]
+    record = json.loads((tmp_path / "report.json").read_text())
+    assert record["facts"]["torch"]
+    assert record["not_run"] == ["three"]
+    assert [each["output"] for each in record["outcomes"]] == ["fine", "why"]
+
+
+def test_every_part_says_what_it_shows_and_what_is_left_out_is_told() -> None:
+    """The page is read by people who do not know the script."""
+    for count in (1, 8):
+        assert [part.name for part in parts_of("npu", count, quick=False) if not part.shows] == []
+    told = list(left_out("npu", 1, quick=True))
+    assert "every layout and the links: there is one device" in told
+    assert "tests that need a device, and figures: --quick" in told
+
+
 @pytest.mark.slow
 def test_all_of_it_holds_on_the_cpu(tmp_path: Path) -> None:
     """The quick form, two processes: every part holds, and the report says so."""
@@ -110,4 +149,5 @@ def test_all_of_it_holds_on_the_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((out / "report.json").read_text())
     assert all(part["held"] for part in record["outcomes"])
-    assert "| cpu, tensor=2 | yes |" in (out / "report.md").read_text()
+    assert record["not_run"] == []
+    assert "processes: losses of six steps" in (out / "report.md").read_text()

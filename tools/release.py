@@ -30,6 +30,8 @@ PYTHONS = ("3.11", "3.12", "3.13")
 TORCH = "2.13.0"
 """Installed where none is named."""
 TORCH_FREE = {"ms-data", "ms-profile"}
+TRIED = "torch.txt"
+"""In an environment, the release of torch that its packages are tried with."""
 
 
 def main() -> int:
@@ -130,12 +132,13 @@ def try_with(pair: str, out: Path, names: list[str]) -> list[str]:
         packages = torch_packages(python, torch, place / "torch")
         for name in names:
             own = environment(python, place / name, None if name in TORCH_FREE else packages)
-            install(python, own, wheel_of(name, out))
-            script = ROOT / "packages" / name / "tests" / "alone.py"
-            found += [f"{name} alone: {line}" for line in complaint(place, own, "-I", str(script))]
+            words = ("-I", str(ROOT / "packages" / name / "tests" / "alone.py"))
+            failed = install(python, own, wheel_of(name, out)) or complaint(place, own, *words)
+            found += [f"{name} alone: {line}" for line in failed]
         own = environment(python, place / "together", packages)
-        install(python, own, *(wheel_of(name, out) for name in names))
-        for module in (name.replace("-", "_") for name in names):
+        failed = install(python, own, *(wheel_of(name, out) for name in names))
+        found += [f"together: {line}" for line in failed]
+        for module in (name.replace("-", "_") for name in names if not failed):
             ask = f"import {module} as m; [getattr(m, name) for name in m.__all__]"
             for words in (("-I", "-c", ask), ("-I", "-m", module, "--help")):
                 found += [
@@ -163,12 +166,23 @@ def environment(python: str, folder: Path, packages: Path | None) -> str:
     if packages:
         (site,) = folder.glob("lib/python*/site-packages")
         (site / "torch.pth").write_text(f"{packages}\n")
+        # Without it, pip may take another torch than the one that is to be tried.
+        (folder / TRIED).write_text(f"torch=={version_of('torch', packages)}\n")
     return str(folder / "bin" / "python")
 
 
-def install(python: str, own: str, *wheels: str) -> None:
-    """Install wheels, with what they declare, into an environment that has no pip."""
-    run(python, "-m", "pip", "--python", own, "install", "--quiet", "--no-compile", *wheels)
+def version_of(name: str, packages: Path) -> str:
+    """Which release of a library a folder of packages holds."""
+    (found,) = packages.glob(f"{name}-*.dist-info")
+    return found.name.removesuffix(".dist-info").partition("-")[2]
+
+
+def install(python: str, own: str, *wheels: str) -> list[str]:
+    """Install wheels, with what they declare, into an environment without pip; say what fails."""
+    place = Path(own).parents[1]
+    held = ("--constraint", str(place / TRIED)) if (place / TRIED).exists() else ()
+    pip = (python, "-m", "pip", "--python", own, "install", "--quiet", "--no-compile", *held)
+    return complaint(place, *pip, *wheels)
 
 
 def wheel_of(name: str, out: Path) -> str:

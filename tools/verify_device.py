@@ -9,7 +9,8 @@ part runs in a process of its own with a limit of time, so that one that hangs o
 itself. `report/report.md` is for people, `report/report.json` holds all that was printed. Nothing
 but versions, the device's name and what the parts print is written; look before you send it.
 
-Exit code 0 when all parts held, 1 when one did not, 2 where the device is not there.
+Exit code 0 when all parts held, 1 when one did not, 2 where the device is not there, 130 where it
+was stopped by Ctrl-C; the report then tells what had run.
 """
 
 import argparse
@@ -17,26 +18,21 @@ import importlib.util
 import json
 import math
 import os
-import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from verify_inputs import write_inputs
+from verify_report import Outcome, Report, facts
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = (
-    *("torch", "torch_npu", "triton", "triton-ascend", "numpy", "transformers"),
-    *("ms-data", "ms-kernels", "ms-parallel", "ms-align", "ms-compress", "ms-profile"),
-)
-SHOWN = 3000
-"""Characters of what a part printed that the page shows."""
 ENDING_S = 60.0
 """How long a part whose time is up has to end its own processes."""
 TOLERANCE = 1e-3
@@ -73,22 +69,12 @@ class Part(NamedTuple):
     words: tuple[str, ...]
     """The command."""
     limit_s: float
+    shows: str = ""
+    """What is proved where it holds."""
     losses: str = ""
     """The folder of the run whose losses are held against the CPU's; empty for none."""
     against: str = "cpu"
     """The folder of the CPU's run."""
-
-
-class Outcome(NamedTuple):
-    """What came of a part."""
-
-    name: str
-    held: bool
-    seconds: float
-    code: int | None
-    """Its exit code; None where its time was up."""
-    output: str
-    note: str
 
 
 def main() -> int:
@@ -115,15 +101,29 @@ def main() -> int:
     (out / "work" / "corpus").mkdir(parents=True)
     write_inputs(out / "work")
     processes = options.processes or min(8, count)
-    outcomes: list[Outcome] = []
-    for part in parts_of(device, processes, quick=options.quick):
-        sys.stdout.write(f"{part.name} ... ")
-        sys.stdout.flush()
-        outcomes.append(perform(part, out / "work"))
-        sys.stdout.write(f"{'held' if outcomes[-1].held else 'DID NOT HOLD'}\n")
-        write_report(out, device, processes, outcomes)
-    sys.stdout.write(f"wrote {out / 'report.md'}\n")
-    return 0 if all(each.held for each in outcomes) else 1
+    parts = tuple(parts_of(device, processes, quick=options.quick))
+    report = Report(
+        out,
+        facts(device, processes),
+        planned=[part.name for part in parts],
+        left_out=list(left_out(device, processes, quick=options.quick)),
+        command=shlex.join(["python", "tools/verify_device.py", *sys.argv[1:]]),
+        began=datetime.now(UTC),
+    )
+    try:
+        for number, part in enumerate(parts, 1):
+            sys.stdout.write(f"{number}/{len(parts)} {part.name} ... ")
+            sys.stdout.flush()
+            outcome = perform(part, out / "work")
+            report.add(outcome)
+            sys.stdout.write(f"{'held' if outcome.held else 'DID NOT HOLD'}\n")
+    except KeyboardInterrupt:
+        sys.stdout.write("stopped\n")
+        return 130
+    finally:
+        sys.stdout.write(f"{report.verdict()}\n")
+        sys.stdout.write(f"send back {out / 'report.md'} and report.json beside it\n")
+    return 0 if report.holds() else 1
 
 
 def device_of(asked: str | None) -> tuple[str | None, int]:
@@ -141,54 +141,92 @@ def device_of(asked: str | None) -> tuple[str | None, int]:
 def parts_of(device: str, processes: int, *, quick: bool) -> Iterator[Part]:
     """Everything to run, what others need first."""
     python = sys.executable
-    tool = {"npu": ("npu-smi", "info"), "cuda": ("nvidia-smi",)}.get(device)
-    if tool and shutil.which(tool[0]):
-        yield Part("what the driver says", tool, 60)
-    yield Part("doctor", (python, "-m", "ms_parallel", "doctor", "--json"), 300)
+    tool = driver_tool(device)
+    if tool:
+        yield Part("what the driver says", tool, 60, "driver and devices")
+    doctor = (python, "-m", "ms_parallel", "doctor")
+    yield Part("doctor", doctor, 300, "versions, devices, memory, and what may be wrong with them")
     yield from training_parts(device, processes)
-    if importlib.util.find_spec("ms_align"):
+    if is_here("ms_align"):
         yield from aligning_parts(device)
-    if importlib.util.find_spec("ms_compress"):
+    if is_here("ms_compress"):
         words = (python, "-m", "ms_compress", "qat", "rounded.toml")
-        yield Part(f"{device}, rounded weights", words, 900)
-    if importlib.util.find_spec("ms_profile"):
+        yield Part(f"{device}, rounded weights", words, 900, "training with rounded weights ends")
+    if is_here("ms_profile"):
         yield from recording_parts(device, processes)
-    check = (python, "-m", "ms_kernels", "check", "--device", device, "--json")
-    yield Part("operators beside float64", check, 3600)
+    check = (python, "-m", "ms_kernels", "check", "--device", device)
+    shows = "each backend, forward and backward, within its limit of error"
+    yield Part("operators beside float64", check, 3600, shows)
     if quick:
         return
-    if importlib.util.find_spec("pytest"):
+    if is_here("pytest"):
         for package in sorted(path.name for path in (ROOT / "packages").iterdir()):
             words = (python, "-m", "pytest", "-q", "-m", "gpu", f"{ROOT}/packages/{package}/tests")
-            yield Part(f"tests of {package}", words, 3600)
+            yield Part(f"tests of {package}", words, 3600, "tests that need a device")
     if device != "cpu":
         for script in sorted(ROOT.glob("packages/*/benchmarks/gpu.py")):
             out = ("--out", "figures.md") if "ms-kernels" in script.parts else ()
-            yield Part(f"figures of {script.parts[-3]}", (python, str(script), *out), 7200)
+            name = f"figures of {script.parts[-3]}"
+            yield Part(name, (python, str(script), *out), 7200, "speed")
+
+
+def left_out(device: str, processes: int, *, quick: bool) -> Iterator[str]:
+    """What is not run, and why."""
+    if device != "cpu" and driver_tool(device) is None:
+        yield "what the driver says: its command is not found"
+    for module in ("ms_align", "ms_compress", "ms_profile"):
+        if not is_here(module):
+            yield f"parts of {module.replace('_', '-')}: it is not installed"
+    if processes < 2:
+        yield "every layout and the links: there is one device"
+    elif processes < 8:
+        yield f"layouts of more than {processes} devices: there are no more"
+    if quick:
+        yield "tests that need a device, and figures: --quick"
+    elif not is_here("pytest"):
+        yield "tests that need a device: pytest is not installed"
+    if device == "cpu" and not quick:
+        yield "figures: they need an accelerator"
+
+
+def is_here(module: str) -> bool:
+    """Whether a module can be imported."""
+    return importlib.util.find_spec(module) is not None
+
+
+def driver_tool(device: str) -> tuple[str, ...] | None:
+    """The driver's own command that tells of its devices."""
+    tool = {"npu": ("npu-smi", "info"), "cuda": ("nvidia-smi",)}.get(device)
+    return tool if tool and shutil.which(tool[0]) else None
 
 
 def training_parts(device: str, processes: int) -> Iterator[Part]:
     """Training in one process and on every axis, whole and killed, dense and of experts."""
-    yield Part("CPU, one process", train(1, "cpu", "cpu"), 900, "cpu")
-    yield Part(f"{device}, one process", train(1, device, "one"), 900, "one")
-    half = ("--set", "mixed_precision=true")
-    yield Part(f"{device}, bfloat16", (*train(1, device, "half"), *half), 900)
-    kernels = ("--set", "ops=ms_kernels")
-    yield Part(f"{device}, ms-kernels", (*train(1, device, "kernels"), *kernels), 900, "kernels")
+    base = "the losses that others are held against"
+    yield Part("CPU, one process", train(1, "cpu", "cpu"), 900, base, "cpu")
+    shows = f"losses of six steps, within {TOLERANCE:g} of the CPU's"
+    yield Part(f"{device}, one process", train(1, device, "one"), 900, shows, "one")
+    half = (*train(1, device, "half"), "--set", "mixed_precision=true")
+    yield Part(f"{device}, bfloat16", half, 900, "half precision: finite losses", "half", "half")
+    kernels = (*train(1, device, "kernels"), "--set", "ops=ms_kernels")
+    yield Part(f"{device}, ms-kernels", kernels, 900, f"our operators: {shows}", "kernels")
     often = ("--set", "checkpoint_every=1")
     killed = (sys.executable, "-c", KILLED, *train(1, device, "killed"), *often)
-    yield Part(f"{device}, killed and gone on with", killed, 900, "killed")
+    name = f"{device}, killed and gone on with"
+    yield Part(name, killed, 900, "after kill -9 the losses of an undisturbed run", "killed")
     ours = "cpu-experts"
-    yield Part("CPU, experts", (*train(1, "cpu", ours), *EXPERTS), 900, ours, ours)
+    yield Part("CPU, experts", (*train(1, "cpu", ours), *EXPERTS), 900, base, ours, ours)
     one = (*train(1, device, "experts"), *EXPERTS)
-    yield Part(f"{device}, experts", one, 900, "experts", ours)
+    yield Part(f"{device}, experts", one, 900, f"a mixture of experts: {shows}", "experts", ours)
     for axes in layouts(processes):
         name = ", ".join(f"{axis}={ranks}" for axis, ranks in axes.items())
         ranks = math.prod(n for axis, n in axes.items() if axis != "expert")
         sets = [part for axis, n in axes.items() for part in ("--set", f"layout.{axis}={n}")]
         more = EXPERTS if "expert" in axes else ()
         words = (*train(ranks, device, "-".join(axes)), *sets, *more)
-        yield Part(f"{device}, {name}", words, 900, "-".join(axes), ours if more else "cpu")
+        against = ours if more else "cpu"
+        proves = f"collectives of {ranks} processes: {shows}"
+        yield Part(f"{device}, {name}", words, 900, proves, "-".join(axes), against)
 
 
 def layouts(processes: int) -> Iterator[dict[str, int]]:
@@ -210,24 +248,30 @@ def aligning_parts(device: str) -> Iterator[Part]:
     """Tuning beside the CPU's, and rollouts with updates of PPO."""
     python = sys.executable
     build = ("--tokenizer", "cpu/tokenizer.json", "--chat-template", "chat.jinja", "--out", "chats")
-    yield Part("conversations", (python, "-m", "ms_data", "build", "chats.jsonl", *build), 300)
+    words = (python, "-m", "ms_data", "build", "chats.jsonl", *build)
+    yield Part("conversations", words, 300, "the data of tuning")
     tune = (python, "-m", "ms_align", "sft", "tuning.toml")
-    ours = ("--set", "output_dir=cpu-tuning")
-    yield Part("CPU, tuning", (*HIDDEN, *tune, *ours), 900, "cpu-tuning", "cpu-tuning")
-    yield Part(f"{device}, tuning", tune, 900, "tuning", "cpu-tuning")
-    yield Part(f"{device}, PPO", (python, "-m", "ms_align", "ppo", "ppo.toml"), 900)
+    ours = "cpu-tuning"
+    words = (*HIDDEN, *tune, "--set", f"output_dir={ours}")
+    yield Part("CPU, tuning", words, 900, "the losses that tuning is held against", ours, ours)
+    shows = f"losses of six steps, within {TOLERANCE:g} of the CPU's"
+    yield Part(f"{device}, tuning", tune, 900, shows, "tuning", ours)
+    ppo = (python, "-m", "ms_align", "ppo", "ppo.toml")
+    shows = "rollouts, rewards and updates: finite losses"
+    yield Part(f"{device}, PPO", ppo, 900, shows, "ppo", "ppo")
 
 
 def recording_parts(device: str, processes: int) -> Iterator[Part]:
     """A script recorded, its report, and what the links between devices give."""
     profile = (sys.executable, "-m", "ms_profile")
     record = ("--train-script", "layers.py", "--output-dir", "recorded", "--overwrite")
-    yield Part(f"{device}, recorded", (*profile, "run", *record), 600)
-    yield Part("report", (*profile, "report", "recorded", "--json"), 600)
+    yield Part(f"{device}, recorded", (*profile, "run", *record), 600, "a script is recorded")
+    report = (*profile, "report", "recorded")
+    yield Part("report", report, 600, "the device's own trace is read")
     backend = {"npu": "hccl", "cuda": "nccl"}.get(device, "gloo")
     if processes > 1:
         link = ("link", "--nproc-per-node", str(processes), "--backend", backend)
-        yield Part(f"links, {backend}", (*profile, *link), 600)
+        yield Part(f"links, {backend}", (*profile, *link), 600, "rates between devices")
 
 
 def train(processes: int, device: str, folder: str) -> tuple[str, ...]:
@@ -248,7 +292,11 @@ def perform(part: Part, place: Path) -> Outcome:
     held, note = code == 0 or (code == 5 and "pytest" in part.words), ""
     if held and part.losses:
         held, note = compare(place, part.losses, part.against)
-    return Outcome(part.name, held, time.monotonic() - started, code, output, note)
+    elif not held:
+        note = f"ended with code {code}" if code is not None else f"not done in {part.limit_s:g} s"
+    return Outcome(
+        part.name, part.shows, held, round(time.monotonic() - started, 1), code, output, note
+    )
 
 
 def run(part: Part, place: Path, environment: Mapping[str, str]) -> tuple[int | None, bytes]:
@@ -278,6 +326,8 @@ def compare(place: Path, folder: str, against: str = "cpu") -> tuple[bool, str]:
         return False, f"{len(ours)} losses, and the CPU has {len(theirs)}"
     if not all(map(math.isfinite, [*ours, *theirs])):
         return False, "a loss is not finite"
+    if folder == against:
+        return True, f"{len(ours)} losses, all finite"
     worst = max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
     return worst <= TOLERANCE, f"losses differ from the CPU's by {worst:.1e} at most"
 
@@ -294,51 +344,6 @@ def losses_of(folder: Path) -> list[float]:
     ]
     losses = {event["step"]: event["loss"] for event in events if event.get("kind") == "step"}
     return [math.nan if loss is None else float(loss) for loss in losses.values()]
-
-
-def facts(device: str, processes: int) -> dict[str, Any]:
-    """Versions and the device's name."""
-    import torch
-
-    found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    home = os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME")
-    found["CANN"] = cann_version(Path(home)) if home else None
-    module = getattr(torch, device, None)
-    named = getattr(module, "get_device_name", None)
-    found["device"] = f"{processes} x {named() if named and device != 'cpu' else device}"
-    return found
-
-
-def cann_version(home: Path) -> str | None:
-    """The version that CANN's toolkit states in its `.info` file."""
-    for path in sorted(home.glob("*toolkit*.info")) + sorted(home.glob("version.info")):
-        for line in path.read_text(errors="replace").splitlines():
-            if line.lower().startswith("version="):
-                return line.partition("=")[2].strip()
-    return None
-
-
-def write_report(out: Path, device: str, processes: int, outcomes: list[Outcome]) -> None:
-    """Write the page and the facts; after each part, so that nothing is lost."""
-    found: Mapping[str, Any] = facts(device, processes)
-    record = {"facts": found, "outcomes": [each._asdict() for each in outcomes]}
-    (out / "report.json").write_text(json.dumps(record, indent=1))
-    lines = [f"# Verified on {found['device']}", "", "| what | version |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in found.items() if value]
-    lines += ["", "| part | held | seconds | note |", "|---|---|---|---|"]
-    for each in outcomes:
-        why = each.note or ("" if each.held else f"exit code {each.code}")
-        lines.append(
-            f"| {each.name} | {'yes' if each.held else 'NO'} | {each.seconds:.0f} | {why} |"
-        )
-    for each in outcomes:
-        lines += ["", f"## {each.name}", "", "```text", each.output[-SHOWN:].strip(), "```"]
-    (out / "report.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ log_every = 1
 output_dir = "tuning"
 """
 PPO = """
-policy_model = "cpu/model"
+policy_model = "cpu-tuning/model"
 dataset = "prompts.jsonl"
 steps = 4
 batch_size = 16
@@ -46,11 +46,12 @@ digits = "rewards:digits"
 """
 REWARD = """
 def digits(samples):
-    return [float(any(letter.isdigit() for letter in each.response)) for each in samples]
+    texts = [each.response for each in samples]
+    return [sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in texts]
 """
 ROUNDED = """
 model = "cpu/model"
-dataset = "chats.jsonl"
+dataset = "cpu/shards"
 scheme = "ct.int4_g32"
 output_dir = "rounded"
 verify = false

@@ -21,13 +21,13 @@ from run_keys import Section, commands  # noqa: E402
 MARK = re.compile(r"^<!-- (keys|errors): (.+?) -->$", re.MULTILINE)
 HEADS = {
     "en": {
-        "keys": ("key", "type", "default", "accepts", "meaning"),
+        "keys": ("key", "meaning", "type", "default", "accepts"),
         "errors": ("what is wrong", "what to do", "error"),
         "classes": ("error", "meaning"),
         "needed": "needed",
     },
     "zh": {
-        "keys": ("键", "类型", "默认值", "可取的值", "含义"),
+        "keys": ("键", "含义", "类型", "默认值", "可取的值"),
         "errors": ("出了什么问题", "怎么办", "错误类"),
         "classes": ("错误类", "含义"),
         "needed": "必填",
@@ -84,10 +84,10 @@ def table_of_keys(section: Section, heads: dict[str, Any]) -> str:
     rows = [
         (
             f"`{row.name}`",
+            words.get(row.meaning, row.meaning),
             " / ".join(heads.get(one, one) for one in row.types),
             heads["needed"] if row.default is None else row.default and f"`{row.default}`",
             limits(row.accepted, heads),
-            words.get(row.meaning, row.meaning),
         )
         for row in section.rows
     ]

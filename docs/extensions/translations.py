@@ -2,7 +2,8 @@
 
 `page.zh.md` translates `page.md`, and its front matter lists a fingerprint of each English
 section in order. Where a section changes, its fingerprint differs, and the translation of that
-section is to be looked at again:
+section is to be looked at again. Of a guide, which includes a package's README, the README's
+sections count, but for its tree of files:
 
     python docs/extensions/translations.py                  # what is stale
     python docs/extensions/translations.py --accept PAGE    # PAGE.zh.md is up to date again
@@ -17,29 +18,27 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 FRONT = re.compile(r"\A---\ntranslates:\n((?:  - .*\n)*)---\n")
-SECTIONS = "## 英文 README 的各节"
+INCLUDE = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
+TREE = "## The tree"
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
-SUMMARISED = {
-    f"{name}.md": ROOT / "packages" / f"ms-{name}" / "README.md"
-    for name in ("align", "compress", "data", "kernels", "parallel", "profile")
-}
-"""Guides that are a package's README, which the Chinese site sums up; with that README."""
 
 
 def pages() -> list[Path]:
     """The English pages that are translated, or should be."""
     found = (path for path in sorted(DOCS.rglob("*.md")) if not path.name.endswith(".zh.md"))
-    names = {path: path.relative_to(DOCS).as_posix() for path in found}
-    return [
-        path
-        for path, name in names.items()
-        if name not in SUMMARISED and not name.startswith("api/")
-    ]
+    return [path for path in found if path.parent.name != "api"]
 
 
 def translation_of(page: Path) -> Path:
     """Where the Chinese page lies."""
     return page.with_name(f"{page.stem}.zh.md")
+
+
+def english_of(page: Path) -> str:
+    """What is translated of an English page: with what it includes, without a package's tree."""
+    text = page.read_text(encoding="utf-8")
+    whole = INCLUDE.sub(lambda found: (ROOT / found[1]).read_text(encoding="utf-8"), text)
+    return "".join(part for heading, part in sections_of(whole) if heading != TREE)
 
 
 def sections_of(text: str) -> list[tuple[str, str]]:
@@ -59,7 +58,7 @@ def stale_sections(page: Path) -> list[str]:
     """The headings of an English page whose translation was made of other words."""
     front = FRONT.match(translation_of(page).read_text(encoding="utf-8"))
     known = [line.split()[1] for line in front[1].splitlines()] if front else []
-    sections = sections_of(page.read_text(encoding="utf-8"))
+    sections = sections_of(english_of(page))
     known += [""] * (len(sections) - len(known))
     return [
         heading
@@ -72,7 +71,7 @@ def accept(page: Path) -> None:
     """Write the fingerprints of an English page into its translation."""
     translation = translation_of(page)
     text = FRONT.sub("", translation.read_text(encoding="utf-8")).lstrip()
-    sections = sections_of(page.read_text(encoding="utf-8"))
+    sections = sections_of(english_of(page))
     lines = [f"  - {fingerprint(part)} {heading.lstrip('# ')}" for heading, part in sections]
     front = "\n".join(["---", "translates:", *(quoted(line) for line in lines), "---"])
     translation.write_text(f"{front}\n\n{text}", encoding="utf-8")
@@ -84,7 +83,7 @@ def quoted(line: str) -> str:
 
 
 def main() -> int:
-    """Print what is stale, accept pages, sum up guides; exit with 1 where anything is stale."""
+    """Print what is stale, accept pages; exit with 1 where anything is stale."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--accept", nargs="*", default=[], metavar="PAGE", type=Path)
     for page in parser.parse_args().accept:
@@ -95,8 +94,6 @@ def main() -> int:
         for heading in ["no translation"] if missing else stale_sections(page):
             sys.stdout.write(f"{page.relative_to(ROOT)}: {heading}\n")
             code = 1
-    for name in SUMMARISED:
-        sum_up(DOCS / name)
     for words in new_meanings():
         sys.stdout.write(f"meanings.zh.toml: {words}\n")
         code = 1
@@ -111,21 +108,6 @@ def new_meanings() -> list[str]:
         return untranslated_meanings()
     except ImportError:
         return []
-
-
-def sum_up(page: Path) -> None:
-    """Write the README's sections at the end of a guide's Chinese summary."""
-    summary = translation_of(page)
-    text = summary.read_text(encoding="utf-8").partition(SECTIONS)[0].rstrip()
-    lines = "\n".join(f"- {heading}" for heading in headings_of(SUMMARISED[page.name]))
-    summary.write_text(f"{text}\n\n{SECTIONS}\n\n{lines}\n", encoding="utf-8")
-
-
-def headings_of(readme: Path) -> list[str]:
-    """The sections of a README, but for its tree of files."""
-    sections = sections_of(readme.read_text(encoding="utf-8"))
-    found = [heading[3:] for heading, _ in sections if heading.startswith("## ")]
-    return [heading for heading in found if heading != "The tree"]
 
 
 if __name__ == "__main__":

@@ -140,7 +140,8 @@ class Session:
         case, index = task
         with self._lock:
             self.done += 1
-            self.codes[package][str(record["failure"] or record["exit_code"])] += 1
+            ended = "still training" if record.get("goes_on") else str(record["exit_code"])
+            self.codes[package][record["failure"] or ended] += 1
             if not record["failure"]:
                 return
             record.update(package=package, case=case, index=index, seed=self.seed)

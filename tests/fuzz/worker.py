@@ -10,12 +10,12 @@ import importlib
 import json
 import os
 import random
-import re
 import resource
 import shutil
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -30,7 +30,11 @@ from fuzz.mutations import mutate
 MEMORY_BYTES = 2 << 30
 CPU_LIMIT_S = 20.0
 RUN_LIMIT_S = 8.0
-"""For a training, which damaged settings may make long."""
+"""For a training, which damaged settings may make long: it must then be making steps still."""
+LOOK_S = 0.5
+"""Between two looks whether another step was made."""
+LONGER = 3.0
+"""Times as long as a step of a training has taken that its next one may take."""
 ADDRESSES_BYTES = 3 << 30
 """Address space that a mutant may take beyond what the process has: allocators take some unused."""
 
@@ -52,6 +56,8 @@ class Outcome:
     errors: str = ""
     failure: str = ""
     """Empty, or `traceback`, `hang`, `memory`, `exit code`, `accepted`."""
+    goes_on: bool = False
+    """A training that was still making steps at its limit, and was ended."""
     cause: str = ""
     details: str = ""
     mutation: str = ""
@@ -161,6 +167,7 @@ def invoke(case: Case, folder: Path) -> Outcome:
     with captured() as (printed, errors), changed_to(folder):
         before = reset_peak()
         _hung.clear()
+        _training[:] = [Training()] if case.trains else []
         signal.setitimer(signal.ITIMER_PROF, RUN_LIMIT_S if case.trains else CPU_LIMIT_S)
         try:
             outcome.exit_code = case.run()
@@ -176,8 +183,8 @@ def invoke(case: Case, folder: Path) -> Outcome:
             signal.setitimer(signal.ITIMER_PROF, 0)
         used = peak() - before
     outcome.printed, outcome.errors = text(printed), text(errors)
-    if _hung and case.trains and has_begun(folder, outcome.errors):
-        outcome.failure, outcome.exit_code = "", 0
+    if _hung and any(training.goes_on for training in _training):
+        outcome.failure, outcome.exit_code, outcome.goes_on = "", 0, True
     elif _hung:
         outcome.failure, outcome.cause = "hang", _hung[0]
     elif used > MEMORY_BYTES:
@@ -193,10 +200,43 @@ def invoke(case: Case, folder: Path) -> Outcome:
     return outcome
 
 
-def has_begun(folder: Path, said: str) -> bool:
-    """Whether a training has made a step: by its files, or where those come late by its words."""
-    step = re.search(r"^step \d+/", said, re.MULTILINE)
-    return step is not None or any((folder / "out").glob("*"))
+class Training:
+    """The steps of a training, by when its optimizer made them, in seconds of processor time.
+
+    What it prints or writes is no proof that it goes on: that comes now and then, or comes before
+    the first step. A training that is at its limit is given the time that a step of it may take to
+    make another one.
+    """
+
+    running: "Training | None" = None
+
+    def __init__(self) -> None:
+        if Training.running is None:
+            from torch.optim.optimizer import register_optimizer_step_post_hook
+
+            register_optimizer_step_post_hook(lambda *_: Training.running.step())
+        Training.running = self
+        self.last = time.process_time()
+        self.longest = 0.0
+        self.steps = 0
+        self.goes_on = False
+        self._seen = -1
+        self._until = 0.0
+
+    def step(self) -> None:
+        """Note that one was made."""
+        now = time.process_time()
+        self.longest = max(self.longest, now - self.last)
+        self.steps, self.last = self.steps + 1, now
+
+    def may_go_on(self) -> bool:
+        """Whether the next step is to be waited for, at a look at or beyond the limit."""
+        now = time.process_time()
+        if self._seen < 0:
+            self._seen = self.steps
+            self._until = now + LONGER * max(self.longest, now - self.last, LOOK_S)
+        self.goes_on = self.steps > self._seen
+        return not self.goes_on and now < self._until
 
 
 @contextlib.contextmanager
@@ -228,6 +268,8 @@ def captured() -> Iterator[tuple[Path, Path]]:
 
 _said: list[bytes] = []
 _hung: list[str] = []
+_training: list[Training] = []
+"""The one that runs, if the case is one."""
 
 
 def text(path: Path) -> str:
@@ -246,7 +288,10 @@ def where(trace: object) -> str:
 
 
 def hang(number: int, frame: FrameType | None) -> None:
-    """Ends the run where it stands."""
+    """Ends the run where it stands, unless it is a training whose next step may come."""
+    if not _hung and any(training.may_go_on() for training in _training):
+        signal.setitimer(signal.ITIMER_PROF, LOOK_S)
+        return
     stack = traceback.extract_stack(frame)
     own = [one for one in stack if "/packages/" in one.filename]
     last = (own or stack)[-1]

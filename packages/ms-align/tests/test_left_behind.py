@@ -298,7 +298,8 @@ def test_no_run_writes_over_a_model_or_another_run(
     assert main(["ppo", str(ppo)]) == 2
     assert "lies in the output_dir" in capsys.readouterr().err
     assert main(["ppo", str(ppo), "--set", f"model={sets}/model", "--set", "tokenizer=bytes"]) == 2
-    assert "belongs to 'ms-align sft'" in capsys.readouterr().err
+    assert "belongs to 'ms-align sft'" in (told := capsys.readouterr().err)
+    assert "and this is 'ms-align ppo'" in told
     shutil.copytree(sets / "model", tmp_path / "other")
     assert main(["sft", str(run), "--set", f"model={tmp_path}/other"]) == 2
     assert "whose model is" in capsys.readouterr().err

@@ -25,7 +25,8 @@ from ms_align.errors import CheckpointError, ConfigError, DataError, ModelError,
 from ms_align.losses.sft import SFTLoss
 from ms_align.models.reward_model import RewardModel
 from ms_align.rewards.scoring import ModuleReward
-from ms_align.run.loop import Result
+from ms_align.run.loop import Result, RunLog
+from ms_align.run.samples import SamplePrompts
 from ms_align.streams.task_sampler import TaskOptions
 from ms_align.trainers.dpo import DPOTrainer
 from ms_align.trainers.reward import RewardTrainer
@@ -285,6 +286,28 @@ def test_kill_9_then_the_same_command_ends_in_the_same_bits(
     assert any(not torch.equal(before[key], after[key]) for key in before)
     assert (tmp_path / kind / "model" / "tokenizer.json").is_file()
     assert load_model((tmp_path / kind / weights).parent) is not None
+
+
+def test_a_model_that_cannot_be_sampled_from_says_so() -> None:
+    """It trains all the same, and who waits for samples knows why there are none."""
+    notes: list[str] = []
+    log = RunLog(event=lambda kind, fields: None, note=notes.append)
+    SamplePrompts(prompts=[[1, 2]]).log(LocalEngine(NoCache()), log)
+    (line,) = notes
+    assert line.startswith("no samples: NoCache takes no cache")
+
+
+class NoCache(torch.nn.Module):
+    """A model that knows nothing of generation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(8, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(B, S) to (B, S, 8)."""
+        made: torch.Tensor = self.embed(tokens)
+        return made
 
 
 def test_epochs_are_counted_in_rows(sets: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,22 @@ def test_what_is_expected_is_nowhere_in_the_judged_process() -> None:
     assert "AssertionError: []" in outcome.output
 
 
+def test_a_response_holds_no_way_to_the_verdict() -> None:
+    """Its output, and the two ends through which its tests ask and are answered."""
+    response = (
+        "import os\n"
+        "def held():\n"
+        "    found = []\n"
+        "    for one in range(64):\n"
+        "        try: os.fstat(one); found.append(one)\n"
+        "        except OSError: pass\n"
+        "    return found\n"
+    )
+    tests = "found = held()\nassert found == [0, 1, 2, 4, 5], found"
+    outcome = judge(response, tests, QUICK)
+    assert outcome.passed, outcome.output
+
+
 ENDLESS = {
     "busy": "while True: pass",
     "in C": "10 ** 10 ** 9",
@@ -227,15 +244,34 @@ def ends_within(seconds: float, attempt: Callable[[], None]) -> bool:
 def test_stopped_and_orphaned_processes_end_with_the_run(walls: tuple[str, ...]) -> None:
     """Also where no list of system calls keeps a program from forking and stopping."""
     client = ZygoteClient(walls)
+    mark = f"orphan-{os.getpid()}-{len(walls)}"
     program = (
-        "import os, signal\nif os.fork() == 0: signal.pause()\nos.kill(os.getpid(), signal.SIGSTOP)"
+        "import ctypes, os, signal\n"
+        f"if os.fork() == 0: ctypes.CDLL(None).prctl(15, {mark.encode()[:15]!r}); signal.pause()\n"
+        "os.kill(os.getpid(), signal.SIGSTOP)"
     )
+    began: list[bool] = []
 
     def attempt() -> None:
+        seen = threading.Timer(0.3, lambda: began.append(is_there(mark[:15])))
+        seen.start()
         assert run_in(client, {"program": program}, Limits(wall_s=0.5)).reason == "timeout"
+        seen.join()
 
     assert ends_within(1.0, attempt)
+    assert any(began), "the orphan was never there"
+    assert not is_there(mark[:15])
     client.stop()
+
+
+def is_there(name: str) -> bool:
+    """Whether a process of this name runs, in whatever namespace."""
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            text = (place / "stat").read_text()
+            if f"({name})" in text and text.rpartition(")")[2].split()[0] not in "ZX":
+                return True
+    return False
 
 
 def test_output_is_capped_and_the_trainer_does_not_grow() -> None:
@@ -249,6 +285,9 @@ def test_output_is_capped_and_the_trainer_does_not_grow() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10
     assert run_python("print('x' * 100_000)", Limits(output_kib=200)).passed
     assert run_python("print('x' * 300_000)", Limits(output_kib=200)).reason == "output"
+    many = "import os\nfor _ in range(48): os.write(1, b'x' * (1 << 20))"
+    assert len(run_python(many, Limits(wall_s=30.0, output_kib=1 << 17)).output) <= 2000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10
 
 
 @pytest.mark.parametrize(
@@ -315,6 +354,17 @@ def test_a_dead_first_process_is_started_again() -> None:
     client._process.wait()
     assert run_python("pass").passed
     assert zygote() is not client
+
+
+def test_a_sandbox_that_fails_twice_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's own reason stands in the line."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("ms_align.rewards.sandbox.run.run_in", fails)
+    with pytest.raises(ConfigError, match=r"failed twice: .*Too many open files"):
+        run_python("pass")
 
 
 def test_too_little_kernel_is_refused_by_name_unless_asked_for(

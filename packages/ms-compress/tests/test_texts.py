@@ -199,12 +199,28 @@ def test_what_llama_cpp_cannot_do_is_refused(
 
 
 def test_verify_refuses_a_folder_that_does_not_end_its_texts(taught: Path, tmp_path: Path) -> None:
-    """Or that reads texts with another tokenizer than lies beside it."""
+    """The runtime would write on to its limit."""
     model = qat(load_model(taught), "ort.matmulnbits")
     folder = export(model, tmp_path / "out", tokenizer=taught, verify=True)
     assert len(verify(model, folder, "ort").generated) > 0
     (folder / "generation_config.json").write_text("{}")
     with pytest.raises(VerifyError, match="token 0 ends a text, and onnxruntime writes on"):
+        verify(model, folder, "ort")
+
+
+def test_verify_refuses_a_runtime_that_reads_another_text(
+    taught: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As llama.cpp does where it cuts words otherwise than the tokenizer that lies beside it."""
+    from ms_compress.targets.ort.runtime import OnnxRuntime
+
+    model = qat(load_model(taught), "ort.matmulnbits")
+    folder = export(model, tmp_path / "out", tokenizer=taught)
+    encode = OnnxRuntime.encode
+    monkeypatch.setattr(
+        OnnxRuntime, "encode", lambda self, text: encode(self, text.replace("  ", " "))
+    )
+    with pytest.raises(VerifyError, match="onnxruntime reads '  two  spaces"):
         verify(model, folder, "ort")
 
 

@@ -124,7 +124,7 @@ def test_signatures_meet_as_often_as_theory_says(similarity: float) -> None:
     for _ in range(pairs):
         values = rng.integers(0, 2**32, 2 * size - shared, dtype=np.uint32)
         keys, _ = minhash.keys(
-            np.stack([minhash.least(values[:size]), minhash.least(values[size - shared :])])
+            np.stack([minhash.of(values[:size]), minhash.of(values[size - shared :])])
         )
         met += bool((keys[0] == keys[1]).any())
     exact = shared / (2 * size - shared)

@@ -7,21 +7,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ms_data.streams.packer import OpenRow, Segment, cut_sample
+from ms_data.streams.packer import OpenRow, Packer, Segment, cut_sample
+from ms_data.streams.packing_rules import PACKING_RULES
 from ms_data.streams.packing_rules.best_fit import BestFitPacker
 
+every_rule = pytest.mark.parametrize("rule", PACKING_RULES.values(), ids=PACKING_RULES)
 
-def pack(sizes: list[int], capacity: int, window: int) -> list[tuple[Segment, ...]]:
+
+def pack(
+    rule: type[Packer], sizes: list[int], capacity: int, window: int
+) -> list[tuple[Segment, ...]]:
     """All rows of some samples."""
-    packer = BestFitPacker(capacity, window=window)
+    packer = rule(capacity, window=window)
     rows = [row for at, size in enumerate(sizes) for row in packer.add(Segment(at, 0, size))]
     return rows + packer.flush()
 
 
-@given(st.lists(st.integers(1, 32), max_size=200), st.integers(1, 9))
-def test_every_segment_is_in_one_row_and_no_row_overflows(sizes: list[int], window: int) -> None:
+@every_rule
+@given(st.lists(st.integers(1, 32), max_size=200), st.integers(0, 9))
+def test_every_segment_is_in_one_row_and_no_row_overflows(
+    rule: type[Packer], sizes: list[int], window: int
+) -> None:
     """Nothing is lost, repeated, cut or squeezed in."""
-    rows = pack(sizes, 32, window)
+    rows = pack(rule, sizes, 32, window)
     assert sorted(segment for row in rows for segment in row) == [
         Segment(at, 0, size) for at, size in enumerate(sizes)
     ]
@@ -60,21 +68,24 @@ def test_rows_are_filled_to_99_percent(capacity: int) -> None:
     assert len(packer.open_rows) <= 512
 
 
+@every_rule
 @given(st.lists(st.integers(1, 32), min_size=1, max_size=80), st.data())
-def test_open_rows_are_the_whole_state(sizes: list[int], data: st.DataObject) -> None:
+def test_open_rows_are_the_whole_state(
+    rule: type[Packer], sizes: list[int], data: st.DataObject
+) -> None:
     """Restored anywhere through JSON, the rows are those of an undisturbed packer."""
     stop = data.draw(st.integers(0, len(sizes)))
-    packer = BestFitPacker(32, window=4)
+    packer = rule(32, window=4)
     rows = [r for at, size in enumerate(sizes[:stop]) for r in packer.add(Segment(at, 0, size))]
     kept = json.loads(json.dumps(packer.open_rows))
-    again = BestFitPacker(32, window=4)
+    again = rule(32, window=4)
     again.restore(
         (OpenRow(number, tuple(Segment(*p) for p in segments)) for number, segments in kept),
         packer.opened,
     )
     for at, size in enumerate(sizes[stop:], stop):
         rows += again.add(Segment(at, 0, size))
-    assert rows + again.flush() == pack(sizes, 32, 4)
+    assert rows + again.flush() == pack(rule, sizes, 32, 4)
 
 
 def test_a_long_sample_is_cut_off_or_in_parts() -> None:
@@ -88,11 +99,12 @@ def test_a_long_sample_is_cut_off_or_in_parts() -> None:
     assert cut_sample(7, 4, 4, split=True) == [Segment(7, 0, 4)]
 
 
-def test_a_segment_that_fits_no_row_and_a_foreign_state_are_refused() -> None:
+@every_rule
+def test_a_segment_that_fits_no_row_and_a_foreign_state_are_refused(rule: type[Packer]) -> None:
     """Longer than a row, empty, or open rows that overflow."""
     with pytest.raises(ValueError, match="room for 1 to 4"):
-        BestFitPacker(4).add(Segment(0, 0, 5))
+        rule(4, window=2).add(Segment(0, 0, 5))
     with pytest.raises(ValueError, match="room for 1 to 4"):
-        BestFitPacker(4).add(Segment(0, 2, 2))
+        rule(4, window=2).add(Segment(0, 2, 2))
     with pytest.raises(ValueError, match="cannot be one of this packer's"):
-        BestFitPacker(4).restore([OpenRow(0, (Segment(0, 0, 4),))], 1)
+        rule(4, window=2).restore([OpenRow(0, (Segment(0, 0, 4),))], 1)

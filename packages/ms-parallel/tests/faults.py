@@ -107,6 +107,23 @@ def split_loss_errors() -> list[float]:
     return errors
 
 
+def foreign_targets(wrong: int) -> list[str]:
+    """What a target that is no class of 24 comes to, with many chunks and with one."""
+    groups = connect(Layout(tensor=2), device="cpu", timeout_s=60)
+    hidden, weight = torch.randn(4, 6), torch.randn(12, 6)
+    targets = torch.tensor([0, -100, 23, wrong])
+    said = []
+    for limit_bytes in (1, 2**20):
+        try:
+            losses = VocabularyParallelLoss.apply(
+                hidden, weight, targets, groups.group("tensor"), limit_bytes
+            )
+            said.append(f"losses {losses.tolist()}")
+        except (IndexError, RuntimeError) as error:
+            said.append(str(error))
+    return said
+
+
 def mixed(layouts: list[str]) -> list[list[float]]:
     """Losses in mixed precision, with recomputation, under each layout."""
     return [

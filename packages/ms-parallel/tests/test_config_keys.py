@@ -20,7 +20,7 @@ from ms_parallel.errors import ConfigError, ModelError, ParallelError
 from ms_parallel.models import architecture, build_model
 from ms_parallel.models.registry import from_document, read_config
 from ms_parallel.models.tokenizer_files import read_tokenizer
-from ms_parallel.weights import load_model, save_model
+from ms_parallel.weights import initialise, load_model, save_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -125,6 +125,7 @@ VALUES: list[object] = [
     {"rope_type": "yarn", "factor": 2.0},
     {"0": {"num_key_value_heads": 1}},
 ]
+KINDS = ("full_attention", "sliding_attention")
 NULL_HERE_ALONE = {
     ("mistral", "num_key_value_heads"),  # transformers before 5 took it for as many as heads
     *product(FAMILIES, ["use_cache", "attention_dropout"]),  # no logits depend on them
@@ -217,20 +218,61 @@ def test_every_key_at_every_kind_of_value_computes_alike_or_is_refused(family: s
         check(family, key, value)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "glm4"])
+NULL_REFUSED = ("gemma2", "gemma3_text", "glm4", "glm4_moe", "gpt_oss", "mixtral", "qwen3_moe")
+
+
+@pytest.mark.parametrize("family", NULL_REFUSED)
 def test_no_number_of_key_heads_is_refused_where_transformers_refuses_it(family: str) -> None:
     """Null is no number there."""
     with pytest.raises(ParallelError, match="num_key_value_heads is None"):
         from_document(base(family) | {"num_key_value_heads": None})
 
 
-@pytest.mark.parametrize("family", [each for each in FAMILIES if each[:3] not in ("gem", "glm")])
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each not in NULL_REFUSED])
 def test_as_many_key_heads_as_heads_is_what_null_means(family: str, tmp_path: Path) -> None:
     """`num_key_value_heads: null` is no default of eight or thirty-two."""
     document = base(family) | {"num_key_value_heads": None}
     (tmp_path / "config.json").write_text(json.dumps(document))
     config: Any = read_config(tmp_path)
     assert config.num_key_value_heads == 4
+
+
+@pytest.mark.parametrize("layers", [(), (0,), (1,), (0, 1)])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_layers_that_slide_survive_a_folder_or_are_refused(
+    family: str, layers: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Any of them, where config.json names layers; transformers then computes what we do."""
+    given = {**base(family), "layer_types": [KINDS[layer in layers] for layer in range(2)]}
+    try:
+        ours = build_model(from_document(given))
+    except ParallelError:
+        assert family in (*NO_WINDOW, "mixtral", "phi3", "qwen3_moe")
+        return
+    initialise(ours, seed=0)
+    save_model(ours, tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    expected = again(tokens()).logits
+    torch.testing.assert_close(ours(tokens()), expected, atol=10 * TOLERANCE, rtol=0)
+    assert load_model(tmp_path).config == ours.config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("setting", [{"sliding_window": 5}, {"sliding_layers": (1,)}])
+def test_a_window_that_a_folder_cannot_hold_is_refused(
+    family: str, setting: dict[str, Any], tmp_path: Path
+) -> None:
+    """It would be lost without a word when the model is saved."""
+    try:
+        given = {"num_hidden_layers": 2, "sliding_window": 5, "sliding_layers": None, **setting}
+        config: Any = architecture(family, given)
+    except ConfigError:
+        assert family in (*NO_WINDOW, "mixtral", "phi3", "qwen3_moe")
+        return
+    document = config.family.write(config, torch.float32)
+    again: Any = from_document(json.loads(json.dumps(document)))
+    assert [again.window(layer) for layer in range(2)] == [config.window(i) for i in range(2)]
 
 
 @torch.no_grad()
@@ -284,6 +326,21 @@ def test_a_model_that_no_machine_holds_is_refused_before_memory_is_taken() -> No
     sizes = {"hidden_size": 1 << 16, "intermediate_size": 1 << 18, "num_hidden_layers": 2000}
     with pytest.raises(ConfigError, match=r"parameters needs .* GiB here in training"):
         Engine(architecture("llama", sizes), device="cpu")
+
+
+def test_a_transformers_that_is_broken_is_not_called_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What its import says stands in the line; where it is not installed, that is said."""
+    with monkeypatch.context() as within:
+        within.setitem(sys.modules, "transformers.models.auto.modeling_auto", None)
+        with pytest.raises(ModelError, match=r"cannot be imported: .*modeling_auto"):
+            from_document({"model_type": "never-heard-of"})
+    for name in [each for each in sys.modules if each.startswith("transformers.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModelError, match="where it is installed"):
+        from_document({"model_type": "never-heard-of"})
 
 
 @pytest.mark.parametrize("name", ["Transformer-XL", "transformer_xl", "TransformerXL"])

@@ -28,6 +28,7 @@ from ms_parallel.engine.optimizers.adamw import AdamWConfig
 from ms_parallel.errors import ConfigError, LaunchError, ParallelError, ScheduleError
 from ms_parallel.models import build_model
 from ms_parallel.models.batch import Batch
+from ms_parallel.operators import linear_cross_entropy
 from ms_parallel.training.options import Options
 from ms_parallel.weights import initialise
 
@@ -221,6 +222,15 @@ def test_split_losses_and_gradients_equal_torch_in_chunks_and_whole() -> None:
     """The vocabulary-parallel loss against F.cross_entropy, with one chunk and with many."""
     # float32 sums over 24 logits and 10 rows: 1e-6 is some ten roundings.
     assert all(max(errors) < 1e-6 for errors in run_processes(2, FAULTS, "split_loss_errors"))
+
+
+@pytest.mark.parametrize("wrong", [24, 10**6, -1, -101])
+def test_a_target_that_is_no_class_of_a_split_vocabulary_is_refused(wrong: int) -> None:
+    """On both processes, which would else take its logit for 0; one process refuses it too."""
+    with pytest.raises((IndexError, RuntimeError)):
+        linear_cross_entropy(torch.randn(1, 6), torch.randn(24, 6), torch.tensor([wrong]))
+    for said in run_processes(2, FAULTS, "foreign_targets", wrong=wrong):
+        assert [f"index {wrong} is out of bounds" in each for each in said] == [True, True], said
 
 
 def test_mixed_precision_works_under_every_axis() -> None:

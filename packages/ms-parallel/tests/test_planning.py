@@ -220,8 +220,13 @@ def test_a_run_keeps_the_layout_that_was_chosen_when_it_began(tmp_path: Path) ->
     assert "has 2 devices, and 1 processes run" in other.stderr
 
 
-def test_a_plan_learns_from_the_runs_before_it(tmp_path: Path) -> None:
-    """It states their errors, and multiplies times by what they took over what was predicted."""
+def test_a_plan_learns_from_the_runs_before_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It states their errors, and multiplies times by what they took over what was predicted.
+
+    A plan that is damaged is named.
+    """
     asked, here = options(output_dir=tmp_path / "first"), cluster(2)
     before = plan(asked, here, best=1)
     best = before.best[0]
@@ -237,6 +242,11 @@ def test_a_plan_learns_from_the_runs_before_it(tmp_path: Path) -> None:
     assert again.correction == pytest.approx(3)
     assert again.best[0].step.total == pytest.approx(3 * best.step.total)
     assert again.best[0].step.compute == pytest.approx(3 * best.step.compute)
+    (tmp_path / "third").mkdir()
+    (tmp_path / "third" / FILE).write_text("{")
+    learn(tmp_path)
+    assert f"{tmp_path / 'third' / FILE}: " in caplog.text
+    assert "corrected without this run" in caplog.text
     shutil.rmtree(tmp_path / "first")
     kept = learn(tmp_path)
     assert [each.measured_s for each in kept.runs] == pytest.approx([3 * best.step.total])

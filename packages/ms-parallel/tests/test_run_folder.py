@@ -68,7 +68,9 @@ def test_a_folder_of_another_command_is_refused(
     with hold(folder, kind="ms-align ppo", identity=identity, settings={}):
         if there == "shards":
             (folder / "shards").mkdir()
-    assert "belongs to 'ms-align ppo', begun " in refusal(capsys, run)
+    line = refusal(capsys, run)
+    assert "belongs to 'ms-align ppo', begun " in line
+    assert "and this is 'ms-parallel train'" in line
     assert not (folder / "events.jsonl").exists()
 
 

@@ -372,6 +372,39 @@ def test_a_loader_with_worker_processes_works_as_alone(tmp_path: Path, context: 
     assert Kind.DATA in ring.spans["kind"]
 
 
+SLOW_ROWS = """
+import time
+import torch
+from torch.utils.data import DataLoader, Dataset
+class Rows(Dataset):
+    def __len__(self):
+        return 60
+    def __getitem__(self, index):
+        time.sleep(0.03)
+        return torch.ones(8)
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters())
+for batch in DataLoader(Rows(), batch_size=1):
+    model(batch).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("metric", "asked"), [("data_time", True), ("idle", False)])
+def test_waits_for_data_are_logged_where_they_are_asked_for(
+    tmp_path: Path, metric: str, asked: bool
+) -> None:
+    """All of the 1.8 s that the loader takes for its rows, though it ends before a collection."""
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW_ROWS)
+    run(tmp_path / "out", own=("--train-script", str(script), "--metrics", metric))
+    steps = list(read_events(tmp_path / "out", EventFilter(kinds={"step"})))
+    waits = [event.fields["data_wait_s"] for event in steps if "data_wait_s" in event.fields]
+    assert bool(waits) == asked
+    # Where one collection ends and the next begins, a step is missed: 60 rows are 60 steps.
+    assert (sum(map(float, waits)) > 1.2) == asked
+
+
 GROUPS = """
 import sys
 import time

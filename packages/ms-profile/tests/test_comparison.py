@@ -142,6 +142,10 @@ def test_the_steps_of_a_runs_log_are_compared_but_for_those_that_were_slowed(
     assert (found.wall_ns / 1e9).tolist() == pytest.approx([0.4, 0.6, 1.4, 1.6, 1.8])
     assert found.without_cpu_wait_ns is None
     assert recorded_steps(tmp_path / "nowhere") is None
+    problems: list[str] = []
+    (tmp_path / "manifest.json").write_text("{")
+    assert recorded_steps(tmp_path, on_problem=problems.append) is None
+    assert "manifest.json" in problems[0]
 
 
 def test_runs_of_a_busy_host_are_refused(

@@ -250,6 +250,27 @@ def test_who_follows_a_log_reads_no_block_twice(tmp_path: Path) -> None:
     assert [event.step for event in follow_events(tmp_path, until=lambda: True)] == [1]
 
 
+def test_who_follows_a_log_is_told_of_damage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, with its place; the events behind it come all the same."""
+    with EventLog(tmp_path) as log:
+        log("a", {"step": 1})
+        log.flush()
+        (path,) = tmp_path.iterdir()
+        size = path.stat().st_size
+        log("a", {"step": 2})
+        log.flush()
+        whole = path.stat().st_size
+        log("a", {"step": 3})
+    content = bytearray(path.read_bytes())
+    content[whole - 1] ^= 1
+    path.write_bytes(content)
+    assert [event.step for event in follow_events(tmp_path, until=lambda: True)] == [1, 3]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == f"{path.name} is damaged at byte {size}; {whole - size} bytes are left out"
+
+
 def test_ranks_are_merged_by_wall_time_and_filtered(tmp_path: Path) -> None:
     """Events of all ranks come in one order; kinds, ranks and steps choose."""
     logs = [EventLog(tmp_path, rank=rank) for rank in range(3)]

@@ -53,6 +53,22 @@ def test_every_metric_alone_gives_another_report(
     assert [name for name, parts in shown.items() if parts == shown[metric]] == [metric]
 
 
+def test_the_parts_that_each_metric_shows_are_these(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """None of them changes nothing."""
+    wanted = {
+        "communication_time": ["communication", "waiting"],
+        "compute_time": ["operators"],
+        "memory": ["memory"],
+        "operators": ["operators", "shapes"],
+        "data_time": ["data"],
+        "idle": ["idle"],
+    }
+    found = {name: facts_of(run_folder, capsys, "--metrics", name)["shown"] for name in METRICS}
+    assert found == wanted
+
+
 @pytest.mark.parametrize(
     ("metric", "collect"),
     [
@@ -150,11 +166,24 @@ def test_every_collection_that_is_advised_on_is_a_span_of_the_timeline() -> None
 
 
 def test_slow_transfers_of_all_ranks_name_none() -> None:
-    """With two ranks "ranks 0, 1" would say nothing."""
-    fault = Fault(phase="link", rank=0, delay_ns=30 * MS)
-    group = build_summary(analyse_traces(simulate_run(ranks=2, fault=fault).traces))
-    slow = group["communication"]["slow_group"]
-    assert slow is None or slow["everyone"]
+    """With two ranks "ranks 0, 1" would say nothing; where others are fast, the two are named."""
+    for ranks, every, everyone in ((2, 2, True), (4, 1, False)):
+        fault = Fault(phase="link", rank=0, delay_ns=30 * MS, every=every)
+        run = simulate_run(ranks=ranks, fault=fault, grid=2 if ranks > 2 else 0)
+        slow = build_summary(analyse_traces(run.traces))["communication"]["slow_group"]
+        assert slow["ranks"] == (0, 1)
+        assert slow["everyone"] == everyone
+
+
+@needs_browser
+def test_the_page_names_no_rank_where_all_transfers_are_slow(tmp_path: Path) -> None:
+    """It says what would tell the links apart."""
+    page = tmp_path / "page.html"
+    fault = Fault(phase="link", rank=0, delay_ns=30 * MS, every=2)
+    write_report(analyse_traces(simulate_run(ranks=2, fault=fault).traces), page)
+    document = browse(page, "communication", tmp_path).split("<body")[1].split("<script")[0]
+    assert "Uneven transfers" in document
+    assert "those of rank" not in document
 
 
 def test_ranks_without_a_common_clock_are_drawn_from_their_own_beginning(

@@ -269,11 +269,32 @@ MANIFESTS = {
 
 
 @pytest.mark.parametrize("content", MANIFESTS.values(), ids=MANIFESTS)
-def test_a_damaged_manifest_does_not_lose_the_traces(tmp_path: Path, content: str | bytes) -> None:
-    """The report is made of the traces that lie in the folder."""
+def test_a_damaged_manifest_does_not_lose_the_traces(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | bytes
+) -> None:
+    """The report is made of the traces that lie in the folder; both manifests are named."""
     (tmp_path / "traces").mkdir()
     (tmp_path / "ranks").mkdir()
     (tmp_path / "traces/rank-00000.000.json").write_text(json.dumps({"traceEvents": spans()}))
     for name in ("manifest.json", "ranks/rank-00000.json"):
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
+    said = capsys.readouterr().err
+    for name in ("manifest.json", "rank-00000.json"):
+        assert name in said
+
+
+def test_a_damaged_ring_or_header_is_told_beside_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it held is not known, which is no measurement of nothing."""
+    (case,) = (case for case in cases() if case.name == "run-rank")
+    case.make(tmp_path)
+    (tmp_path / "ring").mkdir(exist_ok=True)
+    (tmp_path / "ring" / "rank-00000.ring").write_bytes(b"no ring")
+    trace = next((tmp_path / "traces").glob("rank-00000.*"))
+    trace.write_text('{"a": 1e, "traceEvents": ' + json.dumps(spans()) + "}")
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
+    said = capsys.readouterr().err
+    assert "garbage collection and waits for data of rank 0 are not known" in said
+    assert f"{trace.name}: what stands beside the events is damaged" in said

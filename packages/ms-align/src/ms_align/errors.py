@@ -1,8 +1,13 @@
 """Every error this package raises on purpose; each is also the builtin that fits."""
 
+from typing import ClassVar
+
 
 class AlignError(Exception):
     """Base of all errors of ms-align. Its text is one line: what, where, the remedy."""
+
+    exit_code: ClassVar[int] = 2
+    """How a command ends that raises it: what was given has to be mended."""
 
 
 class ConfigError(AlignError, ValueError):
@@ -24,7 +29,7 @@ class RewardError(AlignError, RuntimeError):
 class NonFiniteError(AlignError, RuntimeError):
     """Weights or gradients that are infinite or no numbers: the run has failed."""
 
-    exit_code = 1
+    exit_code: ClassVar[int] = 1
 
 
 class NothingToLearnError(AlignError, RuntimeError):

@@ -1,8 +1,13 @@
 """Every error this package raises on purpose; each is also the builtin that fits."""
 
+from typing import ClassVar
+
 
 class CompressError(Exception):
     """Base of all errors of ms-compress. Its text is one line: what, where, the remedy."""
+
+    exit_code: ClassVar[int] = 2
+    """How a command ends that raises it: what was given has to be mended."""
 
 
 class ConfigError(CompressError, ValueError):
@@ -36,13 +41,13 @@ class ExportError(CompressError, RuntimeError):
 class DivergedError(CompressError, RuntimeError):
     """A training whose weights or loss became NaN or infinite: names the tensor or the step."""
 
-    exit_code = 1
+    exit_code: ClassVar[int] = 1
 
 
 class VerifyError(CompressError, RuntimeError):
     """A file that its runtime reads as another model than the one that was exported."""
 
-    exit_code = 1
+    exit_code: ClassVar[int] = 1
 
 
 class WriteError(ExportError):

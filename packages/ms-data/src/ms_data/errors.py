@@ -1,6 +1,7 @@
 """The errors that this package raises on purpose; each is also the builtin that fits."""
 
 from pathlib import Path
+from typing import ClassVar
 
 _SHOWN_CHARACTERS = 200
 
@@ -16,6 +17,9 @@ def printable(value: object) -> str:
 
 class DataError(Exception):
     """Base of all errors of ms-data. Its text is one line: what, where, the remedy."""
+
+    exit_code: ClassVar[int] = 2
+    """How a command ends that raises it: what was given has to be mended."""
 
 
 class SettingError(DataError, ValueError):

@@ -147,11 +147,12 @@ def _differentiate(
     options: tuple[Any, ...],
     like: list[Tensor] | None,
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return results and gradients; the results are pulled in a fixed random direction.
+    """Return results and gradients, the latter for one random gradient of the results.
 
-    The direction is drawn in the dtype of `like`, so that a truth is pulled exactly alike. A mean
-    is pulled once for each row: its gradients would vanish under the absolute tolerance. What is
-    written in place is a copy, which is the result.
+    That one is rounded to the dtype of `like`, so that the truth is given the same numbers. A
+    mean's is multiplied by the number of rows, as the gradients of the arguments would else vanish
+    under the absolute tolerance. Arguments that are written in place are copied, and the copies
+    are the results.
     """
     leaves: dict[str, Tensor] = {}
     given: list[Tensor | None] = []

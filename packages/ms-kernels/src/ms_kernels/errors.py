@@ -1,11 +1,13 @@
 """Every error this package raises on purpose; each is also the builtin that fits."""
 
+from typing import ClassVar
+
 SHOWN_CHARACTERS = 80
 """Most characters of a value that a message shows."""
 
 
 def shown(value: object) -> str:
-    """Write a value as a message may hold it: in one line, and not endless."""
+    """Write a value as a message may hold it: in one line of bounded length."""
     if isinstance(value, int) and value.bit_length() > 4 * SHOWN_CHARACTERS:
         return f"a whole number of {value.bit_length()} bits"  # Python writes none of 4,300 digits
     try:
@@ -17,6 +19,9 @@ def shown(value: object) -> str:
 
 class KernelError(Exception):
     """Base of all errors of ms-kernels. Its text is one line: what, where, the remedy."""
+
+    exit_code: ClassVar[int] = 2
+    """How a command ends that raises it: what was given has to be mended."""
 
 
 class ArgumentError(KernelError, ValueError):

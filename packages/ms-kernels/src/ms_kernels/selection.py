@@ -14,7 +14,7 @@ from ms_kernels.operators import BACKENDS, CONTRACTS
 
 
 def contract_of(name: str) -> Contract:
-    """Return an operator by its name.
+    """Return an operator's contract by its name.
 
     Raises:
         BackendError: when there is none.
@@ -28,7 +28,7 @@ def check_backends(names: Iterable[str]) -> None:
     """Refuse names that are no backend's.
 
     Raises:
-        BackendError: when one is none.
+        BackendError: when there is no such backend.
     """
     for name in names:
         if name not in BACKENDS:

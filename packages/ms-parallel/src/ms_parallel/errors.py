@@ -6,6 +6,9 @@ from typing import ClassVar
 class ParallelError(Exception):
     """Base of all errors of ms-parallel. Its text is one line: what, where, the remedy."""
 
+    exit_code: ClassVar[int] = 2
+    """How a command ends that raises it: what was given has to be mended."""
+
 
 class LayoutError(ParallelError, ValueError):
     """A layout that does not fit the processes or the model."""
@@ -49,6 +52,8 @@ class ScheduleError(ParallelError, ValueError):
 
 class StageError(ParallelError, RuntimeError):
     """A pipeline stage that raised in mid-step: names stage, rank and microbatch, on every rank."""
+
+    exit_code: ClassVar[int] = 1
 
 
 class WriteError(CheckpointError):

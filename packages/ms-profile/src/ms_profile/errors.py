@@ -3,10 +3,14 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 from os import environ
+from typing import ClassVar
 
 
 class ProfileError(Exception):
     """Base of all errors that ms-profile raises."""
+
+    exit_code: ClassVar[int] = 2
+    """How a command ends that raises it: what was given has to be mended."""
 
 
 class FormatError(ProfileError, ValueError):
@@ -36,7 +40,7 @@ class EnvironmentValueError(CaptureError):
 class RecordError(ProfileError, RuntimeError):
     """A recording that cannot be written: the disk is full, or the folder is not writable."""
 
-    exit_code = 1
+    exit_code: ClassVar[int] = 1
     """The command's exit code: nothing that was given is wrong."""
 
 

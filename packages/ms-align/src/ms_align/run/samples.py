@@ -24,12 +24,13 @@ class SamplePrompts:
     sampling: Sampling = field(factory=lambda: Sampling(max_new_tokens=48, temperature=0.0))
 
     def log(self, engine: Engine, log: RunLog) -> None:
-        """Log a response to each prompt; nothing where the model cannot generate."""
+        """Log a response to each prompt, or why the model cannot generate."""
         if not self.prompts:
             return
         try:
             generator = generator_of(engine)
-        except ModelError:  # any module may be trained, and not every one takes a cache
+        except ModelError as error:  # any module may be trained, and not every one takes a cache
+            log.note(f"no samples: {error}")
             return
         responses = generator(self.prompts, self.sampling, count=1, seed=0)
         for at, prompt in enumerate(self.prompts):

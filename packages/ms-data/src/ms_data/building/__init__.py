@@ -1,1 +1,1 @@
-"""Turns a corpus into a folder of shards: the build, what it notes, and the folder it works in."""
+"""The build: turns a corpus into a folder of shards."""

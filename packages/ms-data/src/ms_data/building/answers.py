@@ -1,4 +1,4 @@
-"""What is made of a batch elsewhere: by a job of an array, or on a cluster."""
+"""Encoded batches, as a job of an array keeps them and a process of a cluster sends them."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from ms_data.building.encoders import Encoded
 
 
 class EncodedBatch(msgspec.Struct, frozen=True, array_like=True):
-    """The words of a batch."""
+    """The words that a batch was encoded to."""
 
     sizes: list[int]
     """Words of each document."""
@@ -19,11 +19,11 @@ class EncodedBatch(msgspec.Struct, frozen=True, array_like=True):
     sounds."""
     text_bytes: int
     media_sizes: list[int] = []
-    """Words of the pictures and sounds of each document, if any has some."""
+    """Words of the pictures and sounds of each document, if any document has them."""
 
 
 def packed(texts: Sequence[str], encoded: Sequence[Encoded]) -> bytes:
-    """The answer to some texts, as msgpack."""
+    """Pack encoded documents as the answer to a batch, in msgpack."""
     media = [np.zeros(0, np.uint32) if one.media is None else one.media for one in encoded]
     words = np.concatenate([*(one.words for one in encoded), *media, np.zeros(0, np.uint32)])
     words = words.astype("<u4")
@@ -35,7 +35,7 @@ def packed(texts: Sequence[str], encoded: Sequence[Encoded]) -> bytes:
 
 
 def unpacked(content: bytes) -> Sequence[Encoded]:
-    """The documents of an answer."""
+    """Unpack the documents of an answer."""
     answer = msgspec.msgpack.decode(content, type=EncodedBatch)
     sizes = [*answer.sizes, *answer.media_sizes]
     total = sum(sizes)

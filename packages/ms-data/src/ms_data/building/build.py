@@ -39,7 +39,7 @@ _OURS = re.compile(
     r"(shard-\d{5,}\.msd|index\.json|build\.json|tokenizer\.json|tokenizer_config\.json|"
     r"chat_template\.jinja|media\.json|journal\.msgpack)(\.partial)?"
 )
-"""All that a build writes."""
+"""The names of all that a build writes."""
 
 
 def build(
@@ -110,7 +110,7 @@ def _cluster(workers: str | None) -> str:
 
 
 def _perform(job: Job, corpus: CorpusName, out: str | Path) -> Summary:
-    """Do what is not done yet."""
+    """Run the build, or its part in an array of jobs, unless it is done already."""
     with writing(Path(out)):
         folder = Path(os.path.realpath(out))
         if (done := summary_of(folder, job.recipe, job.source, out)) is not None:
@@ -121,7 +121,7 @@ def _perform(job: Job, corpus: CorpusName, out: str | Path) -> Summary:
 
 
 def _proved(job: Job, run: Callable[[Job], Summary], start_anew: Callable[[], None]) -> Summary:
-    """Run a job; where words have other tokens than the library's, anew by the library."""
+    """Run a job; if its word encoder differs from the library, begin again with the library."""
     try:
         return run(job)
     except WordsDifferError as error:

@@ -12,7 +12,7 @@ from ms_data.tokenization.tokenizer import Tokenizer
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Make what turns the texts of a batch into their answer, both as msgpack."""
+    """Return the function that turns the texts of a batch into their answer, both as msgpack."""
     made = msgspec.msgpack.decode(setup, type=EncoderSetup)
     tokenizer = Tokenizer(made.tokenizer, end_of_text=made.end_of_text)
     decoder = msgspec.msgpack.Decoder(list[str])

@@ -35,11 +35,11 @@ class Encoded(NamedTuple):
     words: NDArray[np.integer]
     """What its shard holds, shape (n,)."""
     media: NDArray[np.uint32] | None = None
-    """What the shard of its pictures and sounds holds, if it has some."""
+    """What the shard of its pictures and sounds holds, if it has any."""
 
 
 class EncoderSetup(msgspec.Struct, frozen=True):
-    """What a process of a cluster is prepared with."""
+    """What a process of a cluster needs to encode as this one does."""
 
     tokenizer: bytes
     end_of_text: int
@@ -57,9 +57,9 @@ class TextEncoder:
     tokenizer: Tokenizer
     kind: Kind = "text"
     words: WordEncoder | None = None
-    """Encodes documents several times faster; None: the `tokenizers` library does."""
+    """A faster encoder of documents; None leaves them to the `tokenizers` library."""
     why_library: str = "conversations keep the places of their tokens"
-    """Why the library does."""
+    """Why the library encodes, where it does."""
 
     @property
     def batches_ahead(self) -> int:
@@ -69,13 +69,13 @@ class TextEncoder:
 
     @property
     def method(self) -> str:
-        """What encodes, in words."""
+        """What encodes the documents, in words for a summary."""
         if self.words is not None:
             return f"word by word, cut as by {self.words.split.name}"
         return f"tokenizers {tokenizers.__version__}, as {self.why_library}"
 
     def by_library(self, why: str) -> "TextEncoder":
-        """The same by the `tokenizers` library."""
+        """Return the same encoder, but with the `tokenizers` library in place of the faster one."""
         return evolve(self, words=None, why_library=why)
 
     @property
@@ -85,7 +85,7 @@ class TextEncoder:
 
     @property
     def parser(self) -> Callable[[Mapping[str, Any]], str] | None:
-        """What makes the text of a document from a row; None where documents are not rows."""
+        """The function that makes a document's text from a row; None if documents are not rows."""
         return None
 
     @property
@@ -94,7 +94,7 @@ class TextEncoder:
         return {}
 
     def setup(self) -> bytes:
-        """What tokenizes elsewhere as this does; templates have run, and media are measured."""
+        """The same encoder for another process, where templates have run and media are measured."""
         return msgspec.msgpack.encode(
             EncoderSetup(
                 tokenizer=self.tokenizer.content,
@@ -226,7 +226,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def as_json(document: ChatDocument) -> str:
-    """The text of a document of the build."""
+    """Encode a row whose template has run as the text of a document of the build."""
     return msgspec.json.encode(document).decode()
 
 

@@ -51,7 +51,7 @@ class _Batch(NamedTuple):
     characters: int
     """Length of all documents."""
     progress: BuildProgress
-    """What is done of the corpus with them."""
+    """How much of the corpus is done once these are."""
     read_bytes: int
     """Bytes of the corpus read by then."""
 
@@ -68,15 +68,15 @@ class Job:
     on_skip: Callable[[str], None] = lambda reason: None
     """Called with the place and the fault of each document that is left out."""
     shard: ArrayShard | None = None
-    """Where an array of jobs tokenizes, what this one does."""
+    """What this job does, where an array of jobs tokenizes."""
     cluster: str = ""
-    """Where a Ray cluster tokenizes, its address."""
+    """The address of the Ray cluster, where one tokenizes."""
 
     def run_shard(self) -> Summary:
         """Tokenize the batches of one job of an array.
 
         Raises:
-            OutputError: another process does, or it cannot be written.
+            OutputError: another process works on them, or the file cannot be written.
         """
         assert self.shard is not None
         path = self.shard.path()
@@ -136,10 +136,10 @@ class Job:
             yield batch, unpacked(made.find(_key(batch))) if batch.documents else []
 
     def run(self, folder: Path) -> Summary:
-        """Write what is left to write in `folder`.
+        """Write what `folder` does not hold yet.
 
         Raises:
-            CorpusError: the corpus holds no text, or what cannot be read.
+            CorpusError: the corpus holds no text, or something that cannot be read.
             OutputError: another build was interrupted in the folder, or it cannot be written.
         """
         journal = load_journal(folder, BuildJournal)
@@ -240,7 +240,7 @@ def _texts(batch: _Batch) -> list[str]:
 def _encode_ahead(
     batches: Iterable[_Batch], encoder: TextEncoder
 ) -> Generator[tuple[_Batch, _Encoded], None, None]:
-    """Give each batch with its tokens, in order, while some batches ahead are tokenized."""
+    """Yield each batch with its tokens, in order, while the batches after it are tokenized."""
     ahead: deque[tuple[_Batch, Future[_Encoded]]] = deque()
     most = encoder.batches_ahead
     pool = ThreadPoolExecutor(most)
@@ -263,7 +263,7 @@ def _encode_ahead(
 def _read_batches(
     source: Corpus, start: BuildProgress, name_skipped: Callable[[str], None]
 ) -> Iterator[_Batch]:
-    """Give the documents after `start`, some MB of text at a time."""
+    """Yield the documents after `start`, some MB of text at a time."""
     documents: list[Document] = []
     size, text_bytes = 0, start.text_bytes
     skipped, empty, left_out = start.skipped, start.empty, Counter(start.left_out)

@@ -28,7 +28,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     document_limit_mib: int
 
     def differences(self, other: "Recipe", *, besides: Container[str]) -> list[str]:
-        """Name the fields that differ in `other`, besides some, with both values."""
+        """Name the fields that differ in `other`, but for those of `besides`, with both values."""
         return [
             f"{_NAMES.get(name, name)} is {getattr(other, name)!r}, was {getattr(self, name)!r}"
             for name in self.__struct_fields__

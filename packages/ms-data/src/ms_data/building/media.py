@@ -134,7 +134,7 @@ def with_media(
     Args:
         encoder: of conversations.
         processor: or the folder of its settings.
-        corpus: what paths in messages begin at, if it is one folder or file here.
+        corpus: paths in messages are relative to it, if it is one folder or file here.
 
     Raises:
         SettingError: the encoder is of text or of pairs, which have none.

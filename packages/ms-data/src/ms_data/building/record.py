@@ -102,7 +102,7 @@ def summary_of(folder: Path, recipe: Recipe, source: Corpus, out: str | Path) ->
     """Return the summary of the finished build in `folder`, if it is the one asked for.
 
     Raises:
-        OutputError: it is another one, and which setting differs; or its shards are damaged.
+        OutputError: it is another build, of which it names what differs; or shards are damaged.
     """
     path = folder / BUILD_FILE
     if not os.path.exists(path) or not os.path.exists(folder / "index.json"):

@@ -177,7 +177,7 @@ _FORMS: dict[str, Callable[[Mapping[str, Any]], list[Message]]] = {
 def _objects(
     value: object, name: str, what: str, keys: set[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Give each object of a list, whose keys must be among these, with its place."""
+    """Yield each object of a list, whose keys must be among these, with its place."""
     if not isinstance(value, list) or not value:
         raise ValueError(f"{name} must be a list of {what}, not {_shown(value)}")
     for at, one in enumerate(value):

@@ -38,7 +38,7 @@ class Verdict(NamedTuple):
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Make what turns a batch into its answer, both as msgpack."""
+    """Return the function that turns a batch into its answer, both as msgpack."""
     settings = msgspec.msgpack.decode(setup, type=CleaningSetup)
     rules = [make_rule(name, values, where="the rules") for name, values in settings.rules]
     split = splitter(settings.words)

@@ -83,7 +83,7 @@ def clean(
 
 
 def _setup(chosen: RuleSet, source: Corpus) -> bytes:
-    """What processes are prepared with; looks for near-duplicates first, if rules ask for it."""
+    """Return what processes need to apply the rules; look for near-duplicates first, if asked."""
     near: Mapping[int, int] = {}
     rules = [rule for rule in chosen.rules if isinstance(rule, RowRule)]
     for at, rule in enumerate(rules):
@@ -102,7 +102,7 @@ def _checked(chosen: RuleSet) -> RuleSet:
 
 
 def _recipe(chosen: RuleSet) -> dict[str, object]:
-    """What of the rules decides the bytes."""
+    """Return what decides, of the rules, the bytes that are written."""
     settings = chosen.settings()
     return {
         "words": chosen.words,

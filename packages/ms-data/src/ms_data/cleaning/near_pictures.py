@@ -1,4 +1,4 @@
-"""Finds rows whose pictures are near-duplicates of a row's before, by a perceptual hash.
+"""Finds rows whose pictures are near-duplicates of an earlier row's, by a perceptual hash.
 
 The hash is of differences: brightness of 9 x 8 fields, a bit for each pair of neighbours in a line
 (Krawetz 2013, "Kind of like that"). Two of at most `bits` different bits have a part in common when
@@ -42,7 +42,7 @@ class Seen:
         self._known: dict[tuple[int, int], list[int]] = {}
 
     def nearest(self, found: int) -> int | None:
-        """By how many bits the nearest differs; None where there is none so near."""
+        """Return by how many bits the nearest hash differs; None where none is near enough."""
         alike = {
             other
             for at, (low, mask) in enumerate(self._parts)

@@ -23,7 +23,7 @@ class Ngrams:
         self._words = np.fromiter(map(ids.__getitem__, words), np.uint64, len(words))
         self._keys = self._words * _MIX + _MIX
         self._starts = np.arange(len(words))
-        """Where n-grams stand of which all parts are repeated: only they may be repeated."""
+        """Where n-grams begin of which all parts are repeated: only these can be repeated too."""
         self._n = 1
 
     def grow(self) -> None:
@@ -53,8 +53,8 @@ class Ngrams:
     def repeated_characters(self) -> int:
         """Characters, without spaces, of n-grams that stood before; none is counted twice.
 
-        The text is read from left to right: behind an n-gram that stood before reading goes on,
-        and the n-grams within it do not count as having stood.
+        The text is read from left to right. Where an n-gram stood before, reading goes on behind
+        it, and n-grams that begin within it are not counted.
         """
         if not len(self._starts):
             return 0

@@ -21,7 +21,7 @@ class RowRule(Rule):
     """A rule that looks at the pictures or sounds of a row; its text is the row's JSON."""
 
     folder: str | None = field(default=None, validator=a_path(optional=True))
-    """What the paths of pictures and sounds in rows begin at."""
+    """The folder that paths of pictures and sounds in rows are relative to."""
 
     def check(self) -> None:
         """Refuse `languages`, as a row has several texts.

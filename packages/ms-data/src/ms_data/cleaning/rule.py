@@ -49,7 +49,7 @@ def _codes(instance: object, attribute: "Attribute[Any]", value: object) -> None
 
 
 def as_tuple(value: object) -> object:
-    """Convert a list of a file to a tuple; the rest is left for the validator to refuse."""
+    """Convert a list from a file to a tuple; leave anything else for the validator to refuse."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -69,7 +69,7 @@ class Rule(ABC):
         """Keep, change or drop a document."""
 
     def check(self) -> None:
-        """Find out, before any work, whether what the rule needs is there.
+        """Check, before any work, that what the rule needs is there.
 
         Raises:
             SettingError: a library or a file is missing.
@@ -85,7 +85,7 @@ class Rule(ABC):
 
 
 def library_version(name: str) -> str:
-    """The name and version of a library, which others may decide otherwise."""
+    """The name and version of a library, as another version may decide otherwise."""
     return f"{name} {version(name)}"
 
 

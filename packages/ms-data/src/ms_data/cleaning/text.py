@@ -71,9 +71,9 @@ class Text:
 
 
 def count_sentences(words: list[str]) -> int:
-    """How many sentences some words make.
+    """Count the sentences that words make.
 
-    One ends behind a sentence end, with whatever signs follow it.
+    Each ends behind a sentence end and the signs that follow it.
     """
     sentences, ended = 0, False
     for word in words:
@@ -86,7 +86,7 @@ def count_sentences(words: list[str]) -> int:
 
 
 def repeats(parts: list[str]) -> tuple[int, int]:
-    """How many parts stood before, and their characters."""
+    """Count the parts that stood before, and their characters."""
     counts = Counter(parts)
     if len(counts) == len(parts):
         return 0, 0

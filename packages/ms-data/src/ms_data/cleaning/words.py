@@ -66,7 +66,7 @@ SPLITTERS = ("plain", "spacy")
 
 @cache
 def splitter(name: str) -> Splitter:
-    """Give a splitter by its name in `SPLITTERS`.
+    """Return a splitter by its name in `SPLITTERS`.
 
     Raises:
         SettingError: its library is not installed.

@@ -12,13 +12,13 @@ from ms_data.files.untrusted import check_path
 def check_paths(
     out: str | Path, *, written: Literal["folder", "file"] | None = "folder", **read: object
 ) -> None:
-    """Check the folder or file to make, or what its name begins with, and what is read.
+    """Check the path of what is made, or the prefix of its files, and the paths that are read.
 
-    What is no path, or lies where fsspec reaches, passes.
+    Anything but a path passes, and so does an address that fsspec reaches.
 
     Raises:
         SettingError: no system takes a path to read.
-        OutputError: nor the one to make.
+        OutputError: no system takes the path of what is made.
     """
     for name, path in read.items():
         if isinstance(path, str | os.PathLike) and not is_remote(str(path)):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ms_data.corpus.unpacking import Content
 
 BATCH_LIMIT_MIB = 2048
-"""A record batch is read, and unpacked, whole."""
+"""The largest record batch; each is read, and unpacked, whole."""
 
 _METADATA_LIMIT_BYTES = 1 << 26
 _CONTINUED = b"\xff\xff\xff\xff"
@@ -49,7 +49,7 @@ class CheckedMessages(io.RawIOBase):
 
 
 def _messages(content: Content) -> Iterator[bytes]:
-    """Give each message in parts, in order."""
+    """Yield each message in parts, in order."""
     while True:
         begin = content.read(4)
         prefix = begin + content.read(4) if begin == _CONTINUED else begin

@@ -54,7 +54,7 @@ class Corpus:
     named: frozenset[Place] = frozenset()
     """The files that were named themselves, so that they must be text."""
     reader: Reader | None = None
-    """Reads every file; None takes the one that the file's name and first bytes tell."""
+    """Reads every file; None chooses one for each file by its name and first bytes."""
     options: ReadOptions = field(factory=ReadOptions)
     sizes_bytes: tuple[int, ...] = field(init=False)
     """Size of each file."""

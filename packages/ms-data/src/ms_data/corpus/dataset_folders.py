@@ -50,7 +50,7 @@ class _Splits(msgspec.Struct):
 
 
 def without_descriptions(files: dict[str, Place], folder: object) -> dict[str, Place]:
-    """Leave of the files in a folder those that hold data.
+    """Return those files of a folder that hold data.
 
     Args:
         files: by their names below the folder, in the order of reading.
@@ -86,7 +86,7 @@ def without_descriptions(files: dict[str, Place], folder: object) -> dict[str, P
 
 
 def _without_ledgers(files: dict[str, Place]) -> dict[str, Place]:
-    """Leave of the folders that `clean` and `dedup` wrote their documents."""
+    """Keep only the documents of folders that `clean` and `dedup` wrote."""
     homes = {_home(name) for name in files if PurePosixPath(name).name == _LEDGER}
     ours = [home for home in homes if _below(home, _LEDGER_PART) in files]
     for home in ours:
@@ -101,7 +101,7 @@ def _without_ledgers(files: dict[str, Place]) -> dict[str, Place]:
 
 
 def _check_ledger(home: str, files: Mapping[str, Place]) -> None:
-    """Refuses a folder of `clean` or `dedup` from which documents are missing."""
+    """Refuse a folder of `clean` or `dedup` from which documents are missing."""
     place = files[_below(home, _LEDGER)]
     for file in _decoded(place, _Ledger).files:
         found = files.get(_below(home, file.name))

@@ -85,7 +85,7 @@ def foreign_encoding(head: bytes) -> str | None:
 
 
 def kind_of(head: bytes) -> Kind:
-    """Tell what a file is whose first bytes, up to `HEAD_BYTES` of them, are `head`."""
+    """Tell what a file is by `head`, its first bytes, up to `HEAD_BYTES` of them."""
     for (at, signature), kind in _SIGNATURES.items():
         if head.startswith(signature, at) and _plausible(signature, head):
             return kind

@@ -35,7 +35,7 @@ class PageHeader(NamedTuple):
 
 
 class HeldError(Exception):
-    """A page was asked for while none is given."""
+    """A page was asked for between `hold` and `release`."""
 
 
 class CheckedPages(io.RawIOBase):
@@ -47,7 +47,7 @@ class CheckedPages(io.RawIOBase):
         self._held = False
 
     def hold(self) -> None:
-        """Give nothing from here on, until `release`."""
+        """Refuse to give anything until `release`."""
         self._held = True
 
     def release(self) -> None:
@@ -126,8 +126,8 @@ def read_header(content: bytes) -> PageHeader:
     """Read the header of a page at the start of some bytes.
 
     Raises:
-        IndexError: it goes on after them.
-        ValueError: it is none.
+        IndexError: the header goes on after them.
+        ValueError: they are no header.
     """
     sizes = {2: -1, 3: -1}
     at = field = 0

@@ -18,7 +18,7 @@ class FileInfo(NamedTuple):
 
     size_bytes: int
     version: str
-    """Differs, as far as the place tells, once the content does; empty where it tells nothing."""
+    """Changes whenever the content does, as far as the place tells; empty if it tells nothing."""
     modified_ns: int | None
     """When it was written; None where the place does not tell."""
 

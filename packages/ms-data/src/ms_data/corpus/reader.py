@@ -110,9 +110,9 @@ class Reader(Protocol):
         ...
 
     def documents(self, file: OpenFile, options: ReadOptions, start: int, /) -> Iterator[Found]:
-        """Give what is found in a file, in order, from number `start` on.
+        """Yield what is found in a file, in order, from number `start` on.
 
-        An empty text is passed over, and counts.
+        An empty text is passed over, but counts as a number.
         """
         ...
 
@@ -127,9 +127,9 @@ class FileReader:
     signatures: tuple[bytes, ...] = ()
     """How its files begin, whatever their names."""
     text: bool = True
-    """Whether its files are text, so that what is known as something else is none of them."""
+    """Whether its files are text, so that a file known to be something else is not claimed."""
     refuses_nul: bool = False
-    """Whether a NUL byte is an error in its files, so that one that holds some is of them."""
+    """Whether its reader refuses NUL bytes itself, so that files that hold some are claimed."""
 
     def claims(self, name: str, head: bytes, /) -> bool:
         """Whether a file is of this kind."""

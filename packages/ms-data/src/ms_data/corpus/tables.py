@@ -18,7 +18,7 @@ from ms_data.corpus.reader import (
 )
 
 _FAULTS = (ValueError, TypeError, LookupError, OSError, MemoryError, OverflowError)
-"""What decoders raise over content."""
+"""What decoders raise over bad content."""
 
 _ROWS_AT_ONCE = 256
 """Rows that become Python values at a time."""
@@ -74,7 +74,7 @@ def _is_text(arrow: Any, kind: Any) -> bool:
 def batch_documents(
     arrow: Any, batch: Any, file: OpenFile, options: ReadOptions, first: int
 ) -> Iterator[Found]:
-    """Give each row of a record batch; `first` is the number of its first row, from 1."""
+    """Yield each row of a record batch; `first` is the number of its first row, from 1."""
     for at in range(0, batch.num_rows, _ROWS_AT_ONCE):
         part = batch.slice(at, _ROWS_AT_ONCE)
         if options.parse is not None:

@@ -16,7 +16,7 @@ _FED_BYTES = 1 << 8
 """zstd packs 128 KiB in four bytes at best, so that this unpacks to 8 MiB at most."""
 
 _LARGEST_WINDOW = 1 << 27
-"""What zstd itself unpacks without being asked; more is memory that a file chooses."""
+"""The largest that zstd unpacks by default; beyond it a file would choose the memory taken."""
 
 
 def unpacked(raw: io.BufferedReader, packing: str) -> Iterator[bytes]:
@@ -52,7 +52,7 @@ def _zstd() -> Any:
 
 
 def lines_of(blocks: Iterator[bytes], limit: int) -> Iterator[bytes | None]:
-    """Give each line without its end, or None for one of more than `limit` bytes."""
+    """Yield each line without its end, or None for one of more than `limit` bytes."""
     rest: list[bytes] = []
     size = 0
     for block in blocks:
@@ -81,7 +81,7 @@ class Content:
         self._left = memoryview(b"")
 
     def read(self, size: int) -> bytes:
-        """Read `size` bytes, or as many as there are; memory grows with what was found alone."""
+        """Read `size` bytes, or as many as there are; memory grows only with what was found."""
         return b"".join(self._parts(size))
 
     def skip(self, size: int) -> int:

@@ -1,4 +1,4 @@
-"""What a process does with a batch at last: documents that are kept, without what stood before."""
+"""The second pass over a batch: writes the documents kept, without parts that stood before."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ from ms_data.passes.tally import Entry, Tally, excerpt_of
 
 
 class Decided(msgspec.Struct, frozen=True):
-    """What a process is prepared with: where it reads what was decided."""
+    """Where a process reads what was decided."""
 
     folder: str
     substrings: bool
@@ -54,7 +54,7 @@ class Decisions:
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Make what turns a batch into its answer, both as msgpack."""
+    """Return the function that turns a batch into its answer, both as msgpack."""
     decisions = Decisions(msgspec.msgpack.decode(setup, type=Decided))
     decoder = msgspec.msgpack.Decoder(Batch)
 

@@ -88,7 +88,7 @@ class Edges:
         path.write_bytes(b"")
 
     def add(self, records: Records) -> None:
-        """Take the runs of sorted records of the same key and check."""
+        """Add a pair for each record after the first of a run of the same key and check."""
         first = runs(records, "key", "check")
         again = first != np.arange(len(records))
         edges = np.zeros(int(again.sum()), _EDGE)
@@ -98,7 +98,7 @@ class Edges:
             file.write(np.unique(edges[edges["one"] != edges["other"]]).tobytes())
 
     def read(self) -> Iterator[tuple[Labels, Labels]]:
-        """Give all pairs, many at a time."""
+        """Yield all pairs, many at a time."""
         with self._path.open("rb") as file:
             while content := file.read(_CHUNK * _EDGE.itemsize):
                 edges = np.frombuffer(content, _EDGE)
@@ -165,7 +165,7 @@ def choose(folder: Path, labels: Labels, facts: Records, options: DedupOptions) 
 def _better(
     facts: Records, documents: NDArray[np.integer], options: DedupOptions
 ) -> NDArray[np.integer]:
-    """Numbers from 0 to 2**32 - 1, of which the least is kept; of equal ones, the first."""
+    """Rank documents from 0 to 2**32 - 1: the least is kept, of equal ones the first."""
     ranks: dict[str, NDArray[np.integer]] = {
         "longest": np.iinfo(np.uint32).max - facts["size"][documents],
         "priority": facts["rank"][documents],

@@ -93,7 +93,7 @@ def dedup(
 
 
 def _perform(first: Pass, last: Pass, out: str | Path) -> LedgerSummary:
-    """Do both passes, or of the first one what a job of an array does."""
+    """Do both passes, or this job's part of the first one."""
     job = first.shard
     if job is not None and job.number:
         return last.finished(out) or first.publish(job.folder / "signatures")
@@ -128,7 +128,7 @@ def _signing(last: Pass, options: dict[str, Any], on_quarantine: Callable[[str],
 
 @frozen
 class _Decide:
-    """What is decided between the two passes."""
+    """Decides between the two passes which documents are kept."""
 
     first: Pass
     source: Corpus

@@ -1,8 +1,11 @@
 """MinHash signatures of documents, and the keys of their bands.
 
-A. Broder, On the resemblance and containment of documents, 1997. Each of the bands * rows hash
-functions is x -> a x mod 2**32 with odd a, on 32 bits of a good hash of the n-gram, so that one
-multiplication of eight numbers at a time does the work.
+A. Broder, On the resemblance and containment of documents, 1997. A hash function is x -> a x
+mod 2**32 with odd a, on 32 bits of a good hash of the n-gram, so that one multiplication of eight
+numbers at a time does the work. Its least value over the n-grams is one entry of the signature, and
+its greatest another: by symmetry that is the least of a second function, and of two texts both are
+the same with probability J (|A and B| - 1) / (|A or B| - 1) instead of J**2. The two stand in
+different bands, so that within a band all rows are of different functions.
 """
 
 import re
@@ -20,7 +23,7 @@ from ms_data.cleaning.words import HAN, KANA
 _SEED = 20_240_601
 _BLOCK = 512
 """N-grams at a time, so that their hashes stay in the processor's cache."""
-_TOGETHER = 1 << 14
+_TOGETHER = 1 << 16
 """Characters that pass at once: what a call of numpy costs is then shared by several texts."""
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _TURN = np.uint64(29)
@@ -36,55 +39,67 @@ class MinHash:
 
     def __init__(self, *, bands: int, rows: int, ngram_words: int) -> None:
         rng = np.random.default_rng(_SEED)
-        count = bands * rows
+        self._count = bands * rows
         self._shape = (bands, rows)
         self._ngram_words = ngram_words
-        factors = rng.integers(0, 2**31, (count, 1), dtype=np.uint32)
+        functions = -(-self._count // 2)
+        factors = rng.integers(0, 2**31, (functions, 1), dtype=np.uint32)
         self._factors = factors * np.uint32(2) + np.uint32(1)
         self._salts = rng.integers(0, 2**63, (bands, 1), dtype=np.uint64)
-        self._room = np.empty((count, _BLOCK), np.uint32)
+        self._room = np.empty((functions, _BLOCK), np.uint32)
         self._words = WordHashes()
 
     def signatures(self, texts: Sequence[str]) -> NDArray[np.uint32]:
         """Signatures of some texts, (documents, bands * rows); short texts pass together."""
-        found = np.empty((len(texts), len(self._factors)), np.uint32)
+        found = np.empty((len(texts), self._count), np.uint32)
         done = 0
         for group in _groups(texts):
-            found[done : done + len(group)] = self._together(group)
+            self._together(group, found[done : done + len(group)])
             done += len(group)
         return found
 
     def signature(self, text: str) -> NDArray[np.uint32]:
-        """The least value of each hash function over the n-grams of a text.
+        """The least and greatest values of each hash function over the n-grams of a text.
 
         A text of fewer words has one n-gram, all of it.
         """
         words = self._words(text)
         if not len(words):
             words = np.array([xxhash.xxh3_64_intdigest(text.encode())], np.uint64)
-        return self.least(_ngrams(words, min(self._ngram_words, len(words))))
+        return self.of(_ngrams(words, min(self._ngram_words, len(words))))
 
-    def _together(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        words, counts = self._words.of_each(texts)
-        ngrams = _ngrams(words, self._ngram_words)
-        found, start = [], 0
-        for text, count in zip(texts, counts, strict=True):
-            within = count - self._ngram_words + 1  # n-grams that begin and end in this text
-            if within > 0:
-                found.append(self.least(ngrams[start : start + within]))
-            else:
-                found.append(self.signature(text))
-            start += count
+    def of(self, ngrams: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """The signature of hashed n-grams, of which there is one at least."""
+        found = np.empty(self._count, np.uint32)
+        self._extremes(ngrams, found)
         return found
 
-    def least(self, ngrams: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """The least value of each hash function over hashed n-grams."""
-        least = np.full(len(self._factors), 2**32 - 1, np.uint32)
+    def _together(self, texts: Sequence[str], found: NDArray[np.uint32]) -> None:
+        words, counts = self._words.of_each(texts)
+        ngrams = _ngrams(words, self._ngram_words)
+        start = 0
+        for number, (text, count) in enumerate(zip(texts, counts, strict=True)):
+            within = count - self._ngram_words + 1  # n-grams that begin and end in this text
+            if within > 0:
+                self._extremes(ngrams[start : start + within], found[number])
+            else:
+                found[number] = self.signature(text)
+            start += count
+
+    def _extremes(self, ngrams: NDArray[np.uint32], found: NDArray[np.uint32]) -> None:
+        """Write the least values of the functions, and then the greatest."""
+        functions = len(self._factors)
+        least, greatest = found[:functions], found[functions:]
         for start in range(0, len(ngrams), _BLOCK):
             part = ngrams[start : start + _BLOCK]
             block = np.multiply(self._factors, part, out=self._room[:, : len(part)])
-            np.minimum(least, np.minimum.reduce(block, axis=1), out=least)
-        return least
+            others = block[: len(greatest)]  # one function fewer where their number is odd
+            if start == 0:
+                np.minimum.reduce(block, axis=1, out=least)
+                np.maximum.reduce(others, axis=1, out=greatest)
+            else:
+                np.minimum(least, np.minimum.reduce(block, axis=1), out=least)
+                np.maximum(greatest, np.maximum.reduce(others, axis=1), out=greatest)
 
     def keys(self, signatures: NDArray[np.uint32]) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
         """Hash of each band of some signatures, as 64 bits and 32 more; (documents, bands)."""
@@ -98,7 +113,7 @@ class MinHash:
 
 
 def _groups(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Neighbouring texts of together `_TOGETHER` characters, or a longer one alone."""
+    """Group neighbouring texts up to `_TOGETHER` characters; a longer text is a group alone."""
     first = size = 0
     for number, text in enumerate(texts):
         if size + len(text) > _TOGETHER and number > first:

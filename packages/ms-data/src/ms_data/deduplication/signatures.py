@@ -1,4 +1,4 @@
-"""What a process makes of a batch first: what its documents are compared by."""
+"""The first pass over a batch: makes what its documents are compared by."""
 
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
@@ -38,13 +38,13 @@ class SignatureFrame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SignatureSetup(msgspec.Struct, frozen=True):
-    """What a process is prepared with: the options, by name."""
+    """What a process needs to make signatures: the options, by name."""
 
     options: dict[str, bool | int | str | list[str]]
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Make what turns a batch into its answer, both as msgpack."""
+    """Return the function that turns a batch into its answer, both as msgpack."""
     options = DedupOptions(**msgspec.msgpack.decode(setup, type=SignatureSetup).options)  # type: ignore[arg-type]
     decoder = msgspec.msgpack.Decoder(Batch)
     signer = Signer(options)

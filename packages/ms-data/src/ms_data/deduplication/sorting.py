@@ -54,7 +54,7 @@ class Buckets:
             self._flush()
 
     def sorted(self) -> Iterator[Records]:
-        """Give the records sorted by key, those of one key in the order of adding.
+        """Yield the records sorted by key, those of one key in the order of adding.
 
         All records of a key come in one part, but of a key with more than memory holds in several,
         one after the other. Each file is removed once it is read.
@@ -85,7 +85,7 @@ def _by_key(records: Records) -> Records:
 
 
 def _merged(path: Path, dtype: np.dtype[Any]) -> Iterator[Records]:
-    """Gives the records of a large file sorted by key, a part of bounded size at a time."""
+    """Yield the records of a large file sorted by key, a part of bounded size at a time."""
     size, most = path.stat().st_size // dtype.itemsize, max(1, MEMORY_BYTES // dtype.itemsize)
     begins = range(0, size, most)
     with path.open("r+b") as file:
@@ -124,7 +124,7 @@ class _SortedPart:
         return self._at < self._end
 
     def fill(self) -> bool:
-        """Reads more where little is held; says whether anything is left."""
+        """Read more where little is held; return whether anything is left."""
         dtype = self.held.dtype
         count = min(self._share, self._end - self._at)
         if count and 2 * len(self.held) <= self._share:
@@ -134,18 +134,18 @@ class _SortedPart:
         return len(self.held) > 0
 
     def take(self, count: int) -> Records:
-        """Gives up the first records that are held."""
+        """Remove and return the first records that are held."""
         taken, self.held = self.held[:count], self.held[count:]
         return taken
 
     def take_all_of(self, key: np.uint64) -> Iterator[Records]:
-        """Gives up all records of a key that none comes before, some at a time."""
+        """Remove and yield all records of the least key, some at a time."""
         while self.fill() and self.held["key"][0] == key:
             yield self.take(int(np.searchsorted(self.held["key"], key, side="right")))
 
 
 def with_first(parts: Iterable[Records]) -> Iterator[Records]:
-    """Puts the first record of a key before each further part of that key."""
+    """Put the first record of a key before each further part of that key."""
     first: Records | None = None
     for part in parts:
         if first is not None and part["key"][0] == first["key"][0]:
@@ -156,7 +156,7 @@ def with_first(parts: Iterable[Records]) -> Iterator[Records]:
 
 
 def runs(records: Records, *fields: str) -> NDArray[np.int64]:
-    """Where the first record of its run stands, for each; a run agrees in all fields."""
+    """Find, for each record, the first of its run; the records of a run agree in all fields."""
     if not len(records):
         return np.empty(0, np.int64)
     fresh = np.ones(len(records), bool)

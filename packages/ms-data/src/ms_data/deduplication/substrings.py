@@ -70,7 +70,7 @@ def _repeated(records: Records, words: int, shift: np.uint64) -> Records:
 
 
 def joined_spans(spans: Records) -> Records:
-    """The same words in fewer spans: those that meet in a document as one."""
+    """Join spans of a document that meet, so that fewer hold the same words."""
     spans = spans[np.lexsort((spans["first"], spans["key"]))]
     document = np.cumsum(np.diff(spans["key"], prepend=spans["key"][:1]) != 0).astype(np.uint64)
     # Each document lies behind the one before, so that the furthest end is of the same one.

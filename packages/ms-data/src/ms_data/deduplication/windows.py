@@ -60,7 +60,7 @@ def cut_words(text: str, spans: list[tuple[int, int]]) -> str:
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans in order, those that meet as one."""
+    """Sort spans and join those that meet."""
     found: list[tuple[int, int]] = []
     for first, end in sorted(spans):
         if found and first <= found[-1][1]:

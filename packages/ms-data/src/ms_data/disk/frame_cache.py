@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class FrameCache(Protocol):
-    """What keeps decoded frames."""
+    """A cache of decoded frames."""
 
     def get(self, number: int) -> Frame | None:
         """The frame of this number in the split, if it is there."""
@@ -41,7 +41,7 @@ class FrameCache(Protocol):
 
 
 class LastUsedFrames:
-    """The frames that this process used last.
+    """The frames that this process used most recently.
 
     Args:
         most: how many.
@@ -59,7 +59,7 @@ class LastUsedFrames:
         return frame
 
     def put(self, number: int, frame: Frame) -> None:
-        """Keep a frame instead of the one that was not used for longest."""
+        """Keep a frame in place of the least recently used one."""
         self._frames[number] = frame
         if len(self._frames) > self._most:
             self._frames.popitem(last=False)

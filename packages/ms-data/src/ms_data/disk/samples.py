@@ -164,7 +164,7 @@ class Samples(Sequence[Sample | PairSample]):
 
     @property
     def processor(self) -> Processor | None:
-        """What makes of pictures and sounds what a model reads; None where there are none.
+        """The processor that prepares pictures and sounds for a model; None where there are none.
 
         Raises:
             DamageError: its file is not the one that was written.

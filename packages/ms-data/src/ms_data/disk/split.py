@@ -159,7 +159,7 @@ class Split:
         return np.concatenate(ends)
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[Frame, int, int]]:
-        """Give each frame that holds tokens from `start` to `stop`, and where they stand in it."""
+        """Yield each frame that holds tokens from `start` to `stop`, and where they stand in it."""
         while start < stop:
             shard = bisect_right(self._starts, start) - 1
             number, low = divmod(start - self._starts[shard], self.index.frame_tokens)

@@ -135,7 +135,7 @@ def _inconsistency(frame: Frame, position: int | None, index: Index, *, media: b
 
 
 def _without_headers(frame: Frame, index: Index) -> NDArray[np.unsignedinteger]:
-    """Give the tokens of conversations or pairs, whose documents have a header each."""
+    """Return the tokens of conversations or pairs, whose documents have a header each."""
     starts = np.concatenate(([-frame.position], frame.ends[frame.ends < len(frame.tokens)]))
     place = np.arange(len(frame.tokens))
     place -= np.repeat(starts, np.diff(np.maximum(starts, 0), append=len(frame.tokens)))

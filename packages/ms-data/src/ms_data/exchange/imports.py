@@ -1,4 +1,4 @@
-"""Make shards of a dataset that another library wrote."""
+"""Makes shards of a dataset that another library wrote."""
 
 import os
 import re
@@ -32,7 +32,7 @@ class Imported(DatasetInfo, frozen=True, kw_only=True):
     empty: int
     """Those without a token or text, which are no documents."""
     further: int
-    """Documents that begin behind an end of text in the midst of another."""
+    """Documents that begin behind an end of text within another."""
 
 
 _OURS = re.compile(r"(shard-\d{5,}\.msd|index\.json|tokenizer\.json)(\.partial)?")
@@ -95,7 +95,7 @@ def _write(
     shard_size_bytes: int,
     on_progress: Callable[[int, int], None],
 ) -> dict[str, int]:
-    """Writes the dataset; says what became of the documents that were read."""
+    """Write the dataset; return what became of the documents that were read."""
     counts = {"read": 0, "empty": 0, "further": 0}
     kind = token_type_for(tokenizer.vocabulary_size)
     frame_tokens = FRAME_BYTES // np.dtype(kind).itemsize
@@ -138,7 +138,7 @@ def _write(
 def _encoded(
     documents: Iterator[tuple[str, Value]], tokenizer: Tokenizer
 ) -> Iterator[tuple[str, NDArray[np.integer], int]]:
-    """Give each document's place, tokens and size in bytes; texts are tokenized in batches."""
+    """Yield each document's place, tokens and size in bytes; texts are tokenized in batches."""
     texts: list[tuple[str, str]] = []
     waiting = 0
 

@@ -76,7 +76,7 @@ class MdsReader:
         return sum(shard.raw_data.bytes for shard in self._shards)
 
     def documents(self) -> Iterator[tuple[str, Value]]:
-        """Give each row's place and text, or tokens of shape (n,).
+        """Yield each row's place and text, or tokens of shape (n,).
 
         Raises:
             CorpusError: a shard is missing or damaged.

@@ -58,7 +58,7 @@ class MegatronReader:
         return int(self._lengths.sum(dtype=np.int64)) * self._kind.itemsize
 
     def documents(self) -> Iterator[tuple[str, NDArray[np.integer]]]:
-        """Give each document's place and tokens, shape (n,)."""
+        """Yield each document's place and tokens, shape (n,)."""
         if not self.tokens.stat().st_size:
             return
         mapped = np.memmap(self.tokens, np.uint8, "r")

@@ -23,7 +23,7 @@ FILE_BYTES = 32 << 20
 """No file of a picture or a sound is larger."""
 
 CONVERSATION_BYTES = 128 << 20
-"""Nor are all of one conversation together."""
+"""All files of one conversation together are no larger."""
 
 MediaKind = Literal["image", "audio"]
 
@@ -55,7 +55,7 @@ def take_media(
 
     Args:
         messages: as `read_conversation` gives them.
-        folder: what paths begin at; None knows none.
+        folder: paths are relative to it; None refuses every path.
 
     Returns:
         The messages, in which each file has become a word, and the files in the order in which

@@ -1,4 +1,4 @@
-"""The processor of a model that sees or hears: what stands in its text, and what it reads there."""
+"""The processor of a model that sees or hears: tokens for its text, arrays for its encoders."""
 
 import os
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
 
 @frozen
 class Processor:
-    """Makes of pictures and sounds what a model reads, as transformers' processor does.
+    """Turns pictures and sounds into what a model reads, as transformers' processor does.
 
     Qwen2-VL, Qwen2.5-VL and Qwen3-VL for pictures of PNG and JPEG, Qwen2-Audio (Whisper) for
     sound of WAV and FLAC.
@@ -45,7 +45,7 @@ class Processor:
 
     settings: MediaSettings
     folder: Path | None = None
-    """What paths in messages begin at; None is the corpus, where it is one folder or file."""
+    """Paths in messages are relative to it; None is the corpus, if it is one folder or file."""
 
     @classmethod
     def load(cls, path: str | Path, *, media_folder: str | Path | None = None) -> "Processor":
@@ -53,7 +53,7 @@ class Processor:
 
         Args:
             path: a model's folder, with processor_config.json or preprocessor_config.json.
-            media_folder: what the paths of pictures and sounds in messages begin at; None is the
+            media_folder: paths of pictures and sounds in messages are relative to it; None is the
                 corpus, if it is one folder, or the folder of its one file.
 
         Raises:

@@ -113,7 +113,7 @@ class MediaSettings(
         _require(bool(self.pictures or self.sound), "media", "neither pictures nor sound")
 
     def encode(self) -> bytes:
-        """The bytes of the file that keeps them beside shards."""
+        """Encode the settings as the file that lies beside shards."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
     @classmethod

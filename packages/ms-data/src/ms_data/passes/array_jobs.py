@@ -31,7 +31,7 @@ _WRITTEN = re.compile(r"(\d+|merge)/(\d+)")
 
 
 def key_of(request: bytes) -> bytes:
-    """What an answer is found by: xxh3-128 of what was asked."""
+    """Compute the key that an answer is found by: xxh3-128 of what was asked."""
     return xxhash.xxh3_128_digest(request)
 
 
@@ -91,7 +91,7 @@ class ArrayShard:
 
     @contextmanager
     def writing(self, identity: bytes) -> Iterator["AnswerWriter"]:
-        """Write the file of this job's answers; one that was interrupted is gone on with.
+        """Write the file of this job's answers, or continue one that was interrupted.
 
         Args:
             identity: all that decides the answers apart from what is asked, as `key_of` gives it.
@@ -113,7 +113,7 @@ class ArrayShard:
 def merged(shard: ArrayShard | None, summary: T) -> T:
     """Remove the answers that were merged, if any were, and return the summary.
 
-    Also where a merge finds OUT made: one that was killed may have left some.
+    A merge that finds OUT finished does so too, as one that was killed may have left answers.
     """
     if shard is not None and not shard.number:
         shard.remove()
@@ -171,10 +171,10 @@ class Answers:
                 self._places[key] = (path, begin, size)
 
     def find(self, key: bytes) -> bytes:
-        """The answer to what has this key.
+        """Return the answer to the request of this key.
 
         Raises:
-            OutputError: no job was asked it.
+            OutputError: no job has answered it.
         """
         place = self._places.get(key)
         if place is None:

@@ -53,7 +53,7 @@ class ReadBatch(msgspec.Struct, frozen=True):
 def read_batches(
     source: Corpus, start: PassProgress, on_quarantine: Callable[[str], None]
 ) -> Iterator[ReadBatch]:
-    """Give the documents after `start`, about a MiB of text at a time.
+    """Yield the documents after `start`, about a MiB of text at a time.
 
     Args:
         source: with `skip_invalid`, what cannot be read is an item of its batch.

@@ -207,7 +207,7 @@ def _safe(value: object) -> str:
 
 
 def _breakable(reason: str) -> str:
-    """A name that may go on in another line behind each of its parts."""
+    """Let a name be broken into lines behind each of its parts."""
     return _safe(reason).replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 

@@ -78,7 +78,7 @@ class _Process:
 
 
 def worker_count(workers: int | str | None) -> int | str:
-    """How many processes are meant, or which Ray cluster; None: one a core.
+    """Return the number of processes, or the address of a Ray cluster; None means one a core.
 
     Raises:
         SettingError: below 1, or no such cluster, or ray is not installed.
@@ -100,11 +100,11 @@ def worker_count(workers: int | str | None) -> int | str:
 def ordered_answers(
     work: str, setup: bytes, requests: Iterable[tuple[T, bytes]], *, workers: int | str
 ) -> Generator[tuple[T, bytes], None, None]:
-    """Give each request's companion with its answer, in the order of the requests.
+    """Yield each request's companion with its answer, in the order of the requests.
 
     Args:
-        work: `module:function`; the function is given `setup` and gives what answers requests.
-        setup: what the work is prepared with, once a process.
+        work: `module:function`; it takes `setup` and returns the function that answers requests.
+        setup: given to `work` once in each process.
         requests: read as far ahead as there are processes, and `AHEAD`.
         workers: processes, of which 1 works in this one; or a Ray cluster.
 

@@ -19,17 +19,17 @@ T = TypeVar("T")
 
 
 class ClusterError(DataError, RuntimeError):
-    """A cluster that cannot be reached, or that lost what works on documents."""
+    """A cluster that cannot be reached, or that lost the processes that do the work."""
 
 
 def answers_on_ray(
     work: str, setup: bytes, requests: Iterable[tuple[T, bytes]], *, address: str
 ) -> Generator[tuple[T, bytes], None, None]:
-    """Give each request's companion with its answer, in the order of the requests.
+    """Yield each request's companion with its answer, in the order of the requests.
 
     Args:
-        work: `module:function`; the function is given `setup` and gives what answers requests.
-        setup: what the work is prepared with, once a process.
+        work: `module:function`; it takes `setup` and returns the function that answers requests.
+        setup: given to `work` once in each process.
         requests: read ahead, `AHEAD` for each core of the cluster.
         address: `ray`, which is what `ray.init()` finds or starts, or `ray://HOST:PORT`.
 

@@ -126,7 +126,7 @@ def finished(
     """Return the summary of the finished pass in `folder`, if it is the one asked for.
 
     Raises:
-        OutputError: it is another one, and which setting differs; or what it wrote is damaged.
+        OutputError: it is another pass, of which it names what differs; or files are damaged.
     """
     path = folder / LEDGER_FILE
     if not os.path.exists(path):

@@ -61,10 +61,10 @@ _OURS = re.compile(
 
 
 def reading_recipe(source: Corpus, shard_size_mib: int) -> dict[str, Any]:
-    """What of reading and writing decides the bytes.
+    """Return the settings of reading and writing that decide the bytes.
 
     Raises:
-        SettingError: a file of no size.
+        SettingError: the size of a shard is below 1.
     """
     if shard_size_mib < 1:
         raise SettingError(f"shard_size_mib is {shard_size_mib}; it must be 1 or more")
@@ -107,8 +107,8 @@ class Pass:
     recipe: Mapping[str, Any]
     """All that decides the bytes, apart from the corpus, as JSON values."""
     work: str
-    """`module:function`, which makes of `setup` what turns the JSON of a `Batch` into that of an
-    `PassResult`."""
+    """`module:function`; it takes `setup` and returns the function that turns the JSON of a `Batch`
+    into that of a `PassResult`."""
     workers: int | str
     """Processes, or a Ray cluster."""
     shard_size_mib: int
@@ -117,15 +117,15 @@ class Pass:
     on_quarantine: Callable[[str], None]
     """Called with the place and the fault of each document that cannot be read."""
     prepare: Callable[[Path], bytes]
-    """Gives `setup`, once a folder to work in is held."""
+    """Returns `setup`, once a folder to work in is held."""
     corpus: CorpusName
     """What the user typed."""
     scratch: str = ""
-    """A folder in the one to work in that `prepare` fills, and that is not kept."""
+    """A folder inside the work folder that `prepare` fills; it is not kept."""
     extra: tuple[str, ...] = ()
     """Files beside those of a pass that `prepare` writes."""
     shard: ArrayShard | None = None
-    """Where the pass is worked on by an array of jobs, what this one does."""
+    """What this job does, where an array of jobs works on the pass."""
 
     def finished(self, out: str | Path) -> LedgerSummary | None:
         """The summary of the same pass, if it is in `out` already.

@@ -118,7 +118,7 @@ class Tally(msgspec.Struct, kw_only=True):
         return sum(one.documents for one in self.dropped.values())
 
     def faults(self) -> list[str]:
-        """Say what does not add up; nothing where all does."""
+        """Return what does not add up; nothing where all does."""
         found = []
         if self.documents != self.kept + self.dropped_documents + self.quarantined:
             found.append(

@@ -91,7 +91,7 @@ def at_least_one(**settings: int | None) -> None:
 
 
 class BatchStream(Iterator[B]):
-    """A stream of global batches, which says where it stands and goes on from there.
+    """A stream of global batches that can save its position and resume from it.
 
     A subclass adds to `_settings`, and gives and takes its position in JSON values.
     """

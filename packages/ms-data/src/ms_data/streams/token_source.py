@@ -18,9 +18,9 @@ from ms_data.streams.window import Window
 CACHE_MIB = 64
 """Decoded frames that a stream keeps, unless it is told otherwise."""
 GOLDEN = (5**0.5 - 1) / 2
-"""Its multiples, less their whole parts, lie evenly apart however many neighbours one takes."""
+"""The fractional parts of its multiples are spread evenly, however many one takes."""
 CHUNK_FRAMES = 4
-"""A chunk of about four frames makes reading the one it shares with its neighbour cheap."""
+"""Frames in a chunk: with about four, reading twice the one that two chunks share is cheap."""
 
 
 class TokenSource:

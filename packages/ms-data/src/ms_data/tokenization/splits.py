@@ -26,7 +26,7 @@ Starts: TypeAlias = NDArray[np.bool_]
 
 OTHER, LETTER, NUMBER, SPACE, BLANK, NEWLINE, EDGE = range(7)
 KNOWN_CODES = 0x34000
-"""Characters below have a class; above are none but private and unassigned ones and tags."""
+"""Characters below it have a class; those above are private, unassigned or tags."""
 
 _CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -49,7 +49,7 @@ class WordSplit:
     unknown: tuple[str, ...] = ()
     """A text with one of these is not cut here."""
     spaces: tuple[str, ...] = ()
-    """A text that begins with none of these is given a space to begin with; empty: none is."""
+    """A text that begins with none of these is given a leading space; empty adds none."""
 
     def starts(self, classes: Classes, codes: Codes) -> Starts:
         """Find where words begin; an EDGE is a word of its own."""
@@ -141,7 +141,7 @@ def _cl100k(digits: int) -> WordSplit:
 
 @lru_cache
 def _metaspace(prefix: bool) -> WordSplit:
-    """Before each space."""
+    """Begin a word before each space."""
 
     def begins(_: int, before: int, one: int, after: int) -> bool:
         return one == SPACE or EDGE in (one, before)

@@ -121,7 +121,7 @@ class Tokenizer:
 
         Raises:
             WordsDifferError: a text of the sample that is compared has other tokens.
-            TokenizerError: as there.
+            TokenizerError: as `encode_documents`.
         """
         with _binding("cannot encode a text"):
             found = encoder.encode(texts)
@@ -130,7 +130,7 @@ class Tokenizer:
     def _ended(
         self, texts: Sequence[str], found: Sequence[NDArray[np.uint32]]
     ) -> list[NDArray[np.uint32]]:
-        """Put the end of text behind each."""
+        """Append the end of text to the tokens of each text."""
         end = np.array([self.end_of_text], np.uint32)
         for text, ids in zip(texts, found, strict=True):
             if (ids == end).any():

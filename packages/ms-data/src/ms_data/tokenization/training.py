@@ -20,7 +20,7 @@ SMALLEST_VOCABULARY = 257
 """All bytes and the end of a text."""
 
 LONGEST_WORD = 1000
-"""Characters without a border between them that the trainer is given at a time."""
+"""Most characters without a word border that the trainer is given at a time."""
 # Each run is looked at from its start alone, so that no text takes long to look through.
 ENDLESS_WORD = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}|(?<!\s)\s{{{LONGEST_WORD},}}")
 
@@ -88,7 +88,7 @@ def train_tokenizer(
 
 
 def _is_file(out: str | Path) -> bool:
-    """Whether a file is meant: by its name, or since one stands there."""
+    """Whether a file is meant: by its name, or because one stands there."""
     with decoding(out, error=OutputError):
         stands = os.path.exists(out) and not os.path.isdir(out)
     return Path(out).suffix == ".json" or stands

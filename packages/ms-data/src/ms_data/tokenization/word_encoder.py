@@ -153,7 +153,7 @@ def _encode(model: tokenizers.Tokenizer, texts: list[str]) -> list[list[int]]:
 
 
 def _groups(texts: Sequence[str | None]) -> Iterator[list[tuple[int, str]]]:
-    """Give the parts of texts with their texts' numbers, so much text at a time."""
+    """Yield the parts of texts with their texts' numbers, so much text at a time."""
     group: list[tuple[int, str]] = []
     size = 0
     for at, text in enumerate(texts):
@@ -168,7 +168,7 @@ def _groups(texts: Sequence[str | None]) -> Iterator[list[tuple[int, str]]]:
 
 
 def _cut(text: str) -> Iterator[str]:
-    """Cut a text before spaces behind what is no space, where every split begins a word."""
+    """Cut a text before spaces that follow another character, where every split begins a word."""
     begin = 0
     while len(text) - begin > GROUP_CHARACTERS:
         cut = _last_cut(text, begin, begin + GROUP_CHARACTERS)

@@ -98,7 +98,7 @@ class WordTable:
         return entries
 
     def _are(self, entries: Integers, keys: Keys, sizes: Integers) -> NDArray[np.bool_]:
-        """Whether these entries are these words."""
+        """Whether each entry of the table is the word beside it."""
         same: NDArray[np.bool_] = self._sizes.take(entries) == sizes
         for at, part in enumerate(keys):
             same &= self._keys[at].take(entries) == part
@@ -182,7 +182,7 @@ def _cut(buffer: bytes, begins: Integers, sizes: Integers) -> list[bytes]:
 
 
 def _ranges(begins: Integers, counts: Integers) -> Integers:
-    """The numbers from each begin on, so many each, laid end to end."""
+    """Concatenate ranges: `counts` numbers from each of `begins` on."""
     before = counts.cumsum() - counts
     found: Integers = np.repeat(begins - before, counts)
     found += np.arange(len(found))

@@ -16,7 +16,7 @@ from ms_kernels.aot.targets import Target, target_named
 from ms_kernels.errors import BackendError, shown
 
 Progress = Callable[[str, int, int], object]
-"""Takes what was done, how much of it, and how much there is."""
+"""Called with the name of a piece, how many pieces are done, and how many there are."""
 
 log = logging.getLogger(__name__)
 

@@ -115,7 +115,7 @@ def compile_entry(entry: Entry, target: Target) -> Compiled:
 
 
 def _scratch(made: Any, target: Target) -> int:
-    """Count the pointers that Triton adds to a kernel's parameters; none may be needed."""
+    """Count the pointers that Triton adds to a kernel's parameters; the kernel may use none."""
     for name in ("global_scratch_size", "profile_scratch_size"):
         size = getattr(made.metadata, name, 0)
         assert not size, f"{made.metadata.name} wants {size} bytes of scratch memory"

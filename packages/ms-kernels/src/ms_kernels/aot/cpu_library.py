@@ -109,7 +109,7 @@ def _is_kept(seal: Path, key: str, package: Path, library: Path) -> bool:
 
 
 def _sealed(key: str, package: Path, library: Path) -> str:
-    """Return the key with the checksums of both files, so that damage is compiled anew."""
+    """Return the key with the checksums of both files, so that a damaged one is compiled anew."""
     sums = (hashlib.sha256(each.read_bytes()).hexdigest() for each in (package, library))
     return " ".join((key, *sums))
 

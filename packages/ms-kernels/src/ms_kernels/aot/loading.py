@@ -20,7 +20,7 @@ _TYPES = {
 
 
 _RANGES = {"pointer": (0, 2**64 - 1), **dict.fromkeys(("i32", "i64"), (-(2**63), 2**63 - 1))}
-"""What ctypes passes on; the library itself refuses what 32 bits do not hold."""
+"""Numbers that ctypes passes on whole; the library refuses those that 32 bits do not hold."""
 
 
 class Library:
@@ -114,10 +114,10 @@ def _functions(manifest: Manifest) -> list[str]:
 
 
 def _number(kind: str, value: Any) -> Any:
-    """Return a number as C takes it; ctypes alone would cut the bits off that are too many.
+    """Return a number as C takes it; ctypes alone would cut off the bits that do not fit.
 
     Raises:
-        TypeError: when it is none of that kind.
+        TypeError: when it is no number of that kind.
     """
     least, most = _RANGES.get(kind, (0, 0))
     fits = is_whole(value, least, most) if kind in _RANGES else is_number(value)

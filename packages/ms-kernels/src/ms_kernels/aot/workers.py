@@ -45,7 +45,7 @@ def each_done(
 
     Args:
         work: a function of a module, or a partial of one: it goes to other processes.
-        items: what goes there with it.
+        items: sent to these processes, one for each call.
         jobs: processes at most; 1 works in this one.
         least: items for which a process is worth starting: it imports torch and Triton anew.
     """

@@ -44,7 +44,7 @@ def same_dtype(call: Call) -> str | None:
 def within_classes(targets: Tensor, ignored: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the targets with 0 for those that are ignored or no class, and which are no class.
 
-    Fused operators get no index that they would follow out of the logits; nothing is waited for.
+    No fused operator is then given an index beyond the logits, and no device is waited for.
     """
     foreign = (targets < 0) | (targets >= count)
     return targets.masked_fill(ignored | foreign, 0), foreign

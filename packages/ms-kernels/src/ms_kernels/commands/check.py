@@ -13,7 +13,7 @@ from ms_kernels.selection import check_backends, contract_of
 
 
 def check(options: argparse.Namespace) -> int:
-    """Compare implementations with the truth; 1 where one is off."""
+    """Compare implementations with the truth; return 1 where one is off."""
     for name in options.operator or ():
         contract_of(name)
     check_backends(options.backend or ())

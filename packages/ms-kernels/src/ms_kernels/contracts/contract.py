@@ -76,7 +76,7 @@ class Contract:
     example: Dims
     """Sizes of an ordinary small call, for which no backend is too large."""
     follows: Mapping[str, str] = field(factory=dict)
-    """Symbols whose size is another's where it alone is given."""
+    """Symbols that have the size of another one where only that one is given."""
     reference: Callable[..., Any]
     """The slow truth, in plain torch."""
     variants: tuple[Variant, ...] = ()

@@ -41,7 +41,7 @@ class Implementation:
     nothing."""
     pays_from: int = 0
     """Elements, of all arguments together, from which on it is worth while on a chip without a
-    tuning table; 0 where it always is, which no tuner measures."""
+    tuning table; 0 where it always is, and no tuner measures it."""
     tuned: tuple[TunedKernel, ...] = ()
     """Kernels whose launch parameters stand in tuning tables."""
     entries: Callable[[str, str], Iterable[Entry]] = lambda chip, dtype: ()
@@ -161,7 +161,7 @@ def _candidates(
 def _objection(
     candidate: Implementation, call: Call, preferred: Sequence[str] | None
 ) -> str | None:
-    """Say why `candidate` is not taken; who names a backend gets it where it can, if slower."""
+    """Say why `candidate` is not taken, or None; one that was asked for is taken even if slower."""
     obstacle = obstacle_to(candidate, call)
     return obstacle if obstacle is not None or preferred else _too_small(candidate, call)
 

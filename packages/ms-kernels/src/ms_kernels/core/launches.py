@@ -54,7 +54,7 @@ class TunedKernel:
     """A kernel, as one operator runs it, whose launch parameters stand in tuning tables."""
 
     operator: str
-    """The operator that it runs for; two may share a kernel and run it otherwise."""
+    """The operator that it runs for; two may share a kernel and give it other parameters."""
     name: str
     """Its name in tables."""
     backend: str = "triton"

@@ -1,8 +1,9 @@
 """Runs operators on each process's own part of DTensors, and puts the results together.
 
-For those whose rule cannot be read off the names of dims (`ms_kernels.core.sharding`): a mean
-counts rows elsewhere, and what sorting tokens counts is no sum over features. Rows of hidden stay
-where they are; what else is split, such as a weight over its classes, is gathered first.
+This is for operators whose rule does not follow from the names of dims
+(`ms_kernels.core.sharding`): a mean loss is divided by the rows of all processes, and each process
+that holds some features of tokens sorts all of them. Rows of hidden stay where they are; what else
+is split, such as a weight over its classes, is gathered first.
 """
 
 from collections.abc import Callable, Sequence

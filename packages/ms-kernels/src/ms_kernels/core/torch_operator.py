@@ -44,8 +44,8 @@ Rules:
    gradients do not tell the sizes, pass `fake_backward`.
 5. Both run below autograd, which records nothing there: `torch.autograd.grad` is of no use inside.
 6. Where the contract mutates arguments, `forward` writes them and returns None; no more is needed.
-7. An option that leaves out a result, as `entropy` does, is minded outside: the torch operator
-   returns it always, and a function around `run` drops it.
+7. An option that leaves out a result, as `entropy` does, is handled outside: the torch operator
+   always returns the result, and a function around `run` drops it.
 8. DTensor may split along the contract's `splits`; where there are none, it is
    ``subclasses=False``. What `forward` and `backward` are given then are each process's own parts.
 """
@@ -159,7 +159,7 @@ class _SplitRules:
 
     @known_when_traced
     def register(self) -> None:
-        """Do it once; importing DTensor takes a second, so it waits until somebody else did."""
+        """Register the rules once, after something else has imported DTensor: that takes a second."""
         if not self._rules or "torch.distributed.tensor" not in sys.modules:
             return
         from torch.distributed.tensor.experimental import register_sharding

@@ -1,10 +1,9 @@
 """Makes a tuning table: measures from which size a backend pays, and how its kernels run best.
 
 For each operator there is a ladder of sizes, small to large, narrow and wide. An implementation
-pays from the smallest size from which on it is slower at no size that was tried than what would be
-taken instead of it, neither forward alone nor forward and backward, within `EVEN`. A kernel with
-parameters (`TunedKernel`) runs with each candidate at sizes of its own; the fastest
-goes to the table.
+pays from the smallest size at and above which it was never slower, within `EVEN`, than what would
+be taken in its place, neither forward alone nor forward and backward. A kernel with parameters
+(`TunedKernel`) runs with each candidate at sizes of its own; the fastest goes to the table.
 """
 
 import logging
@@ -27,16 +26,16 @@ from ms_kernels.tuning.measure import in_turn, one_pass
 log = logging.getLogger(__name__)
 
 EVEN = 1.03
-"""Ratio of two times that counts as none: what repeated measurements differ by."""
+"""Ratio of two times that counts as a tie: what repeated measurements differ by."""
 
 STEPS = (1, 4, 16, 64, 256, 1024, 4096)
 """How many units of what grows are tried."""
 
 LIMIT_FLOPS = 1e9
-"""Work of the largest size on the CPU; an accelerator does a thousandfold."""
+"""Work of the largest size on the CPU; an accelerator is given a thousand times as much."""
 
 LIMIT_BYTES = 1e8
-"""Memory of the largest size on the CPU; an accelerator moves a hundredfold."""
+"""Memory of the largest size on the CPU; an accelerator is given a hundred times as much."""
 
 
 def tune(
@@ -133,9 +132,9 @@ class _Measure:
     def _configurations(
         self, candidate: Implementation, dtype: torch.dtype
     ) -> Iterator[Configuration]:
-        """Yield what each kernel was fastest with; what the next size says as well is left out.
+        """Yield each kernel's fastest parameters, without sizes that have those of the next one.
 
-        Kernels are tuned one after the other, the others as the tables have them.
+        Kernels are tuned one after the other, while the others run as the tables say.
         """
         contract = CONTRACTS[candidate.operator]
         spare = [argument.name for argument in contract.arguments if argument.optional]

@@ -14,10 +14,9 @@ from types import TracebackType
 from ms_parallel.cluster.failures import LOST
 from ms_parallel.cluster.process import is_first, launched, rank, world_size
 from ms_parallel.cluster.watch import Heartbeat, position
-from ms_parallel.entry import BAD_INPUT, FAILED, INTERRUPTED, one_line
-from ms_parallel.errors import LaunchError, ParallelError, StageError
+from ms_parallel.entry import BAD_INPUT, FAILED, INTERRUPTED, exit_code, one_line
+from ms_parallel.errors import LaunchError
 
-_mistakes: set[type[Exception]] = set()
 GOES_ON = "the same command goes on from the last complete checkpoint"
 
 
@@ -53,11 +52,6 @@ def report(error: BaseException) -> int | None:
     return code
 
 
-def count_as_mistake(kind: type[Exception]) -> None:
-    """Count errors of this kind, which another package raises, among what the user can mend."""
-    _mistakes.add(kind)
-
-
 def end_scripts_plainly() -> None:
     """Let an error that nobody handles end a script as it ends the command.
 
@@ -83,10 +77,9 @@ def _exit_of(error: BaseException) -> tuple[int, str] | None:
     """The exit code and the line of an error that a line can explain."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, f"interrupted; {GOES_ON}"
-    if isinstance(error, StageError):
-        return FAILED, str(error)
-    if isinstance(error, (ParallelError, *_mistakes)):
-        return getattr(error, "exit_code", BAD_INPUT), " ".join(str(error).split())
+    code = exit_code(error)
+    if code is not None:
+        return code, " ".join(str(error).split())
     if _is_lost(error):
         reason = re.sub(r"^\[\S+\] ", "", " ".join(str(error).split())).split(". ")[0][:160]
         return FAILED, f"rank {rank()} lost another process ({reason}); {GOES_ON}"
@@ -95,7 +88,7 @@ def _exit_of(error: BaseException) -> tuple[int, str] | None:
 
 def _is_lost(error: BaseException) -> bool:
     """Whether this is what torch raises where another process does not come."""
-    of_torch = isinstance(error, RuntimeError) and not isinstance(error, ParallelError)
+    of_torch = isinstance(error, RuntimeError) and exit_code(error) is None
     return of_torch and launched() and bool(LOST.search(str(error)))
 
 

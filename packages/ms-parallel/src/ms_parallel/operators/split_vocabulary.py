@@ -38,11 +38,16 @@ class VocabularyParallelLoss(torch.autograd.Function):
         """Losses (T,) float32, float64 for float64.
 
         Of hidden (T, H), weight (V/t, H) and global targets (T,) int64.
+
+        Raises:
+            RuntimeError: a target is neither a class nor ignored; an accelerator stops at it.
         """
         width = weight.shape[0]
         local = targets - dist.get_rank(group) * width
-        here = (local >= 0) & (local < width)
-        index = torch.where(here, local, 0)
+        here, counted = (local >= 0) & (local < width), targets != IGNORED
+        # As in one process, a target that is no class fails in the lookup: on every rank alike.
+        foreign = counted & ((targets < 0) | (targets >= width * dist.get_world_size(group)))
+        index = torch.where(here, local, 0).where(~foreign, targets)
         rows = _chunk_rows(targets.shape[0], width, limit_bytes)
         kept: Tensor | None = None
         maxima, sums, hits = [], [], []
@@ -57,7 +62,6 @@ class VocabularyParallelLoss(torch.autograd.Function):
         normaliser, target_logit = _settle(
             torch.cat(maxima), torch.cat(sums), torch.cat(hits).masked_fill_(~here, 0.0), group
         )
-        counted = targets != IGNORED
         ctx.rows, ctx.softcap, ctx.z_loss = rows, softcap, z_loss
         ctx.save_for_backward(hidden, weight, index, here & counted, counted, normaliser, kept)
         losses = normaliser - target_logit

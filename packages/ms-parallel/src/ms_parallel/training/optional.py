@@ -2,7 +2,6 @@
 
 from types import ModuleType
 
-from ms_parallel.cluster.endings import count_as_mistake
 from ms_parallel.errors import ConfigError
 from ms_parallel.operators.protocol import Ops
 
@@ -19,7 +18,6 @@ def data_package() -> ModuleType:
         raise ConfigError(
             "training on a dataset needs ms-data; install it: pip install 'ms-parallel[data]'"
         ) from error
-    count_as_mistake(ms_data.DataError)
     return ms_data
 
 

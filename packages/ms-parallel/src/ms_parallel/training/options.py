@@ -162,8 +162,8 @@ class Options(Essentials):
     batch_size: int = field(default=8, validator=whole(most=MOST_ROWS))
     """Samples in one update, over all processes."""
     microbatch_size: int | Literal["auto"] | None = field(default=None, validator=_microbatch)
-    """Samples of one data rank that pass at once; None for all (or one each with a pipeline);
-    `auto` for the most that fit into memory."""
+    """Samples of one data rank that pass at once; None for all, or with a pipeline for the most
+    that leave twice as many microbatches as ranks; `auto` for the most that fit into memory."""
     memory_gib: float | None = field(default=None, validator=number(least=1e-6, optional=True))
     """Most memory of a rank for `microbatch_size = "auto"`; None for what its device has free."""
     learning_rate: float = field(default=3e-4, validator=number())

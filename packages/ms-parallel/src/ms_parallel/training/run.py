@@ -1,6 +1,9 @@
-"""Runs the steps and evaluations of a run from its last checkpoint on."""
+"""A run from its last checkpoint to its result: steps, evaluations, the trained model."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from math import nan
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -18,13 +21,16 @@ from ms_parallel.events import OnEvent
 from ms_parallel.pipeline.gathering import recorded_step
 from ms_parallel.pipeline.step_file import write_step
 from ms_parallel.planner.found_schedule import FoundSchedule
-from ms_parallel.progress import RunDisplay, Throughput
+from ms_parallel.progress import RunDisplay, Throughput, duration
 from ms_parallel.training.course.checkpoints import RunCheckpoints, Standing, Stream
 from ms_parallel.training.course.policy import Policy, check_lost, reason
 from ms_parallel.training.course.telling import Telling
 from ms_parallel.training.held_out import HeldOut
+from ms_parallel.training.optional import data_package
 from ms_parallel.training.options import Options
+from ms_parallel.training.result import Result, printable, write_model
 from ms_parallel.training.shares.row_shares import RowShares
+from ms_parallel.training.tokenizer import run_tokenizer
 
 
 @frozen(kw_only=True)
@@ -33,6 +39,8 @@ class Run:
 
     engine: Engine
     stream: Stream
+    shards: Path
+    """The folder that the stream reads, with the run's tokenizer."""
     held_out: HeldOut | None
     total: int
     """Steps of the whole run."""
@@ -63,6 +71,83 @@ class Run:
         for change in changes:
             self.show.note(f"changed: {change}")
             self.emit("changed_setting", {"setting": change})
+
+    def begin(self) -> None:
+        """Log what the run is, and take over its last checkpoint."""
+        count = sum(parameter.numel() for parameter in self.engine.parameters.values())
+        layout = str(self.engine.groups.layout)
+        self.emit("begin", {"steps": self.total, "layout": layout, "local_parameters": count})
+        if self.found is not None:
+            self._note_schedule(self.found)
+        self.checkpoints.resume()
+
+    def complete(self) -> Result:
+        """Make the steps that are left; at the end, write the model and a sample of its text."""
+        options, resumed = self.options, self.engine.step
+        try:
+            finished = self.go()
+        finally:
+            if self.telling.audits is not None:
+                self.telling.audits.draw()
+        folder = self._write_model() if finished else None
+        sample, prompt = None, options.sample_prompt
+        if finished and prompt is not None:
+            sample = self.generate(prompt, max_new_tokens=options.sample_tokens)
+            self.show.note(f"sample:\n{printable(prompt + sample)}")
+        self._note_end(folder, resumed)
+        self.emit("end", {"step": self.engine.step, "finished": int(finished)})
+        standing = self.standing
+        return Result(
+            step=self.engine.step,
+            finished=finished,
+            stopped_by=None if finished else self.stop.signal_name,
+            loss=nan if standing.loss is None else standing.loss,
+            held_out_loss=standing.held_out_loss,
+            first_held_out_loss=standing.first_held_out_loss,
+            tokens=standing.tokens,
+            seconds=standing.seconds,
+            model_folder=folder,
+            sample=sample,
+            shares=self.shares.rows,
+            slow_ranks=self.shares.slow_ranks,
+        )
+
+    def _write_model(self) -> Path:
+        """Write the trained model as a Hugging Face folder with its tokenizer."""
+        tokenizer = run_tokenizer(self.shards, self.options.model_folder)
+        save = partial(self.engine.save, tokenizer=tokenizer)
+        return write_model(self.options.output_dir / "model", self.checkpoints.mark, save)
+
+    def _note_schedule(self, found: FoundSchedule) -> None:
+        self.emit(
+            "schedule",
+            {
+                "makespan_ms": found.makespan_ms,
+                "lower_bound_ms": found.lower_bound_ms,
+                "one_f_one_b_ms": found.one_f_one_b_ms,
+                "placement": str(found.staged.schedule.placement),
+                "layers": str(found.layers),
+            },
+        )
+        self.show.note(
+            f"schedule found: a step of {found.makespan_ms:.3g} ms by measured costs, 1F1B"
+            f" {found.one_f_one_b_ms:.3g} ms; layers of the stages {found.layers}"
+        )
+
+    def _note_end(self, folder: Path | None, resumed: int) -> None:
+        """Say how the run, which went on at step `resumed`, has ended."""
+        step = self.engine.step
+        if folder is None:
+            self.show.note(
+                f"stopped by {self.stop.signal_name} at step {step} of {self.total}; a checkpoint"
+                " is saved, the same command goes on"
+            )
+        elif resumed == step:
+            self.show.note(f"already trained to step {resumed}; nothing left to do")
+        else:
+            self.show.note(f"trained {step} steps in {duration(self.standing.seconds)}: {folder}")
+        if slow := self.shares.report():
+            self.show.note(slow)
 
     def go(self) -> bool:
         """Make the steps that are left.
@@ -199,6 +284,23 @@ class Run:
         self.show.note(f"held-out loss {loss:.4f} at step {step}")
         self.emit("evaluate", {"step": step, "held_out_loss": loss})
         return loss
+
+    def generate(
+        self, prompt: str, *, max_new_tokens: int, temperature: float = 0.8, top_k: int = 50
+    ) -> str:
+        """Continue a text with the model as it is; every process must call it."""
+        tokenizer = data_package().Tokenizer.load(self.shards / "tokenizer.json")
+        tokens = tokenizer.encode(prompt) or [tokenizer.end_of_text]
+        (written,) = self.engine.generate(
+            [tokens],
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=self.options.seed,
+            stop_token=tokenizer.end_of_text,
+        )
+        text: str = tokenizer.decode([t for t in written if t < tokenizer.vocabulary_size])
+        return text
 
 
 @frozen(kw_only=True)

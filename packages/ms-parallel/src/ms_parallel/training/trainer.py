@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
-from math import nan
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from ms_parallel.planner.apart import call_apart
 from ms_parallel.planner.found_schedule import FILE, FoundSchedule, read_found, write_found
 from ms_parallel.planner.rank_memory import PREDICTION, RankMemory
 from ms_parallel.planner.tuning import conditions_of, search_schedule
-from ms_parallel.progress import RunDisplay, duration
+from ms_parallel.progress import RunDisplay
 from ms_parallel.signature import takes
 from ms_parallel.split.precision_choice import MixedPrecision
 from ms_parallel.training.course.audits import Audits
@@ -48,9 +47,8 @@ from ms_parallel.training.optional import data_package, operators_of
 from ms_parallel.training.options import AUTO, Length, Options
 from ms_parallel.training.ownership import held
 from ms_parallel.training.planning.auto_layout import with_layout
-from ms_parallel.training.result import Result, printable, write_model
+from ms_parallel.training.result import Result
 from ms_parallel.training.run import Run
-from ms_parallel.training.tokenizer import run_tokenizer
 
 
 class DistributedTrainer:
@@ -137,7 +135,9 @@ class DistributedTrainer:
             run = self._assemble(layout_of(self._settled), length, emit)
             try:
                 run.note_changes(changes)
-                return self._perform(run)
+                run.begin()
+                self._run = run
+                return run.complete()
             finally:
                 run.checkpoints.close()
                 run.show.close()
@@ -158,19 +158,9 @@ class DistributedTrainer:
         Raises:
             ConfigError: nothing has been trained yet.
         """
-        run = self._trained()
-        tokenizer = data_package().Tokenizer.load(self._shards / "tokenizer.json")
-        tokens = tokenizer.encode(prompt) or [tokenizer.end_of_text]
-        (written,) = run.engine.generate(
-            [tokens],
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            seed=self.options.seed,
-            stop_token=tokenizer.end_of_text,
+        return self._trained().generate(
+            prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k
         )
-        text: str = tokenizer.decode([t for t in written if t < tokenizer.vocabulary_size])
-        return text
 
     def _trained(self) -> Run:
         if self._run is None:
@@ -219,6 +209,7 @@ class DistributedTrainer:
         return Run(
             engine=engine,
             stream=stream,
+            shards=self._shards,
             held_out=HeldOut.find(
                 self._shards,
                 place,
@@ -279,67 +270,6 @@ class DistributedTrainer:
         root = self._settled.output_dir / "checkpoints"
         return BackgroundSaver(root, self._settled.keep_checkpoints)
 
-    def _perform(self, run: Run) -> Result:
-        count = sum(parameter.numel() for parameter in run.engine.parameters.values())
-        layout = str(run.engine.groups.layout)
-        run.emit("begin", {"steps": run.total, "layout": layout, "local_parameters": count})
-        if run.found is not None:
-            _note_schedule(run, run.found)
-        run.checkpoints.resume()
-        resumed = run.engine.step
-        self._run = run
-        try:
-            finished = run.go()
-        finally:
-            if run.telling.audits is not None:
-                run.telling.audits.draw()
-        folder = self._write_model(run) if finished else None
-        sample, prompt = None, self.options.sample_prompt
-        if finished and prompt is not None:
-            sample = self.generate(prompt, max_new_tokens=self.options.sample_tokens)
-            run.show.note(f"sample:\n{printable(prompt + sample)}")
-        _note_end(run, folder, resumed)
-        run.emit("end", {"step": run.engine.step, "finished": int(finished)})
-        standing = run.standing
-        return Result(
-            step=run.engine.step,
-            finished=finished,
-            stopped_by=None if finished else run.stop.signal_name,
-            loss=nan if standing.loss is None else standing.loss,
-            held_out_loss=standing.held_out_loss,
-            first_held_out_loss=standing.first_held_out_loss,
-            tokens=standing.tokens,
-            seconds=standing.seconds,
-            model_folder=folder,
-            sample=sample,
-            shares=run.shares.rows,
-            slow_ranks=run.shares.slow_ranks,
-        )
-
-    def _write_model(self, run: Run) -> Path:
-        """Write the trained model as a Hugging Face folder with its tokenizer."""
-        tokenizer = run_tokenizer(self._shards, self.options.model_folder)
-        folder = self.options.output_dir / "model"
-        return write_model(
-            folder, run.checkpoints.mark, partial(run.engine.save, tokenizer=tokenizer)
-        )
-
-
-def _note_end(run: Run, folder: Path | None, resumed: int) -> None:
-    """Say how a run has ended that began, or went on, at step `resumed`."""
-    step = run.engine.step
-    if folder is None:
-        run.show.note(
-            f"stopped by {run.stop.signal_name} at step {step} of {run.total}; a checkpoint is"
-            " saved, the same command goes on"
-        )
-    elif resumed == step:
-        run.show.note(f"already trained to step {resumed}; nothing left to do")
-    else:
-        run.show.note(f"trained {step} steps in {duration(run.standing.seconds)}: {folder}")
-    if slow := run.shares.report():
-        run.show.note(slow)
-
 
 def _find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedule | None:
     """The schedule that was found for this run, now or when it began; None if none is to be found.
@@ -382,20 +312,3 @@ def _find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedu
     )
     first_does(lambda: write_found(path, found))
     return found
-
-
-def _note_schedule(run: Run, found: FoundSchedule) -> None:
-    run.emit(
-        "schedule",
-        {
-            "makespan_ms": found.makespan_ms,
-            "lower_bound_ms": found.lower_bound_ms,
-            "one_f_one_b_ms": found.one_f_one_b_ms,
-            "placement": str(found.staged.schedule.placement),
-            "layers": str(found.layers),
-        },
-    )
-    run.show.note(
-        f"schedule found: a step of {found.makespan_ms:.3g} ms by measured costs, 1F1B"
-        f" {found.one_f_one_b_ms:.3g} ms; layers of the stages {found.layers}"
-    )

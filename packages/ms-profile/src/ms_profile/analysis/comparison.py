@@ -13,8 +13,9 @@ One run of each does not show how far two runs of one program lie apart, so 2.5%
 Where there are more of A or of B, the runs' medians are compared as they scatter from run to run.
 """
 
+import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from ms_profile.errors import ProfileError, TraceError
 from ms_profile.log.event_reader import EventFilter, read_events
 from ms_profile.log.manifest import read_run
 
+logger = logging.getLogger(__name__)
 LEAST_STEPS = 4
 SIGNIFICANCE = 0.02
 LEAST_CHANGE = 0.03
@@ -166,16 +168,26 @@ def _most(shares: Sequence[float | None]) -> float | None:
     return max(known) if len(known) == len(shares) else None
 
 
-def recorded_steps(folder: Path) -> RecordedSteps | None:
+def recorded_steps(
+    folder: Path, *, on_problem: Callable[[str], None] = logger.warning
+) -> RecordedSteps | None:
     """The steps that a run's event log holds.
 
     Steps that the tracer slowed are left out, and those before its first window, which fill caches.
     None where the folder is no run, or has fewer than 4 such steps on all ranks.
+
+    Args:
+        folder: of the run.
+        on_problem: called with a sentence on a part of its records that cannot be read.
     """
+    if not (folder / "manifest.json").is_file():
+        return None
     try:
         run = read_run(folder)
-        events = list(read_events(folder, EventFilter(kinds={"step"})))
-    except ProfileError:
+        wanted = EventFilter(kinds={"step"})
+        events = list(read_events(folder, wanted, on_problem=on_problem))
+    except ProfileError as error:
+        on_problem(str(error))
         return None
     times: dict[int, dict[int, float]] = defaultdict(dict)
     waits: dict[int, dict[int, float]] = defaultdict(dict)

@@ -1,9 +1,10 @@
 """Which traces of a folder are read, one a rank, and which run they belong to."""
 
+import logging
 import os
 import shlex
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -13,6 +14,7 @@ from ms_profile.errors import ProfileError, TraceError
 from ms_profile.log.manifest import RankManifest, read_ranks, read_run
 from ms_profile.vendors import VENDORS
 
+logger = logging.getLogger(__name__)
 SUFFIXES: Final = (".json", ".json.gz")
 RING_SUFFIX: Final = ".ring"
 
@@ -117,8 +119,19 @@ def _last_windows(files: Sequence[Path]) -> tuple[Path, ...]:
     return tuple(last.values())
 
 
-def describe_run(path: Path, *, window: int | None = None) -> RunDescription:
-    """Describe what was run, from the manifests of a run's folder, or of the one a file lies in."""
+def describe_run(
+    path: Path,
+    *,
+    window: int | None = None,
+    on_problem: Callable[[str], None] = logger.warning,
+) -> RunDescription:
+    """Describe what was run, from the manifests of a run's folder, or of the one a file lies in.
+
+    Args:
+        path: the folder or file.
+        window: of the run, counted from 1; the last one where not given.
+        on_problem: called with a sentence on a run's manifest that cannot be read.
+    """
     place = Path(os.path.abspath(path))
     folder = next(
         (each for each in (place, *place.parents[:2]) if (each / "manifest.json").is_file()), None
@@ -127,7 +140,8 @@ def describe_run(path: Path, *, window: int | None = None) -> RunDescription:
         return RunDescription(name=place.name)
     try:
         run = read_run(folder)
-    except ProfileError:
+    except ProfileError as error:
+        on_problem(f"{error}; what was run, and what it was to show, is not known")
         return RunDescription(name=place.name)
     ranks, _ = _ranks_of(folder)
     saved = max((len(rank.traces) for rank in ranks), default=0) if place == folder else 1

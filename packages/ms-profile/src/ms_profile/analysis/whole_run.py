@@ -93,14 +93,15 @@ def analyse(path: str | os.PathLike[str], *, window: int | None = None) -> Analy
     traces, warnings = _read_all(found.files)
     if not traces:
         raise TraceError(f"{path} holds no readable trace: {'; '.join(warnings) or 'it is empty'}")
-    pauses = {rank: read_pauses(place, rank) for rank in traces}
+    pauses = {rank: read_pauses(place, rank, on_problem=warnings.append) for rank in traces}
+    run = describe_run(place, window=window, on_problem=warnings.append)
     analysis = analyse_traces(
         traces,
         garbage={rank: own.garbage for rank, own in pauses.items() if own is not None},
         data={rank: own.data for rank, own in pauses.items() if own is not None},
         warnings=(*found.warnings, *warnings),
     )
-    return evolve(analysis, run=describe_run(place, window=window))
+    return evolve(analysis, run=run)
 
 
 def _read_all(files: Sequence[Path]) -> tuple[dict[int, Trace], list[str]]:

@@ -1,6 +1,7 @@
 """`ms-profile compare A B`: exit 1 when B is significantly slower."""
 
 import argparse
+import sys
 from typing import Any, Final
 
 import msgspec
@@ -18,7 +19,7 @@ from ms_profile.analysis.comparison import (
     recorded_steps,
 )
 from ms_profile.analysis.whole_run import analyse
-from ms_profile.commands.printable import cell
+from ms_profile.commands.printable import cell, plain
 from ms_profile.entry import path_argument
 from ms_profile.errors import TraceError
 
@@ -64,6 +65,10 @@ def execute(options: argparse.Namespace) -> int:
     return 1 if found.regression else 0
 
 
+def _tell(problem: str) -> None:
+    print(f"ms-profile: {plain(problem)}", file=sys.stderr)
+
+
 def _recorded(
     options: argparse.Namespace,
 ) -> tuple[list[RecordedSteps], list[RecordedSteps]] | None:
@@ -77,7 +82,7 @@ def _recorded(
     kinds: tuple[list[RecordedSteps], list[RecordedSteps]] = ([], [])
     for own, kind in zip(folders, kinds, strict=True):
         for folder in own:
-            one = recorded_steps(folder)
+            one = recorded_steps(folder, on_problem=_tell)
             if one is None and several:
                 raise TraceError(
                     f"{folder} is no run with a log of {LEAST_STEPS} steps or more; several runs "

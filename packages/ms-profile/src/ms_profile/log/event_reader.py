@@ -115,7 +115,10 @@ def follow_events(
     poll_s: float = 0.2,
     until: Callable[[], bool] = lambda: False,
 ) -> Iterator[Event]:
-    """Yield events as they are flushed, those already there first; ends once `until()` is true."""
+    """Yield events as they are flushed, those already there first; ends once `until()` is true.
+
+    A damaged stretch is warned of, once, and what follows it is read.
+    """
     check_path("a log", folder, error=FormatError)
     kept = wanted or EventFilter()
     places: defaultdict[Path, _Place] = defaultdict(_Place)
@@ -164,9 +167,16 @@ def _new_events(path: Path, place: _Place) -> list[Event]:
         if isinstance(found, Damage):
             if found.torn:
                 break
+            where, size = place.offset + found.start, found.end - found.start
+            logger.warning(
+                "%s is damaged at byte %d; %d bytes are left out", path.name, where, size
+            )
         elif found.number not in place.seen:
             place.seen.add(found.number)
-            events += _decode(found) or ()
+            decoded = _decode(found)
+            if decoded is None:
+                logger.warning("%s holds a block that is none of events", path.name)
+            events += decoded or ()
         position = found.end
     place.offset += position
     return events

@@ -211,20 +211,23 @@ class Session:
         # What the recorders took at the boundary is part of no step.
         self._since_ns = time.monotonic_ns()
 
-    def _report_step(self, step: int) -> None:
+    def _report_step(self, step: int, *, last: bool = False) -> None:
         now = time.monotonic_ns()
         fields: dict[str, Value] = {"step": step, "step_time_s": (now - self._since_ns) / 1e9}
         if (waited_ns := self._cpu_wait.since_last_ns()) is not None:
             fields["cpu_wait_s"] = waited_ns / 1e9
         if self._window_ended or (self._tracer is not None and self._tracer.tracing):
             fields["traced"] = 1
-        if now - self._metrics_ns >= SLOW_METRICS_NS:
+        if last or now - self._metrics_ns >= SLOW_METRICS_NS:
             self._metrics_ns = now
             fields |= self._slow_metrics()
         self.events("step", fields)
 
     def _slow_metrics(self) -> dict[str, Value]:
-        """Metrics reported about once a second, if asked for: memory, the wait for data."""
+        """Metrics reported about once a second, and at the end, if asked for: memory, data waits.
+
+        Waits are collected every few seconds: each report has those collected since the one before.
+        """
         import torch
 
         metrics: dict[str, Value] = {}
@@ -243,7 +246,7 @@ class Session:
         before = self._recorder.steps
         self._recorder.close()
         if self._recorder.steps > before:
-            self._report_step(before)
+            self._report_step(before, last=True)
         if self._recorder.problem is not None:
             self._warnings.append(self._recorder.problem)
         if self.forks and not self._recorder.steps:

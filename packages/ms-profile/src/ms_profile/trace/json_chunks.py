@@ -126,7 +126,11 @@ class TraceText:
     def _take_header(self, text: bytes) -> None:
         try:
             found = msgspec.json.decode(text)
-        except DAMAGE:
+        except DAMAGE as error:
+            self.warnings.append(
+                f"{self.path.name}: what stands beside the events is damaged ({error}); the trace's"
+                " rank and host may be among it"
+            )
             return
         if isinstance(found, dict):
             self.header.update(found)

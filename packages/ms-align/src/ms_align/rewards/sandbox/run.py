@@ -7,7 +7,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import cache
 from typing import IO
 
@@ -50,9 +50,10 @@ def judge(response: str, tests: str, limits: Limits | None = None) -> Outcome:
 
 
 def _run(texts: dict[str, str], limits: Limits) -> Outcome:
+    problem: OSError | None = None
     for _ in range(2):
         client = zygote()
-        with suppress(OSError):
+        try:
             lacking = _lacking(client)
             if lacking and not limits.unconfined:
                 raise ConfigError(
@@ -60,8 +61,12 @@ def _run(texts: dict[str, str], limits: Limits) -> Outcome:
                     "later on x86-64 or arm64, or set unconfined"
                 )
             return run_in(client, texts, limits, confined=not lacking)
+        except OSError as error:
+            problem = error
         client.stop()
-    raise ConfigError("the sandbox's first process died twice; is this machine out of memory?")
+    raise ConfigError(
+        f"the sandbox failed twice: {problem}; is this machine out of memory, processes or files?"
+    ) from problem
 
 
 @cache

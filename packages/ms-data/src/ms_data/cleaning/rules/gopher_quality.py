@@ -36,7 +36,7 @@ class GopherQuality(Rule):
     min_stop_words: int = field(default=2, validator=whole(least=0))
     """How many of the stop words occur, at least."""
     stop_words: tuple[str, ...] = field(default=_STOP_WORDS, converter=as_tuple, validator=texts)
-    """What nearly every text has some of."""
+    """Words of which nearly every text has some."""
 
     def apply(self, text: Text, /) -> Outcome:
         """Drop what has too few or too many words, lines and signs of some kind."""

@@ -12,7 +12,7 @@ from ms_data.settings import flag, one_of, text
 
 @frozen(kw_only=True)
 class PersonalData(Rule):
-    """Mask mail, telephone, public IP, identity and card numbers, Chinese forms too.
+    """Masks mail addresses, telephone, public IP, identity and card numbers, Chinese forms too.
 
     Identity numbers of China are checked by ISO 7064 (GB 11643-1999), cards by ISO/IEC 7812-1.
     """

@@ -16,7 +16,7 @@ _SHARED_BYTES = 1 << 28
 """What the rows of a batch may take whose values lie in the file once, and are repeated."""
 
 _METADATA_BYTES = 1 << 28
-"""What the names and statistics of a file never take."""
+"""More than the names and statistics of a file ever take."""
 
 
 def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Found]:
@@ -49,7 +49,7 @@ def _open(file: OpenFile, pages: CheckedPages) -> Any:
 def _batches(
     table: Any, pages: CheckedPages, start: int, file: OpenFile, columns: list[str] | None
 ) -> Iterator[tuple[Any, int]]:
-    """Give the batches after row `start`, with the number of the first row of each."""
+    """Yield the batches after row `start`, with the number of the first row of each."""
     begin, begin_bytes = 0, 0
     groups = [table.metadata.row_group(one) for one in range(table.metadata.num_row_groups)]
     whole = max(1, sum(one.total_byte_size for one in groups))
@@ -92,9 +92,9 @@ def _decoded(
 
 
 def _check_chunks(table: Any, pages: CheckedPages, number: int, columns: list[str] | None) -> None:
-    """Let pyarrow find what the footer says wrongly of a row group, where it can raise that.
+    """Let pyarrow check what the footer says of a row group while it can still raise an error.
 
-    Asked for a column by itself, pyarrow 26 ends the process over a bad one.
+    pyarrow 26 ends the process when it is asked for one bad column by itself.
     """
     pages.hold()
     try:

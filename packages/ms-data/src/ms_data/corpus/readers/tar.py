@@ -105,7 +105,7 @@ def _samples(file: OpenFile, limit: int) -> Iterator[_Sample]:
 
 
 def _members(content: Content, file: OpenFile) -> Iterator[_Member]:
-    """Give each regular member; its content must be read before the next one is asked for."""
+    """Yield each regular member; its content must be read before the next one is asked for."""
     more: dict[str, str] = {}
     ended = True
     while block := content.read(_BLOCK):
@@ -135,7 +135,7 @@ def _header(block: bytes, file: OpenFile) -> tarfile.TarInfo:
 
 
 def _checked(info: tarfile.TarInfo, more: dict[str, str], file: OpenFile) -> Iterator[_Member]:
-    """Give a member if it is a file; refuse what is no part of a data set."""
+    """Return a member if it is a file; refuse what is no part of a data set."""
     name, size = more.get("path", info.name), _size(info, more, file)
     problem = ""
     if info.type != tarfile.DIRTYPE and info.type not in _FILES:

@@ -1,8 +1,8 @@
 """Block sizes, warps and stages of kernels, made to fit a call.
 
-What a tuner may choose stands in the tuning tables, or as defaults beside each kernel. Here stands
-what follows from a call's sizes: a block that holds a whole row, or that is no larger than what
-there is.
+What a tuner may choose stands in the tuning tables, or as defaults beside each kernel. Computed
+here is what follows from a call's sizes: a block that holds a whole row, or that is no larger than
+the tensor.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from ms_kernels.core.launches import ANY_SIZE, Defaults, TableKey, TunedKernel, 
 
 
 def grid(**values: Iterable[int]) -> tuple[Mapping[str, int], ...]:
-    """Return every combination."""
+    """Return every combination of the values that the parameters may have."""
     return tuple(dict(zip(values, each, strict=True)) for each in product(*values.values()))
 
 
@@ -87,8 +87,8 @@ def whole_rows(kernel: TunedKernel, key: TableKey, width: int) -> dict[str, int]
 def shares(kernel: TunedKernel, key: TableKey, rows: int, width: int) -> tuple[int, int]:
     """Return rows a program, and programs, of a normalisation's backward pass.
 
-    Each program keeps its own sum of the weight's gradient, so that their number belongs to the
-    result; a program's share is a multiple of the rows that it holds at once.
+    Each program keeps its own sum of the weight's gradient, so the number of programs decides how
+    the result is rounded; a program's share is a multiple of the rows that it holds at once.
     """
     at_once = whole_rows(kernel, key, width)["ROWS"]
     most = kernel.values(key, width)["PROGRAMS"]

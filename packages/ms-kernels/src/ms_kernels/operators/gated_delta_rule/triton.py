@@ -60,7 +60,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def _sums(near: Tensor, *sizes: int) -> Tensor:
-    """Return room for numbers in float32, on the device of `near`."""
+    """Return a float32 tensor, not initialised, on the device of `near`."""
     return near.new_empty(sizes, dtype=torch.float32)
 
 

@@ -40,7 +40,7 @@ class Sums:
         rows: slice,
         factor: Tensor | None = None,  # (R, 1)
     ) -> None:
-        """Spend one chunk, each row times `factor`: cheaper on H columns than on V."""
+        """Add one chunk's gradients, each row times `factor`, which here meets H columns, not V."""
         if self.hidden is not None:
             part = self.hidden[rows]
             for columns, tile in _tiles(weight, grad.dtype):

@@ -1,4 +1,4 @@
-"""Losses and log-probabilities of the rows that count alone, found before any work is done.
+"""Losses and log-probabilities of only those rows that count, found before any work is done.
 
 Where prompts are ignored, as in fine-tuning, most rows may be; they cost nothing then. An
 accelerator would have to wait for their number, the CPU need not.
@@ -23,7 +23,7 @@ def of_counted_rows(
     targets: Tensor,
     ignore_index: int,
 ) -> Any:
-    """Return what `run` returns of these tensors, made of the rows that count; 0 for the others.
+    """Call `run` with only those rows that count; the results of all others are 0.
 
     Args:
         run: returns a number a row, a tuple of such, or one number for all rows.

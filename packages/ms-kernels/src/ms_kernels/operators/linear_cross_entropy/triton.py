@@ -121,7 +121,7 @@ def _scale(
     wanted: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Scale what the forward pass held; it stays as it is: the graph may be walked again."""
+    """Return scaled copies of what the forward pass held, as the graph may be walked again."""
     settings = LossOptions(*options)
     if settings.reduction == "mean":
         grad = grad / counted_of(targets == settings.ignore_index)

@@ -1,7 +1,7 @@
 """Tokens sorted by expert through npu_moe_token_permute; places are int32 there and int64 here.
 
-A choice that is no expert is given to one more than there are: its row comes last, and it is
-counted for none, as in our Triton kernel. Nothing is waited for.
+A choice that is no expert is given to an extra one behind the last: its row comes last, and it is
+counted for none, as in our Triton kernel. No device is waited for.
 """
 
 import torch

@@ -64,7 +64,7 @@ def token_log_probs(hidden: Tensor, weight: Tensor, tokens: Tensor, *options: An
 
 
 def _refuses(call: Call) -> str | None:
-    """Decline what is not made of maximum and Σ exp alone."""
+    """Decline a temperature, entropies, and sizes that the kernels do not take."""
     if call.options[0] != 1:
         return f"has no temperature but 1, and here is {call.options[0]}"
     if call.options[2]:

@@ -1,4 +1,4 @@
-"""Log-probabilities of the rows that count alone, found before any work is done."""
+"""Log-probabilities of only those rows that count, found before any work is done."""
 
 from typing import Any
 

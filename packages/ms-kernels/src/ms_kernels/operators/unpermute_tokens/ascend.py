@@ -1,7 +1,7 @@
 """Rows led back to their tokens through npu_moe_token_unpermute.
 
 A place that is no row is not followed: it gets the nearest one, and a weight that makes its token
-NaN. Nothing is waited for.
+NaN. No device is waited for.
 """
 
 import torch

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Mapping
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,11 +45,20 @@ def knows(model_type: object) -> bool:
 
 
 def causal_classes() -> Mapping[str, str]:
-    """By `model_type` transformers' class for causal text; nothing where it is not installed."""
+    """By `model_type` transformers' class for causal text; nothing where it is not installed.
+
+    Raises:
+        ModelError: it is installed and cannot be imported.
+    """
     try:
+        import_module("transformers")
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    except ImportError:
-        return {}
+    except ImportError as error:
+        if error.name == "transformers":
+            return {}
+        raise ModelError(
+            f"transformers is installed and cannot be imported: {error}; install it again"
+        ) from error
     return cast(Mapping[str, str], MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 

@@ -5,6 +5,7 @@ file beside the runs' folders too, so that a run that is deleted still counts.
 """
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from math import exp, log
@@ -20,6 +21,7 @@ from ms_parallel.planner.record.plan_file import FILE as PLAN
 from ms_parallel.planner.record.plan_file import Plan, read_plan
 from ms_parallel.planner.record.sealed import read_sealed, write_sealed
 
+logger = logging.getLogger(__name__)
 FILE = "planned-runs.json"
 """Its name beside the runs' folders."""
 EVENTS = "events.jsonl"
@@ -99,7 +101,8 @@ def _runs(folder: Path) -> Iterator[PlannedRun]:
     for name in names:
         try:
             plan = read_plan(folder / name / PLAN)
-        except ConfigError:  # whoever plans that run anew is told
+        except ConfigError as error:
+            logger.warning("warning: %s; plans are corrected without this run", error)
             continue
         measured = _step_s(folder / name / EVENTS, plan) if plan is not None else None
         if plan is None or measured is None:

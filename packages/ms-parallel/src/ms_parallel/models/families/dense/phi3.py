@@ -82,7 +82,12 @@ FAMILY = DenseFamily(
     config=Phi3Config,
     weights=_weights,
     transformers_class="Phi3ForCausalLM",
-    fixed={"attention_bias": False, "mlp_bias": False, "query_key_norm": False},
+    fixed={
+        "attention_bias": False,
+        "mlp_bias": False,
+        "query_key_norm": False,
+        "sliding_layers": None,
+    },
     silent={
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,

@@ -58,6 +58,7 @@ FAMILY = DenseFamily(
     transformers_class="Glm4MoeForCausalLM",
     fixed={"mlp_bias": False, "sliding_window": None, "sliding_layers": None},
     also_called=ALSO_CALLED,
+    null_key_heads=False,
     silent={
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,

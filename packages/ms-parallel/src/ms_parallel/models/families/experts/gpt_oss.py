@@ -114,6 +114,9 @@ def _weights(config: GptOssConfig) -> Rules:
     }
 
 
+_WINDOW = 128
+
+
 class _Windows:
     """Every other layer slides, the first one too, where `layer_types` says nothing."""
 
@@ -132,8 +135,9 @@ class _Windows:
         return (window, layers) if layers else (None, None)
 
     def write(self, config: GptOssConfig) -> dict[str, object]:
-        """Both."""
-        return {"sliding_window": config.sliding_window, "layer_types": layer_types(config)}
+        """Both; a window also where no layer slides, as transformers does not run without one."""
+        window = config.sliding_window or _WINDOW
+        return {"sliding_window": window, "layer_types": layer_types(config)}
 
 
 class _Positions:
@@ -143,7 +147,7 @@ class _Positions:
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Base and scaling."""
-        if not given.get("rope_parameters") and not given.get("rope_scaling"):
+        if given.get("rope_parameters") is None and not given.get("rope_scaling"):
             yarn = {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
             given = {**given, "rope_scaling": {"rope_type": "yarn", **yarn}}
         return ONE_ROPE.read(given)
@@ -163,13 +167,14 @@ FAMILY = DenseFamily(
     transformers_class="GptOssForCausalLM",
     fixed={"mlp_bias": False, "query_key_norm": False},
     also_called={"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+    null_key_heads=False,
     silent={
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,
         "head_dim": 64,
         "rms_norm_eps": 1e-5,
         "rope_theta": 150000.0,
-        "sliding_window": 128,
+        "sliding_window": _WINDOW,
         "attention_bias": True,
     },
     neutral={
@@ -181,7 +186,7 @@ FAMILY = DenseFamily(
     small={
         "intermediate_size": 352,
         "attention_bias": True,
-        "sliding_window": 128,
+        "sliding_window": _WINDOW,
         "sliding_layers": (0, 2, 4),
         "num_local_experts": 8,
         "num_experts_per_tok": 2,

@@ -11,7 +11,7 @@ from ms_parallel.models.experts.choice import Choice, Mixture
 from ms_parallel.models.experts.mixture import STYLES, MixtureOfExperts, weight_rules
 from ms_parallel.models.parts.block import Block
 from ms_parallel.models.plan import ModelPlan
-from ms_parallel.models.positions.windows import EVERY_LAYER
+from ms_parallel.models.positions.windows import ONE_WINDOW
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import number
 
@@ -62,7 +62,14 @@ FAMILY = DenseFamily(
     plan=_plan,
     weights=lambda _: weight_rules("block_sparse_moe", ("w1", "w3", "w2")),
     transformers_class="MixtralForCausalLM",
-    fixed={"attention_bias": False, "mlp_bias": False, "query_key_norm": False},
+    fixed={
+        "attention_bias": False,
+        "mlp_bias": False,
+        "query_key_norm": False,
+        "sliding_layers": None,
+    },
+    also_called={"num_experts": "num_local_experts"},
+    null_key_heads=False,
     silent={
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,
@@ -71,10 +78,10 @@ FAMILY = DenseFamily(
         "sliding_window": None,
     },
     neutral={
-        "router_jitter_noise": (0, None),
+        "router_jitter_noise": (0,),
         "output_router_logits": (True, False),  # what is returned beside the logits
     },
-    windows=EVERY_LAYER,
+    windows=ONE_WINDOW,
     null_head_dim=True,
     small={"intermediate_size": 352, "num_local_experts": 8},
 )

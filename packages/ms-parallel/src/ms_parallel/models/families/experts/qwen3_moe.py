@@ -123,6 +123,7 @@ FAMILY = DenseFamily(
     transformers_class="Qwen3MoeForCausalLM",
     fixed={"mlp_bias": False, "query_key_norm": True, "sliding_layers": None},
     also_called={"num_local_experts": "num_experts"},
+    null_key_heads=False,
     silent={
         "max_position_embeddings": 32768,
         "num_key_value_heads": 4,

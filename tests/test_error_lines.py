@@ -1,0 +1,73 @@
+"""An error says itself that it is reported in a line, so that no package names another's errors."""
+
+import sys
+from importlib import import_module
+from inspect import getmembers, isclass
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from packages import PACKAGES, module_of
+
+BASES = {
+    "ms-align": "AlignError",
+    "ms-compress": "CompressError",
+    "ms-data": "DataError",
+    "ms-kernels": "KernelError",
+    "ms-parallel": "ParallelError",
+    "ms-profile": "ProfileError",
+}
+
+
+class ExitedError(Exception):
+    """What torch raises where another process ends: the exit code is that process's."""
+
+    __slots__ = ("exit_code",)
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(f"process 1 ended with exit code {exit_code}")
+        self.exit_code = exit_code
+
+
+def end(package: str, error: Exception) -> int:
+    """The exit code of a command of a package that raises an error."""
+
+    def run() -> int:
+        raise error
+
+    return int(import_module(f"{module_of(package)}.entry").perform("command", run))
+
+
+@pytest.mark.parametrize("owner", PACKAGES)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_siblings_error_is_one_line_and_exit_code_2(
+    package: str, owner: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command of any package reports what any other package raises on purpose."""
+    base = getattr(import_module(module_of(owner)), BASES[owner])
+    assert end(package, base("rows is -1;\ngive 1 or more")) == 2
+    assert capsys.readouterr().err == "command: rows is -1; give 1 or more\n"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("error", [ValueError("a bug"), ExitedError(3)])
+def test_an_error_that_declares_no_exit_code_keeps_its_traceback(
+    package: str, error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bug is not disguised as bad input, and another process's exit code is not the command's."""
+    with pytest.raises(type(error)):
+        end(package, error)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_error_of_a_package_declares_its_exit_code(package: str) -> None:
+    """2 is for what the user can mend, which is most; 1 for a run that failed."""
+    errors = import_module(f"{module_of(package)}.errors")
+    base = getattr(errors, BASES[package])
+    codes = {
+        name: kind.exit_code for name, kind in getmembers(errors, isclass) if issubclass(kind, base)
+    }
+    assert codes[BASES[package]] == 2
+    assert set(codes.values()) <= {1, 2}
