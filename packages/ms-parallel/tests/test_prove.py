@@ -1,6 +1,7 @@
 """`ms-parallel prove` finds faults that are planted, and none where there are none."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from processes import run_command, run_processes
 from ms_parallel.errors import ConfigError
 from ms_parallel.models import TransformersModel
 from ms_parallel.models.registry import architectures
+from ms_parallel.proof import launch
 from ms_parallel.proof.draw import draw_cases
 from ms_parallel.proof.page import draw_page
 from ms_parallel.proof.prove import prove
+from ms_parallel.proof.records import Job
 from ms_parallel.proof.subject import open_subject
 
 PLANTED = Path(__file__).parent / "planted.py"
@@ -181,3 +184,27 @@ def test_cases_begin_with_the_simplest_and_are_those_of_their_seed() -> None:
         alone = layouts.index(f"{axis}=2")
         assert all(f"{axis}=2" not in layout for layout in layouts[:alone])
     assert len(set(map(repr, cases))) == 30
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("import time; time.sleep(60)", "nothing came for 2 s: a rank waits for another"),
+        ("while True: pass", "nothing came in 3 processor seconds"),
+        ("import time; [time.sleep(0.01) for _ in range(400) if sum(range(20000))]", None),
+    ],
+    ids=["rests", "computes for ever", "is slow"],
+)
+def test_processes_that_rest_or_never_end_are_stopped_and_slow_ones_are_not(
+    code: str, why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it takes: a busy machine makes no counterexample."""
+    monkeypatch.setattr(launch, "QUIET_S", 2.0)
+    monkeypatch.setattr(launch, "CASE_CPU_S", 3.0)
+    process = subprocess.Popen([sys.executable, "-c", code])
+    job = Job(subject="", seed=0, tolerance=0.0, cases={})
+    try:
+        assert launch._wait([process], [tmp_path / "log.0"], job, tmp_path) == why
+    finally:
+        process.kill()
+        process.wait()

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -14,8 +14,12 @@ import torch.distributed as dist
 
 from ms_parallel.proof.records import Case, Counterexample, Job, Outcome
 
-CASE_S = 120.0
-"""Seconds after which processes that have finished no case are stopped."""
+QUIET_S = 60.0
+"""Seconds after which processes that finish no case and hardly compute are stopped."""
+HARDLY = 0.02
+"""Share of one core below which all processes together hardly compute: each waits for another."""
+CASE_CPU_S = 600.0
+"""Processor seconds of all processes together for one case, after which they are stopped."""
 
 
 def run_cases(job: Job, folder: Path, done: Callable[[Outcome], None]) -> Iterator[Outcome]:
@@ -94,7 +98,8 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 def _wait(
     started: list["subprocess.Popen[bytes]"], logs: list[Path], job: Job, folder: Path
 ) -> str | None:
-    finished, since = -1, monotonic()
+    finished, quiet = -1, monotonic()
+    begun = used = 0.0  # processor seconds when the case began, and when `quiet` did
     while True:
         codes = [process.poll() for process in started]
         for rank, code in enumerate(codes):
@@ -105,10 +110,26 @@ def _wait(
             return None
         count = sum(1 for number in job.cases if (folder / f"{number}.0.json").exists())
         if count != finished:
-            finished, since = count, monotonic()
-        if monotonic() - since > CASE_S:
-            return f"nothing came for {CASE_S:.0f} s: a rank waits for another"
+            finished, quiet = count, monotonic()
+            begun = used = _processor_seconds(started)
+        if monotonic() - quiet > QUIET_S:
+            now = _processor_seconds(started)
+            if 0 <= now - used < HARDLY * QUIET_S:  # less, where one has just ended
+                return f"nothing came for {QUIET_S:.0f} s: a rank waits for another"
+            if now - begun > CASE_CPU_S:
+                return f"nothing came in {CASE_CPU_S:.0f} processor seconds"
+            quiet, used = monotonic(), now
         sleep(0.05)
+
+
+def _processor_seconds(started: list["subprocess.Popen[bytes]"]) -> float:
+    """What processes have computed so far, as the kernel counts it; an ended one counts nothing."""
+    ticks = 0
+    for process in started:
+        with suppress(OSError):
+            stat = Path(f"/proc/{process.pid}/stat").read_text(errors="replace")
+            ticks += sum(map(int, stat.rpartition(")")[2].split()[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _last_line(log: Path) -> str:
