@@ -192,6 +192,21 @@ def test_a_soft_cap_counts_where_logits_are_still_small() -> None:
     torch.testing.assert_close(got[0], want, **FLOAT32)
 
 
+def test_norms_that_add_nothing_generate_as_they_compute() -> None:
+    """`rms_norm_eps: 0.0` is a number, and not the lack of one."""
+    model = llama()
+    norms = [module for module in model.modules() if hasattr(module, "variance_epsilon")]
+    for norm in norms:
+        norm.variance_epsilon = 0.0
+    assert norms
+    assert fused_reader(model) is not None
+    responses = LocalGenerator(model, fused=True)(PROMPTS, SAMPLING, seed=1)
+    assert responses.logprobs is not None
+    table = alone(model, PROMPTS[0] + responses.row(0))
+    want = [table[len(PROMPTS[0]) - 1 + i, t] for i, t in enumerate(responses.row(0))]
+    torch.testing.assert_close(responses.logprobs[0, : len(want)], torch.stack(want), **FLOAT32)
+
+
 def test_rows_are_packed_in_double_precision_too() -> None:
     """What is not seen is masked with a number that float32 does not hold."""
     model = llama().double()
