@@ -199,7 +199,6 @@ def test_norms_that_add_nothing_generate_as_they_compute() -> None:
     for norm in norms:
         norm.variance_epsilon = 0.0
     assert norms
-    assert fused_reader(model) is not None
     responses = LocalGenerator(model, fused=True)(PROMPTS, SAMPLING, seed=1)
     assert responses.logprobs is not None
     table = alone(model, PROMPTS[0] + responses.row(0))
