@@ -132,6 +132,15 @@ def test_signatures_meet_as_often_as_theory_says(similarity: float) -> None:
     assert abs(met / pairs - chance) <= 4 * (chance * (1 - chance) / pairs) ** 0.5 + 1 / pairs
 
 
+@pytest.mark.parametrize(("bands", "rows"), [(1, 8), (2, 1), (3, 3), (14, 8)])
+def test_no_band_has_two_values_of_one_function(bands: int, rows: int) -> None:
+    """A row of a band that tells nothing new would make the band meet too often or too rarely."""
+    minhash = MinHash(bands=bands, rows=rows, ngram_words=5)
+    ngram = np.array([2**31 + 12345], np.uint32)  # both values of a function are the same here
+    for band in minhash.of(ngram).reshape(bands, rows):
+        assert len(set(band.tolist())) == rows
+
+
 def test_case_and_signs_do_not_count_and_words_do() -> None:
     """A signature is of the words of a text alone."""
     minhash = MinHash(bands=14, rows=8, ngram_words=5)

@@ -42,7 +42,7 @@ class MinHash:
         self._count = bands * rows
         self._shape = (bands, rows)
         self._ngram_words = ngram_words
-        functions = -(-self._count // 2)
+        functions = max(rows, -(-self._count // 2))  # so that both values are in different bands
         factors = rng.integers(0, 2**31, (functions, 1), dtype=np.uint32)
         self._factors = factors * np.uint32(2) + np.uint32(1)
         self._salts = rng.integers(0, 2**63, (bands, 1), dtype=np.uint64)
