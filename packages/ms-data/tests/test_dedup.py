@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import ms_data.deduplication.sorting
 import ms_data.passes.batches
-from ms_data import DedupOptions, SettingError, dedup, draw_stats
+from ms_data import DedupOptions, OutputError, SettingError, dedup, draw_stats
 from ms_data.cleaning.words import HAN, KANA
 from ms_data.cli import main
 from ms_data.deduplication.clusters import Cluster, Edges, Joined, choose
@@ -139,6 +139,17 @@ def test_no_band_has_two_values_of_one_function(bands: int, rows: int) -> None:
     ngram = np.array([2**31 + 12345], np.uint32)  # both values of a function are the same here
     for band in minhash.of(ngram).reshape(bands, rows):
         assert len(set(band.tolist())) == rows
+
+
+def test_a_pass_by_other_signatures_does_not_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of one build beside those of another would meet nothing, and say nothing of it."""
+    path = corpus(tmp_path)
+    dedup(path, out=tmp_path / "out", workers=1)
+    monkeypatch.setattr(sys.modules["ms_data.deduplication.dedup"], "SIGNATURES", 3)
+    with pytest.raises(OutputError, match="signatures is 3, was 2"):
+        dedup(path, out=tmp_path / "out", workers=1)
 
 
 def test_case_and_signs_do_not_count_and_words_do() -> None:

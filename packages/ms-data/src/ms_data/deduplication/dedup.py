@@ -17,6 +17,7 @@ from ms_data.corpus.find import CorpusName, find_corpus
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
 from ms_data.deduplication.apply import Decided
 from ms_data.deduplication.clusters import Labels, choose, join_alike
+from ms_data.deduplication.minhash import SIGNATURES
 from ms_data.deduplication.options import DedupOptions
 from ms_data.deduplication.records import FACTS, RECORD
 from ms_data.deduplication.signatures import SignatureFrame, SignatureSetup, read_frames
@@ -77,7 +78,7 @@ def dedup(
         kind="dedup",
         corpus=corpus,
         source=source,
-        recipe={**_plain(chosen), **reading_recipe(source, shard_size_mib)},
+        recipe={**reading_recipe(source, shard_size_mib), **_recipe(chosen)},
         work="ms_data.deduplication.apply:prepare",
         prepare=lambda folder: b"",
         workers=worker_count(workers),
@@ -104,6 +105,11 @@ def _plain(options: DedupOptions) -> dict[str, Any]:
     """Options as JSON gives them back, so that they compare."""
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(asdict(options)))
     return plain
+
+
+def _recipe(options: DedupOptions) -> dict[str, Any]:
+    """Return what decides which documents are kept."""
+    return {**_plain(options), "signatures": SIGNATURES}
 
 
 def _checked(options: DedupOptions) -> DedupOptions:

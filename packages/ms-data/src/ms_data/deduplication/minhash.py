@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from ms_data.cleaning.ngrams import window_hashes
 from ms_data.cleaning.words import HAN, KANA
 
+SIGNATURES = 2
+"""Rises when a text gets another signature: an interrupted pass of another number cannot go on."""
 _SEED = 20_240_601
 _BLOCK = 512
 """N-grams at a time, so that their hashes stay in the processor's cache."""
