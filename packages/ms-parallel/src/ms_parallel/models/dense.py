@@ -45,6 +45,8 @@ _COPIED = (
     "initializer_range",
 )
 _BIASES = ("attention_bias", "mlp_bias")
+_WINDOW_KEYS = {"sliding_window": "sliding_window", "sliding_layers": "layer_types"}
+"""Settings of windows, and the key of config.json without which a folder cannot hold them."""
 
 
 @frozen(kw_only=True)
@@ -64,7 +66,7 @@ class DenseFamily(Family):
     transformers_class: str
     """What transformers builds of its config.json."""
     fixed: Mapping[str, object]
-    """Settings of `DecoderConfig` that its files cannot vary, with the value that they have."""
+    """Settings that its files cannot vary, with their values, but for those of `windows`."""
     silent: Mapping[str, object]
     """What transformers takes where its config.json is silent."""
     neutral: Mapping[str, tuple[object, ...]] = field(factory=dict)
@@ -93,9 +95,15 @@ class DenseFamily(Family):
         return tuple(each.name for each in fields(self.config) if each.name not in all_have)
 
     @property
+    def unvaried(self) -> Mapping[str, object]:
+        """All settings that its files cannot vary, those of windows too."""
+        unheld = (name for name, key in _WINDOW_KEYS.items() if key not in self.windows.keys)
+        return {**dict.fromkeys(unheld), **self.fixed}
+
+    @property
     def default(self) -> Mapping[str, object]:
         """Settings of a small model: those of all, the fixed ones, and its own."""
-        return {**_SMALL, **self.fixed, **self.small, "model_type": self.name}
+        return {**_SMALL, **self.unvaried, **self.small, "model_type": self.name}
 
     def build(self, config: DecoderConfig, *, ops: Ops | None = None, **part: Any) -> nn.Module:
         """The model or one stage of it, with unset weights."""
@@ -108,7 +116,7 @@ class DenseFamily(Family):
         Raises:
             ConfigError: names the setting, and the families that have it.
         """
-        for name, value in self.fixed.items():
+        for name, value in self.unvaried.items():
             found = getattr(config, name)
             if found != value:
                 raise ConfigError(
@@ -152,7 +160,7 @@ class DenseFamily(Family):
             model_type=self.name,
             num_key_value_heads=heads,
             head_dim=self._head_dim(given),
-            **cast(Any, {**chosen, **self.fixed}),
+            **cast(Any, {**chosen, **self.unvaried}),
             **{name: token_ids(name, given.get(name)) for name in TOKENS},
         )
 
@@ -196,7 +204,7 @@ def _dense() -> list[DenseFamily]:
 
 
 def _families_with(name: str, value: object) -> str:
-    return " or ".join(one.name for one in _dense() if one.fixed.get(name, value) == value)
+    return " or ".join(one.name for one in _dense() if one.unvaried.get(name, value) == value)
 
 
 def _check_sizes(document: Mapping[str, Any]) -> None:

@@ -68,12 +68,7 @@ FAMILY = DenseFamily(
     plan=_plan,
     weights=gate_and_up,
     transformers_class="Glm4ForCausalLM",
-    fixed={
-        "mlp_bias": False,
-        "query_key_norm": False,
-        "sliding_window": None,
-        "sliding_layers": None,
-    },
+    fixed={"mlp_bias": False, "query_key_norm": False},
     null_key_heads=False,
     silent={
         "max_position_embeddings": 131072,

@@ -52,7 +52,7 @@ FAMILY = DenseFamily(
     config=GraniteConfig,
     block=_block,
     transformers_class="GraniteForCausalLM",
-    fixed={"query_key_norm": False, "sliding_window": None, "sliding_layers": None},
+    fixed={"query_key_norm": False},
     silent={"max_position_embeddings": 2048},
     small={"attention_multiplier": 32**-0.5},
 )

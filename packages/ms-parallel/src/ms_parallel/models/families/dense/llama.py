@@ -5,7 +5,7 @@ from ms_parallel.models.dense import DenseFamily
 FAMILY = DenseFamily(
     name="llama",
     transformers_class="LlamaForCausalLM",
-    fixed={"query_key_norm": False, "sliding_window": None, "sliding_layers": None},
+    fixed={"query_key_norm": False},
     silent={"max_position_embeddings": 2048},
     null_head_dim=True,
     whole_heads=True,

@@ -61,11 +61,6 @@ FAMILY = DenseFamily(
     block=_block,
     plan=_plan,
     transformers_class="Olmo2ForCausalLM",
-    fixed={
-        "mlp_bias": False,
-        "query_key_norm": False,
-        "sliding_window": None,
-        "sliding_layers": None,
-    },
+    fixed={"mlp_bias": False, "query_key_norm": False},
     silent={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
 )

@@ -82,12 +82,7 @@ FAMILY = DenseFamily(
     config=Phi3Config,
     weights=_weights,
     transformers_class="Phi3ForCausalLM",
-    fixed={
-        "attention_bias": False,
-        "mlp_bias": False,
-        "query_key_norm": False,
-        "sliding_layers": None,
-    },
+    fixed={"attention_bias": False, "mlp_bias": False, "query_key_norm": False},
     silent={
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,

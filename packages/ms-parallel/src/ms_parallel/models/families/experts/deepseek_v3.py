@@ -122,12 +122,7 @@ FAMILY = DenseFamily(
     weights=lambda _: weight_rules(),
     layer_kind=DeepseekV3Config.has_experts,
     transformers_class="DeepseekV3ForCausalLM",
-    fixed={
-        "mlp_bias": False,
-        "query_key_norm": False,
-        "sliding_window": None,
-        "sliding_layers": None,
-    },
+    fixed={"mlp_bias": False, "query_key_norm": False},
     also_called=ALSO_CALLED,
     silent={"max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1},
     neutral=NEUTRAL,

@@ -62,12 +62,7 @@ FAMILY = DenseFamily(
     plan=_plan,
     weights=lambda _: weight_rules("block_sparse_moe", ("w1", "w3", "w2")),
     transformers_class="MixtralForCausalLM",
-    fixed={
-        "attention_bias": False,
-        "mlp_bias": False,
-        "query_key_norm": False,
-        "sliding_layers": None,
-    },
+    fixed={"attention_bias": False, "mlp_bias": False, "query_key_norm": False},
     also_called={"num_experts": "num_local_experts"},
     null_key_heads=False,
     silent={

@@ -68,12 +68,7 @@ FAMILY = DenseFamily(
     plan=_plan,
     weights=lambda _: weight_rules(),
     transformers_class="OlmoeForCausalLM",
-    fixed={
-        "mlp_bias": False,
-        "query_key_norm": False,
-        "sliding_window": None,
-        "sliding_layers": None,
-    },
+    fixed={"mlp_bias": False, "query_key_norm": False},
     also_called={"num_local_experts": "num_experts"},
     silent={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     neutral={
