@@ -25,13 +25,13 @@ Pictures stand in the order of their places."""
 
 
 def pictures_of(batch: Batch) -> Batch | None:
-    """What a batch holds for a model that sees; None where it holds nothing of the kind."""
+    """Return what a batch holds for a model that sees; None where it holds nothing of the kind."""
     found = {name: batch[name] for name in PICTURES if name in batch}
     return found or None
 
 
 def cut_rows(batch: Batch, start: int, stop: int) -> Batch:
-    """The rows from `start` to `stop`, and the pictures that stand in them."""
+    """Cut the rows from `start` to `stop`, and the pictures that stand in them."""
     rows = {name: value[start:stop] for name, value in batch.items() if name not in PICTURES}
     if POSITIONS in batch:
         rows[POSITIONS] = batch[POSITIONS][:, start:stop]

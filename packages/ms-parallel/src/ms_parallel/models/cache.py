@@ -50,7 +50,7 @@ class KeyValueCache:
         return grown[0], grown[1]
 
     def all_documents(self, new: Tensor | None, rows: int, count: int) -> Tensor | None:
-        """The documents of held and new positions together.
+        """Join the documents of held and new positions.
 
         Args:
             new: (B, count) int32 of the new positions; None goes on with each row's last document.

@@ -117,7 +117,7 @@ def check_heads(queries: int, keys: int, head_dim: int) -> None:
 
 
 def token_ids(name: str, value: Any) -> Any:
-    """One id, several as a tuple, or None; -1, which some files hold, is no token."""
+    """Read one token id, several as a tuple, or None; -1, which some files hold, is no token."""
     ids = value if isinstance(value, list) else [value]
     if value is None or value == -1:
         return None

@@ -205,7 +205,7 @@ _OF_METHOD: Mapping[str, frozenset[str]] = {
 
 
 def quantisation_of(document: Mapping[str, Any]) -> Quantisation | None:
-    """What a config.json says of the numbers of its folder; None where they are plain floats.
+    """Read how the folder of a config.json holds its numbers; None where they are plain floats.
 
     Raises:
         ModelError: they are held in a way that is not known.

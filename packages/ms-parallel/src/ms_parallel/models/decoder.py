@@ -67,7 +67,7 @@ class Decoder(StagedModel):
         return hidden * torch.full((), scale, dtype=hidden.dtype, device=hidden.device)
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """The final norm, (B, S, H) to (B, S, H), over what the family divides logits by."""
+        """Apply the final norm, (B, S, H) to (B, S, H), divided as the family divides logits."""
         divisor = self.config.logit_divisor
         normed = super().finish(hidden)
         return normed if divisor == 1.0 else normed / divisor
@@ -79,7 +79,7 @@ class Decoder(StagedModel):
         cache: KeyValueCache | None,
         row_split: RowSplit | None = None,
     ) -> RotaryContext:
-        """The rotary tables of the positions, beside documents and cache."""
+        """Make the blocks' context: rotary tables of the positions, documents and cache."""
         ends = None
         if any(rope.length_limit is not None for rope in self.ropes):
             ends = document_ends(positions, documents)
@@ -98,7 +98,7 @@ class Decoder(StagedModel):
 
 
 def plan(config: DecoderConfig) -> ModelPlan:
-    """How a decoder of Llama's parts may be split."""
+    """Plan how a decoder of Llama's parts may be split."""
     return plan_with(config)
 
 
@@ -108,7 +108,7 @@ def plan_with(
     norms: Norms = PRE_NORM,
     modules: Mapping[str, Style | None] | None = None,
 ) -> ModelPlan:
-    """How a decoder may be split.
+    """Plan how a decoder may be split.
 
     Args:
         config: The model.

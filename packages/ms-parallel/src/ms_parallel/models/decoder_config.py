@@ -79,7 +79,7 @@ class DecoderConfig(ModelConfig):
         return self.attention_bias and bool(self.family.output_bias)
 
     def window(self, layer: int) -> int | None:
-        """The window of one layer, None where it sees everything before."""
+        """Return the window of one layer, None where it sees everything before."""
         if self.sliding_layers is not None and layer not in self.sliding_layers:
             return None
         return self.sliding_window
@@ -96,7 +96,7 @@ class DecoderConfig(ModelConfig):
         return (rope,)
 
     def rope_of(self, layer: int) -> int | None:
-        """Which of `ropes` one layer uses; None where it has no positions."""
+        """Return the index in `ropes` of what one layer uses; None where it has no positions."""
         return 0
 
     @property

@@ -106,7 +106,7 @@ class DenseFamily(Family):
         return {**_SMALL, **self.unvaried, **self.small, "model_type": self.name}
 
     def build(self, config: DecoderConfig, *, ops: Ops | None = None, **part: Any) -> nn.Module:
-        """The model or one stage of it, with unset weights."""
+        """Build the model or one stage of it, with unset weights."""
         made = {"block": self.block, "norm": self.norm, **part}
         return self.model(config, ops=ops or operators, **made)
 
@@ -165,7 +165,7 @@ class DenseFamily(Family):
         )
 
     def write(self, config: DecoderConfig, dtype: torch.dtype) -> dict[str, object]:
-        """The config.json, in the spelling that all versions of readers know."""
+        """Return the content of config.json, in the spelling that all versions of readers know."""
         names = (*_COPIED, *TOKENS, "num_key_value_heads", "head_dim")
         free = [name for name in _BIASES if name not in self.fixed]
         return {
@@ -182,7 +182,7 @@ class DenseFamily(Family):
         }
 
     def _by_own_names(self, document: Mapping[str, Any]) -> dict[str, Any]:
-        """A config.json under the names that settings have here."""
+        """Rename the keys of a config.json to our settings' names; refuse values that differ."""
         named = {key: value for key, value in document.items() if key not in self.also_called}
         for key, own in self.also_called.items():
             if key in document and named.setdefault(own, document[key]) != document[key]:
@@ -193,7 +193,7 @@ class DenseFamily(Family):
         return named
 
     def _head_dim(self, given: Mapping[str, Any]) -> Any:
-        """The width that is given, or a head's share of the hidden size where that is allowed."""
+        """Return the given width of a head, or its share of the hidden size if that is allowed."""
         if "head_dim" in given and not (given["head_dim"] is None and self.null_head_dim):
             return given["head_dim"]
         return given["hidden_size"] // given["num_attention_heads"]

@@ -58,7 +58,7 @@ class Family:
         return self.small
 
     def build(self, config: Any, *, ops: Ops | None, **part: Any) -> nn.Module:
-        """The model or one stage of it, with unset weights."""
+        """Build the model or one stage of it, with unset weights."""
         return self.model(config, ops=ops or operators, **part)
 
     def shapes(
@@ -128,13 +128,13 @@ class Family:
         return config
 
     def write(self, config: Any, dtype: torch.dtype) -> dict[str, object]:
-        """The config.json of a configuration, with weights of `dtype`."""
+        """Return the content of a configuration's config.json, with weights of `dtype`."""
         return {"torch_dtype": str(dtype).removeprefix("torch."), **asdict(config)}
 
 
 @cache
 def _found() -> tuple[Family, ...]:
-    """The value of each file of `families/`, by name."""
+    """Import every file of `families/` and list what they define, sorted by name."""
     room = import_module("ms_parallel.models.families")
     found = pkgutil.walk_packages(room.__path__, prefix=f"{room.__name__}.")
     modules = [import_module(module.name) for module in found if not module.ispkg]
@@ -143,17 +143,17 @@ def _found() -> tuple[Family, ...]:
 
 @cache
 def families() -> tuple[Family, ...]:
-    """Every family of our own, by name."""
+    """List every family of our own, sorted by name."""
     return tuple(family for family in _found() if family.name != ANY)
 
 
 def foreign() -> Family:
-    """The family of what transformers builds, whatever its `model_type`."""
+    """Find the family of what transformers builds, whatever its `model_type`."""
     return next(family for family in _found() if family.name == ANY)
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The family of a configuration.
+    """Find the family of a configuration.
 
     Raises:
         ModelError: no model has this kind of configuration.

@@ -78,7 +78,7 @@ class ModelPlan:
     """Between blocks each tensor rank holds its part of the sequence; else all of it."""
 
     def style(self, parameter: str) -> Style:
-        """The style of a parameter by its full name.
+        """Find the style of a parameter by its full name.
 
         Raises:
             ModelError: no pattern matches.
@@ -90,7 +90,7 @@ class ModelPlan:
         raise ModelError(f"the model's plan does not cover parameter {parameter!r}; add a pattern")
 
     def split_dim(self, parameter: str) -> int | None:
-        """The dim of a parameter that the tensor axis splits, None where it is whole."""
+        """Find the dim of a parameter that the tensor axis splits, None where it is whole."""
         match self.style(parameter):
             case "column" | "column_to_whole" | "gathering_column":
                 return 0
@@ -106,15 +106,15 @@ class ModelPlan:
                 return None
 
     def is_block(self, module: str) -> bool:
-        """Whether a module of this full name is one block."""
+        """Return whether a module of this full name is one block."""
         return bool(self.blocks) and _matches(self.blocks, module)
 
     def names(self, patterns: tuple[str, ...], module: str) -> bool:
-        """Whether one of `patterns` names the module of this full name."""
+        """Return whether one of `patterns` names the module of this full name."""
         return any(_matches(pattern, module) for pattern in patterns if pattern)
 
     def holds(self, patterns: tuple[str, ...], name: str) -> bool:
-        """Whether a module or parameter is, or is in, one that `patterns` name."""
+        """Return whether a module or parameter is, or is in, one that `patterns` name."""
         parts = name.split(".")
         heads = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
         return any(_matches(pattern, head) for pattern in patterns if pattern for head in heads)

@@ -56,18 +56,18 @@ def architecture(
 
 
 def architectures() -> list[str]:
-    """The names of all families."""
+    """List the names of all families."""
     return [family.name for family in families()]
 
 
 def _named(name: str) -> ModelConfig | None:
-    """The small model of a family, if there is one of that name."""
+    """Return the small model of a family; None if no family has this name."""
     found = next((family for family in families() if family.name == name), None)
     return None if found is None else cast(ModelConfig, found.config(**found.default))
 
 
 def _spelled(name: str) -> str:
-    """A family's name, whichever case, hyphens and underscores it was given."""
+    """Correct the case, hyphens and underscores of a family's name; keep a name that is unknown."""
     plain = {key.replace("-", ""): key for key in architectures()}
     return plain.get(name.lower().replace("-", "").replace("_", "").replace(" ", ""), name)
 
@@ -127,7 +127,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
 
 
 def weight_slices(config: ModelConfig) -> dict[str, list[WeightSlice]]:
-    """What makes up each weight of the whole model in its folder; tied ones once.
+    """List what makes up each weight of the whole model in its folder; tied ones once.
 
     Weights are its parameters, and the buffers that its folder holds.
     """
@@ -172,7 +172,7 @@ def _shapes(
 
 
 def config_document(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
-    """What a config.json says of a configuration, with weights of `dtype`.
+    """Return what a config.json says of a configuration, with weights of `dtype`.
 
     Raises:
         ModelError: no model has this kind of configuration.
@@ -181,7 +181,7 @@ def config_document(config: ModelConfig, dtype: torch.dtype) -> dict[str, object
 
 
 def with_tokens(config: ModelConfig, tokenizer: TokenizerFiles) -> ModelConfig:
-    """A configuration that says how a tokenizer's texts begin, end and are padded.
+    """Add to a configuration how a tokenizer's texts begin, end and are padded.
 
     What it says already stays.
 
@@ -206,7 +206,7 @@ def with_tokens(config: ModelConfig, tokenizer: TokenizerFiles) -> ModelConfig:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The configuration of a folder: config.json, and what generation_config.json says of ends.
+    """Read a folder's configuration: config.json, and what generation_config.json says of ends.
 
     Raises:
         ModelError: a file is missing or damaged, or asks for something that is not supported.

@@ -23,10 +23,10 @@ class RowSplit(Protocol):
     """How the positions of a forward's rows are shared out over processes, N of each row."""
 
     def mine(self, x: Tensor) -> Tensor:
-        """This process's positions (B, S/N, ...) of all of them (B or 1, S, ...)."""
+        """Take this process's positions (B, S/N, ...) of all of them (B or 1, S, ...)."""
 
     def whole(self, part: Tensor) -> Tensor:
-        """All positions (B, S, ...) of each process's (B, S/N, ...).
+        """Gather all positions (B, S, ...) from each process's (B, S/N, ...).
 
         Every process is to compute the same of it, so that its own positions have all of their
         gradient here.
@@ -108,7 +108,7 @@ class StagedModel(nn.Module, ABC):
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StagedModel":
-        """A model of its own; operators, which may be a whole module of Python, are shared."""
+        """Copy the model, but share the operators, which may be a whole module of Python."""
         for block in self.modules():
             if (ops := getattr(block, "ops", None)) is not None:
                 memo[id(ops)] = ops
@@ -202,7 +202,7 @@ class StagedModel(nn.Module, ABC):
         documents: Tensor | None = None,
         row_split: RowSplit | None = None,
     ) -> Iterator[Tensor]:
-        """What each prediction layer makes of the last stage's finished hidden states, in turn.
+        """Yield what each prediction layer makes of the last stage's finished hidden states.
 
         Args:
             hidden: (B, S, H), or this rank's part of S.
@@ -272,7 +272,7 @@ class StagedModel(nn.Module, ABC):
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What a folder holds of a model: its parameters, and its buffers that are to be kept."""
+    """Yield what a folder holds of a model: its parameters, and its buffers that are to be kept."""
     yield from model.named_parameters()
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(path, recurse=False):

@@ -33,7 +33,7 @@ class WeightSlice:
     the box is one index wide."""
 
     def within(self, wanted: Box) -> tuple[Box, Box] | None:
-        """What a box of the parameter takes of this piece.
+        """Find what a box of the parameter takes of this piece.
 
         Returns:
             The part of the tensor to read, and where in `wanted` it goes; None for nothing.
@@ -76,7 +76,7 @@ Rules = Mapping[str, Rule]
 
 
 def slices_of(rules: Rules, name: str, shape: Sequence[int]) -> Iterator[WeightSlice]:
-    """What makes up a parameter: by the first rule whose pattern fits, else its own name's tensor.
+    """Yield what makes up a parameter: by the first rule that fits, else its own name's tensor.
 
     Args:
         rules: of the model.
@@ -91,7 +91,7 @@ def slices_of(rules: Rules, name: str, shape: Sequence[int]) -> Iterator[WeightS
 
 
 def renamed(tensor: str) -> Rule:
-    """All of a tensor of another name; `{0}` stands for what the first `*` does."""
+    """Make a rule: all of a tensor of another name; `{0}` stands for what the first `*` does."""
 
     def rule(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
         every = tuple(slice(0, size) for size in shape)
@@ -130,7 +130,7 @@ def rows_of(tensor: str, first: int, total: int) -> Rule:
 
 
 def stacked(tensor: str, *matrices: str) -> Rule:
-    """A tensor for each matrix of a parameter (experts, rows, columns) or (experts, several, ...).
+    """Make a rule of a tensor for each matrix of a parameter (experts, [several,] rows, columns).
 
     Args:
         tensor: its name, `{0}` for what the first `*` stands for, `{expert}` and `{matrix}`.

@@ -20,12 +20,12 @@ def widen(x: Tensor) -> Tensor:
 
 
 def has_no_values(tensor: Tensor) -> bool:
-    """Whether a tensor is one of torch's fakes: a shape on a device, for memory to be predicted."""
+    """Return whether a tensor is one of torch's fakes: a shape on a device, to predict memory."""
     return isinstance(tensor, FakeTensor)
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether all are ordinary float32 tensors on a CPU, and nothing is being traced."""
+    """Return whether all are plain or fake float32 tensors on a CPU, and nothing is traced."""
     return not torch.compiler.is_compiling() and all(
         type(tensor) in (Tensor, nn.Parameter, FakeTensor)
         and tensor.device.type == "cpu"
@@ -98,14 +98,14 @@ class Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient of x alone."""
+        """Rotate the gradient of x back; the angles have none."""
         cos, sin = ctx.saved_tensors
         back: Tensor = Rotate.apply(grad, cos, -sin)  # type: ignore[no-untyped-call]
         return back, None, None
 
 
 def takes_sinks(*tensors: Tensor) -> bool:
-    """Whether `attend` takes these: plain tensors with elements on a CPU, untraced."""
+    """Return whether `attend` takes these: plain CPU tensors, none empty, rows dense, untraced."""
     return not torch.compiler.is_compiling() and all(
         type(tensor) in (Tensor, nn.Parameter, FakeTensor)
         and tensor.device.type == "cpu"

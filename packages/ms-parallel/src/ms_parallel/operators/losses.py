@@ -17,7 +17,7 @@ _CHUNK_BYTES = 1 << 28
 
 
 def capped(x: Tensor, softcap: float) -> Tensor:
-    """What tanh makes of values to stay below `softcap`: softcap · tanh(x / softcap)."""
+    """Keep values below `softcap` by tanh: softcap · tanh(x / softcap)."""
     return (x / softcap).tanh() * softcap
 
 
@@ -141,7 +141,7 @@ class _ChunkedLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The weight's gradient is summed over chunks in float32, or float64."""
+        """Compute both gradients; the weight's is summed over chunks in float32, or float64."""
         rows, weight, classes, counted, normalisers = ctx.saved_tensors
         scale = grad.masked_fill(~counted, 0)
         of_rows, of_weight = head_gradients(

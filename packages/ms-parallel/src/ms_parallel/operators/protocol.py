@@ -14,23 +14,23 @@ class Ops(Protocol):
     """What a model asks of its operators."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float = ...) -> Tensor:
-        """As `ms_parallel.operators.rms_norm`."""
+        """Norm as `ms_parallel.operators.rms_norm` does."""
         ...
 
     def rotary(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = ...
     ) -> tuple[Tensor, Tensor]:
-        """As `ms_parallel.operators.rotary`."""
+        """Rotate as `ms_parallel.operators.rotary` does."""
         ...
 
     def geglu(
         self, gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = ...
     ) -> Tensor:
-        """As `ms_parallel.operators.geglu`."""
+        """Gate as `ms_parallel.operators.geglu` does."""
         ...
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """As `ms_parallel.operators.swiglu`."""
+        """Gate as `ms_parallel.operators.swiglu` does."""
         ...
 
     def attention(
@@ -45,7 +45,7 @@ class Ops(Protocol):
         scale: float | None = ...,
         sinks: Tensor | None = ...,
     ) -> Tensor:
-        """As `ms_parallel.operators.attention`."""
+        """Attend as `ms_parallel.operators.attention` does."""
         ...
 
     def linear_cross_entropy(
@@ -57,7 +57,7 @@ class Ops(Protocol):
         ignore_index: int = ...,
         reduction: Reduction = ...,
     ) -> Tensor:
-        """As `ms_parallel.operators.linear_cross_entropy`."""
+        """Compute the loss as `ms_parallel.operators.linear_cross_entropy` does."""
         ...
 
     def causal_conv1d(
@@ -69,7 +69,7 @@ class Ops(Protocol):
         documents: Tensor | None = ...,
         silu: bool = ...,
     ) -> Tensor:
-        """As `ms_parallel.operators.causal_conv1d`."""
+        """Convolve as `ms_parallel.operators.causal_conv1d` does."""
         ...
 
     def gated_delta_rule(
@@ -84,21 +84,21 @@ class Ops(Protocol):
         scale: float | None = ...,
         normalise: bool = ...,
     ) -> Tensor:
-        """As `ms_parallel.operators.gated_delta_rule`."""
+        """Apply the rule as `ms_parallel.operators.gated_delta_rule` does."""
         ...
 
     def permute_tokens(
         self, x: Tensor, experts: Tensor, *, count: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `ms_parallel.operators.permute_tokens`."""
+        """Sort by expert as `ms_parallel.operators.permute_tokens` does."""
         ...
 
     def grouped_matmul(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """As `ms_parallel.operators.grouped_matmul`."""
+        """Multiply as `ms_parallel.operators.grouped_matmul` does."""
         ...
 
     def unpermute_tokens(
         self, rows: Tensor, places: Tensor, weights: Tensor | None = ...
     ) -> Tensor:
-        """As `ms_parallel.operators.unpermute_tokens`."""
+        """Put back in order as `ms_parallel.operators.unpermute_tokens` does."""
         ...

@@ -45,7 +45,7 @@ def causal_conv1d(
 
 
 def _taps(x: Tensor, weight: Tensor, bias: Tensor | None, runs: Tensor) -> Tensor:
-    """The convolution a tap at a time, of documents `runs` (B, S)."""
+    """Convolve a tap at a time, inside the documents `runs` (B, S)."""
     taps, length = weight.shape[1], x.shape[1]
     out = x * weight[:, -1] if bias is None else torch.addcmul(bias, x, weight[:, -1])
     for back in range(1, min(taps, length)):
@@ -108,7 +108,7 @@ def gated_delta_rule(
 def _by_chunks(
     q: Tensor, k: Tensor, v_beta: Tensor, k_beta: Tensor, g: Tensor, runs: Tensor
 ) -> Tensor:
-    """The rule on (B, H, chunks, C, D), of documents `runs` (B, 1, chunks, C).
+    """Apply the rule to (B, H, chunks, C, D), inside the documents `runs` (B, 1, chunks, C).
 
     Inside a chunk the corrections of all positions solve one triangular system; between chunks the
     state (B, H, Dk, Dv) goes on. Decays are summed from the begin of a document, or of the chunk,

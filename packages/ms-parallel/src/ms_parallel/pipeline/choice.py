@@ -103,7 +103,7 @@ def read_schedule(path: str | Path) -> Schedule:
 
 
 def is_file(choice: str | Path) -> bool:
-    """Whether a choice of schedule names a CSV file."""
+    """Return whether a choice of schedule names a CSV file."""
     return isinstance(choice, Path) or choice.lower().endswith(".csv")
 
 

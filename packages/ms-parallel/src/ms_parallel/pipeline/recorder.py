@@ -40,7 +40,7 @@ class Recorder:
             self.origin_ns = time.monotonic_ns()
 
     def __enter__(self) -> None:
-        """A computation begins."""
+        """Record the start of a computation."""
         self._mark()
 
     def __exit__(
@@ -74,7 +74,7 @@ class Recorder:
 
 
 def gather_times(recorder: Recorder, groups: Groups) -> list[list[tuple[int, int]]]:
-    """Every pipeline rank's times, in nanoseconds of the first one's clock; all ranks call it."""
+    """Gather all pipeline ranks' times, in nanoseconds of the first one's clock; all call it."""
     own = recorder.times_ns()
     if groups.layout.pipeline == 1:
         return [own]
@@ -112,13 +112,13 @@ def offset_ns(groups: Groups, clock: Callable[[], int] = time.monotonic_ns) -> i
 
 
 def _one_machine(groups: Groups) -> bool:
-    """Whether all pipeline ranks read one clock: they were booted together."""
+    """Return whether all pipeline ranks read one clock: they were booted together."""
     boots = set(_all(BOOT.read_text() if BOOT.exists() else "", groups))
     return len(boots) == 1 and "" not in boots
 
 
 def _all(own: T, groups: Groups) -> list[T]:
-    """Each pipeline rank's value."""
+    """Gather each pipeline rank's value."""
     each: list[Any] = [None] * groups.layout.pipeline
     dist.all_gather_object(each, own, group=groups.group("pipeline"))
     return each

@@ -236,7 +236,7 @@ class Runtime:
         return step.gradients_left[stage] == 0 and stage not in step.reduced
 
     def _shape(self, step: Step, boundary: Key) -> tuple[int, ...]:
-        """The key of a message's shape: the boundary's stage and the microbatch's shape."""
+        """Return the key of a message's shape: the boundary's stage and the microbatch's shape."""
         stage, microbatch = boundary
         return (stage, *step.microbatches[microbatch]["tokens"].shape)
 
@@ -267,7 +267,7 @@ class Runtime:
             step.outputs[key] = hidden.detach()
 
     def _compute(self, key: Key, entering: Tensor, step: Step, schedule: Schedule) -> Tensor:
-        """A stage's output; on the last stage, the result."""
+        """Compute a stage's output; on the last stage, the result."""
         stage, microbatch = key
         batch, row_split = step.microbatches[microbatch], step.row_splits[microbatch]
         pictures = pictures_of(batch)

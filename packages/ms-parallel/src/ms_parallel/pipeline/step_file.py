@@ -39,7 +39,7 @@ class RecordedStep(
         return Schedule.from_csv(self.table, name=self.name)
 
     def timeline(self) -> Timeline:
-        """When everything ran, in milliseconds."""
+        """Return the timeline of the step, in milliseconds."""
         return measured(self.schedule, self._times_ms())
 
     def costs(self) -> Costs:
@@ -65,7 +65,7 @@ def write_step(path: Path, step: RecordedStep) -> None:
 
 
 def is_recording(path: str | Path) -> bool:
-    """Whether a path names a recorded step rather than a table."""
+    """Return whether a path names a recorded step rather than a table."""
     return str(path).lower().endswith(".json")
 
 

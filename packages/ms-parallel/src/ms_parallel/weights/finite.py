@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def is_finite(values: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether all values are numbers, also once converted to `dtype`; copies nothing."""
+    """Return whether all values are finite, also once converted to `dtype`; copy nothing."""
     if not values.numel():
         return True
     extremes = torch.stack(torch.aminmax(values.detach()))  # a NaN makes both of them NaN

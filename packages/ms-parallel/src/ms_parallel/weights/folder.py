@@ -52,7 +52,7 @@ class WeightFolder:
         return frozenset(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, from its file's header.
+        """Read the shape of a tensor from its file's header.
 
         Raises:
             ModelError: no file holds it, that file is damaged, or its values are not floats.
@@ -66,7 +66,7 @@ class WeightFolder:
         return tuple(found.get_shape())
 
     def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        """The part of a tensor inside a box; only that part is read.
+        """Read the part of a tensor inside a box, and only that part.
 
         Raises:
             ModelError: no file holds it, or that file is damaged.

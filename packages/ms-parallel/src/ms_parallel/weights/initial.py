@@ -24,7 +24,7 @@ class DrawsItself(Protocol):
     """A model that knows how its parameters begin."""
 
     def draw(self, name: str, seed: int) -> Tensor:
-        """The whole fresh value of a parameter, the same wherever it is drawn."""
+        """Draw the whole fresh value of a parameter, the same wherever it is drawn."""
 
 
 @torch.no_grad()
@@ -59,7 +59,7 @@ def initialise(model: nn.Module, seed: int) -> None:
 
 
 def is_added(name: str, own: Collection[str]) -> bool:
-    """Whether a weight is not of the architecture's `own`: a preparation of the engine added it."""
+    """Return whether a weight is not the architecture's `own`, but was added by the engine."""
     return name not in own and name.rpartition(".")[2] not in ("weight", "bias")
 
 

@@ -73,7 +73,7 @@ def load_model(
 
 
 def has_weights(folder: str | Path) -> bool:
-    """Whether a folder holds weights to start from; False where config.json stands alone.
+    """Return whether a folder holds weights to start from; False where config.json stands alone.
 
     Raises:
         ModelError: they are in files that are not read here, as they could hold code.
@@ -162,7 +162,7 @@ def _check(model: StagedModel, weights: WeightFolder) -> dict[str, list[WeightSl
 
 
 def _what_differs(found: tuple[int, ...], asked: tuple[int, ...]) -> str:
-    """What is wrong with a shape, whose dim 0 counts experts where it has three."""
+    """Say what is wrong with a shape, whose dim 0 counts experts where it has three."""
     if found in (asked[::-1], (*asked[:-2], *asked[:-3:-1])):
         return "it is transposed"
     if len(asked) == 3 and found[1:] == asked[1:]:
@@ -171,7 +171,7 @@ def _what_differs(found: tuple[int, ...], asked: tuple[int, ...]) -> str:
 
 
 def _what_fits(name: str, known: Iterable[str]) -> str | None:
-    """Which numbers fit a name whose numbers alone are unknown, such as those of experts."""
+    """Say which numbers fit a name whose numbers alone are unknown, such as those of experts."""
     parts = re.split(r"(\d+)", name)  # numbers at the odd places
     skeleton = re.compile(
         "".join(r"(\d+)" if place % 2 else re.escape(part) for place, part in enumerate(parts))

@@ -30,7 +30,7 @@ _FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def open_weights(folder: Path) -> WeightFolder:
-    """The weights of a folder, held as its config.json says.
+    """Open the weights of a folder, held as its config.json says.
 
     Raises:
         ModelError: there are none, or they are held in a way that is not known.
@@ -58,7 +58,7 @@ class _FP8(WeightFolder):
         return super().names - {name + _SCALES for name in self.scaled}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, whose factors are as many as its blocks."""
+        """Read the shape of a tensor; check that it has as many factors as blocks."""
         held = self._slice(name).get_dtype()
         if name not in self.scaled and held != "F8_E4M3":
             return super().shape(name)
@@ -78,7 +78,7 @@ class _FP8(WeightFolder):
         return shape
 
     def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        """The part of a tensor inside a box, in float32 where it was in FP8."""
+        """Read the part of a tensor inside a box, in float32 where it was in FP8."""
         values = super().read(name, box)
         if name not in self.scaled:
             return values
@@ -109,7 +109,7 @@ class _MXFP4(WeightFolder):
         return (super().names - self._parts) | self.packed
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, whose two parts fit each other."""
+        """Read the shape of a tensor; check that its two parts fit each other."""
         if name not in self.packed:
             return super().shape(name)
         blocks, scales = self._slice(f"{name}_blocks"), self._slice(f"{name}_scales")
@@ -127,7 +127,7 @@ class _MXFP4(WeightFolder):
         return experts, groups * _GROUP, rows
 
     def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        """The part of a tensor inside a box, in float32 where it was packed."""
+        """Read the part of a tensor inside a box, in float32 where it was packed."""
         if name not in self.packed:
             return super().read(name, box)
         experts, columns, rows = box

@@ -122,7 +122,7 @@ def save_model(
 
 
 def _saved_tensors(stages: Sequence[StagedModel]) -> dict[str, list[_Source]]:
-    """What a folder holds of these stages: each tied weight once, and nothing that was added."""
+    """Collect what a folder holds of these stages: each tied weight once, and nothing added."""
     plan = model_plan(stages[0].config)
     copies = {copy for _, copy in plan.tied}
     whole = weight_slices(stages[0].config)
@@ -150,7 +150,7 @@ def _check_complete(config: ModelConfig, offered: Collection[str], folder: Path)
 
 
 def _dtype(source: _Source, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of a tensor in its file; a buffer keeps its own."""
+    """Return the dtype of a tensor in its file; a buffer keeps its own."""
     return dtype if dtype and isinstance(source.weight, nn.Parameter) else source.weight.dtype
 
 
@@ -158,7 +158,7 @@ def _dtype(source: _Source, dtype: torch.dtype | None) -> torch.dtype:
 def _check_finite(
     mine: Mapping[str, Sequence[_Source]], dtype: torch.dtype | None, folder: Path
 ) -> None:
-    """Every process looks at its own parts; all of them hear of the first that is not finite."""
+    """Check that values are finite: each process looks at its own, all hear of the first fault."""
     sources = {source.name: source for each in mine.values() for source in each}
     first = next(
         (
@@ -236,7 +236,7 @@ def _write(mine: Mapping[str, Sequence[_Source]], own: Mapping[str, _File], asid
 
 
 def _assemble(sources: Sequence[_Source], weights: Mapping[str, Tensor]) -> Tensor:
-    """A tensor of a folder from the weights that it is made of."""
+    """Assemble a tensor of a folder from the weights that it is made of."""
     parts = [
         (source.piece, source.piece.to_tensor(weights[source.name][source.piece.box]))
         for source in sources
@@ -252,7 +252,7 @@ def _assemble(sources: Sequence[_Source], weights: Mapping[str, Tensor]) -> Tens
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Every rank would repeat torch's advice on the order of axes, which a save cannot follow."""
+    """Silence torch's advice on the order of axes, which a save cannot follow, on each rank."""
     adviser = logging.getLogger("torch.distributed.tensor._redistribute")
     level = adviser.level
     adviser.setLevel(logging.ERROR)
@@ -284,7 +284,7 @@ def _publish(folder: Path, files: Mapping[str, _File], texts: Mapping[str, bytes
 
 
 def _generation(config: ModelConfig) -> dict[str, object]:
-    """The generation_config.json: where a text ends, by the word of config.json."""
+    """Return the content of generation_config.json: the tokens that begin, end and pad a text."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {name: getattr(config, name) for name in names}
     return {name: value for name, value in ids.items() if value is not None}
@@ -310,7 +310,7 @@ def _together(action: Callable[[], None], folder: Path, here: bool = True) -> No
 
 
 def _exchange(value: T) -> list[T]:
-    """Every process's value, by rank."""
+    """Gather every process's value, by rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[T] = [value] * dist.get_world_size()

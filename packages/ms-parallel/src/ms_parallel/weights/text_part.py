@@ -48,9 +48,9 @@ class TextPart(WeightFolder):
         return frozenset(self.name_in_folder)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
+        """Read the shape of a tensor."""
         return self.whole.shape(self.name_in_folder.get(name, name))
 
     def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        """The part of a tensor inside a box; only that part is read."""
+        """Read the part of a tensor inside a box, and only that part."""
         return self.whole.read(self.name_in_folder.get(name, name), box)

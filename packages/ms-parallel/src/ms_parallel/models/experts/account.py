@@ -87,7 +87,7 @@ class Account:
     def charge(
         self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor, load: Tensor
     ) -> Tensor:
-        """The same weights, whose gradient now brings those of the losses along.
+        """Add up the losses; return the same weights, whose backward brings their gradients along.
 
         Args:
             weights: (B, S, k).
@@ -115,7 +115,7 @@ class Account:
         return brought
 
     def load_of_documents(self, experts: Tensor, numbers: Tensor, own: Tensor) -> Tensor:
-        """The f of each token's document.
+        """Compute f of each token's document.
 
         Args:
             experts: (B, S, k) of all positions of the rows.

@@ -84,7 +84,7 @@ class CorrectedConfig(DecoderConfig):
             )
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer has experts."""
+        """Return whether a layer has experts."""
         return layer >= self.first_k_dense_replace
 
     @property
@@ -119,7 +119,7 @@ class CorrectedConfig(DecoderConfig):
 def block(
     config: CorrectedConfig, layer: int, ops: Ops, *, attention: nn.Module | None = None
 ) -> nn.Module:
-    """A layer: with a mixture, or a plain feed-forward in the first ones.
+    """Build a layer: with a mixture, or with a plain feed-forward in the first ones.
 
     Args:
         config: The model.

@@ -55,7 +55,7 @@ experts that are here, their counts, and the way back."""
 
 
 def stay(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Back]:
-    """The dispatch where all experts are here."""
+    """Leave the rows as they are: the dispatch where all experts are here."""
     return rows, counts, lambda made: made
 
 
@@ -106,5 +106,5 @@ class Experts(nn.Module):
 
 
 def _local(weight: Tensor) -> Tensor:
-    """This process's part of a weight, differentiable."""
+    """Take this process's part of a weight, differentiably."""
     return weight.to_local() if isinstance(weight, DTensor) else weight

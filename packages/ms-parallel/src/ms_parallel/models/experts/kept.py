@@ -24,7 +24,7 @@ _now = _Now()
 
 
 def decide(decision: Callable[[], Tensor]) -> Tensor:
-    """What a decision gives; in a recomputation what it gave before, without deciding.
+    """Return what a decision gives; in a recomputation what it gave before, without deciding.
 
     Args:
         decision: called once for each forward, so that it may count.
@@ -41,14 +41,14 @@ def decide(decision: Callable[[], Tensor]) -> Tensor:
 
 
 def recomputes() -> bool:
-    """Whether what runs is a recomputation, whose facts were noted before."""
+    """Return whether what runs is a recomputation, whose facts were noted before."""
     return _now.again
 
 
 def keeping(
     memory: "deque[Tensor] | None" = None,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What surrounds a forward, and what surrounds its recomputation.
+    """Make a context for a forward, which keeps its decisions, and one for its recomputation.
 
     Args:
         memory: takes the decisions; a new one by default.

@@ -60,7 +60,7 @@ class MixtureOfExperts(nn.Module):
 def weight_rules(
     mixture: str = "mlp", matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> Rules:
-    """How a folder with a tensor for each expert makes up the model's.
+    """Return the rules by which a folder's tensors, one for each expert, make up the model's.
 
     Args:
         mixture: What the folder calls the module that is `mlp` here.

@@ -128,7 +128,7 @@ class TransformerXL(StagedModel):
         cache: KeyValueCache | None,
         row_split: RowSplit | None = None,
     ) -> SegmentContext:
-        """The segments of the new positions, beside documents and cache."""
+        """Make the blocks' context: segments of new positions, distances, documents and cache."""
         held = cache.length if cache is not None else 0
         segments = segments_of(
             held,
@@ -146,7 +146,7 @@ class TransformerXL(StagedModel):
 
 
 def _plan(config: TransformerXLConfig) -> ModelPlan:
-    """How a Transformer-XL may be split."""
+    """Plan how a Transformer-XL may be split."""
     layer = "model.layers.*"
     tensor: dict[str, Style] = {
         "model.embed_tokens": "vocabulary",

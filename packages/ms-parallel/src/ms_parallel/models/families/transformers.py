@@ -44,7 +44,7 @@ class _Foreign(Family):
     """Reads and writes a config.json as it is."""
 
     def build(self, config: Any, *, ops: Ops | None, **part: Any) -> TransformersStage:
-        """The model or one stage of it, with unset weights."""
+        """Build the model or one stage of it, with unset weights."""
         return _build(config, ops=ops, **part)
 
     def shapes(self, config: Any, named: Named) -> Shapes:
@@ -56,7 +56,7 @@ class _Foreign(Family):
         return TransformersModel(document)
 
     def write(self, config: TransformersModel, dtype: torch.dtype) -> dict[str, object]:
-        """The config.json of a configuration, with weights of `dtype`."""
+        """Return the content of a configuration's config.json, with weights of `dtype`."""
         document = {key: value for key, value in config.document.items() if key != "torch_dtype"}
         if config.is_text_part:
             kind = type(described(config)).__name__

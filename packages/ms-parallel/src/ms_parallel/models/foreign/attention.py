@@ -23,18 +23,18 @@ _calls = 0
 
 
 def calls() -> int:
-    """How often attention was asked for so far."""
+    """Return how often attention was asked for so far."""
     return _calls
 
 
 def is_asked_by(module: nn.Module) -> bool:
-    """Whether a module's forward looks attention up in the table that ours is registered in."""
+    """Return whether a module's forward looks attention up in the table that holds ours."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and TABLE in code.co_names
 
 
 def window_of(module: Any) -> int | None:
-    """The window of an attention that does not say it, as its model says it by the mask alone."""
+    """Find the window of an attention whose model says it by the mask alone; None for no window."""
     settings = module.config
     window: int | None = getattr(settings, "sliding_window", None)
     if not hasattr(sys.modules[type(module).__module__], WINDOWS):
@@ -46,7 +46,7 @@ def window_of(module: Any) -> int | None:
 
 @cache
 def registered(ops: Hashable) -> str:
-    """The name under which transformers finds attention by these operators.
+    """Register attention by these operators with transformers; return its name there.
 
     Blocks are given the documents of their rows (B, keys) int32 as `attention_mask`, or None.
     """

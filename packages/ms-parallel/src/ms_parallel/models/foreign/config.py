@@ -24,7 +24,7 @@ ATTENTIONS = ("full_attention", "sliding_attention", "linear_attention")
 
 
 def transformers() -> Any:
-    """The package.
+    """Import the package transformers.
 
     Raises:
         ModelError: it is not installed.
@@ -40,12 +40,12 @@ def transformers() -> Any:
 
 
 def knows(model_type: object) -> bool:
-    """Whether transformers is installed and builds causal language models of this type."""
+    """Return whether transformers is installed and builds causal language models of this type."""
     return isinstance(model_type, str) and model_type in causal_classes()
 
 
 def causal_classes() -> Mapping[str, str]:
-    """By `model_type` transformers' class for causal text; nothing where it is not installed.
+    """Map each `model_type` to transformers' class for causal text; nothing if it is not installed.
 
     Raises:
         ModelError: it is installed and cannot be imported.
@@ -63,7 +63,7 @@ def causal_classes() -> Mapping[str, str]:
 
 
 def _document(source: Any) -> dict[str, Any]:
-    """A config.json, decoded, from its folder, itself, or a configuration of transformers."""
+    """Decode a config.json from its folder, a mapping, or a configuration of transformers."""
     if isinstance(source, str | os.PathLike):
         check_path("a model of transformers", source, error=ModelError)
         return read_json(Path(source) / "config.json", dict[str, Any], error=ModelError)
@@ -134,7 +134,7 @@ class TransformersModel:
         return settings_of(json.dumps(self.document, sort_keys=True, default=str))
 
     def with_settings(self, overrides: Mapping[str, Any]) -> "TransformersModel":
-        """The same with some of config.json's settings changed.
+        """Copy the configuration with some of config.json's settings changed.
 
         Raises:
             ConfigError: a setting is unknown.

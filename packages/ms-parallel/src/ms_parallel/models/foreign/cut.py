@@ -22,7 +22,7 @@ class Gate:
         """(B, S, H) from the stage before, while a forward lasts."""
 
     def run(self, forward: Callable[[], Any], entering: Tensor | None) -> Any:
-        """What `forward` returns, or the hidden states (B, S, H) at which it is left."""
+        """Run `forward`; return its result, or the hidden states (B, S, H) at which it is left."""
         self.entering = entering
         try:
             return forward()
@@ -51,7 +51,7 @@ class _StandIn(nn.Module):
         self.__dict__["gate"] = gate
 
     def arrived(self) -> Tensor:
-        """What entered the stage."""
+        """Return what entered the stage."""
         entering: Tensor = self.__dict__["gate"].entering
         return entering
 

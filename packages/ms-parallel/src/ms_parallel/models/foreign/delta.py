@@ -13,7 +13,7 @@ NEEDED = ("A_log", "conv1d", "dt_bias", "head_k_dim", "head_v_dim", "key_dim", "
 
 
 def is_delta(module: Any) -> bool:
-    """Whether a module is such a network, in one of the two forms that are known here.
+    """Return whether a module is a gated delta network, in one of the two forms known here.
 
     Qwen3.5 projects to queries, keys and values, gate, rate and decay apart; Qwen3-Next to two
     matrices whose order a function of the module undoes.
@@ -25,7 +25,7 @@ def is_delta(module: Any) -> bool:
 
 
 def delta_forward(module: Any, hidden: Tensor, documents: Tensor | None, ops: Ops) -> Tensor:
-    """What the module computes of (B, S, H), where documents (B, S) int32 know no other."""
+    """Apply the module to (B, S, H) so that documents (B, S) int32 know nothing of each other."""
     mixed, z, b, a = _projected(module, hidden)
     weight = module.conv1d.weight.squeeze(1)
     mixed = ops.causal_conv1d(mixed, weight, module.conv1d.bias, documents=documents, silu=True)

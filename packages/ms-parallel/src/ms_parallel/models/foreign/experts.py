@@ -43,7 +43,7 @@ class PairedExperts(Around):
             inner._parameters[name] = nn.Parameter(apart, requires_grad=whole.requires_grad)
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """As the inner module."""
+        """Run the inner module, giving it its parameters in the shapes that it knows."""
         views = {name: self._view(name, value) for name, value in self.named_parameters()}
         return torch.func.functional_call(self.inner, views, args, named)
 
@@ -78,7 +78,7 @@ class CountedRouter(Around, Accounted):
     """(B, S) int32, its rows' documents."""
 
     def forward(self, *args: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """As the inner module; its weights bring the gradient of the balance loss along."""
+        """Run the inner router; its weights bring the gradient of the balance loss along."""
         logits, weights, experts = self.inner(*args, **named)
         account = self.account
         if account is None or not torch.is_grad_enabled():
@@ -107,7 +107,7 @@ def count_routers(model: Any) -> None:
 
 @lru_cache(maxsize=16)
 def mixture_of(config: Any) -> Mixture | None:
-    """What is known of the experts of a model of transformers, if its routers can be balanced.
+    """Find the experts of a model of transformers; None if its routers cannot be balanced.
 
     They have to be published as the model's, one a layer, and to choose the best of their logits,
     which is tried. Transformers asks for the balance loss by `output_router_logits`.
@@ -133,7 +133,7 @@ def mixture_of(config: Any) -> Mixture | None:
 
 
 def _published(kind: Any) -> type[nn.Module] | None:
-    """The class of a model's routers, of which transformers records the logits."""
+    """Find the class of a model's routers, if transformers records their logits."""
     recorded = (getattr(kind, "_can_record_outputs", None) or {}).get("router_logits")
     first = getattr(recorded, "index", None) == 0
     found = getattr(recorded, "target_class", None) if first else None
@@ -147,7 +147,7 @@ def _routers(model: Any) -> dict[str, nn.Module]:
 
 
 def _choice(router: nn.Module) -> Choice | None:
-    """How a router chooses, seen from a copy with drawn weights; None if not by its logits."""
+    """Find how a router chooses, by trying a copy with drawn weights; None if not by its logits."""
     weight = router._parameters.get("weight")
     if weight is None or weight.ndim != 2:
         return None

@@ -53,7 +53,7 @@ class Fresh:
 
     @torch.no_grad()
     def parameter(self, name: str, seed: int) -> Tensor:
-        """The whole of a parameter."""
+        """Draw the whole of a parameter."""
         path, _, own = self.owners.get(name, name).rpartition(".")
         module = self._blank(path, "cpu")
         digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
@@ -70,7 +70,7 @@ class Fresh:
         return drawn
 
     def _blank(self, path: str, device: str) -> Any:
-        """A copy of a module whose parameters are not drawn yet, without its parts' storage."""
+        """Copy a module with parameters of NaN, not drawn yet; its parts have no storage."""
         module, values = copy.copy(self.modules[path]), dict[str, nn.Parameter | None]()
         module.__dict__["_buffers"] = {
             each: None if buffer is None else torch.zeros_like(buffer, device=device)
@@ -87,7 +87,7 @@ class Fresh:
         return module
 
     def _parent(self, path: str, module: Any) -> Any:
-        """A copy of what a module is a part of, in which it alone has storage."""
+        """Copy what a module is a part of, so that the module alone has storage in it."""
         above, dot, last = path.rpartition(".")
         parent = copy.copy(self.parts[above])
         parts = dict(parent._modules)

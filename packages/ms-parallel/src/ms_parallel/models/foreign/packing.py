@@ -49,14 +49,14 @@ class Apart(Around):
         self.__dict__["ops"] = ops
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Apart":
-        """One of its own; operators, which may be a whole module of Python, are shared."""
+        """Copy it, but share the operators, which may be a whole module of Python."""
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)], memo[id(self.ops)] = copied, self.ops
         copied.__dict__.update(deepcopy(self.__dict__, memo))
         return copied
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """As the inner module, whose first argument is (B, S, H)."""
+        """Run the inner module, whose first argument is (B, S, H), on each document apart."""
         hidden, documents = args[0] if args else named[HIDDEN], self.documents
         named = {key: None if key == MASK else value for key, value in named.items()}
         if is_delta(self.inner):  # one rule for packed rows and for others: they round alike
@@ -79,7 +79,7 @@ class Apart(Around):
 
 
 def _pieces(value: Any, lengths: list[list[int]], places: list[int]) -> Any:
-    """What an argument holds of the documents at these places, each in a row of its own.
+    """Cut out what an argument holds of the documents at these places, each in a row of its own.
 
     Args:
         value: (B or 1, S, ...); anything else is given to all as it is.

@@ -35,7 +35,7 @@ EXPERTS_DIMS = 3
 
 
 def built(config: TransformersModel, ops: Ops | None = None) -> Any:
-    """A whole model without storage, whose attention is by these operators.
+    """Build a whole model without storage, whose attention is by these operators.
 
     Raises:
         ModelError: transformers does not build it, or not with our attention.
@@ -69,7 +69,7 @@ def built(config: TransformersModel, ops: Ops | None = None) -> Any:
 
 @lru_cache(maxsize=4)
 def described(config: TransformersModel) -> Any:
-    """A whole model without storage, to be looked at alone."""
+    """Build a whole model without storage, which is shared and so only to be looked at."""
     return built(config)
 
 
@@ -81,7 +81,7 @@ def shapes_of(config: TransformersModel, named: Named = nn.Module.named_paramete
 
 @lru_cache(maxsize=16)
 def plan_of(config: TransformersModel) -> ModelPlan:
-    """How the model may be split: by what transformers publishes of it."""
+    """Plan how the model may be split, by what transformers publishes of it."""
     model = described(config)
     prefix = model.base_model_prefix
     before, blocks, behind = _line(model, prefix)
@@ -98,7 +98,7 @@ def plan_of(config: TransformersModel) -> ModelPlan:
 
 
 def _line(model: Any, prefix: str) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
-    """What stands before the blocks, their list, and what stands behind; only the list if unsaid.
+    """Name the parts before the blocks, their list, and the parts behind; only the list if unsaid.
 
     Raises:
         ModelError: no list of blocks is as long as the model has layers.

@@ -67,7 +67,7 @@ class TransformersStage(Around):
         return self
 
     def draw(self, name: str, seed: int) -> Tensor:
-        """The whole fresh value of a parameter, by the model's own rule; see `Fresh`."""
+        """Draw the whole fresh value of a parameter, by the model's own rule; see `Fresh`."""
         shape = shapes_of(self.config)
         if name not in shape and name not in self.drawn.owners:
             return self.get_buffer(name)
@@ -189,7 +189,7 @@ class _Outcome:
 
 
 def _tail(model: Any) -> Any:
-    """The model without its base: the same forward, which then only makes logits."""
+    """Copy the model with a base that only passes its input on: its forward makes logits."""
     tail, base = copy.copy(model), copy.copy(model.base_model)
     base.__dict__["forward"] = lambda *_, inputs_embeds, **__: _Outcome(inputs_embeds)
     tail.__dict__["_modules"] = {**model._modules, model.base_model_prefix: base}
@@ -205,7 +205,7 @@ def _head_name(model: Any) -> str:
 
 
 def _is_plain(model: Any, head_name: str) -> bool:
-    """Whether logits are no more than the head's product; seen from a head of a few tokens."""
+    """Return whether logits are only the head's product, as seen from a head of a few tokens."""
     tail, own = _tail(model), model._modules[head_name]
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         head = nn.Linear(own.in_features, 5, bias=own.bias is not None)

@@ -16,7 +16,7 @@ MERGED, JOINED = "MergeModulelist", "Concatenate"
 
 @lru_cache(maxsize=16)
 def rules_of(config: TransformersModel) -> Rules:
-    """A rule for each pattern of parameter names."""
+    """Make a rule for each pattern of parameter names."""
     names = _Names(described(config))
     patterns = {re.sub(r"\.\d+(?=\.|$)", ".*", name): None for name in shapes_of(config)}
     return {pattern: _rule(pattern, names) for pattern in patterns}
@@ -46,7 +46,7 @@ def _rule(pattern: str, names: "_Names") -> Rule:
 
 
 def _halves(tensor: str, shape: tuple[int, ...]) -> Iterator[WeightSlice]:
-    """The matrices of a parameter (E, n, R, C) from one tensor (E, n·R, C)."""
+    """Yield the matrices of a parameter (E, n, R, C), as slices of one tensor (E, n·R, C)."""
     experts, parts, rows, columns = shape
     every, across = slice(0, experts), slice(0, columns)
     for index in range(parts):
@@ -62,7 +62,7 @@ def _halves(tensor: str, shape: tuple[int, ...]) -> Iterator[WeightSlice]:
 def _stacked(
     sources: list[str], on_disk: Callable[[str], str], shape: tuple[int, ...]
 ) -> Iterator[WeightSlice]:
-    """A tensor for each expert and source of a parameter (E, n·R, C), or (E, n, R, C)."""
+    """Yield a slice for each expert and source of a parameter (E, n·R, C), or (E, n, R, C)."""
     parts, (rows, columns) = len(sources), shape[-2:]
     packed = len(shape) == 4
     height = rows if packed else rows // parts
@@ -122,7 +122,7 @@ class _Names:
         return None
 
     def on_disk(self, name: str) -> str:
-        """The name of a tensor in the folder."""
+        """Translate transformers' name of a tensor to the folder's."""
         for renaming in self.renamings:
             name, _ = renaming.rename_source_key(name)
         return name

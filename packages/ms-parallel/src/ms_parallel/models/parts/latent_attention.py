@@ -124,7 +124,7 @@ class LatentAttention(nn.Module):
 
 
 def styles(config: LatentConfig) -> dict[str, Style | None]:
-    """How the tensor axis splits it, by the names of modules in a block."""
+    """Return how the tensor axis splits latent attention, by the names of modules in a block."""
     narrow = () if config.q_lora_rank is None else ("q_a_proj", "q_a_layernorm")
     heads = "q_proj" if config.q_lora_rank is None else "q_b_proj"
     return {

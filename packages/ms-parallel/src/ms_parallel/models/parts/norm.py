@@ -40,10 +40,10 @@ class Across(Protocol):
     """Where a width is split over processes."""
 
     def total(self, sums: Tensor) -> Tensor:
-        """The sum of every process's sums."""
+        """Add up every process's sums."""
 
     def local(self, weight: Tensor) -> Tensor:
-        """This process's part of a weight."""
+        """Take this process's part of a weight."""
 
 
 class WholeWidthNorm(RMSNorm):

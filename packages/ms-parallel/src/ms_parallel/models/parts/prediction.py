@@ -62,7 +62,7 @@ class PredictionLayer(Block):
 
 
 def with_prediction(plan: ModelPlan, config: ModelConfig) -> ModelPlan:
-    """The plan of a model that has such layers, from that of one without.
+    """Add a model's prediction layers, if it has any, to the plan of its other parts.
 
     Its folder holds embedding and head once more for each of them.
     """

@@ -106,7 +106,7 @@ class RelativeAttention(nn.Module):
 
 
 def _by_key(scores: Tensor) -> Tensor:
-    """From columns by distance (M-1 to 0) to columns by key: the paper's appendix B.
+    """Turn columns by distance (M-1 to 0) into columns by key, as in the paper's appendix B.
 
     Query i of N, the last of which sees distance 0 at the last key, needs its row moved left by
     N-1-i. A column more makes each row of the flat tensor begin one place later, which is that.
@@ -128,7 +128,7 @@ def segments_of(
     documents: Tensor | None,
     device: torch.device,
 ) -> list[Segment]:
-    """How positions [start, end) fall into segments, which begin at multiples of their length.
+    """Cut positions [start, end) into segments, which begin at multiples of their length.
 
     Args:
         start: of the new positions, behind those that a cache holds.

@@ -21,7 +21,7 @@ class Positions(Protocol):
         """Settings of a configuration from a config.json with the family's defaults."""
 
     def write(self, config: Any) -> dict[str, object]:
-        """What config.json says of a configuration's positions."""
+        """Return what config.json says of a configuration's positions."""
 
 
 class OneRope:
@@ -37,7 +37,7 @@ class OneRope:
         self.keys = frozenset({"partial_rotary_factor"}) if partial else frozenset()
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Base, scaling and share."""
+        """Read base, scaling and share."""
         rope = chosen_rope(given)
         share = rope.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
         theta, scaling = read_rope(rope, given.get("rope_theta", 10000.0))
@@ -54,7 +54,7 @@ class OneRope:
         return {"rope_theta": theta, "rope_scaling": scaling}
 
     def write(self, config: Any) -> dict[str, object]:
-        """The old spelling, which all versions of readers know."""
+        """Return the old spelling of positions, which all versions of readers know."""
         return {
             "rope_theta": config.rope_theta,
             "rope_scaling": write_scaling(config.rope_scaling),
@@ -66,7 +66,7 @@ ONE_ROPE = OneRope()
 
 
 def chosen_rope(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The mapping that says how positions turn, in whichever spelling.
+    """Find the mapping that says how positions turn, in whichever spelling.
 
     Raises:
         ModelError: the two spellings differ, or it is no mapping.
@@ -114,7 +114,7 @@ def read_rope(rope: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling
 
 
 def write_scaling(scaling: RopeScaling | None) -> dict[str, object] | None:
-    """The `rope_scaling` of config.json."""
+    """Return the `rope_scaling` of config.json."""
     if scaling is None:
         return None
     document: dict[str, object] = {"rope_type": scaling.kind}

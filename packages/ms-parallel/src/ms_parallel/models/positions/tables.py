@@ -53,7 +53,7 @@ def frequencies(rope: Rope, *, device: torch.device | None = None) -> Tensor:
 
 
 def attention_factor(rope: Rope) -> float:
-    """What cosines and sines are multiplied by."""
+    """Compute what cosines and sines are multiplied by."""
     scaling = rope.scaling
     if scaling is None or scaling.kind not in ("yarn", "longrope"):
         return 1.0
@@ -69,7 +69,7 @@ def attention_factor(rope: Rope) -> float:
 
 
 def document_ends(positions: Tensor, documents: Tensor | None) -> Tensor:
-    """How long each position's document is, as far as it is here: (B or 1, S) int64.
+    """Compute how long each position's document is, as far as it is here: (B or 1, S) int64.
 
     Args:
         positions: (B or 1, S) int64 of the new tokens.

@@ -27,7 +27,7 @@ class Windowed(Protocol):
         """Layers that slide; None for all."""
 
     def window(self, layer: int) -> int | None:
-        """The window of one layer."""
+        """Return the window of one layer, None where it sees everything before."""
 
 
 class Windows(Protocol):
@@ -38,21 +38,21 @@ class Windows(Protocol):
         """Keys of config.json that it reads."""
 
     def read(self, given: Mapping[str, Any]) -> Sliding:
-        """The window and its layers of a config.json, with the family's defaults."""
+        """Read the window and its layers from a config.json, with the family's defaults."""
 
     def write(self, config: Any) -> dict[str, object]:
-        """What config.json says of a configuration's windows."""
+        """Return what config.json says of a configuration's windows."""
 
 
 class _NoWindows:
     keys: frozenset[str] = frozenset()
 
     def read(self, given: Mapping[str, Any]) -> Sliding:
-        """None."""
+        """Read no window."""
         return None, None
 
     def write(self, config: Windowed) -> dict[str, object]:
-        """Nothing."""
+        """Return nothing to write."""
         return {}
 
 
@@ -60,11 +60,11 @@ class _OneWindow:
     keys = frozenset({"sliding_window"})
 
     def read(self, given: Mapping[str, Any]) -> Sliding:
-        """All layers, or none."""
+        """Read the window, which all layers have, or none."""
         return given.get("sliding_window"), None
 
     def write(self, config: Windowed) -> dict[str, object]:
-        """The window."""
+        """Return the window."""
         return {"sliding_window": config.sliding_window}
 
 
@@ -72,15 +72,15 @@ class _EveryLayer:
     keys = frozenset({"sliding_window", "layer_types"})
 
     def read(self, given: Mapping[str, Any]) -> Sliding:
-        """All layers, but where `layer_types` names some."""
+        """Read the window, and the layers that slide: all, unless `layer_types` names some."""
         window = given.get("sliding_window", 4096)
         named = _named(given, window)
         return (window, None) if named is None else named
 
     def write(self, config: Windowed) -> dict[str, object]:
-        """The types of layers only where they differ.
+        """Return the window, and the types of layers only where they differ.
 
-        Who knows no layer_types lets all of them slide.
+        A reader that knows no layer_types lets all layers slide.
         """
         document: dict[str, object] = {"sliding_window": config.sliding_window}
         if config.sliding_window is not None and config.sliding_layers is not None:
@@ -100,14 +100,14 @@ class ByPattern:
     keys: frozenset[str] = frozenset({"sliding_window", "layer_types"})
 
     def read(self, given: Mapping[str, Any]) -> Sliding:
-        """The window, and the layers where they differ from the pattern."""
+        """Read the window, and the layers where they differ from the pattern."""
         count, kinds = given["num_hidden_layers"], given.get("layer_types")
         pattern = tuple(layer for layer in range(count) if self.slides(given, layer))
         layers = pattern if kinds is None else sliding_layers(kinds, count)
         return given["sliding_window"], None if layers == pattern else layers
 
     def write(self, config: Windowed) -> dict[str, object]:
-        """The window and the types of layers."""
+        """Return the window and the types of layers."""
         return {"sliding_window": config.sliding_window, "layer_types": layer_types(config)}
 
 
@@ -115,7 +115,7 @@ class _UpperLayers:
     keys = frozenset({"sliding_window", "layer_types", "use_sliding_window", "max_window_layers"})
 
     def read(self, given: Mapping[str, Any]) -> Sliding:
-        """The layers from `max_window_layers` on, but where `layer_types` names some."""
+        """Read window and layers: from `max_window_layers` on, unless `layer_types` names some."""
         window, first = given.get("sliding_window", 4096), given["max_window_layers"]
         if type(first) is not int:
             raise ModelError(f"max_window_layers is {str(first)[:60]!r}; give a whole number")
@@ -147,13 +147,13 @@ UPPER_LAYERS: Windows = _UpperLayers()
 
 
 def layer_types(config: Windowed) -> list[str]:
-    """What config.json calls each layer."""
+    """List the type of each layer, as config.json calls it."""
     windows = map(config.window, range(config.num_hidden_layers))
     return ["full_attention" if window is None else "sliding_attention" for window in windows]
 
 
 def sliding_layers(kinds: Any, count: int) -> tuple[int, ...]:
-    """The layers that `layer_types` lets slide.
+    """List the layers that `layer_types` lets slide.
 
     Raises:
         ModelError: it is no list of as many known types.
@@ -168,7 +168,7 @@ def sliding_layers(kinds: Any, count: int) -> tuple[int, ...]:
 
 
 def _named(given: Mapping[str, Any], window: int | None) -> Sliding | None:
-    """What `layer_types` says, if it is there."""
+    """Read what `layer_types` says; None if it is not there."""
     kinds = given.get("layer_types")
     if kinds is None:
         return None

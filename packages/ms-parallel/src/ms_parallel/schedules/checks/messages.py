@@ -6,7 +6,7 @@ from ms_parallel.schedules.table.schedule import Schedule
 
 
 def _partner(schedule: Schedule, action: Action) -> tuple[int, Action]:
-    """The rank and action at the other end of a message."""
+    """Find the rank and action at the other end of a message."""
     kind, step = {
         Kind.SEND_FORWARD: (Kind.RECV_FORWARD, 1),
         Kind.RECV_FORWARD: (Kind.SEND_FORWARD, -1),
@@ -70,7 +70,7 @@ def check_progress(schedule: Schedule) -> None:
 def _describe_deadlock(
     schedule: Schedule, rows: list[list[Action]], cursor: list[int], stuck: list[int]
 ) -> str:
-    """The shortest circle; every stuck rank waits for exactly one peer, so there is one."""
+    """Describe the shortest circle; each stuck rank waits for exactly one peer, so there is one."""
     peer_of = {rank: _partner(schedule, rows[rank][cursor[rank]])[0] for rank in stuck}
     circles = []
     for start in stuck:

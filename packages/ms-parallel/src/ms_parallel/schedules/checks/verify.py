@@ -79,7 +79,7 @@ def _check_membership(schedule: Schedule) -> None:
 
 
 def _required(schedule: Schedule, stage: int, microbatch: int, split: bool) -> list[Action]:
-    """Every action that (stage, microbatch) must have, exactly once each."""
+    """List every action that (stage, microbatch) must have, exactly once each."""
     kinds = [_F, _I, _W] if split else [_F, _B]
     if stage + 1 < schedule.stages and schedule.placement[stage + 1] != schedule.placement[stage]:
         kinds += [Kind.SEND_FORWARD, Kind.RECV_BACKWARD]
@@ -127,7 +127,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _needs(schedule: Schedule, action: Action, full: bool) -> list[Action]:
-    """What must stand earlier in the same row; `full`: the backward is not split."""
+    """List what must stand earlier in the same row; `full`: the backward is not split."""
     kind, stage, microbatch = action.kind, action.stage, action.microbatch
     back = _B if full else _I
     same = {_W: _I, _B: _F, _I: _F, Kind.SEND_FORWARD: _F, Kind.SEND_BACKWARD: back}.get(kind)
@@ -155,7 +155,7 @@ def _check_order(schedule: Schedule) -> None:
 def _disorder(
     schedule: Schedule, rank: int, row: tuple[Action, ...]
 ) -> Iterator[tuple[int, int, str]]:
-    """Each dependency that stands the wrong way round, as (microbatch, stage, words)."""
+    """Yield each dependency that stands the wrong way round, as (microbatch, stage, words)."""
     position: dict[Action, int] = {}
     full: set[tuple[int, int]] = set()
     for index, action in _flat(row):

@@ -64,7 +64,7 @@ class BuildingBlock:
 
 
 def unit_block(placement: Sequence[int], delays: Sequence[int]) -> BuildingBlock:
-    """The block of equal unit times and no latency; always possible. See `building_block`."""
+    """Draw the block of equal unit times and no latency; always possible. See `building_block`."""
     ticks = Costs.uniform(len(placement)).ticks()
     interval = 3 * (len(placement) // ranks_of(placement))
     block = building_block(placement, ticks, interval, delays)
@@ -171,7 +171,7 @@ class _Circle:
 
 
 def _fits(rooms: list[int], lengths: list[int]) -> bool:
-    """Whether the lengths, longest first, can be packed into the rooms.
+    """Return whether the lengths, longest first, can be packed into the rooms.
 
     Their sum always can: an interval is no shorter than a rank's work.
     """

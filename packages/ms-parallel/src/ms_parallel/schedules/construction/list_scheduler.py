@@ -165,7 +165,7 @@ class _ListScheduler:
             self.call(rank, coming)
 
     def candidates(self, rank: int) -> Sequence[_Head]:
-        """What `rank` may choose among."""
+        """Return what `rank` may choose among."""
         if not self.order:
             return self.choices[rank]
         row, done = self.order[rank], self.done[rank]

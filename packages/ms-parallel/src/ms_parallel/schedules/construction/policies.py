@@ -7,7 +7,7 @@ from ms_parallel.schedules.construction.problem import ListPolicy, Operation, Pr
 
 
 def follow(problem: Problem, block: BuildingBlock) -> ListPolicy:
-    """The policy that takes a block's starts as due times, and whatever is ready first."""
+    """Make a policy that takes a block's starts as due times, and whatever is ready first."""
     work = problem.longest_work
     return ListPolicy(
         period=work,
@@ -17,7 +17,7 @@ def follow(problem: Problem, block: BuildingBlock) -> ListPolicy:
 
 
 def keep_order(problem: Problem, order: Sequence[Sequence[Operation]]) -> ListPolicy:
-    """The policy that keeps an order of forwards and backwards of inputs whatever the costs."""
+    """Make a policy that keeps an order of forwards and backwards of inputs whatever the costs."""
     return ListPolicy(
         period=0,
         forward=(0,) * problem.ticks.stages,

@@ -41,7 +41,7 @@ class Recipe:
     """Delay of each leg, in halves of an average pass."""
 
     def draw(self, problem: Problem) -> BuildingBlock | None:
-        """The block, or None if it cannot be drawn or held."""
+        """Draw the block; return None if it cannot be drawn or held."""
         ticks, work = problem.ticks, problem.longest_work
         block: BuildingBlock | None
         if self.stretch:
@@ -55,7 +55,7 @@ class Recipe:
 
 
 def recipes(problem: Problem) -> list[Recipe]:
-    """All that are worth a try, without looking at the caps."""
+    """List all recipes that are worth a try, without looking at the caps."""
     legs = 2 * (len(problem.placement) // problem.ranks)
     ticks = problem.ticks
     unit = _delays(legs, {2: range(0, 18, 2), 4: range(0, 10, 2)}.get(legs, range(0, 6, 2)))
@@ -73,7 +73,7 @@ def _fits(problem: Problem, block: BuildingBlock) -> bool:
 
 
 def _delays(legs: int, choices: Sequence[int]) -> list[tuple[int, ...]]:
-    """Every choice of delays for the legs; beyond four legs forward and backward legs agree."""
+    """List every choice of delays for up to four legs; beyond, one delay for each direction."""
     if legs <= 4:
         return list(product(choices, repeat=legs))
     half = legs // 2
@@ -81,13 +81,13 @@ def _delays(legs: int, choices: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _eager(problem: Problem) -> ListPolicy:
-    """Backwards first, and forwards of early stages before those of late ones."""
+    """Prefer backwards, and forwards of early stages to those of late ones."""
     stages = problem.ticks.stages
     return ListPolicy(period=1, forward=tuple(range(stages)), backward=(-1,) * stages)
 
 
 def glance(problem: Problem) -> Arrangement:
-    """The shortest of a handful of arrangements: a cheap judgement of costs, not of order.
+    """Find the shortest of a handful of arrangements: a cheap judgement of costs, not of order.
 
     Raises:
         ScheduleError: a cap is below what one microbatch needs.
@@ -105,7 +105,7 @@ def glance(problem: Problem) -> Arrangement:
 
 
 def best(problem: Problem, budget: int) -> Arrangement:
-    """The shortest of as many arrangements as `budget` actions allow, of all together.
+    """Find the shortest of as many arrangements as `budget` actions allow, of all together.
 
     The small model's are not counted: they do not grow with the problem.
 
@@ -132,7 +132,7 @@ def best(problem: Problem, budget: int) -> Arrangement:
 
 
 def _shortlist(problem: Problem, tries: int, count: int) -> list[tuple[Recipe, bool]]:
-    """The best recipes on a small model, and whether to keep their order or follow their times."""
+    """List the best recipes on a small model, and whether to keep their order or follow times."""
     small = _coarse(problem)
     small = evolve(small, microbatches=min(problem.microbatches, 2 * small.ranks + 2))
     drawn: dict[int, tuple[Recipe, BuildingBlock]] = {}
@@ -155,7 +155,7 @@ def _shortlist(problem: Problem, tries: int, count: int) -> list[tuple[Recipe, b
 def _drawings(
     problem: Problem, wanted: tuple[Recipe, ...]
 ) -> list[tuple[Recipe, BuildingBlock, int]]:
-    """Each recipe that can be drawn, and the number of its order: the same under any caps."""
+    """Draw each recipe that can be drawn, and number its order: the same under any caps."""
     numbers: dict[Order, int] = {}
     drawn = []
     for recipe in wanted:
@@ -166,7 +166,7 @@ def _drawings(
 
 
 def _coarse(problem: Problem) -> Problem:
-    """A pipeline of fewer ranks in which every so-many-th rank of a long one stands for all."""
+    """Shrink a long pipeline to fewer ranks: every so-many-th of its ranks stands for all."""
     if problem.ranks <= _COARSE_RANKS:
         return problem
     loops = len(problem.placement) // problem.ranks

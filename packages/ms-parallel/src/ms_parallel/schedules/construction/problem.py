@@ -112,7 +112,7 @@ def problem_of(
     placement: tuple[int, ...],
     split: bool = True,
 ) -> Problem:
-    """The problem that `search` solves for one placement; see there for the arguments.
+    """Set up the problem that `search` solves for one placement; see there for the arguments.
 
     Raises:
         ScheduleError: the cap is below the least that works, or not one for each rank.
@@ -148,7 +148,7 @@ def _cap(value: Number) -> Fraction:
 
 
 def _whole_backwards(ticks: Ticks) -> Ticks:
-    """The time of both parts of a backward counts as that of inputs; weights take none."""
+    """Count the time of both parts of a backward as that of inputs; weights take none."""
     nothing = (0,) * ticks.stages
     both = tuple(i + w for i, w in zip(ticks.backward_input, ticks.backward_weight, strict=True))
     return evolve(ticks, backward_input=both, backward_weight=nothing, retained=nothing)

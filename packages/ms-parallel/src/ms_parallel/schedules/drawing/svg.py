@@ -117,7 +117,7 @@ def draw_svg(
 
 
 def _legend(lines: Sequence[Timeline], top: int, page: _Page) -> tuple[list[str], int]:
-    """What the colours mean, of the kinds that are drawn; and where it ends."""
+    """Draw what the colours mean, of the kinds that are drawn; return also where it ends."""
     there = {span.action.kind for line in lines for row in line.spans for span in row}
     swatches = [(_COLOURS[kind], "", name) for kind, name in _NAMES.items() if kind in there]
     later = any(len(line.schedule.stages_of(0)) > 1 for line in lines)
@@ -165,7 +165,7 @@ def _axis(longest: float, rows: tuple[int, int], page: _Page, unit: str) -> list
 
 
 def _round_step(least: float) -> float:
-    """The least of 1, 2, 5, 10, ... times a power of ten that is not below `least`."""
+    """Find the least of 1, 2, 5, 10, ... times a power of ten that is not below `least`."""
     power = 10.0 ** floor(log10(least))
     return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= least)
 

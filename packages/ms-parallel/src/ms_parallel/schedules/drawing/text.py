@@ -71,7 +71,7 @@ def number(value: Fraction | float) -> str:
 
 
 def summary(line: Timeline, titles: Sequence[str], index: int) -> str:
-    """A line of facts about the timeline of this index, behind its title if it has one."""
+    """Write a line of facts about the timeline of this index, behind its title if it has one."""
     title = titles[index] if index < len(titles) else ""
     name = line.schedule.name or "schedule"
     return (
@@ -82,12 +82,12 @@ def summary(line: Timeline, titles: Sequence[str], index: int) -> str:
 
 
 def is_later_stage(line: Timeline, rank: int, span: Span) -> bool:
-    """Whether a span is of a stage of the rank other than its first."""
+    """Return whether a span is of a stage of the rank other than its first."""
     return span.action.computations[0].stage != line.schedule.stages_of(rank)[0]
 
 
 def path_text(line: Timeline) -> str:
-    """The critical path, its unbroken stretches on one rank shortened to first and last."""
+    """Write the critical path, its unbroken stretches on one rank shortened to first and last."""
     runs: list[tuple[int, list[Span]]] = []
     for rank, span in line.critical_path:
         if not runs or runs[-1][0] != rank:

@@ -36,7 +36,7 @@ class Generator:
         return self.make(costs if self.from_costs else ranks, microbatches)
 
     def start(self, placement: tuple[int, ...], microbatches: int) -> Schedule | None:
-        """The schedule from which a search on this placement may begin; None if there is none."""
+        """Make the schedule from which a search on this placement may begin, if there is one."""
         ranks = max(placement) + 1
         rounds = (len(placement) // ranks,) if self.placement is looped else ()
         if not self.begins_search or rounds == (1,) or self.placement(ranks, *rounds) != placement:

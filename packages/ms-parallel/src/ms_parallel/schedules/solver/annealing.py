@@ -50,7 +50,7 @@ def anneal_blocks(problem: Problem, start: Arrangement, budget: int, seed: int) 
 def _walk(
     problem: Problem, interval: int, patience: int, steps: int, seed: int
 ) -> BuildingBlock | None:
-    """The block of least memory beyond the caps, and then of shortest way, or None over a cap."""
+    """Find a block of least memory beyond the caps, then of shortest way; None if over a cap."""
     random, ticks, hops = Random(seed), problem.ticks, 2 * problem.ticks.stages
     grain = max(1, problem.longest_work * problem.ranks // (6 * hops))
     delays = [patience * grain] * hops
@@ -191,7 +191,10 @@ class _Walker:
         return True
 
     def _swapped(self, row: list[int], at: int, way: float) -> list[int] | None:
-        """The row with two neighbours swapped, here or wherever such two meet from here on."""
+        """Swap two neighbours in a row: these alone, or all such, from here on or throughout.
+
+        Two that must keep their order give None.
+        """
         first, second = row[at - 1], row[at]
         one, two, count = self.family[first], self.family[second], self.player.count
         stages = self.player.stages

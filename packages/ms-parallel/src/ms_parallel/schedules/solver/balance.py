@@ -118,7 +118,7 @@ def _climb(
 
 
 def split_by_work(segments: SegmentCosts, placement: Sequence[int]) -> tuple[int, ...]:
-    """The split of least largest stage; of several the one that fills the first stages most.
+    """Find the split of least largest stage; of several the one that fills the first stages most.
 
     Args:
         segments: Measured costs.

@@ -34,7 +34,7 @@ def lower_bound(problem: Problem) -> int:
 
 @lru_cache(maxsize=8)
 def _by_work(problem: Problem) -> int:
-    """The bound that knows no caps: the same for all that a search tries, so it is kept."""
+    """Compute the bound that knows no caps; it is kept, as it is the same for all of a search."""
     ways = _Ways(problem)
     return max(_one_machine(ways.jobs(rank)) for rank in range(problem.ranks))
 
@@ -201,7 +201,7 @@ def _room(length: int, cap: int, rise: _Slope, falls: Sequence[_Slope]) -> Fract
 
 
 def _crossings(one: _Slope, one_falls: bool, other: _Slope, end: Fraction) -> set[Fraction]:
-    """Where a line meets one that falls, as distances from the first start."""
+    """Find where a line meets one that falls, as distances from the first start."""
     if one.rate is None or other.rate is None:
         return set()
     # one: a + b·t; other: c - d·t, with t the distance from the first start.

@@ -104,7 +104,7 @@ def _state(model: Any, problem: Problem, horizon: int, lower: int) -> dict[Opera
 
 
 def _connect(model: Any, problem: Problem, starts: dict[Operation, Any], horizon: int) -> None:
-    """Every action after what it needs, messages over links included."""
+    """Let every action start after what it needs, messages over links included."""
     ticks, home, last = problem.ticks, problem.placement, problem.ticks.stages - 1
     links: dict[tuple[int, int], list[Any]] = {}
 

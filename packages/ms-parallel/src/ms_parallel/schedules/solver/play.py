@@ -69,7 +69,7 @@ class Player:
         its result, and that one's rank if it is another; -1 for none. One tuple, read at once."""
 
     def number(self, op: Operation) -> int:
-        """An action's number."""
+        """Return an action's number."""
         kind, stage, microbatch = op
         return (kind * self.stages + stage) * self.count + microbatch
 
@@ -165,7 +165,7 @@ class Player:
 
 
 def play_rows(problem: Problem, rows: Sequence[Sequence[Operation]]) -> dict[Operation, int]:
-    """When each action of rows (kind, stage, microbatch) starts, each as early as it can.
+    """Compute when each action of rows (kind, stage, microbatch) starts, each as early as it can.
 
     Raises:
         ScheduleError: the rows wait for one another for ever.

@@ -150,7 +150,7 @@ def _placements(
 def _best_at(
     problems: Mapping[int, Problem], lowers: Mapping[int, int], budget: int, seed: int
 ) -> tuple[int, Arrangement]:
-    """The best arrangement for these caps, and the index of the problem that it solves."""
+    """Find the best arrangement for these caps, and the index of the problem that it solves."""
     tried = {
         place: _constructed(problem, budget // len(problems)) for place, problem in problems.items()
     }
@@ -159,7 +159,7 @@ def _best_at(
 
 
 def _tighter(problems: Sequence[Problem]) -> Iterator[dict[int, Problem]]:
-    """The same problems in less memory, from more to less: a tighter cap may give a better result.
+    """Yield the same problems in less and less memory: a tighter cap may give a better result.
 
     Room tempts the list scheduler to run ahead. The caps are the least that works for all ranks
     times powers of two, whatever the cap asked for, so that each larger cap tries them too.
@@ -179,7 +179,7 @@ def _tighter(problems: Sequence[Problem]) -> Iterator[dict[int, Problem]]:
 
 
 def _constructed(problem: Problem, budget: int) -> tuple[Arrangement, Arrangement]:
-    """The best arrangement, and the best of those that keep a hand-made order, if there are any."""
+    """Find the best arrangement, and the best that keeps a hand-made order, if there is any."""
     found, seeded = best(problem, budget), None
     if problem.actions <= _FEW:
         for share in (Fraction(5, 6), Fraction(1, 2)):
@@ -235,7 +235,7 @@ def _seeds(problem: Problem) -> list[list[list[Operation]]]:
 
 
 def _better(problem: Problem, known: Arrangement, rows: Rows | None) -> Rows:
-    """The shorter of two, played with the true costs; the solver saw rounded ones."""
+    """Choose the shorter of two, played with the true costs; the solver saw rounded ones."""
     if rows is None:
         return known.rows
     starts = play_rows(problem, rows)

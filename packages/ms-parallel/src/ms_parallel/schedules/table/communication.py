@@ -21,7 +21,7 @@ from ms_parallel.schedules.table.playback import Playback, Result, results
 def with_communication(
     rows: Sequence[Sequence[Action]], placement: Sequence[int], ticks: Ticks | None = None
 ) -> tuple[tuple[Action, ...], ...]:
-    """The rows with a SEND and a RECV for every result that another rank needs.
+    """Add to the rows a SEND and a RECV for every result that another rank needs.
 
     Args:
         rows: For each rank its computations, in order.

@@ -15,7 +15,7 @@ Number = int | float | Fraction
 
 
 def as_fraction(value: Number) -> Fraction:
-    """The exact fraction that a number stands for.
+    """Return the exact fraction that a number stands for.
 
     Raises:
         ScheduleError: it is negative, infinite or not a number.
@@ -117,7 +117,7 @@ class Costs(PassCosts):
         latency: Number = 0,
         activation: Number = 1,
     ) -> "Costs":
-        """The same cost on each of `stages` stages, messages of no size."""
+        """Give each of `stages` stages the same cost, and messages no size."""
         return cls(
             forward=[forward] * stages,
             backward_input=[backward_input] * stages,
@@ -132,7 +132,7 @@ class Costs(PassCosts):
         return len(self.forward)
 
     def ticks(self) -> "Ticks":
-        """The same costs as integers of the coarsest unit that loses nothing."""
+        """Express the same costs as integers of the coarsest unit that loses nothing."""
         transfer = [Fraction(0)] * self.stages
         if self.bandwidth is not None and self.message_bytes is not None:
             transfer = [size / self.bandwidth for size in self.message_bytes]
@@ -183,7 +183,7 @@ class Ticks:
     def changed(
         self, change: Callable[[tuple[int, ...]], tuple[int, ...]], names: Iterable[str]
     ) -> "Ticks":
-        """The same costs with the entries of all stages changed in the fields of these names."""
+        """Copy the costs with the entries of all stages changed in the fields of these names."""
         changes: dict[str, Any] = {name: change(getattr(self, name)) for name in names}
         return evolve(self, **changes)
 

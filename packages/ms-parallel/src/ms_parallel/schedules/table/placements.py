@@ -7,7 +7,7 @@ from ms_parallel.errors import ScheduleError
 
 
 def integers(values: Iterable[int]) -> tuple[int, ...]:
-    """A tuple of integers: the converter of fields such as a placement."""
+    """Make a tuple of integers: the converter of fields such as a placement."""
     return tuple(values)
 
 
@@ -30,7 +30,7 @@ def vee(ranks: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=8)
 def stages_by_rank(placement: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The stages of each rank, ascending."""
+    """List the stages of each rank, ascending."""
     return tuple(
         tuple(stage for stage, home in enumerate(placement) if home == rank)
         for rank in range(max(placement) + 1)
@@ -38,7 +38,7 @@ def stages_by_rank(placement: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def ranks_of(placement: Sequence[int]) -> int:
-    """How many ranks a placement uses.
+    """Count the ranks that a placement uses.
 
     Raises:
         ScheduleError: a rank has no stage.

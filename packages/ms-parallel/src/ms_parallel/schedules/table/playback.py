@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
 
 def sources(action: Action, stages: int) -> tuple[Result, ...]:
-    """What a computation needs from other computations."""
+    """List what a computation needs from other computations."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind is Kind.FORWARD:
         return ((False, stage - 1, microbatch),) if stage > 0 else ()
@@ -36,7 +36,7 @@ def sources(action: Action, stages: int) -> tuple[Result, ...]:
 
 
 def results(action: Action) -> list[Result]:
-    """What a computation, or each of a pair, makes for others."""
+    """List what a computation, or each of a pair, makes for others."""
     return [
         (part.kind is not Kind.FORWARD, part.stage, part.microbatch)
         for part in action.computations
@@ -106,13 +106,13 @@ class Playback:
         return [r for r, row in enumerate(self.rows) if len(self.spans[r]) < len(row)]
 
     def missing(self, rank: int) -> Result:
-        """The result for which the next computation of `rank` waits."""
+        """Find the result for which the next computation of `rank` waits."""
         action = self.rows[rank][len(self.spans[rank])]
         needs = (s for part in action.computations for s in sources(part, len(self.placement)))
         return next(source for source in needs if source not in self.arrival)
 
     def _next(self, rank: int) -> Span | None:
-        """The rank's next computation, if all that it needs is known to come."""
+        """Time the rank's next computation, if what it needs is known to come; else note that."""
         done, row = self.spans[rank], self.rows[rank]
         if len(done) == len(row):
             return None

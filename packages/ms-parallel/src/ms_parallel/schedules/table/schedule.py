@@ -71,15 +71,15 @@ class Schedule:
         return len(self.actions)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that live on `rank`, ascending."""
+        """List the stages that live on `rank`, ascending."""
         return tuple(stage for stage, home in enumerate(self.placement) if home == rank)
 
     def computations(self) -> tuple[tuple[Action, ...], ...]:
-        """For each rank its forwards and backwards in order; a pair is one entry."""
+        """List for each rank its forwards and backwards in order; a pair is one entry."""
         return tuple(tuple(a for a in row if a.computations) for row in self.actions)
 
     def to_csv(self, *, communication: bool = True) -> str:
-        """The table in torch.distributed.pipelining's CSV form, a line a rank.
+        """Return the table in torch.distributed.pipelining's CSV form, a line a rank.
 
         Args:
             communication: Write sends and receives too (torch's "compute_comms" form);

@@ -55,7 +55,7 @@ class SegmentCosts(PassCosts):
         return sum((each[segment] for each in passes), Fraction(0))
 
     def slowness_of(self, placement: Sequence[int]) -> list[Fraction]:
-        """How many times as long each stage takes, by the rank that it is on.
+        """Return how many times as long each stage takes, by the rank that it is on.
 
         Raises:
             ScheduleError: a stage is on a rank whose slowness is not known.

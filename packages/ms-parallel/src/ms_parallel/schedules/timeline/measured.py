@@ -53,7 +53,7 @@ def measured(schedule: Schedule, times: Times, costs: Costs | None = None) -> Ti
 
 
 def _with_causes(spans: Sequence[Sequence[Span]], stages: int) -> tuple[tuple[Span, ...], ...]:
-    """The spans, each with what ended last of all that it waited for."""
+    """Give each span its cause: what ended last of all that it waited for."""
     made_at = {
         result: (rank, index)
         for rank, row in enumerate(spans)
@@ -88,7 +88,7 @@ def measured_costs(schedule: Schedule, times: Times) -> Costs:
             lengths.setdefault((action.kind, action.stage), []).append(as_fraction(end - start))
 
     def means(*kinds: Kind) -> list[Fraction]:
-        """The mean of each stage's passes of the first of these kinds that it has."""
+        """Average each stage's passes of the first of these kinds that it has."""
         return [
             next(
                 (_mean(lengths[kind, stage]) for kind in kinds if (kind, stage) in lengths),

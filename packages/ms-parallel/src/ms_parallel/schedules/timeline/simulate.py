@@ -111,7 +111,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def peak_memory(schedule: Schedule, ticks: Ticks) -> tuple[Fraction, ...]:
-    """For each rank the most activation memory that it holds at once."""
+    """Compute for each rank the most activation memory that it holds at once."""
     return tuple(
         Fraction(_peak(row, ticks), ticks.memory_per_unit) for row in schedule.computations()
     )

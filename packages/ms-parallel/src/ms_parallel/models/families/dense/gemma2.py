@@ -73,7 +73,7 @@ class Gemma2Config(GemmaConfig):
     """What scores are bent to stay below."""
 
     def window(self, layer: int) -> int | None:
-        """The window of one layer, None where it sees everything before."""
+        """Return the window of one layer, None where it sees everything before."""
         slides = layer % 2 == 0 if self.sliding_layers is None else layer in self.sliding_layers
         return self.sliding_window if slides else None
 
@@ -81,7 +81,7 @@ class Gemma2Config(GemmaConfig):
 def gemma_block(
     config: GemmaConfig, layer: int, ops: Ops, *, softcap: float | None = None
 ) -> nn.Module:
-    """A layer with four norms and GEGLU."""
+    """Build a layer with four norms and GEGLU."""
     return Block(
         config,
         layer,
@@ -94,7 +94,7 @@ def gemma_block(
 
 
 def gemma_plan(config: GemmaConfig) -> ModelPlan:
-    """How a Gemma may be split."""
+    """Plan how a Gemma may be split."""
     return plan_with(config, norms=NORMS)
 
 

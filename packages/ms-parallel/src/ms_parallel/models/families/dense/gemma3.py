@@ -33,7 +33,7 @@ class Gemma3Config(GemmaConfig):
     """Each so many-th layer is a full one, where `sliding_layers` does not say otherwise."""
 
     def window(self, layer: int) -> int | None:
-        """The window of one layer, None where it sees everything before."""
+        """Return the window of one layer, None where it sees everything before."""
         chosen = self.sliding_layers
         slides = (layer + 1) % self.sliding_window_pattern if chosen is None else layer in chosen
         return self.sliding_window if slides else None
@@ -49,7 +49,7 @@ class Gemma3Config(GemmaConfig):
         return (*super().ropes, local)
 
     def rope_of(self, layer: int) -> int:
-        """Which of `ropes` one layer uses."""
+        """Return the index in `ropes` of what one layer uses."""
         return 0 if self.window(layer) is None else 1
 
 
@@ -88,7 +88,7 @@ class _GlobalAndLocal:
         return {"rope_theta": theta, "rope_scaling": scaling, "rope_local_base_freq": local}
 
     def write(self, config: Gemma3Config) -> dict[str, object]:
-        """The old spelling, which all versions of readers know."""
+        """Return the old spelling of positions, which all versions of readers know."""
         return {
             "rope_theta": config.rope_theta,
             "rope_local_base_freq": config.rope_local_base_freq,

@@ -44,7 +44,7 @@ class SmolLM3Config(DecoderConfig):
             )
 
     def rope_of(self, layer: int) -> int | None:
-        """Which of `ropes` one layer uses; None where it has no positions."""
+        """Return the index in `ropes` of what one layer uses; None where it has no positions."""
         given, interval = self.no_rope_layers, self.no_rope_layer_interval
         turns = (layer + 1) % interval != 0 if given is None else given[layer]
         return 0 if turns else None
@@ -56,7 +56,7 @@ class _WithoutRope:
     keys = frozenset({"sliding_window", "layer_types", "use_sliding_window"})
 
     def read(self, given: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...] | None]:
-        """The window and its layers."""
+        """Read the window and the layers that slide."""
         window, count = given.get("sliding_window"), given["num_hidden_layers"]
         uses, kinds = given.get("use_sliding_window", False), given.get("layer_types")
         if type(uses) is not bool:
@@ -75,7 +75,7 @@ class _WithoutRope:
         return (window, layers) if layers else (None, None)
 
     def write(self, config: SmolLM3Config) -> dict[str, object]:
-        """Which layers slide, by name."""
+        """Return the window, whether it is used, and the type of each layer by name."""
         kinds = layer_types(config)
         return {
             "use_sliding_window": "sliding_attention" in kinds,

@@ -104,7 +104,7 @@ class _Positions:
         return ONE_ROPE.read(given)
 
     def write(self, config: DeepseekV3Config) -> dict[str, object]:
-        """The old spelling, which all versions of readers know."""
+        """Return the old spelling of positions, which all versions of readers know."""
         return ONE_ROPE.write(config)
 
 

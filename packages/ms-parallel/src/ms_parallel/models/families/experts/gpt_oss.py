@@ -78,7 +78,7 @@ def _plan(config: GptOssConfig) -> ModelPlan:
 
 
 def _weights(config: GptOssConfig) -> Rules:
-    """All experts in one tensor, transposed, an expert's gate and up in turn."""
+    """Return the rules: all experts in one tensor, transposed, gate and up alternating."""
     experts = "mlp.experts.{}"
 
     def alternating(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
@@ -123,7 +123,7 @@ class _Windows:
     keys = frozenset({"sliding_window", "layer_types"})
 
     def read(self, given: Mapping[str, Any]) -> Sliding:
-        """The window and its layers."""
+        """Read the window and the layers that slide."""
         window, kinds = given.get("sliding_window"), given.get("layer_types")
         count = given["num_hidden_layers"]
         layers = tuple(range(0, count, 2)) if kinds is None else sliding_layers(kinds, count)
@@ -135,7 +135,7 @@ class _Windows:
         return (window, layers) if layers else (None, None)
 
     def write(self, config: GptOssConfig) -> dict[str, object]:
-        """Both; a window also where no layer slides, as transformers does not run without one."""
+        """Return both, a window even if no layer slides: transformers does not run without one."""
         window = config.sliding_window or _WINDOW
         return {"sliding_window": window, "layer_types": layer_types(config)}
 
@@ -146,14 +146,14 @@ class _Positions:
     keys: frozenset[str] = frozenset()
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Base and scaling."""
+        """Read base and scaling."""
         if given.get("rope_parameters") is None and not given.get("rope_scaling"):
             yarn = {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
             given = {**given, "rope_scaling": {"rope_type": "yarn", **yarn}}
         return ONE_ROPE.read(given)
 
     def write(self, config: GptOssConfig) -> dict[str, object]:
-        """The old spelling; no scaling is said outright."""
+        """Return the old spelling of positions; where nothing is scaled, say so outright."""
         found = ONE_ROPE.write(config)
         return found | {"rope_scaling": found["rope_scaling"] or {"rope_type": "default"}}
 

@@ -59,7 +59,7 @@ class Qwen3MoeConfig(DecoderConfig):
         _ = self.mixture  # which refuses what does not fit
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer has experts."""
+        """Return whether a layer has experts."""
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
     @property
@@ -101,14 +101,14 @@ class _Windows:
     keys = frozenset({"sliding_window", "use_sliding_window", "max_window_layers"})
 
     def read(self, given: Mapping[str, Any]) -> Sliding:
-        """The window where `use_sliding_window` asks for it."""
+        """Read the window where `use_sliding_window` asks for it."""
         uses = given.get("use_sliding_window", False)
         if type(uses) is not bool:
             raise ModelError(f"use_sliding_window is {repr(uses)[:60]}; give true or false")
         return (given.get("sliding_window", 4096) if uses else None), None
 
     def write(self, config: DecoderConfig) -> dict[str, object]:
-        """The window, and whether it is used."""
+        """Return the window, and whether it is used."""
         uses = config.sliding_window is not None
         return {"use_sliding_window": uses, "sliding_window": config.sliding_window}
 

@@ -8,7 +8,7 @@ from ms_parallel.schedules.table.schedule import Schedule
 
 @generator("gpipe", placement=one_a_rank)
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards in the same order; holds every microbatch at the peak.
+    """Run all forwards, then all backwards in the same order; hold every microbatch at the peak.
 
     Args:
         stages: Stages, one a rank.

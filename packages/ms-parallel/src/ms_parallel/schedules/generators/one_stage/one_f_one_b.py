@@ -8,7 +8,7 @@ from ms_parallel.schedules.table.schedule import Schedule
 
 @generator("1f1b", placement=one_a_rank, begins_search=True)
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """Stage s runs `stages - 1 - s` forwards ahead, so it holds at most `stages - s` microbatches.
+    """Run stage s `stages - 1 - s` forwards ahead, so it holds at most `stages - s` microbatches.
 
     Bubble: (stages - 1) * (F + B), as GPipe's, for equal stages.
 

@@ -8,7 +8,7 @@ from ms_parallel.schedules.table.schedule import Schedule
 
 @generator("zb-h1", placement=one_a_rank, begins_search=True)
 def zb_h1(stages: int, microbatches: int) -> Schedule:
-    """1F1B's memory and a third of its bubble, for equal times of F, I and W.
+    """Use 1F1B's memory and a third of its bubble, for equal times of F, I and W.
 
     Holds `stages` microbatches on every rank. Bubble: (stages - 1) * (F + I - W).
 
@@ -21,7 +21,7 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 
 @generator("zb-h2", placement=one_a_rank, begins_search=True)
 def zb_h2(stages: int, microbatches: int) -> Schedule:
-    """Twice 1F1B's memory and no bubble between a rank's first and last action, for equal times.
+    """Use twice 1F1B's memory; leave no bubble inside a rank's row of actions, for equal times.
 
     Holds `2 * stages - 1` microbatches on every rank. With at least that many microbatches no rank
     idles between its first and last action; the makespan still exceeds the work by

@@ -13,7 +13,7 @@ _BUDGET = 100_000
 
 @generator("zb1p", placement=one_a_rank, from_costs=True)
 def zb1p(costs: Costs, microbatches: int) -> Schedule:
-    """Holds as many microbatches as 1F1B's first rank, one for each stage, on every rank.
+    """Hold as many microbatches as 1F1B's first rank, one for each stage, on every rank.
 
     For equal stages its bubble is (stages - 1) * (F + I - W) where W is no longer than F and I.
 
@@ -25,7 +25,7 @@ def zb1p(costs: Costs, microbatches: int) -> Schedule:
 
 @generator("zb2p", placement=one_a_rank, from_costs=True)
 def zb2p(costs: Costs, microbatches: int) -> Schedule:
-    """Holds twice as many microbatches as stages on every rank.
+    """Hold twice as many microbatches as stages on every rank.
 
     For equal stages of equal times the makespan exceeds the work by (stages - 1) * F alone.
 
@@ -36,7 +36,7 @@ def zb2p(costs: Costs, microbatches: int) -> Schedule:
 
 
 def _best_within(costs: Costs, microbatches: int, held: int, name: str) -> Schedule:
-    """The best of some arrangements in which no rank holds more than `held` microbatches."""
+    """Find the best of some arrangements in which no rank holds more than `held` microbatches."""
     check_size(costs.stages, microbatches)
     ticks = costs.ticks()
     problem = Problem(

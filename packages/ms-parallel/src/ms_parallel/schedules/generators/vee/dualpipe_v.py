@@ -8,7 +8,7 @@ from ms_parallel.schedules.table.schedule import Schedule
 
 
 def _program(rank: int, ranks: int, microbatches: int) -> list[str]:
-    """The rank's phases, in words of `phases`."""
+    """Write the rank's phases, in words of `phases`."""
     last, after = rank == ranks - 1, ranks - 1 - rank
     words = ["F0"] * (2 * after) + ["F0", "F1"] * (rank + 1) + ["I1", "W", "F1"] * after
     steady = ["F0&B1", "F1&B0"] * (microbatches - 2 * ranks + rank + 1)
@@ -25,7 +25,7 @@ def _program(rank: int, ranks: int, microbatches: int) -> list[str]:
 
 @generator("dualpipe-v", placement=vee)
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
-    """Two stages a rank, as a V; in the steady state a forward and a backward make one pair.
+    """Place two stages a rank, as a V; in the steady state pair a forward with a backward.
 
     The paper overlaps the two of a pair, to hide one's messages behind the other's computations.
     Our runtime performs them one after the other, and `simulate` times them so: here the schedule

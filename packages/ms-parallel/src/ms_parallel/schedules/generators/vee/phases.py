@@ -18,7 +18,7 @@ _KINDS = {
 
 
 def actions_of(program: Iterable[str], stages: tuple[int, int], microbatches: int) -> list[Action]:
-    """The actions that `program` stands for; those on microbatches past the last are dropped.
+    """List the actions that `program` stands for; drop those on microbatches past the last.
 
     Args:
         program: Words as above; backwards of weights that it leaves are added at the end.

@@ -13,7 +13,7 @@ from ms_parallel.schedules.table.schedule import Schedule, check_size
 
 @generator("v-half", placement=vee)
 def v_half(ranks: int, microbatches: int) -> Schedule:
-    """Half of 1F1B's memory at half of its bubble, for equal times of F, I and W, free messages.
+    """Use half of 1F1B's memory at half its bubble, for equal times of F, I and W, free messages.
 
     Two stages a rank, as a V. Every rank holds at most `ranks + 2` activations of its half-size
     stages.
@@ -26,7 +26,7 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
 
 @generator("v-min", placement=vee)
 def v_min(ranks: int, microbatches: int) -> Schedule:
-    """A third of 1F1B's memory at two thirds of its bubble, for equal times and free messages.
+    """Use a third of 1F1B's memory at two thirds of its bubble, for equal times and free messages.
 
     Two stages a rank, as a V. Every rank holds at most two thirds of `ranks`, rounded up, and 2
     activations of its half-size stages. Nothing waits in this block, so with unequal times or slow
@@ -42,7 +42,7 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
 def _of_delays(
     ranks: int, microbatches: int, delays: tuple[int, int, int, int], held: int, name: str
 ) -> Schedule:
-    """A building block of unit times on a V, played with room for `held` activations a rank."""
+    """Play a building block of unit times on a V, with room for `held` activations a rank."""
     check_size(ranks, microbatches)
     problem = Problem(
         ticks=Costs.uniform(2 * ranks).ticks(),

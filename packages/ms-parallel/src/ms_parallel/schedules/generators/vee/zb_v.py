@@ -7,7 +7,7 @@ from ms_parallel.schedules.table.schedule import Schedule
 
 
 def _program(rank: int, ranks: int, microbatches: int) -> list[str]:
-    """The rank's phases, in words of `phases`."""
+    """Write the rank's phases, in words of `phases`."""
     after = ranks - rank
     words = ["F0"] * (2 * after - 1) + ["F1", "F0"] * rank + ["F1", "I1", "W1"] * after
     down, up = 2 * ranks - 1 - rank, ranks
@@ -22,7 +22,7 @@ def _program(rank: int, ranks: int, microbatches: int) -> list[str]:
 
 @generator("zb-v", placement=vee, begins_search=True)
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """Hand-made for equal times of F, I and W and free messages.
+    """Follow a hand-made order for equal times of F, I and W and free messages.
 
     Every rank holds `2 * ranks` activations of its half-size stages, as 1F1B's first rank. With
     at least `2 * ranks - 1` microbatches no rank idles between its first and last action, and
