@@ -58,7 +58,7 @@ class Decoder(StagedModel):
         self.ropes = config.ropes
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """(B, S) int64 to (B, S, H), scaled where the family scales it."""
+        """Embed tokens, (B, S) int64 to (B, S, H), scaled where the family scales it."""
         hidden = super().embed(tokens)
         scale = self.config.embedding_scale
         if scale is None:

@@ -64,7 +64,7 @@ class Family:
     def shapes(
         self, config: Any, named: Callable[[nn.Module], Iterable[tuple[str, torch.Tensor]]]
     ) -> dict[str, torch.Size] | None:
-        """Names and shapes of what is `named` in the whole model; None to build a block a kind."""
+        """Map what is `named` in the whole model to its shapes; None to build a block a kind."""
         return None
 
     def check_layout(self, config: Any, layout: Layout) -> None:

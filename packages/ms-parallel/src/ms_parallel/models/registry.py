@@ -122,7 +122,7 @@ def model_plan(config: ModelConfig) -> ModelPlan:
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Names and shapes of the whole model's parameters; tied ones once."""
+    """Map the names of the whole model's parameters to their shapes; tied ones once."""
     return _shapes(config, nn.Module.named_parameters)
 
 
@@ -139,7 +139,7 @@ def weight_slices(config: ModelConfig) -> dict[str, list[WeightSlice]]:
 def _shapes(
     config: ModelConfig, named: Callable[[nn.Module], Iterable[tuple[str, Tensor]]]
 ) -> dict[str, torch.Size]:
-    """Names and shapes of what is `named` in the whole model.
+    """Map the names of what is `named` in the whole model to its shapes.
 
     Of each kind of layer one block is built, however many there are said to be.
     """
@@ -231,7 +231,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _ends_of_generation(path: Path) -> dict[str, TokenId] | None:
-    """Whoever generates asks generation_config.json first for what ends a text."""
+    """Read what ends a text from generation_config.json, which whoever generates asks first."""
     if not os.path.lexists(path):
         return None
     name, document = "eos_token_id", _read(path)

@@ -16,7 +16,7 @@ WORTH_IT = 64
 
 
 def document_lengths(documents: Tensor | None) -> tuple[int, ...] | None:
-    """Lengths of the documents of all rows, row after row; None where masks are to be used.
+    """List the lengths of all rows' documents, row after row; None where masks are to be used.
 
     Args:
         documents: (B, S) int32 or None. A number that comes back later in its row, short
@@ -54,7 +54,7 @@ def attend_in_spans(
     lengths: tuple[int, ...],
     **settings: Any,
 ) -> Tensor:
-    """Causal attention of each document alone.
+    """Compute causal attention of each document alone.
 
     Args:
         attention: the operator, as `ms_parallel.operators.attention`.

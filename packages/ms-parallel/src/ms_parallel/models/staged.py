@@ -35,7 +35,7 @@ class RowSplit(Protocol):
     def attend(
         self, operator: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, **settings: Any
     ) -> Tensor:
-        """Attention of this process's queries over the whole rows.
+        """Compute attention of this process's queries over the whole rows.
 
         Args:
             operator: as `ms_parallel.operators.attention`.

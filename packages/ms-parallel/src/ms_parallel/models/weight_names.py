@@ -51,14 +51,14 @@ class WeightSlice:
         return tuple(part), tuple(place)
 
     def to_parameter(self, values: Tensor) -> Tensor:
-        """Values of (a part of) `part`, with the dims of the parameter."""
+        """Give values of (a part of) `part` the dims of the parameter."""
         along = [dim for dim in self.dims if dim is not None]
         turned = values.permute([*along, *(d for d in range(values.ndim) if d not in along)])
         sizes = [1 if dim is None else values.shape[dim] for dim in self.dims]
         return turned.reshape(sizes)
 
     def to_tensor(self, values: Tensor) -> Tensor:
-        """Values of `box`, with the dims of the folder's tensor."""
+        """Give values of `box` the dims of the folder's tensor."""
         along = [dim for dim in self.dims if dim is not None]
         kept = values.reshape(
             [values.shape[d] for d, dim in enumerate(self.dims) if dim is not None]
@@ -107,7 +107,7 @@ def renamed(tensor: str) -> Rule:
 
 
 def rows_of(tensor: str, first: int, total: int) -> Rule:
-    """Rows of a tensor that holds several parameters one below the other.
+    """Make a rule for some rows of a tensor that holds several parameters one below the other.
 
     Args:
         tensor: its name, `{0}` for what the first `*` stands for.

@@ -18,7 +18,7 @@ def capped_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Causal attention whose scores are bent before the softmax; holds all of them.
+    """Compute causal attention whose scores are bent before the softmax; hold all of them.
 
     Args:
         q: (B, Sq, Hq, D).

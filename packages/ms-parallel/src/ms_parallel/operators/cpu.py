@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 
 def widen(x: Tensor) -> Tensor:
-    """`x` in the dtype that sums are kept in: float32, or float64 for float64."""
+    """Return `x` in the dtype that sums are kept in: float32, or float64 for float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -45,7 +45,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """(..., H) to the same."""
+        """Norm x over its last dim, (..., H) to the same."""
         return x * _scale(x, eps) * weight
 
     @staticmethod
@@ -56,7 +56,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x and of the weight, if it takes one."""
+        """Compute the gradients of x and of the weight, if it takes one."""
         x, weight = ctx.saved_tensors
         if torch.is_grad_enabled():  # The gradient is to have one itself.
             y = F.rms_norm(x, weight.shape, weight, ctx.eps)
@@ -72,7 +72,7 @@ class RMSNorm(torch.autograd.Function):
 
 
 def _scale(x: Tensor, eps: float) -> Tensor:
-    """(..., H) to (..., 1)."""
+    """Compute 1 / sqrt(mean(x²) + eps), (..., H) to (..., 1)."""
     return (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
@@ -87,7 +87,7 @@ class Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """X (B, S, heads, D), cos and sin (B or 1, S, 1, D)."""
+        """Rotate x (B, S, heads, D) by cos and sin (B or 1, S, 1, D)."""
         # One roll swaps the halves: a quarter faster than two halves put together again.
         return (x.roll(x.shape[-1] // 2, -1) * sin).add_(x * cos)
 
@@ -124,7 +124,7 @@ def attend(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """Attention with sinks, (B, heads, S, D) to the same; `mask` is True where a query may look."""
+    """Attend with sinks, (B, heads, S, D) to the same; `mask` is True where a query may look."""
     if mask is not None:
         mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
     made: Tensor = _WithSinks.apply(q, k, v, sinks, mask, causal, scale)  # type: ignore[no-untyped-call]
@@ -150,7 +150,7 @@ class _WithSinks(torch.autograd.Function):
         causal: bool,
         scale: float,
     ) -> Tensor:
-        """(B, Hq, Sq, D)."""
+        """Attend with sinks; return (B, Hq, Sq, D)."""
         out: Tensor
         out, kept = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
@@ -164,7 +164,7 @@ class _WithSinks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of q, k, v and the sinks."""
+        """Compute the gradients of q, k, v and the sinks."""
         q, k, v, sinks, mask, out, kept = ctx.saved_tensors
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, kept, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale

@@ -75,7 +75,7 @@ def unpermute_tokens(rows: Tensor, places: Tensor, weights: Tensor | None = None
 
 
 def swiglu_of_pairs(pairs: Tensor) -> Tensor:
-    """silu(gate) · up of rows that hold both: the numbers of `swiglu`, to the bit.
+    """Compute silu(gate) · up of rows that hold both: the numbers of `swiglu`, to the bit.
 
     The gradient is written to where both lie, instead of being put together from two.
 
@@ -93,7 +93,7 @@ class _SwigluOfPairs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, pairs: Tensor) -> Tensor:
-        """(T, 2, N) to (T, N)."""
+        """Map (T, 2, N) to (T, N)."""
         gate, up = pairs.unbind(1)
         opened = F.silu(gate)
         ctx.save_for_backward(pairs, opened)
@@ -102,7 +102,7 @@ class _SwigluOfPairs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """(T, N) to (T, 2, N)."""
+        """Map (T, N) to (T, 2, N)."""
         pairs, opened = ctx.saved_tensors
         gate, up = pairs.unbind(1)
         result = torch.empty_like(pairs)
@@ -116,14 +116,14 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
-        """(T, H) to (T·C, H)."""
+        """Map (T, H) to (T·C, H)."""
         ctx.save_for_backward(places)
         return x.index_select(0, tokens)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """(T·C, H) to (T, H)."""
+        """Map (T·C, H) to (T, H)."""
         (places,) = ctx.saved_tensors
         total = widen(gradient.index_select(0, places[:, 0]))
         for place in places.unbind(1)[1:]:
@@ -136,7 +136,7 @@ class _Unpermute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-        """(T·C, H) and (T, C) to (T, H)."""
+        """Map (T·C, H) and (T, C) to (T, H)."""
         ctx.save_for_backward(rows, places, weights)
         wide = weights.to(torch.promote_types(rows.dtype, torch.float32))
         total = rows.index_select(0, places[:, 0]) * wide[:, :1]
@@ -168,10 +168,10 @@ class _WholeGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, result: Tensor) -> Tensor:
-        """(T, N) to the same."""
+        """Pass (T, N) through as it is."""
         return result.view_as(result)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """(T, N) to the same, contiguous."""
+        """Make the gradient (T, N) contiguous."""
         return gradient.contiguous()

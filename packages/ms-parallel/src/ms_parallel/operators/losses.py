@@ -30,7 +30,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """-log p(target) under softmax(logits), plus z_loss · logsumexp².
+    """Compute -log p(target) under softmax(logits), plus z_loss · logsumexp².
 
     Args:
         logits: (..., V).
@@ -72,7 +72,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """`cross_entropy(hidden @ weight.T, targets)` that holds 256 MiB of logits at most.
+    """Compute `cross_entropy(hidden @ weight.T, targets)`, holding 256 MiB of logits at most.
 
     Fewer are kept for the backward pass; more are made in chunks, and made again.
 
@@ -120,7 +120,7 @@ class _ChunkedLosses(torch.autograd.Function):
         softcap: float | None,
         z_loss: float,
     ) -> Tensor:
-        """-log p(target) of each row, float32 or float64."""
+        """Compute -log p(target) of each row, float32 or float64."""
         counted = targets != ignore_index
         # Only ignored targets are replaced: any other that is no class fails in the lookup.
         classes = targets.masked_fill(~counted, 0)
@@ -172,7 +172,7 @@ def head_gradients(
     z_loss: float = 0.0,
     wanted: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of -log softmax(h·Wᵀ)[target], p - onehot(target), a chunk of rows at a time.
+    """Compute gradients of -log softmax(h·Wᵀ)[target], p - onehot(target), by chunks of rows.
 
     That of z·n², with n the log-normaliser, is 2·z·n·p.
 

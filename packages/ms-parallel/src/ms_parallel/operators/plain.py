@@ -16,7 +16,7 @@ from ms_parallel.operators import cpu
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """X / sqrt(mean(x²) + eps) · weight over the last dim.
+    """Compute x / sqrt(mean(x²) + eps) · weight over the last dim.
 
     Args:
         x: (..., H).
@@ -70,12 +70,12 @@ def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def geglu(gate: Tensor, up: Tensor, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
-    """gelu(gate) · up, elementwise."""
+    """Compute gelu(gate) · up, elementwise."""
     return F.gelu(gate, approximate=approximate) * up
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up, elementwise."""
+    """Compute silu(gate) · up, elementwise."""
     return F.silu(gate) * up
 
 
@@ -90,7 +90,7 @@ def attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention of the last Sq of Sk positions.
+    """Compute softmax attention of the last Sq of Sk positions.
 
     Args:
         q: (B, Sq, Hq, D).
@@ -149,7 +149,7 @@ def _scored(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """Attention with sinks that holds the scores, (B, heads, S, D) to the same."""
+    """Attend with sinks, holding the scores, (B, heads, S, D) to the same."""
     group, queries = q.shape[1] // k.shape[1], q.shape[2]
     k, v = (each.repeat_interleave(group, 1) for each in (k, v))
     scores = cpu.widen(q * scale) @ cpu.widen(k).transpose(-1, -2)
@@ -165,7 +165,7 @@ def _scored(
 def _order_mask(
     queries: int, keys: int, causal: bool, window: int | None, device: torch.device
 ) -> Tensor:
-    """True where the order of positions lets a query look: (1, 1, Sq, Sk)."""
+    """Make the mask (1, 1, Sq, Sk), True where the order of positions lets a query look."""
     key = torch.arange(keys, device=device)
     query = key[keys - queries :, None]
     distance = query - key  # (Sq, Sk), positive for the past
@@ -182,7 +182,7 @@ def seen_keys(
     window: int | None,
     device: torch.device,
 ) -> Tensor:
-    """True where a causal query looks, (B or 1, 1, Sq, Sk), always as a mask."""
+    """Make the mask (B or 1, 1, Sq, Sk), True where a causal query looks; never None."""
     made = None if documents is None else _masks.of(documents, queries, True, window)
     return _order_mask(queries, keys, True, window, device) if made is None else made
 
@@ -200,7 +200,7 @@ class _DocumentMasks:
     def of(
         self, documents: Tensor, queries: int, causal: bool, window: int | None
     ) -> Tensor | None:
-        """True where a query may look, (B, 1, Sq, Sk); None where plain causality says the same."""
+        """Return the mask (B, 1, Sq, Sk), True where a query may look; None if causality is all."""
         if torch.compiler.is_compiling():  # One graph shares what it computes twice by itself.
             return self._build(documents, queries, causal, window)
         if self._documents is None or self._documents() is not documents:

@@ -66,7 +66,7 @@ def gated_delta_rule(
     scale: float | None = None,
     normalise: bool = False,
 ) -> Tensor:
-    """Linear attention whose state forgets and is corrected (Yang et al., 2024, arXiv:2412.06464).
+    """Run linear attention with a decayed, corrected state (Yang et al., 2024, arXiv:2412.06464).
 
     Each head has a state S, zero where a document begins: S ← e^g · S; S ← S + β · k ⊗ (v - Sᵀk);
     the output is Sᵀq. Computed a chunk at a time by products of matrices. A document's first
@@ -147,12 +147,12 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _chunks(x: Tensor, chunk: int) -> Tensor:
-    """(B, S, H, D) to (B, H, chunks, C, D), padded with zeros."""
+    """Cut (B, S, H, D) into (B, H, chunks, C, D), padded with zeros."""
     x = F.pad(x.transpose(1, 2), (0, 0, 0, -x.shape[1] % chunk))
     return x.reshape(*x.shape[:2], -1, chunk, x.shape[3])
 
 
 def _runs(documents: Tensor) -> Tensor:
-    """(B, S) int64: the number of each position's document in its row, whatever it is called."""
+    """Number each position's document in its row, whatever it is called: (B, S) int64."""
     begins = documents[:, 1:] != documents[:, :-1]
     return F.pad(begins.cumsum(1), (1, 0))

@@ -35,9 +35,9 @@ class VocabularyParallelLoss(torch.autograd.Function):
         softcap: float | None = None,
         z_loss: float = 0.0,
     ) -> Tensor:
-        """Losses (T,) float32, float64 for float64.
+        """Compute losses (T,) float32, float64 for float64.
 
-        Of hidden (T, H), weight (V/t, H) and global targets (T,) int64.
+        They are those of hidden (T, H), weight (V/t, H) and global targets (T,) int64.
 
         Raises:
             RuntimeError: a target is neither a class nor ignored; an accelerator stops at it.
@@ -74,7 +74,7 @@ class VocabularyParallelLoss(torch.autograd.Function):
     def backward(
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
-        """Gradients of hidden (this rank's share of the sum) and of the local weight."""
+        """Compute gradients of hidden (this rank's share of the sum) and of the local weight."""
         hidden, weight, index, here, counted, normaliser, kept = ctx.saved_tensors
         scale = gradient.masked_fill(~counted, 0.0)
         wanted = ctx.needs_input_grad[:2]
@@ -97,7 +97,7 @@ class VocabularyParallelLoss(torch.autograd.Function):
 def _settle(
     maximum: Tensor, total: Tensor, hit: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Log of the sum of exponentials over the group, and the target's logit, each (T,)."""
+    """Compute the group's log of the sum of exponentials, and the target's logit, each (T,)."""
     highest = maximum.clone()
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     sums = torch.stack([total * (maximum - highest).exp(), hit])
@@ -106,5 +106,5 @@ def _settle(
 
 
 def _chunk_rows(tokens: int, width: int, limit_bytes: int) -> int:
-    """Tokens whose float32 logits of `width` fit `limit_bytes`."""
+    """Count the tokens whose float32 logits of `width` fit `limit_bytes`; at least one."""
     return max(1, min(tokens, limit_bytes // (4 * width)))

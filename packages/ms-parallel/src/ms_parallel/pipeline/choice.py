@@ -57,7 +57,7 @@ class ScheduleTables:
         self.placement = choice.placement
 
     def training(self, microbatches: int) -> Schedule:
-        """Forwards and backwards of an update.
+        """Make the schedule of an update's forwards and backwards.
 
         Raises:
             ConfigError: the table that was chosen is for another number of microbatches.
@@ -73,7 +73,7 @@ class ScheduleTables:
         return self.choice
 
     def forwards(self, microbatches: int) -> Schedule:
-        """Forwards alone, to evaluate or generate."""
+        """Make a schedule of forwards alone, to evaluate or generate."""
         return _forwards(self.placement, microbatches)
 
 

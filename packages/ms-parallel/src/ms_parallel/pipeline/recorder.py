@@ -64,7 +64,7 @@ class Recorder:
         self.events.append(event)
 
     def times_ns(self) -> list[tuple[int, int]]:
-        """(start, end) of each computation in nanoseconds of this machine's monotonic clock."""
+        """List each computation's (start, end) in nanoseconds of this machine's monotonic clock."""
         marks = self.marks_ns
         if not self.on_cpu:
             torch.accelerator.synchronize()
@@ -83,7 +83,7 @@ def gather_times(recorder: Recorder, groups: Groups) -> list[list[tuple[int, int
 
 
 def offset_ns(groups: Groups, clock: Callable[[], int] = time.monotonic_ns) -> int:
-    """Offset of the first pipeline rank's clock from this rank's, in nanoseconds.
+    """Measure the offset of the first pipeline rank's clock from this rank's, in nanoseconds.
 
     Half of the fastest of some round trips bounds the error (Cristian, 1989).
 

@@ -43,7 +43,7 @@ class RecordedStep(
         return measured(self.schedule, self._times_ms())
 
     def costs(self) -> Costs:
-        """Mean times of each stage, in milliseconds; see `measured_costs`."""
+        """Compute mean times of each stage, in milliseconds; see `measured_costs`."""
         return measured_costs(self.schedule, self._times_ms())
 
     def _times_ms(self) -> list[list[tuple[Fraction, Fraction]]]:

@@ -117,7 +117,7 @@ def _opened(folder: Path, config: ModelConfig) -> WeightFolder:
 
 
 def _check(model: StagedModel, weights: WeightFolder) -> dict[str, list[WeightSlice]]:
-    """Names of the whole model, and shapes of this stage, before any value is read.
+    """Check the names of the whole model, and shapes of this stage, before any value is read.
 
     Returns:
         What makes up each of this stage's weights; none for those that were added.

@@ -177,7 +177,7 @@ def _check_finite(
 
 
 def _share_out(offers: list[list[TensorEntry]], file_size_bytes: int) -> dict[str, _File]:
-    """Files by name. A tensor that several processes hold is written by the first of them."""
+    """Share out files by name; the first of several processes that hold a tensor writes it."""
     files: list[_File] = []
     taken: set[str] = set()
     for writer, entries in enumerate(offers):

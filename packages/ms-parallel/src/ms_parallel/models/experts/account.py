@@ -28,7 +28,7 @@ class Documents:
         self._numbers = torch.empty(0, dtype=torch.int64)
 
     def numbers(self, documents: Tensor | None, like: Tensor) -> Tensor:
-        """(B, S) int64: documents are numbered through all rows; without any, a row is one.
+        """Number documents through all rows, (B, S) int64; without documents a row is one.
 
         Args:
             documents: (B, S) int32 or None.
@@ -150,7 +150,7 @@ class _Bring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, scores: Tensor, gradient: Tensor) -> Tensor:
-        """Weights to the same."""
+        """Pass weights through as they are."""
         ctx.save_for_backward(gradient)
         return weights.view_as(weights)
 

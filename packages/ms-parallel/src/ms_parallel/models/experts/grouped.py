@@ -36,7 +36,7 @@ class GroupedLinear(nn.Module):
         self.ops = ops
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows (T, inputs) of each expert in turn, `counts` (E,) of them, to (T, all outputs)."""
+        """Map rows (T, inputs), `counts` (E,) of each expert in turn, to (T, all outputs)."""
         weight = _local(self.weight).flatten(1, -2)
         made = self.ops.grouped_matmul(rows, weight.transpose(1, 2), counts)
         if self.bias is None:
@@ -94,7 +94,7 @@ class Experts(nn.Module):
         self.ops = ops
 
     def forward(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Hidden (B, S, H), experts and weights (B, S, k) to (B, S, H)."""
+        """Map hidden (B, S, H), experts and weights (B, S, k) to (B, S, H)."""
         tokens, chosen = hidden.flatten(0, 1), experts.flatten(0, 1)
         rows, counts, places = self.ops.permute_tokens(tokens, chosen, count=self.count)
         rows, counts, back = self.dispatch(rows, counts)

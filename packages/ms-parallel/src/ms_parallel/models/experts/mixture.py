@@ -50,7 +50,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = shared
 
     def forward(self, hidden: Tensor, *, context: Context | None = None) -> Tensor:
-        """(B, S, H) to (B, S, H)."""
+        """Map (B, S, H) to (B, S, H)."""
         out: Tensor = self.experts(hidden, *self.gate(hidden, context=context))
         if self.shared_experts is not None:
             out = out + self.shared_experts(hidden, context=context)

@@ -66,7 +66,7 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(B, S, H) to (B, S, H)."""
+        """Map (B, S, H) to (B, S, H)."""
         return self.down_proj(self.up_proj(hidden).relu())  # type: ignore[no-any-return]
 
 
@@ -82,7 +82,7 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
 
     def forward(self, hidden: Tensor, *, context: SegmentContext) -> Tensor:
-        """(B, S, H) to (B, S, H)."""
+        """Map (B, S, H) to (B, S, H)."""
         hidden = self.attention_norm(hidden + self.self_attn(hidden, context=context))
         return self.mlp_norm(hidden + self.mlp(hidden))  # type: ignore[no-any-return]
 
@@ -118,7 +118,7 @@ class TransformerXL(StagedModel):
         self.config: TransformerXLConfig = config
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """(B, S) int64 to (B, S, H), scaled by √H to stand beside the norms' outputs."""
+        """Embed (B, S) int64 as (B, S, H), scaled by √H to stand beside the norms' outputs."""
         return super().embed(tokens) * math.sqrt(self.config.hidden_size)
 
     def context(

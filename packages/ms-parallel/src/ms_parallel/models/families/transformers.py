@@ -48,7 +48,7 @@ class _Foreign(Family):
         return _build(config, ops=ops, **part)
 
     def shapes(self, config: Any, named: Named) -> Shapes:
-        """Names and shapes of what is `named` in the whole model."""
+        """Map the names of what is `named` in the whole model to its shapes."""
         return shapes_of(config, named)
 
     def read(self, document: Mapping[str, Any]) -> Any:

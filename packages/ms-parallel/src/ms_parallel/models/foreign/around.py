@@ -28,7 +28,7 @@ class Around(nn.Module):
         return super().train(mode)
 
     def __getattr__(self, name: str) -> Any:
-        """Parts, and what else the inner module has."""
+        """Look up parts, and else what the inner module has."""
         try:
             return super().__getattr__(name)
         except AttributeError:

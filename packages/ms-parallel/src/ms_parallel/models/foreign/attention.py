@@ -66,7 +66,7 @@ def registered(ops: Hashable) -> str:
         is_causal: bool | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """Queries (B, heads, S, D) and the like to (B, S, heads, D)."""
+        """Map queries (B, heads, S, D) and the like to (B, S, heads, D)."""
         global _calls
         _calls += 1
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -25,5 +25,5 @@ class BlockCache:
         return k.transpose(1, 2), v.transpose(1, 2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions held."""
+        """Return how many positions are held."""
         return self.held.length

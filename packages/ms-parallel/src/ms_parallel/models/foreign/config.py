@@ -220,7 +220,7 @@ class TransformersModel:
 
 @lru_cache(maxsize=16)
 def settings_of(document: str) -> Any:
-    """Transformers' configuration of a config.json, as text."""
+    """Make transformers' configuration from a config.json, given as text."""
     package, content = transformers(), json.loads(document, object_hook=_number)
     kind = content.pop("model_type", None)
     if not knows(kind):
@@ -237,7 +237,7 @@ def settings_of(document: str) -> Any:
 
 
 def _number(found: dict[str, Any]) -> Any:
-    """Transformers writes infinities as {"__float__": "Infinity"}."""
+    """Read infinities, which transformers writes as {"__float__": "Infinity"}."""
     return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 

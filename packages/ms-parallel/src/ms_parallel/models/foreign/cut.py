@@ -96,7 +96,7 @@ class _Elsewhere(_StandIn):
 
 
 def block_names(module: nn.Module, plan: ModelPlan) -> list[str]:
-    """Full names of a module's blocks, in their order."""
+    """List the full names of a module's blocks, in their order."""
     return [name for name, _ in module.named_modules() if plan.is_block(name)]
 
 

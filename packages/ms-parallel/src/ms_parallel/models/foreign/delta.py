@@ -43,7 +43,7 @@ def delta_forward(module: Any, hidden: Tensor, documents: Tensor | None, ops: Op
 
 
 def _projected(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys and values (B, S, channels); gate; rate and decay (B, S, heads)."""
+    """Project to queries, keys and values (B, S, channels); gate; rate and decay (B, S, heads)."""
     if hasattr(module, "in_proj_qkv"):
         qkv, z, b, a = (
             getattr(module, f"in_proj_{each}")(hidden) for each in ("qkv", "z", "b", "a")

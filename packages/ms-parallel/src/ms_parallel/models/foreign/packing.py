@@ -117,7 +117,7 @@ class _Given:
         self.now, self.mixers, self.before = now, mixers, 0
 
     def give(self, block: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Before the block runs: hand it the documents."""
+        """Hand a block the documents, before it runs."""
         now, place = self.now, self.place
         at = place if place is not None and place < len(args) else None
         documents = (
@@ -139,7 +139,7 @@ class _Given:
         return args, named if place is None else {**named, MASK: documents}
 
     def check(self, block: nn.Module, *_: Any) -> None:
-        """After it ran: it must have asked for our attention, or be known to mix otherwise."""
+        """Check that a block that ran asked for our attention, or is known to mix otherwise."""
         if not self.mixers and attention.calls() == self.before:
             raise _own_attention(block)
 

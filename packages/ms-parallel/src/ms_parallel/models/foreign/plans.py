@@ -75,7 +75,7 @@ def described(config: TransformersModel) -> Any:
 
 @lru_cache(maxsize=16)
 def shapes_of(config: TransformersModel, named: Named = nn.Module.named_parameters) -> Shapes:
-    """Names and shapes of what is `named` in the whole model; tied ones once."""
+    """Map the names of what is `named` in the whole model to its shapes; tied ones once."""
     return {name: tensor.shape for name, tensor in named(described(config))}
 
 
@@ -128,7 +128,7 @@ def _line(model: Any, prefix: str) -> tuple[tuple[str, ...], str, tuple[str, ...
 
 
 def _tensor(model: Any, prefix: str) -> dict[str, Style]:
-    """Style of each module, or parameter, by pattern; empty where no plan is published."""
+    """Map patterns of modules, or parameters, to their styles; empty where no plan is published."""
     published = getattr(model.base_model.config, "base_model_tp_plan", None)
     if not published:
         return {}

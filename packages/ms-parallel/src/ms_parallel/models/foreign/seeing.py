@@ -89,7 +89,7 @@ class SeeingModel(Around):
         return found
 
     def _nothing_seen(self) -> Tensor:
-        """Zero, made by the vision tower of a blank picture of one token.
+        """Return zero, made by the vision tower of a blank picture of one token.
 
         So its weights have a gradient on every process, which sharding asks for, also where a
         microbatch happens to hold no picture.

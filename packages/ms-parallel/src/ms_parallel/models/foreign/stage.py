@@ -96,7 +96,7 @@ class TransformersStage(Around):
         cache: KeyValueCache | None = None,
         logits: bool = True,
     ) -> Tensor:
-        """Tokens (or, on later stages, hidden states) to logits (or, on earlier ones, hidden).
+        """Turn tokens (or hidden states, on later stages) into logits (or hidden, on earlier ones).
 
         Args:
             x: (B, S) int64 on the first stage, (B, S, H) on others.
@@ -152,7 +152,7 @@ class TransformersStage(Around):
         return hidden
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Finished hidden states (B, S, H) to logits (B, S, V), by the model's own last lines."""
+        """Turn finished hidden states (B, S, H) into logits (B, S, V), by its last lines."""
         made: Tensor = self.tail(inputs_embeds=hidden, use_cache=False).logits
         return made
 
@@ -171,7 +171,7 @@ class _Tied(nn.Module):
         return weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(B, S, H) to (B, S, V)."""
+        """Map (B, S, H) to (B, S, V)."""
         return F.linear(hidden, self.weight)
 
 

@@ -112,7 +112,7 @@ class _Names:
         self.renamings = [each.reverse_transform() for each in reversed(others)]
 
     def sources(self, name: str) -> tuple[list[str], list[str]] | None:
-        """Names that a parameter is made from, `*` for an expert, and the operations' names."""
+        """Name what a parameter is made from, `*` for an expert, and the operations."""
         for converter, back in self.converters:
             first, matched = back.rename_source_key(name)
             if matched is not None:

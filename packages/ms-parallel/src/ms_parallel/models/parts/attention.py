@@ -73,7 +73,7 @@ class Attention(nn.Module):
         self.ops = ops
 
     def forward(self, hidden: Tensor, *, context: RotaryContext) -> Tensor:
-        """(B, S, H) to (B, S, H)."""
+        """Map (B, S, H) to (B, S, H)."""
         q, k, v = self.project(hidden)
         if self.rope is not None:
             cos, sin = context.tables[self.rope]
@@ -87,7 +87,7 @@ class Attention(nn.Module):
         return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values (B, S, heads, D) before they are turned."""
+        """Make queries, keys and values (B, S, heads, D), not turned yet."""
         q, k, v = (
             projection(hidden).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -108,7 +108,7 @@ class Sinks(nn.Module):
         self.bias = nn.Parameter(torch.zeros(heads))
 
     def forward(self, q: Tensor) -> Tensor:
-        """(heads,), for queries (B, S, heads, D)."""
+        """Return the bias, (heads,), for queries (B, S, heads, D)."""
         return self.bias
 
 
@@ -122,7 +122,7 @@ def attend(
     softcap: float | None = None,
     **settings: Any,
 ) -> Tensor:
-    """Queries (B, S, heads, D) over keys and values of held and new positions.
+    """Compute attention of queries (B, S, heads, D) over keys and values, held and new.
 
     Args:
         ops: Operators.

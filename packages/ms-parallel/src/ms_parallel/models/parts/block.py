@@ -73,7 +73,7 @@ class Block(nn.Module):
         add_norm(norms.after_mlp)
 
     def forward(self, hidden: Tensor, *, context: RotaryContext) -> Tensor:
-        """(B, S, H) to (B, S, H)."""
+        """Map (B, S, H) to (B, S, H)."""
         norms = self.norms
         new = self.self_attn(self._normed(norms.before_attention, hidden), context=context)
         hidden = self._added(hidden, self._normed(norms.after_attention, new))

@@ -35,6 +35,6 @@ class FeedForward(nn.Module):
         self.gate = gate or ops.swiglu
 
     def forward(self, hidden: Tensor, *, context: Context | None = None) -> Tensor:
-        """(B, S, H) to (B, S, H)."""
+        """Map (B, S, H) to (B, S, H)."""
         inner = self.gate(self.gate_proj(hidden), self.up_proj(hidden))
         return self.down_proj(inner)  # type: ignore[no-any-return]

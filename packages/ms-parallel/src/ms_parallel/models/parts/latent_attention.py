@@ -100,7 +100,7 @@ class LatentAttention(nn.Module):
         """All positions (B, S, ...) of those that this process has (B, part of S, ...)."""
 
     def forward(self, hidden: Tensor, *, context: RotaryContext) -> Tensor:
-        """(B, S, H) to (B, S, H)."""
+        """Map (B, S, H) to (B, S, H)."""
         plain, turned, value = self.widths
         if hasattr(self, "q_proj"):
             q = self.q_proj(hidden)

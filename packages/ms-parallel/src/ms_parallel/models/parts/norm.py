@@ -22,7 +22,7 @@ class RMSNorm(nn.Module):
         self.ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) to the same."""
+        """Norm x over its last dim, (..., width) to the same."""
         return self.ops.rms_norm(x, self.weight, self.eps)
 
 
@@ -32,7 +32,7 @@ class UnitOffsetNorm(RMSNorm):
     neutral = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) to the same."""
+        """Norm x over its last dim, (..., width) to the same."""
         return self.ops.rms_norm(widen(x), 1.0 + widen(self.weight), self.eps).to(x.dtype)
 
 
@@ -55,7 +55,7 @@ class WholeWidthNorm(RMSNorm):
         self.across: Across | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width, or this process's part of it) to the same."""
+        """Norm x, (..., width, or this process's part of it) to the same."""
         if self.across is None:
             return super().forward(x)
         wide = widen(x)

@@ -55,7 +55,7 @@ class PredictionLayer(Block):
     def forward(  # type: ignore[override]
         self, hidden: Tensor, embedded: Tensor, *, context: RotaryContext
     ) -> Tensor:
-        """Hidden states and embeddings (B, S, H) to finished hidden states (B, S, H)."""
+        """Turn hidden states and embeddings (B, S, H) into finished hidden states (B, S, H)."""
         joined = torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1)
         hidden = super().forward(self.eh_proj(joined), context=context)
         return self.shared_head.norm(hidden)  # type: ignore[operator,no-any-return]

@@ -74,7 +74,7 @@ class RelativeAttention(nn.Module):
         self.layer = layer
 
     def forward(self, hidden: Tensor, *, context: SegmentContext) -> Tensor:
-        """(B, S, H) to (B, S, H)."""
+        """Map (B, S, H) to (B, S, H)."""
         q, k, v = (self._heads(p(hidden)) for p in (self.q_proj, self.k_proj, self.v_proj))
         r = self._heads(self.r_proj(context.distances.to(q.dtype)))  # (longest M, heads, D)
         held = context.segments[0].start
@@ -97,7 +97,7 @@ class RelativeAttention(nn.Module):
         return x.reshape(*x.shape[:-1], -1, self.head_dim)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, r: Tensor, seen: Tensor) -> Tensor:
-        """Q (B, N, heads, D), k and v (B, M, heads, D) to (B, N, heads, D)."""
+        """Attend by q (B, N, heads, D) to k and v (B, M, heads, D); return (B, N, heads, D)."""
         content = torch.einsum("bnhd,bmhd->bhnm", self.content_bias(q), k)
         distance = torch.einsum("bnhd,mhd->bhnm", self.position_bias(q), r[-k.shape[1] :])
         scores = widen(content + _by_key(distance)) / math.sqrt(self.head_dim)
@@ -153,7 +153,7 @@ def segments_of(
 
 
 def sinusoids(count: int, width: int, device: torch.device) -> Tensor:
-    """(count, width) float32: sines, then cosines, of the distances count-1 to 0."""
+    """Compute sines, then cosines, of the distances count-1 to 0: (count, width) float32."""
     distance = torch.arange(count - 1, -1, -1, dtype=torch.float32, device=device)
     rates = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
     angles = distance[:, None] * rates

@@ -18,7 +18,7 @@ class Positions(Protocol):
     """Keys of config.json that it reads besides those of all families."""
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings of a configuration from a config.json with the family's defaults."""
+        """Read a configuration's settings from a config.json with the family's defaults."""
 
     def write(self, config: Any) -> dict[str, object]:
         """Return what config.json says of a configuration's positions."""
@@ -84,7 +84,7 @@ def chosen_rope(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_rope(rope: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
-    """Base and scaling of one mapping of rotary settings.
+    """Read base and scaling from one mapping of rotary settings.
 
     Args:
         rope: `rope_parameters`, `rope_scaling`, or what they say of some layers.

@@ -17,7 +17,7 @@ from ms_parallel.models.positions.scaling import Rope, RopeScaling
 def rotary_tables(
     rope: Rope, positions: Tensor, ends: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles of each position, (B or 1, S, F) float32.
+    """Compute cosines and sines of the angles of each position, (B or 1, S, F) float32.
 
     Args:
         rope: What turns.
@@ -35,7 +35,7 @@ def rotary_tables(
 
 
 def frequencies(rope: Rope, *, device: torch.device | None = None) -> Tensor:
-    """Angle from one position to the next, (F,) float32, in texts up to the `length_limit`."""
+    """Compute the angle from one position to the next, (F,) float32, up to the `length_limit`."""
     powers = _powers(rope, rope.theta, device)
     plain, scaling = 1.0 / powers, rope.scaling
     if scaling is None:
@@ -125,7 +125,7 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def _of_long_texts(rope: Rope, lengths: Tensor) -> Tensor:
-    """Frequencies of texts beyond the limit: (F,), or of each of `lengths` (B or 1, S, 1)."""
+    """Compute frequencies in texts beyond the limit: (F,), or of `lengths` (B or 1, S, 1) each."""
     scaling, limit = rope.scaling, rope.length_limit
     assert scaling is not None
     assert limit is not None
@@ -139,7 +139,7 @@ def _of_long_texts(rope: Rope, lengths: Tensor) -> Tensor:
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling, factor: float) -> Tensor:
-    """Long waves stretched, short ones left alone, a ramp between (Llama 3.1's model card)."""
+    """Stretch long waves, leave short ones alone, with a ramp between (Llama 3.1's model card)."""
     original = scaling.original_max_position_embeddings
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     waves = 2 * math.pi / plain
@@ -150,7 +150,7 @@ def _llama3(plain: Tensor, scaling: RopeScaling, factor: float) -> Tensor:
 
 
 def _yarn(rope: Rope, scaling: RopeScaling, powers: Tensor) -> Tensor:
-    """Stretched where a frequency turns seldom within the original positions (arXiv:2309.00071)."""
+    """Stretch frequencies that turn seldom within the original positions (arXiv:2309.00071)."""
     stretched = 1.0 / (_factor(rope, scaling) * powers)
     original = scaling.original_max_position_embeddings
 

@@ -126,7 +126,7 @@ class _UpperLayers:
         return window, tuple(range(max(0, first), given["num_hidden_layers"]))
 
     def write(self, config: Windowed) -> dict[str, object]:
-        """Both spellings: to older readers all layers from max_window_layers on slide."""
+        """Return both spellings: to older readers all layers from max_window_layers on slide."""
         kinds = layer_types(config)
         slides = [kind == "sliding_attention" for kind in kinds]
         return {

@@ -33,7 +33,7 @@ class BuildingBlock:
     """Start of each stage's backward of inputs."""
 
     def order(self, microbatches: int) -> Order:
-        """Forwards and backwards of every rank, sorted by their starts."""
+        """Sort the forwards and backwards of every rank by their starts."""
         rows: list[list[tuple[int, int, int, int]]] = [[] for _ in range(max(self.placement) + 1)]
         for stage, rank in enumerate(self.placement):
             row = rows[rank]
@@ -46,7 +46,7 @@ class BuildingBlock:
         )
 
     def held(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Memory that each rank holds in the steady state, for activations of these sizes."""
+        """Compute each rank's memory in the steady state, for activations of these sizes."""
         interval, forward, backward = self.interval, self.forward, self.backward
         held = []
         for mine in stages_by_rank(self.placement):

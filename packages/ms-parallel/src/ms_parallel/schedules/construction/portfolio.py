@@ -193,7 +193,7 @@ def _coarse(problem: Problem) -> Problem:
 
 
 def _scaled_cap(problem: Problem, rank: int) -> int:
-    """Memory beyond the least that works shrinks with the number of ranks."""
+    """Shrink a cap's memory beyond the least that works with the number of ranks."""
     least = problem.least(rank)
     return least + (problem.caps[rank] - least) * _COARSE_RANKS // problem.ranks
 
@@ -201,7 +201,7 @@ def _scaled_cap(problem: Problem, rank: int) -> int:
 def _spread(
     ordered: list[tuple[Recipe, BuildingBlock]], count: int
 ) -> list[tuple[Recipe, BuildingBlock]]:
-    """At most `count` items, evenly spread over the list."""
+    """Choose at most `count` items, evenly spread over the list."""
     if len(ordered) <= count:
         return ordered
     return [ordered[index * len(ordered) // count] for index in range(count)]

@@ -65,7 +65,7 @@ class Problem:
             )
 
     def least(self, rank: int) -> int:
-        """Memory without which `rank` cannot hold one microbatch in each of its stages."""
+        """Compute the memory that `rank` needs to hold one microbatch in each of its stages."""
         return sum(
             size
             for size, home in zip(self.ticks.activation, self.placement, strict=True)

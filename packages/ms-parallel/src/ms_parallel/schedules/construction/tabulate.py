@@ -21,7 +21,7 @@ def tabulate(problem: Problem, rows: Rows, name: str) -> Schedule:
 
 
 def _actions(row: Sequence[Operation], split: bool) -> list[Action]:
-    """Actions with whole backwards, or with I and W joined to a B where no rank waits for the I."""
+    """Make actions with whole backwards, or join I and W to a B where no rank waits for the I."""
     if not split:
         kinds = (Kind.FORWARD, Kind.BACKWARD)
         return [Action(kinds[kind], stage, number) for kind, stage, number in row if kind < 2]

@@ -71,7 +71,7 @@ class _Page:
         return self.width - self.left - self.right
 
     def title(self, text: str) -> list[str]:
-        """Lines of a title that fit."""
+        """Wrap a title into lines that fit."""
         return wrap(text, max(20, int((self.width - 16) / _TITLE_LETTER)))
 
 
@@ -142,7 +142,7 @@ def _legend(lines: Sequence[Timeline], top: int, page: _Page) -> tuple[list[str]
 
 
 def _axis(longest: float, rows: tuple[int, int], page: _Page, unit: str) -> list[str]:
-    """Marks from 0 to the longest timeline's end, at round times, and what they are in."""
+    """Draw marks from 0 to the longest timeline's end, at round times, and what they are in."""
     begin, end = rows
     step = _round_step(longest * _CLOSEST_MARKS / page.room) if longest else 1.0
     marks = []

@@ -66,7 +66,7 @@ def _cells(line: Timeline, rank: int, slices: int, colour: bool) -> str:
 
 
 def number(value: Fraction | float) -> str:
-    """Four digits."""
+    """Write a number in four digits."""
     return f"{float(value):.4g}"
 
 

@@ -128,7 +128,7 @@ class _Walker:
         self.memory = [change[kind](*kept[stage]) for kind, stage, _ in player.ops]
 
     def walk(self, start: Arrangement, steps: int, hottest: float, random: Random) -> Arrangement:
-        """Walk while cooling down; returns the best order met."""
+        """Walk while cooling down; return the best order met."""
         player = self.player
         rows = [[player.number(op) for op in row] for row in start.rows]
         played = player.play(rows)
@@ -167,7 +167,7 @@ class _Walker:
     def _critical(
         self, rows: Sequence[list[int]], played: Played, places: list[int]
     ) -> list[tuple[int, int]]:
-        """(rank, index) of those on a critical path that start as their left neighbour ends."""
+        """List (rank, index) of all on a critical path that start as their left neighbour ends."""
         player, starts, end = self.player, played.starts, played.end
         length, source, rank_of = player.length, player.source, player.rank
         op = min(row[-1] for row in rows if row and starts[row[-1]] + length[row[-1]] == end)

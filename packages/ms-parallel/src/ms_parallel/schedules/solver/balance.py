@@ -153,7 +153,7 @@ def split_by_work(segments: SegmentCosts, placement: Sequence[int]) -> tuple[int
 def _neighbours(
     split: tuple[int, ...], segments: SegmentCosts, placement: Sequence[int]
 ) -> set[tuple[int, ...]]:
-    """Splits with one segment moved: over a cut, or from the busiest rank to any other stage."""
+    """List splits with one segment moved: over a cut, or from the busiest rank to any stage."""
     costs = segments.stages(split, placement)
     busy = [Fraction(0)] * ranks_of(placement)
     for stage, rank in enumerate(placement):

@@ -24,7 +24,7 @@ _Job = tuple[int, int, int]
 
 
 def lower_bound(problem: Problem) -> int:
-    """Ticks below which no schedule of `problem` can stay."""
+    """Compute the ticks below which no schedule of `problem` can stay."""
     ways = _Ways(problem)
     bound = _by_work(evolve(problem, caps=[0] * problem.ranks))
     for rank in range(problem.ranks):
@@ -66,7 +66,7 @@ class _Ways:
             self.rests[step] = rest
 
     def jobs(self, rank: int) -> list[_Job]:
-        """Everything that a rank computes, with heads and tails.
+        """List everything that a rank computes, with heads and tails.
 
         The k-th start of any step is preceded by k passes through every earlier step, and
         followed by the others through every later one, whatever their order.
@@ -95,7 +95,7 @@ class _Ways:
         return jobs
 
     def memory(self, rank: int, known: int) -> int:
-        """Least end, from `known` on, at which the rank's cap has room for what it must hold.
+        """Find the least end, from `known` on, at which the rank's cap holds what it must.
 
         A microbatch holds its activation from its forward to its backward of inputs (*whole*), and
         what the backward of weights needs while that runs. The room is the integral of the most
@@ -117,7 +117,7 @@ class _Ways:
         step = max(ticks.activation[stage] for stage in mine)
 
         def rate(ways: Sequence[tuple[int, int]]) -> Fraction | None:
-            """Most memory a tick, of (memory, ticks); None where it takes no time."""
+            """Return the most memory a tick, of (memory, ticks); None where it takes no time."""
             if any(size and not length for size, length in ways):
                 return None
             return max((Fraction(size, length) for size, length in ways if size), default=None)
@@ -145,20 +145,20 @@ class _Slope(NamedTuple):
     after: int = 0
 
     def reaches(self, cap: int) -> Fraction:
-        """Distance at which the cap is reached."""
+        """Return the distance at which the cap is reached."""
         if self.rate is None:
             return Fraction(self.after)
         return self.after + max(Fraction(0), (cap - self.step) / self.rate)
 
     def at(self, distance: Fraction) -> Fraction | None:
-        """Most memory at a distance."""
+        """Return the most memory at a distance; None where nothing limits it."""
         if distance < self.after:
             return Fraction(0)
         return None if self.rate is None else self.step + self.rate * (distance - self.after)
 
 
 def _least_room(known: int, need: int, cap: int, rise: _Slope, falls: Sequence[_Slope]) -> int:
-    """Least length from `known` with room for `need`: a search in halves, as room only grows."""
+    """Find the least length from `known` with room for `need`, by halves, as room only grows."""
     if not need or (known and _room(known, cap, rise, falls) >= need):
         return known
     low, high = known, 2 * known or 1
@@ -174,7 +174,7 @@ def _least_room(known: int, need: int, cap: int, rise: _Slope, falls: Sequence[_
 
 
 def _room(length: int, cap: int, rise: _Slope, falls: Sequence[_Slope]) -> Fraction:
-    """Integral from 0 to `length` of the least of the cap, the rise and the falls."""
+    """Integrate the least of the cap, the rise and the falls from 0 to `length`."""
     end = Fraction(length)
     lines = [(rise, False), *((fall, True) for fall in falls)]
     cuts = {Fraction(0), end}
@@ -212,7 +212,7 @@ def _crossings(one: _Slope, one_falls: bool, other: _Slope, end: Fraction) -> se
 
 
 def _one_machine(jobs: Sequence[_Job]) -> int:
-    """Least makespan of one machine that may interrupt its jobs: longest tail first."""
+    """Compute the least makespan of a machine that may interrupt its jobs: longest tail first."""
     waiting = sorted(jobs)
     ready: list[list[int]] = []
     now = bound = index = 0

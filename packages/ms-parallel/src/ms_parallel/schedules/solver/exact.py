@@ -75,13 +75,13 @@ def prove(
 
 
 def _rounded_down(ticks: Ticks, grain: int) -> Ticks:
-    """Shorter costs: whatever bounds these from below bounds the true ones too."""
+    """Shorten the costs: whatever bounds these from below bounds the true ones too."""
     shorter = ticks.changed(lambda times: tuple(t // grain for t in times), Ticks.TIMES)
     return evolve(shorter, latency=ticks.latency // grain)
 
 
 def _state(model: Any, problem: Problem, horizon: int, lower: int) -> dict[Operation, Any]:
-    """Variables, constraints and objective; returns the start of every action."""
+    """State variables, constraints and objective; return the start of every action."""
     makespan = model.new_int_var(lower, horizon, "makespan")
     starts: dict[Operation, Any] = {}
     busy: list[list[Any]] = [[] for _ in range(problem.ranks)]
@@ -137,7 +137,7 @@ def _connect(model: Any, problem: Problem, starts: dict[Operation, Any], horizon
 
 
 def _limit_memory(model: Any, problem: Problem, starts: dict[Operation, Any], horizon: int) -> None:
-    """Whole activations from forward to end of I, what is retained to the end of W."""
+    """Cap memory: whole activations from forward to end of I, what is retained to the end of W."""
     ticks = problem.ticks
     for rank, cap in enumerate(problem.caps):
         stages = [stage for stage, home in enumerate(problem.placement) if home == rank]

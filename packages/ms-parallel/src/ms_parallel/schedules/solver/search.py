@@ -216,7 +216,7 @@ def _refined(
 
 
 def _seeds(problem: Problem) -> list[list[list[Operation]]]:
-    """Orders of forwards and backwards of the hand-made schedules for this placement."""
+    """List the orders of forwards and backwards of the hand-made schedules for this placement."""
     if problem.actions > _SEEDED:
         return []
     kinds = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1}

@@ -188,5 +188,5 @@ class Ticks:
         return evolve(self, **changes)
 
     def work(self, stage: int) -> int:
-        """Ticks that a stage computes for one microbatch."""
+        """Add up the ticks that a stage computes for one microbatch."""
         return self.forward[stage] + self.backward_input[stage] + self.backward_weight[stage]

@@ -12,19 +12,19 @@ def integers(values: Iterable[int]) -> tuple[int, ...]:
 
 
 def one_a_rank(ranks: int) -> tuple[int, ...]:
-    """Stage s on rank s."""
+    """Place stage s on rank s."""
     return tuple(range(ranks))
 
 
 def looped(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Stage s on rank s mod `ranks`: a microbatch goes round `stages_per_rank` times."""
+    """Place stage s on rank s mod `ranks`: a microbatch goes round `stages_per_rank` times."""
     if stages_per_rank < 1:
         raise ScheduleError(f"{stages_per_rank} stages a rank; give at least 1")
     return tuple(range(ranks)) * stages_per_rank
 
 
 def vee(ranks: int) -> tuple[int, ...]:
-    """Two stages a rank, down and back up: the first and the last stage share rank 0."""
+    """Place two stages a rank, down and back up: the first and the last stage share rank 0."""
     return (*range(ranks), *reversed(range(ranks)))
 
 

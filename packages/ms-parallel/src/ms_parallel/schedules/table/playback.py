@@ -45,7 +45,7 @@ def results(action: Action) -> list[Result]:
 
 
 def _duration(action: Action, ticks: Ticks) -> int:
-    """Ticks that an action computes; the two of a pair run one after the other."""
+    """Add up the ticks that an action computes; the two of a pair run one after the other."""
     length = 0
     for part in action.computations:
         if part.kind is Kind.FORWARD:
@@ -83,7 +83,7 @@ class Playback:
         """The rank that waits for each result."""
 
     def run(self) -> list[int]:
-        """Play; returns the ranks that wait for ever."""
+        """Play; return the ranks that wait for ever."""
         running: list[tuple[int, int, int, Span]] = []
         """(end, start, rank, span) of each rank's current computation."""
         ready = list(range(len(self.rows)))

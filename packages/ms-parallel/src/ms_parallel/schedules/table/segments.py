@@ -50,7 +50,7 @@ class SegmentCosts(PassCosts):
         return len(self.forward)
 
     def work(self, segment: int) -> Fraction:
-        """Time of a segment for one microbatch, forward and backward."""
+        """Add up the time of a segment for one microbatch, forward and backward."""
         passes = (self.forward, self.backward_input, self.backward_weight)
         return sum((each[segment] for each in passes), Fraction(0))
 
@@ -70,7 +70,7 @@ class SegmentCosts(PassCosts):
         return [self.slowness[rank] for rank in placement]
 
     def stages(self, split: Sequence[int], placement: Sequence[int] | None = None) -> Costs:
-        """Costs of the stages that have so many segments each.
+        """Compute the costs of the stages that have so many segments each.
 
         Args:
             split: segments of each stage.
@@ -96,11 +96,11 @@ class SegmentCosts(PassCosts):
         )
 
     def layers_of(self, split: Sequence[int]) -> tuple[int, ...]:
-        """Layers of the stages that have so many segments each."""
+        """Count the layers of the stages that have so many segments each."""
         return tuple(map(sum, _cut(self.layers, split)))
 
 
 def _cut(values: Sequence[_Value], split: Sequence[int]) -> list[Sequence[_Value]]:
-    """Runs of so many values each."""
+    """Cut values into runs of so many each."""
     ends = [sum(split[: stage + 1]) for stage in range(len(split))]
     return [values[end - size : end] for size, end in zip(split, ends, strict=True)]

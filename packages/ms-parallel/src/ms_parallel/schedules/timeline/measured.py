@@ -126,7 +126,7 @@ def _timed(schedule: Schedule, times: Times) -> list[list[_Timed]]:
 
 
 def _latency(schedule: Schedule, timed: Sequence[Sequence[_Timed]]) -> Fraction:
-    """Mean time from the end of a computation to the start of one that stood waiting for it."""
+    """Average the time from a computation's end to the start of one that stood waiting for it."""
     ended = {result: end for row in timed for action, _, end in row for result in results(action)}
     gaps = []
     for row in timed:

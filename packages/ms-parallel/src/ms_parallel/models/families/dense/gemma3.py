@@ -65,7 +65,7 @@ class _GlobalAndLocal:
     keys = frozenset({"rope_local_base_freq"})
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Both bases and the scaling of the full layers, from either spelling."""
+        """Read both bases and the scaling of the full layers, from either spelling."""
         if given.get("rope_parameters") and given.get("rope_scaling"):
             raise ModelError("config.json has both rope_parameters and rope_scaling; keep one")
         new: Any = given.get("rope_parameters") or {}

@@ -45,7 +45,7 @@ class Glm4Config(DecoderConfig):
 
 
 def gate_and_up(config: DecoderConfig) -> Rules:
-    """Files hold gate and up as the rows of one matrix."""
+    """Make the rules for files that hold gate and up as the rows of one matrix."""
     fused, inner = "model.layers.{0}.mlp.gate_up_proj.weight", config.intermediate_size
     return {
         "model.layers.*.mlp.gate_proj.weight": rows_of(fused, 0, 2 * inner),

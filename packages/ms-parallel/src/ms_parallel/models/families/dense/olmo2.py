@@ -38,7 +38,7 @@ class WideNormAttention(Attention):
         )
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values (B, S, heads, D) before they are turned."""
+        """Make queries, keys and values (B, S, heads, D), not turned yet."""
         q, k = self.q_norm(self.q_proj(hidden)), self.k_norm(self.k_proj(hidden))
         made = (q, k, self.v_proj(hidden))
         q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in made)

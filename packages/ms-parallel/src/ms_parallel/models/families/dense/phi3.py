@@ -55,7 +55,7 @@ class _LongRope(OneRope):
     """Says the original positions beside the scaling, and its kind by older names too."""
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Base, scaling and share."""
+        """Read base, scaling and share."""
         rope = dict(chosen_rope(given))
         kind = rope.pop("rope_type", rope.pop("type", "default"))
         rope |= {"rope_type": "longrope" if kind in _OLD_NAMES else kind}

@@ -94,7 +94,7 @@ class _Positions:
     keys = frozenset({"qk_head_dim"})
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Base and scaling."""
+        """Read base and scaling; check the widths of heads against each other."""
         plain: Any = given.get("qk_nope_head_dim")
         turned: Any = given.get("qk_rope_head_dim")
         if isinstance(plain, int) and isinstance(turned, int):

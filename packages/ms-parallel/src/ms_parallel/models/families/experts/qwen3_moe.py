@@ -23,7 +23,7 @@ from ms_parallel.settings import flag, number
 
 
 def _layers(value: Any) -> tuple[int, ...]:
-    """Numbers of layers; null is none."""
+    """Convert a list of layer numbers to a tuple; null is none."""
     if value is None:
         return ()
     if not isinstance(value, list | tuple) or any(type(each) is not int for each in value):

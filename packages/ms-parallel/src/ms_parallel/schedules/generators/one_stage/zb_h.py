@@ -35,7 +35,7 @@ def zb_h2(stages: int, microbatches: int) -> Schedule:
 
 
 def _rows(stages: int, microbatches: int, per_hop: int) -> list[list[Action]]:
-    """1F1B with split backwards; stage s runs `per_hop * (stages - 1 - s)` forwards ahead.
+    """Make 1F1B with split backwards; stage s runs `per_hop * (stages - 1 - s)` forwards ahead.
 
     Its backwards of weights follow `per_hop * s` microbatches behind those of inputs, so every
     rank holds the same `per_hop * (stages - 1) + 1` microbatches.
