@@ -10,7 +10,7 @@ from ms_parallel.schedules.table.schedule import Schedule
 
 @generator("interleaved-1f1b", placement=looped, begins_search=True)
 def interleaved_one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Run 1F1B over `stages_per_rank` rounds, with so many times less bubble and more messages.
+    """Run 1F1B in `stages_per_rank` rounds: the bubble shrinks and messages grow by that factor.
 
     Bubble: (ranks - 1) * (F + B) for F and B of one of the smaller stages, if `ranks` divides
     `microbatches`. Where it does not, microbatches are dealt evenly to groups of at least

@@ -21,7 +21,7 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 
 @generator("zb-h2", placement=one_a_rank, begins_search=True)
 def zb_h2(stages: int, microbatches: int) -> Schedule:
-    """Use twice 1F1B's memory; leave no bubble inside a rank's row of actions, for equal times.
+    """Use twice 1F1B's memory; no bubble between first and last action, for equal times.
 
     Holds `2 * stages - 1` microbatches on every rank. With at least that many microbatches no rank
     idles between its first and last action; the makespan still exceeds the work by
