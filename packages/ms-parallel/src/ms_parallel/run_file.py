@@ -103,7 +103,7 @@ EXAMPLES = {"model": "llama", "dataset": "corpus/"}
 
 
 def known_keys() -> list[str]:
-    """Every key of a run file."""
+    """List every key of a run file."""
     own = [f.name for f in fields(Options) if f.init and f.name not in NOT_IN_FILES]
     return [*KEYS, *LENGTH, *own]
 

@@ -71,7 +71,7 @@ def costs_of(given: Given, stages: int, recorded: RecordedStep | None = None) ->
 
 
 def _means(own: Costs, stages: int) -> Given:
-    """A step's mean costs; another number of stages shares out the same layers."""
+    """Return a step's mean costs; another number of stages shares out the same layers evenly."""
     mean: Given = {"latency": [own.latency]}
     for name in COSTS[:-1]:
         values = getattr(own, name)

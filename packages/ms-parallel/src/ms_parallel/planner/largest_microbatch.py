@@ -49,7 +49,7 @@ def sizes_of(rows: int, pipeline: int) -> list[int]:
 def largest_predicted(
     sizes: Sequence[int], limit_bytes: int, predict: Callable[[int], int]
 ) -> tuple[int, int]:
-    """The largest of `sizes` whose prediction is within the limit, and the prediction.
+    """Find the largest of `sizes` whose prediction is within the limit, and the prediction.
 
     Args:
         sizes: ascending.
@@ -84,7 +84,7 @@ def next_trial(
     *,
     alone: bool = False,
 ) -> int | None:
-    """The size to try next; None when the largest that fits is among those that were tried.
+    """Choose the size to try next; None when the largest that fits has been tried.
 
     The smallest comes first. What it took above its prediction, which lives for the length of one
     operator, is taken to grow with the rows, and from the second trial on as it grew between both:
@@ -113,7 +113,7 @@ def next_trial(
 
 
 def _above(predicted: Mapping[int, int], fitting: Mapping[int, int]) -> tuple[float, float]:
-    """What the largest size that was tried took above its prediction, and how that grows a row."""
+    """Return what the largest tried size took above its prediction, and its growth for a row."""
     *fewer, best = sorted(fitting)
     above = [max(0, fitting[size] - predicted[size]) for size in (*fewer, best)]
     whole = above[-1] / best
@@ -130,7 +130,7 @@ def between(sizes: Sequence[int], first: int, last: int) -> dict[int, int]:
 
 
 def trial_bytes(engine: Any, loss: Loss, rows: int, length: int) -> int | None:
-    """What a rank holds at most in forwards and backwards of an update; weights stay as they are.
+    """Run an update's forwards and backwards, and measure the most a rank holds; weights stay.
 
     All processes call this, and agree.
 
@@ -176,7 +176,7 @@ def trial_bytes(engine: Any, loss: Loss, rows: int, length: int) -> int | None:
 
 
 def held_bytes(engine: Any) -> int:
-    """What this rank holds between updates: all that is allocated, or on a CPU what is known of."""
+    """Count the bytes held between updates: all that is allocated, or on a CPU what is known of."""
     if engine.device.type != "cpu":
         return int(torch.accelerator.memory_allocated(engine.device))
     moments = (*engine.optimizer.moments.values(), *engine.optimizer.whole.values())
@@ -215,7 +215,7 @@ def write_microbatch(path: Path, found: FoundMicrobatch) -> None:
 
 
 def read_microbatch(path: Path) -> FoundMicrobatch | None:
-    """What was found for a run; None if there is no file.
+    """Read the microbatch size that was found for a run; None if there is no file.
 
     Raises:
         ConfigError: it cannot be read, or is not one.

@@ -44,7 +44,7 @@ def segment_layers(config: ModelConfig) -> tuple[int, ...]:
 
 
 def segment_stages(layers: Sequence[int], ranks: int, shift: int = 0) -> Staged:
-    """A schedule with one stage a segment: all forwards, then backwards in two parts.
+    """Build a schedule with one stage a segment: all forwards, then backwards in two parts.
 
     Each rank has neighbouring stages: its own, or those of the rank so many places before it.
     """
@@ -64,7 +64,7 @@ def segment_stages(layers: Sequence[int], ranks: int, shift: int = 0) -> Staged:
 
 
 def random_batch(vocabulary: int, rows: int, length: int) -> dict[str, Tensor]:
-    """A step of random tokens (b, S); the global generator is not touched."""
+    """Draw a step of random tokens (b, S); the global generator is not touched."""
     generator = torch.Generator().manual_seed(0)
     size = (MICROBATCHES * rows, length + 1)
     text = torch.randint(0, vocabulary, size, generator=generator)
@@ -159,7 +159,7 @@ def _echo(groups: Groups, size_bytes: int) -> float:
 
 
 def rank_slowness(here: Sequence[float], after: Sequence[float], ranks: int) -> list[float]:
-    """How many times as long each rank takes as the fastest; 1 for all where they hardly differ.
+    """Return how many times as long each rank takes as the fastest; 1 if they hardly differ.
 
     Each segment was timed on its rank and on the next one, so neighbours compare by the same work.
 

@@ -93,7 +93,7 @@ def _times(engine: Engine, batch: Batch, segments: int) -> torch.Tensor:
 
 
 def _step(engine: Engine, batch: Batch) -> None:
-    """One step without an optimizer; gradients are dropped."""
+    """Run the passes of one step and drop the gradients; there is no optimizer."""
     loss, rows = NextTokenLoss(), len(batch["tokens"]) // MICROBATCHES
     microbatches = engine.passes.microbatches(batch, rows)
     weight, _ = measure(microbatches, loss, engine.groups)
@@ -185,7 +185,7 @@ def conditions_of(
     memory_cap_bytes: int | Sequence[int] | None,
     options: dict[str, Any],
 ) -> dict[str, int | str | None]:
-    """What a found schedule depends on, as it stands in its file."""
+    """Return what a found schedule depends on, as it stands in its file."""
     precision = options.get("mixed_precision", False)
     caps = memory_cap_bytes
     cap = str(list(caps)) if isinstance(caps, Sequence) else caps

@@ -68,7 +68,7 @@ class OwnModelConfig:
 
     @classmethod
     def of(cls, module: nn.Module, plan: ModelPlan) -> "OwnModelConfig":
-        """The configuration of a module that is not split yet."""
+        """Make the configuration of a module that is not split yet."""
         shapes = [(name, tuple(value.shape)) for name, value in module.named_parameters()]
         digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:32]
         blocks = max(1, len(block_names(module, plan)))
@@ -137,7 +137,7 @@ def call_own(module: nn.Module, tokens: Tensor, **context: Any) -> Tensor:
 
 
 def _check_passed(module: nn.Module, context: Mapping[str, Any], passed: Mapping[str, Any]) -> None:
-    """What a module does not take may not be left out where the result depends on it."""
+    """Check that a module takes all of the context on which its result depends."""
     documents, cache = context.get("documents"), context.get("cache")
     if "pictures" in context and "pictures" not in passed:
         raise ModelError(

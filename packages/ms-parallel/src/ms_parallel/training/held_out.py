@@ -39,7 +39,7 @@ class HeldOut:
         batch_size: int,
         batches: int,
     ) -> "HeldOut | None":
-        """The held-out text of a dataset, None where it has none or too little.
+        """Find the held-out text of a dataset; None where it has none or too little.
 
         Args:
             shards: folder of the dataset.

@@ -133,7 +133,7 @@ def inspect(options: Options, layout: Layout, shards: Path | None = None) -> Ins
 def _context_load(
     options: Options, layout: Layout, config: Any, shards: Path | None
 ) -> ContextLoad | None:
-    """What an engine would find of the first rows of a data rank."""
+    """Predict the load that an engine would find in the first rows of a data rank."""
     if layout.context == 1:
         return None
     rows, length = options.batch_size // layout.readers, options.sequence_length
@@ -162,7 +162,7 @@ def _expert_facts(layout: Layout, config: Any) -> ExpertInspection:
 
 
 def _schedule_of(options: Options, layout: Layout, microbatches: int) -> Choice:
-    """The run's choice; where it is yet to be searched for, 1F1B, whose memory it may take."""
+    """Return the run's schedule; if it is yet to be found, 1F1B, whose memory it may take."""
     if options.schedule != SEARCH:
         return options.schedule
     found = read_found(options.output_dir / FILE)
@@ -234,7 +234,7 @@ def _stage_has(name: str, layers: range, config: Any) -> bool:
 
 
 def picture(layout: Layout) -> str:
-    """The ranks of a layout: a row a pipeline stage, a column a data rank.
+    """Draw the ranks of a layout: a row a pipeline stage, a column a data rank.
 
     Ranks that share out the same rows stand in [], context ranks between bars.
 

@@ -98,7 +98,7 @@ def _fixed(folder: Path, settings: dict[str, Any]) -> list[str]:
 
 
 def _settings(options: Options) -> dict[str, Any]:
-    """All that decides what is trained, as JSON holds it."""
+    """Collect all that decides what is trained, as JSON holds it."""
     names = [f.name for f in fields(type(options)) if f.init and f.name not in NOT_COMPARED]
     plain = {name: _plain(getattr(options, name)) for name in names if name not in TABLES}
     model = {f"{MODEL}{name}": value for name, value in options.model_config.items()}

@@ -153,7 +153,7 @@ class HereTimes:
         )
 
     def costs(self, candidate: Candidate) -> StepCosts | None:
-        """What a step takes beside its passes."""
+        """Return what a step takes beside its passes; None where it is not measured."""
         layout, sharding = candidate.layout, candidate.sharding
         if not self._is_measured(layout) or layout.token_ranks > MANY:
             return None
@@ -182,7 +182,7 @@ class HereTimes:
         return self.sheet.copies(size_bytes)
 
     def _is_measured(self, layout: Layout) -> bool:
-        """Whether an engine tells: which experts are chosen travels with the collectives."""
+        """Return whether an engine can be timed: not where experts are chosen over collectives."""
         return not (self.sheet.sizes.experts and layout.tensor * layout.expert > 1)
 
     def _line(self, key: _Key, rows: int, of: Callable[[_Measured], float]) -> _Parts:
@@ -196,7 +196,7 @@ class HereTimes:
         return _Parts(layer=layer, ends=ends)
 
     def _ratio(self, recompute: str) -> float:
-        """How many times longer the backward of a layer takes that computes again."""
+        """Return how many times longer a layer's backward takes with this kind of recomputation."""
         if recompute == "none":
             return 1.0
         plain, again = (
@@ -248,13 +248,13 @@ class HereTimes:
 
 
 def _plain(layout: Layout) -> _Key:
-    """An engine in which nothing is sharded: what decides a layer's passes."""
+    """Return the key of an engine in which nothing is sharded; it decides a layer's passes."""
     alone = Layout(tensor=layout.tensor, context=layout.context, replicate=layout.context)
     return _Key(layout=alone, sharding="replicate" if layout.context > 1 else "auto")
 
 
 def _beyond(ones: Sequence[_Measured], others: Sequence[_Measured]) -> list[OwnAndTravel]:
-    """What microbatches take beyond those of other engines, of the smaller and the larger model."""
+    """Return what microbatches take beyond those of other engines, for both model sizes."""
     return [
         OwnAndTravel(
             own=max(0.0, one.passes.own - other.passes.own),
@@ -318,7 +318,7 @@ class _OwnRecorder(Recorder):
 
 
 def _counts_own_work(device: torch.device) -> bool:
-    """Whether the clock of a process's own work says how long it computes: of one thread."""
+    """Return whether the CPU time of a process says how long it computes: with one thread only."""
     return device.type == "cpu" and torch.get_num_threads() == 1
 
 

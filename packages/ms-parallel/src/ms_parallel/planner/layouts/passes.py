@@ -127,7 +127,7 @@ class PassTimes(Protocol):
         ...
 
     def costs(self, candidate: Candidate) -> StepCosts | None:
-        """What a step takes beside its passes; None where it is not measured."""
+        """Return what a step takes beside its passes; None where it is not measured."""
         ...
 
 

@@ -43,7 +43,7 @@ class StageSeconds:
 
 @cache
 def table(name: str, ranks: int, microbatches: int) -> Schedule | str:
-    """A named schedule, or why there is none of these sizes."""
+    """Return a named schedule, or why there is none of these sizes."""
     try:
         return named_schedule(name, ranks, microbatches)
     except ScheduleError as error:
@@ -59,7 +59,7 @@ def stage_ranks(name: str, ranks: int) -> tuple[int, ...]:
 
 @cache
 def splits_backward(name: str) -> bool:
-    """Whether a schedule puts off gradients of weights behind those of inputs."""
+    """Return whether a schedule puts off gradients of weights behind those of inputs."""
     made = table(name, 2, 4)
     if isinstance(made, str):
         return False
@@ -85,7 +85,7 @@ def bubble_share(name: str, ranks: int, microbatches: int) -> float:
 
 
 def refusal(name: str, ranks: int, microbatches: int) -> str | None:
-    """Why there is no such schedule, as far as one of `FEW` ranks tells; None if there is."""
+    """Say why there is no such schedule, as far as one of `FEW` ranks tells; None if there is."""
     made = table(name, *_scaled(ranks, microbatches))
     return made if isinstance(made, str) else None
 
@@ -127,7 +127,7 @@ def makespan_s(name: str, ranks: int, microbatches: int, times: StageSeconds) ->
 
 @cache
 def held(name: str, ranks: int, microbatches: int) -> tuple[tuple[tuple[int, float], ...], ...]:
-    """For each rank how many microbatches of each stage it holds where it holds most of them all.
+    """Count the microbatches of each stage that each rank holds when it holds most of them all.
 
     Returns:
         Pairs (stage, microbatches) for each rank; of more ranks than `FEW` as of so many, with as

@@ -13,7 +13,7 @@ FLOAT32_BYTES = 4
 
 
 def least_bytes(layout: Layout, sizes: ModelSizes) -> int:
-    """What weights and gradients of a rank take at least, where moments are offloaded."""
+    """Return the least that a rank's weights and gradients take, where moments are offloaded."""
     layers = sum(layer.held(layout.tensor, layout.expert) for layer in sizes.layers)
     return layers // (layout.pipeline * layout.shards) * 2 * FLOAT32_BYTES
 
@@ -21,7 +21,7 @@ def least_bytes(layout: Layout, sizes: ModelSizes) -> int:
 def rank_bytes(
     candidate: Candidate, model: Stages, kept: KeptBytes, *, moment_bytes: int, width: int
 ) -> list[RankMemory]:
-    """What a process of each pipeline rank holds at its peak, about.
+    """Estimate what a process of each pipeline rank holds at its peak.
 
     Args:
         candidate: whose schedule there is.

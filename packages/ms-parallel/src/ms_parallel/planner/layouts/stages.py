@@ -35,7 +35,7 @@ class Stages:
     owned: dict[tuple[str, int, int, int], list[tuple[int, int]]] = field(factory=dict)
 
     def of(self, schedule: str, ranks: int) -> list[list[Stage]]:
-        """The stages of each pipeline rank.
+        """Return the stages of each pipeline rank.
 
         Raises:
             LayoutError: there are more stages than places to cut.

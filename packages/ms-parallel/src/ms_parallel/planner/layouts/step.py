@@ -226,7 +226,7 @@ class StepTimes:
 
 
 def _beside(costs: StepCosts, layers: int) -> PassSeconds:
-    """What a stage of so many layers takes for each microbatch beside its passes.
+    """Return what a stage of so many layers takes for each microbatch beside its passes.
 
     Half of it is forwards: weights are gathered for both, and gradients summed behind one.
     """

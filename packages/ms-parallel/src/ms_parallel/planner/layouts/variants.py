@@ -51,7 +51,7 @@ class Choices:
         return found
 
     def candidates(self, split: Split, schedule: str) -> Iterator[Candidate]:
-        """All that a split and a schedule can be run with."""
+        """Yield the candidates of a split and a schedule, one for each way to run them."""
         for recompute, sharding, offload in product(
             self._of("recompute", KINDS), self._shardings(split), self._offloads()
         ):

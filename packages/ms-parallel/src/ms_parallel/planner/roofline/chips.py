@@ -214,7 +214,7 @@ USUAL: Mapping[str, str] = MappingProxyType(
 
 
 def chip_named(name: str) -> Chip:
-    """A known chip.
+    """Find a known chip by its name.
 
     Args:
         name: in any case, with spaces or hyphens; `H100` is the SXM module, as `USUAL` says.

@@ -130,7 +130,7 @@ class Rank:
 
 
 def attention_products(rank: Rank) -> Iterator[Product]:
-    """The projections of attention."""
+    """Yield the matrix products of attention's projections."""
     sizes, split, rows = rank.sizes, rank.layout.tensor, rank.tokens
     query, value = sizes.heads * sizes.head_dim, sizes.heads * sizes.values_dim
     if sizes.latents is None:
@@ -147,7 +147,7 @@ def attention_products(rank: Rank) -> Iterator[Product]:
 
 
 def feedforward_products(rank: Rank, *, experts: bool) -> Iterator[Product]:
-    """The products of the feed-forward."""
+    """Yield the matrix products of the feed-forward; with experts, of the router too."""
     sizes, split = rank.sizes, rank.layout.tensor
     width = sizes.inner
     if experts and sizes.experts is not None:
@@ -207,7 +207,7 @@ def elementwise_bytes(rank: Rank, *, experts: bool) -> float:
 
 
 def layer_seconds(rank: Rank, *, experts: bool = False) -> tuple[Pass, Pass]:
-    """One layer's forward and backward of one microbatch, with what is computed again.
+    """Predict the forward and backward of one layer and microbatch, with what is computed again.
 
     Args:
         rank: whose.
@@ -237,7 +237,7 @@ def layer_seconds(rank: Rank, *, experts: bool = False) -> tuple[Pass, Pass]:
 
 
 def head_seconds(rank: Rank) -> tuple[float, float]:
-    """The head and its loss: forward and backward of one microbatch."""
+    """Predict the seconds of the head and its loss: forward and backward of one microbatch."""
     sizes, split = rank.sizes, rank.layout.tensor
     product = Product(rows=rank.tokens, inner=sizes.hidden, columns=sizes.vocabulary / split)
     wide = rank.tokens * sizes.vocabulary / split
@@ -250,7 +250,7 @@ def head_seconds(rank: Rank) -> tuple[float, float]:
 
 
 def _again(rank: Rank, forward: Pass, gradients: Pass) -> Pass:
-    """The backward, with the shares of the forward that it repeats."""
+    """Add to the backward the shares of the forward that it repeats."""
     share: Repeated = rank.settings.repeated
     return Pass(
         products=gradients.products + share.products * forward.products,

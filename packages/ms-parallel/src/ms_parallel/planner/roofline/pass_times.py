@@ -52,7 +52,7 @@ class RooflineTimes:
 
 
 def reached(cluster: Cluster, efficiency: Efficiency) -> Cluster:
-    """A cluster with the bandwidths that collectives reach on its links."""
+    """Return a cluster with the bandwidths that collectives reach on its links."""
     links, network = cluster.links, efficiency.network
     return evolve(
         cluster,

@@ -107,7 +107,7 @@ def step_time(
 
 
 def waiting_seconds(busy: Sequence[float], virtual_stages: int, bubble_share: float) -> float:
-    """What the busiest rank of a pipeline waits in a step.
+    """Return how long the busiest rank of a pipeline waits in a step.
 
     Args:
         busy: seconds that each rank is with one microbatch, forwards and backwards.
@@ -243,13 +243,13 @@ def _data_seconds(rank: Rank, layer: tuple[Pass, Pass]) -> tuple[float, float]:
 
 
 def _beyond(seconds: float, beside: Pass, rank: Rank) -> float:
-    """What of communication the computation beside it does not hide."""
+    """Return the seconds of communication that the computation beside it does not hide."""
     share = rank.efficiency.hidden * rank.settings.overlap.data
     return seconds - share * min(seconds, beside.compute)
 
 
 def _optimizer_seconds(rank: Rank, layers: float) -> float:
-    """The update of what a rank keeps."""
+    """Predict how long the optimizer takes to update what a rank keeps."""
     settings, layout = rank.settings, rank.layout
     experts, rest = _rank_weights(rank, layers)
     sharded = settings.sharding != "replicate"
@@ -259,7 +259,7 @@ def _optimizer_seconds(rank: Rank, layers: float) -> float:
 
 
 def _with_waiting(spent: StepTime, rank: Rank) -> StepTime:
-    """The same with the time in which devices wait for the slowest."""
+    """Return a step's times with the time in which devices wait for the slowest."""
     nodes = -(-rank.layout.world_size // rank.cluster.devices_per_node)
     doublings = max(0, nodes - 1).bit_length()
     values = {each.name: getattr(spent, each.name) for each in fields(StepTime)}

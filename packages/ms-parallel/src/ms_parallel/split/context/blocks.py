@@ -49,7 +49,7 @@ def by_position(x: Tensor) -> Tensor:
 def attend_part(
     scores: Scores, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The result (n, Hq, Dv) of these keys alone, and the logsumexp (n, Hq) of their scores.
+    """Compute the result (n, Hq, Dv) of these keys alone, and their scores' logsumexp (n, Hq).
 
     A query that sees none of them has 0 and -inf.
     """
@@ -77,7 +77,7 @@ def part_gradients(
     seen: Tensor | None,
     final: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What one part adds to the gradients of q, k and v.
+    """Compute what one part adds to the gradients of q, k and v.
 
     Args:
         scores: how they are made.

@@ -36,7 +36,7 @@ class Meeting:
 def meetings_of(
     mine: Sequence[QueryRange], theirs: Sequence[QueryRange], starts: Tensor, window: int | None
 ) -> list[Meeting]:
-    """Which queries of one process see which keys of another.
+    """Find which queries of one process see which keys of another.
 
     Args:
         mine: pieces of the queries' process.
@@ -93,7 +93,7 @@ class Ring:
         return coming, dist.batch_isend_irecv(operations)
 
     def source(self, step: int) -> int:
-        """The process whose keys and values are here at a step."""
+        """Return the process whose keys and values are here at a step."""
         return (self.index - step) % self.count
 
 
@@ -133,7 +133,7 @@ class _Ring(torch.autograd.Function):
         meetings: Callable[[int], Sequence[Meeting]],
         scores: Scores,
     ) -> Tensor:
-        """As `ring_attention`."""
+        """Compute the forward of `ring_attention`."""
         width = k.shape[3]
         out = widen(q.new_zeros(*q.shape[:3], v.shape[3]))
         total = out.new_full(out.shape[:3], -torch.inf)

@@ -65,7 +65,7 @@ class GatheredStage:
 
 
 def _most(block: tuple[WholeWeights, ...]) -> int:
-    """What a forward holds at most: the parts gathered so far, and the last one's buffer."""
+    """Count what a forward holds at most: the parts gathered so far and the last one's buffer."""
     most = held = 0
     for part in block:
         held += part.count
@@ -74,7 +74,7 @@ def _most(block: tuple[WholeWeights, ...]) -> int:
 
 
 def gathered_stage(stage: nn.Module, *, split_head: bool) -> GatheredStage:
-    """What FSDP2 gathers of a stage; nothing where it is not wrapped.
+    """Count what FSDP2 gathers of a stage; nothing where it is not wrapped.
 
     Args:
         stage: of this process.

@@ -27,5 +27,5 @@ def share_out(rows: int, speeds: Sequence[float], *, least: int = 1) -> tuple[in
 
 
 def seconds_of(shares: Sequence[int], speeds: Sequence[float]) -> float:
-    """When the last rank is done."""
+    """Return the seconds after which the last rank is done."""
     return max(rows / speed for rows, speed in zip(shares, speeds, strict=True))
