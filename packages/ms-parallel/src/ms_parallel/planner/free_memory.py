@@ -18,9 +18,9 @@ LIMITS = (("VmSize", resource.RLIMIT_AS), ("VmData", resource.RLIMIT_DATA))
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that this process may take besides what it holds.
+    """Return the bytes that this process may take besides what it holds.
 
-    On a CPU its share of what the machine and its group of processes (cgroup v2, as in a
+    On a CPU this is its share of what the machine and its group of processes (cgroup v2, as in a
     container) have left, and no more than `ulimit` leaves it.
     """
     if device.type != "cpu":

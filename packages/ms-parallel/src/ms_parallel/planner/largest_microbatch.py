@@ -40,7 +40,7 @@ class FoundMicrobatch(
 
 
 def sizes_of(rows: int, pipeline: int) -> list[int]:
-    """Divisors of `rows`, ascending, that leave a pipeline twice as many microbatches as ranks."""
+    """List the divisors of `rows`, ascending, that leave a pipeline two microbatches a rank."""
     least = 1 if pipeline == 1 else 2 * pipeline
     divisors = [size for size in range(1, rows + 1) if rows % size == 0]
     return [size for size in divisors if rows // size >= least] or [1]
@@ -124,7 +124,7 @@ def _above(predicted: Mapping[int, int], fitting: Mapping[int, int]) -> tuple[fl
 
 
 def between(sizes: Sequence[int], first: int, last: int) -> dict[int, int]:
-    """Predictions of all sizes on the line between those of the first and the last."""
+    """Predict all sizes on the line between the first's prediction and the last's."""
     step = (last - first) / max(1, sizes[-1] - sizes[0])
     return {size: first + int(step * (size - sizes[0])) for size in sizes}
 
@@ -197,7 +197,7 @@ class _Peak:
         self.before = status_bytes("VmRSS")
 
     def grown_bytes(self) -> int:
-        """On a CPU what has come on top since then; on an accelerator all."""
+        """Return on a CPU what has come on top since then, and on an accelerator all."""
         if self.device.type != "cpu":
             return int(torch.accelerator.max_memory_allocated(self.device))
         return status_bytes("VmHWM") - self.before

@@ -302,7 +302,7 @@ def _saved(
     row_split: Any,
     loss: Loss,
 ) -> int:
-    """Bytes that a stage keeps of a microbatch if its blocks keep their inputs; they measure."""
+    """Count the bytes that a stage keeps of a microbatch whose blocks keep inputs; they measure."""
     stage, passes = _stages(engine)[number], engine.passes
     here = {name: each.to(device) for name, each in batch.items()}
     entering = here["tokens"]
@@ -359,7 +359,7 @@ def _kinds(
 
 
 def _unsplit(engine: Engine) -> int:
-    """Numbers that gradients of embeddings have more than their part of the vocabulary.
+    """Count the numbers that embeddings' gradients have beyond their part of the vocabulary.
 
     DTensor gives each tensor rank the gradient of all of it.
     """
@@ -370,7 +370,7 @@ def _unsplit(engine: Engine) -> int:
 
 
 def _gathered(engine: Engine, microbatches: int, row: Sequence[Action]) -> int:
-    """Bytes of weights and gradients that a rank holds whole beside its share, at their most.
+    """Count the bytes of weights and gradients held whole beside a rank's share, at their most.
 
     Weights pass through buffers in the first forwards, before there are gradients.
     """

@@ -37,7 +37,7 @@ PER_SECOND = 1_000_000
 
 
 def segment_layers(config: ModelConfig) -> tuple[int, ...]:
-    """Layers of each segment: from each place where the model can be cut to the next."""
+    """Count the layers of each segment: from one place where the model can be cut to the next."""
     cuts = model_plan(config).cuts
     ends = [*cuts[1:], config.num_hidden_layers]
     return tuple(end - begin for begin, end in zip(cuts, ends, strict=True))
@@ -132,13 +132,13 @@ def _memory(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def message_times(groups: Groups, size_bytes: int) -> tuple[float, float]:
-    """Seconds that a small message takes one way, and that one of this size takes beyond it."""
+    """Time a small message one way, in seconds, and what one of this size takes beyond it."""
     small, whole = (_echo(groups, size) for size in (8, max(8, size_bytes)))
     return small, max(0.0, whole - small)
 
 
 def _echo(groups: Groups, size_bytes: int) -> float:
-    """Median seconds one way between this rank and its neighbours, the slower of the two."""
+    """Time a message one way between this rank and each neighbour: the slower one's median."""
     here, last = groups.place.pipeline, groups.layout.pipeline - 1
     box = torch.zeros(size_bytes, dtype=torch.uint8, device=groups.wire)
     group, slowest = groups.group("pipeline"), 0.0

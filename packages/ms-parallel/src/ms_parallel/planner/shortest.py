@@ -79,7 +79,7 @@ def shortest_schedule(
 
 
 def _plain(costs: SegmentCosts, ranks: int, microbatches: int) -> Timeline:
-    """1F1B with layers shared out as an engine does by default."""
+    """Simulate 1F1B with layers shared out as an engine does by default."""
     even = cut_layers(costs.count, ranks, range(costs.count))
     return simulate(
         one_f_one_b(ranks, microbatches),
@@ -97,7 +97,7 @@ def _cap(
 
 
 def _usual(costs: SegmentCosts, ranks: int, microbatches: int) -> Timeline:
-    """1F1B as one would choose it: where ranks are unlike, fast ones have more layers."""
+    """Simulate 1F1B as one would choose it: where ranks are unlike, fast ones have more layers."""
     if not costs.slowness:
         return _plain(costs, ranks, microbatches)
     placement = one_a_rank(ranks)

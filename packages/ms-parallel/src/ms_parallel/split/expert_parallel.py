@@ -101,7 +101,7 @@ class _Route:
     inverse: Tensor
 
     def there(self, rows: Tensor) -> Tensor:
-        """Rows by receiver, to what came here by expert."""
+        """Send rows, which lie by receiver, and return what came here by expert."""
         return self._exchange(rows, self.sent, self.got).index_select(0, self.order)
 
     def back(self, rows: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class _Travel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: _Route, home: bool) -> Tensor:
-        """(T, H) to as many as come."""
+        """Turn rows (T, H) into as many as come."""
         ctx.route, ctx.home = route, home
         return route.back(rows) if home else route.there(rows)
 
@@ -164,7 +164,7 @@ def _dispatch(
 
 
 def _counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Rows of this process by receiver and its expert, and by sender and expert those for it.
+    """Count this process's rows by receiver and its expert, and by sender and expert those for it.
 
     Args:
         counts: (E,) of this process's rows, by expert.

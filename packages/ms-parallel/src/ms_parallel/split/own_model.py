@@ -44,7 +44,7 @@ class LanguageModel(Protocol):
         documents: Tensor | None = None,
         cache: Any = None,
     ) -> Tensor:
-        """(B, S) int64 to logits (B, S, V).
+        """Compute logits (B, S, V) from tokens (B, S) int64.
 
         One that sees also takes `pictures`, what a batch holds of them; see `models.batch`.
         """
@@ -96,7 +96,7 @@ class OwnStage(Around):
         self.__dict__["gate"] = cut(module, plan, layers)
 
     def forward(self, x: Tensor, *, positions: Tensor, **context: Any) -> Tensor:
-        """Tokens (or, on later stages, hidden states) to logits (or, on earlier ones, hidden).
+        """Turn tokens (on later stages, hidden states) into logits (on earlier ones, hidden).
 
         Args:
             x: (B, S) int64 on the first stage, (B, S, H) on others.

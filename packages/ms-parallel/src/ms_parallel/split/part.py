@@ -52,7 +52,7 @@ def whole_of(tensor: Tensor) -> Tensor:
 
 
 def laid_out_like(tensor: Tensor, local: Tensor) -> Tensor:
-    """`local` as this process's part of a tensor that is laid out like `tensor`."""
+    """Return `local` as this process's part of a tensor that is laid out like `tensor`."""
     if not isinstance(tensor, DTensor):
         return local
     if local.device != tensor.to_local().device:  # which `from_local` would copy

@@ -14,7 +14,7 @@ WORTH_TELLING = 1.5
 
 
 def precision_policy(mixed_precision: MixedPrecision) -> MixedPrecisionPolicy:
-    """FSDP2's policy: cast weights when they are gathered, sum gradients in float32."""
+    """Make FSDP2's policy: cast weights when they are gathered, sum gradients in float32."""
     if not mixed_precision:
         return MixedPrecisionPolicy()
     dtype = getattr(torch, precision_name(mixed_precision))

@@ -120,7 +120,7 @@ def gather_sequence(hidden: Tensor, groups: Groups) -> Tensor:
 
 
 def gather_vocabulary(logits: Tensor, groups: Groups) -> Tensor:
-    """Logits (B, S, V) of the whole vocabulary on every tensor rank, from each one's part."""
+    """Gather logits (B, S, V) of the whole vocabulary on every tensor rank from each one's part."""
     spread = DTensor.from_local(logits, groups.mesh["tensor"], [Shard(2)], run_check=False)
     return spread.redistribute(placements=[Replicate()]).to_local()
 

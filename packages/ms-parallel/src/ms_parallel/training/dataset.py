@@ -99,7 +99,7 @@ def _source(corpus: str | Path, options: Options, tokenizer: Path | None) -> dic
 
 
 def _files_digest(corpus: Path) -> str:
-    """Names, sizes and times of a corpus's files; of a named corpus, the Python it comes from."""
+    """Hash names, sizes and times of a corpus's files; of a named corpus, the Python it is from."""
     digest = hashlib.blake2b(digest_size=16)
     if not corpus.exists():
         digest.update(sys.version.encode())

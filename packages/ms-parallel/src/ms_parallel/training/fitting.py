@@ -148,7 +148,7 @@ def _check_sizes(options: Options, layout: Layout, config: Any) -> None:
 
 
 def first_documents(options: Options, rows: int, shards: Path | None) -> torch.Tensor | None:
-    """Documents (rows, S) int32 of the first rows of a dataset; None where there is none yet.
+    """Read the documents (rows, S) int32 of a dataset's first rows; None where there is none yet.
 
     Raises:
         ConfigError: the rows have more tokens than are read for it.
@@ -167,9 +167,9 @@ def first_documents(options: Options, rows: int, shards: Path | None) -> torch.T
 
 
 def microbatch(options: Options, layout: Layout) -> int | None:
-    """Samples that pass at once: as asked, or with a pipeline so few that its stages are busy.
+    """Return the samples of a pass: as asked, or in a pipeline so few that its stages are busy.
 
-    One, where weights are to be reproduced.
+    It is one where weights are to be reproduced.
     """
     if options.reproducible:
         return 1
@@ -261,7 +261,7 @@ def memory_question(
 
 
 def memory_cap(options: Options, layout: Layout) -> int | tuple[int, ...] | None:
-    """Most bytes of activations on a rank, or on each; None where nobody says.
+    """Return the most bytes of activations on a rank, or on each; None where nobody says.
 
     Raises:
         ConfigError: there is a number for each of more or fewer ranks.

@@ -183,7 +183,7 @@ def _rank(
     config: Any,
     positions: int,
 ) -> RankInspection:
-    """Facts of the rank that has these stages and holds `positions` for the backward at most."""
+    """Describe the rank that has these stages and holds `positions` for the backward at most."""
     plan = model_plan(config)
     held = whole = own = 0
     for name, shape in shapes.items():
@@ -210,7 +210,7 @@ def _rank(
 
 
 def _gathered(own: int, held: int, width: int, options: Options, layout: Layout) -> int:
-    """Bytes beside a share of `held` parameters, where the shares of all are `own`."""
+    """Count the bytes beside a share of `held` parameters, where the shares of all are `own`."""
     if options.reproducible:  # sums of 1, 2, 4, ... rows, each as much as all weights
         rows = options.batch_size // layout.readers
         sums = own * FLOAT32_BYTES * rows.bit_length() - held * FLOAT32_BYTES

@@ -30,7 +30,7 @@ from ms_parallel.training.options import AUTO, Options
 
 
 def limit_bytes(options: Options, held: int = 0) -> int:
-    """Most that a rank may hold: as asked for, or what it holds and its device has free."""
+    """Return the most that a rank may hold: as asked for, or what it holds and is free."""
     if options.memory_gib is not None:
         return int(options.memory_gib * GIB)
     return held + free_bytes(pick_device(options.wanted_device))

@@ -89,7 +89,7 @@ def _leave_nothing(folder: Path) -> None:
 
 
 def _fixed(folder: Path, settings: dict[str, Any]) -> list[str]:
-    """Names of the settings that a run which has come somewhere cannot change."""
+    """List the settings that a run which has come somewhere cannot change."""
     if not checkpoint.was_begun(folder / "checkpoints"):
         return []
     seal = owner_of(folder)
@@ -119,7 +119,7 @@ def _model(options: Options) -> str:
 
 
 def _dataset(dataset: str | Path) -> str:
-    """Shards by what is in them, so that they may be moved; raw text by its place."""
+    """Name shards by what is in them, so that they may be moved; raw text by its place."""
     path = Path(dataset)
     index = path / "index.json"
     if index.is_file():

@@ -169,7 +169,7 @@ class DistributedTrainer:
 
     @contextmanager
     def _events(self) -> Iterator[Any]:
-        """Rank 0's callable, and one that does nothing elsewhere."""
+        """Yield rank 0's callable, and elsewhere one that does nothing."""
         if not is_first():
             yield lambda kind, fields: None
         elif self.options.on_event is not None:

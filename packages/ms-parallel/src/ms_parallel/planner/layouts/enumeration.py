@@ -49,7 +49,7 @@ def splits(
     kept: Collection[int] | None,
     reasons: Reasons,
 ) -> Iterator[Split]:
-    """Layouts of so many devices, with each size of microbatches that divides their rows.
+    """Yield layouts of so many devices, with each size of microbatches that divides their rows.
 
     Args:
         sizes: of the model.
@@ -75,7 +75,7 @@ def layouts(
     check: Callable[[Layout], None],
     reasons: Reasons,
 ) -> Iterator[Layout]:
-    """Layouts of so many devices that the model and the batch can be run under."""
+    """Yield the layouts of so many devices that the model and the batch can be run under."""
     within = min(devices, cluster.devices_per_node)
     for tensor in divisors(devices):
         if tensor > within:

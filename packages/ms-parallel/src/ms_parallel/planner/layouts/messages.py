@@ -88,7 +88,7 @@ def seconds(messages: Mapping[Message, int], cluster: Cluster) -> float:
 
 
 def _bytes(value: Any) -> int:
-    """Size of a tensor, or of all in a list."""
+    """Return the size of a tensor, or of all in a list."""
     if isinstance(value, Tensor):
         return value.nbytes
     return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 0

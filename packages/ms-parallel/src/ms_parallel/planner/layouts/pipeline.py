@@ -36,7 +36,7 @@ class StageSeconds:
     """Seconds of a message between stages."""
 
     def work(self, stages: Sequence[int]) -> float:
-        """Seconds that a rank of these stages computes for a microbatch."""
+        """Return the seconds that a rank of these stages computes for a microbatch."""
         parts = (self.forward, self.backward_input, self.backward_weight)
         return sum(part[stage] for part in parts for stage in stages)
 
@@ -52,7 +52,7 @@ def table(name: str, ranks: int, microbatches: int) -> Schedule | str:
 
 @cache
 def stage_ranks(name: str, ranks: int) -> tuple[int, ...]:
-    """Pipeline rank of each stage, whether or not there is a table for some microbatches."""
+    """Return each stage's pipeline rank, whether or not some microbatches have a table."""
     place = GENERATORS[name].placement
     return place(ranks, ROUNDS) if place is looped else place(ranks)
 
@@ -91,20 +91,20 @@ def refusal(name: str, ranks: int, microbatches: int) -> str | None:
 
 
 def _scaled(ranks: int, microbatches: int) -> tuple[int, int]:
-    """Ranks and microbatches of the table that stands for one of so many."""
+    """Return the ranks and microbatches of the table that stands for one of so many."""
     few = min(ranks, FEW)
     return few, _played(few, -(-microbatches * few // ranks))
 
 
 def _played(ranks: int, microbatches: int) -> int:
-    """Microbatches that are played one by one."""
+    """Return how many microbatches are played one by one."""
     most = ENOUGH * ranks
     return min(microbatches, most)
 
 
 @cache
 def makespan_s(name: str, ranks: int, microbatches: int, times: StageSeconds) -> float:
-    """Seconds from the first forward to the last backward.
+    """Predict the seconds from the first forward to the last backward.
 
     Args:
         name: of a schedule that there is for these sizes.

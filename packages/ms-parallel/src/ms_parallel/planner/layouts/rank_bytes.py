@@ -52,7 +52,7 @@ def rank_bytes(
 
 
 def _again(candidate: Candidate, kept: KeptBytes) -> int:
-    """Bytes of the block that is computed again."""
+    """Count the bytes of the block that is computed again."""
     kind = KINDS.index(candidate.recompute)
     return max(0, kept.block[0] - kept.block[kind]) * candidate.split.rows
 
@@ -75,7 +75,7 @@ def _activations(
 
 
 def _whole_embedding(stages: list[Stage], sizes: ModelSizes, candidate: Candidate) -> int:
-    """Numbers of the embedding's gradient that DTensor gives beyond a rank's part."""
+    """Count what DTensor gives of the embedding's gradient beyond a rank's part, in numbers."""
     layout = candidate.layout
     if layout.shards > 1 or not any(layers.start == 0 for _, layers in stages):
         return 0

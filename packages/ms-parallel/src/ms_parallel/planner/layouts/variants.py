@@ -27,7 +27,7 @@ class Choices:
     """Whether there is a machine's memory beside the devices' to which moments may go."""
 
     def schedules(self, split: Split, stages: int, reasons: Reasons) -> list[str]:
-        """Names of schedules that there may be for a split.
+        """List the names of schedules that there may be for a split.
 
         Args:
             split: whose microbatches pass.

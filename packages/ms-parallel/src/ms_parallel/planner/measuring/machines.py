@@ -113,7 +113,7 @@ def _links(device: torch.device, each: int) -> Links:
 
 
 def partner(rank: int, span: int, step: int, count: int) -> int | None:
-    """Whom a rank exchanges with: the next of its level, in pairs; None for the odd one."""
+    """Return whom a rank exchanges with: the next of its level, in pairs; None for the odd one."""
     within = rank % span
     place = within // step % count
     if place == count - 1 and place % 2 == 0:
@@ -130,7 +130,7 @@ def _level(device: torch.device, partner: int | None) -> Link | None:
 def message_times(
     device: torch.device, partner: int | None, sizes_bytes: Sequence[int]
 ) -> list[float]:
-    """Seconds that messages take one way while all pairs exchange them: the median of the pairs.
+    """Time messages one way while all pairs exchange them: the median of the pairs, in seconds.
 
     All ranks call this; rank 0 gets the result, the others nothing.
 
@@ -201,7 +201,7 @@ def collectives(
 def _collective_s(
     once: Callable[[], object], group: dist.ProcessGroup, device: torch.device
 ) -> float:
-    """Seconds of a collective among others that follow it: the median of some rounds."""
+    """Time a collective among others that follow it: the median of some rounds, in seconds."""
     times: list[float] = []
     for _ in range(ROUNDS):
         once()

@@ -119,7 +119,7 @@ def _runs(folder: Path) -> Iterator[PlannedRun]:
 
 
 def _step_s(path: Path, plan: Plan) -> float | None:
-    """Median seconds of a step, of the layout that was planned; None where there are too few."""
+    """Return the median seconds of a planned layout's steps; None where there are too few."""
     if not path.is_file():
         return None
     planned, layout, steps = str(Layout(**plan.best[0].layout)), "", []

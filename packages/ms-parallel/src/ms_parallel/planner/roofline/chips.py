@@ -48,7 +48,7 @@ class Chip:
     """Whether its maker publishes them."""
 
     def peak(self, dtype: str) -> float:
-        """Operations a second of dense matrix products.
+        """Return the operations a second of dense matrix products.
 
         Raises:
             ConfigError: the chip has no such products.
@@ -60,7 +60,7 @@ class Chip:
 
 
 def _half(rate: float, **further: float) -> dict[str, float]:
-    """Rates of a chip that multiplies both half precisions equally fast."""
+    """Return the rates of a chip that multiplies both half precisions equally fast."""
     return {"float16": rate, "bfloat16": rate, **further}
 
 

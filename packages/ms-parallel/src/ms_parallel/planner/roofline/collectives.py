@@ -33,7 +33,7 @@ class Members:
 def collective_s(
     cluster: Cluster, kind: Collective, size_bytes: float, ranks: int, stride: int = 1
 ) -> float:
-    """Seconds of a collective.
+    """Predict the seconds of a collective.
 
     Args:
         cluster: whose links are crossed.
@@ -116,7 +116,7 @@ def send_seconds(
 def _near(
     cluster: Cluster, members: Members, efficiency: Efficiency, kind: Collective
 ) -> tuple[float, float]:
-    """Bytes a second and seconds of latency of one member among those of its node."""
+    """Return a member's bytes a second, and seconds of latency, among those of its node."""
     measured: Link | None = getattr(cluster.collectives, kind, None)
     if measured is not None:
         return measured.bandwidth_gb_per_s * 1e9, measured.latency_us * MICRO
@@ -125,14 +125,14 @@ def _near(
 
 
 def _far(cluster: Cluster, efficiency: Efficiency) -> tuple[float, float]:
-    """Between nodes."""
+    """Return the bytes a second, and the seconds of latency, between nodes."""
     return _level(cluster, cluster.devices_per_node + 1, 1, efficiency)
 
 
 def _level(
     cluster: Cluster, span: int, partners: int, efficiency: Efficiency
 ) -> tuple[float, float]:
-    """Bytes a second, and seconds of latency, to some of so many neighbours."""
+    """Return the bytes a second, and the seconds of latency, to some of so many neighbours."""
     span = min(span, cluster.devices)
     link, level = cluster.link(span), cluster.level(span)
     share = efficiency.network if level == "network" else efficiency.node

@@ -102,16 +102,16 @@ class Rank:
         return Members(count=self.layout.tensor)
 
     def moved(self, size_bytes: float) -> float:
-        """Seconds to read or write its memory."""
+        """Return the seconds to read or write so many bytes of its memory."""
         bandwidth = self.cluster.memory_bandwidth_gb_per_s * 1e9
         return size_bytes / (bandwidth * self.efficiency.memory)
 
     def rate(self, dtype: str) -> float:
-        """Operations a second of large products."""
+        """Return the operations a second of large products."""
         return self.cluster.tflops(dtype) * 1e12 * self.efficiency.product_share(dtype)
 
     def multiplied(self, product: Product) -> float:
-        """Seconds of a product: its operations, and what of its traffic they do not hide."""
+        """Return the seconds of a product: its operations, and what traffic they do not hide."""
         dtype = self.settings.product_dtype or self.settings.dtype
         traffic = (
             product.elements * self.read_bytes / (self.cluster.memory_bandwidth_gb_per_s * 1e9)
@@ -119,7 +119,7 @@ class Rank:
         return product.flops / self.rate(dtype) + traffic * self.efficiency.traffic
 
     def cast(self, product: Product) -> float:
-        """Seconds to make its activations eight bits wide, where products are.
+        """Return the seconds to make its activations eight bits wide, where products are.
 
         Weights are cast once a step, or each rank's share of them before it is gathered, which is
         too little to count.
@@ -168,7 +168,7 @@ def _feedforward(sizes: DecoderSizes, rows: float, width: float, count: float) -
 
 
 def core_seconds(rank: Rank) -> tuple[float, float]:
-    """Attention's core, forward and backward: between its projections."""
+    """Predict the seconds of attention's core, between its projections: forward and backward."""
     sizes, settings = rank.sizes, rank.settings
     heads = sizes.heads / rank.layout.tensor
     pairs = rank.tokens * settings.sequence * heads
@@ -191,7 +191,7 @@ def core_seconds(rank: Rank) -> tuple[float, float]:
 
 
 def elementwise_bytes(rank: Rank, *, experts: bool) -> float:
-    """Bytes that a forward's norms, sums, rotations and activations read and write."""
+    """Count the bytes that a forward's norms, sums, rotations and activations read and write."""
     sizes, split = rank.sizes, rank.layout.tensor
     norms = 20.0 * sizes.hidden / (split if rank.settings.sequence_split else 1)
     heads = 4.0 * (sizes.heads + sizes.key_value_heads) * sizes.head_dim / split
@@ -263,7 +263,7 @@ def _again(rank: Rank, forward: Pass, gradients: Pass) -> Pass:
 
 
 def _tensor_seconds(rank: Rank) -> float:
-    """Two sums over tensor ranks, or as many gathers and scatters of sequences' parts.
+    """Predict the seconds of two sums over tensor ranks, or of gathering and scattering instead.
 
     What is gathered is what products read, eight bits wide where they are.
     """
@@ -273,7 +273,7 @@ def _tensor_seconds(rank: Rank) -> float:
 
 
 def _context_seconds(rank: Rank) -> float:
-    """Keys and values of the whole row, gathered over context ranks."""
+    """Predict the seconds to gather a whole row's keys and values over context ranks."""
     sizes, layout = rank.sizes, rank.layout
     if layout.context == 1:
         return 0.0
@@ -284,7 +284,7 @@ def _context_seconds(rank: Rank) -> float:
 
 
 def _expert_seconds(rank: Rank) -> float:
-    """Tokens sent to their experts, and back."""
+    """Predict the seconds in which tokens are sent to their experts, and back."""
     sizes, layout = rank.sizes, rank.layout
     if sizes.experts is None or layout.expert == 1:
         return 0.0

@@ -41,7 +41,7 @@ class Assignment:
 
 
 def token_costs(starts: Tensor, windows: Mapping[int | None, int]) -> Tensor:
-    """Keys that each token sees over all layers, (B, S) float64.
+    """Count the keys that each token sees over all layers, (B, S) float64.
 
     Args:
         starts: (B, S) int64, the place at which each token's document begins.
@@ -171,7 +171,7 @@ def query_ranges(order: Tensor, starts: Tensor) -> list[QueryRange]:
 
 
 def _alone(order: Tensor, starts: Tensor) -> Iterator[QueryRange]:
-    """Pieces of one document each."""
+    """Yield the pieces of one document each."""
     for row, places in enumerate(order):
         own = starts[row, places]
         new = torch.ones(len(places), dtype=torch.bool)

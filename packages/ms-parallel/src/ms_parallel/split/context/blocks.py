@@ -23,7 +23,7 @@ class Scores:
     """What they are bent to stay below."""
 
     def of(self, q: Tensor, k: Tensor, seen: Tensor | None) -> Tensor:
-        """(Hk, G, n, m), -inf where a key is not seen.
+        """Compute the scores (Hk, G, n, m), -inf where a key is not seen.
 
         Args:
             q: (n, Hq, D).
@@ -37,12 +37,12 @@ class Scores:
 
 
 def by_group(x: Tensor, groups: int) -> Tensor:
-    """(n, Hq, D) to (Hk, G, n, D), in float32 or float64."""
+    """Turn (n, Hq, D) into (Hk, G, n, D), in float32 or float64."""
     return widen(x).reshape(len(x), groups, -1, x.shape[2]).permute(1, 2, 0, 3)
 
 
 def by_position(x: Tensor) -> Tensor:
-    """(Hk, G, n, D) to (n, Hq, D)."""
+    """Turn (Hk, G, n, D) into (n, Hq, D)."""
     return x.permute(2, 0, 1, 3).flatten(1, 2)
 
 

@@ -29,7 +29,7 @@ def traded(part: Tensor, mesh: DeviceMesh, *, from_dim: int, to_dim: int) -> Ten
 
 
 def reordered(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """`x` (B, S, ...) with the position order[b, i] of each row b at i.
+    """Return `x` (B, S, ...) with the position order[b, i] of each row b at i.
 
     Args:
         x: all positions.

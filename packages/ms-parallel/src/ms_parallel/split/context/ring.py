@@ -29,7 +29,7 @@ class Meeting:
     """(queries, keys), or None where all see all."""
 
     def to(self, device: torch.device) -> "Meeting":
-        """With its mask on a device."""
+        """Return the same with its mask on a device."""
         return self if self.seen is None else evolve(self, seen=self.seen.to(device))
 
 
@@ -106,7 +106,7 @@ def ring_attention(
     meetings: Callable[[int], Sequence[Meeting]],
     scores: Scores,
 ) -> Tensor:
-    """Attention of this process's queries to all processes' keys, (B, S/N, Hq, Dv).
+    """Attend from this process's queries to all processes' keys, (B, S/N, Hq, Dv).
 
     Args:
         q: (B, S/N, Hq, D).
@@ -158,7 +158,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of q, k, v and the sinks."""
+        """Compute the gradients of q, k, v and the sinks."""
         q, k, v, sinks, out, total = ctx.saved_tensors
         width, gradient = k.shape[3], widen(gradient)
         slope = (gradient * out).sum(-1)

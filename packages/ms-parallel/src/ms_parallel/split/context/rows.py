@@ -74,7 +74,7 @@ class SharedRows:
     def attend(
         self, operator: Operator, q: Tensor, k: Tensor, v: Tensor, **settings: Any
     ) -> Tensor:
-        """Attention over whole rows; see `RowSplit`."""
+        """Attend over whole rows; see `RowSplit`."""
         heads = self.exchange.heads
         if heads is None:
             return self._across(operator, q, k, v, settings)
@@ -89,7 +89,7 @@ class SharedRows:
     def _across(
         self, operator: Operator, q: Tensor, k: Tensor, v: Tensor, settings: dict[str, Any]
     ) -> Tensor:
-        """Attention of the positions of this process along `positions`."""
+        """Attend from this process's positions along `positions`."""
         mesh = self.exchange.positions
         if mesh is not None and self.exchange.ring:
             return self._round(q, k, v, mesh, **settings)
@@ -165,7 +165,7 @@ def attend_in_pieces(
     documents: Tensor | None,
     **settings: Any,
 ) -> Tensor:
-    """Attention of each piece of one process to whole rows.
+    """Attend from each piece of one process to whole rows.
 
     A piece's queries are the last positions of the keys that it is given, as in a cache, so that
     every operator can do it.

@@ -68,7 +68,7 @@ class Splitter:
         return SharedRows(order, starts, documents, exchange)
 
     def _exchange(self, kind: ContextKind) -> RowExchange:
-        """Along which processes a kind trades and gathers."""
+        """Choose along which processes a kind trades and gathers."""
         if kind not in self.exchanges:
             mesh = self.groups.mesh["context"]
             trading = traders(kind, self.count, self.sizes)

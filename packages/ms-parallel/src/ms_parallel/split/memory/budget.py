@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 def held_at_once(row: Sequence[Action]) -> list[dict[int, int]]:
-    """Microbatches of each stage that a rank holds, wherever it holds most.
+    """Count the microbatches of each stage that a rank holds, wherever it holds most.
 
     Args:
         row: the rank's actions.

@@ -37,7 +37,7 @@ class _Away:
 
 @contextmanager
 def offloading(stage: nn.Module) -> Iterator[None]:
-    """While it lasts, what is saved goes to pinned memory, and comes back when it is asked for.
+    """Send what is saved to pinned memory while the block runs, and back when it is asked for.
 
     Copies run in the order of the device's work, so that no one waits for them here, and memory of
     the device is free for what runs next. A tensor that is saved twice is copied once. Weights

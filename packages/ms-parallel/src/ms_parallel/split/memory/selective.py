@@ -86,7 +86,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def keeping_results(kept: KeptResults) -> Iterator[None]:
-    """While it lasts, results of costly operators are kept, at its end all but the last."""
+    """Keep the results of costly operators while the block runs; at its end, all but the last."""
 
     def keep(run: Callable[[], Any]) -> Any:
         made = run()
@@ -100,7 +100,7 @@ def keeping_results(kept: KeptResults) -> Iterator[None]:
 
 @contextmanager
 def using_results(kept: KeptResults) -> Iterator[None]:
-    """While it lasts, costly operators give what they gave before, in the same order."""
+    """Let costly operators give what they gave before, in the same order, while the block runs."""
     numbers = count()
 
     def use(run: Callable[[], Any]) -> Any:

@@ -239,7 +239,7 @@ class RunCheckpoints:
         note()
 
     def poll(self) -> None:
-        """Between two steps: let what was written beside them be complete, or raise why not.
+        """Complete, between two steps, what was written beside them, or raise why it failed.
 
         Raises:
             CheckpointError: on every rank, where any of them could not write.

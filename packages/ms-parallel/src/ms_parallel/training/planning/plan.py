@@ -234,7 +234,7 @@ class _Asked:
         return HereTimes(small, sheet, batch, device, kept)
 
     def _calibrated(self, config: Any, dtype: str) -> PassTimes | None:
-        """Times by constants that published runs gave; None for a model of another kind."""
+        """Return times by constants that published runs gave; None for a model of another kind."""
         options = self.options
         try:
             known = decoder_sizes(config)
@@ -265,7 +265,7 @@ class _Asked:
         return sizes.parameters * STATE_BYTES * ROOM < free_bytes(pick_device(cluster.device))
 
     def _settings(self, options: Options, layout: Layout) -> dict[str, Any]:
-        """Settings of an engine that is built without memory, on whatever device."""
+        """Collect the settings of an engine that is built without memory, on whatever device."""
         return {**engine_settings(options, layout, 2), "device": "cpu", "compile": False}
 
     def _keeping(self, config: Any) -> Callable[[Layout], Any]:
