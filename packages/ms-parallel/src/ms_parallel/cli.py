@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(error: BaseException) -> int | None:
-    """One process speaks for all, where there are several; alone, the frame of a command does."""
+    """Report an error once for all processes of a run; alone, leave it to the command's frame."""
     if "WORLD_SIZE" not in os.environ and "ms_parallel.cluster.endings" not in sys.modules:
         return None
     from ms_parallel.cluster.endings import report

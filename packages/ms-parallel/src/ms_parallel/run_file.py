@@ -103,7 +103,7 @@ EXAMPLES = {"model": "llama", "dataset": "corpus/"}
 
 
 def known_keys() -> list[str]:
-    """Every key of a run file."""
+    """List every key of a run file."""
     own = [f.name for f in fields(Options) if f.init and f.name not in NOT_IN_FILES]
     return [*KEYS, *LENGTH, *own]
 
@@ -116,7 +116,7 @@ def _check_keys(settings: dict[str, Any]) -> None:
 
 
 def _unknown(key: str, known: Sequence[str]) -> str:
-    """Names the nearest known key, and looks into the tables too."""
+    """Say which known key is nearest, and look into the tables too."""
     from ms_parallel.models.decoder_config import DecoderConfig
 
     inside = {setting.name: f"model_config.{setting.name}" for setting in fields(DecoderConfig)}

@@ -101,7 +101,7 @@ BEGIN = {
 
 
 def key_groups() -> list[KeyGroup]:
-    """Every key of a run file with its default and meaning."""
+    """List every key of a run file with its default and meaning, in groups."""
     own = {key.name: key for group in groups_of(place_of(Options)) for key in group.keys}
     axes = tuple(
         evolve(key, default=1, required=False)
@@ -118,5 +118,5 @@ def key_groups() -> list[KeyGroup]:
 
 
 def template() -> str:
-    """A run file that trains a small model once its dataset is filled in; the rest is default."""
+    """Write a run file that trains a small model once it names a dataset; the rest is default."""
     return template_text("ms-parallel train RUN.toml", key_groups(), BEGIN)

@@ -110,7 +110,7 @@ def _join(name: str | None) -> Any:
 
 
 def _of_first(code: int) -> int:
-    """The code of rank 0, on all ranks."""
+    """Return the code of rank 0, on all ranks."""
     import torch
     import torch.distributed as dist
 

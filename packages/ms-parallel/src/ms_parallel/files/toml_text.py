@@ -6,7 +6,7 @@ from typing import Any
 
 
 def toml_text(table: Mapping[str, Any], *, title: str = "") -> str:
-    """A table as TOML, whose values are texts, numbers, booleans, lists and tables.
+    """Write a table as TOML; its values are texts, numbers, booleans, lists and tables.
 
     Args:
         table: what is None is left out.

@@ -23,7 +23,7 @@ CALLED = "from ms_parallel.planner.apart import answer; answer()"
 
 
 def call_apart(function: str, *args: Any, **settings: Any) -> Any:
-    """What a function returns in a new process; arguments and result are copied.
+    """Call a function in a new process and return its result; arguments and result are copied.
 
     Args:
         function: as `module:name`.

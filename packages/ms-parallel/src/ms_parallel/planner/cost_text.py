@@ -17,7 +17,7 @@ MOST_DIGITS, SMALLEST = 40, 1e-30
 
 
 def parse_costs(text: str) -> Given:
-    """Costs by name from text such as `forward=1:1:1.4,latency=0.1`.
+    """Parse costs by name from text such as `forward=1:1:1.4,latency=0.1`.
 
     Raises:
         ConfigError: a name is unknown or a value is no number.
@@ -50,7 +50,7 @@ def _cost(text: str) -> Fraction:
 
 
 def costs_of(given: Given, stages: int, recorded: RecordedStep | None = None) -> Costs:
-    """Costs of so many stages.
+    """Build the costs of so many stages.
 
     Args:
         given: one value for all stages, or one for each.
@@ -71,7 +71,7 @@ def costs_of(given: Given, stages: int, recorded: RecordedStep | None = None) ->
 
 
 def _means(own: Costs, stages: int) -> Given:
-    """A step's mean costs; another number of stages shares out the same layers."""
+    """Return a step's mean costs; another number of stages shares out the same layers evenly."""
     mean: Given = {"latency": [own.latency]}
     for name in COSTS[:-1]:
         values = getattr(own, name)

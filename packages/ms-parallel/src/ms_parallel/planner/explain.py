@@ -151,7 +151,7 @@ def _made(
     memory_cap: float | None,
     recorded: RecordedStep | None,
 ) -> tuple[Schedule, float | None]:
-    """The schedule, and its lower bound if it was searched for."""
+    """Return the chosen schedule, and its lower bound if it was searched for."""
     if recorded is not None and is_recording(choice):
         return recorded.schedule, None
     if is_file(choice):

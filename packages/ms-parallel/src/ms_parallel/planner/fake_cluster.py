@@ -17,7 +17,7 @@ META = torch.device("meta")
 
 @contextmanager
 def fake_world(size: int) -> Iterator[None]:
-    """As many processes as any of some layouts needs, of which this one is the first.
+    """Let this process be the first of `size` while the block runs; the others are not there.
 
     Within it `fake_groups` lays each layout over the same processes, which takes less time than
     meeting anew for each.
@@ -34,7 +34,7 @@ def fake_world(size: int) -> Iterator[None]:
 
 @contextmanager
 def fake_groups(layout: Layout, device: torch.device = META) -> Iterator[Groups]:
-    """The groups of a layout's first process, whose collectives send nothing.
+    """Yield the groups of a layout's first process, whose collectives send nothing.
 
     Args:
         layout: of any number of processes; within `fake_world`, at most as many as that has.
@@ -48,10 +48,10 @@ def fake_groups(layout: Layout, device: torch.device = META) -> Iterator[Groups]
 
 
 def in_fake_world() -> bool:
-    """Whether the processes that this one has met are not there."""
+    """Return whether this process is in a fake world, whose other processes are not there."""
     return dist.is_initialized() and dist.get_backend() == "fake"
 
 
 def has_met_others() -> bool:
-    """Whether this process is one of a run."""
+    """Return whether this process is one of a run, outside a fake world."""
     return dist.is_initialized() and not in_fake_world()

@@ -18,9 +18,9 @@ LIMITS = (("VmSize", resource.RLIMIT_AS), ("VmData", resource.RLIMIT_DATA))
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that this process may take besides what it holds.
+    """Return the bytes that this process may take besides what it holds.
 
-    On a CPU its share of what the machine and its group of processes (cgroup v2, as in a
+    On a CPU this is its share of what the machine and its group of processes (cgroup v2, as in a
     container) have left, and no more than `ulimit` leaves it.
     """
     if device.type != "cpu":
@@ -33,7 +33,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def status_bytes(name: str) -> int:
-    """A number of bytes that the kernel keeps of this process, such as `VmRSS`."""
+    """Read one of the kernel's counts of this process's bytes, such as `VmRSS`."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as file:
         found = next(line for line in file if line.startswith(f"{name}:"))
     return int(found.split()[1]) * 1024
@@ -63,7 +63,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def _reusable_bytes() -> int:
-    """What this process has from the system, counts against its limits, and is free in it."""
+    """Count the bytes that are free in the C library and still count against the limits."""
     look = getattr(ctypes.CDLL(None), "mallinfo2", None)  # of glibc
     if look is None:
         return 0
@@ -72,7 +72,7 @@ def _reusable_bytes() -> int:
 
 
 def _left_by_groups(root: Path = Path("/sys/fs/cgroup")) -> list[int]:
-    """What each group that this process is in has left, from its own up to the outermost."""
+    """List the bytes that each group of this process has left, from its own to the outermost."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
     except OSError:

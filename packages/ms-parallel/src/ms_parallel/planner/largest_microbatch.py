@@ -40,7 +40,7 @@ class FoundMicrobatch(
 
 
 def sizes_of(rows: int, pipeline: int) -> list[int]:
-    """Divisors of `rows`, ascending, that leave a pipeline twice as many microbatches as ranks."""
+    """List the divisors of `rows`, ascending, that leave a pipeline two microbatches a rank."""
     least = 1 if pipeline == 1 else 2 * pipeline
     divisors = [size for size in range(1, rows + 1) if rows % size == 0]
     return [size for size in divisors if rows // size >= least] or [1]
@@ -49,7 +49,7 @@ def sizes_of(rows: int, pipeline: int) -> list[int]:
 def largest_predicted(
     sizes: Sequence[int], limit_bytes: int, predict: Callable[[int], int]
 ) -> tuple[int, int]:
-    """The largest of `sizes` whose prediction is within the limit, and the prediction.
+    """Find the largest of `sizes` whose prediction is within the limit, and the prediction.
 
     Args:
         sizes: ascending.
@@ -84,7 +84,7 @@ def next_trial(
     *,
     alone: bool = False,
 ) -> int | None:
-    """The size to try next; None when the largest that fits is among those that were tried.
+    """Choose the size to try next; None when the largest that fits has been tried.
 
     The smallest comes first. What it took above its prediction, which lives for the length of one
     operator, is taken to grow with the rows, and from the second trial on as it grew between both:
@@ -113,7 +113,7 @@ def next_trial(
 
 
 def _above(predicted: Mapping[int, int], fitting: Mapping[int, int]) -> tuple[float, float]:
-    """What the largest size that was tried took above its prediction, and how that grows a row."""
+    """Return what the largest tried size took above its prediction, and its growth for a row."""
     *fewer, best = sorted(fitting)
     above = [max(0, fitting[size] - predicted[size]) for size in (*fewer, best)]
     whole = above[-1] / best
@@ -124,13 +124,13 @@ def _above(predicted: Mapping[int, int], fitting: Mapping[int, int]) -> tuple[fl
 
 
 def between(sizes: Sequence[int], first: int, last: int) -> dict[int, int]:
-    """Predictions of all sizes on the line between those of the first and the last."""
+    """Predict all sizes on the line between the first's prediction and the last's."""
     step = (last - first) / max(1, sizes[-1] - sizes[0])
     return {size: first + int(step * (size - sizes[0])) for size in sizes}
 
 
 def trial_bytes(engine: Any, loss: Loss, rows: int, length: int) -> int | None:
-    """What a rank holds at most in forwards and backwards of an update; weights stay as they are.
+    """Run an update's forwards and backwards, and measure the most a rank holds; weights stay.
 
     All processes call this, and agree.
 
@@ -176,7 +176,7 @@ def trial_bytes(engine: Any, loss: Loss, rows: int, length: int) -> int | None:
 
 
 def held_bytes(engine: Any) -> int:
-    """What this rank holds between updates: all that is allocated, or on a CPU what is known of."""
+    """Count the bytes held between updates: all that is allocated, or on a CPU what is known of."""
     if engine.device.type != "cpu":
         return int(torch.accelerator.memory_allocated(engine.device))
     moments = (*engine.optimizer.moments.values(), *engine.optimizer.whole.values())
@@ -197,7 +197,7 @@ class _Peak:
         self.before = status_bytes("VmRSS")
 
     def grown_bytes(self) -> int:
-        """On a CPU what has come on top since then; on an accelerator all."""
+        """Return on a CPU what has come on top since then, and on an accelerator all."""
         if self.device.type != "cpu":
             return int(torch.accelerator.max_memory_allocated(self.device))
         return status_bytes("VmHWM") - self.before
@@ -215,7 +215,7 @@ def write_microbatch(path: Path, found: FoundMicrobatch) -> None:
 
 
 def read_microbatch(path: Path) -> FoundMicrobatch | None:
-    """What was found for a run; None if there is no file.
+    """Read the microbatch size that was found for a run; None if there is no file.
 
     Raises:
         ConfigError: it cannot be read, or is not one.

@@ -56,7 +56,7 @@ def predict_memory(
     loss: Loss | None = None,
     **options: Any,
 ) -> list[RankMemory]:
-    """What a process of each pipeline rank holds at its peak in an update.
+    """Predict what a process of each pipeline rank holds at its peak in an update.
 
     Tokens are assumed to choose experts evenly. A process that has met others asks another one.
 
@@ -121,7 +121,7 @@ def _batch(rows: int, length: int, documents: Tensor | None) -> dict[str, Tensor
 
 
 def _name(module: nn.Module) -> str:
-    """The same for modules that keep the same: their parts, and the shapes of their weights."""
+    """Name a module by its parts and weights' shapes, alike for modules that keep the same."""
     parts = []
     for place, each in module.named_modules():
         place = ".".join("" if part.isdigit() else part for part in place.split("."))
@@ -137,7 +137,7 @@ def _name(module: nn.Module) -> str:
 def _drop_repeated(
     stage: nn.Module, blocks: Sequence[RecomputedBlock], names: Sequence[str]
 ) -> dict[str, RecomputedBlock]:
-    """The first block of each kind, by name; of our own models all others are taken out."""
+    """Return the first block of each kind, by name; take all others out of our own models."""
     kept = dict(zip(reversed(names), reversed(blocks), strict=True))
     if not isinstance(stage, StagedModel):
         return kept
@@ -170,7 +170,7 @@ def row_bytes(
     loss: Loss | None = None,
     **options: Any,
 ) -> RowBytes:
-    """What a microbatch of one row keeps for its backward, counted as `predict_memory` does.
+    """Count what a microbatch of one row keeps for its backward, as `predict_memory` does.
 
     Args:
         model: as there.
@@ -302,7 +302,7 @@ def _saved(
     row_split: Any,
     loss: Loss,
 ) -> int:
-    """Bytes that a stage keeps of a microbatch if its blocks keep their inputs; they measure."""
+    """Count the bytes that a stage keeps of a microbatch whose blocks keep inputs; they measure."""
     stage, passes = _stages(engine)[number], engine.passes
     here = {name: each.to(device) for name, each in batch.items()}
     entering = here["tokens"]
@@ -333,7 +333,7 @@ def _saved(
 def _loss(
     engine: Engine, hidden: Tensor, batch: Mapping[str, Tensor], row_split: Any, loss: Loss
 ) -> Any:
-    """The loss of the last stage's hidden states, layers that predict further included."""
+    """Compute the loss of the last stage's hidden states, with layers that predict further."""
     output = partial(engine.passes.output, row_split=row_split)
     found = loss(output(hidden), batch)
     total: Any = found
@@ -359,7 +359,7 @@ def _kinds(
 
 
 def _unsplit(engine: Engine) -> int:
-    """Numbers that gradients of embeddings have more than their part of the vocabulary.
+    """Count the numbers that embeddings' gradients have beyond their part of the vocabulary.
 
     DTensor gives each tensor rank the gradient of all of it.
     """
@@ -370,7 +370,7 @@ def _unsplit(engine: Engine) -> int:
 
 
 def _gathered(engine: Engine, microbatches: int, row: Sequence[Action]) -> int:
-    """Bytes of weights and gradients that a rank holds whole beside its share, at their most.
+    """Count the bytes of weights and gradients held whole beside a rank's share, at their most.
 
     Weights pass through buffers in the first forwards, before there are gradients.
     """

@@ -37,14 +37,14 @@ PER_SECOND = 1_000_000
 
 
 def segment_layers(config: ModelConfig) -> tuple[int, ...]:
-    """Layers of each segment: from each place where the model can be cut to the next."""
+    """Count the layers of each segment: from one place where the model can be cut to the next."""
     cuts = model_plan(config).cuts
     ends = [*cuts[1:], config.num_hidden_layers]
     return tuple(end - begin for begin, end in zip(cuts, ends, strict=True))
 
 
 def segment_stages(layers: Sequence[int], ranks: int, shift: int = 0) -> Staged:
-    """A schedule with one stage a segment: all forwards, then backwards in two parts.
+    """Build a schedule with one stage a segment: all forwards, then backwards in two parts.
 
     Each rank has neighbouring stages: its own, or those of the rank so many places before it.
     """
@@ -64,7 +64,7 @@ def segment_stages(layers: Sequence[int], ranks: int, shift: int = 0) -> Staged:
 
 
 def random_batch(vocabulary: int, rows: int, length: int) -> dict[str, Tensor]:
-    """A step of random tokens (b, S); the global generator is not touched."""
+    """Draw a step of random tokens (b, S); the global generator is not touched."""
     generator = torch.Generator().manual_seed(0)
     size = (MICROBATCHES * rows, length + 1)
     text = torch.randint(0, vocabulary, size, generator=generator)
@@ -132,13 +132,13 @@ def _memory(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def message_times(groups: Groups, size_bytes: int) -> tuple[float, float]:
-    """Seconds that a small message takes one way, and that one of this size takes beyond it."""
+    """Time a small message one way, in seconds, and what one of this size takes beyond it."""
     small, whole = (_echo(groups, size) for size in (8, max(8, size_bytes)))
     return small, max(0.0, whole - small)
 
 
 def _echo(groups: Groups, size_bytes: int) -> float:
-    """Median seconds one way between this rank and its neighbours, the slower of the two."""
+    """Time a message one way between this rank and each neighbour: the slower one's median."""
     here, last = groups.place.pipeline, groups.layout.pipeline - 1
     box = torch.zeros(size_bytes, dtype=torch.uint8, device=groups.wire)
     group, slowest = groups.group("pipeline"), 0.0
@@ -159,7 +159,7 @@ def _echo(groups: Groups, size_bytes: int) -> float:
 
 
 def rank_slowness(here: Sequence[float], after: Sequence[float], ranks: int) -> list[float]:
-    """How many times as long each rank takes as the fastest; 1 for all where they hardly differ.
+    """Return how many times as long each rank takes as the fastest; 1 if they hardly differ.
 
     Each segment was timed on its rank and on the next one, so neighbours compare by the same work.
 

@@ -17,7 +17,7 @@ REFUSAL = "ms_parallel.planner.refusal:refusal"
 
 
 def refusal(config: ModelConfig, layout: Layout, options: Mapping[str, Any]) -> str | None:
-    """What the engine of a process of each pipeline rank says against it; None for nothing.
+    """Say why the engine of some pipeline rank refuses a layout; None where all accept it.
 
     What follows from a batch, such as a row's length, is not asked. A process that has met others
     asks another one.

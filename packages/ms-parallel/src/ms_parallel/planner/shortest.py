@@ -26,7 +26,7 @@ def shortest_schedule(
     split: bool = True,
     effort: float = EFFORT,
 ) -> FoundSchedule:
-    """The shortest of the schedules on all placements; the same for the same costs.
+    """Find the shortest of the schedules on all placements; the same for the same costs.
 
     Args:
         costs: measured, in microseconds and bytes.
@@ -79,7 +79,7 @@ def shortest_schedule(
 
 
 def _plain(costs: SegmentCosts, ranks: int, microbatches: int) -> Timeline:
-    """1F1B with layers shared out as an engine does by default."""
+    """Simulate 1F1B with layers shared out as an engine does by default."""
     even = cut_layers(costs.count, ranks, range(costs.count))
     return simulate(
         one_f_one_b(ranks, microbatches),
@@ -90,14 +90,14 @@ def _plain(costs: SegmentCosts, ranks: int, microbatches: int) -> Timeline:
 def _cap(
     given: int | Sequence[int] | None, costs: SegmentCosts, ranks: int, microbatches: int
 ) -> int | tuple[int, ...]:
-    """The memory that may be taken: as given, or as much as 1F1B takes."""
+    """Return the memory that may be taken: as given, or as much as 1F1B takes."""
     if isinstance(given, Sequence):
         return tuple(given)
     return given or int(max(_usual(costs, ranks, microbatches).peak_memory))
 
 
 def _usual(costs: SegmentCosts, ranks: int, microbatches: int) -> Timeline:
-    """1F1B as one would choose it: where ranks are unlike, fast ones have more layers."""
+    """Simulate 1F1B as one would choose it: where ranks are unlike, fast ones have more layers."""
     if not costs.slowness:
         return _plain(costs, ranks, microbatches)
     placement = one_a_rank(ranks)
@@ -106,7 +106,7 @@ def _usual(costs: SegmentCosts, ranks: int, microbatches: int) -> Timeline:
 
 
 def _facts(costs: SegmentCosts) -> dict[str, tuple[float, ...]]:
-    """As they stand in the file: milliseconds and bytes."""
+    """Return the costs as they stand in the file: milliseconds and bytes."""
     times = {
         "forward_ms": costs.forward,
         "backward_input_ms": costs.backward_input,

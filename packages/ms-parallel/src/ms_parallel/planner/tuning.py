@@ -83,7 +83,7 @@ def measure_segments(
 
 
 def _times(engine: Engine, batch: Batch, segments: int) -> torch.Tensor:
-    """Seconds (3, segments) of forwards and of both backwards of the segments that are here."""
+    """Return the seconds (3, segments) of forwards and both backwards of the segments here."""
     times = [_timed(engine, batch) for _ in range(1 + STEPS)][1:]
     found = torch.zeros(3, segments)
     for index, kind in enumerate((Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)):
@@ -93,7 +93,7 @@ def _times(engine: Engine, batch: Batch, segments: int) -> torch.Tensor:
 
 
 def _step(engine: Engine, batch: Batch) -> None:
-    """One step without an optimizer; gradients are dropped."""
+    """Run the passes of one step and drop the gradients; there is no optimizer."""
     loss, rows = NextTokenLoss(), len(batch["tokens"]) // MICROBATCHES
     microbatches = engine.passes.microbatches(batch, rows)
     weight, _ = measure(microbatches, loss, engine.groups)
@@ -103,7 +103,7 @@ def _step(engine: Engine, batch: Batch) -> None:
 
 
 def _timed(engine: Engine, batch: Batch) -> dict[tuple[Kind, int], list[float]]:
-    """Seconds of each computation, by kind and stage."""
+    """Time each computation of a step, in seconds by kind and stage."""
     recorder = engine.passes.runtime.recorder = Recorder(engine.device)
     _step(engine, batch)
     engine.passes.runtime.recorder = None
@@ -185,7 +185,7 @@ def conditions_of(
     memory_cap_bytes: int | Sequence[int] | None,
     options: dict[str, Any],
 ) -> dict[str, int | str | None]:
-    """What a found schedule depends on, as it stands in its file."""
+    """Return what a found schedule depends on, as it stands in its file."""
     precision = options.get("mixed_precision", False)
     caps = memory_cap_bytes
     cap = str(list(caps)) if isinstance(caps, Sequence) else caps

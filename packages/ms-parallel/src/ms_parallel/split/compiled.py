@@ -81,7 +81,7 @@ def compile_blocks(stage: nn.Module, plan: ModelPlan) -> None:
 
 
 def _training_alone(eager: Any, compiled: Any) -> Any:
-    """A forward that is compiled where there are gradients; lengths of texts are not traced."""
+    """Return a forward that is compiled where there are gradients; without, text lengths vary."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return (compiled if torch.is_grad_enabled() else eager)(*args, **kwargs)

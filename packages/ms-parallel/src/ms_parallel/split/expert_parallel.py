@@ -44,13 +44,13 @@ def split_experts(model: nn.Module, groups: Groups) -> None:
 
 
 def _no_view(_: nn.Module, inputs: object, out: Tensor) -> Tensor:
-    """The same values, no view to autograd: FSDP warns that it could lose its hook at one."""
+    """Return the same values, not as a view: FSDP warns that it could lose its hook at one."""
     same: Tensor = torch.ops.aten._unsafe_view(out, out.shape)
     return same
 
 
 def shard_dim(parameter: Tensor, parts: int) -> int:
-    """The dim along which an expert parameter is sharded over the processes that have it.
+    """Choose the dim along which an expert parameter is sharded over the processes that have it.
 
     Whole experts where they divide; else a dim that does, as shards of other dims cannot be uneven.
 
@@ -69,7 +69,7 @@ def shard_dim(parameter: Tensor, parts: int) -> int:
 
 
 def _own_share(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """This process's experts of a parameter (experts, ...), as a DTensor of all of it."""
+    """Return this process's experts of a parameter (experts, ...), as a DTensor of all of it."""
     local: Tensor = parameter.detach()
     meshes, placements = [mesh], list[Placement]([Shard(0)])
     if isinstance(local, DTensor):
@@ -101,11 +101,11 @@ class _Route:
     inverse: Tensor
 
     def there(self, rows: Tensor) -> Tensor:
-        """Rows by receiver, to what came here by expert."""
+        """Send rows, which lie by receiver, and return what came here by expert."""
         return self._exchange(rows, self.sent, self.got).index_select(0, self.order)
 
     def back(self, rows: Tensor) -> Tensor:
-        """The other way."""
+        """Send the rows back to the processes and places that they came from."""
         return self._exchange(rows.index_select(0, self.inverse), self.got, self.sent)
 
     def _exchange(self, rows: Tensor, sent: list[int], got: list[int]) -> Tensor:
@@ -119,7 +119,7 @@ class _Travel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: _Route, home: bool) -> Tensor:
-        """(T, H) to as many as come."""
+        """Turn rows (T, H) into as many as come."""
         ctx.route, ctx.home = route, home
         return route.back(rows) if home else route.there(rows)
 
@@ -133,9 +133,10 @@ class _Travel(torch.autograd.Function):
 def _dispatch(
     rows: Tensor, counts: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Back]:
-    """As `Dispatch` says. All processes of the group call it, also those without a row.
+    """Send rows to the processes of their experts, as `Dispatch` says.
 
-    A recomputation takes over what was counted, as it does what was chosen.
+    All processes of the group call it, also those without a row. A recomputation takes over what
+    was counted, as it does what was chosen.
     """
     both = decide(lambda: _counts(counts, group))
     if has_no_values(both):  # as many rows come as go
@@ -163,7 +164,7 @@ def _dispatch(
 
 
 def _counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Rows of this process by receiver and its expert, and by sender and expert those for it.
+    """Count this process's rows by receiver and its expert, and by sender and expert those for it.
 
     Args:
         counts: (E,) of this process's rows, by expert.

@@ -44,7 +44,7 @@ class LanguageModel(Protocol):
         documents: Tensor | None = None,
         cache: Any = None,
     ) -> Tensor:
-        """(B, S) int64 to logits (B, S, V).
+        """Compute logits (B, S, V) from tokens (B, S) int64.
 
         One that sees also takes `pictures`, what a batch holds of them; see `models.batch`.
         """
@@ -68,7 +68,7 @@ class OwnModelConfig:
 
     @classmethod
     def of(cls, module: nn.Module, plan: ModelPlan) -> "OwnModelConfig":
-        """The configuration of a module that is not split yet."""
+        """Make the configuration of a module that is not split yet."""
         shapes = [(name, tuple(value.shape)) for name, value in module.named_parameters()]
         digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:32]
         blocks = max(1, len(block_names(module, plan)))
@@ -96,7 +96,7 @@ class OwnStage(Around):
         self.__dict__["gate"] = cut(module, plan, layers)
 
     def forward(self, x: Tensor, *, positions: Tensor, **context: Any) -> Tensor:
-        """Tokens (or, on later stages, hidden states) to logits (or, on earlier ones, hidden).
+        """Turn tokens (on later stages, hidden states) into logits (on earlier ones, hidden).
 
         Args:
             x: (B, S) int64 on the first stage, (B, S, H) on others.
@@ -137,7 +137,7 @@ def call_own(module: nn.Module, tokens: Tensor, **context: Any) -> Tensor:
 
 
 def _check_passed(module: nn.Module, context: Mapping[str, Any], passed: Mapping[str, Any]) -> None:
-    """What a module does not take may not be left out where the result depends on it."""
+    """Check that a module takes all of the context on which its result depends."""
     documents, cache = context.get("documents"), context.get("cache")
     if "pictures" in context and "pictures" not in passed:
         raise ModelError(

@@ -118,16 +118,16 @@ class OwnerExchange:
         self.outward = Trip(self._at_owner(taken), self._to_owners(taken), self.rank, group)
 
     def _to_owners(self, pieces: list[tuple[Key, Box, int]]) -> list[MatrixPart]:
-        """The pieces that this process has, with the owners of their matrices."""
+        """List the pieces that this process has, with the owners of their matrices."""
         mine = [(key, box) for key, box, at in pieces if at == self.rank]
         return [self._piece(key, self.owner[key], box) for key, box in mine]
 
     def _at_owner(self, pieces: list[tuple[Key, Box, int]]) -> list[MatrixPart]:
-        """The pieces of matrices that this process owns, with who has them."""
+        """List the pieces of matrices that this process owns, with who has them."""
         return [self._piece(key, at, box) for key, box, at in pieces if key in self.shapes]
 
     def _pieces(self, parts: list[dict[str, Ends]]) -> Iterator[tuple[Key, Box, bool, int]]:
-        """What each rank has of each matrix, and whether it is the one that gives it.
+        """Yield what each rank has of each matrix, and whether it is the one that gives it.
 
         Of several that have the same, the owner gives it, or else the first.
         """
@@ -150,7 +150,7 @@ class OwnerExchange:
         )
 
     def gather(self, local: Mapping[str, Tensor]) -> dict[Key, Tensor]:
-        """The whole of each matrix that this process owns.
+        """Gather the whole of each matrix that this process owns.
 
         Args:
             local: this process's part of each parameter, all of one dtype.
@@ -166,7 +166,7 @@ class OwnerExchange:
         return whole
 
     def scatter(self, whole: Mapping[Key, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """This process's part of each parameter, of what owners made of its matrices.
+        """Send out what owners made of matrices; return this process's part of each parameter.
 
         Args:
             whole: each matrix that this process owns.
@@ -186,7 +186,7 @@ class OwnerExchange:
 
 
 def owners(costs: Mapping[Key, float], count: int) -> dict[Key, int]:
-    """Who owns each matrix, so that the work of all is near to even."""
+    """Choose who owns each matrix, so that the work of all is near to even."""
     load = [0.0] * count
     found = {}
     for key in sorted(costs, key=lambda key: (-costs[key], key)):
@@ -196,7 +196,7 @@ def owners(costs: Mapping[Key, float], count: int) -> dict[Key, int]:
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """What two boxes have in common; None for nothing."""
+    """Return what two boxes have in common; None for nothing."""
     starts = [max(a.start, b.start) for a, b in zip(one, other, strict=True)]
     stops = [min(a.stop, b.stop) for a, b in zip(one, other, strict=True)]
     if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
@@ -205,7 +205,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def relative(box: Box, outer: Box) -> Box:
-    """A box as an index into a greater one."""
+    """Return a box as an index into a greater one."""
     return tuple(
         slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True)
     )

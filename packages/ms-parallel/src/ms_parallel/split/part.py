@@ -24,7 +24,7 @@ class Part:
 
 
 def part_of(tensor: Tensor) -> Part:
-    """This process's part of a tensor; of a plain one, all of it.
+    """Return this process's part of a tensor; of a plain one, all of it.
 
     Holds for any placement that keeps a process's values in one box: replicas, even and uneven
     shards, and FSDP shards of a tensor-parallel shard. Call it under `torch.no_grad`.
@@ -36,23 +36,23 @@ def part_of(tensor: Tensor) -> Part:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor, detached, sharing its storage."""
+    """Return this process's part of a tensor, detached, sharing its storage."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def is_whole_here(tensor: Tensor) -> bool:
-    """Whether this process holds all of a tensor."""
+    """Return whether a tensor is a plain one, of which this process holds all."""
     return not isinstance(tensor, DTensor)
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """All of a tensor, gathered from every process that holds a part; all of them call it."""
+    """Gather all of a tensor from every process that holds a part; all of them call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def laid_out_like(tensor: Tensor, local: Tensor) -> Tensor:
-    """`local` as this process's part of a tensor that is laid out like `tensor`."""
+    """Return `local` as this process's part of a tensor that is laid out like `tensor`."""
     if not isinstance(tensor, DTensor):
         return local
     if local.device != tensor.to_local().device:  # which `from_local` would copy
@@ -68,7 +68,7 @@ def laid_out_like(tensor: Tensor, local: Tensor) -> Tensor:
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """This process's part of a parameter's gradient; zeros where nothing flowed."""
+    """Return this process's part of a parameter's gradient; zeros where nothing flowed."""
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros_like(local_part(parameter))

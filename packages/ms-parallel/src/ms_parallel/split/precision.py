@@ -14,7 +14,7 @@ WORTH_TELLING = 1.5
 
 
 def precision_policy(mixed_precision: MixedPrecision) -> MixedPrecisionPolicy:
-    """FSDP2's policy: cast weights when they are gathered, sum gradients in float32."""
+    """Make FSDP2's policy: cast weights when they are gathered, sum gradients in float32."""
     if not mixed_precision:
         return MixedPrecisionPolicy()
     dtype = getattr(torch, precision_name(mixed_precision))
@@ -38,12 +38,12 @@ def warn_of_slow_bfloat16(device: torch.device) -> None:
 
 
 def bfloat16_slowdown() -> float:
-    """How many times as long a matrix product takes in bfloat16 as in float32 on this processor."""
+    """Measure a matrix product's time in bfloat16 over that in float32, on this processor."""
     return _seconds(torch.bfloat16) / _seconds(torch.float32)
 
 
 def _seconds(dtype: torch.dtype) -> float:
-    """The best of a few, as other processes only ever make it longer."""
+    """Time a matrix product: the best of a few, as other processes only ever make it longer."""
     x, weight = torch.ones(256, 256, dtype=dtype), torch.ones(256, 256, dtype=dtype)
     taken = []
     for _ in range(5):

@@ -11,7 +11,7 @@ NAMES = {"bfloat16": True, "float16": "float16"}
 
 
 def mixed_precision(value: Any) -> MixedPrecision:
-    """The choice that a flag or a name stands for.
+    """Return the choice that a flag or a name stands for.
 
     Raises:
         ConfigError: it is neither.
@@ -27,5 +27,5 @@ def mixed_precision(value: Any) -> MixedPrecision:
 
 
 def precision_name(choice: MixedPrecision) -> str:
-    """The name of what is computed in."""
+    """Return the name of the precision that is computed in."""
     return choice if isinstance(choice, str) else "bfloat16" if choice else "float32"

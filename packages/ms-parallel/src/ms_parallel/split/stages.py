@@ -24,7 +24,7 @@ from ms_parallel.split.tensor_parallel import split_model
 def cut_layers(
     layers: int, stages: int, cuts: Sequence[int], split: Sequence[int] | None = None
 ) -> list[range]:
-    """The layers of each stage: as chosen, or as even as the cuts allow, spare layers early.
+    """Cut layers into stages: as chosen, or as even as the cuts allow, spare layers early.
 
     The last stage also has the head, so it is never the one with more layers.
 
@@ -81,7 +81,7 @@ def build_stage(
     prepare: Callable[[StagedModel], object] | None = None,
     allocate: bool = True,
 ) -> StagedModel:
-    """One stage on this process's device; its weights are allocated (if asked) but not yet set.
+    """Build one stage on this process's device; its weights are allocated if asked, but not set.
 
     It is built without storage, then split, prepared, marked for recomputation and sharded in that
     order, so that no process ever holds more than its part.

@@ -82,7 +82,7 @@ def split_model(
 
 
 def _of_whole_sequence(plan: ModelPlan, name: str) -> dict[str, ParallelStyle]:
-    """The style of a module where each rank holds all of the sequence between blocks."""
+    """Choose a module's style where each rank holds all of the sequence between blocks."""
     match plan.style(f"{name}.weight"):
         case "column":
             return {name: ColwiseParallel()}
@@ -107,7 +107,7 @@ def _misfit(name: str, style: str) -> ModelError:
 
 
 def is_whole(name: str, plan: ModelPlan) -> bool:
-    """Whether each tensor rank holds all of a parameter and only its share of the gradient."""
+    """Return whether each tensor rank holds a whole parameter, but a share of its gradient."""
     style = plan.style(name)
     return style in ("sequence", "heads", "router") or (
         style == "expert_row" and name.endswith(".bias")
@@ -115,18 +115,18 @@ def is_whole(name: str, plan: ModelPlan) -> bool:
 
 
 def gather_sequence(hidden: Tensor, groups: Groups) -> Tensor:
-    """All of the sequence on every tensor rank; gradients, each of one vocabulary part, add up."""
+    """Gather the whole sequence on every tensor rank, and sum the vocabulary parts' gradients."""
     return _gathered(hidden, groups.mesh["tensor"])
 
 
 def gather_vocabulary(logits: Tensor, groups: Groups) -> Tensor:
-    """Logits (B, S, V) of the whole vocabulary on every tensor rank, from each one's part."""
+    """Gather logits (B, S, V) of the whole vocabulary on every tensor rank from each one's part."""
     spread = DTensor.from_local(logits, groups.mesh["tensor"], [Shard(2)], run_check=False)
     return spread.redistribute(placements=[Replicate()]).to_local()
 
 
 def local_view(weight: Tensor) -> Tensor:
-    """This process's rows of a weight, differentiable."""
+    """Return this process's rows of a weight, differentiable."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
@@ -275,6 +275,6 @@ class GatherTokens(ParallelStyle):
 
 
 def _gathered(part: Tensor, mesh: DeviceMesh) -> Tensor:
-    """All positions (B, S, ...) of each rank's (B, part of S, ...); gradients are shares."""
+    """Gather all positions (B, S, ...) from each rank's (B, part of S, ...); sum the gradients."""
     spread = DTensor.from_local(part, mesh, [Shard(1)], run_check=False)
     return spread.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])

@@ -79,7 +79,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
-        """Gradients of x and bias; the factors of the weight's go to `later`."""
+        """Return the gradients of x and bias; the factors of the weight's go to `later`."""
         (x,) = ctx.saved_tensors
         of_x = gradient @ ctx.weight.detach() if ctx.needs_input_grad[0] else None
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None

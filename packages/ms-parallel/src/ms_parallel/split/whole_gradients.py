@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def take_gradients(stage: nn.Module, names: Mapping[int, str]) -> dict[str, Tensor]:
-    """Each parameter's gradient of this process's tokens alone, which it then has no more.
+    """Take from each parameter its gradient of this process's tokens alone.
 
     Args:
         stage: whose backward was told not to sum over the data axis.
@@ -36,7 +36,7 @@ def take_gradients(stage: nn.Module, names: Mapping[int, str]) -> dict[str, Tens
 
 
 def _sharded(stage: nn.Module) -> Iterator[Any]:
-    """What FSDP holds of each parameter that it shards."""
+    """Yield what FSDP holds of each parameter that it shards."""
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()

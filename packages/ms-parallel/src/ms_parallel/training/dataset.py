@@ -18,7 +18,7 @@ SHARDS, SOURCE, TOKENIZER = "shards", "shards-source.json", "tokenizer.json"
 
 
 def prepare(dataset_path: str | Path, options: Options) -> Path:
-    """The folder of shards to train on; raw text is built into `output_dir/shards` once.
+    """Prepare the folder of shards to train on; raw text is built into `output_dir/shards` once.
 
     Args:
         dataset_path: a folder of shards; or a file or folder of raw text, or `stdlib`.
@@ -70,7 +70,10 @@ def _build(
 
 
 def _read_source(source: Path, shards: Path) -> dict[str, Any]:
-    """What the shards were built from; nothing where there are none yet and nobody can say."""
+    """Read what the shards were built from; empty where nothing tells.
+
+    That is where there is no record, or a damaged one and no shards yet.
+    """
     try:
         return read_json(source, dict, error=ConfigError) if os.path.lexists(source) else {}
     except ConfigError as error:
@@ -83,7 +86,7 @@ def _read_source(source: Path, shards: Path) -> dict[str, Any]:
 
 
 def _source(corpus: str | Path, options: Options, tokenizer: Path | None) -> dict[str, Any]:
-    """All that the shards depend on."""
+    """Collect all that the shards depend on."""
     tokenizer_bytes = tokenizer.read_bytes() if tokenizer and tokenizer.is_file() else b""
     return {
         "corpus": str(corpus),
@@ -96,7 +99,7 @@ def _source(corpus: str | Path, options: Options, tokenizer: Path | None) -> dic
 
 
 def _files_digest(corpus: Path) -> str:
-    """Names, sizes and times of a corpus's files; of a named corpus, the Python it comes from."""
+    """Hash names, sizes and times of a corpus's files; of a named corpus, the Python it is from."""
     digest = hashlib.blake2b(digest_size=16)
     if not corpus.exists():
         digest.update(sys.version.encode())

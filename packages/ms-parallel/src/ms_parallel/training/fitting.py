@@ -60,7 +60,7 @@ MOST_TOKENS = 1 << 24
 
 
 def layout_of(options: Options) -> Layout:
-    """The layout asked for, or all processes on the data axis, also where one is to be chosen."""
+    """Return the layout asked for; without one, or while it is to be chosen, all ranks on data."""
     chosen = options.parallel_config
     if isinstance(chosen, RestOnData):
         return chosen.fill(process.world_size())
@@ -70,7 +70,7 @@ def layout_of(options: Options) -> Layout:
 
 
 def fit_model(options: Options, layout: Layout, shards: Path | None) -> Any:
-    """The model's configuration, checked against the data, the options and the layout.
+    """Build the model's configuration; check it against the data, the options and the layout.
 
     Args:
         options: what was asked for.
@@ -148,7 +148,7 @@ def _check_sizes(options: Options, layout: Layout, config: Any) -> None:
 
 
 def first_documents(options: Options, rows: int, shards: Path | None) -> torch.Tensor | None:
-    """Documents (rows, S) int32 of the first rows of a dataset; None where there is none yet.
+    """Read the documents (rows, S) int32 of a dataset's first rows; None where there is none yet.
 
     Raises:
         ConfigError: the rows have more tokens than are read for it.
@@ -167,9 +167,9 @@ def first_documents(options: Options, rows: int, shards: Path | None) -> torch.T
 
 
 def microbatch(options: Options, layout: Layout) -> int | None:
-    """Samples that pass at once: as asked, or with a pipeline so few that its stages are busy.
+    """Return the samples of a pass: as asked, or in a pipeline so few that its stages are busy.
 
-    One, where weights are to be reproduced.
+    It is one where weights are to be reproduced.
     """
     if options.reproducible:
         return 1
@@ -186,9 +186,9 @@ def microbatch(options: Options, layout: Layout) -> int | None:
 
 
 def row_shares(options: Options, layout: Layout, place: Place, emit: OnEvent) -> RowShares:
-    """The rows that data ranks begin with, and at least keep.
+    """Choose the rows that data ranks begin with, and the least that each keeps.
 
-    These are two microbatches where weights are sharded, as the time is taken between them, and
+    The least is two microbatches where weights are sharded, as the time is taken between them, and
     with a pipeline enough to keep its stages busy.
     """
     size = microbatch(options, layout) or 1
@@ -207,7 +207,7 @@ def row_shares(options: Options, layout: Layout, place: Place, emit: OnEvent) ->
 def build_engine(
     options: Options, config: Any, layout: Layout, total: int, found: FoundSchedule | None = None
 ) -> Engine:
-    """The engine of a run of `total` steps; connects the processes."""
+    """Build the engine of a run of `total` steps, and connect the processes."""
     return Engine(
         config, layout, weights=_weights(options), **engine_settings(options, layout, total, found)
     )
@@ -216,7 +216,7 @@ def build_engine(
 def engine_settings(
     options: Options, layout: Layout, total: int, found: FoundSchedule | None = None
 ) -> dict[str, Any]:
-    """The options of a run's engine, its weights apart."""
+    """Collect the options of a run's engine, its weights apart."""
     schedule: Choice = options.schedule if options.schedule != SEARCH else "1f1b"
     return {
         "optimizer": _optimizer(options, total),
@@ -231,7 +231,7 @@ def engine_settings(
 def memory_question(
     options: Options, layout: Layout, shards: Path | None, rows: int | None = None
 ) -> dict[str, Any]:
-    """The arguments with which `predict_memory` says what a run holds.
+    """Collect the arguments with which `predict_memory` says what a run holds.
 
     Args:
         options: the run's.
@@ -261,7 +261,7 @@ def memory_question(
 
 
 def memory_cap(options: Options, layout: Layout) -> int | tuple[int, ...] | None:
-    """Most bytes of activations on a rank, or on each; None where nobody says.
+    """Return the most bytes of activations on a rank, or on each; None where nobody says.
 
     Raises:
         ConfigError: there is a number for each of more or fewer ranks.
@@ -293,7 +293,7 @@ def _optimizer(options: Options, total: int) -> OptimizerConfig:
 
 
 def _weights(options: Options) -> Literal["initial", "unset"] | Path:
-    """What the engine begins with: nothing where a checkpoint is loaded next."""
+    """Choose what the engine begins with: nothing where a checkpoint is loaded next."""
     if first_does(lambda: checkpoint.was_begun(options.output_dir / "checkpoints")):
         return "unset"
     folder = options.model_folder

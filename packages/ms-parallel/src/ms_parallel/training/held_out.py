@@ -39,7 +39,7 @@ class HeldOut:
         batch_size: int,
         batches: int,
     ) -> "HeldOut | None":
-        """The held-out text of a dataset, None where it has none or too little.
+        """Find the held-out text of a dataset; None where it has none or too little.
 
         Args:
             shards: folder of the dataset.
@@ -87,7 +87,7 @@ class HeldOut:
 
 
 def _sum_and_count(output: Output, batch: Batch) -> Tensor:
-    """(b, 2): the sum of a row's token losses, and how many tokens have one."""
+    """Return (b, 2): the sum of a row's token losses, and how many tokens have one."""
     targets = batch["targets"]
     losses = output.token_losses(targets)
     return torch.stack([losses.sum(1), (targets >= 0).sum(1).to(losses.dtype)], dim=1)

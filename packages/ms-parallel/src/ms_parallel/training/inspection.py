@@ -133,7 +133,7 @@ def inspect(options: Options, layout: Layout, shards: Path | None = None) -> Ins
 def _context_load(
     options: Options, layout: Layout, config: Any, shards: Path | None
 ) -> ContextLoad | None:
-    """What an engine would find of the first rows of a data rank."""
+    """Predict the load that an engine would find in the first rows of a data rank."""
     if layout.context == 1:
         return None
     rows, length = options.batch_size // layout.readers, options.sequence_length
@@ -162,7 +162,7 @@ def _expert_facts(layout: Layout, config: Any) -> ExpertInspection:
 
 
 def _schedule_of(options: Options, layout: Layout, microbatches: int) -> Choice:
-    """The run's choice; where it is yet to be searched for, 1F1B, whose memory it may take."""
+    """Return the run's schedule; if it is yet to be found, 1F1B, whose memory it may take."""
     if options.schedule != SEARCH:
         return options.schedule
     found = read_found(options.output_dir / FILE)
@@ -183,7 +183,7 @@ def _rank(
     config: Any,
     positions: int,
 ) -> RankInspection:
-    """Facts of the rank that has these stages and holds `positions` for the backward at most."""
+    """Describe the rank that has these stages and holds `positions` for the backward at most."""
     plan = model_plan(config)
     held = whole = own = 0
     for name, shape in shapes.items():
@@ -210,7 +210,7 @@ def _rank(
 
 
 def _gathered(own: int, held: int, width: int, options: Options, layout: Layout) -> int:
-    """Bytes beside a share of `held` parameters, where the shares of all are `own`."""
+    """Count the bytes beside a share of `held` parameters, where the shares of all are `own`."""
     if options.reproducible:  # sums of 1, 2, 4, ... rows, each as much as all weights
         rows = options.batch_size // layout.readers
         sums = own * FLOAT32_BYTES * rows.bit_length() - held * FLOAT32_BYTES
@@ -234,7 +234,7 @@ def _stage_has(name: str, layers: range, config: Any) -> bool:
 
 
 def picture(layout: Layout) -> str:
-    """The ranks of a layout: a row a pipeline stage, a column a data rank.
+    """Draw the ranks of a layout: a row a pipeline stage, a column a data rank.
 
     Ranks that share out the same rows stand in [], context ranks between bars.
 

@@ -12,7 +12,7 @@ from ms_parallel.training.options import Options
 def run_memory(
     options: Options, layout: Layout, shards: Path | None = None, rows: int | None = None
 ) -> list[RankMemory]:
-    """What a process of each pipeline rank holds at its peak, before anything is allocated.
+    """Predict what a process of each pipeline rank holds at its peak, before it allocates anything.
 
     Args:
         options: the run's.

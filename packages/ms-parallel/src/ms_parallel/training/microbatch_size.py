@@ -30,7 +30,7 @@ from ms_parallel.training.options import AUTO, Options
 
 
 def limit_bytes(options: Options, held: int = 0) -> int:
-    """Most that a rank may hold: as asked for, or what it holds and its device has free."""
+    """Return the most that a rank may hold: as asked for, or what it holds and is free."""
     if options.memory_gib is not None:
         return int(options.memory_gib * GIB)
     return held + free_bytes(pick_device(options.wanted_device))
@@ -39,7 +39,7 @@ def limit_bytes(options: Options, held: int = 0) -> int:
 def settled(
     options: Options, layout: Layout, predict: Callable[[int], Sequence[RankMemory]]
 ) -> Options:
-    """The options with a number in place of `auto`: what was found before, or is predicted now.
+    """Replace the microbatch size `auto` by a number: found before, or predicted now.
 
     All processes of the run call this.
 
@@ -145,7 +145,7 @@ def _conditions(options: Options, layout: Layout) -> dict[str, int | str | None]
 
 
 def _agreed(limit: int) -> int:
-    """The least of all processes."""
+    """Return the least limit of all processes."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return limit
     gathered: list[int] = [0] * dist.get_world_size()

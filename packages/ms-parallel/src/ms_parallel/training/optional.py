@@ -7,7 +7,7 @@ from ms_parallel.operators.protocol import Ops
 
 
 def data_package() -> ModuleType:
-    """The package ms_data.
+    """Import the package ms_data.
 
     Raises:
         ConfigError: it is not installed; names the extra.
@@ -22,7 +22,7 @@ def data_package() -> ModuleType:
 
 
 def operators_of(name: str) -> Ops | None:
-    """The operators of a name, None for plain torch.
+    """Import the operators of a name; None for plain torch.
 
     Raises:
         ConfigError: they are not installed; names the extra.

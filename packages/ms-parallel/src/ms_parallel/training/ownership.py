@@ -89,7 +89,7 @@ def _leave_nothing(folder: Path) -> None:
 
 
 def _fixed(folder: Path, settings: dict[str, Any]) -> list[str]:
-    """Names of the settings that a run which has come somewhere cannot change."""
+    """List the settings that a run which has come somewhere cannot change."""
     if not checkpoint.was_begun(folder / "checkpoints"):
         return []
     seal = owner_of(folder)
@@ -98,7 +98,7 @@ def _fixed(folder: Path, settings: dict[str, Any]) -> list[str]:
 
 
 def _settings(options: Options) -> dict[str, Any]:
-    """All that decides what is trained, as JSON holds it."""
+    """Collect all that decides what is trained, as JSON holds it."""
     names = [f.name for f in fields(type(options)) if f.init and f.name not in NOT_COMPARED]
     plain = {name: _plain(getattr(options, name)) for name in names if name not in TABLES}
     model = {f"{MODEL}{name}": value for name, value in options.model_config.items()}
@@ -119,7 +119,7 @@ def _model(options: Options) -> str:
 
 
 def _dataset(dataset: str | Path) -> str:
-    """Shards by what is in them, so that they may be moved; raw text by its place."""
+    """Name shards by what is in them, so that they may be moved; raw text by its place."""
     path = Path(dataset)
     index = path / "index.json"
     if index.is_file():

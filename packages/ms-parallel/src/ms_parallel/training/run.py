@@ -205,7 +205,7 @@ class Run:
         return update
 
     def _update(self, batch: Mapping[str, Any]) -> Update:
-        """One update, recorded if it is due."""
+        """Perform one update, recorded if it is due."""
         loss = NextTokenLoss(self.options.mtp_weight, self.options.z_coefficient)
 
         def refuse(value: float, norm: float) -> bool:

@@ -12,7 +12,9 @@ from ms_parallel.models.tokenizer_files import TokenizerFiles, read_tokenizer
 
 
 def run_tokenizer(shards: Path, folder: Path | None) -> TokenizerFiles:
-    """The tokenizer of a run's shards; with all that the model's folder says of it, if it does.
+    """Read the tokenizer of a run's shards.
+
+    Where the model's folder has the very same, all that the folder says of it is read too.
 
     Args:
         shards: say which token ends a document.
@@ -29,7 +31,7 @@ def run_tokenizer(shards: Path, folder: Path | None) -> TokenizerFiles:
 
 
 def with_ends(config: Any, shards: Path, folder: Path | None) -> Any:
-    """A model's configuration with the tokens that begin, end and pad the texts of its shards.
+    """Give a model's configuration the tokens that begin, end and pad the texts of its shards.
 
     What a folder's configuration says of its own tokenizer stays, besides the shards' end; what it
     says of another one means nothing here.
@@ -49,7 +51,7 @@ def with_ends(config: Any, shards: Path, folder: Path | None) -> Any:
 
 
 def _is_of(folder: Path | None, tokenizer: TokenizerFiles) -> bool:
-    """Whether it is the very tokenizer of a model's folder."""
+    """Return whether a tokenizer is the very one of a model's folder."""
     if folder is None or not os.path.isfile(folder / TOKENIZER):
         return False
     return (folder / TOKENIZER).read_bytes() == tokenizer.files[TOKENIZER]

@@ -94,7 +94,7 @@ class DistributedTrainer:
 
     @classmethod
     def from_options(cls, options: Options) -> "DistributedTrainer":
-        """The trainer of a run that is described already."""
+        """Make the trainer of a run that is described already."""
         return cls(**asdict(options, recurse=False))
 
     def train(
@@ -169,7 +169,7 @@ class DistributedTrainer:
 
     @contextmanager
     def _events(self) -> Iterator[Any]:
-        """Rank 0's callable, and one that does nothing elsewhere."""
+        """Yield rank 0's callable, and elsewhere one that does nothing."""
         if not is_first():
             yield lambda kind, fields: None
         elif self.options.on_event is not None:
@@ -241,7 +241,7 @@ class DistributedTrainer:
     def _engine(
         self, config: Any, layout: Layout, total: int, emit: Any
     ) -> tuple[Engine, FoundSchedule | None, Options]:
-        """The engine of a run, the schedule found for it, and the options with what was found."""
+        """Build the engine of a run, with the schedule and the settings that were found for it."""
 
         @cache
         def predict(rows: int) -> list[RankMemory]:
@@ -264,7 +264,7 @@ class DistributedTrainer:
         return StepLog(total=total, every=options.log_every, show=show, emit=emit, audits=audits)
 
     def _beside(self) -> BackgroundSaver | None:
-        """What writes checkpoints beside the training, where that is asked for."""
+        """Make the saver that writes checkpoints beside the training; None if none is asked for."""
         if not self._settled.async_checkpoints:
             return None
         root = self._settled.output_dir / "checkpoints"
@@ -272,7 +272,7 @@ class DistributedTrainer:
 
 
 def _find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedule | None:
-    """The schedule that was found for this run, now or when it began; None if none is to be found.
+    """Search for the run's schedule, or read the one it began with; None if none is to be found.
 
     All processes call this; it connects them.
 

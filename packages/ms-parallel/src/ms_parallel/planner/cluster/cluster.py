@@ -157,7 +157,7 @@ class Cluster:
         return int(self.memory_gib * (1 << 30))
 
     def level(self, span: int) -> Level:
-        """The level of the slowest link among so many neighbouring devices.
+        """Return the level of the slowest link among so many neighbouring devices.
 
         Args:
             span: how many devices lie between the first and the last of them, both counted.
@@ -167,7 +167,7 @@ class Cluster:
         return "node" if span <= self.devices_per_node else "network"
 
     def link(self, span: int) -> Link:
-        """What they talk over.
+        """Return what so many neighbouring devices talk over: the slowest link among them.
 
         Args:
             span: as in `level`; at most all devices.
@@ -181,7 +181,7 @@ class Cluster:
         return found or Link(latency_us=0.0, bandwidth_gb_per_s=MOST_RATE)
 
     def tflops(self, dtype: str) -> float:
-        """The rate for a dtype, in 10¹² operations a second; where it is not given, of the nearest.
+        """Return the rate for a dtype, in 10¹² operations a second; if it has none, of the nearest.
 
         Raises:
             ConfigError: none is given that could stand for it.
@@ -192,5 +192,5 @@ class Cluster:
         raise ConfigError(f"peak_tflops has no {dtype}; add it to the cluster file")
 
     def slowdown(self, processes: int) -> float:
-        """How many times longer a process computes where so many of a node share its cores."""
+        """Return how many times longer a process takes, where so many of a node share its cores."""
         return 1.0 if self.cores_per_node is None else max(1.0, processes / self.cores_per_node)

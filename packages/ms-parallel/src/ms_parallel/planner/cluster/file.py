@@ -56,7 +56,7 @@ def _fill(settings: dict[str, Any], chip: Chip) -> None:
 
 
 def cluster_text(cluster: Cluster, *, title: str = "a cluster") -> str:
-    """A cluster as `read_cluster` reads it.
+    """Write a cluster as the text that `read_cluster` reads.
 
     Args:
         cluster: its values; what is None is left out.

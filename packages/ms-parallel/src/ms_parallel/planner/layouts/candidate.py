@@ -36,7 +36,7 @@ class Candidate:
         return self.split.layout
 
     def settings(self) -> dict[str, Any]:
-        """As a run file has them, its layout apart."""
+        """Return the settings as a run file has them, without the layout."""
         return {
             "schedule": self.schedule,
             "microbatch_size": self.split.rows,
@@ -46,7 +46,7 @@ class Candidate:
         }
 
     def axes(self) -> dict[str, int]:
-        """The layout as a run file has it; axes of one rank are left out."""
+        """Return the layout as a run file has it; axes of one rank are left out."""
         each = {axis.name: getattr(self.layout, axis.name) for axis in fields(Layout)}
         return {name: size for name, size in each.items() if size > 1} or {"data": 1}
 

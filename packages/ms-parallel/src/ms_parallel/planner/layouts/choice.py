@@ -83,7 +83,7 @@ class Question:
         return self.cluster.memory_bytes if self.limit_bytes is None else self.limit_bytes
 
     def fits(self, size: int, split: Split) -> bool:
-        """Whether a rank of so many bytes fits, and its largest operator beside it."""
+        """Return whether a rank of so many bytes fits, with its largest operator beside it."""
         return size <= self.limit and size + self.working(split) <= self.whole
 
 
@@ -114,7 +114,7 @@ class FoundLayouts:
 
 
 def choose(question: Question) -> FoundLayouts:
-    """The best candidates of different layouts, best first; none if nothing fits."""
+    """Choose the best candidates of different layouts, best first; none if nothing fits."""
     steps = StepTimes(
         stages=Stages(question.sizes),
         times=question.times,
@@ -230,7 +230,7 @@ class _Search:
         self._put(group, 1, self._key(seconds, 0, next(iter(every.values()))))
 
     def _variants(self, group: _Group) -> list[Candidate]:
-        """The variants that compute least again, and offload nothing."""
+        """List the candidates of a group that recompute least and offload least."""
         every = list(self.question.choices.candidates(group.split, group.schedule))
         plain = (every[0].recompute, every[0].offload)
         return [each for each in every if (each.recompute, each.offload) == plain]
@@ -267,7 +267,7 @@ class _Search:
         self.reasons.add("does not fit into memory", text)
 
     def _count(self, candidate: Candidate) -> FittingLayout | None:
-        """A candidate as its engines count it; None if it does not fit."""
+        """Predict a candidate's memory and time as engines count them; None if it does not fit."""
         split = candidate.split
         ranks = split.layout.pipeline
         made = table(candidate.schedule, ranks, min(split.microbatches, ENOUGH * ranks))

@@ -35,7 +35,7 @@ class Reasons:
 
 
 def divisors(number: int) -> list[int]:
-    """All of a number, ascending."""
+    """List all divisors of a number, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
@@ -49,7 +49,7 @@ def splits(
     kept: Collection[int] | None,
     reasons: Reasons,
 ) -> Iterator[Split]:
-    """Layouts of so many devices, with each size of microbatches that divides their rows.
+    """Yield layouts of so many devices, with each size of microbatches that divides their rows.
 
     Args:
         sizes: of the model.
@@ -75,7 +75,7 @@ def layouts(
     check: Callable[[Layout], None],
     reasons: Reasons,
 ) -> Iterator[Layout]:
-    """Layouts of so many devices that the model and the batch can be run under."""
+    """Yield the layouts of so many devices that the model and the batch can be run under."""
     within = min(devices, cluster.devices_per_node)
     for tensor in divisors(devices):
         if tensor > within:
@@ -104,7 +104,7 @@ def _grouped(
     check: Callable[[Layout], None],
     reasons: Reasons,
 ) -> Iterator[Layout]:
-    """A layout with each number of expert ranks, and with copies between nodes."""
+    """Yield the layouts with each number of expert ranks, without and with copies between nodes."""
     tokens = named["data"] * named["context"]
     near = gcd(tokens, max(1, within // named["tensor"]))
     copies = [1, tokens // near] if 1 < near < tokens else [1]

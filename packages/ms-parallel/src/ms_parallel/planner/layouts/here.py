@@ -128,7 +128,7 @@ class HereTimes:
         self.known: dict[tuple[_Key, int], tuple[_Measured, _Measured]] = {}
 
     def passes(self, split: Split, recompute: str) -> ModelSeconds:
-        """Seconds of one microbatch: measured, and its collectives by the cluster's links."""
+        """Return a microbatch's seconds: measured, with its collectives by the cluster's links."""
         layout = split.layout
         if not self._is_measured(layout):
             return self.sheet.passes(split, recompute)
@@ -153,7 +153,7 @@ class HereTimes:
         )
 
     def costs(self, candidate: Candidate) -> StepCosts | None:
-        """What a step takes beside its passes."""
+        """Return what a step takes beside its passes; None where it is not measured."""
         layout, sharding = candidate.layout, candidate.sharding
         if not self._is_measured(layout) or layout.token_ranks > MANY:
             return None
@@ -174,19 +174,19 @@ class HereTimes:
         )
 
     def update(self, weights: int) -> float:
-        """Seconds of the optimizer, where a step's costs are not measured."""
+        """Return the seconds of the optimizer, where a step's costs are not measured."""
         return self.sheet.update(weights)
 
     def copies(self, size_bytes: float) -> float:
-        """Seconds in which what is gathered or summed is put in its place."""
+        """Return the seconds in which what is gathered or summed is put in its place."""
         return self.sheet.copies(size_bytes)
 
     def _is_measured(self, layout: Layout) -> bool:
-        """Whether an engine tells: which experts are chosen travels with the collectives."""
+        """Return whether an engine can be timed: not where experts are chosen over collectives."""
         return not (self.sheet.sizes.experts and layout.tensor * layout.expert > 1)
 
     def _line(self, key: _Key, rows: int, of: Callable[[_Measured], float]) -> _Parts:
-        """Parts of a microbatch of any number of rows: on a line, at least `LEAST` of the first."""
+        """Put the parts of a microbatch of any rows on a line, at `LEAST` of the first or above."""
         share = (rows - FEW) / (SEVERAL - FEW)
         few, several = (self._parts(key, count, of) for count in (FEW, SEVERAL))
         layer, ends = (
@@ -196,7 +196,7 @@ class HereTimes:
         return _Parts(layer=layer, ends=ends)
 
     def _ratio(self, recompute: str) -> float:
-        """How many times longer the backward of a layer takes that computes again."""
+        """Return how many times longer a layer's backward takes with this kind of recomputation."""
         if recompute == "none":
             return 1.0
         plain, again = (
@@ -206,12 +206,12 @@ class HereTimes:
         return max(1.0, again.layer / plain.layer) if plain.layer else 1.0
 
     def _parts(self, key: _Key, rows: int, of: Callable[[_Measured], float]) -> _Parts:
-        """Parts of a microbatch."""
+        """Split what a microbatch takes into the parts of a layer and of the ends."""
         one, other = self._both(key, rows)
         return _Parts.of(of(one), of(other), self.layers)
 
     def _both(self, key: _Key, rows: int) -> tuple[_Measured, _Measured]:
-        """Measured times of the smaller and of the larger model."""
+        """Return the measured times of the smaller and of the larger model."""
         if (key, rows) not in self.known:
             one, other = (self._measure(config, key, rows) for config in self.configs)
             self.known[key, rows] = one, other
@@ -224,7 +224,7 @@ class HereTimes:
             return self._steps(Engine(config, groups=groups, **options), rows)
 
     def _steps(self, engine: Engine, rows: int) -> _Measured:
-        """Steps of one and of two microbatches."""
+        """Time steps of one and of two microbatches."""
         batches = [_rows(self.batch, rows * count) for count in (1, 2)]
         # In turns, so that what comes and goes on the machine meets both.
         times = [[_step(engine, batch) for batch in batches] for _ in range(1 + STEPS)][1:]
@@ -248,13 +248,13 @@ class HereTimes:
 
 
 def _plain(layout: Layout) -> _Key:
-    """An engine in which nothing is sharded: what decides a layer's passes."""
+    """Return the key of an engine in which nothing is sharded; it decides a layer's passes."""
     alone = Layout(tensor=layout.tensor, context=layout.context, replicate=layout.context)
     return _Key(layout=alone, sharding="replicate" if layout.context > 1 else "auto")
 
 
 def _beyond(ones: Sequence[_Measured], others: Sequence[_Measured]) -> list[OwnAndTravel]:
-    """What microbatches take beyond those of other engines, of the smaller and the larger model."""
+    """Return what microbatches take beyond those of other engines, for both model sizes."""
     return [
         OwnAndTravel(
             own=max(0.0, one.passes.own - other.passes.own),
@@ -277,7 +277,7 @@ def _travel(one: _Measured) -> float:
 
 
 def _named(name: str, layers: int, both: Sequence[OwnAndTravel]) -> dict[str, OwnAndTravel]:
-    """Those of a layer and of the ends, by the names of `StepCosts`."""
+    """Name the parts of a layer and of the ends as `StepCosts` does."""
     few, several = both
     own = _Parts.of(few.own, several.own, layers)
     travel = _Parts.of(few.travel, several.travel, layers)
@@ -288,7 +288,7 @@ def _named(name: str, layers: int, both: Sequence[OwnAndTravel]) -> dict[str, Ow
 
 
 def measurable(config: Any) -> list[Any] | None:
-    """Models of one layer and of few that stand for those of this one.
+    """Return models of one layer and of few that stand for those of this one.
 
     None where a layer is not like the others, or cannot be measured by itself.
     """
@@ -302,7 +302,7 @@ def measurable(config: Any) -> list[Any] | None:
 
 
 def _rows(batch: Batch, count: int) -> dict[str, Tensor]:
-    """So many rows, the same ones again and again."""
+    """Repeat a batch's rows until there are so many."""
     found = {}
     for name, whole in batch.items():
         times = -(-count // len(whole))
@@ -318,7 +318,7 @@ class _OwnRecorder(Recorder):
 
 
 def _counts_own_work(device: torch.device) -> bool:
-    """Whether the clock of a process's own work says how long it computes: of one thread."""
+    """Return whether the CPU time of a process says how long it computes: with one thread only."""
     return device.type == "cpu" and torch.get_num_threads() == 1
 
 

@@ -80,7 +80,7 @@ class MessageLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def seconds(messages: Mapping[Message, int], cluster: Cluster) -> float:
-    """What all of them take on a cluster, one after the other."""
+    """Add up what all messages take on a cluster, one after the other."""
     return sum(
         count * collective_s(cluster, one.kind, one.size_bytes, one.ranks, one.stride)
         for one, count in messages.items()
@@ -88,14 +88,14 @@ def seconds(messages: Mapping[Message, int], cluster: Cluster) -> float:
 
 
 def _bytes(value: Any) -> int:
-    """Size of a tensor, or of all in a list."""
+    """Return the size of a tensor, or of all in a list."""
     if isinstance(value, Tensor):
         return value.nbytes
     return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
 def _group(args: Sequence[Any]) -> list[int]:
-    """The global ranks of the group that an operator was given, or names."""
+    """Return the global ranks of the group that an operator was given or names."""
     for each in args[1:]:
         if isinstance(each, torch.ScriptObject):
             return dist.get_process_group_ranks(dist.ProcessGroup.unbox(each))

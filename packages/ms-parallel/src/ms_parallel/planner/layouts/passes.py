@@ -38,7 +38,7 @@ class PassSeconds:
         return self.forward + self.backward_input + self.backward_weight
 
     def times(self, count: int) -> "PassSeconds":
-        """So many times as long."""
+        """Return the same seconds, so many times as long."""
         return PassSeconds(
             forward=count * self.forward,
             backward_input=count * self.backward_input,
@@ -90,7 +90,7 @@ class OwnAndTravel:
     travel: float = 0.0
 
     def of(self, ends: "OwnAndTravel", layers: int) -> "OwnAndTravel":
-        """Those of so many layers, and of what stands beside them once."""
+        """Add up those of so many layers, and of what stands beside them once."""
         return OwnAndTravel(
             own=layers * self.own + ends.own, travel=layers * self.travel + ends.travel
         )
@@ -115,19 +115,19 @@ class PassTimes(Protocol):
     """Whatever says how long a model's layers take."""
 
     def passes(self, split: Split, recompute: str) -> ModelSeconds:
-        """Seconds of one microbatch."""
+        """Return the seconds of one microbatch."""
         ...
 
     def update(self, weights: int) -> float:
-        """Seconds in which the optimizer changes so many weights of a rank."""
+        """Return the seconds in which the optimizer changes so many weights of a rank."""
         ...
 
     def copies(self, size_bytes: float) -> float:
-        """Seconds in which what is gathered or summed is put in its place, in a rank's memory."""
+        """Return the seconds to put what is gathered or summed in its place in a rank's memory."""
         ...
 
     def costs(self, candidate: Candidate) -> StepCosts | None:
-        """What a step takes beside its passes; None where it is not measured."""
+        """Return what a step takes beside its passes; None where it is not measured."""
         ...
 
 
@@ -150,15 +150,15 @@ class SheetTimes:
         self.passes = lru_cache(maxsize=None)(self._passes)  # type: ignore[method-assign]
 
     def passes(self, split: Split, recompute: str) -> ModelSeconds:
-        """Seconds of one microbatch."""
+        """Return the seconds of one microbatch."""
         return self._passes(split, recompute)
 
     def update(self, weights: int) -> float:
-        """Seconds in which the optimizer reads and writes weights, gradients and two moments."""
+        """Return the seconds to read and write weights, gradients and two moments in an update."""
         return weights * 7 * FLOAT32_BYTES / self.bandwidth
 
     def copies(self, size_bytes: float) -> float:
-        """Seconds to read and write so many bytes where nothing hides it."""
+        """Return the seconds to read and write so many bytes where nothing hides it."""
         if self.cluster.cores_per_node is None:
             return 0.0
         return 2 * size_bytes / self.bandwidth
@@ -178,7 +178,7 @@ class SheetTimes:
         )
 
     def _positions(self, split: Split) -> float:
-        """Positions in a rank's rows, before the tensor axis."""
+        """Count the positions in a rank's rows, before the tensor axis."""
         return split.rows * self.length / split.layout.context
 
     def _layer(self, layer: LayerSizes, split: Split, recompute: str) -> PassSeconds:
@@ -202,7 +202,7 @@ class SheetTimes:
         )
 
     def _travel(self, split: Split, experts: bool) -> float:
-        """Collectives of a layer's forward; those of its backward are as many."""
+        """Add up the seconds of a layer's collectives forwards; those backwards are as many."""
         sizes, layout, width = self.sizes, split.layout, self.width
         positions = self._positions(split)
         whole = positions * sizes.hidden * width

@@ -36,14 +36,14 @@ class StageSeconds:
     """Seconds of a message between stages."""
 
     def work(self, stages: Sequence[int]) -> float:
-        """Seconds that a rank of these stages computes for a microbatch."""
+        """Return the seconds that a rank of these stages computes for a microbatch."""
         parts = (self.forward, self.backward_input, self.backward_weight)
         return sum(part[stage] for part in parts for stage in stages)
 
 
 @cache
 def table(name: str, ranks: int, microbatches: int) -> Schedule | str:
-    """A named schedule, or why there is none of these sizes."""
+    """Return a named schedule, or why there is none of these sizes."""
     try:
         return named_schedule(name, ranks, microbatches)
     except ScheduleError as error:
@@ -52,14 +52,14 @@ def table(name: str, ranks: int, microbatches: int) -> Schedule | str:
 
 @cache
 def stage_ranks(name: str, ranks: int) -> tuple[int, ...]:
-    """Pipeline rank of each stage, whether or not there is a table for some microbatches."""
+    """Return each stage's pipeline rank, whether or not some microbatches have a table."""
     place = GENERATORS[name].placement
     return place(ranks, ROUNDS) if place is looped else place(ranks)
 
 
 @cache
 def splits_backward(name: str) -> bool:
-    """Whether a schedule puts off gradients of weights behind those of inputs."""
+    """Return whether a schedule puts off gradients of weights behind those of inputs."""
     made = table(name, 2, 4)
     if isinstance(made, str):
         return False
@@ -85,26 +85,26 @@ def bubble_share(name: str, ranks: int, microbatches: int) -> float:
 
 
 def refusal(name: str, ranks: int, microbatches: int) -> str | None:
-    """Why there is no such schedule, as far as one of `FEW` ranks tells; None if there is."""
+    """Say why there is no such schedule, as far as one of `FEW` ranks tells; None if there is."""
     made = table(name, *_scaled(ranks, microbatches))
     return made if isinstance(made, str) else None
 
 
 def _scaled(ranks: int, microbatches: int) -> tuple[int, int]:
-    """Ranks and microbatches of the table that stands for one of so many."""
+    """Return the ranks and microbatches of the table that stands for one of so many."""
     few = min(ranks, FEW)
     return few, _played(few, -(-microbatches * few // ranks))
 
 
 def _played(ranks: int, microbatches: int) -> int:
-    """Microbatches that are played one by one."""
+    """Return how many microbatches are played one by one."""
     most = ENOUGH * ranks
     return min(microbatches, most)
 
 
 @cache
 def makespan_s(name: str, ranks: int, microbatches: int, times: StageSeconds) -> float:
-    """Seconds from the first forward to the last backward.
+    """Predict the seconds from the first forward to the last backward.
 
     Args:
         name: of a schedule that there is for these sizes.
@@ -127,7 +127,7 @@ def makespan_s(name: str, ranks: int, microbatches: int, times: StageSeconds) ->
 
 @cache
 def held(name: str, ranks: int, microbatches: int) -> tuple[tuple[tuple[int, float], ...], ...]:
-    """For each rank how many microbatches of each stage it holds where it holds most of them all.
+    """Count the microbatches of each stage that each rank holds when it holds most of them all.
 
     Returns:
         Pairs (stage, microbatches) for each rank; of more ranks than `FEW` as of so many, with as

@@ -13,7 +13,7 @@ FLOAT32_BYTES = 4
 
 
 def least_bytes(layout: Layout, sizes: ModelSizes) -> int:
-    """What weights and gradients of a rank take at least, where moments are offloaded."""
+    """Return the least that a rank's weights and gradients take, where moments are offloaded."""
     layers = sum(layer.held(layout.tensor, layout.expert) for layer in sizes.layers)
     return layers // (layout.pipeline * layout.shards) * 2 * FLOAT32_BYTES
 
@@ -21,7 +21,7 @@ def least_bytes(layout: Layout, sizes: ModelSizes) -> int:
 def rank_bytes(
     candidate: Candidate, model: Stages, kept: KeptBytes, *, moment_bytes: int, width: int
 ) -> list[RankMemory]:
-    """What a process of each pipeline rank holds at its peak, about.
+    """Estimate what a process of each pipeline rank holds at its peak.
 
     Args:
         candidate: whose schedule there is.
@@ -52,7 +52,7 @@ def rank_bytes(
 
 
 def _again(candidate: Candidate, kept: KeptBytes) -> int:
-    """Bytes of the block that is computed again."""
+    """Count the bytes of the block that is computed again."""
     kind = KINDS.index(candidate.recompute)
     return max(0, kept.block[0] - kept.block[kind]) * candidate.split.rows
 
@@ -75,7 +75,7 @@ def _activations(
 
 
 def _whole_embedding(stages: list[Stage], sizes: ModelSizes, candidate: Candidate) -> int:
-    """Numbers of the embedding's gradient that DTensor gives beyond a rank's part."""
+    """Count what DTensor gives of the embedding's gradient beyond a rank's part, in numbers."""
     layout = candidate.layout
     if layout.shards > 1 or not any(layers.start == 0 for _, layers in stages):
         return 0

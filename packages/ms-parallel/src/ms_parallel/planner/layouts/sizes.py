@@ -26,7 +26,7 @@ class LayerSizes:
         return self.split + self.whole + self.experts
 
     def held(self, tensor: int, expert: int) -> int:
-        """Parameters that a rank has before they are sharded."""
+        """Count the parameters that a rank has before they are sharded."""
         return -(-self.split // tensor) + self.whole + -(-self.experts // (tensor * expert))
 
 

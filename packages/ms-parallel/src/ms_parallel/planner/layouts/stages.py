@@ -35,7 +35,7 @@ class Stages:
     owned: dict[tuple[str, int, int, int], list[tuple[int, int]]] = field(factory=dict)
 
     def of(self, schedule: str, ranks: int) -> list[list[Stage]]:
-        """The stages of each pipeline rank.
+        """Return the stages of each pipeline rank.
 
         Raises:
             LayoutError: there are more stages than places to cut.
@@ -50,7 +50,7 @@ class Stages:
         return self.cut[schedule, ranks]
 
     def weights(self, candidate: Candidate) -> list[RankWeights]:
-        """Parameters of each pipeline rank."""
+        """Count the parameters of each pipeline rank."""
         layout = candidate.layout
         shards = 1 if candidate.sharding == "replicate" else layout.shards
         return [
@@ -62,7 +62,7 @@ class Stages:
         ]
 
     def _owned(self, schedule: str, layout: Layout) -> list[tuple[int, int]]:
-        """Parameters of each rank: those apart from experts, and its experts'."""
+        """Count the parameters of each rank: those apart from experts, and its experts'."""
         key = (schedule, layout.pipeline, layout.tensor, layout.expert)
         if key not in self.owned:
             self.owned[key] = [

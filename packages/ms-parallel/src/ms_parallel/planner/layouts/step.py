@@ -69,12 +69,12 @@ class StepTimes:
     known: dict[tuple[Split, str, str, str], _Work] = field(factory=dict)
 
     def least(self, candidate: Candidate) -> float:
-        """Seconds that a step takes at least: an equal share of all work, without waiting."""
+        """Return the least seconds of a step: an equal share of all work, without waiting."""
         passes = self.times.passes(candidate.split, candidate.recompute)
         return candidate.split.microbatches * passes.all / candidate.layout.pipeline
 
     def of(self, candidate: Candidate, *, played: bool = False) -> StepSeconds:
-        """Seconds of a step.
+        """Predict the seconds of a step.
 
         Args:
             candidate: whose schedule there is.
@@ -106,7 +106,7 @@ class StepTimes:
         )
 
     def _once(self, candidate: Candidate, work: _Work) -> tuple[float, float]:
-        """Seconds of what travels and what is done once a step, or beside what computes."""
+        """Return the seconds that travel and work take once a step, or beside what computes."""
         weights = max(self.stages.weights(candidate), key=lambda rank: rank.own)
         costs = self.times.costs(candidate)
         if costs is None:
@@ -117,7 +117,7 @@ class StepTimes:
         return once.travel, once.own + self._visits(candidate, weights)
 
     def _offloaded(self, candidate: Candidate) -> float:
-        """Seconds in which a rank's activations go to the machine's memory and come back.
+        """Return the seconds in which a rank's activations go to the machine's memory and back.
 
         Copies run in order with the device's own work. What is not kept whole leaves its blocks'
         inputs, or what stays on the device.
@@ -170,7 +170,7 @@ class StepTimes:
         )
 
     def _shared(self, work: _Work, candidate: Candidate) -> float:
-        """Seconds in which the cores of a node do the work of its processes, where they share."""
+        """Return the seconds of a node's cores for the work of its processes, where they share."""
         cores = self.cluster.cores_per_node
         if cores is None:
             return 0.0
@@ -180,7 +180,7 @@ class StepTimes:
         return (mean - work.travel) * here / cores + work.travel
 
     def _data(self, candidate: Candidate, weights: RankWeights, work: _Work) -> float:
-        """Seconds in which weights travel and gradients are summed, beyond what computing hides."""
+        """Return the seconds that weights and gradients travel, beyond what computing hides."""
         layout, sharding = candidate.layout, candidate.sharding
         if layout.token_ranks == 1:
             return 0.0
@@ -202,7 +202,7 @@ class StepTimes:
         return over_gather + max(0.0, scatter - (busy if several else work.last_backward))
 
     def _travel(self, candidate: Candidate, weights: RankWeights) -> tuple[float, float]:
-        """Seconds to gather a rank's weights once, and to sum its gradients once."""
+        """Return the seconds to gather a rank's weights once, and to sum its gradients once."""
         layout, stride, own = candidate.layout, candidate.layout.tensor, weights.own
         size = own * FLOAT32_BYTES
         gather = collective_s(self.cluster, "all_gather", own * self.width, layout.shards, stride)
@@ -219,14 +219,14 @@ class StepTimes:
         return self.times.update(weights.held) + self._visits(candidate, weights)
 
     def _visits(self, candidate: Candidate, weights: RankWeights) -> float:
-        """Seconds in which moments that lie in the machine's memory visit the device."""
+        """Return the seconds in which moments in the machine's memory visit the device."""
         if candidate.offload not in MOMENTS:
             return 0.0
         return 2 * 2 * FLOAT32_BYTES * weights.held / HOST_BYTES_PER_S
 
 
 def _beside(costs: StepCosts, layers: int) -> PassSeconds:
-    """What a stage of so many layers takes for each microbatch beside its passes.
+    """Return what a stage of so many layers takes for each microbatch beside its passes.
 
     Half of it is forwards: weights are gathered for both, and gradients summed behind one.
     """

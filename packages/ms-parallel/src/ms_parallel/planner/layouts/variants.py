@@ -27,7 +27,7 @@ class Choices:
     """Whether there is a machine's memory beside the devices' to which moments may go."""
 
     def schedules(self, split: Split, stages: int, reasons: Reasons) -> list[str]:
-        """Names of schedules that there may be for a split.
+        """List the names of schedules that there may be for a split.
 
         Args:
             split: whose microbatches pass.
@@ -51,7 +51,7 @@ class Choices:
         return found
 
     def candidates(self, split: Split, schedule: str) -> Iterator[Candidate]:
-        """All that a split and a schedule can be run with."""
+        """Yield the candidates of a split and a schedule, one for each way to run them."""
         for recompute, sharding, offload in product(
             self._of("recompute", KINDS), self._shardings(split), self._offloads()
         ):

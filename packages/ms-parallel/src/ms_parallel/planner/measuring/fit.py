@@ -22,7 +22,7 @@ STEPS, ROUNDS = 64, 12
 
 
 def fit_link(sizes_bytes: Sequence[int], times_s: Sequence[float]) -> Link:
-    """The link whose times come closest, as factors.
+    """Find the link whose times come closest to the measured ones, by ratio.
 
     Args:
         sizes_bytes: of messages; at least two different ones.
@@ -53,17 +53,17 @@ def fit_link(sizes_bytes: Sequence[int], times_s: Sequence[float]) -> Link:
 
 
 def _logarithms(pairs: Sequence[tuple[int, float]], half: float) -> list[float]:
-    """The logarithm of the latency that each time alone would mean."""
+    """Return the logarithm of the latency that each time alone would mean."""
     return [time - log1p(size / half) for size, time in pairs]
 
 
 def _spread(pairs: Sequence[tuple[int, float]], half: float) -> float:
-    """The sum of squares that the best latency leaves."""
+    """Return the sum of squares that the best latency leaves."""
     found = _logarithms(pairs, half)
     middle = fmean(found)
     return sum((value - middle) ** 2 for value in found)
 
 
 def _rounded(value: float) -> float:
-    """To the four digits that are measured at most."""
+    """Round to the four digits that are measured at most."""
     return float(f"{value:.4g}")

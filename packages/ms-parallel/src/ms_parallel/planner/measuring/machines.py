@@ -44,7 +44,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_cluster(device: torch.device) -> Cluster | None:
-    """The cluster that all processes are; all call this, and rank 0 gets it.
+    """Measure the cluster that all processes are; all call this, and rank 0 gets it.
 
     Processes compute and send at the same time, as in a run. Where processes are more than a
     machine's cores, only as many compute.
@@ -113,7 +113,7 @@ def _links(device: torch.device, each: int) -> Links:
 
 
 def partner(rank: int, span: int, step: int, count: int) -> int | None:
-    """Whom a rank exchanges with: the next of its level, in pairs; None for the odd one."""
+    """Return whom a rank exchanges with: the next of its level, in pairs; None for the odd one."""
     within = rank % span
     place = within // step % count
     if place == count - 1 and place % 2 == 0:
@@ -122,7 +122,7 @@ def partner(rank: int, span: int, step: int, count: int) -> int | None:
 
 
 def _level(device: torch.device, partner: int | None) -> Link | None:
-    """The link that pairs exchange over; on rank 0, None on the others."""
+    """Measure the link that pairs exchange over; rank 0 gets it, the others None."""
     times = message_times(device, partner, SIZES_BYTES)
     return fit_link(SIZES_BYTES, times) if times else None
 
@@ -130,7 +130,7 @@ def _level(device: torch.device, partner: int | None) -> Link | None:
 def message_times(
     device: torch.device, partner: int | None, sizes_bytes: Sequence[int]
 ) -> list[float]:
-    """Seconds that messages take one way while all pairs exchange them: the median of the pairs.
+    """Time messages one way while all pairs exchange them: the median of the pairs, in seconds.
 
     All ranks call this; rank 0 gets the result, the others nothing.
 
@@ -173,7 +173,7 @@ def _collectives(device: torch.device, each: int) -> Collectives:
 def collectives(
     device: torch.device, group: dist.ProcessGroup, count: int, size_bytes: int
 ) -> dict[str, Callable[[], object]]:
-    """What performs each kind of collective once, as sharded and split models ask for it.
+    """Return a function for each kind of collective, which performs it as split models ask for it.
 
     Args:
         device: where this rank's tensors lie.
@@ -201,7 +201,7 @@ def collectives(
 def _collective_s(
     once: Callable[[], object], group: dist.ProcessGroup, device: torch.device
 ) -> float:
-    """Seconds of a collective among others that follow it: the median of some rounds."""
+    """Time a collective among others that follow it: the median of some rounds, in seconds."""
     times: list[float] = []
     for _ in range(ROUNDS):
         once()
@@ -216,7 +216,7 @@ def _collective_s(
 
 
 def _of_ring(name: str, link: Link, count: int) -> Link:
-    """What a step of a ring takes, of a line through the times of whole collectives."""
+    """Turn a link that was fitted to whole collectives into that of one step of their ring."""
     turns = 2 if name == "all_reduce" else 1
     hops = 1 if name == "all_to_all" else count - 1
     return Link(
@@ -260,5 +260,5 @@ def _cluster(
 
 
 def title() -> str:
-    """What a measured file says of itself: where and when it was measured."""
+    """Return the title of a measured file: where and when it was measured."""
     return f"measured on {os.uname().nodename}, {time.strftime('%Y-%m-%d %H:%M')}"

@@ -16,7 +16,7 @@ CPU_BYTES, DEVICE_BYTES = 128 << 20, 1 << 30
 
 
 def product_tflops(dtype: torch.dtype, device: torch.device) -> float | None:
-    """10¹² operations a second in products of square matrices; None where there are none.
+    """Measure products of square matrices, in 10¹² operations a second; None without any.
 
     The side grows until a product takes long enough to be timed; a product of n rows counts 2 n³.
 
@@ -39,7 +39,7 @@ def product_tflops(dtype: torch.dtype, device: torch.device) -> float | None:
 
 
 def memory_gb_per_s(device: torch.device) -> float:
-    """10⁹ bytes a second that a device reads and writes of its memory."""
+    """Measure what a device reads and writes of its memory, in 10⁹ bytes a second."""
     size = CPU_BYTES if device.type == "cpu" else DEVICE_BYTES
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
@@ -54,7 +54,7 @@ def _product(side: int, dtype: torch.dtype, device: torch.device) -> Callable[[]
 
 
 def _shortest(work: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Seconds of the shortest of some rounds, after one that does not count."""
+    """Time the shortest of some rounds in seconds, after one that does not count."""
     times = []
     for _ in range(rounds + 1):
         began = time.perf_counter()

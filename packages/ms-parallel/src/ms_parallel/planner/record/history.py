@@ -61,17 +61,17 @@ class History(
     runs: list[PlannedRun] = []
 
     def of(self, times: str) -> list[PlannedRun]:
-        """The runs whose times came from the same place."""
+        """List the runs whose times came from the same place."""
         return [run for run in self.runs if run.times == times]
 
     def correction(self, times: str) -> float:
-        """What such times are to be multiplied by: the median of measured over predicted ones."""
+        """Return the factor that corrects such times: the median of measured over predicted."""
         ratios = [log(run.measured_s / run.predicted_s) for run in self.of(times)]
         return exp(median(ratios)) if ratios else 1.0
 
 
 def learn(folder: Path) -> History:
-    """What is known of runs whose folders lie in a folder; the file in it is brought up to date.
+    """Collect what is known of the planned runs in a folder, and update the file in it.
 
     Raises:
         ConfigError: the file is damaged.
@@ -93,7 +93,7 @@ def learn(folder: Path) -> History:
 
 
 def _runs(folder: Path) -> Iterator[PlannedRun]:
-    """The runs in a folder that were planned and have made some steps."""
+    """Yield the runs in a folder that were planned and have made some steps."""
     if not folder.is_dir():
         return
     with os.scandir(folder) as entries:
@@ -119,7 +119,7 @@ def _runs(folder: Path) -> Iterator[PlannedRun]:
 
 
 def _step_s(path: Path, plan: Plan) -> float | None:
-    """Median seconds of a step, of the layout that was planned; None where there are too few."""
+    """Return the median seconds of a planned layout's steps; None where there are too few."""
     if not path.is_file():
         return None
     planned, layout, steps = str(Layout(**plan.best[0].layout)), "", []

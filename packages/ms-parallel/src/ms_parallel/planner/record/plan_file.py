@@ -26,7 +26,7 @@ class PlannedStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     total: float
 
     def times(self, factor: float) -> "PlannedStep":
-        """The same, each part so many times as long."""
+        """Return the same step, each part so many times as long."""
         return PlannedStep(
             **{name: value * factor for name, value in msgspec.structs.asdict(self).items()}
         )
@@ -98,7 +98,7 @@ def write_plan(path: Path, plan: Plan) -> None:
 
 
 def read_plan(path: Path) -> Plan | None:
-    """A plan; None if there is no file.
+    """Read a plan; None if there is no file.
 
     Raises:
         ConfigError: it cannot be read, or is damaged.

@@ -35,7 +35,7 @@ def write_sealed(path: Path, value: Any) -> None:
 
 
 def read_sealed(path: Path, kind: type[T], *, what: str) -> T | None:
-    """The value of a file; None if there is no file.
+    """Read the value of a sealed file; None if there is no file.
 
     Args:
         path: the file.

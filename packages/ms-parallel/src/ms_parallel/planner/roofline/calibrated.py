@@ -82,7 +82,7 @@ FAMILY_OF: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def efficiency_of(chip: str | None) -> Efficiency:
-    """Constants of a chip that `chip_named` knows; of an A100 for another, or none."""
+    """Return the constants of a chip that `chip_named` knows; for another or none, an A100's."""
     try:
         return FAMILIES[FAMILY_OF[chip_named(chip or "").name]]
     except ConfigError:

@@ -48,7 +48,7 @@ class Chip:
     """Whether its maker publishes them."""
 
     def peak(self, dtype: str) -> float:
-        """Operations a second of dense matrix products.
+        """Return the operations a second of dense matrix products.
 
         Raises:
             ConfigError: the chip has no such products.
@@ -60,7 +60,7 @@ class Chip:
 
 
 def _half(rate: float, **further: float) -> dict[str, float]:
-    """Rates of a chip that multiplies both half precisions equally fast."""
+    """Return the rates of a chip that multiplies both half precisions equally fast."""
     return {"float16": rate, "bfloat16": rate, **further}
 
 
@@ -214,7 +214,7 @@ USUAL: Mapping[str, str] = MappingProxyType(
 
 
 def chip_named(name: str) -> Chip:
-    """A known chip.
+    """Find a known chip by its name.
 
     Args:
         name: in any case, with spaces or hyphens; `H100` is the SXM module, as `USUAL` says.

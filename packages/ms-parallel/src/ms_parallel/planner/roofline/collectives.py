@@ -26,14 +26,14 @@ class Members:
     stride: int = 1
 
     def in_node(self, cluster: Cluster) -> int:
-        """How many of them one node has."""
+        """Return how many of the members one node has."""
         return max(1, min(self.count, cluster.devices_per_node // self.stride))
 
 
 def collective_s(
     cluster: Cluster, kind: Collective, size_bytes: float, ranks: int, stride: int = 1
 ) -> float:
-    """Seconds of a collective.
+    """Predict the seconds of a collective.
 
     Args:
         cluster: whose links are crossed.
@@ -62,7 +62,7 @@ def gather_seconds(
     efficiency: Efficiency,
     kind: Collective = "all_gather",
 ) -> float:
-    """An all-gather of parts that make up `whole_bytes`, or a reduce-scatter into such parts."""
+    """Predict the seconds of an all-gather to `whole_bytes`, or of a reduce-scatter from them."""
     if members.count == 1 or not whole_bytes:
         return 0.0
     near = members.in_node(cluster)
@@ -83,14 +83,14 @@ def gather_seconds(
 def reduce_seconds(
     whole_bytes: float, members: Members, cluster: Cluster, efficiency: Efficiency
 ) -> float:
-    """An all-reduce: a reduce-scatter and an all-gather."""
+    """Predict the seconds of an all-reduce: a reduce-scatter and an all-gather."""
     return 2 * gather_seconds(whole_bytes, members, cluster, efficiency, "all_reduce")
 
 
 def exchange_seconds(
     sent_bytes: float, members: Members, cluster: Cluster, efficiency: Efficiency
 ) -> float:
-    """An all-to-all in which each member sends `sent_bytes` in equal parts to all, itself too."""
+    """Predict the seconds of an all-to-all that parts `sent_bytes` among all, itself too."""
     if members.count == 1 or not sent_bytes:
         return 0.0
     near = members.in_node(cluster)
@@ -108,7 +108,7 @@ def exchange_seconds(
 def send_seconds(
     size_bytes: float, distance: int, cluster: Cluster, efficiency: Efficiency
 ) -> float:
-    """A message to the rank `distance` devices further."""
+    """Predict the seconds of a message to the rank `distance` devices further."""
     bandwidth, delay = _level(cluster, distance + 1, 1, efficiency)
     return size_bytes / bandwidth + delay
 
@@ -116,7 +116,7 @@ def send_seconds(
 def _near(
     cluster: Cluster, members: Members, efficiency: Efficiency, kind: Collective
 ) -> tuple[float, float]:
-    """Bytes a second and seconds of latency of one member among those of its node."""
+    """Return a member's bytes a second, and seconds of latency, among those of its node."""
     measured: Link | None = getattr(cluster.collectives, kind, None)
     if measured is not None:
         return measured.bandwidth_gb_per_s * 1e9, measured.latency_us * MICRO
@@ -125,14 +125,14 @@ def _near(
 
 
 def _far(cluster: Cluster, efficiency: Efficiency) -> tuple[float, float]:
-    """Between nodes."""
+    """Return the bytes a second, and the seconds of latency, between nodes."""
     return _level(cluster, cluster.devices_per_node + 1, 1, efficiency)
 
 
 def _level(
     cluster: Cluster, span: int, partners: int, efficiency: Efficiency
 ) -> tuple[float, float]:
-    """Bytes a second, and seconds of latency, to some of so many neighbours."""
+    """Return the bytes a second, and the seconds of latency, to some of so many neighbours."""
     span = min(span, cluster.devices)
     link, level = cluster.link(span), cluster.level(span)
     share = efficiency.network if level == "network" else efficiency.node

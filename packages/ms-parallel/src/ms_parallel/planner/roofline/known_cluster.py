@@ -11,7 +11,7 @@ NETWORK_US: Final = 6.0
 
 
 def known_cluster(chip: str, devices: int, *, network_gb_per_s: float) -> Cluster:
-    """So many devices of a known chip, in the nodes that are usual for it.
+    """Describe so many devices of a known chip, in the nodes that are usual for it.
 
     Args:
         chip: its name in `CHIPS`.

@@ -102,16 +102,16 @@ class Rank:
         return Members(count=self.layout.tensor)
 
     def moved(self, size_bytes: float) -> float:
-        """Seconds to read or write its memory."""
+        """Return the seconds to read or write so many bytes of its memory."""
         bandwidth = self.cluster.memory_bandwidth_gb_per_s * 1e9
         return size_bytes / (bandwidth * self.efficiency.memory)
 
     def rate(self, dtype: str) -> float:
-        """Operations a second of large products."""
+        """Return the operations a second of large products."""
         return self.cluster.tflops(dtype) * 1e12 * self.efficiency.product_share(dtype)
 
     def multiplied(self, product: Product) -> float:
-        """Seconds of a product: its operations, and what of its traffic they do not hide."""
+        """Return the seconds of a product: its operations, and what traffic they do not hide."""
         dtype = self.settings.product_dtype or self.settings.dtype
         traffic = (
             product.elements * self.read_bytes / (self.cluster.memory_bandwidth_gb_per_s * 1e9)
@@ -119,7 +119,7 @@ class Rank:
         return product.flops / self.rate(dtype) + traffic * self.efficiency.traffic
 
     def cast(self, product: Product) -> float:
-        """Seconds to make its activations eight bits wide, where products are.
+        """Return the seconds to make its activations eight bits wide, where products are.
 
         Weights are cast once a step, or each rank's share of them before it is gathered, which is
         too little to count.
@@ -130,7 +130,7 @@ class Rank:
 
 
 def attention_products(rank: Rank) -> Iterator[Product]:
-    """The projections of attention."""
+    """Yield the matrix products of attention's projections."""
     sizes, split, rows = rank.sizes, rank.layout.tensor, rank.tokens
     query, value = sizes.heads * sizes.head_dim, sizes.heads * sizes.values_dim
     if sizes.latents is None:
@@ -147,7 +147,7 @@ def attention_products(rank: Rank) -> Iterator[Product]:
 
 
 def feedforward_products(rank: Rank, *, experts: bool) -> Iterator[Product]:
-    """The products of the feed-forward."""
+    """Yield the matrix products of the feed-forward; with experts, of the router too."""
     sizes, split = rank.sizes, rank.layout.tensor
     width = sizes.inner
     if experts and sizes.experts is not None:
@@ -168,7 +168,7 @@ def _feedforward(sizes: DecoderSizes, rows: float, width: float, count: float) -
 
 
 def core_seconds(rank: Rank) -> tuple[float, float]:
-    """Attention's core, forward and backward: between its projections."""
+    """Predict the seconds of attention's core, between its projections: forward and backward."""
     sizes, settings = rank.sizes, rank.settings
     heads = sizes.heads / rank.layout.tensor
     pairs = rank.tokens * settings.sequence * heads
@@ -191,7 +191,7 @@ def core_seconds(rank: Rank) -> tuple[float, float]:
 
 
 def elementwise_bytes(rank: Rank, *, experts: bool) -> float:
-    """Bytes that a forward's norms, sums, rotations and activations read and write."""
+    """Count the bytes that a forward's norms, sums, rotations and activations read and write."""
     sizes, split = rank.sizes, rank.layout.tensor
     norms = 20.0 * sizes.hidden / (split if rank.settings.sequence_split else 1)
     heads = 4.0 * (sizes.heads + sizes.key_value_heads) * sizes.head_dim / split
@@ -207,7 +207,7 @@ def elementwise_bytes(rank: Rank, *, experts: bool) -> float:
 
 
 def layer_seconds(rank: Rank, *, experts: bool = False) -> tuple[Pass, Pass]:
-    """One layer's forward and backward of one microbatch, with what is computed again.
+    """Predict the forward and backward of one layer and microbatch, with what is computed again.
 
     Args:
         rank: whose.
@@ -237,7 +237,7 @@ def layer_seconds(rank: Rank, *, experts: bool = False) -> tuple[Pass, Pass]:
 
 
 def head_seconds(rank: Rank) -> tuple[float, float]:
-    """The head and its loss: forward and backward of one microbatch."""
+    """Predict the seconds of the head and its loss: forward and backward of one microbatch."""
     sizes, split = rank.sizes, rank.layout.tensor
     product = Product(rows=rank.tokens, inner=sizes.hidden, columns=sizes.vocabulary / split)
     wide = rank.tokens * sizes.vocabulary / split
@@ -250,7 +250,7 @@ def head_seconds(rank: Rank) -> tuple[float, float]:
 
 
 def _again(rank: Rank, forward: Pass, gradients: Pass) -> Pass:
-    """The backward, with the shares of the forward that it repeats."""
+    """Add to the backward the shares of the forward that it repeats."""
     share: Repeated = rank.settings.repeated
     return Pass(
         products=gradients.products + share.products * forward.products,
@@ -263,7 +263,7 @@ def _again(rank: Rank, forward: Pass, gradients: Pass) -> Pass:
 
 
 def _tensor_seconds(rank: Rank) -> float:
-    """Two sums over tensor ranks, or as many gathers and scatters of sequences' parts.
+    """Predict the seconds of two sums over tensor ranks, or of gathering and scattering instead.
 
     What is gathered is what products read, eight bits wide where they are.
     """
@@ -273,7 +273,7 @@ def _tensor_seconds(rank: Rank) -> float:
 
 
 def _context_seconds(rank: Rank) -> float:
-    """Keys and values of the whole row, gathered over context ranks."""
+    """Predict the seconds to gather a whole row's keys and values over context ranks."""
     sizes, layout = rank.sizes, rank.layout
     if layout.context == 1:
         return 0.0
@@ -284,7 +284,7 @@ def _context_seconds(rank: Rank) -> float:
 
 
 def _expert_seconds(rank: Rank) -> float:
-    """Tokens sent to their experts, and back."""
+    """Predict the seconds in which tokens are sent to their experts, and back."""
     sizes, layout = rank.sizes, rank.layout
     if sizes.experts is None or layout.expert == 1:
         return 0.0

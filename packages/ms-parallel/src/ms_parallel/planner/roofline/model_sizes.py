@@ -13,7 +13,7 @@ TOLERANCE: Final = 0.03
 
 
 def decoder_sizes(config: ModelConfig) -> DecoderSizes:
-    """The sizes of a model, checked against the number of its weights.
+    """Read the sizes of a model, and check them against the number of its weights.
 
     Args:
         config: of any family whose layers are attention and a feed-forward.
@@ -78,7 +78,7 @@ def _latents(config: Any) -> Latents | None:
 
 
 def _window(config: Any) -> int | None:
-    """What all layers are limited to; where only some are, attention counts as whole."""
+    """Return the window of all layers; None if they differ, when attention counts as whole."""
     if not hasattr(config, "window"):
         return None
     windows = {config.window(layer) for layer in range(config.num_hidden_layers)}

@@ -32,27 +32,27 @@ class RooflineTimes:
     """Numbers of those that have experts."""
 
     def passes(self, split: Split, recompute: str) -> ModelSeconds:
-        """Seconds of one microbatch."""
+        """Return the seconds of one microbatch."""
         return _passes(self, split, recompute)
 
     def update(self, weights: int) -> float:
-        """Seconds in which the optimizer changes so many weights of a rank."""
+        """Return the seconds in which the optimizer changes so many weights of a rank."""
         bandwidth = self.cluster.memory_bandwidth_gb_per_s * 1e9 * self.efficiency.memory
         return OPTIMIZER_BYTES * weights / bandwidth + self.efficiency.step_ms / 1e3
 
     def copies(self, size_bytes: float) -> float:
-        """Seconds to put what is gathered in its place, beside which devices compute: none."""
+        """Return the seconds to put what is gathered in its place: none, as it is hidden."""
         return 0.0
 
     def costs(self, candidate: Candidate) -> None:
-        """None: they follow from sizes."""
+        """Return None: the costs follow from sizes."""
 
     def __hash__(self) -> int:
         return id(self)
 
 
 def reached(cluster: Cluster, efficiency: Efficiency) -> Cluster:
-    """A cluster with the bandwidths that collectives reach on its links."""
+    """Return a cluster with the bandwidths that collectives reach on its links."""
     links, network = cluster.links, efficiency.network
     return evolve(
         cluster,
@@ -72,7 +72,7 @@ def _slower(link: Link | None, share: float) -> Link | None:
 
 @lru_cache(maxsize=1 << 14)
 def _passes(times: RooflineTimes, split: Split, recompute: str) -> ModelSeconds:
-    """Seconds of all layers; a budget of memory, which is no kind, counts as `selective`."""
+    """Predict the seconds of all layers; a budget of memory, no kind, counts as `selective`."""
     repeated = RECOMPUTE.get(recompute, RECOMPUTE["selective"])
     rank = Rank(
         sizes=times.sizes,
@@ -99,7 +99,7 @@ def _passes(times: RooflineTimes, split: Split, recompute: str) -> ModelSeconds:
 
 
 def _seconds(passes: tuple[Pass, Pass]) -> PassSeconds:
-    """Half of what products take backwards is for weights, repeated ones apart."""
+    """Give the weights half of what products take backwards, repeated ones apart."""
     forward, backward = passes
     weights = forward.products
     return PassSeconds(

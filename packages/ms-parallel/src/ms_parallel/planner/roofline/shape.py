@@ -140,7 +140,7 @@ class DecoderSizes:
         )
 
     def token_flops(self, sequence: int, *, causal: bool) -> float:
-        """Operations of one token's forward and backward, without recomputation.
+        """Count the operations of one token's forward and backward, without recomputation.
 
         Six for each weight it passes, and for each pair of positions those of two products
         (Chowdhery et al. 2022, PaLM, appendix B).
@@ -155,6 +155,6 @@ class DecoderSizes:
         return 6.0 * self.active_weights + layers * pair * seen
 
     def seen(self, sequence: int) -> float:
-        """Positions that a token of a row sees on average: half of them, or those of a window."""
+        """Return how many positions a token sees on average: half of them, or those of a window."""
         window = min(sequence, self.window or sequence)
         return window * (1 - window / (2 * sequence))

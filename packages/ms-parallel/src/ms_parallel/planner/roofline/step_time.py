@@ -107,7 +107,7 @@ def step_time(
 
 
 def waiting_seconds(busy: Sequence[float], virtual_stages: int, bubble_share: float) -> float:
-    """What the busiest rank of a pipeline waits in a step.
+    """Return how long the busiest rank of a pipeline waits in a step.
 
     Args:
         busy: seconds that each rank is with one microbatch, forwards and backwards.
@@ -133,7 +133,7 @@ def _check(sizes: DecoderSizes, layout: Layout, settings: StepSettings, cluster:
 def _stages(
     sizes: DecoderSizes, layout: Layout, settings: StepSettings
 ) -> list[tuple[float, float]]:
-    """Layers and heads of each pipeline rank; a layer that predicts further is on the last one."""
+    """List layers and heads of each pipeline rank; layers that predict further are on the last."""
     if settings.stage_layers is not None:
         layers = [float(count) for count in settings.stage_layers]
     else:
@@ -152,7 +152,7 @@ def _stages(
 
 
 def _mean_layer(rank: Rank) -> tuple[Pass, Pass]:
-    """Forward and backward of a layer, dense ones and those with experts by their shares."""
+    """Average a layer's forward and backward over dense ones and those with experts."""
     sizes = rank.sizes
     if not sizes.expert_layers:
         return layer_seconds(rank)
@@ -174,7 +174,7 @@ def _mixed(one: Pass, other: Pass, share: float) -> Pass:
 
 
 def _exposed(rank: Rank, forward: Pass, backward: Pass) -> Pass:
-    """Both directions of a layer, without the communication that they hide."""
+    """Add up both directions of a layer, without the communication that they hide."""
     beside, share = rank.settings.overlap, rank.efficiency.hidden
     return Pass(
         products=forward.products + backward.products,
@@ -188,7 +188,7 @@ def _exposed(rank: Rank, forward: Pass, backward: Pass) -> Pass:
 
 
 def _message_seconds(rank: Rank) -> float:
-    """Activations from one pipeline rank to the next, and their gradients back."""
+    """Predict the seconds of activations to the next pipeline rank, and of gradients back."""
     layout = rank.layout
     if layout.pipeline == 1:
         return 0.0
@@ -198,7 +198,7 @@ def _message_seconds(rank: Rank) -> float:
 
 
 def _rank_weights(rank: Rank, layers: float) -> tuple[float, float]:
-    """Weights that a rank's pipeline and tensor place holds: of experts, and of all the rest."""
+    """Count the weights of a rank's pipeline and tensor place: of experts, and of all the rest."""
     sizes, layout = rank.sizes, rank.layout
     total = sizes.layers + sizes.prediction_layers
     experts = layers * sizes.expert_layers / total * sizes.expert_weights / layout.expert
@@ -212,7 +212,7 @@ def _rank_weights(rank: Rank, layers: float) -> tuple[float, float]:
 
 
 def _data_seconds(rank: Rank, layer: tuple[Pass, Pass]) -> tuple[float, float]:
-    """Exposed communication of weights and gradients: once a step, and with each layer's pass."""
+    """Predict exposed traffic of weights and gradients: once a step, and with a layer's pass."""
     settings, layout, sizes = rank.settings, rank.layout, rank.sizes
     members = Members(count=layout.shards, stride=layout.tensor)
     if layout.token_ranks == 1:
@@ -243,13 +243,13 @@ def _data_seconds(rank: Rank, layer: tuple[Pass, Pass]) -> tuple[float, float]:
 
 
 def _beyond(seconds: float, beside: Pass, rank: Rank) -> float:
-    """What of communication the computation beside it does not hide."""
+    """Return the seconds of communication that the computation beside it does not hide."""
     share = rank.efficiency.hidden * rank.settings.overlap.data
     return seconds - share * min(seconds, beside.compute)
 
 
 def _optimizer_seconds(rank: Rank, layers: float) -> float:
-    """The update of what a rank keeps."""
+    """Predict how long the optimizer takes to update what a rank keeps."""
     settings, layout = rank.settings, rank.layout
     experts, rest = _rank_weights(rank, layers)
     sharded = settings.sharding != "replicate"
@@ -259,7 +259,7 @@ def _optimizer_seconds(rank: Rank, layers: float) -> float:
 
 
 def _with_waiting(spent: StepTime, rank: Rank) -> StepTime:
-    """The same with the time in which devices wait for the slowest."""
+    """Return a step's times with the time in which devices wait for the slowest."""
     nodes = -(-rank.layout.world_size // rank.cluster.devices_per_node)
     doublings = max(0, nodes - 1).bit_length()
     values = {each.name: getattr(spent, each.name) for each in fields(StepTime)}

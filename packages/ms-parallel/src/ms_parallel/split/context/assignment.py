@@ -41,7 +41,7 @@ class Assignment:
 
 
 def token_costs(starts: Tensor, windows: Mapping[int | None, int]) -> Tensor:
-    """Keys that each token sees over all layers, (B, S) float64.
+    """Count the keys that each token sees over all layers, (B, S) float64.
 
     Args:
         starts: (B, S) int64, the place at which each token's document begins.
@@ -55,7 +55,7 @@ def token_costs(starts: Tensor, windows: Mapping[int | None, int]) -> Tensor:
 
 
 def document_starts(documents: Tensor | None, rows: int, length: int) -> Tensor:
-    """The place at which each token's document begins, (B, S) int64, on the CPU.
+    """Find the place at which each token's document begins, (B, S) int64, on the CPU.
 
     A number that comes back later in its row is the same document: it begins where it first stands.
     """
@@ -102,14 +102,14 @@ def assign(costs: Tensor, count: int, balance: Balance = "balanced") -> Assignme
 
 
 def _block_counts(share: int) -> list[int]:
-    """How many blocks of a row a process may have, ascending: powers of two where they divide."""
+    """List how many blocks of a row a process may have, ascending: powers of two if 3 divide."""
     divisors = [n for n in range(1, min(share, MOST_BLOCKS) + 1) if share % n == 0]
     powers = [n for n in divisors if n & (n - 1) == 0]
     return powers if len(powers) > 2 else divisors
 
 
 def _least_loaded(costs: Tensor, count: int) -> Tensor:
-    """The process of each block, (B, blocks), from the blocks' costs (B, blocks)."""
+    """Assign each block to the least loaded process, (B, blocks), by the costs (B, blocks)."""
     owners = torch.empty(costs.shape, dtype=torch.int64)
     loads = [0.0] * count
     for row in costs.sum(1).sort(descending=True, stable=True).indices.tolist():
@@ -124,7 +124,7 @@ def _least_loaded(costs: Tensor, count: int) -> Tensor:
 
 
 def _assignment(costs: Tensor, owners: Tensor, count: int) -> Assignment:
-    """From the owners (B, blocks) of blocks."""
+    """Make the assignment of tokens from the owners (B, blocks) of their blocks."""
     of_tokens = owners.repeat_interleave(costs.shape[1] // owners.shape[1], 1)
     loads = torch.zeros(count, dtype=torch.float64)
     loads.scatter_add_(0, of_tokens.flatten(), costs.flatten())
@@ -147,12 +147,12 @@ class QueryRange:
     """Whether other documents stand among the keys."""
 
     def first_seen(self, window: int | None) -> int:
-        """The first place that any of its queries sees."""
+        """Return the first place that any of its queries sees."""
         return self.first_key if window is None else max(self.first_key, self.start - window + 1)
 
 
 def query_ranges(order: Tensor, starts: Tensor) -> list[QueryRange]:
-    """The pieces of one process, row after row: of one document each, or of several short ones.
+    """List the pieces of a process, row after row: of one document each, or of several short ones.
 
     Args:
         order: (B, S/N) of the process, each row ascending.
@@ -171,7 +171,7 @@ def query_ranges(order: Tensor, starts: Tensor) -> list[QueryRange]:
 
 
 def _alone(order: Tensor, starts: Tensor) -> Iterator[QueryRange]:
-    """Pieces of one document each."""
+    """Yield the pieces of one document each."""
     for row, places in enumerate(order):
         own = starts[row, places]
         new = torch.ones(len(places), dtype=torch.bool)

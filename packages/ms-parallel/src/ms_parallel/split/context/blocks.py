@@ -23,7 +23,7 @@ class Scores:
     """What they are bent to stay below."""
 
     def of(self, q: Tensor, k: Tensor, seen: Tensor | None) -> Tensor:
-        """(Hk, G, n, m), -inf where a key is not seen.
+        """Compute the scores (Hk, G, n, m), -inf where a key is not seen.
 
         Args:
             q: (n, Hq, D).
@@ -37,19 +37,19 @@ class Scores:
 
 
 def by_group(x: Tensor, groups: int) -> Tensor:
-    """(n, Hq, D) to (Hk, G, n, D), in float32 or float64."""
+    """Turn (n, Hq, D) into (Hk, G, n, D), in float32 or float64."""
     return widen(x).reshape(len(x), groups, -1, x.shape[2]).permute(1, 2, 0, 3)
 
 
 def by_position(x: Tensor) -> Tensor:
-    """(Hk, G, n, D) to (n, Hq, D)."""
+    """Turn (Hk, G, n, D) into (n, Hq, D)."""
     return x.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def attend_part(
     scores: Scores, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The result (n, Hq, Dv) of these keys alone, and the logsumexp (n, Hq) of their scores.
+    """Compute the result (n, Hq, Dv) of these keys alone, and their scores' logsumexp (n, Hq).
 
     A query that sees none of them has 0 and -inf.
     """
@@ -77,7 +77,7 @@ def part_gradients(
     seen: Tensor | None,
     final: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What one part adds to the gradients of q, k and v.
+    """Compute what one part adds to the gradients of q, k and v.
 
     Args:
         scores: how they are made.

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 
 def gathered(part: Tensor, mesh: DeviceMesh, *, summed: bool) -> Tensor:
-    """All processes' parts (B, S/N, ...) behind one another, (B, S, ...).
+    """Gather all processes' parts (B, S/N, ...) behind one another, (B, S, ...).
 
     Args:
         part: of this process.
@@ -23,13 +23,13 @@ def gathered(part: Tensor, mesh: DeviceMesh, *, summed: bool) -> Tensor:
 
 
 def traded(part: Tensor, mesh: DeviceMesh, *, from_dim: int, to_dim: int) -> Tensor:
-    """All of dim `from_dim`, of which processes have parts, and a part of `to_dim` for it."""
+    """Gather all of dim `from_dim`, of which processes have parts, and keep a part of `to_dim`."""
     spread = DTensor.from_local(part, mesh, [Shard(from_dim)], run_check=False)
     return spread.redistribute(placements=[Shard(to_dim)]).to_local()
 
 
 def reordered(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """`x` (B, S, ...) with the position order[b, i] of each row b at i.
+    """Return `x` (B, S, ...) with the position order[b, i] of each row b at i.
 
     Args:
         x: all positions.
@@ -76,7 +76,7 @@ class Spans:
         self.gradient: Tensor | None = None
 
     def at(self, whole: Tensor, rows: slice, positions: slice) -> Tensor:
-        """One part of the tensor (B, S, ...)."""
+        """Return one part of the tensor (B, S, ...)."""
         made: Tensor = _Span.apply(whole, self, (rows, positions))  # type: ignore[no-untyped-call]
         return made
 
@@ -84,13 +84,13 @@ class Spans:
 class _Span(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, spans: Spans, place: tuple[slice, slice]) -> Tensor:
-        """The part at a place."""
+        """Return the part at a place."""
         ctx.spans, ctx.place, ctx.shape = spans, place, whole.shape
         return whole[place]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
-        """The sum of all parts' gradients, with the last of them."""
+        """Add up the gradients of all parts; return the sum with the last of them."""
         spans: Spans = ctx.spans
         if spans.gradient is None:
             spans.gradient = gradient.new_zeros(ctx.shape)

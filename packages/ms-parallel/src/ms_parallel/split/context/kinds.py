@@ -46,7 +46,7 @@ class HeadSizes:
 
     @classmethod
     def of(cls, config: Any, tensor: int) -> "HeadSizes":
-        """The sizes of a model's heads."""
+        """Read the sizes of a model's heads, as many as a tensor rank has."""
         shape = config.shape
         queries, keys = shape.attention_heads, shape.key_value_heads
         width = value = getattr(config, "head_dim", shape.hidden_size // queries)
@@ -62,7 +62,7 @@ class HeadSizes:
 
 
 def traders(kind: ContextKind, count: int, sizes: HeadSizes) -> int:
-    """How many neighbours trade positions for heads; 1 where none do.
+    """Return how many neighbours trade positions for heads; 1 where none do.
 
     Args:
         kind: not `auto`.
@@ -93,7 +93,7 @@ def traders(kind: ContextKind, count: int, sizes: HeadSizes) -> int:
 def choose(
     kind: ContextKind, count: int, sizes: HeadSizes, tokens: int, element_bytes: int
 ) -> ContextKind:
-    """The kind that is used for a microbatch.
+    """Choose the kind that is used for a microbatch.
 
     Sent a layer and token, in numbers: `all_gather` (count - 1) times its keys and values, both
     ways; `ulysses` (count - 1)/count times its queries, keys, values and results, both ways.

@@ -29,14 +29,14 @@ class Meeting:
     """(queries, keys), or None where all see all."""
 
     def to(self, device: torch.device) -> "Meeting":
-        """With its mask on a device."""
+        """Return the same with its mask on a device."""
         return self if self.seen is None else evolve(self, seen=self.seen.to(device))
 
 
 def meetings_of(
     mine: Sequence[QueryRange], theirs: Sequence[QueryRange], starts: Tensor, window: int | None
 ) -> list[Meeting]:
-    """Which queries of one process see which keys of another.
+    """Find which queries of one process see which keys of another.
 
     Args:
         mine: pieces of the queries' process.
@@ -93,7 +93,7 @@ class Ring:
         return coming, dist.batch_isend_irecv(operations)
 
     def source(self, step: int) -> int:
-        """The process whose keys and values are here at a step."""
+        """Return the process whose keys and values are here at a step."""
         return (self.index - step) % self.count
 
 
@@ -106,7 +106,7 @@ def ring_attention(
     meetings: Callable[[int], Sequence[Meeting]],
     scores: Scores,
 ) -> Tensor:
-    """Attention of this process's queries to all processes' keys, (B, S/N, Hq, Dv).
+    """Attend from this process's queries to all processes' keys, (B, S/N, Hq, Dv).
 
     Args:
         q: (B, S/N, Hq, D).
@@ -133,7 +133,7 @@ class _Ring(torch.autograd.Function):
         meetings: Callable[[int], Sequence[Meeting]],
         scores: Scores,
     ) -> Tensor:
-        """As `ring_attention`."""
+        """Compute the forward of `ring_attention`."""
         width = k.shape[3]
         out = widen(q.new_zeros(*q.shape[:3], v.shape[3]))
         total = out.new_full(out.shape[:3], -torch.inf)
@@ -158,7 +158,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of q, k, v and the sinks."""
+        """Compute the gradients of q, k, v and the sinks."""
         q, k, v, sinks, out, total = ctx.saved_tensors
         width, gradient = k.shape[3], widen(gradient)
         slope = (gradient * out).sum(-1)

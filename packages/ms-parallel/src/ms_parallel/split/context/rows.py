@@ -62,19 +62,19 @@ class SharedRows:
         self.pieces: dict[int, Sequence[QueryRange]] = {}
 
     def mine(self, x: Tensor) -> Tensor:
-        """This process's positions (B, S/N, ...) of all of them (B or 1, S, ...)."""
+        """Select this process's positions (B, S/N, ...) from all of them (B or 1, S, ...)."""
         rows = torch.arange(len(self.own), device=self.own.device)[:, None]
         return x.expand(len(self.own), *x.shape[1:])[rows, self.own]
 
     def whole(self, part: Tensor) -> Tensor:
-        """All positions of each process's; see `RowSplit`."""
+        """Gather all positions from the parts of all processes; see `RowSplit`."""
         together = gathered(part, self.exchange.whole, summed=False)
         return reordered(together, self.inverse, self.order)
 
     def attend(
         self, operator: Operator, q: Tensor, k: Tensor, v: Tensor, **settings: Any
     ) -> Tensor:
-        """Attention over whole rows; see `RowSplit`."""
+        """Attend over whole rows; see `RowSplit`."""
         heads = self.exchange.heads
         if heads is None:
             return self._across(operator, q, k, v, settings)
@@ -89,7 +89,7 @@ class SharedRows:
     def _across(
         self, operator: Operator, q: Tensor, k: Tensor, v: Tensor, settings: dict[str, Any]
     ) -> Tensor:
-        """Attention of the positions of this process along `positions`."""
+        """Attend from this process's positions along `positions`."""
         mesh = self.exchange.positions
         if mesh is not None and self.exchange.ring:
             return self._round(q, k, v, mesh, **settings)
@@ -140,7 +140,7 @@ class SharedRows:
         )
 
     def _pieces(self, node: int) -> Sequence[QueryRange]:
-        """The pieces of a process along `positions`."""
+        """Return the pieces of a process along `positions`."""
         if node not in self.pieces:
             with unset_fake_temporarily():  # numbers of rows are known where memory is predicted
                 self.pieces[node] = query_ranges(self.parts[node], self.starts)
@@ -165,7 +165,7 @@ def attend_in_pieces(
     documents: Tensor | None,
     **settings: Any,
 ) -> Tensor:
-    """Attention of each piece of one process to whole rows.
+    """Attend from each piece of one process to whole rows.
 
     A piece's queries are the last positions of the keys that it is given, as in a cache, so that
     every operator can do it.
@@ -196,6 +196,6 @@ def attend_in_pieces(
 
 
 def _repeats(queries: int, keys: int, count: int) -> int:
-    """How often each head of keys is repeated, so that `count` processes get equal shares."""
+    """Return how often key heads are repeated so that `count` processes get equal shares."""
     group = queries // keys
     return next(n for n in range(1, group + 1) if group % n == 0 and keys * n % count == 0)

@@ -55,7 +55,7 @@ class Splitter:
             self.sizes = HeadSizes.of(config, groups.layout.tensor)
 
     def split(self, batch: Mapping[str, Tensor]) -> RowSplit | None:
-        """How the rows of a microbatch are shared out; None where one process has them whole."""
+        """Share out the rows of a microbatch; None where one process has them whole."""
         if self.count == 1:
             return None
         tokens, documents = batch["tokens"], batch.get("documents")
@@ -68,7 +68,7 @@ class Splitter:
         return SharedRows(order, starts, documents, exchange)
 
     def _exchange(self, kind: ContextKind) -> RowExchange:
-        """Along which processes a kind trades and gathers."""
+        """Choose along which processes a kind trades and gathers."""
         if kind not in self.exchanges:
             mesh = self.groups.mesh["context"]
             trading = traders(kind, self.count, self.sizes)
@@ -91,7 +91,7 @@ def share_out(
     kind: ContextKind,
     balance: Balance,
 ) -> tuple[Tensor, ContextLoad]:
-    """The places of each of `nodes` processes in turn, (B, S), and how even their costs are.
+    """Choose the places of each process in turn, (B, S), and say how even their costs are.
 
     Args:
         starts: (B, S), as `document_starts` gives them.
@@ -112,6 +112,6 @@ def share_out(
 
 
 def windows_of(config: Any) -> dict[int | None, int]:
-    """How many layers of a model have each window; None for no window."""
+    """Count the layers of a model that have each window; None for no window."""
     window = getattr(config, "window", lambda layer: None)
     return dict(Counter(window(layer) for layer in range(config.num_hidden_layers)))

@@ -141,7 +141,7 @@ def measure_block(
 
 
 def storages(values: Any, *, floating: bool = False) -> dict[int, int]:
-    """Bytes of the memory of all tensors in `values`, by what distinguishes it while it lives.
+    """Count the bytes of all tensors' memory in `values`, by what tells it apart while it lives.
 
     Args:
         values: of lists, tables and dataclasses, however deep.
@@ -161,7 +161,7 @@ def storages(values: Any, *, floating: bool = False) -> dict[int, int]:
 
 
 def weights_of(module: nn.Module) -> dict[int, int]:
-    """Bytes of the memory of its weights, of those that FSDP has gathered too, as `storages`."""
+    """Count the bytes of a module's weights, of those that FSDP has gathered too, as `storages`."""
     gathered = [
         getattr(each, "_unsharded_param", None)
         for part in module.modules()
@@ -182,7 +182,7 @@ def _memory(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def _saved(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, int]:
-    """Memory that the graph of a forward keeps."""
+    """Count the memory that the graph of a forward keeps."""
     saved: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 def held_at_once(row: Sequence[Action]) -> list[dict[int, int]]:
-    """Microbatches of each stage that a rank holds, wherever it holds most.
+    """Count the microbatches of each stage that a rank holds, wherever it holds most.
 
     Args:
         row: the rank's actions.
@@ -53,7 +53,7 @@ def peak_bytes(
     held: Sequence[Mapping[int, int]],
     beside: Mapping[int, int] | None = None,
 ) -> int:
-    """The most bytes that blocks keep at once.
+    """Return the most bytes that blocks keep at once.
 
     Args:
         costs: of each stage's blocks.
@@ -75,7 +75,7 @@ def choose_kinds(
     held: Sequence[Mapping[int, int]],
     budget_bytes: int,
 ) -> dict[int, list[int]]:
-    """A kind for each block, so that little is computed again and the budget is kept.
+    """Choose a kind for each block, so that little is computed again and the budget is kept.
 
     All begin with the least memory. Then, as long as one fits, the change is made that spares most
     work for each byte that it keeps.
@@ -172,7 +172,7 @@ class Budget:
         return [block for blocks in self.blocks.values() for block in blocks]
 
     def _agreed(self) -> dict[int, list[BlockCosts]]:
-        """The greatest costs of processes that have the same blocks: all choose alike."""
+        """Take the greatest costs of processes with the same blocks, so that all choose alike."""
         mine = [block.costs for block in self._all()]
         table = torch.tensor(
             [[*each.kept_bytes, *each.work] if each else [0] * 2 * len(KINDS) for each in mine],

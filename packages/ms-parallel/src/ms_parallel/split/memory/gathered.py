@@ -65,7 +65,7 @@ class GatheredStage:
 
 
 def _most(block: tuple[WholeWeights, ...]) -> int:
-    """What a forward holds at most: the parts gathered so far, and the last one's buffer."""
+    """Count what a forward holds at most: the parts gathered so far and the last one's buffer."""
     most = held = 0
     for part in block:
         held += part.count
@@ -74,7 +74,7 @@ def _most(block: tuple[WholeWeights, ...]) -> int:
 
 
 def gathered_stage(stage: nn.Module, *, split_head: bool) -> GatheredStage:
-    """What FSDP2 gathers of a stage; nothing where it is not wrapped.
+    """Count what FSDP2 gathers of a stage; nothing where it is not wrapped.
 
     Args:
         stage: of this process.
@@ -119,7 +119,7 @@ def _linear(module: FSDPModule) -> int:
 def most_weights(
     stages: Mapping[int, GatheredStage], sharding: Sharding, *, piped: bool, once: bool, split: bool
 ) -> int:
-    """Numbers of weights, and of those in buffers, that a process holds at most.
+    """Count the weights that a process holds at most, with those in buffers, in numbers.
 
     Args:
         stages: of the process, in the order in which they first run.
@@ -154,7 +154,7 @@ def gradient_bytes(
     split: bool,
     element_bytes: int,
 ) -> int:
-    """Bytes of whole gradients: those added up so far, and those of one backward.
+    """Count the bytes of whole gradients: those added up so far, and those of one backward.
 
     Only where gradients of weights are put off is all that a backward gives there at once.
 

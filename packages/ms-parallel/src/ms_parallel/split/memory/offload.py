@@ -27,7 +27,7 @@ class _Away:
     """How processes share out the tensor of which it is this one's part; None for a plain one."""
 
     def back(self) -> Tensor:
-        """The tensor on its device again."""
+        """Copy the tensor back to its device."""
         local = self.host.to(self.device, non_blocking=True)
         if self.spec is None:
             return local
@@ -37,7 +37,7 @@ class _Away:
 
 @contextmanager
 def offloading(stage: nn.Module) -> Iterator[None]:
-    """While it lasts, what is saved goes to pinned memory, and comes back when it is asked for.
+    """Send what is saved to pinned memory while the block runs, and back when it is asked for.
 
     Copies run in the order of the device's work, so that no one waits for them here, and memory of
     the device is free for what runs next. A tensor that is saved twice is copied once. Weights
@@ -78,5 +78,5 @@ def _back(kept: Tensor | _Away) -> Tensor:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Whether it is a weight or a view of one, such as one that was gathered just now."""
+    """Return whether a tensor is a weight or a view of one, such as one that was just gathered."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

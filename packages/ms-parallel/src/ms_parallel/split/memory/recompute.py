@@ -129,5 +129,5 @@ def recompute_blocks(model: nn.Module, plan: ModelPlan, recompute: Recompute) ->
 
 
 def recomputed_blocks(model: nn.Module) -> list[RecomputedBlock]:
-    """The blocks of `model` that are marked, in their order."""
+    """List the blocks of `model` that are marked, in their order."""
     return [_marked[module] for module in model.modules() if module in _marked]

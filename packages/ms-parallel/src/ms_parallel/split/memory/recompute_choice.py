@@ -27,7 +27,7 @@ _UNITS |= {f"{letter}iB": 1024 ** (n + 1) for n, letter in enumerate("KMGT")}
 
 
 def budget_bytes(recompute: Recompute) -> int | None:
-    """The bytes that a rank may keep, where `recompute` names them; None where it names a kind."""
+    """Return the bytes that a rank may keep if `recompute` names them; None if it names a kind."""
     if isinstance(recompute, int):
         return recompute
     found = _SIZE.fullmatch(recompute)

@@ -20,7 +20,7 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_sca
 
 
 def is_kept(func: Any) -> bool:
-    """Whether an operator's results are kept: those of matrix products and of fused attention."""
+    """Return whether an operator's results are kept: matrix products and fused attention are."""
     name = func.__name__.partition(".")[0]
     if func.namespace != "aten":
         return "attention" in name and "backward" not in name
@@ -41,7 +41,7 @@ class KeptResults:
         self.results.append(tree_map_only(Tensor, _Versioned, made))
 
     def again(self, index: int) -> Any:
-        """What the operator of this number returned, without its graph."""
+        """Return what the operator of this number returned, without its graph."""
         return tree_map_only(_Versioned, _Versioned.tensor, self.results[index])
 
     @property
@@ -86,7 +86,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def keeping_results(kept: KeptResults) -> Iterator[None]:
-    """While it lasts, results of costly operators are kept, at its end all but the last."""
+    """Keep the results of costly operators while the block runs; at its end, all but the last."""
 
     def keep(run: Callable[[], Any]) -> Any:
         made = run()
@@ -100,7 +100,7 @@ def keeping_results(kept: KeptResults) -> Iterator[None]:
 
 @contextmanager
 def using_results(kept: KeptResults) -> Iterator[None]:
-    """While it lasts, costly operators give what they gave before, in the same order."""
+    """Let costly operators give what they gave before, in the same order, while the block runs."""
     numbers = count()
 
     def use(run: Callable[[], Any]) -> Any:

@@ -25,7 +25,7 @@ td, th { text-align: left; padding: 4px 12px 4px 0; overflow-wrap: anywhere }
 
 
 def draw_audits(audits: Mapping[int, Audit]) -> str:
-    """A page without scripts or links.
+    """Draw a run's audits as a page without scripts or links.
 
     Args:
         audits: by step, in order.
@@ -43,7 +43,7 @@ def draw_audits(audits: Mapping[int, Audit]) -> str:
 
 
 def _losses(audits: Mapping[int, Audit]) -> str:
-    """A line of the losses' differences on a scale of powers of ten, and the alarm's level."""
+    """Draw a line of the losses' differences on a scale of powers of ten, and the alarm's level."""
     if not audits:
         return ""
     level = next(iter(audits.values())).levels.loss
@@ -70,7 +70,7 @@ def _losses(audits: Mapping[int, Audit]) -> str:
 
 
 def _groups(audits: Mapping[int, Audit]) -> str:
-    """A row a group, a column an audit, darker where it is nearer to the alarm or above it."""
+    """Draw a row a group and a column an audit, darker where it is nearer to the alarm or above."""
     names = list(dict.fromkeys(name for audit in audits.values() for name in audit.groups))
     columns = _columns(list(audits.values()))
     cells = []
@@ -104,7 +104,7 @@ def _axis(steps: Sequence[int], y: int, width: int) -> str:
 
 
 def _table(audits: Mapping[int, Audit]) -> str:
-    """The alarms in words."""
+    """List the alarms in words, a row each."""
     rows = []
     for step, audit in audits.items():
         if not audit.alarms:

@@ -27,10 +27,10 @@ class Stream(Protocol):
     """Batches, and a place among them that can be kept."""
 
     def __next__(self) -> Mapping[str, Any]:
-        """This data rank's rows of the next global batch."""
+        """Return this data rank's rows of the next global batch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, as plain JSON; the same on every rank."""
+        """Return where the stream stands, as plain JSON; the same on every rank."""
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Go to where `state` was taken."""
@@ -205,7 +205,7 @@ class RunCheckpoints:
                 )
 
     def mark(self) -> bytes:
-        """What the model that a finished run writes is of: its step and that step's checkpoint."""
+        """Return the mark of a finished run's model: its step and the digest of its checkpoint."""
         manifest = checkpoint.step_folder(self.root, self.engine.step) / MANIFEST
         digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
         return msgspec.json.encode({"step": self.engine.step, "checkpoint": digest})
@@ -239,7 +239,7 @@ class RunCheckpoints:
         note()
 
     def poll(self) -> None:
-        """Between two steps: let what was written beside them be complete, or raise why not.
+        """Complete, between two steps, what was written beside them, or raise why it failed.
 
         Raises:
             CheckpointError: on every rank, where any of them could not write.
@@ -268,7 +268,7 @@ class RunCheckpoints:
 
 
 def metadata_of(folder: Path, manifest: checkpoint.Manifest) -> RunMetadata:
-    """What a run has kept in a checkpoint beside its tensors.
+    """Read what a run has kept in a checkpoint beside its tensors.
 
     Raises:
         DamageError: it is not what a run keeps.
@@ -278,7 +278,7 @@ def metadata_of(folder: Path, manifest: checkpoint.Manifest) -> RunMetadata:
 
 
 def model_facts(engine: Saved) -> dict[str, Any]:
-    """What makes a model another model, as JSON gives it back; no weight depends on its tokens."""
+    """List what tells models apart, as JSON gives it back; no weight depends on token numbers."""
     facts = asdict(engine.config)
     return {
         name: list(v) if isinstance(v, tuple) else v

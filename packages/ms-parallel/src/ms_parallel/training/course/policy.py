@@ -36,7 +36,7 @@ class Policy:
     """Updates that the median is of; before there are so many nothing is a spike."""
 
     def is_spike(self, value: float, before: Sequence[float]) -> bool:
-        """Whether a number is far above those before it.
+        """Return whether a number is far above those before it.
 
         >>> usual = [2.0, 2.1, 1.9, 2.0]
         >>> policy = Policy(on_nonfinite="skip", on_spike="skip", factor=10.0, window=4)
@@ -50,14 +50,14 @@ class Policy:
         return value > middle + self.factor * max(apart, LEAST * abs(middle))
 
     def refuses(self, loss: float, norm: float, recent: Sequence[Sequence[float]]) -> bool:
-        """Whether an update of this loss and norm is a spike after those of `recent`."""
+        """Return whether an update of this loss and norm is a spike after those of `recent`."""
         if self.on_spike == "ignore":
             return False
         losses, norms = [each[0] for each in recent], [each[1] for each in recent]
         return self.is_spike(loss, losses) or self.is_spike(norm, norms)
 
     def remedy(self, update: Update) -> Remedy | None:
-        """What is done about an update; None where it was performed, or an overflow is mended."""
+        """Choose the remedy for an update; None if it was performed, or an overflow is mended."""
         if update.skipped == "nonfinite":
             return self.on_nonfinite
         if update.skipped == "refused":
@@ -66,7 +66,7 @@ class Policy:
 
 
 def reason(update: Update) -> str:
-    """What was wrong with an update, in words."""
+    """Say in words what was wrong with an update."""
     loss, norm = f"loss {update.loss:.4g}", f"gradient norm {update.grad_norm:.4g}"
     return {
         "no_targets": "nothing had a loss",

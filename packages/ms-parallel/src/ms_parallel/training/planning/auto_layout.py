@@ -22,7 +22,7 @@ PLAN = "ms_parallel.training.planning.plan:plan"
 
 
 def with_layout(options: Options, shards: Path, emit: OnEvent) -> Options:
-    """The options with a layout in place of `auto`, and the settings that go with it.
+    """Replace the layout `auto` by one that is chosen, with the settings that go with it.
 
     What was chosen lies in `output_dir`, and a run that goes on keeps it: on another number of
     processes, or with other settings that a plan depends on, it is chosen anew. All processes of
@@ -72,7 +72,7 @@ def _planned(options: Options, shards: Path) -> Plan:
 
 
 def _cluster(options: Options) -> Cluster | None:
-    """The cluster of these machines, from its file or as measured; where measured, on rank 0."""
+    """Read the cluster of these machines, or measure it; what is measured, only rank 0 gets."""
     if options.cluster is None:
         return measure_cluster(pick_device(options.device))
     cluster = read_cluster(options.cluster)

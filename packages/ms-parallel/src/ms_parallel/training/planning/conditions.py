@@ -11,7 +11,7 @@ PLANNED = ("schedule", "microbatch_size", "sharding", "recompute", "offload")
 
 
 def kept_settings(options: Options) -> dict[str, Any]:
-    """The settings of `PLANNED` that are given: they are not what they are by default."""
+    """Return the settings of `PLANNED` that are given: those that are not as by default."""
     defaults = {each.name: each.default for each in fields(Options)}
     given = {name: getattr(options, name) for name in PLANNED}
     asked = {"microbatch_size": (None, AUTO)}
@@ -23,7 +23,7 @@ def kept_settings(options: Options) -> dict[str, Any]:
 
 
 def conditions_of(options: Options, devices: int) -> dict[str, int | str]:
-    """What a plan depends on, as it stands in its file."""
+    """Return what a plan depends on, as it stands in its file."""
     return {
         "model": options.model_arch,
         "model_config": str(sorted(options.model_config.items())),

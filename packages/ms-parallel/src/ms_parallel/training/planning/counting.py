@@ -22,7 +22,7 @@ SHORT = 2
 
 
 def divisor_of_shards(candidate: Candidate) -> int:
-    """By what the data ranks are divided before their memory is counted."""
+    """Choose the number by which data ranks are divided before their memory is counted."""
     layout, fewer = candidate.layout, 1
     if candidate.sharding == "replicate" or layout.replicate > 1:
         return fewer
@@ -35,7 +35,7 @@ def divisor_of_shards(candidate: Candidate) -> int:
 
 
 def of_all_shards(rank: RankMemory, candidate: Candidate, fewer: int) -> RankMemory:
-    """What a rank holds, where it was counted with so many times fewer shards."""
+    """Correct the memory of a rank that was counted with so many times fewer shards."""
     whole = 0 if candidate.sharding in EACH else rank.weights - rank.weights // fewer
     return msgspec.structs.replace(
         rank,
@@ -48,7 +48,7 @@ def of_all_shards(rank: RankMemory, candidate: Candidate, fewer: int) -> RankMem
 
 
 def rows_of_noise(vocabulary: int, length: int) -> dict[str, torch.Tensor]:
-    """One row of random tokens (1, S); the global generator is not touched."""
+    """Draw one row of random tokens (1, S); the global generator is not touched."""
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(0, vocabulary, (1, length + 1), generator=generator)
     positions = torch.arange(length)[None]
@@ -60,7 +60,7 @@ def rows_of_noise(vocabulary: int, length: int) -> dict[str, torch.Tensor]:
 
 
 def without_pipeline(layout: Layout) -> Layout:
-    """What decides what a block keeps; data ranks beyond those that share out experts do not."""
+    """Keep the axes that decide what a block keeps; of data ranks, those that share out experts."""
     data = layout.expert if layout.expert > layout.context else 1
     if data * layout.context % layout.expert:
         data = layout.expert
@@ -68,9 +68,9 @@ def without_pipeline(layout: Layout) -> Layout:
 
 
 def working_bytes(split: Split, sizes: ModelSizes, length: int) -> int:
-    """What the largest operator takes while it runs: the loss, whose gradient is made of logits.
+    """Count what the largest operator takes while it runs: the loss, with its logits' gradient.
 
-    A chunk of logits, and as much again that their gradient is made in.
+    It is a chunk of logits, and as much again that their gradient is made in.
     """
     layout = split.layout
     logits = split.rows * length // layout.context * -(-sizes.vocabulary // layout.tensor)
@@ -78,7 +78,7 @@ def working_bytes(split: Split, sizes: ModelSizes, length: int) -> int:
 
 
 def kept_bytes(found: Any) -> KeptBytes:
-    """What a block keeps by kind of recomputation, and what stands beside: of `row_bytes`."""
+    """Average over blocks what `row_bytes` found, by kind of recomputation; ends stay as is."""
     kinds = zip(*found.blocks, strict=True)
     return KeptBytes(
         block=tuple(sum(kind) // len(found.blocks) for kind in kinds), ends=found.beside
@@ -86,7 +86,7 @@ def kept_bytes(found: Any) -> KeptBytes:
 
 
 def short_model(config: Any) -> Any:
-    """A model of fewer layers that are like those of this one; itself where they differ."""
+    """Return a model of fewer layers like those of this one, or itself where they differ."""
     sizes = ModelSizes.of(config)
     if config.num_hidden_layers <= SHORT or len({*sizes.layers}) > 1:
         return config

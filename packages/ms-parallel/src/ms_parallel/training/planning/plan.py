@@ -82,7 +82,7 @@ def plan(
     shards: Path | None = None,
     history: History | None = None,
 ) -> Plan:
-    """The best layouts of a run on a cluster, with what is predicted of each.
+    """Find the best layouts of a run on a cluster, with what is predicted of each.
 
     A setting of `PLANNED` that the options give, and is not what it is by default, is kept; the
     others are chosen, and so is the layout. Nothing is started, and the cluster need not be there.
@@ -132,7 +132,7 @@ def plan(
 
 
 def _corrected(plan: Plan, history: History) -> Plan:
-    """A plan whose times are corrected by those of runs that were planned before."""
+    """Correct a plan's times by those of runs that were planned before."""
     factor = history.correction(plan.times)
     best = [
         msgspec.structs.replace(
@@ -145,7 +145,7 @@ def _corrected(plan: Plan, history: History) -> Plan:
 
 
 def _plan(asked: "_Asked", objective: Objective, best: int, every: bool) -> Plan | str:
-    """A plan, or the least that would be needed for one."""
+    """Make a plan, or say why nothing fits and what would be needed."""
     layers = None
     if objective == "largest-model":
         layers = _most_layers(asked)
@@ -179,7 +179,7 @@ class _Asked:
     given: Mapping[str, Any]
 
     def question(self, objective: Objective, best: int, limit_bytes: int | None = None) -> Question:
-        """What is to be chosen."""
+        """Build the question that the search for layouts answers."""
         options, cluster = self.options, self.cluster
         if not cluster.measured:
             cluster = reached(cluster, efficiency_of(cluster.chip))
@@ -234,7 +234,7 @@ class _Asked:
         return HereTimes(small, sheet, batch, device, kept)
 
     def _calibrated(self, config: Any, dtype: str) -> PassTimes | None:
-        """Times by constants that published runs gave; None for a model of another kind."""
+        """Return times by constants that published runs gave; None for a model of another kind."""
         options = self.options
         try:
             known = decoder_sizes(config)
@@ -254,7 +254,7 @@ class _Asked:
         )
 
     def _is_here(self, sizes: ModelSizes) -> bool:
-        """Whether layers are measured: the device is here, and holds a model of these sizes."""
+        """Return whether layers are measured: the device is here, and has room for such a model."""
         cluster = self.cluster
         here = cluster.device == "cpu" or (
             torch.accelerator.is_available()
@@ -265,7 +265,7 @@ class _Asked:
         return sizes.parameters * STATE_BYTES * ROOM < free_bytes(pick_device(cluster.device))
 
     def _settings(self, options: Options, layout: Layout) -> dict[str, Any]:
-        """Settings of an engine that is built without memory, on whatever device."""
+        """Collect the settings of an engine that is built without memory, on whatever device."""
         return {**engine_settings(options, layout, 2), "device": "cpu", "compile": False}
 
     def _keeping(self, config: Any) -> Callable[[Layout], Any]:
@@ -289,7 +289,7 @@ class _Asked:
         return keep
 
     def _predict(self, candidate: Candidate) -> list[RankMemory]:
-        """What engines count, of fewer data ranks where there are very many: FSDP's setup grows.
+        """Predict what engines count, with fewer data ranks if very many, as FSDP's setup grows.
 
         Each rank's share of weights is then so many times larger, and is put right here.
         """
@@ -343,7 +343,7 @@ def _plain(value: Any) -> int | str:
 
 
 def _too_large(asked: _Asked) -> str:
-    """Why nothing fits, and the least that would."""
+    """Say why nothing fits, and what the least layout would need."""
     cluster = asked.cluster
     found = choose(asked.question("least-memory", 1, 1 << 60))
     limit = asked.question("least-memory", 1).limit
@@ -360,7 +360,7 @@ def _too_large(asked: _Asked) -> str:
 
 
 def _more_nodes(asked: _Asked) -> int | None:
-    """How many devices of this kind would do; None if no number that is tried."""
+    """Find how many devices of this kind would do; None if no number that is tried."""
     times = 2
     while times <= MOST_TIMES:
         try:
@@ -375,13 +375,13 @@ def _more_nodes(asked: _Asked) -> int | None:
 
 
 def _of_layers(asked: _Asked, layers: int) -> _Asked:
-    """The same for a model of so many layers."""
+    """Ask the same for a model of so many layers."""
     named = {**asked.options.model_config, "num_hidden_layers": layers}
     return evolve(asked, options=evolve(asked.options, model_config=named))
 
 
 def _most_layers(asked: _Asked) -> int:
-    """As many layers as fit, at least one."""
+    """Find as many layers as fit, at least one."""
 
     def fits(layers: int) -> bool:
         return bool(choose(_of_layers(asked, layers).question("fastest", 1)).best)

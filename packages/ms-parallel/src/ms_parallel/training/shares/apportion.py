@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 def share_out(rows: int, speeds: Sequence[float], *, least: int = 1) -> tuple[int, ...]:
-    """Rows of each rank such that the last one is done as early as can be.
+    """Share out rows to ranks such that the last one is done as early as can be.
 
     Each row goes to the rank that would be done with it first, the first of equals; no other way
     to share out whole rows ends earlier (Graham 1969, for jobs of equal length on machines of
@@ -27,5 +27,5 @@ def share_out(rows: int, speeds: Sequence[float], *, least: int = 1) -> tuple[in
 
 
 def seconds_of(shares: Sequence[int], speeds: Sequence[float]) -> float:
-    """When the last rank is done."""
+    """Return the seconds after which the last rank is done."""
     return max(rows / speed for rows, speed in zip(shares, speeds, strict=True))

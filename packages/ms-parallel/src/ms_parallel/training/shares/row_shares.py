@@ -109,7 +109,7 @@ class RowShares:
         return True
 
     def _meet(self, seconds: float) -> list[float]:
-        """How long each data rank took: as long as the slowest of its processes."""
+        """Exchange how long each data rank took: as long as the slowest of its processes."""
         every = torch.zeros(len(self.rows), dtype=torch.float64)
         every[self.rank] = max(seconds, 1e-9)
         dist.all_reduce(every, op=dist.ReduceOp.MAX)
@@ -147,13 +147,13 @@ class RowShares:
         )
 
     def changed(self) -> str:
-        """A line on shares that have just changed: each data rank's rows and speed."""
+        """Describe in a line the shares that have just changed: each data rank's rows and speed."""
         speeds = self.speeds or ()
         parts = [f"{rows} ({speed:.3g}/s)" for rows, speed in zip(self.rows, speeds, strict=True)]
         return f"rows of the data ranks by their speed: {', '.join(parts)}"
 
     def report(self) -> str | None:
-        """A line on ranks that were slow; None where none was."""
+        """Describe in a line the ranks that were slow; None where none was."""
         speeds, slow = self.mean_speeds, self.slow_ranks
         if speeds is None or not slow:
             return None

@@ -12,7 +12,7 @@ Shares = Literal["equal", "measured"] | tuple[int, ...]
 
 
 def as_tuple(value: Any) -> Any:
-    """A list, as a file has it, as the tuple that it is; anything else as it is."""
+    """Turn a list, as files have it, into a tuple; leave anything else as it is."""
     return tuple(value) if isinstance(value, list) else value
 
 
