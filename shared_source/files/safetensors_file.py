@@ -81,7 +81,7 @@ class WeightFile:
 
 
 def header_of(entries: Iterable[TensorEntry]) -> bytes:
-    """Length and JSON of a safetensors header, padded so that values begin at a multiple of 8."""
+    """Write a safetensors header, its length and JSON, padded so that values begin at 8·n bytes."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in entries:

@@ -53,7 +53,7 @@ def template_text(title: str, groups: Sequence[KeyGroup], begin: Mapping[str, An
 
 
 def write_template(text: str, out: Path | None) -> bool:
-    """Write a template to a new file, or to standard output; returns whether it is a file.
+    """Write a template to a new file, or to standard output; return whether it is a file.
 
     Raises:
         ConfigError: the file is there already.
@@ -93,7 +93,7 @@ def _wrapped(head: str, meaning: str) -> list[str]:
 
 
 def _toml(value: Any) -> str:
-    """A value as TOML writes it."""
+    """Write a value as TOML does; None, which TOML lacks, as `not given`."""
     if value is None:
         return "not given"
     if isinstance(value, str):

@@ -74,7 +74,7 @@ def _imported(file: str) -> ModuleType:
 
 
 def _redirect(out: Path, err: Path | None = None) -> None:
-    """Whatever this process prints goes to a file, or to two."""
+    """Send whatever this process prints to a file, or to two."""
     for stream, path in enumerate([out, err or out], start=1):
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, stream)
@@ -151,7 +151,7 @@ def _perform(words: list[str]) -> int:
 
 
 def _call(main: Callable[[], object]) -> int:
-    """The exit code with which the interpreter would end."""
+    """Call `main` and return the exit code with which the interpreter would end."""
     try:
         main()
         code: object = 0

@@ -117,7 +117,7 @@ class Command:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs."""
+        """Return the exit code; None while it runs."""
         lives = _lives(self._parent)  # asked first: the code is written before the parent ends
         if self.returncode is None and (code := _text(self._code)):
             self.returncode = int(code)
@@ -125,7 +125,7 @@ class Command:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code, once it has ended."""
+        """Wait until it has ended, and return the exit code."""
         deadline = monotonic() + (timeout or float("inf"))
         while (code := self.poll()) is None:
             if monotonic() > deadline:
@@ -134,7 +134,7 @@ class Command:
         return code
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What it has printed and complained of, once it has ended; all are killed if it is late.
+        """Return standard output and error once it has ended; all are killed if it is late.
 
         Nothing but the command holds what it prints.
         """
@@ -168,7 +168,7 @@ def run_command(
 
 
 def _ask_nursery(job: dict[str, Any]) -> int:
-    """Have a job done; the number of the process that is the parent of all of it."""
+    """Have a job done, and return the number of the process that is the parent of all of it."""
     nursery = _nursery()
     assert nursery.stdin is not None
     assert nursery.stdout is not None
@@ -191,7 +191,7 @@ def _end(parent: int) -> None:
 
 @cache
 def _nursery() -> "subprocess.Popen[bytes]":
-    """The process that forks all others; it ends when its standard input does."""
+    """Start the process that forks all others; it ends when its standard input does."""
     environment = {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(part for part in sys.path if part),
@@ -224,7 +224,7 @@ def _lives(process: int) -> bool:
 def _wait(
     parent: int, count: int, folder: Path, timeout_s: float, *, stop_early: bool
 ) -> list[int]:
-    """Exit codes of all; gives up at the first failure (if `stop_early`) or after the time."""
+    """Return all exit codes; give up at the first failure (if `stop_early`) or after the time."""
     deadline = monotonic() + timeout_s
     while True:
         ended = not _lives(parent)

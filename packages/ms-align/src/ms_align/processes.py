@@ -7,12 +7,12 @@ from ms_align.interruption import StopSignal
 
 
 def rank() -> int:
-    """This process's number, from 0."""
+    """Return this process's number, from 0."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def count() -> int:
-    """How many processes there are."""
+    """Return how many processes there are."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -23,7 +23,7 @@ def barrier() -> None:
 
 
 def any_of(flag: bool) -> bool:
-    """Whether the flag of any process is set; all must call it at the same place."""
+    """Return whether the flag of any process is set; all must call it at the same place."""
     if count() == 1:
         return flag
     flags = torch.tensor([int(flag)], device=exchange_device())
@@ -32,7 +32,7 @@ def any_of(flag: bool) -> bool:
 
 
 def exchange_device() -> torch.device:
-    """Where a tensor must lie that all processes exchange: the CPU, if their group takes it."""
+    """Return where tensors lie that all processes exchange: the CPU, if their group takes it."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or "cpu:" in dist.get_backend_config():
         return torch.device("cpu")
@@ -43,5 +43,5 @@ class StopRequest(StopSignal):
     """Whether somebody has asked the run to stop: SIGTERM, or Ctrl-C once."""
 
     def agreed(self) -> bool:
-        """Whether any process was asked; all of them must call this at the same step."""
+        """Return whether any process was asked; all of them must call this at the same step."""
         return any_of(bool(self.signal_name))

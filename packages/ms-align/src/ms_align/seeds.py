@@ -9,7 +9,7 @@ ROOM = 1 << 32
 
 
 def seed_of(run: int, part: int, *, apart: int) -> int:
-    """The seed, of 32 bits, of a part of a run; parts of two runs draw apart from each other.
+    """Compute the 32-bit seed of a part of a run; parts of two runs draw apart from each other.
 
     Args:
         run: the run's own seed, at least 0.

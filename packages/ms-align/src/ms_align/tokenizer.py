@@ -16,7 +16,7 @@ class Tokenizer(Protocol):
         """Tokens of a text, without special ones around it."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special ones left out."""
+        """Decode tokens to text, special ones left out."""
 
 
 class ByteTokenizer:
@@ -26,11 +26,11 @@ class ByteTokenizer:
     end_of_text = 256
 
     def encode(self, text: str) -> list[int]:
-        """The bytes."""
+        """Return the text's bytes."""
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of the bytes; what is no UTF-8 becomes a replacement character."""
+        """Decode bytes to text; what is no UTF-8 becomes a replacement character."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
 
@@ -60,7 +60,7 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """The tokenizer `bytes`, a `tokenizer.json`, or that of a Hugging Face folder.
+    """Load the tokenizer `bytes`, a `tokenizer.json`, or that of a Hugging Face folder.
 
     Raises:
         ConfigError: the extra that reads it is not installed.

@@ -106,7 +106,7 @@ class TokenizerFiles:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds a tokenizer of any kind."""
+    """Return whether a folder holds a tokenizer of any kind."""
     with decoding(folder, error=DataError):
         return any((folder / name).is_file() for name in (TOKENIZER, "tokenizer.model", SETTINGS))
 
@@ -263,7 +263,7 @@ def _as_list(value: Any) -> list[int]:
 
 
 def _byte_tokenizer() -> bytes:
-    """A tokenizer.json that gives each byte its own number, and 256 to the end of a text."""
+    """Write a tokenizer.json that gives each byte its own number, and 256 to the end of a text."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {byte: chr(byte) for byte in printable}
     others = (byte for byte in range(256) if byte not in letters)

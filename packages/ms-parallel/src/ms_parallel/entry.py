@@ -131,6 +131,6 @@ def exit_code(error: BaseException) -> int | None:
 
 
 def one_line(text: str) -> str:
-    """Text in one line that a terminal prints as it is: no line ends, no escapes."""
+    """Put a text on one line that a terminal prints as it is: no line ends, no escapes."""
     joined = " ".join(text.split())
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in joined)

@@ -28,12 +28,12 @@ STARTED = (os.getpid(), os.getppid())
 
 
 def started_by_torchrun() -> bool:
-    """Whether this process is a rank of torchrun."""
+    """Return whether this process is a rank of torchrun."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def end_with_launcher() -> None:
-    """From now on end as soon as torchrun does; a process that it did not start is left alone."""
+    """End from now on as soon as torchrun does; a process that it did not start is left alone."""
     if not started_by_torchrun():
         return
     if sys.platform == "linux":
@@ -43,7 +43,7 @@ def end_with_launcher() -> None:
 
 
 def launcher_is_gone() -> bool:
-    """Whether the process that started this one has ended, so that another is the parent now."""
+    """Return whether torchrun has ended that started this process, which has another parent now."""
     process, parent = STARTED  # a fork of this process has another parent by right
     return started_by_torchrun() and os.getpid() == process and os.getppid() != parent
 

@@ -204,7 +204,7 @@ class Template:
 
 
 def generation_tag(mark: Any) -> Any:
-    """An extension whose `{% generation %}` … `{% endgeneration %}` prints `mark(body)`."""
+    """Make an extension whose `{% generation %}` … `{% endgeneration %}` prints `mark(body)`."""
     from jinja2 import nodes
     from jinja2.ext import Extension
 

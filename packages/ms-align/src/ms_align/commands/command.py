@@ -51,7 +51,7 @@ class Command:
         return f"ms-align {self.name} RUN.toml --set {self.sets}"
 
     def groups(self) -> list[KeyGroup]:
-        """The keys of its run files: those that must be given first, then by class."""
+        """List the keys of its run files: those that must be given first, the rest by class."""
         groups = [
             evolve(group, keys=tuple(self._called(key) for key in group.keys))
             for group in groups_of(self.settings, HIDDEN)
@@ -66,7 +66,7 @@ class Command:
         return evolve(key, name=self.called.get(key.name, key.name))
 
     def template(self) -> str:
-        """A run file with every key: what must be given with a path to fill in."""
+        """Write a run file with every key; those that must be given hold a path to fill in."""
         title = f"ms-align {self.name} RUN.toml: {self.help}."
         return template_text(title, self.groups(), self.begins_with)
 
@@ -102,7 +102,7 @@ PROMPTS = (
 
 
 def _trainer(name: str) -> Command:
-    """The command of a module of `ms_align.trainers`."""
+    """Build the command of a module of `ms_align.trainers`."""
     source = Path(trainers.__path__[0], f"{name}.py").read_text(encoding="utf-8")
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     kind = next(each for each in classes if each.name.endswith("Trainer"))

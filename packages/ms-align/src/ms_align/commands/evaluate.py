@@ -102,7 +102,7 @@ def evaluate(kind: type[Evaluation], settings: dict[str, Any], where: str) -> di
 
 
 def _exported(folder: str, runtime: str) -> Any:
-    """An exported model in its runtime."""
+    """Open an exported model in its runtime."""
     try:
         from ms_compress import CompressError, open_runtime
     except ImportError as error:

@@ -47,7 +47,7 @@ def _taken(settings: dict[str, Any], name: str, where: str) -> Any:
 
 
 def _facts(result: Result, folder: Path) -> dict[str, Any]:
-    """What `--json` prints; `code` is 130 after Ctrl-C and 1 after another signal."""
+    """Build what `--json` prints; `code` is 130 after Ctrl-C and 1 after another signal."""
     stopped = INTERRUPTED if result.signal_name == "SIGINT" else FAILED
     return {
         "code": DONE if result.finished else stopped,

@@ -290,7 +290,7 @@ class LocalEngine:
         ]
 
     def _clip(self) -> float:
-        """The gradient's norm; the gradient is scaled down to the limit where it is greater."""
+        """Scale the gradient down to the limit where its norm is greater; return the first norm."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         if not gradients:
             return 0.0

@@ -38,7 +38,7 @@ class OptimizerOptions:
     """Gradients of a greater global norm are scaled down to it; None never scales."""
 
     def rate(self, step: int) -> float:
-        """The learning rate of update number `step`, counted from 0."""
+        """Compute the learning rate of update number `step`, counted from 0."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         if self.decay_steps is None:

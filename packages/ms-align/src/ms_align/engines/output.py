@@ -61,7 +61,7 @@ class LocalOutput:
         return _spread(found, counted)
 
     def head(self, name: str) -> Tensor:
-        """What an extra head makes of the hidden states, float32 (B, S, its width)."""
+        """Apply an extra head to the hidden states, float32 (B, S, its width)."""
         if name not in self._heads:
             raise ModelError(
                 f"the engine has no head {name!r}; build it with heads={{{name!r}: 1}}"
@@ -70,7 +70,7 @@ class LocalOutput:
         return made
 
     def _recall(self, counted: Tensor, temperature: float) -> Tensor | None:
-        """The entropies that the last losses came with, if they are of these and differentiable."""
+        """Return the last losses' entropies if they fit these positions and are differentiable."""
         if self._known is None or self._known[1] != temperature:
             return None
         positions, _, entropies = self._known

@@ -105,7 +105,7 @@ class StageAdapters:
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """The model as it was before, while the block runs."""
+        """Switch the adapters off while the block runs, so that the model is as it was before."""
         with ExitStack() as stack:
             for model in self.models:
                 stack.enter_context(model.disable_adapter())

@@ -50,7 +50,7 @@ class Adapters(Protocol):
     """Adapters that an engine trains instead of its model's own weights."""
 
     def disable_adapter(self) -> AbstractContextManager[Any]:
-        """The model as it was before, while the block runs."""
+        """Switch the adapters off while the block runs, so that the model is as it was before."""
 
     def save_pretrained(self, folder: Path, /) -> None:
         """Write peft's two files; every process calls it."""
@@ -85,7 +85,7 @@ class Engine(Protocol):
         """The adapters that are trained; None where the model's own weights are."""
 
     def update(self, batch: Mapping[str, Any], loss: Loss, /) -> Update:
-        """One step of the optimizer on the global batch, of which `batch` is this rank's rows."""
+        """Take one optimizer step on the global batch, of which `batch` is this rank's rows."""
 
     def evaluate(
         self, batch: Mapping[str, Any], function: Callable[[Output, Batch], Tensor], /
@@ -107,10 +107,10 @@ class Engine(Protocol):
         seed: int = ...,
         stop_token: Sequence[int] | None = ...,
     ) -> list[list[int]]:
-        """The new tokens of each of this data rank's prompts; a stop token is the last one."""
+        """Generate the new tokens of this data rank's prompts; a stop token is the last one."""
 
     def gather(self, rows: Tensor, /) -> Tensor:
-        """The rows of all data ranks, in their order; each gives as many."""
+        """Gather the rows of all data ranks, in their order; each gives as many."""
 
     def save(self, folder: Path, /) -> None:
         """Write the whole model as others read it, adapters merged; every process calls it."""

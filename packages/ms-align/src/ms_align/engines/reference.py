@@ -24,7 +24,7 @@ class Reference:
 
 
 def reference_of(given: Any, policy: Engine, build: Callable[[Any], Engine]) -> Reference:
-    """The reference that a setting stands for.
+    """Return the reference that a setting stands for.
 
     Args:
         given: a model, an engine, a folder, `"adapter_off"`, or None for a copy of the policy.

@@ -38,7 +38,7 @@ class EngineScorer:
         self._generator = generator_of(engine, decode=decode)
 
     def score(self, rows: Sequence[Row], /) -> list[ContinuationScore]:
-        """The score of each row's continuation, in order; the longest rows go first."""
+        """Score each row's continuation, in the rows' order; the longest rows pass first."""
         order = sorted(range(len(rows)), key=lambda index: (-len(rows[index].tokens), index))
         scores: dict[int, ContinuationScore] = {}
         for first in range(0, len(order), self._size):
@@ -50,7 +50,7 @@ class EngineScorer:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, /, *, seed: int
     ) -> list[list[int]]:
-        """The new tokens of each prompt; each data rank writes as many."""
+        """Generate the new tokens of each prompt; each data rank writes as many."""
         ranks = self.engine.data_ranks
         filled = [*prompts, *[prompts[0]] * (-len(prompts) % ranks)]
         own = slice(
@@ -64,7 +64,7 @@ class EngineScorer:
         return [row[1 : 1 + int(row[0])].tolist() for row in gathered[: len(prompts)]]
 
     def _pass(self, rows: list[Row]) -> list[ContinuationScore]:
-        """One forward of the rows, each data rank its part."""
+        """Score the rows in one forward pass, in which each data rank computes its part."""
         ranks = self.engine.data_ranks
         filled = [*rows, *[rows[-1]] * (-len(rows) % ranks)]
         batch = self._batch(filled)

@@ -33,7 +33,7 @@ class ExportedScorer:
         self._size, self._decode = batch_size, decode
 
     def score(self, rows: Sequence[Row], /) -> list[ContinuationScore]:
-        """The score of each row's continuation, in order; rows of equal length pass together."""
+        """Score each row's continuation, in the rows' order; rows of equal length pass together."""
         order = sorted(range(len(rows)), key=lambda index: (-len(rows[index].tokens), index))
         scores: dict[int, ContinuationScore] = {}
         while order:
@@ -53,7 +53,7 @@ class ExportedScorer:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, /, *, seed: int
     ) -> list[list[int]]:
-        """The likeliest tokens of each prompt up to its first stop; nothing is drawn.
+        """Generate the likeliest tokens of each prompt up to its first stop; nothing is drawn.
 
         Raises:
             ConfigError: the task draws its tokens.

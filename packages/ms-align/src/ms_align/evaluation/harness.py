@@ -64,7 +64,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A chat as the text that the model was trained on.
+        """Render a chat as the text that the model was trained on.
 
         Raises:
             ConfigError: the tokenizer has no chat template.
@@ -83,7 +83,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **options: Any
     ) -> list[tuple[float, bool]]:
-        """The scores of (texts, context, continuation); what is too long loses its beginning.
+        """Score (texts, context, continuation) requests; what is too long loses its beginning.
 
         Raises:
             DataError: a continuation alone is longer than what the model reads.
@@ -107,7 +107,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """The log-likelihood of whole texts, each token with as much context as there is room."""
+        """Compute log-likelihoods of whole texts, each token with as much context as fits."""
         owners, windows = [], []
         for number, request in enumerate(requests):
             found = utils.get_rolling_token_windows(

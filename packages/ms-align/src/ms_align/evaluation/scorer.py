@@ -36,12 +36,12 @@ class Scorer(Protocol):
         """Tokens that it takes at most; None where there is no limit."""
 
     def score(self, rows: Sequence[Row], /) -> list[ContinuationScore]:
-        """The score of each row's continuation, in order."""
+        """Score each row's continuation, in order."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, /, *, seed: int
     ) -> list[list[int]]:
-        """The new tokens of each prompt, without those behind the first stop."""
+        """Generate the new tokens of each prompt, without those behind the first stop."""
 
 
 @runtime_checkable
@@ -55,4 +55,4 @@ class ExportedModel(Protocol):
         """Logits (B, S, V) float32 of tokens (B, S) int64."""
 
     def generate(self, tokens: list[int], most: int, /) -> list[int]:
-        """The likeliest next tokens until one ends the text, `most` of them at most."""
+        """Generate the likeliest next tokens until one ends the text, `most` of them at most."""

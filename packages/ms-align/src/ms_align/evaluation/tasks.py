@@ -66,7 +66,7 @@ def run_tasks(
 
 
 def _known(tasks: Sequence[str], folder: str | None) -> Any:
-    """The tasks that there are, as the harness manages them."""
+    """Find the tasks that the harness knows, `folder`'s too, and check that each is there."""
     from lm_eval.tasks import TaskManager
 
     if folder is not None and not Path(folder).is_dir():
@@ -88,7 +88,7 @@ def _known(tasks: Sequence[str], folder: str | None) -> Any:
 
 
 def shown_results(results: Results) -> str:
-    """A line a metric, as commands print them."""
+    """Write a line a metric, as commands print them."""
     rows = [
         (task, metric, f"{value:.4f}", f"± {metrics[f'{metric},stderr']:.4f}")
         if f"{metric},stderr" in metrics
@@ -105,7 +105,7 @@ def shown_results(results: Results) -> str:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a task; the harness writes them as `acc,none` and `acc_stderr,none`."""
+    """Read the metrics of a task; the harness writes them as `acc,none` and `acc_stderr,none`."""
     numbers = {}
     for key, value in metrics.items():
         name, _, kept = key.partition(",")

@@ -50,7 +50,7 @@ class Texts:
         return list(self.inner.encode(text, **options))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special ones left out."""
+        """Decode tokens to text, special ones left out."""
         return self.tokenizer.decode(tokens)
 
     @property

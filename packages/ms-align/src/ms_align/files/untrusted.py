@@ -205,7 +205,7 @@ def check_parts(folder: str | Path, *, error: type[Exception]) -> None:
 
 
 def _never_a_path(text: str) -> str:
-    """Why no system takes a text for a path; empty where one does."""
+    """Tell why no system takes a text for a path; empty where one does."""
     try:
         encoded = text.encode()
     except UnicodeEncodeError:
@@ -224,7 +224,7 @@ def _never_a_path(text: str) -> str:
 
 
 def _not_for(text: str, written: str | None) -> str:
-    """Why a file or folder cannot be written at a path; empty where it can."""
+    """Tell why a file or folder cannot be written at a path; empty where it can."""
     if written is None:
         return ""
     path = Path(text)
@@ -241,14 +241,14 @@ def _not_for(text: str, written: str | None) -> str:
 
 
 def _shown(where: str | Path) -> str:
-    """A path as a message may hold it: printable, in one line, not endless."""
+    """Write a path as a message may hold it: printable, in one line, not endless."""
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(where)[:4096])
     half = SHOWN_CHARACTERS // 2
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]}...{text[-half:]}"
 
 
 def _words(raised: BaseException) -> str:
-    """What a decoder said, in one printable line."""
+    """Write what a decoder said, in one printable line."""
     text = " ".join(str(raised).split()) or type(raised).__name__
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: 2 * SHOWN_CHARACTERS])
     if isinstance(raised, KeyError):

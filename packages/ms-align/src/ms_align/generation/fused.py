@@ -52,7 +52,7 @@ class _Layer:
 
 
 def fused_reader(model: LanguageModel, *, proved: bool = False) -> "FusedReader | None":
-    """The fused form of a model; None where it has none, or does not give what the model gives.
+    """Build a model's fused form; None where it has none, or does not give what the model gives.
 
     Args:
         model: as its weights are now.
@@ -68,7 +68,7 @@ def fused_reader(model: LanguageModel, *, proved: bool = False) -> "FusedReader 
 
 
 def _fits(model: LanguageModel) -> bool:
-    """Whether every part is a plain one of the family."""
+    """Return whether every part is a plain one of the family."""
     module: Any = model.module
     if {weight.dtype for weight in module.parameters()} not in COMPLEX:
         return False
@@ -84,7 +84,7 @@ def _fits(model: LanguageModel) -> bool:
 
 
 def _is_known(module: Any) -> bool:
-    """Whether it is a decoder of ms-parallel's of the families whose blocks are fused here."""
+    """Return whether it is a ms-parallel decoder of the families whose blocks are fused here."""
     if type(module).__name__ != "Decoder" or module.config.model_type not in FAMILIES:
         return False
     return getattr(module.config.rope_scaling, "kind", None) not in BY_LENGTH
@@ -219,7 +219,7 @@ class FusedReader:
         return heads[..., : self.queries, :], kv
 
     def _finish(self, hidden: Tensor, mixed: Tensor, layer: _Layer) -> Tensor:
-        """What is left of a block after attention."""
+        """Apply the output projection, the residual and the MLP after attention."""
         width = hidden.shape[-1]
         flat = torch.addmm(
             hidden.reshape(-1, width), mixed.reshape(-1, layer.out.shape[0]), layer.out
@@ -243,7 +243,7 @@ class FusedReader:
 
 
 def _pair_order(width: int) -> Tensor:
-    """Where each dim of a head goes so that dim i and i + D/2 are neighbours."""
+    """Return the order of a head's dims that makes dims i and i + D/2 neighbours."""
     return torch.arange(width).view(2, -1).t().reshape(-1)
 
 
@@ -273,7 +273,7 @@ def _rotations(model: LanguageModel, count: int, device: torch.device) -> Tensor
 
 
 def _agrees(reader: FusedReader, model: LanguageModel) -> bool:
-    """Whether both forms give the same logits after reading and after one more token."""
+    """Return whether both forms give the same logits after reading and after one more token."""
     device = next(model.module.parameters()).device
     vocabulary = model.vocabulary_size or 2
     tokens = (torch.arange(10, device=device).view(2, 5) * 7 + 1) % vocabulary

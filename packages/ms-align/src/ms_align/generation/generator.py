@@ -194,7 +194,7 @@ class _Written:
         )
 
     def draw(self, logits: Tensor, rows: Tensor) -> Drawn:
-        """A token for each of the rows."""
+        """Draw a token for each of the rows."""
         at = self.lengths[rows].clamp(max=self.uniforms.shape[1] - 1)
         return draw(logits, self.sampling, self.uniforms[rows, at])
 

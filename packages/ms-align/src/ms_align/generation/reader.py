@@ -34,7 +34,7 @@ class Reader(Protocol):
 
 
 def reader_of(model: LanguageModel) -> "ModelReader":
-    """The reader for a model.
+    """Build the reader for a model.
 
     Raises:
         ModelError: the model has no cache.

@@ -29,7 +29,7 @@ class Responses:
     """(N,) bool: ended by a stop token or string, not by length."""
 
     def row(self, index: int) -> list[int]:
-        """The tokens of one response."""
+        """Return the tokens of one response."""
         return self.tokens[index, : int(self.lengths[index])].tolist()
 
 

@@ -30,12 +30,12 @@ def _is_token(value: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    """The value as a message may hold it, huge numbers in a list too."""
+    """Write the value as a message may hold it, huge numbers in a list too."""
     return f"[{', '.join(map(shown, value))}]" if isinstance(value, list) else shown(value)
 
 
 def token_numbers(value: object) -> tuple[int, ...]:
-    """A setting that is one token's number, or several."""
+    """Read a setting that is one token's number, or several."""
     given = tuple(value) if isinstance(value, Iterable) else (value,)
     if not all(_is_token(token) for token in given):
         several = list(given) if isinstance(value, Iterable) else value
@@ -151,7 +151,7 @@ def _logprobs(scores: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _invert(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """The first token at which the sum of probabilities (B, V) exceeds `uniforms` (B,).
+    """Find the first token at which the sum of probabilities (B, V) exceeds `uniforms` (B,).
 
     Sums by blocks first: two short cumulative sums in float64 instead of a long one.
     """

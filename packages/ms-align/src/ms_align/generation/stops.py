@@ -24,7 +24,7 @@ def reach(strings: Sequence[str]) -> int:
 
 
 def completes(tail: Sequence[int], strings: Sequence[str], decode: Decode) -> bool:
-    """Whether a stop string stands in a response's last `reach` tokens."""
+    """Return whether a stop string stands in a response's last `reach` tokens."""
     text = decode(tail)
     return any(each in text for each in strings)
 
@@ -43,7 +43,7 @@ def first_stop(tokens: Sequence[int], sampling: Sampling, decode: Decode | None)
 
 
 def beside(tokenizer: Any, model: Any) -> Any:
-    """The tokenizer that is given, or the folder of the model where one lies in it."""
+    """Return the tokenizer that is given, or the folder of the model where one lies in it."""
     if tokenizer is not None:
         return tokenizer
     folder = model if isinstance(model, str | Path) else getattr(model, "name_or_path", None)
@@ -58,7 +58,7 @@ def with_stops(
     tokenizer: Tokenizer | None,
     files: TokenizerFiles | None,
 ) -> Sampling:
-    """How responses are drawn, with all that ends one.
+    """Return how responses are drawn, with all that ends one.
 
     Args:
         sampling: its stop strings may be special tokens, which no text shows.

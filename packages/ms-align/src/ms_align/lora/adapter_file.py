@@ -93,7 +93,7 @@ def write_adapter(folder: Path, config: AdapterConfig, weights: Weights) -> None
 
 
 def read_adapter(folder: Path) -> tuple[AdapterConfig, Weights]:
-    """What the folder holds.
+    """Read the adapter that the folder holds.
 
     Raises:
         ModelError: a file is missing or damaged, or the adapter needs what is not supported.
@@ -139,7 +139,7 @@ def _check_numbers(path: Path, config: AdapterConfig) -> None:
 def _pairs(
     path: Path, tensors: Mapping[str, Tensor], rank: int
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """A and B by layer, each of the rank that the configuration names."""
+    """Pair A and B by layer, and check that both have the rank that the configuration names."""
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         name, _, kind = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")

@@ -85,7 +85,7 @@ class LoraLinear(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """A from the uniform distribution within ±1/√I, as peft does; B at 0."""
+        """Draw A from the uniform distribution within ±1/√I, as peft does, and set B to 0."""
         generator = torch.Generator().manual_seed(seed)
         bound = 1.0 / math.sqrt(self.in_features)
         self.lora_A.copy_(torch.rand(self.lora_A.shape, generator=generator) * 2 * bound - bound)
@@ -168,7 +168,7 @@ class AdaptedModel(nn.Module):
         return self.base(*arguments, **named)
 
     def get_base_model(self) -> nn.Module:
-        """The model, adapters in place."""
+        """Return the model, adapters in place."""
         return self.base
 
     def adapters(self) -> dict[str, LoraLinear]:
@@ -177,7 +177,7 @@ class AdaptedModel(nn.Module):
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """The model as it was before, while the block runs.
+        """Switch the adapters off while the block runs, so that the model is as it was before.
 
         Raises:
             ModelError: the adapters are merged.
@@ -206,7 +206,7 @@ class AdaptedModel(nn.Module):
 
     @contextmanager
     def as_merged(self) -> Iterator[nn.Module]:
-        """The plain model with its adapters in its weights, while the block runs."""
+        """Yield the plain model with its adapters in its weights, while the block runs."""
         layers = self.adapters()
         merged_before = {name for name, layer in layers.items() if layer.merged}
         self.merge()
@@ -240,7 +240,7 @@ class AdaptedModel(nn.Module):
 
 @contextmanager
 def plain_model(module: nn.Module) -> Iterator[nn.Module]:
-    """A model with its adapters, ours or peft's, in its weights, while the block runs."""
+    """Yield a model with its adapters, ours or peft's, in its weights, while the block runs."""
     if isinstance(module, AdaptedModel):
         with module.as_merged() as plain:
             yield plain
@@ -303,14 +303,14 @@ def add_lora(
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of a model without adapters, by name, in its order."""
+    """List the linear layers of a model without adapters, by name, in its order."""
     if any(isinstance(module, LoraLinear) for module in model.modules()):
         raise ConfigError("the model has adapters already; merge them, or go on with them")
     return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
 
 
 def ends_with(name: str, targets: Iterable[str]) -> bool:
-    """Whether a layer's name is one of the targets, or ends with one."""
+    """Return whether a layer's name is one of the targets, or ends with one."""
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
@@ -350,7 +350,7 @@ def _check_rank(model: nn.Module, names: list[str], rank: int) -> None:
 
 
 def _head_name(model: nn.Module) -> str | None:
-    """The layer that makes logits, which `all-linear` leaves out."""
+    """Find the name of the layer that makes logits, which `all-linear` leaves out."""
     head = getattr(model, "get_output_embeddings", lambda: getattr(model, "lm_head", None))()
     return next((name for name, module in model.named_modules() if module is head), None)
 

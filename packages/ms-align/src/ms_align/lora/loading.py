@@ -66,7 +66,7 @@ def _targets_of(config: AdapterConfig) -> str | tuple[str, ...]:
 
 
 def _without(pair: tuple[Tensor, Tensor], taken: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """A and B of B·A - B₀·A₀."""
+    """Build A and B of B·A - B₀·A₀."""
     (a, b), (a_taken, b_taken) = pair, taken
     device = a.device
     return torch.cat((a, a_taken.to(device))), torch.cat((b, -b_taken.to(device)), 1)

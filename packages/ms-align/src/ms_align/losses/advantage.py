@@ -123,7 +123,7 @@ def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def compared(rewards: Tensor, group_size: int) -> Tensor:
-    """Which rewards (B,) are not NaN and have another such one in their group, (B,) bool."""
+    """Find which rewards (B,) are not NaN and have another such one in their group, (B,) bool."""
     kept = _groups(rewards, group_size)[1]
     return (kept & (kept.sum(dim=1, keepdim=True) > 1)).flatten()
 

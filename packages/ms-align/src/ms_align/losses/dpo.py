@@ -49,7 +49,7 @@ def row_logprobs(output: Output, batch: Batch) -> Tensor:
 
 
 def pair_weights(batch: Batch) -> Tensor:
-    """How much each pair counts, float32 (P,); 0 for a pair without targets."""
+    """Compute how much each pair counts, float32 (P,); 0 for a pair without targets."""
     targets = batch["targets"] != IGNORED
     if targets.shape[0] % 2:
         raise ConfigError(

@@ -28,7 +28,7 @@ LossEstimator = Literal["k2", "k3", "k3_weighted", "k1_to_go"]
 
 
 def estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "k1") -> Tensor:
-    """The value of an estimator for each token.
+    """Compute the value of an estimator for each token.
 
     Args:
         logprobs: (B, T) float32, of the policy.
@@ -58,7 +58,7 @@ def in_loss(
     mask: Tensor,
     estimator: str,
 ) -> Tensor:
-    """What to add, times β, to each token's loss, so that its gradient is that of the KL.
+    """Compute what to add, times β, to each token's loss, so that its gradient is the KL's.
 
     Args:
         logprobs: (B, T) float32, of the policy being trained; takes the gradient.
@@ -115,6 +115,6 @@ class AdaptiveKL:
             )
 
     def next(self, coefficient: float, measured: float, responses: int) -> float:
-        """The coefficient after `responses` responses of mean KL `measured`."""
+        """Compute the coefficient that follows `responses` responses of mean KL `measured`."""
         error = min(max(measured / self.target - 1.0, -0.2), 0.2)
         return coefficient * (1.0 + error * responses / self.horizon)

@@ -24,11 +24,11 @@ class Uncertainty:
     """Step size."""
 
     def weights(self) -> list[float]:
-        """The factor of each task's loss."""
+        """Compute the factor of each task's loss."""
         return [math.exp(-one) for one in self.log_variances]
 
     def observe(self, losses: Sequence[float | None], shares: Sequence[float]) -> None:
-        """One step down the gradient.
+        """Take one step down the gradient.
 
         Args:
             losses: mean loss of each task, None where it did not come.

@@ -35,7 +35,7 @@ def pairwise_loss(
 
 
 def row_scores(output: Output, batch: Batch, head: str) -> Tensor:
-    """What a head says at the last token of each row's first document, float32 (B,).
+    """Read a head's score at the last token of each row's first document, float32 (B,).
 
     Raises:
         DataError: the batch does not say where a row's first document ends.

@@ -25,12 +25,12 @@ Aggregation = Literal["token", "sequence", "constant"]
 
 
 def per_token(log_ratios: Tensor, mask: Tensor) -> Tensor:
-    """A ratio for each token: the log-ratios (B, S) as they are."""
+    """Return a ratio for each token: the log-ratios (B, S) as they are."""
     return log_ratios
 
 
 def per_response(log_ratios: Tensor, mask: Tensor) -> Tensor:
-    """One ratio for a whole response: the sum of its log-ratios, at each of its tokens (B, S)."""
+    """Sum a response's log-ratios into one ratio, which each of its tokens gets (B, S)."""
     return log_ratios.sum(1, keepdim=True).expand_as(log_ratios)
 
 
@@ -76,7 +76,7 @@ class PolicyLoss:
         return (losses * weights).sum(), torch.stack(sums)
 
     def terms(self, output: Output, batch: Batch, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of each token, and each statistic by name, all (B, S)."""
+        """Compute the loss of each token, and each statistic by name, all (B, S)."""
         old, advantages = batch["old_logprobs"], batch["advantages"]
         logprobs = -output.token_losses(batch["targets"], temperature=self.temperature)
         difference = torch.where(mask, logprobs - old, 0.0)
@@ -124,7 +124,7 @@ def clipped_share(ratios: Tensor, advantages: Tensor, low: float, high: float) -
 
 
 def token_weights(mask: Tensor, aggregation: str) -> Tensor:
-    """How much each token counts, (B, S) float32.
+    """Compute how much each token counts, (B, S) float32.
 
     `token` counts each alike; `sequence` each response alike, its tokens sharing; `constant` each
     token alike, but divided by a fixed length, so that no response's length changes its weight.
@@ -136,7 +136,7 @@ def token_weights(mask: Tensor, aggregation: str) -> Tensor:
 
 
 def divisor(mask: Tensor, aggregation: str, longest: int | None) -> float:
-    """What the sum of `token_weights` times losses is divided by.
+    """Compute what the sum of `token_weights` times losses is divided by.
 
     Args:
         mask: (B, S).

@@ -59,7 +59,7 @@ class PPOLoss(PolicyLoss):
         return ("policy_loss", *super().statistics, *shared)
 
     def terms(self, output: Output, batch: Batch, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of each token, and each statistic by name, all (B, S)."""
+        """Compute the loss of each token, and each statistic by name, all (B, S)."""
         losses, terms = super().terms(output, batch, mask)
         if self.value_coeff:
             errors, held = _of_batch(output, batch, self.value_clip)

@@ -29,7 +29,7 @@ class Output(Protocol):
         """Entropy of p in nats, float32 (B, S), where `counted` (B, S) is true; 0 elsewhere."""
 
     def head(self, name: str) -> Tensor:
-        """What an extra head makes of the final hidden states, float32 (B, S, its width)."""
+        """Apply an extra head to the final hidden states, float32 (B, S, its width)."""
 
 
 class Loss(Protocol):
@@ -44,10 +44,10 @@ class Loss(Protocol):
         """Names of the statistics that a call returns."""
 
     def weight(self, batch: Batch) -> float:
-        """This batch's share of the divisor."""
+        """Compute this batch's share of the divisor."""
 
     def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The sum, a float32 scalar; and the statistics' sums, detached float32 (len(statistics),).
+        """Sum the loss, a float32 scalar, and the statistics, detached float32 (len(statistics),).
 
         Both are divided by the global weight, so a statistic is a mean weighted like the loss.
         """

@@ -12,7 +12,7 @@ from ms_align.losses.protocol import IGNORED, Batch, Output
 
 
 def token_weights(batch: Batch, *, per_row: bool) -> Tensor:
-    """How much each token's loss counts, float32 (B, S), 0 where there is no target.
+    """Compute how much each token's loss counts, float32 (B, S), 0 where there is no target.
 
     Args:
         batch: reads `targets`, by choice `weights` (B, S) and `row_weights` (B,).

@@ -31,7 +31,7 @@ class Scratch:
         self._lent: weakref.ref[Tensor] | None = None
 
     def lend(self, like: Tensor, shape: tuple[int, int]) -> Tensor:
-        """An uninitialised tensor; its memory is free again as soon as the tensor is gone.
+        """Lend an uninitialised tensor; its memory is free again as soon as the tensor is gone.
 
         Args:
             like: gives dtype and device.
@@ -157,7 +157,7 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_losses: Tensor | None, of_entropies: Tensor | None) -> Any:
-        """The gradient of the logits."""
+        """Compute the gradient of the logits."""
         logits, targets, statistics = ctx.saved_tensors
         delta = logits.clone()
         _differentiate(delta, targets, ctx.temperature, statistics, of_losses, of_entropies)

@@ -16,7 +16,7 @@ from ms_align.files.untrusted import check_parts, check_path
 
 
 def best_device() -> torch.device:
-    """This process's accelerator; the CPU where the machine has none."""
+    """Return this process's accelerator; the CPU where the machine has none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return torch.device("cpu")
@@ -25,7 +25,7 @@ def best_device() -> torch.device:
 
 
 def load_model(folder: str | Path) -> nn.Module:
-    """The model of a Hugging Face folder, through ms-parallel where it knows the architecture.
+    """Read the model of a Hugging Face folder, through ms-parallel where it knows the architecture.
 
     It lies on this process's accelerator, where there is one.
 
@@ -55,7 +55,7 @@ def load_model(folder: str | Path) -> nn.Module:
 
 
 def _is_known(path: Path) -> bool:
-    """Whether ms-parallel builds such a model and reads files such as these, sound or not."""
+    """Return whether ms-parallel builds such a model and reads such files, sound or not."""
     from ms_parallel import ParallelError
     from ms_parallel.models import architecture
 
@@ -67,7 +67,7 @@ def _is_known(path: Path) -> bool:
 
 
 def _from_transformers(path: Path) -> nn.Module:
-    """The model as transformers reads it, which fills what is missing with random numbers."""
+    """Read the model with transformers, and refuse one whose gaps it would fill at random."""
     from transformers import AutoModelForCausalLM
 
     check_parts(path, error=ModelError)
@@ -110,7 +110,7 @@ def save_model(model: nn.Module, folder: Path) -> None:
 
 
 def _is_staged(model: nn.Module) -> bool:
-    """Whether it is a model of ms-parallel."""
+    """Return whether it is a model of ms-parallel."""
     if importlib.util.find_spec("ms_parallel") is None:
         return False
     from ms_parallel.models import StagedModel

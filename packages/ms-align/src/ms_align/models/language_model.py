@@ -85,7 +85,7 @@ def check_tokens(
 
 
 def copy_of(module: nn.Module) -> nn.Module:
-    """A copy that shares no weight; operators that are Python modules stay the ones they are."""
+    """Copy a module, sharing no weight; operators that are Python modules stay as they are."""
     shared: dict[int, Any] = {
         id(value): value
         for part in module.modules()
@@ -96,7 +96,7 @@ def copy_of(module: nn.Module) -> nn.Module:
 
 
 def language_model(module: nn.Module) -> LanguageModel:
-    """The interface to a model.
+    """Find the interface to a model.
 
     Raises:
         ModelError: it is none of the kinds that are understood.
@@ -157,7 +157,7 @@ class HuggingFaceModel:
 
     @torch.no_grad()
     def _head_is_all(self) -> bool:
-        """Whether logits are the output embedding of the hidden states and nothing more."""
+        """Return whether logits are the output embedding of the hidden states and nothing more."""
         head = self._inner.get_output_embeddings()
         if head is None or self._inner.base_model is self._inner:
             return False
@@ -209,9 +209,9 @@ class HuggingFaceModel:
     def cached(
         self, tokens: Tensor, positions: Tensor, seen: Tensor | None, cache: object
     ) -> Tensor:
-        """As `hidden`, behind the W positions that a cache of transformers' form holds.
+        """Compute what `hidden` does, behind the W positions that a cache of transformers holds.
 
-        `seen` (B, S, W + S) says which are, itself and what is before; None for all.
+        `seen` (B, S, W + S) says which positions each one sees; None for itself and all before it.
         """
         arguments: dict[str, Any] = {
             "input_ids": tokens,
@@ -235,7 +235,7 @@ class HuggingFaceModel:
 
 
 def _is_alibi(inner: Any) -> bool:
-    """Whether it biases attention by distance, which it counts from a mask (B, W) alone."""
+    """Return whether it biases attention by distance, which it counts from a mask (B, W) alone."""
     return inner.config.model_type == "bloom" or bool(getattr(inner.config, "alibi", False))
 
 
@@ -253,7 +253,7 @@ def _documents_apart(tokens: Tensor, documents: Tensor) -> tuple[Tensor, tuple[T
 
 
 def attention_masks(inner: Any, seen: Tensor) -> Tensor | dict[str, Tensor]:
-    """What a model of transformers takes for the last S of W columns, side by side in their order.
+    """Build what a transformers model takes for the last S of W columns, which lie in their order.
 
     Args:
         inner: the model; with a mask of ours it leaves its sliding window to us.
@@ -283,7 +283,7 @@ def attention_masks(inner: Any, seen: Tensor) -> Tensor | dict[str, Tensor]:
 
 
 def _window(inner: Any) -> int | None:
-    """The most columns that a layer with a window sees, itself among them; None without one."""
+    """Find how many columns a layer with a window sees at most, with itself; None without one."""
     config, kind = inner.config.get_text_config(), inner.config.model_type
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     window: int | None = getattr(config, "sliding_window", None)
@@ -331,5 +331,5 @@ class PlainModel:
         return cast(Tensor, self.module(tokens, **arguments))
 
     def project(self, hidden: Tensor) -> Tensor:
-        """The logits as they are."""
+        """Return the logits as they are."""
         return hidden

@@ -27,7 +27,7 @@ BODY, INDEX = "body", "model.safetensors.index.json"
 
 
 def is_reward_model(folder: Path) -> bool:
-    """Whether `RewardModel.save` wrote the folder."""
+    """Return whether `RewardModel.save` wrote the folder."""
     return (folder / HEAD_FILE).is_file()
 
 
@@ -157,7 +157,7 @@ class RewardModel(nn.Module):
 
 
 def _filler(config: dict[str, Any], tokenizer: TokenizerFiles | None) -> int | None:
-    """A token for the places behind a text that no text ends with; None where there is none."""
+    """Find a token to fill up rows with, which ends no text; None where there is none."""
     if tokenizer is None:
         return None
     pad = tokenizer.id_of("pad_token")

@@ -44,7 +44,7 @@ def named_rewards(given: Any) -> Any:
 
 
 def _weighted(value: Any) -> Any:
-    """A reward, or a pair of one and its weight, which a run file writes as a list."""
+    """Read a reward, or a pair of one and its weight, which a run file writes as a list."""
     if isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[1], int | float):
         return named_rewards(value[0]), float(value[1])
     return named_rewards(value)

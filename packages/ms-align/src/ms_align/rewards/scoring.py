@@ -40,7 +40,7 @@ class Reward(Protocol):
     """Says how good responses are; any callable of this shape."""
 
     def __call__(self, samples: Sequence[Sample], /) -> Sequence[float] | Tensor:
-        """A number for each sample."""
+        """Return a number for each sample."""
 
 
 @frozen(kw_only=True)
@@ -81,7 +81,7 @@ class ModuleReward:
 
     @torch.no_grad()
     def __call__(self, samples: Sequence[Sample], /) -> Tensor:
-        """A score for each sample, (N,) float32 on the CPU."""
+        """Score each sample, (N,) float32 on the CPU."""
         training = self.module.training
         self.module.eval()
         parts = [
@@ -157,7 +157,7 @@ def score(
     on_failure: Failure = "stop",
     penalty: float = -1.0,
 ) -> Scores:
-    """The weighted sum of rewards for each sample.
+    """Compute the weighted sum of rewards for each sample.
 
     Args:
         rewards: as `rewards_of` gives them.

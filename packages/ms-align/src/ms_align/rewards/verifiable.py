@@ -40,7 +40,7 @@ class _Judgement:
 
     @abstractmethod
     def passes(self, sample: Sample, index: int) -> bool:
-        """Whether a sample gets the reward; `index` is its place, for messages."""
+        """Return whether a sample gets the reward; `index` is its place, for messages."""
 
 
 @frozen(kw_only=True)
@@ -53,7 +53,7 @@ class ExactMatch(_Judgement):
     """Take capitals and small letters for the same."""
 
     def passes(self, sample: Sample, index: int) -> bool:
-        """Whether the response is the answer."""
+        """Return whether the response is the answer."""
         return self._form(sample.response) == self._form(_answer(sample, index))
 
     def _form(self, value: str) -> str:
@@ -69,7 +69,7 @@ class Numeric(_Judgement):
     """How far it may be off, relative to the answer, or absolutely near 0."""
 
     def passes(self, sample: Sample, index: int) -> bool:
-        """Whether the response's last number is the answer's."""
+        """Return whether the response's last number is the answer's."""
         wanted, found = last_number(_answer(sample, index)), last_number(sample.response)
         if wanted is None:
             raise RewardError(
@@ -88,7 +88,7 @@ class PythonParses(_Judgement):
     """Fewest statements that count as code: the empty text parses too."""
 
     def passes(self, sample: Sample, index: int) -> bool:
-        """Whether the response's code parses and does something."""
+        """Return whether the response's code parses and does something."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -114,7 +114,7 @@ class PythonTests:
     otherwise: float = field(default=0.0)
 
     def __call__(self, samples: Sequence[Sample], /) -> list[float]:
-        """One number a sample; programs run side by side, one a core."""
+        """Score each sample by running its code against its tests, side by side, one a core."""
         tests = [
             sample.extra.get(self.tests_key) or _answer(sample, index)
             for index, sample in enumerate(samples)
@@ -126,13 +126,13 @@ class PythonTests:
 
 
 def code_of(response: str) -> str:
-    """The first fenced block of Python, or the whole response where there is none."""
+    """Find the first fenced block of Python; return the whole response where there is none."""
     found = _FENCE.search(response)
     return found[1] if found else response
 
 
 def last_number(value: str) -> float | None:
-    """The last number in a text: with a sign, thousands' commas, an exponent, or as a fraction."""
+    """Read the last number in a text: with a sign, commas, an exponent, or as a fraction."""
     found = _NUMBER.findall(value)
     if not found:
         return None

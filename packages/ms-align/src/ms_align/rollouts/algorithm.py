@@ -12,16 +12,16 @@ class Algorithm(Protocol):
     """A value that is handed to `RolloutLearner`; each trainer of `ms_align.trainers` is one."""
 
     def loss(self, kl_coeff: float) -> Loss:
-        """The policy's loss; the coefficient is 0 where the KL is not in the loss."""
+        """Build the policy's loss; the coefficient is 0 where the KL is not in the loss."""
 
     def advantages(self, experience: Experience, kl_coeff: float) -> dict[str, Tensor]:
-        """What the loss reads beside the tokens, (N, S) each, from a scored rollout.
+        """Compute what the loss reads beside the tokens, (N, S) each, from a scored rollout.
 
         The coefficient is 0 where the KL is not in the reward.
         """
 
     def value_loss(self) -> Loss | None:
-        """The loss of a value model of its own, if there is one."""
+        """Build the loss of a value model of its own, if there is one."""
 
     @property
     def learns_from_groups(self) -> bool:

@@ -103,5 +103,5 @@ def response_scores(experience: Experience, kl_coeff: float, estimator: str) -> 
 
 
 def spread_over_tokens(advantages: Tensor, experience: Experience) -> Tensor:
-    """Each response's advantage at its tokens, (N, S) float32, 0 elsewhere."""
+    """Spread each response's advantage over its tokens, (N, S) float32, 0 elsewhere."""
     return advantages[:, None].float() * experience.mask

@@ -65,7 +65,7 @@ class RolloutLearner:
         self.kl_coeff = self.options.kl_coeff
 
     def update(self, log: RunLog) -> tuple[Update, Mapping[str, float]]:
-        """One update; before it a rollout, where the last one is used up."""
+        """Update the weights once, after a rollout where the last one is used up."""
         if not self.order:
             self._roll_out(log)
         batch = self._minibatch(self.order.pop(0))
@@ -135,7 +135,7 @@ class RolloutLearner:
         ]
 
     def _minibatch(self, rows: list[int]) -> dict[str, Tensor]:
-        """This data rank's rows of an update."""
+        """Return this data rank's rows of an update."""
         mine = rows[self.policy.data_rank :: self.policy.data_ranks]
         return {name: value[mine] for name, value in self.buffer.items()}
 
@@ -192,7 +192,7 @@ class RolloutLearner:
     def _prepare(
         self, prompts: Sequence[Prompt], responses: Responses, longest: int
     ) -> dict[str, Tensor]:
-        """The rows of all data ranks, with what the models say of them."""
+        """Build the responses' rows, ask the models about them, and gather all data ranks'."""
         options = self.options
         repeated = [prompt.tokens for prompt in prompts for _ in range(options.group_size)]
         # Data ranks must agree on a width, and know only their own responses.
@@ -235,7 +235,7 @@ class RolloutLearner:
             )
 
     def _order_rows(self, experience: Experience) -> None:
-        """Which rows each update takes: every epoch an order of its own, like lengths together."""
+        """Choose the rows of each update: each epoch in its own order, like lengths together."""
         size = self.options.minibatch_size or self.options.batch_size
         if size % self.policy.data_ranks:
             raise ConfigError(

@@ -25,7 +25,7 @@ MULTIPLE = 8
 def sequences(
     prompts: Sequence[Sequence[int]], responses: Responses, *, longest: int | None = None
 ) -> dict[str, Tensor]:
-    """One row a response: its prompt, then its tokens, padded on the right.
+    """Build one row a response: its prompt, then its tokens, padded on the right.
 
     Args:
         prompts: the tokens before each response, N of them.
@@ -58,7 +58,7 @@ def sequences(
 def samples_of(
     prompts: Sequence[Prompt], responses: Responses, tokenizer: Tokenizer | None
 ) -> list[Sample]:
-    """What a reward is asked about, one for each response."""
+    """Build the samples that a reward is asked about, one for each response."""
     samples = []
     for row, prompt in enumerate(prompts):
         tokens = responses.row(row)
@@ -86,7 +86,7 @@ def logprobs_of(engine: Engine, batch: Mapping[str, Tensor], temperature: float)
 
 
 def values_of(engine: Engine, batch: Mapping[str, Tensor], head: str = "value") -> Tensor:
-    """An engine's value before each target, (N, S) float32, 0 elsewhere."""
+    """Compute an engine's value before each target, (N, S) float32, 0 elsewhere."""
 
     def ask(output: Output, microbatch: Batch) -> Tensor:
         return output.head(head).squeeze(-1) * (microbatch["targets"] != IGNORED)
@@ -107,7 +107,7 @@ def _by_length(
 
 
 def gather_rows(engine: Engine, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The rows of all data ranks on every process; each gives as many, equally wide."""
+    """Gather the rows of all data ranks on every process; each gives as many, equally wide."""
     if engine.data_ranks == 1:
         return dict(rows)
     return {name: engine.gather(value) for name, value in rows.items()}

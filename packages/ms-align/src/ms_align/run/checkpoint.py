@@ -60,7 +60,7 @@ class _Manifest(
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Return where the checkpoint of a step lies."""
     return root / NAME.format(step)
 
 
@@ -105,7 +105,7 @@ def write(root: Path, step: int, state: State) -> Path:
 
 
 def read(folder: Path) -> State:
-    """What `write` was given on this process, each byte checked.
+    """Read what `write` was given on this process, and check each byte.
 
     Raises:
         DamageError: bytes are missing or not those that were written.

@@ -28,7 +28,7 @@ def frozen_checksum(engine: Engine) -> str:
 
 
 def name_of(model: Any) -> str:
-    """What a run's folder calls a model: its folder, or its class."""
+    """Return what a run's folder calls a model: its folder, or its class."""
     if model is None or isinstance(model, str | Path):
         return str(model or "")
     return str(getattr(model, "__qualname__", type(model).__qualname__))

@@ -51,13 +51,13 @@ class Learner(Protocol):
     """What a trainer gives the loop."""
 
     def update(self, log: RunLog) -> tuple[Update, Mapping[str, float]]:
-        """One update of the weights, with whatever must come before it; and what to log of it."""
+        """Update the weights once, with whatever must come before it; return it and what to log."""
 
     def evaluate(self, log: RunLog) -> Mapping[str, float]:
         """Held-out metrics by name, and samples logged; empty where nothing is held out."""
 
     def state(self) -> State:
-        """All it needs to go on exactly from here."""
+        """Return all that it needs to go on exactly from here."""
 
     def load(self, state: State) -> None:
         """Go to where `state` was taken."""
@@ -155,7 +155,7 @@ class Loop:
 
     @contextmanager
     def _events(self) -> Iterator[OnEvent]:
-        """The first process's callable, and one that does nothing elsewhere."""
+        """Yield the first process's callable, and one that does nothing elsewhere."""
         if processes.rank():
             yield lambda kind, fields: None
         elif self.options.on_event is not None:
@@ -305,7 +305,7 @@ class Loop:
         self.learner.load(State(tensors=state.tensors, facts=state.facts["learner"]))
 
     def _is_unwritten(self) -> bool:
-        """Whether what the run is for is missing; the first process writes, and says so."""
+        """Return whether the run's result is missing; the first process writes it, and says so."""
         if self.result is None:
             return False
         return processes.any_of(processes.rank() == 0 and not self.result.exists())
@@ -329,7 +329,7 @@ class Loop:
 
 
 def _read(folder: Path) -> tuple[State | None, str]:
-    """The checkpoint; or None, and what is damaged."""
+    """Read the checkpoint; or return None, and what is damaged."""
     try:
         return checkpoint.read(folder), ""
     except DamageError as damage:

@@ -43,7 +43,7 @@ class SamplePrompts:
 def log_sample(
     log: RunLog, prompt: str, response: str, reward: float | None = None, *, show: bool = True
 ) -> None:
-    """An event `sample` of a prompt and a response to it; and a line, if it is to be shown."""
+    """Log an event `sample` of a prompt and its response; and a line, if it is to be shown."""
     fields = {"prompt": prompt, "response": response}
     log.event("sample", fields if reward is None else {**fields, "reward": reward})
     if show:

@@ -23,7 +23,7 @@ from ms_align.tokenizer_files import TokenizerFiles, complete
 
 
 def result_folder(engine: Engine, output_dir: Path, *, merge: bool = True) -> Path:
-    """The folder that `write_result` writes last."""
+    """Return the folder that `write_result` writes last."""
     return output_dir / ("model" if _writes_model(engine, merge) else "adapter")
 
 
@@ -70,7 +70,7 @@ def check_finite(engine: Engine) -> None:
 
 
 def weights_of(engine: Engine) -> dict[str, Tensor]:
-    """Every weight that this process holds; the frozen ones too, where it holds the module."""
+    """List every weight that this process holds; the frozen ones too, where it holds the module."""
     if engine.module is not None:
         return dict(engine.module.named_parameters())
     state = engine.state_dict()
@@ -86,7 +86,7 @@ def _writes_model(engine: Engine, merge: bool) -> bool:
 
 @contextmanager
 def _whole_on_all(folder: Path) -> Iterator[Path]:
-    """A folder aside for all processes, which takes the name `folder` when all of them are done."""
+    """Yield a folder aside for all processes, which is named `folder` when all of them are done."""
     if processes.rank():
         processes.barrier()
         yield folder.with_name(f"{folder.name}.partial")

@@ -75,7 +75,7 @@ def groups_of(place: str, hidden: Collection[str] = ()) -> list[KeyGroup]:
 
 
 def _lineage(place: str) -> Iterator[tuple[str, ast.ClassDef]]:
-    """A class, then those it inherits from, depth first, each once."""
+    """Yield a class, then those it inherits from, depth first, each once."""
     seen: set[str] = set()
     waiting = [place]
     while waiting:
@@ -98,7 +98,7 @@ def _body(module: str) -> list[ast.stmt]:
 
 
 def _named(module: str, name: str) -> str:
-    """Where a class lies that a module names: in itself, or where it imports it from."""
+    """Find where a class lies that a module names: in itself, or where it imports it from."""
     for node in _body(module):
         if isinstance(node, ast.ImportFrom) and any(each.name == name for each in node.names):
             return f"{(node.module or '').removeprefix(f'{PACKAGE.name}.')}:{name}"
@@ -130,7 +130,7 @@ def _keys(module: str, node: ast.ClassDef) -> Iterator[Key]:
 
 
 def _kind(module: str, node: ast.expr) -> str:
-    """An annotation's source; a type that has a name of its own gives way to what it names."""
+    """Write an annotation's source; a type with a name of its own gives way to what it names."""
     if isinstance(node, ast.Name):
         found, _, name = _named(module, node.id).partition(":")
         for line in _body(found):
@@ -140,7 +140,7 @@ def _kind(module: str, node: ast.expr) -> str:
 
 
 def _check(module: str, node: ast.expr | None) -> str:
-    """A validator's source; names of constants give way to their values."""
+    """Write a validator's source; names of constants give way to their values."""
     if not isinstance(node, ast.Call):
         return "" if node is None else ast.unparse(node)
     words = []
@@ -156,7 +156,7 @@ def _check(module: str, node: ast.expr | None) -> str:
 
 
 def _constant(module: str, node: ast.expr) -> Any:
-    """A literal, or a constant of this package wherever it is imported from; else None."""
+    """Find the value of a literal or of this package's constant, imported or not; else None."""
     for _ in range(5):
         value = _value(module, node)
         if value is not None or not isinstance(node, ast.Name):
@@ -169,7 +169,7 @@ def _constant(module: str, node: ast.expr) -> Any:
 
 
 def _metadata(module: str, node: ast.expr | None) -> tuple[str, Any]:
-    """The class of a field's table, and its example."""
+    """Find the class of a field's table, and its example."""
     table, example = "", None
     if isinstance(node, ast.Dict):
         for key, value in zip(node.keys, node.values, strict=True):
@@ -182,7 +182,7 @@ def _metadata(module: str, node: ast.expr | None) -> tuple[str, Any]:
 
 
 def _value(module: str, node: ast.expr | None) -> Any:
-    """What an expression stands for: a literal, a path, or a constant of its module; else None."""
+    """Find what an expression stands for: a literal, path or constant of its module; else None."""
     if isinstance(node, ast.Call) and len(node.args) == 1:  # Path("runs"), get_args(Kind)
         node = node.args[0]
     if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":

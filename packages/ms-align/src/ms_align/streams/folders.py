@@ -22,7 +22,7 @@ class _DataRank:
 
 
 def folders_of(dataset: Any) -> Folders:
-    """A dataset's folders as texts.
+    """Return a dataset's folders as texts.
 
     Raises:
         ConfigError: it is neither a folder nor a table of them.
@@ -66,14 +66,14 @@ def preferences(dataset: Folders, engine: Engine, **settings: Any) -> Any:
 
 
 def has_held_out(dataset: Folders) -> bool:
-    """Whether each folder has a split of samples that are never learned from."""
+    """Return whether each folder has a split of samples that are never learned from."""
     from ms_data import inspect
 
     return all("held_out" in inspect(folder).splits for folder in _each(dataset))
 
 
 def held_out_prompts(dataset: Folders, count: int) -> tuple[list[list[int]], Any]:
-    """The first held-out prompts, up to where the assistant speaks; and the tokenizer."""
+    """Read the first held-out prompts, up to where the assistant speaks; and the tokenizer."""
     from ms_data import PairSample, Samples, Tokenizer
 
     folders = _each(dataset)
@@ -90,7 +90,7 @@ def held_out_prompts(dataset: Folders, count: int) -> tuple[list[list[int]], Any
 def first_batches(
     stream: Iterable[Mapping[str, Any]], most: int | None
 ) -> Iterable[Mapping[str, Any]]:
-    """The first batches of a stream, or all of them."""
+    """Yield the first batches of a stream, or all of them."""
     for number, batch in enumerate(stream):
         if number == most:
             return

@@ -15,7 +15,7 @@ class Stream(Protocol):
     """Batches, and where they stand; `ms_data.InstructionStream` and `PreferenceStream` are two."""
 
     def __next__(self) -> Mapping[str, Any]:
-        """The next global batch, of which this process's rows are given."""
+        """Return this process's rows of the next global batch."""
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values, the same on every process."""
@@ -37,7 +37,7 @@ class TaskStream(Protocol):
         """Rows in a global batch."""
 
     def of_tasks(self, tasks: Sequence[int], /) -> Mapping[str, Any]:
-        """A global batch whose rows are of these tasks."""
+        """Return a global batch whose rows are of these tasks."""
 
 
 def check_fit(engine: Engine, stream: object, what: str) -> None:
@@ -62,7 +62,7 @@ def check_fit(engine: Engine, stream: object, what: str) -> None:
 
 
 def next_batch(stream: Stream) -> Mapping[str, Any]:
-    """The next batch of a stream that must not end.
+    """Take the next batch of a stream that must not end.
 
     Raises:
         DataError: it has ended, or is empty.

@@ -78,7 +78,7 @@ class TaskSampler:
             _shares(self.names, options.given, "given")
 
     def complexities(self) -> list[float]:
-        """What the signal measures now, at least a millionth; 1 for all during the warm-up."""
+        """Compute what the signal measures now, at least a millionth; 1 for all in the warm-up."""
         if self.options.signal == "given":
             return [max(float(self.options.given[name]), SMALLEST) for name in self.names]
         known = [one for one in self.fast if one is not None]
@@ -95,7 +95,7 @@ class TaskSampler:
         return [max(max(seen) if rate is None else rate, SMALLEST) for rate in rates]
 
     def probabilities(self) -> list[float]:
-        """The probability of each task, now; they sum to 1."""
+        """Compute the probability of each task now; they sum to 1."""
         powers = [one ** (1.0 / self.options.temperature) for one in self.complexities()]
         wanted = [base * power for base, power in zip(self.base, powers, strict=True)]
         total, floor = sum(wanted), self.options.floor / len(self.names)
@@ -120,7 +120,7 @@ class TaskSampler:
         return tasks, [self.importance(task, probabilities) for task in tasks]
 
     def importance(self, task: int, probabilities: Sequence[float]) -> float:
-        """The weight of a row of `task` that was drawn with these probabilities."""
+        """Compute the weight of a row of `task` that was drawn with these probabilities."""
         return float((self.base[task] / probabilities[task]) ** self.options.correction)
 
     def observe(self, losses: Sequence[float | None]) -> None:
@@ -136,7 +136,7 @@ class TaskSampler:
         self.step += 1
 
     def state(self) -> dict[str, Any]:
-        """A few JSON values."""
+        """Return what the sampler needs to go on, as a few JSON values."""
         return {
             "names": list(self.names),
             "step": self.step,

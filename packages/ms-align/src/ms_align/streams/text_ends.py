@@ -29,7 +29,7 @@ class TextEnds:
 
     @classmethod
     def of(cls, tokenizer: TokenizerFiles | None) -> "TextEnds":
-        """For a tokenizer's special tokens; none was seen so far."""
+        """Begin with a tokenizer's special tokens, none of which was seen so far."""
         return cls(frozenset(tokenizer.ids.values()) if tokenizer else frozenset())
 
     def look(self, batch: Mapping[str, Any]) -> None:
@@ -52,7 +52,7 @@ class TextEnds:
 
 
 def tokenizer_beside(given: Any, stream: object) -> TokenizerFiles | None:
-    """The files of a tokenizer that is given, else of the one in the stream's first folder."""
+    """Find the files of a tokenizer that is given, else of the one in the stream's first folder."""
     if given is None:
         folders = getattr(stream, "folders", ())
         given = folders[0] if folders else None

@@ -36,7 +36,7 @@ class DPOTrainer(DPOOptions, PairTrainer):
     begins, which is the model without its adapters where it has some."""
 
     def learner(self, engine: Engine, data: TrainingData, ends: TextEnds) -> "DPOLearner":
-        """What learns from the pairs."""
+        """Build what learns from the pairs."""
         return DPOLearner(engine, data, ends, self.part(DPOLoss), self._reference(engine))
 
     def _reference(self, engine: Engine) -> Reference | None:
@@ -69,11 +69,11 @@ class DPOLearner(PairLearner):
             self.identity |= {"reference": weights_checksum(reference.engine)}
 
     def loss(self) -> DPOLoss:
-        """The mean DPO loss."""
+        """Return the mean DPO loss."""
         return self._loss
 
     def next_batch(self) -> Mapping[str, Any]:
-        """A batch, with `reference_logprobs` (B,)."""
+        """Take the next batch, with `reference_logprobs` (B,)."""
         return self._referenced(next_batch(self.data.stream))
 
     def _referenced(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -37,13 +37,13 @@ class GRPOTrainer(OnlineTrainer):
     """What counts alike in the loss; `constant` divides by max_new_tokens."""
 
     def loss(self, kl_coeff: float) -> PolicyLoss:
-        """The clipped surrogate, a ratio a token."""
+        """Build the clipped surrogate, a ratio a token."""
         return PolicyLoss(
             **self.surrogate(kl_coeff), aggregation=self.aggregation, longest=self.max_new_tokens
         )
 
     def advantages(self, experience: Experience, kl_coeff: float) -> dict[str, Tensor]:
-        """One advantage a response, at each of its tokens, (N, S)."""
+        """Compute one advantage a response, at each of its tokens, (N, S)."""
         scores = response_scores(experience, kl_coeff, self.kl_estimator)
         found = group_relative(scores, self.group_size, scale=self.scale_rewards)
         return {"advantages": spread_over_tokens(found, experience)}

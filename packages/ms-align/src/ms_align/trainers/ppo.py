@@ -52,11 +52,11 @@ class PPOTrainer(OnlineTrainer):
     """Divide rewards by their deviation; their mean stays."""
 
     def heads(self) -> dict[str, int]:
-        """A value head, where the policy's model bears it."""
+        """Return a value head, where the policy's model bears it."""
         return {"value": 1} if self.value_model is None else {}
 
     def value_engine(self, policy: Engine) -> Engine:
-        """The policy's engine, or one of its own."""
+        """Return the policy's engine, or build one for a value model of its own."""
         model: Any = self.value_model
         if model is None:
             return policy
@@ -71,7 +71,7 @@ class PPOTrainer(OnlineTrainer):
         return self.start_engine(model, heads={"value": 1})
 
     def loss(self, kl_coeff: float) -> PPOLoss:
-        """The clipped losses."""
+        """Build the clipped losses."""
         return PPOLoss(
             **self.surrogate(kl_coeff),
             value_coeff=self.value_coeff if self.value_model is None else 0.0,
@@ -79,7 +79,7 @@ class PPOTrainer(OnlineTrainer):
         )
 
     def value_loss(self) -> Loss | None:
-        """The value's loss, where its model is its own."""
+        """Build the value's loss, where its model is its own."""
         return None if self.value_model is None else ValueLoss(clip=self.value_clip)
 
     def advantages(self, experience: Experience, kl_coeff: float) -> dict[str, Tensor]:

@@ -57,7 +57,7 @@ class RewardTrainer(RewardOptions, PairTrainer):
             )
 
     def engine(self) -> LocalEngine:
-        """The model with a head for scores."""
+        """Build the engine of the model with a head for scores."""
         model = load_model(self.model) if isinstance(self.model, str | Path) else self.model
         if not isinstance(model, nn.Module):
             raise ConfigError(
@@ -77,7 +77,7 @@ class RewardTrainer(RewardOptions, PairTrainer):
         return engine
 
     def learner(self, engine: Engine, data: TrainingData, ends: TextEnds) -> "RewardLearner":
-        """What learns from the pairs."""
+        """Build what learns from the pairs."""
         return RewardLearner(engine, data, ends, self)
 
     def write(self, engine: Engine, tokenizer: TokenizerFiles | None) -> None:
@@ -86,11 +86,11 @@ class RewardTrainer(RewardOptions, PairTrainer):
         self.trained(engine).save(self.place / "model", tokenizer)
 
     def result_path(self, engine: Engine) -> Path:
-        """What `write` writes last."""
+        """Return the path of what `write` writes last."""
         return self.place / "model" / HEAD_FILE
 
     def trained(self, engine: Engine) -> RewardModel:
-        """The reward model as it stands."""
+        """Return the reward model as it stands."""
         local = cast(LocalEngine, engine)
         return RewardModel(local.module, cast(nn.Linear, local.heads[HEAD]))
 
@@ -105,13 +105,13 @@ class RewardLearner(PairLearner):
         self.options = options
 
     def loss(self) -> PairwiseLoss:
-        """The mean pairwise loss."""
+        """Build the mean pairwise loss."""
         return PairwiseLoss(
             margin_scale=self.options.margin_scale, centring=self.options.centring, head=HEAD
         )
 
     def judge(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """The pairwise loss without margin and centring, and the gap of the scores."""
+        """Compute the pairwise loss without margin and centring, and the gap of the scores."""
         scores = self.engine.evaluate(batch, _scores).cpu().view(-1, 2)
         return pairwise_loss(*scores.T), scores[:, 0] - scores[:, 1]
 

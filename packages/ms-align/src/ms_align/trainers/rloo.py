@@ -30,11 +30,11 @@ class RLOOTrainer(OnlineTrainer):
     """Give the advantages of a rollout a mean of 0 and a deviation of 1."""
 
     def loss(self, kl_coeff: float) -> PolicyLoss:
-        """The clipped surrogate, one ratio a response."""
+        """Build the clipped surrogate, one ratio a response."""
         return PolicyLoss(**self.surrogate(kl_coeff), aggregation="sequence", ratio=per_response)
 
     def advantages(self, experience: Experience, kl_coeff: float) -> dict[str, Tensor]:
-        """One advantage a response, at each of its tokens, (N, S)."""
+        """Compute one advantage a response, at each of its tokens, (N, S)."""
         scores = response_scores(experience, kl_coeff, self.kl_estimator)
         found = leave_one_out(scores, self.group_size)
         if self.whiten_advantages:

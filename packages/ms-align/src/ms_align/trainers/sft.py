@@ -75,11 +75,11 @@ class SFTTrainer(SFTOptions, OfflineTrainer):
         return ("seed", "uncertainty", "lora")
 
     def learner(self, engine: Engine, data: TrainingData, ends: TextEnds) -> "SFTLearner":
-        """What learns from the rows."""
+        """Build what learns from the rows."""
         return SFTLearner(engine, data, ends, self.part(SFTOptions), seed=self.seed)
 
     def stream(self, dataset: Any, engine: Engine, **settings: Any) -> Any:
-        """The packed rows of a dataset's folders; held-out ones come as they are."""
+        """Open the packed rows of a dataset's folders; held-out ones come as they are."""
         mixed: dict[str, Any] = {"weights": self.weights, "weighting": self.weighting}
         if settings.get("split") == "held_out":
             mixed = {"weights": None, "weighting": "token"}
@@ -155,7 +155,7 @@ class SFTLearner(OfflineLearner):
         return tuple(self.uncertainty.weights()) if self.uncertainty else self._factors
 
     def loss(self) -> SFTLoss:
-        """The mean loss of chosen tokens."""
+        """Build the mean loss of chosen tokens."""
         return SFTLoss(
             tasks=self._tasks,
             task_weights=self._task_weights(),
@@ -163,7 +163,7 @@ class SFTLearner(OfflineLearner):
         )
 
     def next_batch(self) -> Mapping[str, Any]:
-        """The next batch; where tasks are chosen, of those that are drawn."""
+        """Take the next batch; where tasks are chosen, of those that are drawn."""
         if self.sampler is None or not isinstance(self.data.stream, TaskStream):
             return next_batch(self.data.stream)
         rows = self.data.stream.batch_size
@@ -195,7 +195,7 @@ class SFTLearner(OfflineLearner):
     def _task_metrics(
         self, losses: Sequence[float | None], shares: Sequence[float]
     ) -> dict[str, float]:
-        """Each task's loss, share, probability and factor."""
+        """Return each task's loss, share, probability and factor."""
         metrics: dict[str, float] = {}
         factors = self._task_weights()
         for task, name in enumerate(self.names):
@@ -230,7 +230,7 @@ class SFTLearner(OfflineLearner):
         return metrics
 
     def extra_state(self) -> dict[str, Any]:
-        """What is known about the tasks."""
+        """Return what is known about the tasks."""
         return {
             "sampler": self.sampler.state() if self.sampler else None,
             "log_variances": self.uncertainty.log_variances if self.uncertainty else None,

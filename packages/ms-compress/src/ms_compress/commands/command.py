@@ -37,14 +37,14 @@ class Command:
     """Keys with a default that its run files usually give."""
 
     def groups(self) -> list[KeyGroup]:
-        """The keys of its run files: those that must be given first, then by class."""
+        """List the keys of its run files: those that must be given first, the rest by class."""
         groups = groups_of(place_of(self.options))
         needed = tuple(key for group in groups for key in group.keys if key.required)
         rest = [evolve(g, keys=tuple(k for k in g.keys if not k.required)) for g in groups]
         return [KeyGroup(title="Needed", keys=needed), *(group for group in rest if group.keys)]
 
     def template(self) -> str:
-        """A run file with every key: what must be given, or usually is, with an example."""
+        """Write a run file with every key; what must be given, or usually is, holds an example."""
         title = f"ms-compress {self.name} RUN.toml: {self.help}."
         groups = self.groups()
         begin = {

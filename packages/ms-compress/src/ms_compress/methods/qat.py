@@ -201,5 +201,5 @@ class _HeadInput:
 
 
 def _is_staged(model: nn.Module) -> bool:
-    """Whether the head is a weight that the model gives, as ms-parallel's models have it."""
+    """Return whether the model gives its head as a weight, as ms-parallel's models do."""
     return hasattr(type(model), "head_weight")

@@ -20,7 +20,7 @@ Fused = Mapping[str, tuple[str, ...]]
 
 
 def fused_names(config: Any) -> Fused:
-    """What the folder of a model of ms_parallel's holds in other tensors than the model.
+    """Find the tensors that the folder of an ms_parallel model holds and the model has in parts.
 
     Raises:
         ExportError: it holds a tensor otherwise than as rows of another; names the first.

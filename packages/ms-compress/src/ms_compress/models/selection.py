@@ -63,7 +63,7 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _has_matrix(layer: nn.Module) -> bool:
-    """Whether a layer has a matrix of its own: linear, an embedding, or of a kind we refuse.
+    """Return whether a layer has its own matrix: linear, an embedding, or of a kind we refuse.
 
     Refused are experts held in one tensor of three dimensions, convolutions, parametrised layers.
     """

@@ -138,7 +138,7 @@ def _natural_order(name: str) -> list[tuple[bool, int, str]]:
 
 
 def _offsets(tensor: Tensor) -> tuple[int, ...]:
-    """Where this process's shard of a tensor begins."""
+    """Return where this process's shard of a tensor begins."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim
     chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]

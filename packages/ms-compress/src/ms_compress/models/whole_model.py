@@ -171,7 +171,7 @@ def _config(model: nn.Module) -> dict[str, Any]:
 
 
 def _fused(model: nn.Module) -> Fused:
-    """What the folder of a model of ms_parallel's holds in other tensors than the model."""
+    """Find the tensors that an ms_parallel model's folder holds and the model has in parts."""
     config: Any = getattr(model, "config", None)
     ours = type(config).__module__.startswith("ms_parallel")
     return fused_names(config) if ours else {}

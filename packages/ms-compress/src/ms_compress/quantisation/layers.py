@@ -106,7 +106,7 @@ class Prepared(nn.Module):
         return _laid_out(rounded, weight, tuple(weight.shape))
 
     def register_parameter(self, name: str, param: Any) -> None:
-        """As `nn.Module` does; refuses a split that would cut a group of weights in two."""
+        """Register it as `nn.Module` does, but refuse a split that cuts a weight group in two."""
         if isinstance(param, DTensor) and "layer_name" in self.__dict__:
             self._check_split(name, param)
         super().register_parameter(name, param)

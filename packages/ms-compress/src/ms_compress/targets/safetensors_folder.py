@@ -18,7 +18,7 @@ NOT_WEIGHTS = (".weight_scale", ".weight_shape")
 
 
 def holds_safetensors(folder: Path) -> bool:
-    """Whether a folder has a config.json and weights beside it."""
+    """Return whether a folder has a config.json and weights beside it."""
     with decoding(folder, error=ExportError):
         sizes = [path.stat().st_size for each in WEIGHT_FILES for path in folder.glob(each)]
     return (folder / "config.json").is_file() and any(sizes)

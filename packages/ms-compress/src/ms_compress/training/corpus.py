@@ -153,7 +153,7 @@ def _conversations_in(dataset: str | Path, chat: str | Path | None) -> Iterator[
 
 
 def _is_instruction_set(path: Path) -> bool:
-    """Whether a file is an instruction set: by its name, or as its first line is a JSON object."""
+    """Return whether a file is an instruction set, by its name or because it begins with `{`."""
     if path.name.endswith(LINES):
         return True
     try:
@@ -181,7 +181,7 @@ def _rendered(path: Path, chat: str | Path | None) -> Iterator[Path]:
 
 
 def _holds_conversations(folder: str | Path, split: str) -> bool:
-    """Whether shards are of conversations."""
+    """Return whether shards are of conversations; refuse those of neither these nor text."""
     if not (Path(folder) / "index.json").is_file():
         return False
     ms_data = _ms_data()

@@ -57,7 +57,7 @@ def digest_of_path(path: Path) -> str:
 
 
 def is_digest(*values: object) -> bool:
-    """Whether one of the values is a digest, which says nothing to people."""
+    """Return whether one of the values is a digest, which says nothing to people."""
     return any(isinstance(value, str) and value.startswith(DIGEST) for value in values)
 
 

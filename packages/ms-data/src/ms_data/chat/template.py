@@ -296,7 +296,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether all text in a value is Unicode that can be encoded, without lone surrogates."""
+    """Return whether all text in a value can be encoded as Unicode, without lone surrogates."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

@@ -79,7 +79,7 @@ class Ngrams:
 
 
 def _repeated(keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Which keys occur more than once."""
+    """Find which keys occur more than once."""
     order = np.argsort(keys)
     ordered = keys[order]
     same = ordered[1:] == ordered[:-1]
@@ -111,7 +111,7 @@ class WordHashCache:
         self._known: dict[str, int] = {}
 
     def __call__(self, words: list[str]) -> NDArray[np.uint64]:
-        """The hash of each word."""
+        """Hash each word."""
         known = self._known
         if len(known) > 1 << 20:
             known.clear()

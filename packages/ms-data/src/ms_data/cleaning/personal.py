@@ -68,7 +68,7 @@ def kind_of_number(written: str, kinds: frozenset[str]) -> tuple[str, int]:
 
 
 def is_chinese_identity(written: str) -> bool:
-    """Whether 18 characters are an identity number of GB 11643-1999: a day and a check digit."""
+    """Return whether 18 characters are a GB 11643-1999 identity number, by date and check digit."""
     if len(written) != 18 or not written[:17].isdigit():
         return False
     try:
@@ -81,7 +81,7 @@ def is_chinese_identity(written: str) -> bool:
 
 
 def passes_luhn(digits: str) -> bool:
-    """Whether the last digit checks the others by ISO/IEC 7812-1, annex B."""
+    """Return whether the last digit checks the others by ISO/IEC 7812-1, annex B."""
     total = 0
     for at, digit in enumerate(reversed(digits)):
         number = int(digit) * (2 if at % 2 else 1)
@@ -90,7 +90,7 @@ def passes_luhn(digits: str) -> bool:
 
 
 def _is_card(digits: str) -> bool:
-    """Whether digits are a card's: an issuer that there is, a length, and a check digit."""
+    """Return whether digits are a card's: an issuer that there is, a length, and a check digit."""
     size = len(digits)
     issued = (
         (digits[0] == "4" and size in (13, 16, 19))

@@ -80,7 +80,7 @@ class Rule(ABC):
             detector()
 
     def identity(self) -> str:
-        """What decides beside the settings, such as a library; empty if nothing does."""
+        """Name what decides beside the settings, such as a library; empty if nothing does."""
         return library_version("Resiliparse") if self.languages else ""
 
 

@@ -90,7 +90,7 @@ def workers_argument(text: str) -> int | str:
 
 
 def reading_options(options: argparse.Namespace, *more: str) -> dict[str, Any]:
-    """What `add_reading` and `add_shard` were given, as arguments of a public function."""
+    """Return what `add_reading` and `add_shard` were given, as arguments of a public function."""
     names = ("text_column", "document_limit_mib", "shard", *more)
     return {name: getattr(options, name) for name in names}
 

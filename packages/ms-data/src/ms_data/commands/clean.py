@@ -83,7 +83,7 @@ def add_init(commands: Commands) -> None:
 
 
 def describe(summary: LedgerSummary) -> str:
-    """What a pass kept and dropped, in one line and one for each reason."""
+    """Write what a pass kept and dropped, in one line and one for each reason."""
     done = "done before, nothing to do: " if summary.done_before else ""
     dropped = sum(summary.dropped.values())
     quarantined = f", {summary.quarantined:,} that cannot be read" if summary.quarantined else ""

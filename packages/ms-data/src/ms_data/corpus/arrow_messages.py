@@ -106,7 +106,7 @@ class _Table(NamedTuple):
         return cls(content, struct.unpack_from("<I", content)[0])
 
     def _field(self, number: int) -> int:
-        """Where a field stands; 0 where it is left out."""
+        """Find where a field stands; 0 where it is left out."""
         places = self.at - struct.unpack_from("<i", self.content, self.at)[0]
         if places < 0 or 4 + 2 * number >= struct.unpack_from("<H", self.content, places)[0]:
             return 0

@@ -143,7 +143,7 @@ def _below(home: str, name: str) -> str:
 
 
 def _is_card(place: Place | None) -> bool:
-    """Whether a README.md describes a dataset of the Hub: it begins with fields for machines."""
+    """Return whether a README.md describes a Hub dataset: it begins with fields for machines."""
     if place is None:
         return False
     head = _head(place, _CARD_BYTES)

@@ -96,7 +96,7 @@ def kind_of(head: bytes) -> Kind:
 
 
 def _plausible(signature: bytes, head: bytes) -> bool:
-    """Whether a signature that is made of letters stands in a file that is not just text."""
+    """Return whether a signature made of letters stands in a file that is not just text."""
     if signature in (b"WEBP", b"WAVE"):
         return head.startswith(b"RIFF")
     if signature == b"1AY&SY":

@@ -59,7 +59,7 @@ class CheckedPages(io.RawIOBase):
         self._next = [list(chunk) for chunk in chunks]
 
     def shared_bytes(self, column: Any, chunk: Chunk) -> int:
-        """How large one value can be that many rows share; 0 where each row has its own."""
+        """Read how large a value that many rows share can be; 0 where each row has its own."""
         if "DELTA_BYTE_ARRAY" in column.encodings:
             return min(chunk.unpacked_bytes, PAGE_LIMIT_MIB << 20)
         if not column.has_dictionary_page:

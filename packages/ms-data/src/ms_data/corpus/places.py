@@ -79,7 +79,7 @@ def file_info(place: Place) -> FileInfo:
 
 
 def is_remote(text: str) -> bool:
-    """Whether a corpus is named by its address instead of a path."""
+    """Return whether a corpus is named by its address instead of a path."""
     return "://" in text
 
 

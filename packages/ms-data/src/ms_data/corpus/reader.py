@@ -106,7 +106,7 @@ class Reader(Protocol):
     """Reads one kind of file."""
 
     def claims(self, name: str, head: bytes, /) -> bool:
-        """Whether a file is of this kind, by its unpacked name and its first bytes."""
+        """Return whether a file is of this kind, by its unpacked name and its first bytes."""
         ...
 
     def documents(self, file: OpenFile, options: ReadOptions, start: int, /) -> Iterator[Found]:
@@ -132,7 +132,7 @@ class FileReader:
     """Whether its reader refuses NUL bytes itself, so that files that hold some are claimed."""
 
     def claims(self, name: str, head: bytes, /) -> bool:
-        """Whether a file is of this kind."""
+        """Return whether a file is of this kind."""
         if head.startswith(self.signatures) and (self.text or b"\0" in head):
             return True
         if not name.endswith(self.suffixes):

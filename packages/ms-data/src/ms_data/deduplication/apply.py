@@ -42,7 +42,7 @@ class Decisions:
         return int(self._keeper[document])
 
     def same(self, document: int) -> bool:
-        """Whether a document that is dropped has the text of the one that is kept."""
+        """Return whether a document that is dropped has the text of the one that is kept."""
         return bool(self._same[document])
 
     def spans(self, document: int) -> list[tuple[int, int]]:

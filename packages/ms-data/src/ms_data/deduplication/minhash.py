@@ -144,7 +144,7 @@ class WordHashes:
         self._backs = np.ones(0, np.uint64)
 
     def __call__(self, text: str) -> NDArray[np.uint64]:
-        """The hash of each word, in order."""
+        """Hash each word, in order."""
         return self._found(text)[0]
 
     def of_each(self, texts: Sequence[str]) -> tuple[NDArray[np.uint64], list[int]]:
@@ -182,7 +182,7 @@ class WordHashes:
 
 
 def _edges(kinds: NDArray[np.uint8], longer: bool) -> NDArray[np.int64]:
-    """Where each word begins and ends, in turns.
+    """Find where each word begins and ends, in turns.
 
     Args:
         kinds: of the characters, between two zeros.

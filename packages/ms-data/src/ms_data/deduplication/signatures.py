@@ -70,7 +70,7 @@ class Signer:
         self._windows = Windows(options.substring_words)
 
     def frame(self, batch: Batch) -> SignatureFrame:
-        """What the documents of a batch are compared by."""
+        """Compute what the documents of a batch are compared by."""
         read = [(n, one.text) for n, one in enumerate(batch.items, batch.first) if one.text]
         numbers = np.array([number for number, _ in read], np.uint32)
         texts = [text for _, text in read]

@@ -150,7 +150,7 @@ def write_megatron(
 
 
 def interrupted(prefix: Path) -> bool:
-    """Whether `write_megatron` was killed between the two names of a pair."""
+    """Return whether `write_megatron` was killed between the two names of a pair."""
     return _index_aside(prefix).exists() and not os.path.lexists(f"{prefix}.idx")
 
 

@@ -139,7 +139,7 @@ class AnswerWriter:
             write_all(file, _MAGIC + identity)
 
     def wants(self, index: int, key: bytes) -> bool:
-        """Whether a batch is this job's to answer, and is not answered yet."""
+        """Return whether a batch is this job's to answer, and is not answered yet."""
         return index % self._shard.count == self._shard.number - 1 and key not in self._known
 
     def add(self, key: bytes, answer: bytes) -> None:

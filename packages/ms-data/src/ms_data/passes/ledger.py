@@ -36,7 +36,7 @@ class Values:
             self.limit = limit
 
     def bins(self, count: int) -> list[tuple[float, int]]:
-        """How many values lie in each of so many equal parts, by where the part stands."""
+        """Count the values in each of so many equal parts, by where the part stands."""
         least, most = min(self.found), max(self.found)
         width = (most - least) / count or 1.0
         placed = Counter(min(count - 1, int((one - least) / width)) for one in self.found)

@@ -147,7 +147,7 @@ def shown(value: object) -> str:
 
 
 def _texts_in(value: object) -> Iterator[object]:
-    """The texts and paths in lists and tables, however deep."""
+    """Yield the texts and paths in lists and tables, however deep."""
     waiting = [value]
     while waiting:
         one = waiting.pop()
@@ -158,6 +158,6 @@ def _texts_in(value: object) -> Iterator[object]:
 
 
 def _is_finite(value: object) -> bool:
-    """Whether it is a number that a float holds; a whole number may be too large for one."""
+    """Return whether it is a number that a float holds; a whole number may be too large for one."""
     plain = isinstance(value, int | float) and not isinstance(value, bool)
     return plain and abs(value) <= sys.float_info.max  # type: ignore[arg-type]

@@ -162,7 +162,7 @@ def _planned(phases: Iterable[Phase]) -> list[list[Any]]:
 
 
 def _is_plan(value: Any, sources: int) -> bool:
-    """Whether a JSON value can be what `_planned` gives."""
+    """Return whether a JSON value can be what `_planned` gives."""
     return (
         isinstance(value, list)
         and len(value) > 0

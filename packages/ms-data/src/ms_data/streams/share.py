@@ -146,7 +146,7 @@ class BatchStream(Iterator[B]):
         self._share = self._share.among(shares, self.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands: JSON values, the same in every process."""
+        """Return where the stream stands: JSON values, the same in every process."""
         return {"version": STATE_VERSION, "settings": self._settings, **self._position()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -178,7 +178,7 @@ class BatchStream(Iterator[B]):
 
     @abstractmethod
     def _position(self) -> dict[str, Any]:
-        """Where the stream stands, in JSON values."""
+        """Return where the stream stands, in JSON values."""
 
     @abstractmethod
     def _go_to(self, position: Mapping[str, Any]) -> None:

@@ -88,7 +88,7 @@ def train_tokenizer(
 
 
 def _is_file(out: str | Path) -> bool:
-    """Whether a file is meant: by its name, or because one stands there."""
+    """Return whether a file is meant: by its name, or because one stands there."""
     with decoding(out, error=OutputError):
         stands = os.path.exists(out) and not os.path.isdir(out)
     return Path(out).suffix == ".json" or stands

@@ -198,7 +198,7 @@ def _codes(text: str) -> NDArray[np.uint32]:
 
 
 def _byte_places(codes: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Where each character begins in UTF-8, shape (n,)."""
+    """Find where each character begins in UTF-8, shape (n,)."""
     sizes = np.ones(len(codes), np.int64)
     for least in (1 << 7, 1 << 11, 1 << 16):
         sizes += codes >= least

@@ -98,7 +98,7 @@ class WordTable:
         return entries
 
     def _are(self, entries: Integers, keys: Keys, sizes: Integers) -> NDArray[np.bool_]:
-        """Whether each entry of the table is the word beside it."""
+        """Return whether each entry of the table is the word beside it."""
         same: NDArray[np.bool_] = self._sizes.take(entries) == sizes
         for at, part in enumerate(keys):
             same &= self._keys[at].take(entries) == part
@@ -144,7 +144,7 @@ class WordTable:
 
 
 def _by_width(sizes: Integers) -> Iterator[tuple[int, Integers]]:
-    """Which words are compared by so many integers."""
+    """Yield each width, in integers, with the words that are compared by so many."""
     shortest = 1
     for width in _WIDTHS:
         some = np.flatnonzero((sizes >= shortest) & (sizes <= 8 * width))
@@ -166,7 +166,7 @@ def _keys(buffer: bytes, begins: Integers, sizes: Integers, width: int) -> Keys:
 
 
 def _first_slots(keys: Keys, sizes: Integers) -> Integers:
-    """Where the search for each word begins, shape (n,)."""
+    """Find where the search for each word begins, shape (n,)."""
     mixed = sizes.astype(np.uint64)
     for part in keys:
         mixed ^= part

@@ -101,7 +101,7 @@ def _make(name: str, work: Path) -> Kernel:
 
 
 def _is_kept(seal: Path, key: str, package: Path, library: Path) -> bool:
-    """Whether an earlier build left both files, whole and of the same sources."""
+    """Return whether an earlier build left both files, whole and of the same sources."""
     try:
         return seal.read_text() == _sealed(key, package, library)
     except (OSError, UnicodeError):

@@ -257,7 +257,7 @@ class Contract:
 
 
 def _lies_on_itself(meta: TensorMeta) -> bool:
-    """Whether two elements may share memory, as those of an expanded tensor do."""
+    """Return whether two elements may share memory, as those of an expanded tensor do."""
     reach = 0
     pairs = zip(meta.strides, meta.shape, strict=True)
     for stride, size in sorted((pair for pair in pairs if pair[1] != 1), key=lambda pair: pair[0]):

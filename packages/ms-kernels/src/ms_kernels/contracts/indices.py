@@ -34,7 +34,7 @@ def check_range(operator: str, name: str, indices: Tensor, count: int) -> None:
 
 
 def readable(tensor: Tensor) -> bool:
-    """Whether its numbers can be looked at without waiting for a device."""
+    """Return whether its numbers can be looked at without waiting for a device."""
     if torch.compiler.is_compiling():
         return False
     return type(tensor) is Tensor and tensor.device.type == "cpu"

@@ -16,7 +16,7 @@ def flag(name: str, *, default: bool = False) -> Option:
 
 
 def eps_option(default: float) -> Option:
-    """What is added to a mean square or a variance."""
+    """Describe the option `eps`, which is added to a mean square or a variance."""
     return Option(
         name="eps",
         default=default,

@@ -57,7 +57,7 @@ def _layout(tensor: Tensor) -> Layout | None:
 
 
 def _touch(one: Layout, other: Layout) -> bool:
-    """Whether two tensors have a byte in common."""
+    """Return whether two tensors have a byte in common."""
     if one[0] >= _end(other) or other[0] >= _end(one):
         return False
     # Two columns of one buffer lie in each other's range and touch nowhere: look closely.

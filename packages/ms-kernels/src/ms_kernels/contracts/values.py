@@ -10,7 +10,7 @@ SMALLEST = 1.2e-38
 
 
 def is_number(value: object, least: float = -LARGEST, below: float = float("inf")) -> bool:
-    """Whether `value` is a number from `least` to `LARGEST` and under `below`; a bool is not one.
+    """Return whether `value` is a number from `least` to `LARGEST` under `below`; a bool is none.
 
     A whole number may have any number of digits, and is compared without making a float of it.
     """
@@ -20,7 +20,7 @@ def is_number(value: object, least: float = -LARGEST, below: float = float("inf"
 
 
 def is_whole(value: object, least: int = -(2**63), most: int = 2**63 - 1) -> bool:
-    """Whether `value` is a whole number from `least` to `most`; a bool is not one."""
+    """Return whether `value` is a whole number from `least` to `most`; a bool is not one."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 

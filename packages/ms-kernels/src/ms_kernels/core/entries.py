@@ -75,7 +75,7 @@ class Entry:
         return {name: int(most) for name, most in named.items() if str(most).isdecimal()}
 
     def aligned(self, name: str) -> bool:
-        """Whether an argument is a multiple of 16: bytes of a pointer, or a whole number."""
+        """Return whether an argument is a multiple of 16: bytes of a pointer, or a whole number."""
         kind = self._type(name)
         return kind.startswith("*") or (kind[0] == "i" and bool(_ALIGNED.search(name)))
 

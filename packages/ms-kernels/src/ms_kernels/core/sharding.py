@@ -88,7 +88,7 @@ def _place(
 
 
 def _divides(symbols: frozenset[str], inputs: Sequence[tuple[DimNames, Spec | None]]) -> bool:
-    """Whether dims that go together, as heads of q and k do, can be cut alike."""
+    """Return whether dims that go together, as heads of q and k do, can be cut alike."""
     if len(symbols) == 1:
         return True
     return all(size == 1 or size % count == 0 for size, count in _sizes(symbols, inputs))

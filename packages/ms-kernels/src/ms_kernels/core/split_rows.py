@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def is_split(tensors: Sequence[Tensor]) -> bool:
-    """Whether a DTensor is among `tensors`; imports nothing where there is none."""
+    """Return whether a DTensor is among `tensors`; import nothing where there is none."""
     return any(getattr(each, "placements", None) is not None for each in tensors)
 
 

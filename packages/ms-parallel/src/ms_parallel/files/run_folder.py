@@ -138,7 +138,7 @@ def owner_of(folder: Path) -> RunSeal | None:
 
 
 def inside(path: str | Path, folder: str | Path) -> bool:
-    """Whether `path` is `folder` or lies in it, links followed.
+    """Return whether `path` is `folder` or lies in it, links followed.
 
     Raises:
         FolderError: one of them is not what a system takes for a path.
@@ -215,7 +215,7 @@ def _holder(descriptor: int) -> str | None:
 
 
 def _is_named(descriptor: int, path: Path) -> bool:
-    """Whether it is the file at `path`: the lock's last holder may have removed the name since."""
+    """Return whether it is still the file at `path`; the last holder may have removed the name."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

@@ -144,7 +144,7 @@ def break_down(activity: Activity) -> tuple[Breakdown, ...]:
 
 
 def _host_compute(trace: Trace) -> Intervals:
-    """Where operators ran on any thread, but for those that only launch communication."""
+    """Find where operators ran on any thread, but for communication launches and data waits."""
     launching = trace.named(COMMUNICATION_OPERATOR, Category.OPERATOR)
     waiting = trace.named(DATA, Category.ANNOTATION)
     away = np.concatenate([launching, waiting, trace.rows(Category.COLLECTIVE)])

@@ -284,7 +284,7 @@ def _detectable(before: Runs, after: Runs, least_change: float) -> float | None:
 
 
 def _phases(before: Analysis, after: Analysis) -> tuple[tuple[Change, ...], tuple[str, ...]]:
-    """What was measured in both runs, and the names of what was not."""
+    """Compare what was measured in both runs, and name what was not."""
 
     def per_step(analysis: Analysis, phase: str) -> float | None:
         amounts = [

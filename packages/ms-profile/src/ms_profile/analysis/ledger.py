@@ -203,7 +203,7 @@ def _note_blocking(known: _Progress, one: MatchedCollective) -> None:
 
 
 def _is_blocked(known: _Progress, rank: int, one: MatchedCollective) -> bool:
-    """Whether a collective held up the rank, and not just a thread that communicates for it."""
+    """Return whether a collective held up the rank, not just a thread that communicates for it."""
     if "collective" not in known.phases.get(rank, {}):
         return True
     end = one.ends_ns[rank]
@@ -256,7 +256,7 @@ def _last_shared(known: _Progress, left: int, right: int, before: int) -> int:
 
 
 def _waited(waits: Sequence[_Wait], start: int, end: int) -> dict[tuple[int, str], float]:
-    """How long, and because of whom, a rank waited inside a window."""
+    """Sum how long, and because of whom, a rank waited inside a window."""
     found: dict[tuple[int, str], float] = defaultdict(float)
     cursor = start
     for wait in waits[-64:]:

@@ -112,7 +112,7 @@ def _host_rows(trace: Trace) -> NDArray[np.int64]:
 
 
 def _carried_by_host(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether each is a collective that a thread of the host carries out, as gloo's are, (N,)."""
+    """Return whether each is a collective that a host thread carries out, as gloo's are, (N,)."""
     found: NDArray[np.bool_] = matching(trace.names, HOST_COLLECTIVE)[trace.name[rows]]
     return found
 

@@ -47,7 +47,7 @@ def align_collectives(
 
 
 def _causal(ends: Instants, starts: Instants, left: int, right: int) -> bool:
-    """Whether no collective ends on one rank before it begins on the other, were clocks equal."""
+    """Return whether, by equal clocks, no collective ends on a rank before it begins on another."""
     shared = ends[left].keys() & ends[right].keys()
     return all(
         ends[left][key] + CAUSALITY_NS > starts[right][key]

@@ -111,7 +111,7 @@ def find_slow_group(ledger: Ledger, *, seed: int = 0) -> SlowGroup | None:
 def _excess_transfers(
     ledger: Ledger,
 ) -> tuple[list[tuple[int, tuple[int, ...], float]], dict[tuple[int, ...], float]]:
-    """Each collective's transfer beyond the usual; and the usual transfers, summed by group."""
+    """Find each collective's transfer beyond the usual; and sum the usual transfers by group."""
     runs: dict[tuple[str, int | None, int], dict[tuple[int, ...], list[tuple[int, float]]]] = (
         defaultdict(lambda: defaultdict(list))
     )

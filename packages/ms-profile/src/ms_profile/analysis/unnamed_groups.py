@@ -75,7 +75,7 @@ def _ends(
 
 
 def _spread(own: Sequence[MatchedCollective], fits: Mapping[int, ClockFit]) -> float:
-    """How far the ends of one kind lie apart in the median."""
+    """Measure how far the ends of one kind lie apart in the median."""
     ends = _ends(own, fits)
     return float(np.median(np.ptp(ends, axis=1))) if ends is not None else float("inf")
 
@@ -83,7 +83,7 @@ def _spread(own: Sequence[MatchedCollective], fits: Mapping[int, ClockFit]) -> f
 def _distances(
     own: Sequence[MatchedCollective], fits: Mapping[int, ClockFit]
 ) -> NDArray[np.float64]:
-    """How far each two ranks' ends lie apart in the median, (R, R) ns; empty without clocks."""
+    """Measure how far two ranks' ends lie apart in the median, (R, R) ns; (0, 0) without clocks."""
     ends = _ends(own, fits)
     if ends is None:
         return np.zeros((0, 0))
@@ -112,7 +112,7 @@ def _together(
 
 
 def _part(one: MatchedCollective, ranks: tuple[int, ...]) -> MatchedCollective:
-    """One group's collective out of several that were taken for one."""
+    """Take one group's collective out of several that were taken for one."""
     return evolve(
         one,
         key=(one.key, ranks),

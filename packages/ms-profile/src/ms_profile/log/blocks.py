@@ -123,7 +123,7 @@ def _next_block(
 
 
 def _may_be_torn(data: bytes, position: int) -> bool:
-    """Whether what stands at `position` is the start of a block that the file does not yet hold."""
+    """Return whether a block that the file does not yet wholly hold begins at `position`."""
     head = data[position : position + HEADER.size]
     if len(head) < HEADER.size:
         return MAGIC.startswith(head[:4]) if len(head) < 4 else head.startswith(MAGIC)

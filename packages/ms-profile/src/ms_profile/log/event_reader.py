@@ -44,7 +44,7 @@ class EventFilter:
     """Wall time (ns since 1970) before which events are dropped."""
 
     def keeps(self, event: Event) -> bool:
-        """Whether an event passes."""
+        """Return whether an event passes."""
         if self.kinds is not None and event.kind not in self.kinds:
             return False
         if self.since_ns is not None and event.wall_ns < self.since_ns:

@@ -108,17 +108,17 @@ class RankManifest(Struct, frozen=True, kw_only=True, tag="ms-profile.rank.1", t
 
 
 def rank_path(folder: Path, rank: int) -> Path:
-    """Where a rank's manifest lies."""
+    """Return where a rank's manifest lies."""
     return folder / "ranks" / f"rank-{rank:05d}.json"
 
 
 def trace_path(folder: Path, rank: int, window: int) -> Path:
-    """Where the trace of a rank's window lies, uncompressed."""
+    """Return where the trace of a rank's window lies, uncompressed."""
     return folder / "traces" / f"rank-{rank:05d}.{window:03d}.json"
 
 
 def ring_path(folder: Path, rank: int) -> Path:
-    """Where a rank's ring lies."""
+    """Return where a rank's ring lies."""
     return folder / "ring" / f"rank-{rank:05d}.ring"
 
 

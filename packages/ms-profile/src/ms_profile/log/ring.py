@@ -155,7 +155,7 @@ class Ring:
         self._map.close()
 
     def abandon(self) -> None:
-        """In a forked child: leave the file to the parent; what is still recorded goes nowhere."""
+        """Leave the file, in a forked child, to the parent; what is still recorded goes nowhere."""
         self._map = mmap.mmap(-1, PAGE + NAMES_BYTES + self.capacity * SLOT.size)
         self._lock = threading.Lock()
 
@@ -198,7 +198,7 @@ class RingRecording:
 
 
 def is_ring(path: Path | str) -> bool:
-    """Whether a file begins as a ring does; one that cannot be opened does not."""
+    """Return whether a file begins as a ring does; one that cannot be opened does not."""
     try:
         with open(path, "rb") as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -241,7 +241,7 @@ def read_ring(path: Path | str) -> RingRecording:
 
 
 def _can_be(slots: NDArray[np.void], opened_ns: int) -> NDArray[np.bool_]:
-    """Whether each slot was written, and holds a number and instants that this ring can hold."""
+    """Return whether each slot was written and holds a number and instants fit for this ring."""
     start, end, number = slots["start_ns"], slots["end_ns"], slots["number"]
     late = np.uint64(opened_ns + LONGEST_NS)
     found: NDArray[np.bool_] = (number > 0) & (number < MOST_NS) & (start < late)

@@ -137,7 +137,7 @@ class Recorder:
             self._resting = True
 
     def abandon(self) -> None:
-        """In a forked child: take every hook off and leave the ring to the parent."""
+        """Take every hook off, in a forked child, and leave the ring to the parent."""
         self._closed = True
         ACTIVE.remove(self)
         gc.callbacks.remove(self._on_garbage)

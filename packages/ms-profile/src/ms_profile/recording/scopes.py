@@ -114,7 +114,7 @@ class ScopeRecorder:
         return self._on
 
     def due(self) -> bool:
-        """Whether a session is open for longer than the interval, and for some steps."""
+        """Return whether a session is open for longer than the interval, and for some steps."""
         if not self._on or self._boundaries < FEWEST_STEPS:
             return False
         interval_ns = max(

@@ -59,7 +59,7 @@ def run_script(script: Path, arguments: Sequence[str]) -> ScriptExit:
 
 
 def _exit_of(ending: SystemExit) -> ScriptExit:
-    """What `sys.exit(code)` makes of its argument."""
+    """Return what `sys.exit(code)` makes of its argument."""
     if ending.code is None:
         return ScriptExit(0, None)
     if isinstance(ending.code, int):

@@ -206,6 +206,6 @@ def _compiled(module: nn.Module) -> bool:
 
 
 def _in_backward() -> bool:
-    """Whether autograd runs this code: a recomputed forward is part of the backward pass."""
+    """Return whether autograd runs this code: a recomputed forward is part of the backward pass."""
     current = getattr(torch._C, "_current_graph_task_id", None)
     return current is not None and current() != -1

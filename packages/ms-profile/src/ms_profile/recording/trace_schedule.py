@@ -37,7 +37,7 @@ def check_schedule(schedule: TraceSchedule) -> TraceSchedule:
 
 
 def action_at(schedule: TraceSchedule, step: int) -> StepAction:
-    """What the tracer does in a step, counted from 0."""
+    """Return what the tracer does in a step, counted from 0."""
     since = step - schedule.skip
     if since < 0:
         return StepAction.NONE

@@ -59,7 +59,7 @@ class Tracer:
         self._number = len(list((folder / "traces").glob(f"rank-{rank:05d}.*")))
 
     def busy(self, step: int) -> bool:
-        """Whether the tracer needs Kineto for itself from this step on."""
+        """Return whether the tracer needs Kineto for itself from this step on."""
         return self._profile is not None or action_at(self._schedule, step) is not StepAction.NONE
 
     @property
@@ -183,7 +183,7 @@ def _give_back(path: Path) -> None:
 
 
 def _ends_whole(path: Path) -> bool:
-    """Whether a JSON object's last byte is there."""
+    """Return whether a JSON object's last byte is there."""
     with path.open("rb") as file:
         file.seek(max(path.stat().st_size - 16, 0))
         return file.read().rstrip().endswith(b"}")

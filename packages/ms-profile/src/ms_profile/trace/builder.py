@@ -241,7 +241,7 @@ def _numbered(numbers: _Numbers, keys: Iterable[Any], count: int) -> Array:
 
 
 def _is_time(value: float | str, *, least: int = -MOST_NS) -> bool:
-    """Whether a text is microseconds in bounds; a number is checked when it is decoded."""
+    """Return whether a text is microseconds in bounds; a number is checked when it is decoded."""
     if not isinstance(value, str):
         return True
     return MICROSECONDS.fullmatch(value) is not None and least <= _exact(value) <= MOST_NS

@@ -45,6 +45,6 @@ def categorise(
 
 
 def _by_process(thread: Thread) -> Category:
-    """What spans without a label are, by the process that they lie in."""
+    """Find what spans without a label are, by the process that they lie in."""
     place = f"{thread.process_name}/{thread.name}"
     return next((own for pattern, own in BY_PROCESS if pattern.match(place)), Category.OTHER)

@@ -224,7 +224,7 @@ class TraceText:
         return self._decode_broken(text)
 
     def _ends_whole(self, text: bytes) -> bool:
-        """Whether the last event is sound: then what is damaged lies before it."""
+        """Return whether the last event is sound: then what is damaged lies before it."""
         with suppress(*DAMAGE):
             decode_record(self._pieces(text)[-1])
             return True

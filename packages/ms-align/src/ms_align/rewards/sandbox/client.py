@@ -112,7 +112,7 @@ _starting = threading.Lock()
 
 
 def zygote() -> ZygoteClient:
-    """The one of this process, started at the first call and again if it has died."""
+    """Return the zygote of this process, started at the first call and again if it has died."""
     with _starting:
         if _of_this_process and not _of_this_process[0].alive:
             _of_this_process.pop().stop()

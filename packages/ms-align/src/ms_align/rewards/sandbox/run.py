@@ -71,7 +71,7 @@ def _run(texts: dict[str, str], limits: Limits) -> Outcome:
 
 @cache
 def _lacking(client: ZygoteClient) -> str:
-    """What the promise needs and this machine has not, found by its word and by a probe."""
+    """Tell what the promise needs and this machine has not, by its word and by a probe."""
     standing = client.standing
     if "seccomp" in standing and "privileges" in standing and standing & {"landlock", "namespaces"}:
         with tempfile.NamedTemporaryFile() as outside:
@@ -151,7 +151,7 @@ class _Run:
                 self._selector.register(connection, selectors.EVENT_READ, role)
 
     def _pipe_from(self, source: str, given: ExitStack) -> int:
-        """The writing end of a pipe whose reading end is watched here."""
+        """Make a pipe whose reading end is watched here, and return its writing end."""
         reading, writing = os.pipe()
         given.callback(os.close, writing)
         os.set_blocking(reading, False)
@@ -222,7 +222,7 @@ class _Run:
         return b"".join(self._tails.values())[-SHOWN_BYTES:].decode(errors="replace")
 
     def reason(self) -> str:
-        """Why it ended as it did."""
+        """Tell why it ended as it did."""
         if self._verdict == PASSED and self._statuses[self._speaker] == 0:
             return "passed"
         ended = self._statuses["response" if self._verdict == RESPONSE_GONE else self._speaker]
@@ -234,7 +234,7 @@ class _Run:
 
 
 def _is_gone(connection: socket.socket, until: float) -> bool:
-    """Whether a killed process has been reaped by then."""
+    """Return whether a killed process has been reaped by then."""
     connection.settimeout(max(0.001, until - time.monotonic()))
     try:
         connection.recv(STATUS.size)
@@ -252,7 +252,7 @@ def _pipe(given: ExitStack) -> tuple[int, int]:
 
 
 def _as_file(text: str) -> IO[bytes]:
-    """A file without a name, for one process to read."""
+    """Write a text into a file without a name, for one process to read."""
     if hasattr(os, "memfd_create"):
         file: IO[bytes] = os.fdopen(os.memfd_create("program"), "w+b")
     else:

@@ -16,7 +16,7 @@ __all__ = ["build_generator"]
 
 
 def build_generator(name: str) -> Callable[..., Generator]:
-    """The function that builds a rollout engine.
+    """Find the function that builds a rollout engine.
 
     Raises:
         ConfigError: there is no such engine.

@@ -118,16 +118,16 @@ class OfflineTrainer(Trainer):
         )
 
     def engine(self) -> Engine:
-        """The model, ready to learn."""
+        """Build the engine of the model, ready to learn."""
         return self.start_engine(self.model, adapted=True)
 
     @abstractmethod
     def learner(self, engine: Engine, data: TrainingData, ends: TextEnds) -> "OfflineLearner":
-        """What learns from the data."""
+        """Build what learns from the data."""
 
     @abstractmethod
     def stream(self, dataset: Any, engine: Engine, **settings: Any) -> Any:
-        """The stream of a dataset's folders."""
+        """Open the stream of a dataset's folders."""
 
     @abstractmethod
     def count_steps(self, dataset: Any, engine: Engine) -> int:
@@ -184,14 +184,14 @@ class OfflineLearner(ABC):
 
     @abstractmethod
     def loss(self) -> Loss:
-        """What is made smaller."""
+        """Return the loss of the next update."""
 
     @abstractmethod
     def held_out_metrics(self, held_out: HeldOut) -> Mapping[str, float]:
         """Metrics of the held-out batches."""
 
     def next_batch(self) -> Mapping[str, Any]:
-        """A batch with all that the loss reads."""
+        """Take the next batch, with all that the loss reads."""
         return next_batch(self.data.stream)
 
     def observe(self, update: Update, log: RunLog) -> Mapping[str, float]:
@@ -206,7 +206,7 @@ class OfflineLearner(ABC):
         """Go to where `state` was taken."""
 
     def update(self, log: RunLog) -> tuple[Update, Mapping[str, float]]:
-        """One update."""
+        """Update the weights once."""
         batch = self.next_batch()
         self.ends.look(batch)
         update = self.engine.update(batch, self.loss())

@@ -134,14 +134,14 @@ class OnlineTrainer(RolloutOptions, Trainer):
 
     @abstractmethod
     def loss(self, kl_coeff: float) -> Loss:
-        """The policy's loss; the coefficient is 0 where the KL is not in the loss."""
+        """Build the policy's loss; the coefficient is 0 where the KL is not in the loss."""
 
     @abstractmethod
     def advantages(self, experience: Experience, kl_coeff: float) -> dict[str, Tensor]:
-        """What the loss reads beside the tokens, (N, S) each, from a scored rollout."""
+        """Compute what the loss reads beside the tokens, (N, S) each, from a scored rollout."""
 
     def value_loss(self) -> Loss | None:
-        """The loss of a value model of its own, if there is one."""
+        """Build the loss of a value model of its own, if there is one."""
         return None
 
     def heads(self) -> dict[str, int]:
@@ -149,11 +149,11 @@ class OnlineTrainer(RolloutOptions, Trainer):
         return {}
 
     def value_engine(self, policy: Engine) -> Engine | None:
-        """What estimates values; None where nothing does."""
+        """Build what estimates values; None where nothing does."""
         return None
 
     def surrogate(self, kl_coeff: float) -> dict[str, Any]:
-        """The settings of `PolicyLoss` that all algorithms take from here."""
+        """Return the settings of `PolicyLoss` that all algorithms take from here."""
         alike = ("clip_low", "clip_high", "entropy_coeff", "kl_estimator")
         found = {name: getattr(self, name) for name in alike}
         temperature = self.sampling.policy_temperature

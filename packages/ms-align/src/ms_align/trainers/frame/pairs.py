@@ -26,7 +26,7 @@ class PairTrainer(OfflineTrainer):
             raise ConfigError(f"microbatch_size is {self.microbatch_size}; pairs need an even one")
 
     def stream(self, dataset: Any, engine: Engine, **settings: Any) -> Any:
-        """The pairs of a folder."""
+        """Open the stream of a folder's pairs."""
         given = {
             "sequence_length": self.sequence_length,
             "batch_size": self.batch_size,

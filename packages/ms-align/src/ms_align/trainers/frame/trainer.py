@@ -61,14 +61,14 @@ class Trainer(OptimizerOptions, RunOptions):
         return 1 if self.layout is None else layout_of(self.layout).world_size
 
     def part(self, kind: type[T]) -> T:
-        """The settings of one class that this one inherits from."""
+        """Return the settings of one class that this one inherits from."""
         names = [each.name for each in fields(cast(Any, kind))]
         return kind(**{name: getattr(self, name) for name in names})
 
     def start_engine(
         self, model: Any, *, heads: Mapping[str, int] | None = None, adapted: bool = False
     ) -> Engine:
-        """An engine for a model, under these settings.
+        """Build an engine for a model, under these settings.
 
         Args:
             model: a folder, a module, or an engine, which is taken as it is.
@@ -121,9 +121,9 @@ class Trainer(OptimizerOptions, RunOptions):
         write_result(engine, self.place, tokenizer, merge=self.merge)
 
     def result_path(self, engine: Engine) -> Path:
-        """What `write` writes last."""
+        """Return the path of what `write` writes last."""
         return result_folder(engine, self.place, merge=self.merge)
 
     def trained(self, engine: Engine) -> Any:
-        """The trained model as Python users take it."""
+        """Return the trained model as Python users take it."""
         return engine.module

@@ -150,7 +150,7 @@ def _quantization(model: WholeModel) -> dict[str, Any]:
 
 
 def _is_packed(entry: WholeTensor) -> bool:
-    """Whether codes are packed: unpacked ones transformers reads with rounded inputs alone."""
+    """Return whether codes are packed; transformers reads others only with rounded inputs."""
     assert entry.scheme is not None
     return entry.scheme.bits < 8 or entry.activations is None
 

@@ -74,7 +74,7 @@ class C4Quality(Rule):
         return Change("\n".join(kept).strip(), tuple(_cuts(cut)))
 
     def _judge(self, line: str, words: int) -> Drop | str:
-        """Why a line is cut, or its document dropped; empty where it is kept."""
+        """Tell why a line is cut, or its document dropped; empty where it is kept."""
         if self.ended_lines and (not line.endswith(_ENDS) or line.endswith("...")):
             return "ended_lines"
         if words < self.min_words_a_line:

@@ -194,7 +194,7 @@ class _TarReader:
     documents = staticmethod(_documents)
 
     def claims(self, name: str, head: bytes, /) -> bool:
-        """Whether a file is an archive."""
+        """Return whether a file is an archive."""
         marked = head.startswith(_MARK, _MARK_AT) and b"\0" in head
         return marked or name.endswith(".tar")
 

@@ -20,7 +20,7 @@ def _load(X, STATE, batch, place, column, positions, width, x_batch_stride, x_st
 
 @triton.jit
 def _joined(DOCUMENTS, batch, place, positions):
-    """Whether places (BS, 1) go on with the document of the one before, as the first one does."""
+    """Return whether places (BS, 1) go on with the document before them; the first one does."""
     asked = (place > 0) & (place < positions)
     own = tl.load(DOCUMENTS + batch * positions + place, mask=asked, other=0)
     return own == tl.load(DOCUMENTS + batch * positions + place - 1, mask=asked, other=0)

@@ -61,7 +61,7 @@ def _rules(dims: Dims, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _forward(dims: Dims, itemsize: int) -> Work:
-    """Every page of the table is counted as full."""
+    """Count the work, every page of the table as full."""
     positions = dims["B"] * dims["N"] * dims["page"]
     elements = 2 * positions * dims["Hk"] * dims["D"] + 2 * dims["B"] * dims["Hq"] * dims["D"]
     return Work(elements * itemsize, 4 * positions * dims["Hq"] * dims["D"])

@@ -30,7 +30,7 @@ def _vector(AT, feature, width, NORMALISE: tl.constexpr):
 
 @triton.jit
 def _begins(DOCUMENTS, row, place):
-    """Whether a document begins at a place of a row of documents, (1, 1)."""
+    """Return whether a document begins at a place of a row of documents, (1, 1)."""
     own = tl.load(DOCUMENTS + row + place)
     return own != tl.load(DOCUMENTS + row + tl.where(place > 0, place - 1, place))
 

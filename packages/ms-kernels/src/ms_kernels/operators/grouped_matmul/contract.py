@@ -25,7 +25,7 @@ def grouped_matmul(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 
 def _readable(counts: Tensor) -> bool:
-    """Whether the numbers are there: a fake or meta tensor has none."""
+    """Return whether the numbers are there: a fake or meta tensor has none."""
     return type(counts) is Tensor and counts.device.type != "meta"
 
 

@@ -114,7 +114,7 @@ def _weight(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> T
 
 
 def _backward(dims: Dims, itemsize: int) -> Work:
-    """The logits are made again: three products."""
+    """Count three products, as the logits are made again."""
     rows, width, classes_ = dims["..."], dims["H"], dims["V"]
     return Work(2 * (rows + classes_) * width * itemsize, 6 * rows * width * classes_)
 

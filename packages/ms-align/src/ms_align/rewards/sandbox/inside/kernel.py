@@ -13,7 +13,7 @@ class MissingError(Exception):
 
 @cache
 def libc() -> ctypes.CDLL:
-    """The C library, with errors kept."""
+    """Open the C library, with errors kept."""
     return ctypes.CDLL(None, use_errno=True)
 
 

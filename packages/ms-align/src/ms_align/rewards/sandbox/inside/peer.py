@@ -60,7 +60,7 @@ class Peer:
             return
 
     def offer(self, names: dict[str, object]) -> None:
-        """What the other side may ask for by name."""
+        """Set what the other side may ask for by name."""
         self._names = names
 
     def _serve(self, kind: str, content: Any) -> None:

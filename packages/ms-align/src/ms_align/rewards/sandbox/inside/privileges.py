@@ -45,7 +45,7 @@ def drop_capabilities() -> None:
 
 
 def forbid_new() -> None:
-    """Nothing that is started gains rights, and no process of the same user reads this one."""
+    """Forbid what is started to gain rights, and other processes of this user to read this one."""
     call("no_new_privs", libc().prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     libc().prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 

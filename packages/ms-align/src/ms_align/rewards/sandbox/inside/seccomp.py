@@ -19,7 +19,7 @@ _PR_SET_SECCOMP, _FILTER = 22, 2
 
 
 def filter_program(machine: str) -> list[Instruction]:
-    """The filter for `x86_64` or `aarch64`.
+    """Build the filter for `x86_64` or `aarch64`.
 
     Another architecture's calls, which are numbered otherwise, kill the process; a call that is
     not in the table fails with EPERM, which Python raises as an OSError.

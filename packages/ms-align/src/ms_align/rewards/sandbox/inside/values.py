@@ -50,7 +50,7 @@ class Codec:
         self._keep, self._find, self._remote, self._connect = keep, find, remote, connect
 
     def dump(self, value: object) -> Any:
-        """What `json.dumps` takes."""
+        """Convert a value to what `json.dumps` takes."""
         kind = type(value)
         if value is None or kind is bool or kind is float or kind is str:
             return value
@@ -80,7 +80,7 @@ class Codec:
         return {"mine": self._keep(value)}
 
     def load(self, value: Any) -> Any:
-        """The value that was written.
+        """Read the value that was written.
 
         Raises:
             UnreadableError: it is none.
@@ -126,7 +126,7 @@ def _error_type(name: str, base: str) -> type[Exception]:
 
 
 def error_type(names: Sequence[str]) -> type[Exception]:
-    """An exception class of the other side, by the names of its bases.
+    """Find the class of an exception of the other side, by the names of its bases.
 
     A builtin one is itself; another one is an empty class of that name beneath the first builtin
     one, the same at each asking.

@@ -57,7 +57,7 @@ def main(control: int, walls: str) -> None:
 
 
 def readable() -> list[str]:
-    """What a program may read: the interpreter's library and the system's shared libraries."""
+    """List what a program may read: the interpreter's library and the system's shared libraries."""
     library = os.path.dirname(os.path.realpath(os.__file__))
     wanted = [os.path.dirname(library), *sys.path]  # beside it lies libpython
     wanted += ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
@@ -178,7 +178,7 @@ class Zygote:
             connection.close()
 
     def _become(self, request: bytes, given: list[int]) -> None:
-        """In the new process: takes its descriptors and limits, then does what its role is."""
+        """Take the new process's descriptors and limits, do what its role is, and end it."""
         code = 1
         try:
             role, cpu_s, memory_bytes = REQUEST.unpack(request)
@@ -223,7 +223,7 @@ def _kill(process: int) -> None:
 
 
 def _tasks_of_this_user() -> int:
-    """How many threads this user runs: a limit that no namespace counts apart stands above them."""
+    """Count this user's threads; a limit that no namespace counts apart stands above them."""
     tasks = 0
     with suppress(OSError):
         for process in filter(str.isdecimal, os.listdir("/proc")):
