@@ -303,7 +303,7 @@ class LocalEngine:
 
 
 def _trim(batch: Batch) -> Batch:
-    """Without the columns behind every row's last target and first document.
+    """Cut off the columns behind every row's last target and first document.
 
     In a causal model they change nothing. A document's last token has no target, and a score is
     read there.

@@ -28,7 +28,7 @@ TILE = 128
 def output_squares(
     model: nn.Module, layers: Mapping[str, nn.Module], batches: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    """Σ g gᵀ over tokens, (N, N) float32 of each layer, g the gradient of the loss by its output.
+    """Sum g gᵀ over tokens, (N, N) float32 of each layer, g the loss's gradient by its output.
 
     Targets are drawn from the model's own predictions, from a fixed seed: the sum is then the
     output's Fisher information, and the batches need no targets.

@@ -154,7 +154,7 @@ class _Place:
 
 
 def _new_events(path: Path, place: _Place) -> list[Event]:
-    """Events of the whole blocks from a place on, which is moved; a torn tail waits."""
+    """Read the events of the whole blocks from a place on, and move it; a torn tail waits."""
     try:
         with path.open("rb") as file:
             file.seek(place.offset)

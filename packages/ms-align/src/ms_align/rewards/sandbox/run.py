@@ -244,7 +244,7 @@ def _is_gone(connection: socket.socket, until: float) -> bool:
 
 
 def _pipe(given: ExitStack) -> tuple[int, int]:
-    """Both ends of a pipe that leads from one process to another."""
+    """Open a pipe that leads from one process to another, and return both its ends."""
     ends = os.pipe()
     for one in ends:
         given.callback(os.close, one)
