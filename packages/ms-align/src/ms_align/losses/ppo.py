@@ -82,7 +82,7 @@ class ValueLoss:
         return float(mask_of(batch).sum())
 
     def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sum over response tokens, and how many were clipped."""
+        """Sum the losses over response tokens, and count how many were clipped."""
         mask = mask_of(batch)
         errors, held = _of_batch(output, batch, self.clip)
         return (errors * mask).sum(), (held * mask).sum().detach()[None]

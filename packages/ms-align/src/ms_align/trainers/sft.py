@@ -245,7 +245,7 @@ class SFTLearner(OfflineLearner):
 
 
 def _row_sums(output: Output, batch: Batch) -> Tensor:
-    """Sum of losses and number of targets of each row, float32 (B, 2)."""
+    """Sum the losses and count the targets of each row, float32 (B, 2)."""
     weights = token_weights({"targets": batch["targets"]}, per_row=False)
     losses = output.token_losses(batch["targets"])
     return torch.stack((losses.sum(1), weights.sum(1)), 1)

@@ -104,7 +104,7 @@ def round_by_loss(
     damping: float = 0.01,
     fit_scales: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Round one weight; returns it (N, K) and the scales (N, G) that it was rounded at.
+    """Round one weight; return it (N, K) and the scales (N, G) that it was rounded at.
 
     With I = AᵀDA and O = BᵀD'B, A and B lower triangles with ones on the diagonal, the cost of
     errors E is the sum of squares of √D' (B E Aᵀ) √D. Each entry of B E Aᵀ holds its own error and
@@ -144,7 +144,7 @@ def round_by_loss(
 
 
 def _unit_lower(name: str, square: Tensor, damping: float) -> Tensor:
-    """Factor the damped square as AᵀDA; returns A, a lower triangle of unit diagonal."""
+    """Factor the damped square as AᵀDA; return A, a lower triangle of unit diagonal."""
     damped = square.clone()
     diagonal = damped.diagonal()
     usual = diagonal[diagonal != 0].mean()

@@ -90,7 +90,7 @@ def _repeated(keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
 
 
 def window_hashes(hashes: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
-    """Hash of every n neighbouring words, of the hashes of words; empty where there are fewer."""
+    """Hash every n neighbouring words, from the words' hashes; empty where there are fewer."""
     count = len(hashes) - n + 1
     if count <= 0:
         return np.empty(0, np.uint64)

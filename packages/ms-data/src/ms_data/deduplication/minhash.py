@@ -104,7 +104,7 @@ class MinHash:
                 np.maximum(greatest, np.maximum.reduce(others, axis=1), out=greatest)
 
     def keys(self, signatures: NDArray[np.uint32]) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
-        """Hash of each band of some signatures, as 64 bits and 32 more; (documents, bands)."""
+        """Hash each band of some signatures, to 64 bits and 32 more; (documents, bands)."""
         bands = signatures.reshape(len(signatures), *self._shape).astype(np.uint64)
         keys = np.broadcast_to(self._salts[:, 0], bands.shape[:2]).copy()
         checks = ~keys

@@ -115,7 +115,7 @@ def follow_events(
     poll_s: float = 0.2,
     until: Callable[[], bool] = lambda: False,
 ) -> Iterator[Event]:
-    """Yield events as they are flushed, those already there first; ends once `until()` is true.
+    """Yield events as they are flushed, those already there first; end once `until()` is true.
 
     A damaged stretch is warned of, once, and what follows it is read.
     """

@@ -160,7 +160,7 @@ class _Run:
         return writing
 
     def wait(self, deadline: float) -> str:
-        """Until the verdict is final; gives `timeout` or `output` where a limit was met before."""
+        """Wait for the final verdict; return `timeout` or `output` where a limit was met before."""
         while not self._is_over():
             left = deadline - time.monotonic()
             if left <= 0:
