@@ -71,7 +71,7 @@ def _run(texts: dict[str, str], limits: Limits) -> Outcome:
 
 @cache
 def _lacking(client: ZygoteClient) -> str:
-    """Tell what the promise needs and this machine has not, by its word and by a probe."""
+    """Tell what the promise needs and this machine lacks, by its word and by a probe."""
     standing = client.standing
     if "seccomp" in standing and "privileges" in standing and standing & {"landlock", "namespaces"}:
         with tempfile.NamedTemporaryFile() as outside:
