@@ -42,7 +42,7 @@ def end_with_launcher() -> None:
 
 
 def launcher_is_gone() -> bool:
-    """Return whether torchrun has ended that started this process, which has another parent now."""
+    """Return whether the torchrun that started this process has ended, which changes its parent."""
     process, parent = STARTED  # a fork of this process has another parent by right
     return started_by_torchrun() and os.getpid() == process and os.getppid() != parent
 

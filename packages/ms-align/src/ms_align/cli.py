@@ -19,7 +19,7 @@ PROG = "ms-align"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns 0 (done), 1 (failed), 2 (bad input) or 130 (after Ctrl-C)."""
+    """Run the command; return 0 (done), 1 (failed), 2 (bad input) or 130 (after Ctrl-C)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser(explains=bool({"-h", "--help"} & set(given))).parse_args(given)
     end_with_launcher()

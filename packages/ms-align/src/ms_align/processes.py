@@ -32,7 +32,7 @@ def any_of(flag: bool) -> bool:
 
 
 def exchange_device() -> torch.device:
-    """Return where tensors lie that all processes exchange: the CPU, if their group takes it."""
+    """Return the device for tensors that all processes exchange: the CPU, if the group takes it."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or "cpu:" in dist.get_backend_config():
         return torch.device("cpu")

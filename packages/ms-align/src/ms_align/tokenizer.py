@@ -13,7 +13,7 @@ class Tokenizer(Protocol):
     """What is asked of a tokenizer."""
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, without special ones around it."""
+        """Encode a text, without special tokens around it."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Decode tokens to text, special ones left out."""
@@ -47,15 +47,15 @@ class HuggingFaceTokenizer:
         self.end_of_text: int | None = tokenizer.eos_token_id
 
     def encode(self, text: str) -> list[int]:
-        """Tokens without special ones around them."""
+        """Encode a text, without special tokens around it."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text without special tokens."""
+        """Decode tokens to text, special ones left out."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def encode_messages(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Tokens of a chat up to where the assistant is to go on."""
+        """Encode a chat up to where the assistant is to go on."""
         return self.encode(render_chat(self.tokenizer, messages))
 
 

@@ -162,7 +162,7 @@ def complete(folder: Path, tokenizer: TokenizerFiles | None) -> None:
 
 
 def _numbers(known: Mapping[str, Any], tokenizer: TokenizerFiles | None) -> dict[str, Any]:
-    """`bos_token_id`, `eos_token_id` and `pad_token_id` of a model's configuration."""
+    """Find `bos_token_id`, `eos_token_id` and `pad_token_id` of a model's configuration."""
     numbers = {f"{role}_id": known.get(f"{role}_id") for role in ROLES}
     if tokenizer is None:
         return numbers

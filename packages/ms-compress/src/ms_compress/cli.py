@@ -19,7 +19,7 @@ RENAMED = {"data": "dataset", "out": "output_dir", "by_use": "act_order"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns 0 (done), 1 (failed), 2 (bad input) or 130 (interrupted)."""
+    """Run the command; return 0 (done), 1 (failed), 2 (bad input) or 130 (interrupted)."""
     options = _parser().parse_args(arguments)
     return perform(PROG, lambda: int(options.act(options)))
 

@@ -64,7 +64,7 @@ class Evaluation:
 
 
 def evaluate(kind: type[Evaluation], settings: dict[str, Any], where: str) -> dict[str, Any]:
-    """`ms-align evaluate`."""
+    """Run `ms-align evaluate`."""
     refuse_renamed(settings, RENAMED, where=where)
     given = build(kind, settings, where=where)
     if given.runtime is not None and given.layout is not None:

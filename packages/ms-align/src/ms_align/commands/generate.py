@@ -46,7 +46,7 @@ class Generation(Sampling):
 
 
 def generate(kind: type[Generation], settings: dict[str, Any], where: str) -> dict[str, Any]:
-    """`ms-align generate`."""
+    """Run `ms-align generate`."""
     refuse_renamed(settings, RENAMED, where=where)
     given = build(kind, settings, where=where)
     place = beside(given.tokenizer, given.model)

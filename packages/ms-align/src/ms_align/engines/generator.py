@@ -15,7 +15,7 @@ from ms_align.generation.stops import Decode, first_stop
 
 
 def generator_of(engine: Engine, *, slots: int = 64, decode: Decode | None = None) -> Generator:
-    """`LocalGenerator` for an engine of one process, else the engine's own loop.
+    """Build a `LocalGenerator` for an engine of one process; else use the engine's own loop.
 
     Args:
         engine: runs the policy.
@@ -49,7 +49,7 @@ class EngineGenerator:
     def __call__(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, count: int = 1, seed: int = 0
     ) -> Responses:
-        """`count` responses to each prompt; those to one prompt are neighbours.
+        """Write `count` responses to each prompt; those to one prompt are neighbours.
 
         Raises:
             ModelError: there are stop strings and no `decode`.

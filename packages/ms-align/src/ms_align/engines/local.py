@@ -290,7 +290,7 @@ class LocalEngine:
         ]
 
     def _clip(self) -> float:
-        """Scale the gradient down to the limit where its norm is greater; return the first norm."""
+        """Scale the gradient down to the limit where its norm is greater, and return that norm."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         if not gradients:
             return 0.0
@@ -303,7 +303,7 @@ class LocalEngine:
 
 
 def _trim(batch: Batch) -> Batch:
-    """Without the columns behind every row's last target and first document.
+    """Cut off the columns behind every row's last target and first document.
 
     In a causal model they change nothing. A document's last token has no target, and a score is
     read there.

@@ -42,18 +42,18 @@ class LocalOutput:
         """Which positions were last asked for, at which temperature, and their entropies."""
 
     def logits(self, positions: slice = EVERYWHERE) -> Tensor:
-        """Logits (B, S, V), or of some positions."""
+        """Compute the logits (B, S, V), or those of some positions."""
         return self._model.project(self.hidden[:, positions])
 
     def token_losses(self, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
-        """-log p(target), float32 (B, S), 0 where the target is -100."""
+        """Compute -log p(target), float32 (B, S), 0 where the target is -100."""
         counted = targets != IGNORED
         losses, entropies = self._statistics(counted, targets[counted], temperature)
         self._known = counted, temperature, entropies
         return _spread(losses, counted)
 
     def entropies(self, counted: Tensor, *, temperature: float = 1.0) -> Tensor:
-        """Entropy of p in nats, float32 (B, S), where counted."""
+        """Compute the entropy of p in nats, float32 (B, S), where counted."""
         found = self._recall(counted, temperature)
         if found is None:
             anything = torch.zeros(int(counted.sum()), dtype=torch.int64, device=counted.device)
@@ -81,7 +81,7 @@ class LocalOutput:
     def _statistics(
         self, counted: Tensor, targets: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Losses and entropies (N,) of the counted positions."""
+        """Compute losses and entropies (N,) of the counted positions."""
         hidden, weight = self.hidden[counted], self._model.head_weight
         if weight is None:
             return losses_and_entropies(self._model.project(hidden), targets, temperature)
@@ -89,6 +89,6 @@ class LocalOutput:
 
 
 def _spread(values: Tensor, counted: Tensor) -> Tensor:
-    """Values (N,) at the counted places of zeros (B, S)."""
+    """Put values (N,) at the counted places of zeros (B, S)."""
     spread = torch.zeros(counted.shape, dtype=values.dtype, device=values.device)
     return spread.masked_scatter(counted, values)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def layout_of(given: "Layout | Mapping[str, int]") -> "Layout":
-    """ms-parallel's layout of a table of ranks by axis.
+    """Build ms-parallel's layout from a table of ranks by axis.
 
     Raises:
         ConfigError: ms-parallel is not installed, or has no such axis.

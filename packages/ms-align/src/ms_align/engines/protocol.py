@@ -90,7 +90,7 @@ class Engine(Protocol):
     def evaluate(
         self, batch: Mapping[str, Any], function: Callable[[Output, Batch], Tensor], /
     ) -> Tensor:
-        """`function(output, batch)` of each microbatch, (b, ...), put together, without gradient.
+        """Join `function(output, batch)` of each microbatch, (b, ...), without gradient.
 
         It is called on every process of a data rank alike, and all of them get the result.
         """
@@ -116,7 +116,7 @@ class Engine(Protocol):
         """Write the whole model as others read it, adapters merged; every process calls it."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Weights, moments and counters by name; tensors share the engine's storage."""
+        """Return weights, moments and counters by name; tensors share the engine's storage."""
 
     def load_state_dict(self, state: Mapping[str, Tensor], /) -> None:
         """Take over what `state_dict` gave."""

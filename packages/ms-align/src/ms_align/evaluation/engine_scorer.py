@@ -75,7 +75,7 @@ class EngineScorer:
         return [ContinuationScore(logprob, bool(greedy)) for logprob, greedy in found]
 
     def _batch(self, rows: list[Row]) -> dict[str, Tensor]:
-        """Rows padded on the right, which in a causal model changes nothing before."""
+        """Pad rows on the right, which in a causal model changes nothing before."""
         width = max(len(row.tokens) for row in rows) - 1
         if not self._alone:
             width = -(-width // MULTIPLE) * MULTIPLE
@@ -89,7 +89,7 @@ class EngineScorer:
 
 
 def _sums(output: Output, batch: Batch) -> Tensor:
-    """(b, 2) float64: the sum of the targets' log-probabilities, and whether all are likeliest."""
+    """Sum each row's target log-probabilities, and tell if all are likeliest, (b, 2) float64."""
     targets = batch["targets"]
     counted = targets != IGNORED
     first = int(counted.any(0).nonzero()[0])

@@ -77,7 +77,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **options: Any
     ) -> list[int]:
-        """Tokens of a text."""
+        """Encode a text."""
         return self.texts.encode(string, add_special_tokens)
 
     def _loglikelihood_tokens(
@@ -127,7 +127,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Answers; those that are asked for alike are written together.
+        """Write an answer to each request; those that are asked for alike are written together.
 
         Raises:
             ConfigError: the task asks for a setting that there is not, or leaves no room.

@@ -52,7 +52,7 @@ class ExportedModel(Protocol):
     """
 
     def logits(self, tokens: Tensor, /) -> Tensor:
-        """Logits (B, S, V) float32 of tokens (B, S) int64."""
+        """Compute the logits (B, S, V) float32 of tokens (B, S) int64."""
 
     def generate(self, tokens: list[int], most: int, /) -> list[int]:
         """Generate the likeliest next tokens until one ends the text, `most` of them at most."""

@@ -36,7 +36,7 @@ class Texts:
         """Stands before a text that has nothing before it."""
 
     def encode(self, text: str, special: bool | None = None) -> list[int]:
-        """Tokens of a text.
+        """Encode a text.
 
         Args:
             text: any.

@@ -40,11 +40,11 @@ class Columns:
         return self.starts.shape[0]
 
     def view(self, layer: int, count: int) -> Tensor:
-        """(2, B, Hk, W + count, D): what a layer holds, and the next `count` columns."""
+        """View what a layer holds and the next `count` columns, (2, B, Hk, W + count, D)."""
         return self.held[layer][:, : self.rows, :, self.low : self.end + count]
 
     def mask(self) -> Tensor | None:
-        """(B, W + 1) bool: which columns the next token sees; None where each sees all."""
+        """Tell which columns the next token sees, (B, W + 1) bool; None where each sees all."""
         if bool((self.starts == self.low).all()):
             return None
         if self._mask is None or self._mask.shape != (self.rows, self.end + 1 - self.low):

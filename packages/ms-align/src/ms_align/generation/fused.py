@@ -150,12 +150,12 @@ class FusedReader:
         )
 
     def _paired(self, rows: Tensor) -> Tensor:
-        """Rows of a projection, each head's pairs side by side."""
+        """Order the rows of a projection so that each head's pairs lie side by side."""
         heads = rows.view(-1, self.width, *rows.shape[1:])
         return heads[:, self._pairs].reshape(rows.shape)
 
     def read(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Logits (B, V) after each prompt, and what each layer holds of it."""
+        """Compute logits (B, V) after each prompt, and return what each layer holds of it."""
         rows, length = tokens.shape
         turns = self._turns(torch.arange(length, device=tokens.device))[None, :, None]
         hidden = F.embedding(tokens, self._embedding)
@@ -176,7 +176,7 @@ class FusedReader:
         return self._logits(last), kept
 
     def step(self, tokens: Tensor, positions: Tensor, columns: Columns) -> Tensor:
-        """Logits (B, V) after one more token a row."""
+        """Compute logits (B, V) after one more token a row."""
         columns.ensure(1)
         turns = self._turns(positions)[:, None]
         hidden = F.embedding(tokens, self._embedding)
@@ -201,7 +201,7 @@ class FusedReader:
         return self._logits(hidden)
 
     def _project(self, hidden: Tensor, layer: _Layer, turns: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries (..., Hq, D), rotated, and keys with values (..., 2, Hk, D), keys rotated."""
+        """Compute queries (..., Hq, D), rotated, and keys, rotated, with values (..., 2, Hk, D)."""
         normal = F.rms_norm(hidden, layer.before.shape, layer.before, self.epsilon)
         qkv = normal @ layer.qkv
         if layer.qkv_bias is not None:
@@ -234,7 +234,7 @@ class FusedReader:
         return torch.mm(F.rms_norm(hidden, self._norm.shape, self._norm, self.epsilon), self._head)
 
     def _turns(self, positions: Tensor) -> Tensor:
-        """Rotations (..., D/2) complex of positions (...)."""
+        """Look up the rotations (..., D/2) complex of positions (...)."""
         # Sizes double, so that few tables are ever made; looking is cheap on the CPU alone.
         highest = int(positions.max()) + 1
         if self._angles is None or self._angles.shape[0] < highest:
@@ -260,7 +260,7 @@ def _head(model: LanguageModel) -> Tensor:
 
 
 def _rotations(model: LanguageModel, count: int, device: torch.device) -> Tensor:
-    """exp(i·angle) of positions 0 to count - 1, (count, D/2) complex64, as the model turns them."""
+    """Compute exp(i·angle) of positions 0 to count - 1, (count, D/2) complex64, by the model."""
     positions = torch.arange(count, device=device)[None]
     if isinstance(model, HuggingFaceModel):
         probe = torch.zeros(1, 1, 1, device=device)

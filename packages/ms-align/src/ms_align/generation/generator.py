@@ -66,7 +66,7 @@ class LocalGenerator:
         count: int = 1,
         seed: int = 0,
     ) -> Responses:
-        """`count` responses to each prompt; those to one prompt are neighbours.
+        """Write `count` responses to each prompt; those to one prompt are neighbours.
 
         Raises:
             DataError: a prompt is empty, or it leaves no room in the model's context.
@@ -211,7 +211,7 @@ class _Written:
         self.lengths[rows] += going
 
     def done(self, rows: Tensor, newest: Tensor, decode: Decode | None) -> Tensor:
-        """(B,) bool: which rows are over, the newest tokens of those that were not considered."""
+        """Note which rows their newest token ends, and return which are over, (B,) bool."""
         going = ~self.over[rows]
         stopped = going & torch.isin(newest, self.stops)
         if self.sampling.stop_strings and decode is not None:
@@ -221,7 +221,7 @@ class _Written:
         return self.over[rows]
 
     def _said(self, rows: list[int], decode: Decode) -> Tensor:
-        """(B,) bool: whether a row's newest token completed a stop string."""
+        """Find whether a row's newest token completed a stop string, (B,) bool."""
         strings = self.sampling.stop_strings
         back, said = reach(strings), []
         for row in rows:

@@ -21,10 +21,10 @@ class CacheFace(Cache):
         return k.transpose(1, 2), v.transpose(1, 2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns held before this forward."""
+        """Count the columns held before this forward."""
         return int(self._cache.held)
 
     def get_mask_sizes(self, query: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """Length and offset of the keys that a mask must cover."""
+        """Return the length and offset of the keys that a mask must cover."""
         count = query if isinstance(query, int) else query.shape[0]
         return int(self._cache.held) + count, 0

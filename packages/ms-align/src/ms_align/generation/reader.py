@@ -55,7 +55,7 @@ class ModelReader:
         self._call = _call_huggingface if isinstance(model, HuggingFaceModel) else _call_seam
 
     def read(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Logits (B, V) after each prompt, and what each layer holds of it."""
+        """Compute logits (B, V) after each prompt, and return what each layer holds of it."""
         # On the right pads need no mask: what comes later is never seen.
         cache = _PromptCache()
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
@@ -64,7 +64,7 @@ class ModelReader:
         return self._model.project(last), cache.layers
 
     def step(self, tokens: Tensor, positions: Tensor, columns: Columns) -> Tensor:
-        """Logits (B, V) after one more token a row."""
+        """Compute logits (B, V) after one more token a row."""
         columns.ensure(1)
         cache = _StepCache(columns)
         hidden = self._call(self._model, tokens[:, None], positions[:, None], cache)

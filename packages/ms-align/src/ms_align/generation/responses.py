@@ -39,4 +39,4 @@ class Generator(Protocol):
     def __call__(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, count: int, seed: int
     ) -> Responses:
-        """`count` responses to each prompt; the same seed draws the same."""
+        """Write `count` responses to each prompt; the same seed draws the same."""

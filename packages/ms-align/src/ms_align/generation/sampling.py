@@ -128,7 +128,7 @@ def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Drawn:
 
 
 def cut(scores: Tensor, sampling: Sampling) -> Tensor:
-    """Scores (B, V) with -inf where a token is never drawn; top-k, then top-p, then min-p."""
+    """Set scores (B, V) to -inf where a token is never drawn; top-k, then top-p, then min-p."""
     if sampling.top_k is not None and sampling.top_k < scores.shape[1]:
         least = scores.topk(sampling.top_k, dim=1).values[:, -1:]
         scores = scores.masked_fill(scores < least, -torch.inf)

@@ -18,7 +18,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def reach(strings: Sequence[str]) -> int:
-    """Most tokens of which the newest can complete one of the stop strings."""
+    """Bound the number of last tokens of which the newest can complete one of the stop strings."""
     # A token has at least one byte, but one in mid-character may begin or end the tail.
     return max(len(text.encode()) for text in strings) + 4
 
@@ -30,7 +30,7 @@ def completes(tail: Sequence[int], strings: Sequence[str], decode: Decode) -> bo
 
 
 def first_stop(tokens: Sequence[int], sampling: Sampling, decode: Decode | None) -> int | None:
-    """Length of a response up to its first stop, that included; None where there is none."""
+    """Find a response's length up to its first stop, that included; None where there is none."""
     strings = sampling.stop_strings if decode is not None else ()
     back = reach(strings) if strings else 0
     for length, token in enumerate(tokens, 1):

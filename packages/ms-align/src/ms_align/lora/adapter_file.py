@@ -125,7 +125,7 @@ def _refuse_unsupported(path: Path, given: Mapping[str, Any]) -> None:
 
 
 def _same(one: object, other: object) -> bool:
-    """Equal, and no number taken for a truth value."""
+    """Return whether two values are equal, with no number taken for a truth value."""
     return type(one) is type(other) and one == other
 
 

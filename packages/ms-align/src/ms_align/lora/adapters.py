@@ -119,11 +119,11 @@ class LoraLinear(nn.Module):
         return self._before is not None
 
     def delta(self) -> Tensor:
-        """s·B·A, (O, I)."""
+        """Compute s·B·A, (O, I)."""
         return self.scale * (self.lora_B @ self.lora_A)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., I) to (..., O)."""
+        """Apply the layer and, where it is on and not merged, its adapter, (..., I) to (..., O)."""
         y: Tensor = self.base_layer(x)
         if not self.enabled or self.merged:
             return y
@@ -172,7 +172,7 @@ class AdaptedModel(nn.Module):
         return self.base
 
     def adapters(self) -> dict[str, LoraLinear]:
-        """Adapted layers by their names in the model."""
+        """List the adapted layers by their names in the model."""
         return {n: m for n, m in self.base.named_modules() if isinstance(m, LoraLinear)}
 
     @contextmanager
@@ -324,7 +324,7 @@ def adapt(model: nn.Module, names: list[str], options: LoraOptions, base: str) -
 
 
 def _matching(model: nn.Module, targets: str | tuple[str, ...]) -> list[str]:
-    """Names of the linear layers that are asked for, in the model's order."""
+    """List the names of the linear layers that are asked for, in the model's order."""
     linear = list(linear_layers(model))
     if targets == ALL_LINEAR:
         head = _head_name(model)

@@ -12,14 +12,14 @@ from torch import Tensor
 
 
 def principal(weight: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
-    """PiSSA (Meng et al., 2024): W's r greatest singular values, half in A₀ and half in B₀."""
+    """Split W's r greatest singular values into A₀ and B₀: PiSSA (Meng et al., 2024)."""
     left, values, right = torch.linalg.svd(weight, full_matrices=False)
     root = (values[:rank] / scale).sqrt()
     return root[:, None] * right[:rank], left[:, :rank] * root
 
 
 def orthonormal(weight: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
-    """OLoRA (Büyükakyüz, 2024): the first r columns of Q as B₀, and rows of R as A₀, of W = Q·R."""
+    """Take r columns of Q as B₀ and rows of R as A₀, of W = Q·R: OLoRA (Büyükakyüz, 2024)."""
     q, r = torch.linalg.qr(weight)
     return r[:rank], q[:, :rank]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 0.95
 ) -> Tensor:
-    """Generalised advantage estimates (Schulman et al., 2016, equation 16).
+    """Compute generalised advantage estimates (Schulman et al., 2016, equation 16).
 
     A_t = δ_t + gamma·λ·A_{t+1} with δ_t = r_t + gamma·V_{t+1} - V_t. After a row's last counted
     token comes nothing: its next value and advantage are 0. Tokens that are not counted are
@@ -49,12 +49,12 @@ def gae(
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of the counted elements, a scalar; NaN where none is."""
+    """Compute the mean of the counted elements, a scalar; NaN where none is."""
     return (x * mask).sum() / mask.sum()
 
 
 def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, epsilon: float = 1e-8) -> Tensor:
-    """(x - mean) / √(variance + ε) over counted elements, variance with n - 1; 0 elsewhere.
+    """Compute (x - mean) / √(variance + ε) over counted elements, variance with n - 1; 0 elsewhere.
 
     Args:
         x: (B, T) float.
@@ -74,7 +74,7 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, epsilon: float =
 def group_relative(
     rewards: Tensor, group_size: int, *, scale: str = "group", epsilon: float = 1e-4
 ) -> Tensor:
-    """GRPO's advantages: reward minus the mean of its group, by choice over a deviation.
+    """Compute GRPO's advantages: reward minus its group's mean, by choice over a deviation.
 
     Args:
         rewards: (B,) float; groups are neighbours. NaN is left out: it counts in no mean,
@@ -104,7 +104,7 @@ def group_relative(
 
 
 def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
-    """RLOO's advantages: reward minus the mean of the others of its group (Ahmadian et al., 2024).
+    """Compute RLOO's advantages: reward less the mean of its group's others (Ahmadian et al. 2024).
 
     Args:
         rewards: (B,) float; groups are neighbours. NaN is left out, and its advantage is 0.
@@ -129,7 +129,7 @@ def compared(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def _groups(rewards: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Rewards (B / size, size), 0 for NaN, and which of them are none."""
+    """Group rewards (B / size, size), 0 for NaN, and tell which of them are numbers."""
     if rewards.ndim != 1 or group_size < 2 or rewards.shape[0] % group_size:
         raise ValueError(
             f"{tuple(rewards.shape)} rewards do not divide into groups of {group_size}; give one "

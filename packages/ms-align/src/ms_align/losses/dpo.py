@@ -24,7 +24,7 @@ def dpo_loss(
     beta: float,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """-(1-ε)·log sigmoid(βh) - ε·log sigmoid(-βh).
+    """Compute -(1-ε)·log sigmoid(βh) - ε·log sigmoid(-βh).
 
     h = (chosen - reference_chosen) - (rejected - reference_rejected).
 
@@ -44,7 +44,7 @@ def dpo_loss(
 
 
 def row_logprobs(output: Output, batch: Batch) -> Tensor:
-    """Log-probability of each row's targets together, float32 (B,)."""
+    """Sum the log-probabilities of each row's targets, float32 (B,)."""
     return -output.token_losses(batch["targets"]).sum(1)
 
 
@@ -84,11 +84,11 @@ class DPOLoss(DPOOptions):
     """Implicit rewards β·log(policy / reference), and how often the chosen one's is higher."""
 
     def weight(self, batch: Batch) -> float:
-        """Weight of all pairs."""
+        """Sum the weights of all pairs."""
         return float(pair_weights(batch).sum())
 
     def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Weighted sum over pairs, and the statistics' sums."""
+        """Compute the weighted sum over pairs, and the statistics' sums."""
         weights = pair_weights(batch)
         own = row_logprobs(output, batch)
         reference = torch.zeros_like(own) if self.reference_free else batch["reference_logprobs"]

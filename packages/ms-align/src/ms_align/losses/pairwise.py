@@ -19,7 +19,7 @@ from ms_align.settings import number
 def pairwise_loss(
     chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0, *, centring: float = 0.0
 ) -> Tensor:
-    """-log sigmoid(chosen - rejected - margin) + centring·(chosen + rejected)².
+    """Compute -log sigmoid(chosen - rejected - margin) + centring·(chosen + rejected)².
 
     Args:
         chosen: scores (P,).
@@ -69,11 +69,11 @@ class PairwiseLoss:
     """How often the chosen one scores higher, by how much, and where scores lie."""
 
     def weight(self, batch: Batch) -> float:
-        """Weight of all pairs."""
+        """Sum the weights of all pairs."""
         return float(pair_weights(batch).sum())
 
     def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Weighted sum over pairs, and the statistics' sums."""
+        """Compute the weighted sum over pairs, and the statistics' sums."""
         weights = pair_weights(batch)
         chosen, rejected = row_scores(output, batch, self.head).view(-1, 2).T
         margin = batch["margin"].view(-1, 2)[:, 0] if "margin" in batch else 0.0

@@ -64,11 +64,11 @@ class PolicyLoss:
         return ("entropy", "kl_old", "clip_fraction", *penalty)
 
     def weight(self, batch: Batch) -> float:
-        """Tokens or responses, as `aggregation` says."""
+        """Count tokens or responses, as `aggregation` says."""
         return divisor(mask_of(batch), self.aggregation, self.longest)
 
     def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Weighted sum over response tokens, and the statistics' sums."""
+        """Compute the weighted sum over response tokens, and the statistics' sums."""
         mask = mask_of(batch)
         weights = token_weights(mask, self.aggregation)
         losses, terms = self.terms(output, batch, mask)
@@ -100,12 +100,12 @@ class PolicyLoss:
 
 
 def mask_of(batch: Batch) -> Tensor:
-    """(B, S) bool: which targets count."""
+    """Find which targets count, (B, S) bool."""
     return batch["targets"] != IGNORED
 
 
 def clipped(ratios: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """-min(r·A, clip(r, 1 - low, 1 + high)·A).
+    """Compute -min(r·A, clip(r, 1 - low, 1 + high)·A).
 
     Args:
         ratios: π/μ, any shape; takes the gradient.
@@ -117,7 +117,7 @@ def clipped(ratios: Tensor, advantages: Tensor, low: float, high: float) -> Tens
 
 
 def clipped_share(ratios: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """1 where the clip takes the gradient away, 0 elsewhere; of the shape of `ratios`."""
+    """Mark with 1 where the clip takes the gradient away, 0 elsewhere; shaped as `ratios`."""
     above = (ratios > 1 + high) & (advantages > 0)
     below = (ratios < 1 - low) & (advantages < 0)
     return (above | below).float()

@@ -17,7 +17,7 @@ VALUE_HEAD = "value"
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """½·max((V - R)², (V' - R)²), where V' is V held within `clip` of the old value.
+    """Compute ½·max((V - R)², (V' - R)²), where V' is V held within `clip` of the old value.
 
     Args:
         values: (B, S) float32; takes the gradient.
@@ -78,11 +78,11 @@ class ValueLoss:
     """The share of tokens whose value was clipped."""
 
     def weight(self, batch: Batch) -> float:
-        """Number of response tokens."""
+        """Count the response tokens."""
         return float(mask_of(batch).sum())
 
     def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sum over response tokens, and how many were clipped."""
+        """Sum the losses over response tokens, and count how many were clipped."""
         mask = mask_of(batch)
         errors, held = _of_batch(output, batch, self.clip)
         return (errors * mask).sum(), (held * mask).sum().detach()[None]

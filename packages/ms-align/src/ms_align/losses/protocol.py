@@ -17,16 +17,16 @@ class Output(Protocol):
     """What a loss may ask of a model's last stage; the same under every layout."""
 
     def logits(self, positions: slice = ...) -> Tensor:
-        """Logits (B, S, V) of the whole vocabulary, in the model's dtype; of some positions."""
+        """Compute logits (B, S, V), V whole, in the model's dtype, of all positions or some."""
 
     def token_losses(self, targets: Tensor, *, temperature: float = ...) -> Tensor:
-        """-log p(target), float32 (B, S), 0 where the target is -100.
+        """Compute -log p(target), float32 (B, S), 0 where the target is -100.
 
         p is softmax(logits / temperature). The negative is what RL calls a log-probability.
         """
 
     def entropies(self, counted: Tensor, *, temperature: float = ...) -> Tensor:
-        """Entropy of p in nats, float32 (B, S), where `counted` (B, S) is true; 0 elsewhere."""
+        """Compute entropies of p in nats, float32 (B, S), where `counted` (B, S); 0 elsewhere."""
 
     def head(self, name: str) -> Tensor:
         """Apply an extra head to the final hidden states, float32 (B, S, its width)."""

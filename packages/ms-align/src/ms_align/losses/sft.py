@@ -59,13 +59,13 @@ class SFTLoss:
         return tuple(f"{kind}.{task}" for kind in ("sum", "weight") for task in range(self.tasks))
 
     def weight(self, batch: Batch) -> float:
-        """Rows, or the weight of all targets."""
+        """Count the rows, or sum the weights of all targets."""
         if self.per_row:
             return float(batch["targets"].shape[0])
         return float(token_weights(batch, per_row=False).sum())
 
     def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Weighted sum of the token losses, and the statistics' sums."""
+        """Compute the weighted sum of the token losses, and the statistics' sums."""
         weights = token_weights(batch, per_row=self.per_row)
         row_losses = (output.token_losses(batch["targets"]) * weights).sum(1)
         if not self.tasks:

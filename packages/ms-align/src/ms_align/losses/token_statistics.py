@@ -52,7 +52,7 @@ class Scratch:
 def projected_losses_and_entropies(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, scratch: Scratch
 ) -> tuple[Tensor, Tensor]:
-    """-log p(target) and the entropy of p = softmax(hidden @ weight.T / temperature).
+    """Compute -log p(target) and p's entropy, p = softmax(hidden @ weight.T / temperature).
 
     Args:
         hidden: (N, H), any float dtype.
@@ -73,7 +73,7 @@ def projected_losses_and_entropies(
 def losses_and_entropies(
     logits: Tensor, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """-log p(target) and the entropy of p = softmax(logits / temperature).
+    """Compute -log p(target) and the entropy of p = softmax(logits / temperature).
 
     Args:
         logits: (N, V), any float dtype.
@@ -99,7 +99,7 @@ class _Projected(torch.autograd.Function):
         temperature: float,
         scratch: Scratch,
     ) -> Any:
-        """Losses and entropies; keeps the logits where there is room and a gradient is wanted."""
+        """Compute losses and entropies; keep the logits, given room, if a gradient is wanted."""
         count, vocabulary = hidden.shape[0], weight.shape[0]
         needed = any(ctx.needs_input_grad[:2])
         keep = needed and count * vocabulary * hidden.element_size() <= KEPT_BYTES
@@ -119,7 +119,7 @@ class _Projected(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_losses: Tensor | None, of_entropies: Tensor | None) -> Any:
-        """Gradients of hidden states and weight; a second call makes the logits anew."""
+        """Compute gradients of hidden states and weight; a second call makes the logits anew."""
         hidden, weight, targets, statistics = ctx.saved_tensors
         count, vocabulary = hidden.shape[0], weight.shape[0]
         kept, ctx.logits = ctx.logits, None
@@ -146,7 +146,7 @@ class _Projected(torch.autograd.Function):
 class _Statistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> Any:
-        """Losses and entropies; keeps the logits and their log-normalisers."""
+        """Compute losses and entropies; keep the logits and their log-normalisers."""
         statistics = logits.new_empty(3, logits.shape[0], dtype=torch.float32)
         _read(logits, targets, temperature, statistics)
         ctx.save_for_backward(logits, targets, statistics)
@@ -165,7 +165,7 @@ class _Statistics(torch.autograd.Function):
 
 
 def _read(logits: Tensor, targets: Tensor, temperature: float, out: Tensor) -> None:
-    """Writes log-normalisers, losses and entropies of logits (N, V) into `out` (3, N)."""
+    """Write log-normalisers, losses and entropies of logits (N, V) into `out` (3, N)."""
     for part in _parts(logits.shape[0], _rows(CHUNK_BYTES, logits.shape[1])):
         scores = logits[part].float()
         scores = scores / temperature if temperature != 1.0 else scores
@@ -188,7 +188,7 @@ def _differentiate(
     of_losses: Tensor | None,
     of_entropies: Tensor | None,
 ) -> None:
-    """Writes the gradient of logits (N, V) over them.
+    """Write the gradient of logits (N, V) over them.
 
     With z = logits / temperature, of a loss it is p - onehot(target), of an entropy H it is
     -p·(log p + H), each by its token's gradient and divided by the temperature.

@@ -51,10 +51,10 @@ class LanguageModel(Protocol):
         """(V, H), where `project` is a product with it and nothing more; else None."""
 
     def hidden(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
-        """Final hidden states (B, S, H), or where the model shows none, logits (B, S, V)."""
+        """Compute final hidden states (B, S, H), or logits (B, S, V) where the model shows none."""
 
     def project(self, hidden: Tensor) -> Tensor:
-        """Hidden states (..., H) to logits (..., V)."""
+        """Project hidden states (..., H) to logits (..., V)."""
 
 
 def check_tokens(
@@ -128,12 +128,12 @@ class SeamModel:
         return cast(Tensor, self.module.head_weight)
 
     def hidden(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
-        """Final hidden states (B, S, H)."""
+        """Compute the final hidden states (B, S, H)."""
         hidden: Tensor = self.module(tokens, positions=positions, documents=documents, logits=False)
         return hidden
 
     def project(self, hidden: Tensor) -> Tensor:
-        """Hidden states (..., H) to logits (..., V)."""
+        """Project hidden states (..., H) to logits (..., V)."""
         weight = self.head_weight
         if weight is None:
             return cast(Tensor, cast(Any, self.module).head(hidden))
@@ -186,7 +186,7 @@ class HuggingFaceModel:
         return cast(Tensor, head.weight) if plain and not hooked else None
 
     def hidden(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
-        """Final hidden states (B, S, H); logits where the head does more than multiply."""
+        """Compute final hidden states (B, S, H); logits where the head does more than multiply."""
         arguments: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
@@ -230,7 +230,7 @@ class HuggingFaceModel:
         return attention_masks(self._inner, seen)
 
     def project(self, hidden: Tensor) -> Tensor:
-        """Hidden states (..., H) to logits (..., V)."""
+        """Project hidden states (..., H) to logits (..., V)."""
         return hidden if self._whole else cast(Tensor, self._inner.get_output_embeddings()(hidden))
 
 
@@ -240,7 +240,7 @@ def _is_alibi(inner: Any) -> bool:
 
 
 def _documents_apart(tokens: Tensor, documents: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Packed rows (B, S) as a row a document, padded behind; and where each position went."""
+    """Unpack rows (B, S) to a row a document, padded behind, and tell where each position went."""
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     row = begins.flatten().cumsum(0).view(documents.shape) - 1
@@ -316,7 +316,7 @@ class PlainModel:
         self._takes = {name for name in ("positions", "documents") if every or name in names}
 
     def hidden(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
-        """Logits (B, S, V).
+        """Compute the logits (B, S, V).
 
         Raises:
             ModelError: rows are packed or positions restart, and the module takes no such thing.

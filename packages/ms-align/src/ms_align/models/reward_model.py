@@ -59,7 +59,7 @@ class RewardModel(nn.Module):
         self._face = face
 
     def forward(self, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Scores (B,) float32 of rows of tokens (B, S), each at its last token.
+        """Score rows of tokens (B, S), each at its last token, (B,) float32.
 
         Args:
             tokens: int64; what stands behind a row's length has no influence.

@@ -15,7 +15,7 @@ from ms_align.models.reward_model import RewardModel, is_reward_model
 
 
 def named_rewards(given: Any) -> Any:
-    """Rewards in which each text or path is replaced by what it names.
+    """Replace each text or path in rewards by what it names.
 
     Args:
         given: `package.module:function`, the folder of a reward model, a list of these, or a table

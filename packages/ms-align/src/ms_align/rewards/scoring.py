@@ -115,7 +115,7 @@ class ModuleReward:
 def rewards_of(
     given: Reward | nn.Module | Mapping[str, Any] | Sequence[Any],
 ) -> dict[str, tuple[Reward, float]]:
-    """Named rewards with their weights, from one or several.
+    """Name rewards, one or several, and give each its weight.
 
     Args:
         given: a callable or module; a sequence of them, which are added up; or a mapping of names
@@ -187,7 +187,7 @@ def score(
 def _call(
     name: str, reward: Reward, samples: Sequence[Sample], *, one_by_one: bool
 ) -> tuple[Tensor, dict[int, str]]:
-    """Values (N,), and a line for each sample without one.
+    """Call a reward; return its values (N,), and a line for each sample without one.
 
     A reward that raises is called again for each sample alone, to learn which it was.
     """

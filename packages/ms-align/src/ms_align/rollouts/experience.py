@@ -30,7 +30,7 @@ class Scoring:
     def __call__(
         self, prompts: Sequence[Prompt], responses: Responses
     ) -> tuple[Scores, list[Sample]]:
-        """Scores of all responses, and the samples that were judged."""
+        """Score all responses; return the scores, and the samples that were judged."""
         samples = samples_of(prompts, responses, self.tokenizer)
         scores = score_together(
             self.rewards, samples, on_failure=self.on_failure, penalty=self.penalty
@@ -63,7 +63,7 @@ class Experience:
         return self.scores.isfinite()
 
     def divergence(self, estimator: str = "k1") -> Tensor:
-        """KL from the reference by an estimator, (N, S), 0 where nothing counts."""
+        """Estimate the KL from the reference, (N, S), 0 where nothing counts."""
         if self.reference_logprobs is None:
             return torch.zeros_like(self.old_logprobs)
         return kl.estimate(self.old_logprobs, self.reference_logprobs, estimator) * self.mask
@@ -77,14 +77,14 @@ def shaped_scores(
     length_penalty: float,
     clip: float | None,
 ) -> Tensor:
-    """Scores (N,), first clipped, then less what a missing stop and each token cost."""
+    """Clip scores (N,), then take off what a missing stop and each token cost."""
     shaped = scores if clip is None else scores.clamp(-clip, clip)
     shaped = shaped - missing_stop_penalty * (~responses.stopped).float()
     return shaped - length_penalty * responses.lengths.float()
 
 
 def token_rewards(experience: Experience, kl_coeff: float, estimator: str) -> Tensor:
-    """Rewards (N, S): -β·KL at each response token, and the score at the last one."""
+    """Compute rewards (N, S): -β·KL at each response token, and the score at the last one."""
     mask = experience.mask
     rewards = -kl_coeff * experience.divergence(estimator)
     positions = torch.arange(mask.shape[1])
@@ -95,7 +95,7 @@ def token_rewards(experience: Experience, kl_coeff: float, estimator: str) -> Te
 
 
 def response_scores(experience: Experience, kl_coeff: float, estimator: str) -> Tensor:
-    """Scores less β times each response's KL, (N,); NaN where a response is left out."""
+    """Compute scores less β times each response's KL, (N,); NaN where a response is left out."""
     scores = experience.scores.masked_fill(~experience.kept, torch.nan)
     if kl_coeff:
         scores = scores - kl_coeff * experience.divergence(estimator).sum(1)

@@ -79,7 +79,7 @@ class RolloutLearner:
         return update, statistics
 
     def evaluate(self, log: RunLog) -> Mapping[str, float]:
-        """Mean reward of one response to each held-out prompt, and some of them logged.
+        """Compute the mean reward of one response to each held-out prompt, and log some of them.
 
         Every process scores all of them, with random numbers that are the same each time.
         """
@@ -104,7 +104,7 @@ class RolloutLearner:
         return metrics
 
     def state(self) -> State:
-        """Engines, rollout, and the place in prompts and seeds."""
+        """Return the engines' state, the rollout, and the place in prompts and seeds."""
         tensors = {f"buffer.{name}": value for name, value in self.buffer.items()}
         for prefix, engine in self._engines():
             tensors |= {f"{prefix}.{name}": t for name, t in engine.state_dict().items()}

@@ -38,7 +38,7 @@ def read_prompts(
     *,
     what: str = "prompt_dataset",
 ) -> list[Prompt]:
-    """Prompts of a dataset.
+    """Read the prompts of a dataset.
 
     Args:
         dataset: texts, lists of tokens, lists of chat messages, or mappings with a key `prompt`
@@ -141,7 +141,7 @@ class PromptOrder:
     seed: int
 
     def take(self, position: int, count: int) -> list[int]:
-        """Numbers of the `count` prompts from `position` on, counted over all passes."""
+        """Choose the numbers of the `count` prompts from `position` on, counted over all passes."""
         taken: list[int] = []
         while len(taken) < count:
             turn, at = divmod(position + len(taken), self.count)
@@ -152,7 +152,7 @@ class PromptOrder:
 
 
 def prompts_checksum(prompts: Sequence[Prompt]) -> str:
-    """Checksum of the tokens of some prompts."""
+    """Compute a checksum of the tokens of some prompts."""
     found = 0
     for prompt in prompts:
         found = zlib.crc32(repr(prompt.tokens).encode(), found)

@@ -77,7 +77,7 @@ def samples_of(
 
 
 def logprobs_of(engine: Engine, batch: Mapping[str, Tensor], temperature: float) -> Tensor:
-    """Log-probabilities of the targets under an engine's model, (N, S) float32, 0 elsewhere."""
+    """Compute the targets' log-probabilities by an engine's model, (N, S) float32, 0 elsewhere."""
 
     def ask(output: Output, microbatch: Batch) -> Tensor:
         return -output.token_losses(microbatch["targets"], temperature=temperature)
@@ -126,7 +126,7 @@ def score_together(
     on_failure: Failure,
     penalty: float,
 ) -> Scores:
-    """Scores that are the same on every process: the first one asks, and sends them to the others.
+    """Score alike on every process: the first one asks, and sends the scores to the others.
 
     So a reward may be random, or a service that is billed.
     """

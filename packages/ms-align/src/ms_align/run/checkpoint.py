@@ -65,13 +65,13 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def complete_steps(root: Path) -> list[int]:
-    """Steps whose checkpoint is complete, ascending."""
+    """List the steps whose checkpoint is complete, ascending."""
     found = [path for path in root.glob("step-*") if (path / MANIFEST).is_file()]
     return sorted(int(path.name[5:]) for path in found if path.name[5:].isdigit())
 
 
 def incomplete(root: Path) -> list[Path]:
-    """Folders of checkpoints that were complete when they got their name, and lack the manifest."""
+    """List the folders of checkpoints that were complete when named, and now lack the manifest."""
     found = (path for path in root.glob("step-*") if path.name[5:].isdigit())
     return sorted(path for path in found if not (path / MANIFEST).is_file())
 

@@ -13,13 +13,13 @@ from ms_align.engines.protocol import Engine
 
 
 def weights_checksum(engine: Engine) -> str:
-    """Checksum of all weights that an engine computes with; "" where processes share them."""
+    """Compute a checksum of all weights an engine computes with; "" where processes share them."""
     holder = engine if engine.module is None else engine.module
     return _checksum(holder.state_dict())
 
 
 def frozen_checksum(engine: Engine) -> str:
-    """Checksum of the weights that no checkpoint holds: those that take no gradient."""
+    """Compute a checksum of the weights that no checkpoint holds: those that take no gradient."""
     if engine.module is None:
         return ""
     named = engine.module.named_parameters()

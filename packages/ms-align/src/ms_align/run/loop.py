@@ -54,7 +54,7 @@ class Learner(Protocol):
         """Update the weights once, with whatever must come before it; return it and what to log."""
 
     def evaluate(self, log: RunLog) -> Mapping[str, float]:
-        """Held-out metrics by name, and samples logged; empty where nothing is held out."""
+        """Compute held-out metrics by name, and log samples; empty where nothing is held out."""
 
     def state(self) -> State:
         """Return all that it needs to go on exactly from here."""

@@ -53,5 +53,5 @@ def log_sample(
 
 
 def _printable(text: str) -> str:
-    """On one line, without what a terminal would obey."""
+    """Put a text on one line, without what a terminal would obey."""
     return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -78,7 +78,7 @@ def weights_of(engine: Engine) -> dict[str, Tensor]:
 
 
 def _writes_model(engine: Engine, merge: bool) -> bool:
-    """Adapters over processes are not merged: their model's weights lie in parts."""
+    """Return whether a model is written: adapters over processes, in parts, are not merged."""
     if engine.adapters is None:
         return True
     return merge and not isinstance(engine.adapters, StageAdapters)

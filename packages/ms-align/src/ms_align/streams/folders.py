@@ -36,7 +36,7 @@ def folders_of(dataset: Any) -> Folders:
 
 
 def instructions(dataset: Folders, engine: Engine, **settings: Any) -> Any:
-    """Packed conversations; see `ms_data.InstructionStream` for its settings."""
+    """Open a stream of packed conversations; see `ms_data.InstructionStream` for its settings."""
     from ms_data import InstructionStream
 
     sources: Any = dataset
@@ -46,7 +46,7 @@ def instructions(dataset: Folders, engine: Engine, **settings: Any) -> Any:
 
 
 def preferences(dataset: Folders, engine: Engine, **settings: Any) -> Any:
-    """Preference pairs; see `ms_data.PreferenceStream` for its settings.
+    """Open a stream of preference pairs; see `ms_data.PreferenceStream` for its settings.
 
     Raises:
         ConfigError: the folder holds no pairs, or there are several.

@@ -18,7 +18,7 @@ class Stream(Protocol):
         """Return this process's rows of the next global batch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values, the same on every process."""
+        """Return the stream's place as JSON values, the same on every process."""
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Go to where the state was taken."""

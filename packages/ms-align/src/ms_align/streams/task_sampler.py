@@ -109,7 +109,7 @@ class TaskSampler:
         ]
 
     def draw(self, rows: int) -> tuple[list[int], list[float]]:
-        """Tasks of the next rows, and the importance weight of each row.
+        """Draw the tasks of the next rows, and compute the importance weight of each row.
 
         The same step and losses give the same draw, on every process.
         """

@@ -85,7 +85,7 @@ class DPOLearner(PairLearner):
         return {**rows, "reference_logprobs": found.cpu()}
 
     def judge(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """DPO's loss, and the implicit reward's margin."""
+        """Compute DPO's loss, and the implicit reward's margin."""
         rows = self._referenced(batch)
         own = self.engine.evaluate(rows, row_logprobs).cpu().view(-1, 2)
         reference = torch.zeros_like(own)

@@ -83,7 +83,7 @@ class PPOTrainer(OnlineTrainer):
         return None if self.value_model is None else ValueLoss(clip=self.value_clip)
 
     def advantages(self, experience: Experience, kl_coeff: float) -> dict[str, Tensor]:
-        """Advantages and returns, (N, S)."""
+        """Compute advantages and returns, (N, S)."""
         assert experience.values is not None
         mask = experience.mask
         rewards = token_rewards(experience, kl_coeff, self.kl_estimator)

@@ -95,7 +95,7 @@ class SFTTrainer(SFTOptions, OfflineTrainer):
         )
 
     def count_steps(self, dataset: Any, engine: Engine) -> int:
-        """Rows in `epochs` passes over a dataset's folders, counted in batches."""
+        """Count the batches in `epochs` passes over a dataset's folders."""
         return sum(1 for _ in self.stream(dataset, engine, epochs=self.epochs))
 
 
@@ -210,7 +210,7 @@ class SFTLearner(OfflineLearner):
         return metrics
 
     def held_out_metrics(self, held_out: HeldOut) -> Mapping[str, float]:
-        """Mean held-out loss a token, over all and for each task."""
+        """Compute the mean held-out loss a token, over all and for each task."""
         totals = torch.zeros(2, max(1, len(self.names)), dtype=torch.float64)
         for batch in held_out():
             rows = {name: torch.as_tensor(value) for name, value in batch.items()}
@@ -245,7 +245,7 @@ class SFTLearner(OfflineLearner):
 
 
 def _row_sums(output: Output, batch: Batch) -> Tensor:
-    """Sum of losses and number of targets of each row, float32 (B, 2)."""
+    """Sum the losses and count the targets of each row, float32 (B, 2)."""
     weights = token_weights({"targets": batch["targets"]}, per_row=False)
     losses = output.token_losses(batch["targets"])
     return torch.stack((losses.sum(1), weights.sum(1)), 1)

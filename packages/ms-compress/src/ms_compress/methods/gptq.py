@@ -148,7 +148,7 @@ def gptq_weight(
     act_order: bool = False,
     fit_scales: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Round one weight by GPTQ; returns it (N, K) and the scales (N, G) that it was rounded at.
+    """Round one weight by GPTQ; return it (N, K) and the scales (N, G) that it was rounded at.
 
     Args:
         name: of the layer, for messages.

@@ -28,7 +28,7 @@ TILE = 128
 def output_squares(
     model: nn.Module, layers: Mapping[str, nn.Module], batches: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    """Σ g gᵀ over tokens, (N, N) float32 of each layer, g the gradient of the loss by its output.
+    """Sum g gᵀ over tokens, (N, N) float32 of each layer, g the loss's gradient by its output.
 
     Targets are drawn from the model's own predictions, from a fixed seed: the sum is then the
     output's Fisher information, and the batches need no targets.
@@ -104,7 +104,7 @@ def round_by_loss(
     damping: float = 0.01,
     fit_scales: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Round one weight; returns it (N, K) and the scales (N, G) that it was rounded at.
+    """Round one weight; return it (N, K) and the scales (N, G) that it was rounded at.
 
     With I = AᵀDA and O = BᵀD'B, A and B lower triangles with ones on the diagonal, the cost of
     errors E is the sum of squares of √D' (B E Aᵀ) √D. Each entry of B E Aᵀ holds its own error and
@@ -144,7 +144,7 @@ def round_by_loss(
 
 
 def _unit_lower(name: str, square: Tensor, damping: float) -> Tensor:
-    """Factor the damped square as AᵀDA; returns A, a lower triangle of unit diagonal."""
+    """Factor the damped square as AᵀDA; return A, a lower triangle of unit diagonal."""
     damped = square.clone()
     diagonal = damped.diagonal()
     usual = diagonal[diagonal != 0].mean()

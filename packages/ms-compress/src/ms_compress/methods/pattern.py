@@ -24,7 +24,7 @@ class Pattern(Protocol):
         ...
 
     def keep(self, scores: "Tensor", sparsity: float | None = None) -> "Tensor":
-        """(N, K) bool, True for weights that are kept.
+        """Choose the weights to keep: (N, K) bool, True where one is kept.
 
         Args:
             scores: (N, K), what is lost by pruning each.
@@ -46,7 +46,7 @@ class Unstructured:
     by_row: bool = False
 
     def keep(self, scores: "Tensor", sparsity: float | None = None) -> "Tensor":
-        """(N, K) bool; exactly round(share · count) weights go."""
+        """Keep all but the exactly round(share · count) weights that score least, (N, K) bool."""
         share = self.sparsity if sparsity is None else sparsity
         rows = scores if self.by_row else scores.reshape(1, -1)
         count = round(share * rows.shape[1])
@@ -76,7 +76,7 @@ class NOfM:
         return 1 - self.kept / self.of
 
     def keep(self, scores: "Tensor", sparsity: float | None = None) -> "Tensor":
-        """(N, K) bool; of a lesser share, the groups that lose least by it are pruned first."""
+        """Keep by group, (N, K) bool; at a lesser share, prune first the groups that lose least."""
         groups = scores.reshape(-1, self.of)
         gone = groups.topk(self.of - self.kept, dim=1, largest=False).indices
         kept = groups.new_ones(groups.shape).bool().scatter_(1, gone, False)

@@ -195,7 +195,7 @@ class GradualPruning:
         return self.how.sparsity * (1 - (1 - passed) ** 3)
 
     def apply(self, model: nn.Module, step: int) -> bool:
-        """Mask the model for step number `step`, from 0; returns whether masks changed.
+        """Mask the model for step number `step`, from 0; return whether masks changed.
 
         A weight that was pruned scores lowest, wherever an optimizer has moved it, and stays so.
         """

@@ -131,7 +131,7 @@ class FloatThenQuantised:
     """Steps in float."""
 
     def apply(self, model: nn.Module, step: int) -> bool:
-        """Set the model for step number `step`, from 0; returns whether it quantises."""
+        """Set the model for step number `step`, from 0; return whether it quantises."""
         on = step >= self.float_steps
         set_quantising(model, on)
         return on

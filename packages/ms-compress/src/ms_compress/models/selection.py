@@ -17,7 +17,7 @@ def select(
     embeddings: bool = False,
     head: bool = False,
 ) -> list[tuple[str, nn.Module]]:
-    """Select layers to prepare or prune; returns names and layers, in the model's order.
+    """Select layers to prepare or prune; return names and layers, in the model's order.
 
     Args:
         model: whole, or a stage.

@@ -103,7 +103,7 @@ def fitted_factor(weight: Tensor, scheme: Scheme, importance: Tensor | None = No
 
 @torch.no_grad()
 def round_at(weight: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
-    """Round weights (N, C) at given scales (N, 1); returns float32."""
+    """Round weights (N, C) at given scales (N, 1); return float32."""
     return _round(weight.float().clone(), scales, scheme).mul_(scales)
 
 

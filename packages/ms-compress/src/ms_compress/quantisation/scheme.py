@@ -101,7 +101,7 @@ class Scheme:
         return self.group or features
 
     def bits_a_weight(self, features: int) -> float:
-        """Bits of one weight in rows of `features`, its share of the scale included."""
+        """Compute the bits of a weight in rows of `features`, its share of the scale included."""
         return self.bits + 8 * self.dtype.itemsize / self.group_of(features)
 
     def __str__(self) -> str:

@@ -48,7 +48,7 @@ class TrainingCheckpoint:
         self._written = monotonic()
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-        """Put model and optimizer back; returns the losses of the steps already made.
+        """Put model and optimizer back; return the losses of the steps already made.
 
         Raises:
             ConfigError: the file is of another run, or damaged.

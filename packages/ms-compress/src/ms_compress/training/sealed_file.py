@@ -44,7 +44,7 @@ def write_sealed(path: Path, header: bytes, write: Callable[[BinaryIO], object])
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[bytes, BinaryIO]]:
-    """Open a sealed file whose digest is right; gives its header, and the file at its payload.
+    """Open a sealed file whose digest is right; return its header, and the file at its payload.
 
     Raises:
         ConfigError: it is damaged, or cannot be read.

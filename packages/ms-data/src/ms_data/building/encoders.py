@@ -119,7 +119,7 @@ class TextEncoder:
         return text
 
     def files(self) -> dict[str, bytes]:
-        """Files to keep beside the shards, by name, apart from the tokenizer."""
+        """Return files to keep beside the shards, by name, apart from the tokenizer."""
         return {}
 
 

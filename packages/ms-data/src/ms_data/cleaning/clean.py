@@ -113,5 +113,5 @@ def _recipe(chosen: RuleSet) -> dict[str, object]:
 
 
 def _plain(settings: dict[str, object]) -> object:
-    """Settings as JSON gives them back, so that they compare."""
+    """Turn settings into what JSON gives back of them, so that they compare."""
     return msgspec.json.decode(msgspec.json.encode(settings))

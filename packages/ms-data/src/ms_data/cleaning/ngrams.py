@@ -39,7 +39,7 @@ class Ngrams:
         self._keys = ((keys << _TURN) ^ (keys >> _TURN) ^ last) * _MIX + _MIX
 
     def top_characters(self) -> int:
-        """Characters, spaces included, that the commonest n-gram fills; of equals the first."""
+        """Count the characters and spaces that the commonest n-gram fills; of equals the first."""
         if len(self._words) < self._n:
             return 0
         if not len(self._starts):
@@ -51,7 +51,7 @@ class Ngrams:
         return int(top * self._joined(np.array([begin]))[0])
 
     def repeated_characters(self) -> int:
-        """Characters, without spaces, of n-grams that stood before; none is counted twice.
+        """Count the characters, without spaces, of n-grams that stood before, none of them twice.
 
         The text is read from left to right. Where an n-gram stood before, reading goes on behind
         it, and n-grams that begin within it are not counted.
@@ -74,7 +74,7 @@ class Ngrams:
         return found
 
     def _joined(self, starts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Length of the n-grams at some places with a space between words."""
+        """Compute the length of the n-grams at some places, with a space between words."""
         return self._ends[starts + self._n] - self._ends[starts] + self._n - 1
 
 
@@ -90,7 +90,7 @@ def _repeated(keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
 
 
 def window_hashes(hashes: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
-    """Hash of every n neighbouring words, of the hashes of words; empty where there are fewer."""
+    """Hash every n neighbouring words, from the words' hashes; empty where there are fewer."""
     count = len(hashes) - n + 1
     if count <= 0:
         return np.empty(0, np.uint64)

@@ -73,7 +73,7 @@ class Corpus:
         return sum(self.sizes_bytes)
 
     def identity(self, count: int) -> str:
-        """Hexadecimal xxh3-128 of the names, sizes and times of the first `count` files."""
+        """Compute the hexadecimal xxh3-128 of the first `count` files' names, sizes and times."""
         facts = [(path, file_info(path)) for path in self.files[:count]]
         # A name need not be UTF-8.
         return _digest(
@@ -88,7 +88,7 @@ class Corpus:
         return _digest(os.fsencode(name) + f"\0{size}\0".encode() for name, size in sized)
 
     def content(self) -> str:
-        """Hexadecimal xxh3-128 of every byte of every file; reads them all, on all cores.
+        """Compute the hexadecimal xxh3-128 of every byte of every file, read on all cores.
 
         A file that lies elsewhere is read only where its place tells no version of it.
         """

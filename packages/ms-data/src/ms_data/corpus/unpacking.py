@@ -30,7 +30,7 @@ def unpacked(raw: io.BufferedReader, packing: str) -> Iterator[bytes]:
 
 
 def _unpacked_zstd(raw: io.BufferedReader) -> Iterator[bytes]:
-    """Like zstandard's own reader, but a file that ends inside a frame is an error."""
+    """Unpack as zstandard's own reader does, but refuse a file that ends inside a frame."""
     unpacker = _zstd()
     fresh = True
     while block := raw.read(_FED_BYTES):

@@ -102,7 +102,7 @@ def _perform(first: Pass, last: Pass, out: str | Path) -> LedgerSummary:
 
 
 def _plain(options: DedupOptions) -> dict[str, Any]:
-    """Options as JSON gives them back, so that they compare."""
+    """Turn options into what JSON gives back of them, so that they compare."""
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(asdict(options)))
     return plain
 

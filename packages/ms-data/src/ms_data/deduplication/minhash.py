@@ -52,7 +52,7 @@ class MinHash:
         self._words = WordHashes()
 
     def signatures(self, texts: Sequence[str]) -> NDArray[np.uint32]:
-        """Signatures of some texts, (documents, bands * rows); short texts pass together."""
+        """Compute signatures of texts, (documents, bands * rows); short texts pass together."""
         found = np.empty((len(texts), self._count), np.uint32)
         done = 0
         for group in _groups(texts):
@@ -104,7 +104,7 @@ class MinHash:
                 np.maximum(greatest, np.maximum.reduce(others, axis=1), out=greatest)
 
     def keys(self, signatures: NDArray[np.uint32]) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
-        """Hash of each band of some signatures, as 64 bits and 32 more; (documents, bands)."""
+        """Hash each band of some signatures, to 64 bits and 32 more; (documents, bands)."""
         bands = signatures.reshape(len(signatures), *self._shape).astype(np.uint64)
         keys = np.broadcast_to(self._salts[:, 0], bands.shape[:2]).copy()
         checks = ~keys
@@ -127,7 +127,7 @@ def _groups(texts: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _ngrams(words: NDArray[np.uint64], n: int) -> NDArray[np.uint32]:
-    """32 bits of the hash of every n neighbouring words."""
+    """Hash every n neighbouring words, to 32 bits."""
     return (window_hashes(words, n) >> np.uint64(32)).astype(np.uint32)
 
 
@@ -200,7 +200,7 @@ def _edges(kinds: NDArray[np.uint8], longer: bool) -> NDArray[np.int64]:
 
 @cache
 def _kinds(count: int) -> NDArray[np.uint8]:
-    """Kind of each character: 0 is no part of a word, 1 one of several, 2 a word of its own."""
+    """Tell each character's kind: 0 is no part of a word, 1 one of several, 2 a word of its own."""
     found = np.zeros(count, np.uint8)
     for code, character in enumerate(map(chr, range(count))):
         if character.isalnum():

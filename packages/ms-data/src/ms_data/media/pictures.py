@@ -34,7 +34,7 @@ class Grid(NamedTuple):
     width: int
 
     def tokens(self, settings: PictureSettings) -> int:
-        """Tokens that stand for the picture."""
+        """Count the tokens that stand for the picture."""
         return self.time * self.height * self.width // settings.merge_size**2
 
 

@@ -60,7 +60,7 @@ def decode_sound(content: bytes) -> tuple[NDArray[np.float32], int]:
 
 
 def sound_tokens(frames: int) -> int:
-    """Tokens of so many frames of a spectrogram: two convolutions of Qwen2-Audio halve them."""
+    """Count the tokens of a spectrogram's frames, which Qwen2-Audio's two convolutions halve."""
     return (((frames - 1) // 2 + 1) - 2) // 2 + 1
 
 

@@ -36,7 +36,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 def packed(lines: Sequence[bytes]) -> bytes:
-    """Lines as one frame of zstd; empty where there are none."""
+    """Compress lines to one frame of zstd; empty where there are none."""
     if not lines:
         return b""
     return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(

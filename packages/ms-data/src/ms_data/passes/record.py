@@ -169,7 +169,7 @@ def differences(
 
 
 def digest(content: bytes) -> str:
-    """Hexadecimal xxh3-128 of some bytes."""
+    """Compute the hexadecimal xxh3-128 of some bytes."""
     return xxhash.xxh3_128_hexdigest(content)
 
 

@@ -98,7 +98,7 @@ def _body(module: str) -> list[ast.stmt]:
 
 
 def _named(module: str, name: str) -> str:
-    """Find where a class lies that a module names: in itself, or where it imports it from."""
+    """Find the place of a class that a module names: itself, or where it imports the class from."""
     for node in _body(module):
         if isinstance(node, ast.ImportFrom) and any(each.name == name for each in node.names):
             return f"{(node.module or '').removeprefix(f'{PACKAGE.name}.')}:{name}"

@@ -106,7 +106,7 @@ class PackedSource:
         return RowPart.of(sample, segment.start, segment.stop, sample.weight / shared)
 
     def state(self) -> dict[str, Any]:
-        """JSON values that `restore` takes."""
+        """Return the JSON values that `restore` takes."""
         rows = [[row.number, [list(one) for one in row.segments]] for row in self._packer.open_rows]
         return {**self.counters, "opened": self._packer.opened, "open": rows}
 

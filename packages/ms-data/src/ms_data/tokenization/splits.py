@@ -95,7 +95,10 @@ def split_of(pre_tokenizer: dict[str, Any] | None) -> WordSplit | str:
 
 @lru_cache
 def _gpt2(prefix: bool) -> WordSplit:
-    r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+ of GPT-2."""
+    r"""Build the split of GPT-2.
+
+    's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
+    """
 
     def begins(_: int, before: int, one: int, after: int) -> bool:
         if EDGE in (one, before):

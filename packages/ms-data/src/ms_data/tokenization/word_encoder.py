@@ -193,7 +193,7 @@ def _last_cut(text: str, begin: int, end: int) -> int:
 
 
 def _codes(text: str) -> NDArray[np.uint32]:
-    """Code points, shape (n,)."""
+    """Return the text's code points, shape (n,)."""
     return np.frombuffer(text.encode("utf-32-le"), np.uint32)
 
 

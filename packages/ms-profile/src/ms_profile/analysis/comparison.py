@@ -251,7 +251,7 @@ def compare_runs(before: Runs, after: Runs, *, seed: int = 0) -> float:
 
 
 def _difference(before: Runs, after: Runs) -> tuple[float, float, float]:
-    """Difference of the medians' logarithms, its standard error, and the degrees of freedom."""
+    """Compute the medians' difference in logarithms, its standard error, and degrees of freedom."""
     if len(before) + len(after) > 2:
         return _between_runs(before, after)
     old, new = np.log(before[0]), np.log(after[0])

@@ -214,7 +214,7 @@ def _is_blocked(known: _Progress, rank: int, one: MatchedCollective) -> bool:
 def _causes(
     known: _Progress, waiting: int, late: int, start: int, stop: int, entered: int
 ) -> tuple[tuple[int, str, float], ...]:
-    """Shares of a wait by rank and phase; they sum to 1."""
+    """Share out a wait by rank and phase; the shares sum to 1."""
     origin = _last_shared(known, waiting, late, start)
     excess: dict[str, float] = {}
     spent_late, spent_own = float(entered - origin), float(start - origin)

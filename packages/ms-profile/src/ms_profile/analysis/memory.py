@@ -81,7 +81,7 @@ def memory_growth(trace: Trace, *, most: int = 20) -> tuple[MemoryGrowth, ...]:
 
 
 def _owners(trace: Trace, rows: NDArray[np.int64], at_ns: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Place in `rows` of the innermost span that is open at each instant; -1 outside of all.
+    """Find where in `rows` the innermost span open at each instant is; -1 outside of all.
 
     Operators that only allocate stand for the one that called them, where one did.
     """

@@ -104,7 +104,7 @@ def kernel_table(trace: Trace) -> tuple[Kernel, ...]:
 
 
 def _host_rows(trace: Trace) -> NDArray[np.int64]:
-    """Rows that nest on the host's threads: a device's collectives don't."""
+    """Find the rows that nest on the host's threads: a device's collectives don't."""
     rows = trace.rows(*HOST)
     on_device = (trace.category[rows] == Category.COLLECTIVE) & ~_carried_by_host(trace, rows)
     host: NDArray[np.int64] = rows[~on_device]
@@ -118,7 +118,7 @@ def _carried_by_host(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.bool_]
 
 
 def _device_times(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    """Device time that each host row launched itself, (N,) ns; None without a device."""
+    """Sum the device time that each host row launched itself, (N,) ns; None without a device."""
     launched = trace.rows(*DEVICE)
     launched = launched[(trace.external[launched] > 0) & ~_carried_by_host(trace, launched)]
     if not len(launched):

@@ -64,7 +64,7 @@ def split_groups(
 def _ends(
     own: Sequence[MatchedCollective], fits: Mapping[int, ClockFit]
 ) -> NDArray[np.float64] | None:
-    """Ends on one clock, (K, R) ns since the first; None where a clock is not known."""
+    """Put ends on one clock, (K, R) ns since the first; None where a clock is not known."""
     ranks = list(own[0].ends_ns)
     if any(rank not in fits for rank in ranks):
         return None

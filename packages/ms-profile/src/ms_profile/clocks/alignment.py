@@ -119,7 +119,7 @@ def _reachable(
 def _shared_keys(
     ends: Mapping[int, Mapping[Hashable, int]], ranks: Sequence[int]
 ) -> list[Hashable]:
-    """Keys that at least two of the ranks have, in order of first appearance."""
+    """List the keys that at least two of the ranks have, in order of first appearance."""
     count: dict[Hashable, int] = {}
     for rank in ranks:
         for key in ends[rank]:
@@ -133,7 +133,7 @@ def _table(
     keys: Sequence[Hashable],
     origins: Sequence[int],
 ) -> Floats:
-    """Instants since each rank's origin as (K, R) float64 ns, nan where absent."""
+    """Tabulate instants since each rank's origin as (K, R) float64 ns, nan where absent."""
     table = np.full((len(keys), len(ranks)), np.nan)
     for column, (rank, origin) in enumerate(zip(ranks, origins, strict=True)):
         own = instants.get(rank, {})
@@ -197,9 +197,9 @@ def _fit_all(
 
 
 def _normal_equations(readings: Floats, weights: Floats, span: float) -> tuple[Floats, Floats]:
-    """Normal matrix (2R, 2R) and right side (2R,) for offsets and drifts * span.
+    """Build the normal matrix (2R, 2R) and right side (2R,) for offsets and drifts * span.
 
-    Minimises `sum w (c - offset - drift x - T[k])²` with `T[k]` eliminated.
+    Their solution minimises `sum w (c - offset - drift x - T[k])²` with `T[k]` eliminated.
     """
     slopes = weights * (readings / span)
     total = weights.sum(axis=1, keepdims=True)
@@ -218,7 +218,7 @@ def _normal_equations(readings: Floats, weights: Floats, span: float) -> tuple[F
 
 
 def _residuals(readings: Floats, weights: Floats, offset: Floats, drift: Floats) -> Floats:
-    """Corrected readings minus the instant they agree on, (K, R) ns, nan where absent."""
+    """Subtract from corrected readings the instant they agree on, (K, R) ns, nan where absent."""
     corrected = readings - offset - drift * readings
     filled = np.where(np.isfinite(corrected), corrected, 0.0)
     agreed = (weights * filled).sum(axis=1, keepdims=True) / weights.sum(axis=1, keepdims=True)
@@ -227,7 +227,7 @@ def _residuals(readings: Floats, weights: Floats, offset: Floats, drift: Floats)
 
 
 def _errors(covariance: Floats, scale: float, observations: int, left: int) -> list[float | None]:
-    """Largest 99% half width of offset + drift * x over the span, of each rank: at one of its ends.
+    """Compute each rank's largest 99% half width of offset + drift * x over the span, at an end.
 
     Args:
         covariance: of offsets and drifts, (2R, 2R), for residuals of 1 ns.
@@ -249,7 +249,7 @@ def _errors(covariance: Floats, scale: float, observations: int, left: int) -> l
 
 
 def _quantile_99(freedom: int) -> float:
-    """Student's two-sided 99% quantile; beyond the table by its expansion in 1 / freedom."""
+    """Return Student's two-sided 99% quantile; past the table by its expansion in 1 / freedom."""
     if freedom <= len(STUDENT_99):
         return STUDENT_99[freedom - 1]
     return 2.576 + 4.92 / freedom + 8.85 / freedom**2
@@ -258,7 +258,7 @@ def _quantile_99(freedom: int) -> float:
 def _bounds(
     readings: Floats, entered: Floats | None, offset: Floats, drift: Floats, base: int
 ) -> list[float | None]:
-    """Proved error of each rank's offset, from starts and ends shared with the reference."""
+    """Prove the error of each rank's offset, from starts and ends shared with the reference."""
     width = readings.shape[1]
     if entered is None:
         return [0.0 if column == base else None for column in range(width)]

@@ -132,7 +132,7 @@ def _print_outcome(plan: Plan, outcome: RunOutcome, *, as_json: bool) -> None:
 
 
 def _end_of(rank: RankManifest, outcome: RunOutcome) -> str:
-    """Tell how a rank ended that could not report."""
+    """Tell how a rank that could not report ended."""
     code = outcome.exit_codes.get(rank.rank)
     if code is None:
         return "ended without a word after another rank had failed"

@@ -115,7 +115,7 @@ def follow_events(
     poll_s: float = 0.2,
     until: Callable[[], bool] = lambda: False,
 ) -> Iterator[Event]:
-    """Yield events as they are flushed, those already there first; ends once `until()` is true.
+    """Yield events as they are flushed, those already there first; end once `until()` is true.
 
     A damaged stretch is warned of, once, and what follows it is read.
     """
@@ -154,7 +154,7 @@ class _Place:
 
 
 def _new_events(path: Path, place: _Place) -> list[Event]:
-    """Events of the whole blocks from a place on, which is moved; a torn tail waits."""
+    """Read the events of the whole blocks from a place on, and move it; a torn tail waits."""
     try:
         with path.open("rb") as file:
             file.seek(place.offset)

@@ -58,7 +58,7 @@ def read_json_lines(
 
 
 def _lines(file: BinaryIO, *, follow: bool, poll_s: float) -> Iterator[bytes]:
-    """Whole lines; one that is still being written is waited for, or left out at the end."""
+    """Yield whole lines; one still being written is waited for, or left out at the end."""
     waiting = b""
     while True:
         part = file.readline(LONGEST_LINE_BYTES)

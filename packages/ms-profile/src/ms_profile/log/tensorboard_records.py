@@ -102,7 +102,7 @@ TABLE: Final = _crc_table()
 
 
 def _masked_crc(data: bytes) -> int:
-    """CRC-32C, rotated and offset as TFRecord asks."""
+    """Compute the CRC-32C, rotated and offset as TFRecord asks."""
     value = 0xFFFFFFFF
     for byte in data:
         value = value >> 8 ^ TABLE[(value ^ byte) & 0xFF]

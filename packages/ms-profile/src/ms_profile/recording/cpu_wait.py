@@ -17,7 +17,7 @@ class CpuWait:
         self._last_ns = 0
 
     def since_last_ns(self) -> int | None:
-        """Nanoseconds waited since this thread's last call; None at its first or if unknown."""
+        """Measure the wait in ns since this thread's last call; None at its first or if unknown."""
         try:
             first = self._thread != threading.get_native_id()
             if first:

@@ -101,7 +101,7 @@ class Recorder:
         ACTIVE.append(self)
 
     def attach(self) -> None:
-        """Record what torch does from now on: imports torch and adds its hooks."""
+        """Record what torch does from now on: import torch and add its hooks."""
         from ms_profile.recording.scopes import ScopeRecorder
         from ms_profile.recording.step_watch import StepWatch
 

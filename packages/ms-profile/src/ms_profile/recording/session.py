@@ -224,7 +224,7 @@ class Session:
         self.events("step", fields)
 
     def _slow_metrics(self) -> dict[str, Value]:
-        """Metrics reported about once a second, and at the end, if asked for: memory, data waits.
+        """Collect what is reported about each second and at the end, if asked: memory, data waits.
 
         Waits are collected every few seconds: each report has those collected since the one before.
         """

@@ -82,7 +82,7 @@ def _rank(one: RankAnalysis) -> dict[str, Any]:
 
 
 def _operators(analysis: Analysis, *, by_shape: bool) -> dict[str, Any]:
-    """Operators of all ranks by name, and by shape where asked for, most self time first."""
+    """List all ranks' operators by name, and by shape where asked for, most self time first."""
     sums: dict[tuple[str, int, str], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     has_device = False
     for one in analysis.ranks.values():

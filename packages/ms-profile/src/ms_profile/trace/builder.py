@@ -202,7 +202,7 @@ class TraceBuilder:
         )
 
     def _near_the_others(self, columns: dict[str, Array]) -> Array:
-        """Rows of the spans that lie in the time of the others, and count those that don't."""
+        """Find the spans that lie in the time of the others, and count those that don't."""
         start, duration = columns["start_ns"], columns["duration_ns"]
         if not len(start):
             return np.zeros(0, np.int64)

@@ -73,7 +73,7 @@ class TraceText:
         return gzip.GzipFile(fileobj=raw) if start == b"\x1f\x8b" else nullcontext(raw)
 
     def _read(self, file: BufferedReader | gzip.GzipFile) -> bytes:
-        """Up to a chunk of text; of compressed data that breaks off, all that came before."""
+        """Read up to a chunk of text; of compressed data that breaks off, all that came before."""
         parts: list[bytes] = []
         room = self._chunk_bytes
         try:

@@ -55,7 +55,7 @@ def self_times(
 def _keys(
     thread: NDArray[Any], start_ns: NDArray[Any], duration_ns: NDArray[Any]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Starts and ends that order by thread first; a span lasts at least 1 ns, to enclose itself."""
+    """Build starts and ends that order by thread first; a span lasts 1 ns, to enclose itself."""
     base = int(start_ns.min()) if len(start_ns) else 0
     keys = (thread.astype(np.int64) << THREAD_SHIFT) + (start_ns - base)
     return keys, keys + np.maximum(duration_ns, 1)

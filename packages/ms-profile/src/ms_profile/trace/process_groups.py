@@ -83,7 +83,7 @@ def _noted(header: Mapping[str, Any]) -> _Noted | None:
 
 
 def _members(header: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Ranks by the name of their group, as torch's profiler lists them."""
+    """Read the ranks by the name of their group, as torch's profiler lists them."""
     place = header.get("distributedInfo")
     listed = place.get("pg_config") if isinstance(place, dict) else None
     found = {}

@@ -55,6 +55,6 @@ class SystemMeter:
 
 
 def _used_s() -> float:
-    """Processor seconds of this process and of its children that have ended."""
+    """Sum the processor seconds of this process and of its children that have ended."""
     kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, kinds))

@@ -71,7 +71,7 @@ def _run(texts: dict[str, str], limits: Limits) -> Outcome:
 
 @cache
 def _lacking(client: ZygoteClient) -> str:
-    """Tell what the promise needs and this machine has not, by its word and by a probe."""
+    """Tell what the promise needs and this machine lacks, by its word and by a probe."""
     standing = client.standing
     if "seccomp" in standing and "privileges" in standing and standing & {"landlock", "namespaces"}:
         with tempfile.NamedTemporaryFile() as outside:
@@ -160,7 +160,7 @@ class _Run:
         return writing
 
     def wait(self, deadline: float) -> str:
-        """Until the verdict is final; gives `timeout` or `output` where a limit was met before."""
+        """Wait for the final verdict; return `timeout` or `output` where a limit was met before."""
         while not self._is_over():
             left = deadline - time.monotonic()
             if left <= 0:
@@ -244,7 +244,7 @@ def _is_gone(connection: socket.socket, until: float) -> bool:
 
 
 def _pipe(given: ExitStack) -> tuple[int, int]:
-    """Both ends of a pipe that leads from one process to another."""
+    """Open a pipe that leads from one process to another, and return both its ends."""
     ends = os.pipe()
     for one in ends:
         given.callback(os.close, one)

@@ -131,7 +131,7 @@ class OfflineTrainer(Trainer):
 
     @abstractmethod
     def count_steps(self, dataset: Any, engine: Engine) -> int:
-        """Updates in `epochs` passes over a dataset's folders."""
+        """Count the updates in `epochs` passes over a dataset's folders."""
 
     def _from_folders(self, folders: Any, engine: Engine) -> TrainingData:
         data = TrainingData(
@@ -188,18 +188,18 @@ class OfflineLearner(ABC):
 
     @abstractmethod
     def held_out_metrics(self, held_out: HeldOut) -> Mapping[str, float]:
-        """Metrics of the held-out batches."""
+        """Compute metrics of the held-out batches."""
 
     def next_batch(self) -> Mapping[str, Any]:
         """Take the next batch, with all that the loss reads."""
         return next_batch(self.data.stream)
 
     def observe(self, update: Update, log: RunLog) -> Mapping[str, float]:
-        """Learn from an update's statistics; what of them is logged."""
+        """Learn from an update's statistics, and return what of them is logged."""
         return update.statistics
 
     def extra_state(self) -> dict[str, Any]:
-        """Further state, as JSON values."""
+        """Return further state, as JSON values."""
         return {}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - most have none
@@ -216,13 +216,13 @@ class OfflineLearner(ABC):
         return update, self.observe(update, log)
 
     def evaluate(self, log: RunLog) -> Mapping[str, float]:
-        """Held-out metrics; samples are logged."""
+        """Log samples, and compute held-out metrics."""
         if self.data.samples is not None:
             self.data.samples.log(self.engine, log)
         return {} if self.data.held_out is None else self.held_out_metrics(self.data.held_out)
 
     def state(self) -> State:
-        """Weights, moments and the stream's place."""
+        """Return weights, moments and the stream's place."""
         facts = {
             "step": self.step,
             "stream": self.data.stream.state_dict(),

@@ -145,7 +145,7 @@ class OnlineTrainer(RolloutOptions, Trainer):
         return None
 
     def heads(self) -> dict[str, int]:
-        """Extra heads of the policy."""
+        """Return the extra heads of the policy."""
         return {}
 
     def value_engine(self, policy: Engine) -> Engine | None:

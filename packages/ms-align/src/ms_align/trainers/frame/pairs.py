@@ -36,7 +36,7 @@ class PairTrainer(OfflineTrainer):
         return preferences(dataset, engine, **given)
 
     def count_steps(self, dataset: Any, engine: Engine) -> int:
-        """Updates in `epochs` passes over a folder's pairs."""
+        """Count the updates in `epochs` passes over a folder's pairs."""
         pairs = int(self.stream(dataset, engine).pairs_per_epoch)
         return -(-pairs * (self.epochs or 1) // self.batch_size)
 
@@ -51,10 +51,10 @@ class PairLearner(OfflineLearner):
 
     @abstractmethod
     def judge(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Loss of each held-out pair (P,), and by how much the chosen one is ahead (P,)."""
+        """Compute each held-out pair's loss (P,), and by how much the chosen one is ahead (P,)."""
 
     def held_out_metrics(self, held_out: HeldOut) -> Mapping[str, float]:
-        """Held-out loss, how often the chosen answer is ahead, and by how much."""
+        """Compute held-out loss, how often the chosen answer is ahead, and by how much."""
         totals = torch.zeros(4, dtype=torch.float64)
         for batch in held_out():
             rows = {name: torch.as_tensor(value) for name, value in batch.items()}

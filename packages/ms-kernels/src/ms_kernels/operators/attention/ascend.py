@@ -130,7 +130,7 @@ class _WithSinks(torch.autograd.Function):
 
 
 def _triangle(device: torch.device) -> Tensor:
-    """True above the diagonal; made once a device."""
+    """Return a mask that is True above the diagonal; it is made once a device."""
     if torch.compiler.is_compiling() or torch._guards.detect_fake_mode() is not None:
         return _make_triangle(device)
     return _kept_triangle(device)

@@ -104,7 +104,7 @@ def _rules(dims: Dims, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _forward(dims: Dims, itemsize: int) -> Work:
-    """Half of the score matrix is counted, as for a causal mask."""
+    """Count the work, half of the score matrix, as for a causal mask."""
     heads, widths = dims["Sq"] * dims["Hq"] + dims["Sk"] * dims["Hk"], dims["D"] + dims["Dv"]
     pairs = dims["Sq"] * (2 * dims["Sk"] - dims["Sq"] + 1) // 2
     flops = 2 * dims["B"] * dims["Hq"] * pairs * widths

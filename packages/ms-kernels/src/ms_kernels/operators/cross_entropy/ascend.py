@@ -21,7 +21,7 @@ MOST_ROWS = 200_000
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, *options: Any) -> Tensor:
-    """Return ``-log p[target]``; keeps all log p for the backward pass."""
+    """Return ``-log p[target]``; keep all log p for the backward pass."""
     settings = LossOptions(*options)
     ignored = targets == settings.ignore_index
     flat = logits.reshape(-1, logits.shape[-1]).float()

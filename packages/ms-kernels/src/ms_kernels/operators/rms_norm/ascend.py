@@ -9,7 +9,7 @@ from ms_kernels.operators.rms_norm.contract import CONTRACT
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """Return ``x / sqrt(mean(x²) + eps) · weight``; keeps one float32 a row for the backward."""
+    """Return ``x / sqrt(mean(x²) + eps) · weight``; keep one float32 a row for the backward."""
     result: Tensor = torch.ops.npu.npu_rms_norm(x, weight, float(eps))[0]
     return result
 

@@ -49,12 +49,12 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def _as_one_row(x: Tensor, rows: int) -> Tensor:
-    """(B or 1, S, N, R) to (1, B·S, N, R)."""
+    """Put all rows into one: (B or 1, S, N, R) to (1, B·S, N, R)."""
     return x.expand(rows, -1, -1, -1).flatten(0, 1).unsqueeze(0)
 
 
 def _widen(table: Tensor, interleaved: bool) -> Tensor:
-    """(C, S, R/2) to (C, S, 1, R), the same as long as the table is neither changed nor gone."""
+    """Widen (C, S, R/2) to (C, S, 1, R), once as long as the table is neither changed nor gone."""
     if torch.compiler.is_compiling() or type(table) is not Tensor:
         return _double(table, interleaved)
     kept = _widened[table] if table in _widened else (None, None, table)  # noqa: SIM401 - untyped

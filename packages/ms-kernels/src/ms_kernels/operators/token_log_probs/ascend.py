@@ -58,7 +58,7 @@ _log_probs = opaque(
 
 
 def token_log_probs(hidden: Tensor, weight: Tensor, tokens: Tensor, *options: Any) -> Tensor:
-    """Return log p of the tokens; keeps two float32 a row."""
+    """Return log p of the tokens; keep two float32 a row."""
     result: Tensor = _log_probs(hidden, weight, tokens, *options)[0]
     return result
 

@@ -65,7 +65,7 @@ ROLES = {"program": run_program, "response": offer_response, "tests": run_tests}
 
 
 def names_used(tree: ast.AST) -> tuple[list[str], list[str]]:
-    """Names that a program reads and Python lacks, and modules of Python's that it reads from.
+    """List the names that a program reads and Python lacks, and the modules of Python's it reads.
 
     `math.isclose` is Python's, even where the tests leave the import to the response.
     """

@@ -47,7 +47,7 @@ def _when(one: Call, machine: str, then: list[Instruction]) -> list[Instruction]
 
 
 def _checked(checks: tuple[Check, ...]) -> list[Instruction]:
-    """Instructions that refuse the call unless every check holds."""
+    """Write the instructions that refuse the call unless every check holds."""
     program: list[Instruction] = []
     for check in checks:
         low = 16 + 8 * check.argument

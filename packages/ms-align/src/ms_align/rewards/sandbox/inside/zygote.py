@@ -132,7 +132,7 @@ class Zygote:
         self._selector.register(self._woken, selectors.EVENT_READ)
 
     def serve(self) -> None:
-        """Until the control socket closes; every process is then killed."""
+        """Serve until the control socket closes; every process is then killed."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._control:
