@@ -2,10 +2,9 @@
 
 Two tasks are of the running Python's own library, function to docstring and back, as
 `examples/docstrings.py` writes them, without those that are too long for a small model. The third
-can be checked: sums of two numbers of two digits, of which a fifth is held out. Of the others four
-in ten come with a written answer, to imitate; the rest can only be asked, and the answer checked.
-Digits stand apart, since a tokenizer learned from source code joins them as it likes. The same seed
-gives the same bytes.
+can be checked: sums of two numbers of two digits, of which a fifth is held out. Digits stand
+apart, since a tokenizer learned from source code joins them as it likes. The same seed gives the
+same bytes.
 
 Run it: python examples/road/tasks.py DOCSTRINGS OUT
 """
@@ -23,8 +22,6 @@ PAIR_CHARACTERS = 200
 """Length of a docstring pair's question and longer answer: rows are as wide as the widest."""
 HELD_OUT_SHARE = 0.2
 """Share of all sums that is held out."""
-WRITTEN_SHARE = 0.4
-"""Share of the sums to learn from that have a written answer."""
 FEW = 200
 """Held-out sums that are asked during a training."""
 DESCRIBED_APART = 50
@@ -114,12 +111,11 @@ def write_tasks(docstrings: Path, folder: Path, *, seed: int = 0) -> dict[str, i
     described = chats["describe"][::DESCRIBED_APART]
     for task in ("describe", "implement"):
         chats[task] = [each for at, each in enumerate(chats[task]) if at % DESCRIBED_APART]
-    written = learned[: round(len(learned) * WRITTEN_SHARE)]
-    chats["add"] = [chat(question(a, b), apart(a + b)) for a, b in written]
+    chats["add"] = [chat(question(a, b), apart(a + b)) for a, b in learned]
     counts = {task: write_lines(folder / f"{task}.jsonl", rows) for task, rows in chats.items()}
     sum_pairs = [
         {"prompt": question(a, b), "chosen": apart(a + b), "rejected": apart(wrong(rng, a + b))}
-        for a, b in written
+        for a, b in learned
     ]
     pairs = sum_pairs + docstring_pairs(chats["describe"], rng)
     rng.shuffle(pairs)
