@@ -8,6 +8,7 @@ The thread has a connection of its own: the process group's is held by whoever w
 """
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -27,7 +28,7 @@ from ms_parallel.interruption import launcher_is_gone
 RANKS_A_SECOND = 1000
 """Records that the store has to take in a second."""
 STORE_TIMEOUT = timedelta(seconds=5)
-LOST = (dist.DistError, RuntimeError, ValueError)
+LOST = (dist.DistError, OSError, RuntimeError, ValueError)
 
 
 class Heartbeat:
@@ -102,9 +103,11 @@ class Heartbeat:
         return timedelta(seconds=2 * self.interval_s + 0.5)
 
     def _connect(self) -> Any:
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # A store that has ended refuses at once, where torch would ask it again for ten seconds.
+        socket.create_connection(place, STORE_TIMEOUT.total_seconds()).close()
         return dist.TCPStore(  # type: ignore[attr-defined]  # torch does not list it
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
+            *place,
             is_master=False,
             timeout=STORE_TIMEOUT,
             wait_for_workers=False,
