@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -40,6 +41,13 @@ QUICK = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,clos
 JOINABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without it torch's agents do not tell one that joins where the others meet."""
 STEPS, BATCH = 60, 12
+SETTINGS: dict[str, Any] = {
+    "batch_size": BATCH,
+    "steps": STEPS,
+    "checkpoint_every": 4,
+    "reproducible": True,
+    "hold_out": 0.0,
+}
 
 
 def test_ranks_meet_whose_launchers_have_counted_restarts_otherwise() -> None:
@@ -80,7 +88,7 @@ class Machines:
     """Agents of torchrun on this machine, one a machine, whose run is one."""
 
     def __init__(self, run: Path) -> None:
-        self.run, self.started = run, 0
+        self.run, self.started, self.begun = run, 0, 0
         self.agents: list[Command] = []
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
@@ -110,10 +118,10 @@ class Machines:
         agent.end()
 
     def kill_a_rank(self, draw: random.Random) -> None:
-        """Kill -9 of any rank, whose machine stays."""
+        """Kill -9 of any rank, whose machine stays; what is waited for next begins after it."""
         ranks = workers(draw.choice(self.agents).pid)
-        if ranks:
-            signal_process(draw.choice(ranks), signal.SIGKILL)
+        self.begun = len(self.widths())
+        signal_process(draw.choice(ranks), signal.SIGKILL)
 
     def widths(self) -> list[int]:
         """Processes of each start of the run so far."""
@@ -123,7 +131,7 @@ class Machines:
         """Until so many processes have made so many steps."""
         deadline = time.monotonic() + 240
         while True:
-            told = events(self.run, "begin") and self.widths()[-1] == width
+            told = self.widths()[self.begun :][-1:] == [width]
             after = _steps_since_begin(self.run) if told else 0
             if told and after >= steps:
                 return
@@ -156,29 +164,29 @@ def machines(run: Path, count: int) -> Iterator[Machines]:
             agent.end()
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    run = write_run(folder / "whole.toml", write_corpus(folder / "corpus"), **SETTINGS)
+    done = train(run, 1)
+    assert done.returncode == 0, done.stderr
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("attempt", range(20))
 def test_a_run_that_shrinks_and_grows_comes_to_the_bits_of_one_that_does_not(
-    tmp_path: Path, attempt: int
+    undisturbed: Path, tmp_path: Path, attempt: int
 ) -> None:
     """4, 2, 3 and 4 machines, of which two are lost by kill -9, and kill -9 of ranks at random.
 
     The batches, in the order of one undisturbed process; losses and weights to the bit.
     """
     draw = random.Random(attempt)
-    corpus = write_corpus(tmp_path / "corpus")
-    settings = {
-        "batch_size": BATCH,
-        "steps": STEPS,
-        "checkpoint_every": 4,
-        "reproducible": True,
-        "async_checkpoints": bool(attempt % 2),
-        "hold_out": 0.0,
-    }
-    whole = write_run(tmp_path / "whole.toml", corpus, **settings)
-    assert train(whole, 1).returncode == 0
-    run = write_run(tmp_path / "run.toml", whole.with_suffix("") / "shards", **settings)
+    settings = {**SETTINGS, "async_checkpoints": bool(attempt % 2)}
+    run = write_run(tmp_path / "run.toml", undisturbed.with_suffix("") / "shards", **settings)
     with machines(run, 4) as found:
         found.wait(4, draw.randrange(1, 6))
         found.leave()
@@ -194,8 +202,8 @@ def test_a_run_that_shrinks_and_grows_comes_to_the_bits_of_one_that_does_not(
         found.wait(4, 1)
         assert [agent.wait(timeout=300) for agent in found.agents] == [0] * 4, found.log()
         assert found.widths()[-1] == 4
-    assert losses(run) == losses(whole)
-    assert weights(run) == weights(whole)
+    assert losses(run) == losses(undisturbed)
+    assert weights(run) == weights(undisturbed)
 
 
 @pytest.mark.slow

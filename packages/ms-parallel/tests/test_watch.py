@@ -1,6 +1,8 @@
 """A rank that does not come is named, with the step, collective and line of every rank."""
 
+import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from launching import (
 )
 from processes import ProcessesFailedError, run_processes
 
-from ms_parallel.cluster.watch import position
+from ms_parallel.cluster.watch import Heartbeat, position
 from ms_parallel.cluster.watch.findings import State, explain, ranks_text
 from ms_parallel.cluster.watch.record import Record
 
@@ -146,6 +148,25 @@ def test_a_wait_without_end_ends_when_rank_0_gives_no_sign() -> None:
     said = str(failed.value)
     assert "rank 0 acts for all ranks and gives no sign for 2 s: rank 0 (process " in said
     assert "is stopped (by SIGSTOP" in said
+
+
+@pytest.mark.parametrize("dying_s", [0.0, 0.1])
+def test_a_rank_whose_store_has_ended_waits_for_no_answer(
+    monkeypatch: pytest.MonkeyPatch, dying_s: float
+) -> None:
+    """It went with rank 0 or its machine, which may still be closing what it had open."""
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(store.getsockname()[1]))
+        closing = threading.Timer(dying_s, store.close)
+        closing.start()
+        if not dying_s:
+            closing.join()
+        heartbeat, began = Heartbeat(1, 2, 10.0), time.monotonic()
+        assert not heartbeat.speaks_first("loss")
+        assert heartbeat.who_is_missing() is None
+        heartbeat.wait_until_spoken()
+        assert time.monotonic() - began < 2.0
 
 
 def test_to_say_where_a_rank_stands_costs_no_two_thousandths_of_a_step() -> None:

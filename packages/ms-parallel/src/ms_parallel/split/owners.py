@@ -165,24 +165,20 @@ class OwnerExchange:
             whole[piece.key][piece.of_matrix] = values
         return whole
 
-    def scatter(self, whole: Mapping[Key, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Send out what owners made of matrices; return this process's part of each parameter.
+    def scatter(
+        self, whole: Mapping[Key, Tensor], dtype: torch.dtype
+    ) -> Iterator[tuple[MatrixPart, Tensor]]:
+        """Yield each piece that this process has, with what its owner made of it.
 
         Args:
             whole: each matrix that this process owns.
             dtype: of all of them.
         """
-        like = torch.empty(0, dtype=dtype, device=self.device)
-        local = {
-            name: like.new_zeros([one.stop - one.start for one in box])
-            for name, box in self.mine.items()
-        }
         for piece in self.outward.kept:
-            local[piece.key[0]][piece.of_part] = whole[piece.key][piece.of_matrix]
+            yield piece, whole[piece.key][piece.of_matrix]
+        like = torch.empty(0, dtype=dtype, device=self.device)
         going = {n: whole[p.key][p.of_matrix] for n, p in enumerate(self.outward.away)}
-        for piece, values in self.outward.send(going, like):
-            local[piece.key[0]][piece.of_part] = values
-        return local
+        yield from self.outward.send(going, like)
 
 
 def owners(costs: Mapping[Key, float], count: int) -> dict[Key, int]:

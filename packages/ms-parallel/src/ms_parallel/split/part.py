@@ -37,8 +37,7 @@ def part_of(tensor: Tensor) -> Part:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this process's part of a tensor, detached, sharing its storage."""
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def is_whole_here(tensor: Tensor) -> bool:

@@ -8,6 +8,7 @@ The thread has a connection of its own: the process group's is held by whoever w
 """
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -27,7 +28,9 @@ from ms_parallel.interruption import launcher_is_gone
 RANKS_A_SECOND = 1000
 """Records that the store has to take in a second."""
 STORE_TIMEOUT = timedelta(seconds=5)
-LOST = (dist.DistError, RuntimeError, ValueError)
+DYING_S = 0.2
+"""Time in which a process that was killed closes all that it had open, one after the other."""
+LOST = (dist.DistError, OSError, RuntimeError, ValueError)
 
 
 class Heartbeat:
@@ -66,7 +69,7 @@ class Heartbeat:
     def who_is_missing(self) -> str | None:
         """One sentence about the rank that did not come; None if the store has gone too."""
         try:
-            store = self._connect()
+            store = self._connect_again()
             self._send(store)
             return explain(*self._gather(store), self.world)
         except LOST:
@@ -79,7 +82,7 @@ class Heartbeat:
             what: `mistake` or `loss`; a mistake explains the losses that follow from it.
         """
         try:
-            store = self._connect()
+            store = self._connect_again()
             if store.check([f"{self.prefix}/said-mistake"]):
                 return False
             return int(store.add(f"{self.prefix}/said-{what}", 1)) == 1
@@ -89,12 +92,12 @@ class Heartbeat:
     def has_spoken(self) -> None:
         """Let the other ranks end: torchrun stops all when the first has ended."""
         with suppress(*LOST):
-            self._connect().set(f"{self.prefix}/spoken", "1")
+            self._connect_again().set(f"{self.prefix}/spoken", "1")
 
     def wait_until_spoken(self) -> None:
         """Give the one that speaks the time to ask all ranks."""
         with suppress(*LOST):
-            self._connect().wait([f"{self.prefix}/spoken"], STORE_TIMEOUT + self._patience)
+            self._connect_again().wait([f"{self.prefix}/spoken"], STORE_TIMEOUT + self._patience)
 
     @property
     def _patience(self) -> timedelta:
@@ -103,12 +106,20 @@ class Heartbeat:
 
     def _connect(self) -> Any:
         return dist.TCPStore(  # type: ignore[attr-defined]  # torch does not list it
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
+            *_place(),
             is_master=False,
             timeout=STORE_TIMEOUT,
             wait_for_workers=False,
         )
+
+    def _connect_again(self) -> Any:
+        """Connect to a store that may have gone; torch alone would ask for it for ten seconds."""
+        with socket.create_connection(_place(), STORE_TIMEOUT.total_seconds()) as found:
+            found.settimeout(DYING_S)
+            with suppress(TimeoutError):  # a store says nothing before it is asked
+                if not found.recv(1):
+                    raise ConnectionResetError("the store has gone")
+        return self._connect()
 
     def _run(self) -> None:
         silence = _Silence()
@@ -195,6 +206,10 @@ class _Silence:
         if value != self._last or not self.began:
             self._last, self._since, self.warned, self.began = value, now, False, True
         return now - self._since
+
+
+def _place() -> tuple[str, int]:
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 def _end_if_orphaned() -> None:

@@ -23,7 +23,7 @@ from ms_parallel.engine.rules.rule import Held, Moments, Rule
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models.weight_names import Box, slices_of
 from ms_parallel.settings import flag, number, one_of, shown, whole
-from ms_parallel.split.owners import Key, OwnerExchange, overlap, relative
+from ms_parallel.split.owners import OwnerExchange
 from ms_parallel.split.part import local_part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -142,8 +142,7 @@ class MuonRule:
         sizes = {key: tuple(s.stop - s.start for s in box[-2:]) for key, box in boxes.items()}
         costs = {key: float(r * c * min(r, c)) for key, (r, c) in sizes.items()}
         self.exchange = OwnerExchange(self.parameters, boxes, costs, held.groups)
-        factors = {key: self._factor(*size) for key, size in sizes.items()}
-        self.scaled = {name: self._scaled(name, factors) for name in self.parameters}
+        self.factors = {key: self._factor(*size) for key, size in sizes.items()}
 
     @property
     def moments(self) -> Moments:
@@ -164,26 +163,17 @@ class MuonRule:
             key: orthogonal(matrix.view(matrix.shape[-2:]), config.iterations).view(matrix.shape)
             for key, matrix in whole.items()
         }
-        updates = self.exchange.scatter(made, torch.bfloat16)
         rate *= self.share.rate
-        for name, parameter in self.parameters.items():
-            local = local_part(parameter).mul_(1.0 - rate * self.share.weight_decay)
-            for box, factor in self.scaled[name]:
-                local[box].add_(updates[name][box], alpha=-rate * factor)
+        kept = 1.0 - rate * self.share.weight_decay
+        local = {name: local_part(each).mul_(kept) for name, each in self.parameters.items()}
+        for piece, values in self.exchange.scatter(made, torch.bfloat16):
+            part = local[piece.key[0]][piece.of_part]
+            part.add_(values, alpha=-rate * self.factors[piece.key])
 
     def _factor(self, rows: int, columns: int) -> float:
         if self.share.config.scale == "original":
             return sqrt(max(1.0, rows / columns))
         return 0.2 * sqrt(max(rows, columns))
-
-    def _scaled(self, name: str, factors: Mapping[Key, float]) -> list[tuple[Box, float]]:
-        """Parts of this process's part of a parameter, each with the scale of its matrix."""
-        own = {key: factor for key, factor in factors.items() if key[0] == name}
-        if len(set(own.values())) == 1:
-            return [((...,), next(iter(own.values())))]  # type: ignore[list-item]
-        mine = self.exchange.mine[name]
-        common = {key: overlap(self.exchange.boxes[key], mine) for key in own}
-        return [(relative(box, mine), own[key]) for key, box in common.items() if box is not None]
 
 
 def orthogonal(matrix: Tensor, iterations: int) -> Tensor:

@@ -189,9 +189,9 @@ class OwnersRule:
             taken,
         )
         updated = {key: self.kept.tensors[key[0]] for key in weights}
-        made = self.exchange.scatter(updated, torch.float32)
-        for name, local in self._local().items():
-            local.copy_(made[name])
+        local = self._local()
+        for piece, values in self.exchange.scatter(updated, torch.float32):
+            local[piece.key[0]][piece.of_part] = values
 
     def _local(self) -> dict[str, Tensor]:
         return {name: local_part(parameter) for name, parameter in self.parameters.items()}
