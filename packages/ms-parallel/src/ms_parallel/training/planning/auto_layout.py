@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 from attrs import evolve
 
 from ms_parallel.cluster.agreement import first_does
@@ -10,15 +11,12 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.process import world_size
 from ms_parallel.errors import ConfigError
 from ms_parallel.events import OnEvent
-from ms_parallel.planner.apart import call_apart
 from ms_parallel.planner.cluster import Cluster, read_cluster
 from ms_parallel.planner.measuring.machines import measure_cluster
 from ms_parallel.planner.record.plan_file import FILE, Plan, read_plan, write_plan
 from ms_parallel.training.options import AUTO, Options
 from ms_parallel.training.planning.conditions import conditions_of
-
-PLAN = "ms_parallel.training.planning.plan:plan"
-"""How another process is asked for it, which leaves nothing behind in this one."""
+from ms_parallel.training.planning.questions import ask_plan
 
 
 def with_layout(options: Options, shards: Path, emit: OnEvent) -> Options:
@@ -64,7 +62,9 @@ def _planned(options: Options, shards: Path) -> Plan:
 
     def choose() -> Plan:
         assert cluster is not None  # the first process's
-        found: Plan = call_apart(PLAN, evolve(options, on_event=None), cluster, shards=shards)
+        found = ask_plan(options, cluster, shards=shards)
+        # A list and a tuple, which are the same to another process, are not in its text.
+        found = msgspec.structs.replace(found, conditions=conditions_of(options, world_size()))
         write_plan(options.output_dir / FILE, found)
         return found
 

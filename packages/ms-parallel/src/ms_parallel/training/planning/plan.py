@@ -14,7 +14,6 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.engine.optimizer import optimizer_of
 from ms_parallel.errors import ConfigError
-from ms_parallel.planner.apart import call_apart
 from ms_parallel.planner.cluster import Cluster
 from ms_parallel.planner.fake_cluster import fake_world, has_met_others
 from ms_parallel.planner.free_memory import free_bytes
@@ -59,6 +58,7 @@ from ms_parallel.training.planning.counting import (
     without_pipeline,
     working_bytes,
 )
+from ms_parallel.training.planning.questions import PlanQuestion, ask_plan, path_told
 
 GIB = 1 << 30
 MEASURED_WITH = ("optimizer", "ops", "mixed_precision", "context_attention", "context_balance")
@@ -110,15 +110,7 @@ def plan(
         history = learn(options.output_dir.parent)
     if has_met_others():
         settings: dict[str, Any] = {"objective": objective, "best": best, "every": every}
-        settings["shards"] = shards
-        settings["history"] = history
-        found: Plan = call_apart(
-            "ms_parallel.training.planning.plan:plan",
-            evolve(options, on_event=None),
-            cluster,
-            **settings,
-        )
-        return found
+        return ask_plan(options, cluster, shards=shards, history=history, **settings)
     given = kept_settings(options)
     size = given.get("microbatch_size")
     options = evolve(options, parallel_config=None, microbatch_size=size)
@@ -129,6 +121,19 @@ def plan(
         return _corrected(made, history)
     more = _more_nodes(asked)
     raise ConfigError(made if more is None else f"{made}, or {more} of these")
+
+
+def answer(question: PlanQuestion) -> Plan:
+    """What `ask_plan` calls in another process."""
+    return plan(
+        question.run.options,
+        question.cluster,
+        objective=question.objective,
+        best=question.best,
+        every=question.every,
+        shards=path_told(question.shards),
+        history=question.history,
+    )
 
 
 def _corrected(plan: Plan, history: History) -> Plan:
