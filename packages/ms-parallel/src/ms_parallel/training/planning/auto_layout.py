@@ -1,5 +1,6 @@
 """Settles `parallel_config = "auto"`: the layout that a run began with, or the best one now."""
 
+import logging
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,8 @@ from ms_parallel.planner.record.plan_file import FILE, Plan, read_plan, write_pl
 from ms_parallel.training.options import AUTO, Options
 from ms_parallel.training.planning.conditions import conditions_of
 from ms_parallel.training.planning.questions import ask_plan
+
+logger = logging.getLogger(__name__)
 
 
 def with_layout(options: Options, shards: Path, emit: OnEvent) -> Options:
@@ -66,6 +69,8 @@ def _planned(options: Options, shards: Path) -> Plan:
         # A list and a tuple, which are the same to another process, are not in its text.
         found = msgspec.structs.replace(found, conditions=conditions_of(options, world_size()))
         write_plan(options.output_dir / FILE, found)
+        if found.constants is not None and not found.constants.known:
+            logger.warning("warning: constants of the plan are %s", found.constants)
         return found
 
     return first_does(choose)
