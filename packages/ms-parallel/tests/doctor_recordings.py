@@ -112,12 +112,17 @@ def _machine(root: Path, rank: int, **facts: Any) -> None:
         "python": "3.11.9",
         "system": "Linux 5.15.0 x86_64",
         "cores": 96,
+        "threads": 48,
         "memory_bytes": 1024 * GIB,
         "shared_memory_bytes": 512 * GIB,
         "torchrun": "/usr/bin/torchrun",
         **facts,
     }
-    _write(root / f"rank-{rank}", {"machine.json": json.dumps(found)})
+    texts = {"machine.json": json.dumps(found)}
+    if rank % 2 == 0:
+        texts["files/proc/loadavg"] = "2.04 1.10 0.52 3/1890 40521\n"
+        texts["files/sys/devices/system/cpu/online"] = "0-95\n"
+    _write(root / f"rank-{rank}", texts)
 
 
 def _interface(name: str, mtu: int, speed: int) -> dict[str, str]:
@@ -307,3 +312,13 @@ def removed(path: str) -> Callable[[Path], None]:
 def added(path: str, text: str) -> Callable[[Path], None]:
     """A fault: a file more."""
     return lambda root: _write(root, {path: text})
+
+
+def both(*plants: Callable[[Path], None]) -> Callable[[Path], None]:
+    """A fault of several parts."""
+
+    def plant(root: Path) -> None:
+        for each in plants:
+            each(root)
+
+    return plant

@@ -11,7 +11,16 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import doctor_recordings as recorded
-from doctor_recordings import CLUSTERS, added, machine, measured, removed, replaced, variables
+from doctor_recordings import (
+    CLUSTERS,
+    added,
+    both,
+    machine,
+    measured,
+    removed,
+    replaced,
+    variables,
+)
 from launching import TORCHRUN, environment
 from ms_rig import run_command_on_rig
 from processes import run_command, run_processes
@@ -133,6 +142,17 @@ FAULTS: list[tuple[str, str, Plant, int, str, str]] = [
     ("processors", "packet-size", replaced("rank-2/files/sys/class/net/eth0/mtu", "1500", "9000"),
      2, "its MTU is 9000 bytes", "ip link set dev eth0 mtu 1500"),
     ("processors", "packages", machine(2, backends=[]), 2, "no backend", "pip install torch"),
+    ("processors", "threads", machine(3, threads=96), 3,
+     "2 processes compute with 48-96 threads each, 144 together, and have 96 cores",
+     "OMP_NUM_THREADS=48"),
+    ("processors", "threads", machine(0, affinity=list(range(40))), 0, "have 40 cores",
+     "OMP_NUM_THREADS=20"),
+    ("processors", "threads", both(
+        added("rank-0/files/proc/self/cgroup", "0::/job/step\n"),
+        added("rank-0/files/sys/fs/cgroup/job/cpu.max", "400000 100000\n"),
+    ), 1, "96 together, and have 4 cores", "OMP_NUM_THREADS=2"),
+    ("processors", "threads", machine(2, threads=0, environment={"OMP_NUM_THREADS": "80"}), 2,
+     "128 together", "torchrun sets it to 1 where nobody does"),
     *[
         (cluster, *fault)
         for cluster in CLUSTERS
@@ -222,6 +242,11 @@ WARNINGS: list[tuple[str, str, list[Plant], str]] = [
         replaced(f"rank-{rank}{INSTALL[6:]}", "9.2.0", "8.5.0") for rank in (0, 2)
     ], "CANN is 8.5.0, and torch_npu 2.13.0 was released with 9.2.0"),
     ("ascend", "hccl-variables", [variables(0, HCCL_INTRA_ROCE_ENABLE="1")], "go over RoCE"),
+    ("infiniband", "threads", [machine(1, threads=96)], "144 together, and have 96 cores"),
+    ("processors", "threads", [machine(rank, threads=96, environment={"OMP_WAIT_POLICY": "PASSIVE"})
+                               for rank in range(4)], "192 together, and have 96 cores"),
+    ("processors", "threads", [added("rank-2/files/proc/loadavg", "42.00 1.1 0.5 1/9 9\n")],
+     "96 cores, 40.0 of which others keep busy"),
     ("processors", "links", [measured("pairs", 1, bandwidth_gb_per_s=0.1)],
      "they move 0.10 GB/s, and like pairs 1.10 GB/s"),
     ("processors", "packages", [machine(rank, packages={"ms-data": None}) for rank in range(4)],
@@ -264,6 +289,29 @@ def test_kinds_of_devices_may_have_builds_of_their_own(tmp_path: Path) -> None:
     machine(3, packages={"torch": "2.12.0+cpu"})(folder)
     found = [one for one in judge(read_recording(folder)).findings if one.check == "same-versions"]
     assert {one.ranks for one in found} >= {(3,)}
+
+
+@pytest.mark.parametrize(
+    "plants",
+    [
+        [machine(rank, threads=1, cores=1) for rank in range(4)],  # each waits for no other
+        [machine(rank, threads=48, affinity=[*range(48 * (rank % 2), 48 * (rank % 2) + 48)])
+         for rank in range(4)],
+        [machine(rank, threads=0) for rank in range(4)],
+        [machine(rank, cores=0) for rank in range(4)],
+        [added("rank-0/files/proc/loadavg", "42.00 1.1 0.5 1/9 9\n"),
+         *[machine(rank, environment={"GOMP_SPINCOUNT": "0"}) for rank in range(4)]],
+        [added("rank-0/files/proc/loadavg", text) for text in ("", "many 1.0", "inf", "nan 0 0")],
+        [added("rank-0/files/proc/self/cgroup", "0::/job\n"),
+         added("rank-0/files/sys/fs/cgroup/job/cpu.max", "max 100000\n")],
+    ],
+)  # fmt: skip
+def test_threads_that_have_their_cores_are_sound(plants: list[Plant], tmp_path: Path) -> None:
+    """One a process, or bound to cores of its own; or nobody says, or those that wait sleep."""
+    folder = recorded.processors(tmp_path)
+    for plant in plants:
+        plant(folder)
+    assert judge(read_recording(folder)).findings == []
 
 
 def test_variables_of_libraries_that_are_not_here_count_for_nothing(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from processes import run_command
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.commands.explain import explain
-from ms_parallel.errors import ConfigError, LayoutError, ParallelError
-from ms_parallel.planner.apart import call_apart
+from ms_parallel.errors import ConfigError, LayoutError
 
 
 def test_the_tables_are_what_the_oracle_draws() -> None:
@@ -59,14 +58,6 @@ def test_a_process_that_has_a_group_asks_another() -> None:
     assert found.refused is not None
     assert "tensor=3 does not divide" in found.refused
     assert dist.get_world_size() == 1
-    with pytest.raises(ParallelError, match=r"nowhere:no ended without a result: ModuleNotF"):
-        call_apart("ms_parallel.nowhere:no")
-
-
-def test_what_a_called_function_prints_is_no_part_of_its_result() -> None:
-    """A model's module may print when it is imported."""
-    assert call_apart("builtins:print", "a line") is None
-    assert call_apart("operator:add", 1, 2) == 3
 
 
 def test_bad_input_is_refused_by_name() -> None:

@@ -158,6 +158,46 @@ def test_the_parts_of_a_corrected_step_are_corrected_too() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("chip", "measured", "says"),
+    [
+        ('chip = "h200"\n', False, "constants  shares of its figures that h200 reached in publi"),
+        (
+            "",
+            False,
+            "constants  those of h100-sxm, whose figures are the nearest, as no known chip",
+        ),
+        ("", True, None),
+    ],
+)
+def test_a_plan_says_whose_constants_it_is_made_with(
+    chip: str, measured: bool, says: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And where no known chip is named, what to give instead; none where rates were measured."""
+    run = 'model = "llama"\ndataset = "stdlib"\nsteps = 2\nbatch_size = 4\nsequence_length = 16\n'
+    (tmp_path / "run.toml").write_text(run + f'output_dir = "{tmp_path / "runs" / "it"}"\n')
+    figures = "memory_gib = 80\nmemory_bandwidth_gb_per_s = 3300\ndevices_per_node = 1\n"
+    rates = "[peak_tflops]\nbfloat16 = 950\nfloat32 = 60\n"
+    text = f"{chip}{figures}measured = {str(measured).lower()}\n{rates}"
+    (tmp_path / "c.toml").write_text(text)
+    words = ["plan", str(tmp_path / "run.toml"), "--cluster", str(tmp_path / "c.toml")]
+    assert main([*words, "--best", "1"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("constants")]
+    assert main([*words, "--best", "1", "--json"]) == 0
+    constants = json.loads(capsys.readouterr().out)["constants"]
+    if says is None:
+        assert (lines, constants) == ([], None)
+        return
+    (line,) = lines
+    assert line.startswith(says)
+    assert constants["known"] == bool(chip)
+    assert (constants["remedy"] is None) == bool(chip)
+    if not chip:
+        assert constants["chip"] == "h100-sxm"
+        assert constants["remedy"] in line
+        assert "doctor --measure" in line
+
+
 @pytest.mark.parametrize("best", [0, -1])
 def test_no_layouts_to_find_are_refused_as_such(best: int) -> None:
     """Not with the words for a model that does not fit: this one does."""

@@ -16,7 +16,12 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.models.registry import architecture, architectures, parameter_shapes
 from ms_parallel.planner.cluster import Cluster, Link, Links, read_cluster
 from ms_parallel.planner.layouts.candidate import Split
-from ms_parallel.planner.roofline.calibrated import FAMILIES, FAMILY_OF, efficiency_of
+from ms_parallel.planner.roofline.calibrated import (
+    FAMILIES,
+    FAMILY_OF,
+    calibration_of,
+    efficiency_of,
+)
 from ms_parallel.planner.roofline.chips import CHIPS
 from ms_parallel.planner.roofline.collectives import (
     Members,
@@ -297,11 +302,37 @@ def test_a_layout_of_sixteen_thousand_devices_takes_milliseconds() -> None:
 
 
 def test_every_known_chip_has_constants() -> None:
-    """And an unknown one those of an A100."""
+    """Those of its family."""
     assert set(FAMILY_OF) == set(CHIPS)
     assert efficiency_of("b200") is FAMILIES["b200"]
-    assert efficiency_of("whatever") is efficiency_of(None) is FAMILIES["a100"]
     assert efficiency_of("Ascend 910B") is FAMILIES["ascend-910b"]
+    with pytest.raises(ConfigError, match="'whatever' is not known"):
+        efficiency_of("whatever")
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_a_chip_that_is_not_named_has_the_constants_of_the_nearest(name: str) -> None:
+    """By its figures, also where they are a little others; and it is told that it was guessed."""
+    of_chip = known_cluster(name, 8, network_gb_per_s=25)
+    found = calibration_of(of_chip)
+    assert (found.chip, found.known) == (name, True)
+    device = "npu" if name.startswith("ascend") else "cuda"
+    bandwidth = 1.02 * of_chip.memory_bandwidth_gb_per_s
+    unnamed = evolve(of_chip, chip=None, device=device, memory_bandwidth_gb_per_s=bandwidth)
+    found = calibration_of(unnamed)
+    assert not found.known
+    assert found.efficiency is efficiency_of(name)
+    assert calibration_of(evolve(unnamed, chip="whatever")) == found
+
+
+def test_what_is_nearest_is_of_the_same_maker_where_that_is_known() -> None:
+    """An NPU is no GPU, whatever its figures; a device without links is compared by the rest."""
+    rates = {"float32": 82.6, "bfloat16": 165.2}
+    alone = Cluster(memory_gib=24, memory_bandwidth_gb_per_s=1008, peak_tflops=rates)
+    assert calibration_of(alone).chip.startswith("a100")
+    assert calibration_of(evolve(alone, device="npu")).chip == "ascend-910b4"
+    odd = evolve(alone, peak_tflops={"tf32": 100.0}, device="npu")  # none is compared by these
+    assert calibration_of(odd).chip in CHIPS
 
 
 def test_what_does_not_fit_together_is_refused_with_a_remedy() -> None:

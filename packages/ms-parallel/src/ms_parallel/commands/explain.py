@@ -64,7 +64,7 @@ def explain(layout: str, model: str, **options: str) -> LayoutExplanation:
     """
     from ms_parallel.cluster.layout import Layout
     from ms_parallel.models import architecture
-    from ms_parallel.planner.refusal import refusal
+    from ms_parallel.planner.refusal import LayoutQuestion, refusal
     from ms_parallel.proof.combinations import features_of, pair_name, proved_pairs
 
     chosen, config = Layout.parse(layout), architecture(model)
@@ -73,7 +73,7 @@ def explain(layout: str, model: str, **options: str) -> LayoutExplanation:
     names = [pair_name(*pair) for pair in combinations(features, 2)]
     return LayoutExplanation(
         features=features,
-        refused=refusal(config, chosen, options),
+        refused=refusal(LayoutQuestion(model=model, layout=chosen, options=options)),
         layouts=known.layouts,
         pairs={name: known.pairs.get(name, 0) for name in names},
     )

@@ -82,6 +82,8 @@ def _print(plan: "Plan") -> None:
         f"devices    {plan.devices:,}, of {plan.limit_bytes / GIB:.3g} GiB that may be taken each"
     )
     print(f"objective  {plan.objective}; times from {plan.times}")
+    if plan.constants is not None:
+        print(f"constants  {plan.constants}")
     if plan.kept:
         kept = ", ".join(f"{name}={value}" for name, value in plan.kept.items())
         print(f"kept       {kept}, as the run file gives it")

@@ -21,9 +21,8 @@ from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.further import depths_of, further_shares
 from ms_parallel.engine.loss import Loss, NextTokenLoss
 from ms_parallel.models.staged import StagedModel
-from ms_parallel.planner.apart import call_apart
-from ms_parallel.planner.fake_cluster import fake_groups, has_met_others
-from ms_parallel.planner.rank_memory import PREDICTION, RankMemory
+from ms_parallel.planner.fake_cluster import fake_groups
+from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.split.context.rows import SharedRows
 from ms_parallel.split.data_axis import ACTIVATIONS, MOMENTS
@@ -58,7 +57,7 @@ def predict_memory(
 ) -> list[RankMemory]:
     """Predict what a process of each pipeline rank holds at its peak in an update.
 
-    Tokens are assumed to choose experts evenly. A process that has met others asks another one.
+    Tokens are assumed to choose experts evenly. The process must have met no others.
 
     Args:
         model: what an engine takes: an architecture, a configuration, a folder.
@@ -82,9 +81,6 @@ def predict_memory(
         "documents": documents,
         "loss": loss or NextTokenLoss(),
     }
-    if has_met_others():
-        found: list[RankMemory] = call_apart(PREDICTION, model, layout, **settings)
-        return found
     return _predict(model, layout, **settings)
 
 

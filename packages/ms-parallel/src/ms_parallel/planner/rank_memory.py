@@ -2,9 +2,6 @@
 
 import msgspec
 
-PREDICTION = "ms_parallel.planner.memory:predict_memory"
-"""How another process is asked for it."""
-
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     """What a process of one pipeline rank holds at its peak, in bytes."""

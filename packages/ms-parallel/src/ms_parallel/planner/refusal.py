@@ -1,39 +1,46 @@
 """Why an engine does not take a model under a layout, without any of its processes."""
 
-from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from attrs import evolve
 
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.assembly import sharded_layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.errors import ParallelError
-from ms_parallel.models.config import ModelConfig
+from ms_parallel.models.registry import architecture
 from ms_parallel.planner.apart import call_apart
 from ms_parallel.planner.fake_cluster import fake_groups, has_met_others
 
 REFUSAL = "ms_parallel.planner.refusal:refusal"
 
 
-def refusal(config: ModelConfig, layout: Layout, options: Mapping[str, Any]) -> str | None:
+class LayoutQuestion(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="layout.v1"
+):
+    """A model under a layout, and options of its engine."""
+
+    model: str
+    """A family, or a folder with a config.json."""
+    layout: Layout
+    """Of any number of processes."""
+    options: dict[str, str]
+
+
+def refusal(question: LayoutQuestion) -> str | None:
     """Say why the engine of some pipeline rank refuses a layout; None where all accept it.
 
     What follows from a batch, such as a row's length, is not asked. A process that has met others
     asks another one.
-
-    Args:
-        config: of the model.
-        layout: of any number of processes.
-        options: of the engine.
     """
     if has_met_others():
-        found: str | None = call_apart(
-            "ms_parallel.planner.refusal:refusal", config, layout, options
-        )
+        found: str | None = call_apart(REFUSAL, question, str | None)
         return found
+    config = architecture(question.model)
+    options: dict[str, Any] = dict(question.options)
     try:
-        layout = sharded_layout(layout, options.get("sharding", "auto"))
+        layout = sharded_layout(question.layout, options.get("sharding", "auto"))
         with fake_groups(layout) as groups:
             stride = layout.world_size // layout.pipeline
             for pipeline in range(layout.pipeline):

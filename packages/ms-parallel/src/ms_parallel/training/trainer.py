@@ -21,9 +21,8 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.events import JsonLines
 from ms_parallel.files.untrusted import check_path
 from ms_parallel.pipeline.choice import SEARCH
-from ms_parallel.planner.apart import call_apart
 from ms_parallel.planner.found_schedule import FILE, FoundSchedule, read_found, write_found
-from ms_parallel.planner.rank_memory import PREDICTION, RankMemory
+from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.planner.tuning import conditions_of, search_schedule
 from ms_parallel.progress import RunDisplay
 from ms_parallel.signature import takes
@@ -37,7 +36,6 @@ from ms_parallel.training.fitting import (
     fit_model,
     layout_of,
     memory_cap,
-    memory_question,
     microbatch,
     row_shares,
 )
@@ -47,6 +45,7 @@ from ms_parallel.training.optional import data_package, operators_of
 from ms_parallel.training.options import AUTO, Length, Options
 from ms_parallel.training.ownership import held
 from ms_parallel.training.planning.auto_layout import with_layout
+from ms_parallel.training.planning.questions import ask_memory
 from ms_parallel.training.result import Result
 from ms_parallel.training.run import Run
 
@@ -245,9 +244,7 @@ class DistributedTrainer:
 
         @cache
         def predict(rows: int) -> list[RankMemory]:
-            question = memory_question(self._settled, layout, self._shards, rows)
-            found: list[RankMemory] = call_apart(PREDICTION, **question)
-            return found
+            return ask_memory(self._settled, layout, self._shards, rows)
 
         options = settled(self._settled, layout, predict)
         found = _find_schedule(options, config, layout)

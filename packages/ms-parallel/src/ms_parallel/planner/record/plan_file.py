@@ -61,6 +61,24 @@ class PlannedOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     example: str
 
 
+class PlannedConstants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whose shares of its figures a device that was not measured is taken to reach."""
+
+    chip: str
+    known: bool
+    """Whether the cluster names that chip; else it is the one of most like figures."""
+    remedy: str | None = None
+    """What to give instead, where it is not."""
+
+    def __str__(self) -> str:
+        if self.known:
+            return f"shares of its figures that {self.chip} reached in published runs"
+        return (
+            f"those of {self.chip}, whose figures are the nearest, as no known chip is named: times"
+            f" may be far off; {self.remedy}"
+        )
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="plan.v1"):
     """What was found for a run on a cluster."""
 
@@ -81,6 +99,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     fallen: list[PlannedOut]
     num_hidden_layers: int | None = None
     """As many as fit, where the largest model was asked for."""
+    constants: PlannedConstants | None = None
+    """Where times come from the cluster's figures; None where rates and links were measured."""
     correction: float = 1.0
     """What times were multiplied by, as runs that were planned before have shown."""
     errors: list[float] = []

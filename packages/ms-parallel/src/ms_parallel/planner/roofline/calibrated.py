@@ -8,13 +8,15 @@ none of an Ascend 910C is among the rows: these have the constants of the neares
 """
 
 from collections.abc import Mapping
+from math import inf, log
 from types import MappingProxyType
 from typing import Final
 
-from attrs import evolve
+from attrs import evolve, frozen
 
 from ms_parallel.errors import ConfigError
-from ms_parallel.planner.roofline.chips import chip_named
+from ms_parallel.planner.cluster import Cluster
+from ms_parallel.planner.roofline.chips import CHIPS, Chip, chip_named
 from ms_parallel.planner.roofline.efficiency import Efficiency
 
 PASSES: Final[Mapping[str, float]] = MappingProxyType(
@@ -79,11 +81,57 @@ FAMILY_OF: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Family of each known chip."""
+_COMPARED: Final = ("bfloat16", "float16", "float32", "tf32", "float8")
+"""Dtypes by whose rate chips are compared: the first that both have."""
 
 
-def efficiency_of(chip: str | None) -> Efficiency:
-    """Return the constants of a chip that `chip_named` knows; for another or none, an A100's."""
+def efficiency_of(chip: str) -> Efficiency:
+    """Return the constants of a known chip.
+
+    Raises:
+        ConfigError: `chip_named` knows no such chip.
+    """
+    return FAMILIES[FAMILY_OF[chip_named(chip).name]]
+
+
+@frozen(kw_only=True)
+class Calibration:
+    """Whose constants a cluster's times are predicted with."""
+
+    chip: str
+    """The known chip: that of the cluster, or the one whose figures are nearest to its own."""
+    known: bool
+    """Whether it is the cluster's."""
+
+    @property
+    def efficiency(self) -> Efficiency:
+        """The constants."""
+        return efficiency_of(self.chip)
+
+
+def calibration_of(cluster: Cluster) -> Calibration:
+    """Find the chip that a cluster names, or else the known one of most like figures.
+
+    The nearest has the least sum of squared logarithms of ratios: of the rate of matrix products,
+    of the memory's bandwidth, and where a node has links, of theirs.
+    """
     try:
-        return FAMILIES[FAMILY_OF[chip_named(chip or "").name]]
+        return Calibration(chip=chip_named(cluster.chip or "").name, known=True)
     except ConfigError:
-        return FAMILIES["a100"]
+        of_kind = [each for each in CHIPS.values() if _is_ascend(each) == (cluster.device == "npu")]
+        nearest = min(of_kind, key=lambda each: _distance(each, cluster))
+        return Calibration(chip=nearest.name, known=False)
+
+
+def _is_ascend(chip: Chip) -> bool:
+    return chip.name.startswith("ascend")
+
+
+def _distance(chip: Chip, cluster: Cluster) -> float:
+    rates = [name for name in _COMPARED if name in cluster.peak_tflops and name in chip.peak_tflops]
+    pairs = [(cluster.memory_bandwidth_gb_per_s, chip.memory_gb_per_s)]
+    pairs += [(cluster.peak_tflops[name], chip.peak_tflops[name]) for name in rates[:1]]
+    if cluster.links.node is not None:
+        pairs.append((cluster.links.node.bandwidth_gb_per_s, chip.link_gb_per_s))
+    distance = sum(log(here / there) ** 2 for here, there in pairs)
+    return distance if rates else inf

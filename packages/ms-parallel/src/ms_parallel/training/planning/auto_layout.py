@@ -1,7 +1,9 @@
 """Settles `parallel_config = "auto"`: the layout that a run began with, or the best one now."""
 
+import logging
 from pathlib import Path
 
+import msgspec
 from attrs import evolve
 
 from ms_parallel.cluster.agreement import first_does
@@ -10,15 +12,14 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.process import world_size
 from ms_parallel.errors import ConfigError
 from ms_parallel.events import OnEvent
-from ms_parallel.planner.apart import call_apart
 from ms_parallel.planner.cluster import Cluster, read_cluster
 from ms_parallel.planner.measuring.machines import measure_cluster
 from ms_parallel.planner.record.plan_file import FILE, Plan, read_plan, write_plan
 from ms_parallel.training.options import AUTO, Options
 from ms_parallel.training.planning.conditions import conditions_of
+from ms_parallel.training.planning.questions import ask_plan
 
-PLAN = "ms_parallel.training.planning.plan:plan"
-"""How another process is asked for it, which leaves nothing behind in this one."""
+logger = logging.getLogger(__name__)
 
 
 def with_layout(options: Options, shards: Path, emit: OnEvent) -> Options:
@@ -64,8 +65,12 @@ def _planned(options: Options, shards: Path) -> Plan:
 
     def choose() -> Plan:
         assert cluster is not None  # the first process's
-        found: Plan = call_apart(PLAN, evolve(options, on_event=None), cluster, shards=shards)
+        found = ask_plan(options, cluster, shards=shards)
+        # A list and a tuple, which are the same to another process, are not in its text.
+        found = msgspec.structs.replace(found, conditions=conditions_of(options, world_size()))
         write_plan(options.output_dir / FILE, found)
+        if found.constants is not None and not found.constants.known:
+            logger.warning("warning: constants of the plan are %s", found.constants)
         return found
 
     return first_does(choose)

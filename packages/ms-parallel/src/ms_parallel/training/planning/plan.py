@@ -14,7 +14,6 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.engine.optimizer import optimizer_of
 from ms_parallel.errors import ConfigError
-from ms_parallel.planner.apart import call_apart
 from ms_parallel.planner.cluster import Cluster
 from ms_parallel.planner.fake_cluster import fake_world, has_met_others
 from ms_parallel.planner.free_memory import free_bytes
@@ -35,8 +34,14 @@ from ms_parallel.planner.layouts.variants import Choices
 from ms_parallel.planner.memory import predict_memory, row_bytes
 from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.planner.record.history import History, learn
-from ms_parallel.planner.record.plan_file import Plan, PlannedLayout, PlannedOut, PlannedStep
-from ms_parallel.planner.roofline.calibrated import PASSES, efficiency_of
+from ms_parallel.planner.record.plan_file import (
+    Plan,
+    PlannedConstants,
+    PlannedLayout,
+    PlannedOut,
+    PlannedStep,
+)
+from ms_parallel.planner.roofline.calibrated import PASSES, Calibration, calibration_of
 from ms_parallel.planner.roofline.model_sizes import decoder_sizes
 from ms_parallel.planner.roofline.pass_times import RooflineTimes, reached
 from ms_parallel.planner.roofline.settings import StepSettings
@@ -59,10 +64,15 @@ from ms_parallel.training.planning.counting import (
     without_pipeline,
     working_bytes,
 )
+from ms_parallel.training.planning.questions import PlanQuestion, ask_plan, path_told
 
 GIB = 1 << 30
 MEASURED_WITH = ("optimizer", "ops", "mixed_precision", "context_attention", "context_balance")
 """Settings of an engine that its layers are measured with."""
+ANOTHER_CHIP = (
+    "name in the cluster file the known chip that these devices are most like, whose figures count"
+    " only where the file gives none; or measure them with ms-parallel doctor --measure"
+)
 MEASURED, FIGURES = "layers measured here", "the cluster's figures"
 STATE_BYTES = 16
 """A weight, its gradient and its two moments."""
@@ -110,15 +120,7 @@ def plan(
         history = learn(options.output_dir.parent)
     if has_met_others():
         settings: dict[str, Any] = {"objective": objective, "best": best, "every": every}
-        settings["shards"] = shards
-        settings["history"] = history
-        found: Plan = call_apart(
-            "ms_parallel.training.planning.plan:plan",
-            evolve(options, on_event=None),
-            cluster,
-            **settings,
-        )
-        return found
+        return ask_plan(options, cluster, shards=shards, history=history, **settings)
     given = kept_settings(options)
     size = given.get("microbatch_size")
     options = evolve(options, parallel_config=None, microbatch_size=size)
@@ -129,6 +131,19 @@ def plan(
         return _corrected(made, history)
     more = _more_nodes(asked)
     raise ConfigError(made if more is None else f"{made}, or {more} of these")
+
+
+def answer(question: PlanQuestion) -> Plan:
+    """What `ask_plan` calls in another process."""
+    return plan(
+        question.run.options,
+        question.cluster,
+        objective=question.objective,
+        best=question.best,
+        every=question.every,
+        shards=path_told(question.shards),
+        history=question.history,
+    )
 
 
 def _corrected(plan: Plan, history: History) -> Plan:
@@ -166,7 +181,14 @@ def _plan(asked: "_Asked", objective: Objective, best: int, every: bool) -> Plan
         best=[_planned(each, options, cluster) for each in found.best],
         fallen=_fallen(found),
         num_hidden_layers=layers,
+        constants=None if cluster.measured else _constants(calibration_of(cluster)),
     )
+
+
+def _constants(found: Calibration) -> PlannedConstants:
+    """Whose constants a plan is made with, and what to give in place of those of another chip."""
+    remedy = None if found.known else ANOTHER_CHIP
+    return PlannedConstants(chip=found.chip, known=found.known, remedy=remedy)
 
 
 @frozen(kw_only=True)
@@ -182,7 +204,7 @@ class _Asked:
         """Build the question that the search for layouts answers."""
         options, cluster = self.options, self.cluster
         if not cluster.measured:
-            cluster = reached(cluster, efficiency_of(cluster.chip))
+            cluster = reached(cluster, calibration_of(cluster).efficiency)
         config = fit_model(evolve(options, batch_size=MOST_ROWS), Layout(), self.shards)
         sizes = ModelSizes.of(config)
         width = 2 if options.mixed_precision else 4
@@ -244,7 +266,7 @@ class _Asked:
         return RooflineTimes(
             sizes=known,
             cluster=self.cluster,
-            efficiency=efficiency_of(self.cluster.chip),
+            efficiency=calibration_of(self.cluster).efficiency,
             settings=StepSettings(
                 sequence=options.sequence_length,
                 dtype=dtype,

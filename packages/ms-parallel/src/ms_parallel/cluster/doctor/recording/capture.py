@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ms_parallel.cluster.doctor.readings.ascend import TOOL, npus, port_questions
+from ms_parallel.cluster.doctor.readings.cores import LOAD, ONLINE, quota_files
 from ms_parallel.cluster.doctor.readings.limits import OF_GROUPS, group_files, memory_limit
 from ms_parallel.cluster.doctor.recording.machine import this_machine
 from ms_parallel.cluster.doctor.recording.recording import NO_ANSWER, Machine, Recording
@@ -27,6 +28,8 @@ OF_A_MACHINE = (
     "sys/fs/cgroup/memory/memory.limit_in_bytes",
     "sys/fs/cgroup/memory/memory.usage_in_bytes",
     OF_GROUPS,
+    LOAD,
+    ONLINE,
     "sys/class/net/*/operstate",
     "sys/class/net/*/mtu",
     "sys/class/net/*/speed",
@@ -74,6 +77,8 @@ def capture(root: Path = Path("/"), *, whole: bool | None = None) -> Recording:
         return Recording(machine=machine, files=files)
     groups = group_files(files.get(OF_GROUPS, ""))
     for path in (path for pair in groups for path in pair):
+        files |= dict(_files(root, path))
+    for path in quota_files(files.get(OF_GROUPS, "")):
         files |= dict(_files(root, path))
     files |= {path: "" for pattern in LISTED for path in _paths(root, pattern)}
     files |= _own_files(machine)

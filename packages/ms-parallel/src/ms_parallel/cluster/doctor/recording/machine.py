@@ -28,7 +28,13 @@ PACKAGES = (
 )
 BACKENDS = ("gloo", "nccl", "hccl", "xccl")
 BEGINNINGS = ("NCCL_", "HCCL_", "GLOO_", "TORCH_NCCL_", "UCX_", "ASCEND_RT_", "OMP_NUM_")
-NAMES = ("CUDA_VISIBLE_DEVICES", "ASCEND_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+NAMES = (
+    "CUDA_VISIBLE_DEVICES",
+    "ASCEND_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "OMP_WAIT_POLICY",
+    "GOMP_SPINCOUNT",
+)
 SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 """What no variable that is recorded has in its name."""
 SHARED_MEMORY = "/dev/shm"
@@ -45,6 +51,8 @@ def this_machine() -> Machine:
         python=sys.version.split()[0],
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cores=len(os.sched_getaffinity(0)),
+        affinity=sorted(os.sched_getaffinity(0)),
+        threads=torch.get_num_threads(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         free_disk_bytes=shutil.disk_usage(".").free,
         shared_memory_bytes=_size(SHARED_MEMORY),

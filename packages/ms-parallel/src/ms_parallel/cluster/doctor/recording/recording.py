@@ -35,6 +35,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     system: str = ""
     cores: int = 0
     """Cores that this process may use."""
+    affinity: list[int] = []
+    """Their numbers; empty where they are not known."""
+    threads: int = 0
+    """Threads that torch computes with on them; 0 where it is not known."""
     memory_bytes: int = 0
     free_disk_bytes: int = 0
     """Free bytes on the disk of the current folder."""
