@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
@@ -192,7 +193,8 @@ def samples(answers: Any) -> str:
     for at, (code, known) in enumerate(
         zip(answers["functions"], answers["docstrings"], strict=True)
     ):
-        said = [["the library", known], *([one["model"], one["docstrings"][at]] for one in told)]
+        lines = [("the library", known), *((one["model"], one["docstrings"][at]) for one in told)]
+        said = [[model, re.sub(r"\s*\n\s*\n\s*", "\n\n", text)] for model, text in lines]
         parts.append(f"<pre>{escape(code)}</pre>{table(('model', 'docstring'), said, texts=2)}")
     described = "".join(f"<section>{part}</section>" for part in parts)
     return f'{table(head, rows, texts=len(head))}<div class="samples">{described}</div>'
