@@ -24,7 +24,7 @@ class LayoutQuestion(
     model: str
     """A family, or a folder with a config.json."""
     layout: Layout
-    """Of any number of processes."""
+    """How it is split, over any number of processes."""
     options: dict[str, str]
 
 

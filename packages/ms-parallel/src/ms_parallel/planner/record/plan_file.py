@@ -1,6 +1,7 @@
 """A plan: the layouts that were found, what was predicted of them, and why others fell out."""
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -11,6 +12,7 @@ from ms_parallel.planner.record.sealed import read_sealed, write_sealed
 
 FILE = "plan.json"
 """Its name in `output_dir`."""
+Objective = Literal["fastest", "cheapest", "least-memory", "largest-model"]
 
 
 class PlannedStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
