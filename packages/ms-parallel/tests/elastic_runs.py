@@ -26,7 +26,10 @@ def met_after_restarts(rounds: int) -> list[str]:
 
 
 def leave_questions() -> str:
-    """Before the others come, leave in the store what dead ranks of their numbers have asked."""
-    store, _, _ = next(iter(rendezvous("env://", int(os.environ["RANK"]), 2)))
-    store.set("ms-parallel/starts/asks-1", "of-the-dead")
+    """Meet where rank 0 has found, and answered, what a dead rank 1 had asked."""
+    rank = int(os.environ["RANK"])
+    if rank == 1:
+        store, _, _ = next(iter(rendezvous("env://", rank, 2)))
+        store.set("ms-parallel/starts/asks-1", "of-the-dead")
+        store.wait(["ms-parallel/starts/answer-of-the-dead"])
     return met_after_restarts(1)[0]
