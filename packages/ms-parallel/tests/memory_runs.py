@@ -364,10 +364,13 @@ def compiled(jobs: list[dict[str, Any]], backend: str | None = None) -> list[lis
 
 
 class Room:
-    """Lets the last rank take so many more bytes and the others any number, by `ulimit -d`."""
+    """Lets the last rank take so many more bytes and the others any number, by `ulimit -d`.
 
-    def __init__(self, more_bytes: int) -> None:
-        self.last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+    With `every` no rank may take more.
+    """
+
+    def __init__(self, more_bytes: int, *, every: bool = False) -> None:
+        self.last = every or int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
         self.more_bytes = more_bytes
 
     def __enter__(self) -> None:

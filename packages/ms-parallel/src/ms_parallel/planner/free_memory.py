@@ -13,6 +13,10 @@ SHARE = 0.95
 KEPT_FREE = 16 << 20
 """Bytes that are left of what `ulimit` allows: two threads that begin later take as much, as their
 stacks count."""
+M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 1 << 17
+"""The setting's number in malloc.h, and the size that it begins with."""
+STACK_BYTES, ATTRIBUTE_BYTES = 1 << 20, 256
+"""Of a thread; other systems give less. And more than a pthread_attr_t takes on any."""
 LIMITS = (("VmSize", resource.RLIMIT_AS), ("VmData", resource.RLIMIT_DATA))
 """What of a process the limits that `ulimit -v` and `ulimit -d` set are held against."""
 
@@ -29,7 +33,7 @@ def free_bytes(device: torch.device) -> int:
     with open("/proc/meminfo", encoding="ascii") as file:
         facts = dict(line.split(":", 1) for line in file)
     shared = [int(facts["MemAvailable"].split()[0]) * 1024, *_left_by_groups()]
-    return int(min(min(shared) / here, *_left_by_limits()) * SHARE)
+    return int(min(min(shared) / here, left_by_limits()) * SHARE)
 
 
 def status_bytes(name: str) -> int:
@@ -47,13 +51,41 @@ def give_back() -> None:
         trim(0)
 
 
-def _left_by_limits() -> list[float]:
+def map_blocks() -> None:
+    """Have blocks of 128 KiB and more be mapped, so that what is given back is free at once.
+
+    glibc begins so, and lets blocks of up to 32 MiB into its heap as some come back. A place there
+    is a little too small for the next aligned block of its size: runs held up to twice their
+    tensors. The price are pages that are made anew for each block.
+    """
+    setting = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc
+    if setting is not None:
+        setting(M_MMAP_THRESHOLD, MAPPED_BYTES)
+
+
+def shrink_stacks() -> None:
+    """Have threads that begin later take 1 MiB for their stacks, which `ulimit` counts whole.
+
+    A backend begins some ten for each group of processes; glibc gives each as much as `ulimit -s`.
+    """
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "pthread_setattr_default_np"):  # of glibc
+        return
+    settings = ctypes.create_string_buffer(ATTRIBUTE_BYTES)
+    library.pthread_attr_init(settings)
+    library.pthread_attr_setstacksize(settings, ctypes.c_size_t(STACK_BYTES))
+    library.pthread_setattr_default_np(settings)
+    library.pthread_attr_destroy(settings)
+
+
+def left_by_limits() -> float:
+    """Bytes that `ulimit` leaves this process besides what it holds; infinite where it does not."""
     left = [float("inf")]
     for name, limit in LIMITS:
         most = resource.getrlimit(limit)[0]
         if most != resource.RLIM_INFINITY:
             left.append(max(0, most - status_bytes(name) + _reusable_bytes() - KEPT_FREE))
-    return left
+    return min(left)
 
 
 class _Mallinfo(ctypes.Structure):

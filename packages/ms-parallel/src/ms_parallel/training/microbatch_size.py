@@ -1,6 +1,7 @@
 """Settles `microbatch_size = "auto"`: the largest that fits, by prediction and a trial."""
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 import torch.distributed as dist
@@ -11,7 +12,13 @@ from ms_parallel.cluster.device import pick_device
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.errors import ConfigError
-from ms_parallel.planner.free_memory import free_bytes, give_back
+from ms_parallel.planner.free_memory import (
+    free_bytes,
+    give_back,
+    left_by_limits,
+    map_blocks,
+    shrink_stacks,
+)
 from ms_parallel.planner.largest_microbatch import (
     FILE,
     GIB,
@@ -36,12 +43,22 @@ def limit_bytes(options: Options, held: int = 0) -> int:
     return held + free_bytes(pick_device(options.wanted_device))
 
 
+def _heed_limits(options: Options) -> None:
+    """Hold little beside tensors on a CPU whose ranks may hold less than the machine has."""
+    on_cpu, by_system = pick_device(options.wanted_device).type == "cpu", left_by_limits() < inf
+    if on_cpu and (by_system or options.memory_gib is not None):
+        map_blocks()
+    if on_cpu and by_system:
+        shrink_stacks()
+
+
 def settled(
     options: Options, layout: Layout, predict: Callable[[int], Sequence[RankMemory]]
 ) -> Options:
     """Replace the microbatch size `auto` by a number: found before, or predicted now.
 
-    All processes of the run call this.
+    All processes of the run call this, before they build anything: where what they may hold is
+    limited, they hold no more than their tensors from now on.
 
     Args:
         options: the run's.
@@ -51,6 +68,7 @@ def settled(
     Raises:
         ConfigError: none fits, or what was found cannot be read.
     """
+    _heed_limits(options)
     if options.microbatch_size != AUTO:
         return options
     known = first_does(lambda: _known(options, layout))

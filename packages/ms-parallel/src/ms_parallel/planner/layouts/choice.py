@@ -81,9 +81,10 @@ class Question:
         """Bytes of a device that a run may take."""
         return self.cluster.memory_bytes if self.limit_bytes is None else self.limit_bytes
 
-    def fits(self, size: int, split: Split) -> bool:
-        """Return whether a rank of so many bytes fits, with its largest operator beside it."""
-        return size <= self.limit and size + self.working(split) <= self.whole
+    def need(self, memory: Sequence[RankMemory], split: Split) -> int:
+        """Compute the least limit of what a rank may hold, with its largest operator."""
+        most = max(rank.total for rank in memory)
+        return max(most, int(FITS * (most + self.working(split))))
 
 
 @frozen(kw_only=True)
@@ -93,6 +94,8 @@ class FittingLayout:
     candidate: Candidate
     seconds: StepSeconds
     memory: tuple[RankMemory, ...]
+    needed_bytes: int
+    """Least limit of a rank that it fits into."""
 
     @property
     def most_bytes(self) -> int:
@@ -240,7 +243,7 @@ class _Search:
         short: tuple[int, Candidate] | None = None
         for candidate in asked.choices.candidates(group.split, group.schedule):
             try:
-                size = max(rank.total for rank in self._bytes(candidate))
+                size = asked.need(self._bytes(candidate), group.split)
             except ParallelError as error:
                 self.reasons.add("the engine refuses it", f"{candidate}: {error}")
                 return
@@ -278,10 +281,13 @@ class _Search:
         except (LayoutError, ParallelError) as error:
             self.reasons.add("the engine refuses it", f"{candidate}: {error}")
             return None
-        size = max(rank.total for rank in memory)
-        if not self.question.fits(size, split):
-            self._refuse(candidate, size)
+        needed = self.question.need(memory, split)
+        if needed > self.question.limit:
+            self._refuse(candidate, needed)
             return None
         return FittingLayout(
-            candidate=candidate, seconds=self.steps.of(candidate, played=True), memory=tuple(memory)
+            candidate=candidate,
+            seconds=self.steps.of(candidate, played=True),
+            memory=tuple(memory),
+            needed_bytes=needed,
         )

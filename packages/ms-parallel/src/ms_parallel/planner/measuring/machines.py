@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Sequence
+from math import inf
 from statistics import median
 
 import msgspec
@@ -16,6 +17,7 @@ from ms_parallel.cluster.doctor.recording.machine import this_machine
 from ms_parallel.cluster.doctor.recording.recording import Machine
 from ms_parallel.errors import LaunchError
 from ms_parallel.planner.cluster import Cluster, Collectives, Link, Links
+from ms_parallel.planner.free_memory import left_by_limits
 from ms_parallel.planner.measuring.fit import fit_link
 from ms_parallel.planner.measuring.rates import DTYPES, memory_gb_per_s, product_tflops
 
@@ -38,6 +40,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     memory_bytes: int
     """Memory that the processes of the machine may take."""
+    left_bytes: int | None = None
+    """What `ulimit` leaves this one; None where it does not say."""
     tflops: dict[str, float]
     """Empty where the process waited, as there are more than cores."""
     memory_gb_per_s: float = 0.0
@@ -70,7 +74,7 @@ def _rates(device: torch.device) -> Rates:
     computes = device.type != "cpu" or machine.local_rank < max(1, machine.cores // threads)
     if dist.is_initialized():
         dist.barrier()
-    tflops, memory = {}, 0.0
+    tflops, memory, left = {}, 0.0, left_by_limits()
     if computes:
         found = {name: product_tflops(dtype, device) for name, dtype in DTYPES.items()}
         tflops = {name: rate for name, rate in found.items() if rate}
@@ -79,6 +83,7 @@ def _rates(device: torch.device) -> Rates:
         machine=machine,
         threads=threads,
         memory_bytes=memory_bytes(machine),
+        left_bytes=None if left == inf else int(left),
         tflops=tflops,
         memory_gb_per_s=memory,
     )
@@ -242,8 +247,9 @@ def _cluster(
     }
     on_cpu = device.type == "cpu"
     chip = None if on_cpu or not first.accelerators else first.accelerators[0].name
-    least = min(one.memory_bytes for one in every)
-    memory = least / each if on_cpu else first.accelerators[0].memory_bytes
+    least = min(one.memory_bytes for one in every) / each
+    own = (one.left_bytes for one in every if one.left_bytes is not None)
+    memory = min([least, *own]) if on_cpu else first.accelerators[0].memory_bytes
     return Cluster(
         chip=chip,
         device=device.type,

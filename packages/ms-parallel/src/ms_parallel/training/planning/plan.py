@@ -373,7 +373,7 @@ def _too_large(asked: _Asked) -> str:
         why = "; ".join(f"{reason}: {each.example}" for reason, each in found.reasons.items())
         return f"no layout runs {asked.options.model_arch} on {cluster.devices} devices: {why}"
     least = found.best[0]
-    needed = least.most_bytes / GIB
+    needed = least.needed_bytes / GIB
     return (
         f"no layout of {asked.options.model_arch} fits {cluster.devices} devices of"
         f" {limit / GIB:.3g} GiB that may be taken: the least, {least.candidate}, needs"
