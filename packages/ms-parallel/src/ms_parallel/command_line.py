@@ -10,7 +10,7 @@ GIB = 1 << 30
 
 
 def add_json(parser: ArgumentParser) -> None:
-    """Offer facts as one JSON document."""
+    """Add `--json`, which prints facts as one JSON document."""
     parser.add_argument("--json", action="store_true", help="print facts as JSON")
 
 

@@ -16,23 +16,23 @@ LEFTOVER = re.compile(r"step-[0-9]{8,15}\.(partial|removed)")
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Return the folder of the checkpoint of a step."""
     return root / f"step-{step:08d}"
 
 
 def all_steps(root: Path) -> list[int]:
-    """Steps of everything that has a checkpoint's name, damaged or not, ascending."""
+    """List the steps of everything that has a checkpoint's name, complete or not, ascending."""
     found = [STEP.fullmatch(name) for name in _names(root)]
     return sorted(int(match[1]) for match in found if match)
 
 
 def complete_steps(root: Path) -> list[int]:
-    """Steps of the checkpoints that have a manifest, ascending."""
+    """List the steps of the checkpoints that have a manifest, ascending."""
     return [step for step in all_steps(root) if (step_folder(root, step) / MANIFEST).is_file()]
 
 
 def was_begun(root: Path) -> bool:
-    """Whether a checkpoint has ever been completed here, whatever has become of it."""
+    """Return whether a checkpoint was ever completed here, whatever has become of it."""
     return any(
         name == LAST or STEP.fullmatch(name) or DAMAGED.fullmatch(name) for name in _names(root)
     )

@@ -69,7 +69,7 @@ class Manifest(
     """What its writer wants back beside the tensors; plain JSON."""
 
     def encode(self) -> bytes:
-        """The bytes of `checkpoint.json`."""
+        """Encode the manifest as the bytes of `checkpoint.json`, with their checksum."""
         content = msgspec.json.encode(self)
         return msgspec.json.encode(_Sealed(crc32=zlib.crc32(content), content=msgspec.Raw(content)))
 
@@ -102,7 +102,7 @@ def _decode(path: Path, content: bytes) -> Manifest:
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
-    """Everything in a manifest that cannot be true, before any of it is trusted."""
+    """Yield what cannot be true in a manifest; stop at the first impossible tensor or chunk."""
     files = {file.name: file for file in manifest.files}
     filled = Counter({file.name: file.header_bytes for file in manifest.files})
     for name in files:

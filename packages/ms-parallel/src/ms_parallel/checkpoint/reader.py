@@ -41,7 +41,7 @@ class Reader(StorageReader):
         self.wanted = wanted
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between checkpoints."""
+        """Do nothing, as nothing is kept between checkpoints."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Say in torch's terms which boxes of which tensors there are."""
@@ -148,7 +148,7 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path will do."""
+        """Return True, as any path will do."""
         return True
 
 

@@ -28,7 +28,7 @@ class SharedMemory:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def of_size(self, size: int) -> Tensor:
-        """`size` bytes of it, or more; kept from one call to the next.
+        """Return `size` bytes of it; what was allocated is kept from one call to the next.
 
         Raises:
             OSError: there is no more memory.
@@ -78,7 +78,7 @@ class WritingProcess:
             return
 
     def answer(self) -> dict[str, Any] | None:
-        """What came of the job, however often it is asked; None while it works."""
+        """Return what came of the job, however often it is asked; None while the job runs."""
         if self._answered is None:
             self._answered = self._read()
         return self._answered
@@ -98,7 +98,7 @@ class WritingProcess:
         return found
 
     def end(self) -> None:
-        """Kill it, and wait until it is gone."""
+        """Kill the process, and wait until it is gone."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):

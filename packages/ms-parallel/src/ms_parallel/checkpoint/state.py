@@ -66,14 +66,14 @@ def load(folder: Path, manifest: Manifest, state: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """One process without a group is a normal way to run; torch warns of it."""
+    """Hide torch's warning while the block runs: one process needs no group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def _cause(failure: CheckpointException, folder: Path) -> BaseException:
-    """Our own error if a rank gave one; the lowest rank's if many did."""
+    """Return the lowest rank's error that is ours; where there is none, wrap the lowest rank's."""
     causes = [failure.failures[rank][0] for rank in sorted(failure.failures)]
     ours = [cause for cause in causes if isinstance(cause, ParallelError)]
     return (ours or [CheckpointError(f"{folder}: {type(causes[0]).__name__}: {causes[0]}")])[0]

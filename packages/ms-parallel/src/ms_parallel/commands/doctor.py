@@ -95,7 +95,7 @@ def _look(options: Namespace) -> int:
 
 
 def _join(name: str | None) -> Any:
-    """Meet the other processes; the device that messages lie on."""
+    """Join the other processes, and return the device that messages lie on."""
     from ms_parallel.cluster.connection import join
     from ms_parallel.cluster.device import pick_device
     from ms_parallel.cluster.layout import Layout

@@ -29,7 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Prove, and print what was proved or the smallest counterexample; 1 where nothing holds."""
+    """Prove a model; print the proof or the smallest counterexample; return 1 unless it holds."""
     from ms_parallel.errors import ConfigError
     from ms_parallel.files.durable import write_file
     from ms_parallel.proof.page import draw_page

@@ -29,7 +29,7 @@ _EXPERTS = (
 
 
 def draw_cases(processes: int, count: int, seed: int, experts: int = 1) -> list[Case]:
-    """Cases of up to so many processes, the simplest first.
+    """Draw cases of up to so many processes, the simplest first.
 
     Args:
         processes: most of a layout.

@@ -123,7 +123,7 @@ def _wait(
 
 
 def _processor_seconds(started: list["subprocess.Popen[bytes]"]) -> float:
-    """What processes have computed so far, as the kernel counts it; an ended one counts nothing."""
+    """Return the seconds that processes have computed, as the kernel counts; ended ones count 0."""
     ticks = 0
     for process in started:
         with suppress(OSError):
@@ -138,7 +138,7 @@ def _last_line(log: Path) -> str:
 
 
 def _collect(number: int, case: Case, folder: Path) -> Outcome | None:
-    """What all ranks found of a case; None where one has not come to its end."""
+    """Gather what all ranks found of a case; None where one has not come to its end."""
     paths = [folder / f"{number}.{rank}.json" for rank in range(case.processes)]
     if not all(path.exists() for path in paths):
         return None

@@ -63,7 +63,7 @@ def _judge(
 
 
 def probe_packing(engine: Engine, batch: Batch, tolerance: float) -> Iterator[Counterexample]:
-    """Each document alone in a row has the logits that it has in a packed row."""
+    """Check that each document alone in a row has the logits that it has in a packed row."""
     packed = whole_logits(engine, batch)
     for span in spans_of(dict(batch)):
         row, between = span.slices
@@ -80,7 +80,7 @@ def probe_packing(engine: Engine, batch: Batch, tolerance: float) -> Iterator[Co
 
 
 def probe_generation(engine: Engine, batch: Batch) -> tuple[Check, ...] | Counterexample:
-    """Greedy tokens of a cache are those of one whole forward; nothing where there is no cache."""
+    """Check a cache's greedy tokens against one whole forward; return () where there is none."""
     prompts = [row[:_PROMPT].tolist() for row in my_rows(batch, engine.groups)["tokens"]]
     try:
         made = engine.generate(
@@ -101,7 +101,7 @@ def probe_generation(engine: Engine, batch: Batch) -> tuple[Check, ...] | Counte
 
 
 def whole_logits(engine: Engine, batch: Batch) -> Tensor:
-    """Logits of the whole batch on every process, (B, S, V)."""
+    """Compute the logits of the whole batch on every process, (B, S, V)."""
     if len(batch["tokens"]) % engine.data_ranks:
         return _local_logits(engine, batch)
     return engine.gather(_local_logits(engine, my_rows(batch, engine.groups)))

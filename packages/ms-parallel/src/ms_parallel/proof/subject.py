@@ -110,7 +110,7 @@ def open_subject(name: str) -> Subject:
 
 
 def _of_transformers(name: str) -> Subject:
-    """A model of ours where a family writes this class; else transformers' own, by our adapter."""
+    """Take our model where a family writes this class, else transformers' own by our adapter."""
     for family in families():
         if getattr(family, "transformers_class", None) == name:
             return _of_config(name, architecture(family.name))
@@ -146,7 +146,7 @@ def _of_foreign(name: str, config: TransformersModel) -> Subject:
 
 
 def _some_of_each(kinds: Sequence[str], count: int) -> list[str]:
-    """So many kinds of layers, in their order, of which none is left out that has room."""
+    """List `count` kinds of layers in their order, at least one of each where there is room."""
     first = list(kinds[:count])
     missing = [kind for kind in dict.fromkeys(kinds) if kind not in first]
     return [*first[: max(0, count - len(missing))], *missing][:count]
@@ -170,7 +170,7 @@ def _of_config(name: str, config: ModelConfig) -> Subject:
 
 
 def _shrink(config: ModelConfig) -> ModelConfig:
-    """The same kind of model with small sizes; grouped heads stay grouped."""
+    """Return the settings of the same kind of model in small; grouped heads stay grouped."""
     names = {setting.name for setting in fields(type(config))}
     changed: dict[str, Any] = {"initializer_range": _SPREAD}
     changed |= {"num_hidden_layers": min(config.num_hidden_layers, _LAYERS)}
@@ -213,7 +213,7 @@ def _of_function(name: str) -> Subject:
 
 
 def _vocabulary(module: nn.Module) -> int:
-    """Tokens that a module knows: the rows of its first embedding."""
+    """Count the tokens that a module knows: the rows of its first embedding."""
     for each in module.modules():
         if isinstance(each, nn.Embedding):
             return each.num_embeddings

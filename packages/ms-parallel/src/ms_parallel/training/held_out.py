@@ -63,7 +63,7 @@ class HeldOut:
         )
 
     def loss(self, evaluate: Evaluate) -> float:
-        """Mean of -log p of a held-out token, in nats; the same text at every call.
+        """Compute the mean of -log p of a held-out token, in nats; the same text at every call.
 
         Args:
             evaluate: an engine's.

@@ -34,6 +34,6 @@ def run_memory(
 
 
 def answer(question: MemoryQuestion) -> list[RankMemory]:
-    """What `ask_memory` calls in another process."""
+    """Answer a question of `ask_memory`, in the other process."""
     shards = path_told(question.shards)
     return run_memory(question.run.options, question.layout, shards, question.rows)

@@ -164,7 +164,7 @@ class SheetTimes:
         return 2 * size_bytes / self.bandwidth
 
     def costs(self, candidate: Candidate) -> None:
-        """None: they follow from sizes."""
+        """Return None, as these times follow from sizes."""
 
     def _passes(self, split: Split, recompute: str) -> ModelSeconds:
         known: dict[LayerSizes, PassSeconds] = {}

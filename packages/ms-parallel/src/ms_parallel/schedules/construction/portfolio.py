@@ -81,7 +81,7 @@ def _delays(legs: int, choices: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _eager(problem: Problem) -> ListPolicy:
-    """Prefer backwards, and forwards of early stages to those of late ones."""
+    """Make the policy that prefers backwards, and early stages' forwards to those of late ones."""
     stages = problem.ticks.stages
     return ListPolicy(period=1, forward=tuple(range(stages)), backward=(-1,) * stages)
 

@@ -81,7 +81,7 @@ def _rounded_down(ticks: Ticks, grain: int) -> Ticks:
 
 
 def _state(model: Any, problem: Problem, horizon: int, lower: int) -> dict[Operation, Any]:
-    """State variables, constraints and objective; return the start of every action."""
+    """Add variables, constraints and objective to the model; return every action's start."""
     makespan = model.new_int_var(lower, horizon, "makespan")
     starts: dict[Operation, Any] = {}
     busy: list[list[Any]] = [[] for _ in range(problem.ranks)]

@@ -50,7 +50,7 @@ class _Reorder(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        """(B, S, ...) to the same."""
+        """Take the positions of x, (B, S, ...), in the flat order; the shape stays."""
         ctx.save_for_backward(order, inverse)
         return x.flatten(0, 1).index_select(0, order).view(x.shape)
 

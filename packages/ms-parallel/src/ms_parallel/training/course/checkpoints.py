@@ -47,7 +47,7 @@ class Saved(Protocol):
     groups: Groups
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Weights, moments and counters by name."""
+        """Return weights, moments and counters by name."""
 
     def load_state_dict(self, state: Mapping[str, Tensor], /) -> None:
         """Take over what `state_dict` gave."""

@@ -134,7 +134,7 @@ def plan(
 
 
 def answer(question: PlanQuestion) -> Plan:
-    """What `ask_plan` calls in another process."""
+    """Answer a question of `ask_plan`, in the other process."""
     return plan(
         question.run.options,
         question.cluster,
@@ -186,7 +186,7 @@ def _plan(asked: "_Asked", objective: Objective, best: int, every: bool) -> Plan
 
 
 def _constants(found: Calibration) -> PlannedConstants:
-    """Whose constants a plan is made with, and what to give in place of those of another chip."""
+    """Say whose constants a plan is made with, and what to give in place of another chip's."""
     remedy = None if found.known else ANOTHER_CHIP
     return PlannedConstants(chip=found.chip, known=found.known, remedy=remedy)
 

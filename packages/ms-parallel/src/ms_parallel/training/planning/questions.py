@@ -46,7 +46,7 @@ class ToldRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @classmethod
     def of(cls, options: Options) -> "ToldRun":
-        """What another process is told of a run."""
+        """Collect what another process is told of a run."""
         given = {each.name: getattr(options, each.name) for each in fields(Options)}
         schedule, told, file = given["schedule"], None, None
         if isinstance(schedule, Schedule):
@@ -101,7 +101,7 @@ class PlanQuestion(
 def ask_memory(
     options: Options, layout: Layout, shards: Path | None, rows: int | None
 ) -> list[RankMemory]:
-    """What `run_memory` says in another process; it leaves nothing behind in this one.
+    """Ask another process what `run_memory` says; leave nothing behind in this one.
 
     Args:
         options: the run's.
@@ -129,7 +129,7 @@ def ask_plan(
     shards: Path | None = None,
     history: History | None = None,
 ) -> Plan:
-    """What `plan` says in another process, of the same arguments.
+    """Ask another process what `plan` says of the same arguments.
 
     Raises:
         ParallelError: as of `plan`, or the process has ended.
@@ -152,12 +152,12 @@ def _told(path: Path | None) -> str | None:
 
 
 def path_told(path: str | None) -> Path | None:
-    """The path of a record."""
+    """Return the path of a record; None where it has none."""
     return None if path is None else Path(path)
 
 
 def _plain(value: Any) -> Any:
-    """A setting as a run file has it; what none could have is left for the encoder to refuse."""
+    """Write a setting as a run file has it; leave what none can have for the encoder to refuse."""
     if isinstance(value, Layout):
         return asdict(value)
     if isinstance(value, RestOnData):
