@@ -51,7 +51,7 @@ def connect(layout: Layout, *, device: Wanted = None, timeout_s: float = 600.0) 
 
 
 def join(layout: Layout, *, device: Wanted = None, timeout_s: float = 600.0) -> None:
-    """Meet the other processes of a layout; nothing to do for one that runs alone.
+    """Meet the other processes of a layout; do nothing for a process that runs alone.
 
     Args:
         layout: how many processes there must be.
@@ -127,7 +127,7 @@ def disconnect() -> None:
 
 
 def _check_port() -> None:
-    """The store would listen on all addresses and not see that one of them is taken."""
+    """Check that the port is free: the store listens on all addresses and would not notice."""
     host, port = os.environ["MASTER_ADDR"], variable("MASTER_PORT")
     try:
         socket.create_server((host, port)).close()

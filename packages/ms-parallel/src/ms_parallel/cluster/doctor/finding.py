@@ -27,12 +27,12 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def failure(at: Recording, where: str, *, what: str, why: str, remedy: str) -> Finding:
-    """What keeps a run from working or costs it much, on the rank of a recording."""
+    """Build the finding of what keeps a run from working or costs it much, on the rank of a recording."""
     return _finding("failure", at, where, what, why, remedy)
 
 
 def warning(at: Recording, where: str, *, what: str, why: str, remedy: str) -> Finding:
-    """What may be meant so, on the rank of a recording."""
+    """Build the finding of what may be intended, on the rank of a recording."""
     return _finding("warning", at, where, what, why, remedy)
 
 
@@ -51,7 +51,7 @@ def _finding(
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings that differ only in their ranks as one; failures first."""
+    """Merge findings that differ only in their ranks; failures come first."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for one in findings:
         key = (one.check, one.severity, one.where, one.what, one.why, one.remedy)

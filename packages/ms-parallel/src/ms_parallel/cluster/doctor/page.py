@@ -25,7 +25,7 @@ body > h2 { margin: 20px 0 4px }
 
 
 def draw_page(report: DoctorReport) -> str:
-    """A page without scripts or links."""
+    """Draw a report as a page of HTML without scripts or links."""
     title = "The machines are sound" if report.sound else "The machines have faults"
     facts = [*machine_lines(report.machine), *measured_lines(report)]
     rows = "".join(
@@ -51,7 +51,7 @@ def _article(one: Finding) -> str:
 
 
 def _sentence(text: str) -> str:
-    """With a capital, unless it begins with a name, and a full stop."""
+    """Begin a text with a capital, unless it begins with a name, and end it with a full stop."""
     first = text.split(maxsplit=1)[0]
     return f"{text[0].upper()}{text[1:]}." if first.isalpha() and first.islower() else f"{text}."
 

@@ -49,7 +49,7 @@ def check(
 
 
 def all_checks() -> Mapping[str, Check]:
-    """Every check by name, in the order of the files."""
+    """Import the files of checks and return every check by name, sorted by name."""
     for file in walk_packages(checks.__path__, f"{checks.__name__}."):
         import_module(file.name)
     return MappingProxyType(dict(sorted(_checks.items())))

@@ -61,7 +61,7 @@ def explain(records: Mapping[int, Record], states: Mapping[int, State], world: i
 
 
 def _in_other_collectives(records: Mapping[int, Record]) -> list[int] | None:
-    """The ranks that wait in another collective than most; None where all wait in one.
+    """List the ranks that wait in another collective than most; None unless they differ.
 
     Messages between pipeline ranks are no collectives: each may wait for another one's.
     """
@@ -108,7 +108,7 @@ def _sentence(
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks in few words.
+    """Write ranks in few words.
 
     >>> ranks_text([0, 1, 2, 5])
     'ranks 0-2, 5'

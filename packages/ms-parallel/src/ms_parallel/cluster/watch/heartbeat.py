@@ -67,7 +67,7 @@ class Heartbeat:
             self._thread.join(timeout=STORE_TIMEOUT.total_seconds() + 1)
 
     def who_is_missing(self) -> str | None:
-        """One sentence about the rank that did not come; None if the store has gone too."""
+        """Explain in a sentence which rank did not come; return None if the store has gone too."""
         try:
             store = self._connect_again()
             self._send(store)
@@ -76,7 +76,7 @@ class Heartbeat:
             return None
 
     def speaks_first(self, what: str) -> bool:
-        """Whether this rank is to say why the run ends: the first that asks, for all.
+        """Return whether this rank is to say why the run ends: the first that asks, for all.
 
         Args:
             what: `mistake` or `loss`; a mistake explains the losses that follow from it.
@@ -166,7 +166,7 @@ class Heartbeat:
         os._exit(FAILED)
 
     def _gather(self, store: Any) -> tuple[dict[int, Record], dict[int, State]]:
-        """Each rank's last record, and what its process is doing."""
+        """Gather each rank's last record, and what its process is doing."""
         before = self._read(store, range(self.world))
         end = time.monotonic() + self._patience.total_seconds()
         # A killed process closes its connections a moment before the kernel calls it gone.
@@ -202,7 +202,7 @@ class _Silence:
         self._since = 0.0
 
     def lasts(self, now: float, value: object) -> float:
-        """Seconds since `value` was another."""
+        """Return the seconds since `value` was another."""
         if value != self._last or not self.began:
             self._last, self._since, self.warned, self.began = value, now, False, True
         return now - self._since
@@ -222,7 +222,7 @@ def _is_absent(state: State | None, record: Record) -> bool:
 
 
 def _state(record: Record) -> State | None:
-    """What the kernel says of a process on this machine; None for another machine's."""
+    """Return what the kernel says of a process on this machine; None for another machine's."""
     if record.machine != position.machine:
         return None
     try:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 def gather_bytes(content: bytes) -> list[bytes]:
-    """What each rank gives, by rank, on rank 0; nothing on the others.
+    """Gather what each rank gives, by rank, on rank 0; return nothing on the others.
 
     One rank sends after the other, each no more than it has: some have a machine's files to give,
     and most have not.
@@ -34,7 +34,7 @@ def send_numbers(*values: float, to: int) -> None:
 
 
 def receive_numbers(count: int, *, source: int) -> list[float]:
-    """Receive as many float64."""
+    """Receive `count` float64 numbers from rank `source`."""
     taken: Any = torch.zeros(count, dtype=torch.float64)
     dist.recv(taken, src=source)
     values: list[float] = taken.tolist()

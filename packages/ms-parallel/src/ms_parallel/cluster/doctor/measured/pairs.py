@@ -19,7 +19,7 @@ ONE_BY_ONE = 8
 
 
 def rounds(world: int) -> list[list[tuple[int, int]]]:
-    """Every pair once, in rounds in which each rank has at most one partner.
+    """Arrange pairs in rounds in which each rank has at most one partner, every pair at most once.
 
     Args:
         world: number of ranks. Up to `ONE_BY_ONE` of them have one pair a round; beyond
@@ -39,7 +39,7 @@ def rounds(world: int) -> list[list[tuple[int, int]]]:
 def measure_pairs(
     device: torch.device, begin: Callable[[list[tuple[int, int]]], object] = lambda pairs: None
 ) -> tuple[list[Pair], bool]:
-    """Latency and bandwidth of each pair; all ranks call this, and rank 0 gets the result.
+    """Measure latency and bandwidth of each pair; all ranks call this, rank 0 gets the result.
 
     Args:
         device: where this rank's messages lie.
@@ -78,7 +78,7 @@ def _pair(first: int, second: int, latency_s: float, moving_s: float) -> Pair:
 
 
 def one_way(message: torch.Tensor, first: int, second: int, trips: int) -> float:
-    """Seconds that a message takes between two ranks: half of the shortest of some round trips.
+    """Measure the seconds of a message between two ranks: half of the shortest round trip.
 
     Both ranks call this; what the second one gets is of no use.
     """

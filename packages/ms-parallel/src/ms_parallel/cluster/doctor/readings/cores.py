@@ -18,18 +18,18 @@ OF_MEMORY = "memory.max"
 
 
 def threads_of(at: Recording) -> int:
-    """Threads that a rank computes with; 0 where it is not known."""
+    """Count the threads that a rank computes with; 0 where it is not known."""
     return at.machine.threads or whole(at.machine.environment.get("OMP_NUM_THREADS")) or 0
 
 
 def sleeps(at: Recording) -> bool:
-    """Whether threads that wait for one another sleep, and do not spin."""
+    """Return whether threads that wait for one another sleep, and do not spin."""
     policy = at.machine.environment.get("OMP_WAIT_POLICY", "")
     return policy.strip().lower() == "passive" or _spins(at) == "0"
 
 
 def cores_of(machine: Recording, ranks: Sequence[Recording]) -> float:
-    """Cores that the ranks of a machine share, no more than their control groups leave them.
+    """Count the cores that a machine's ranks share, at most what their control groups allow.
 
     Args:
         machine: its recording, with the files.
@@ -41,7 +41,7 @@ def cores_of(machine: Recording, ranks: Sequence[Recording]) -> float:
 
 
 def busy_cores(machine: Recording, cores: float, ranks: int) -> float:
-    """How many of so many cores others keep busy, by the load of the last minute; 0 if unknown.
+    """Estimate how many of `cores` others keep busy, by the load of the last minute; 0 if unknown.
 
     Args:
         machine: its recording, with the files.
@@ -59,7 +59,7 @@ def busy_cores(machine: Recording, cores: float, ranks: int) -> float:
 
 
 def quota_files(groups: str) -> list[str]:
-    """The files of the shares of cores of a process's control groups.
+    """List the files with the shares of cores of a process's control groups.
 
     Args:
         groups: the content of /proc/self/cgroup.
@@ -81,7 +81,7 @@ def _spins(at: Recording) -> str:
 
 
 def _count(ranges: str) -> int:
-    """How many numbers a list such as `0-3,8` has; 0 for none."""
+    """Count the numbers in a list such as `0-3,8`; 0 for none."""
     found = 0
     for part in ranges.split(","):
         first, _, last = part.strip().partition("-")

@@ -20,7 +20,7 @@ class Gpu:
     """Values by the headings above them and their key, with ` / ` between."""
 
     def fact(self, *ends: str) -> str:
-        """The first value whose path ends so, of the ends in turn; empty where there is none."""
+        """Return the first value whose path has one of the `ends`, tried in turn, or nothing."""
         for end in ends:
             for path, value in self.facts.items():
                 if path == end or path.endswith(f" / {end}"):
@@ -34,7 +34,7 @@ class Gpu:
 
 
 def driver(at: Recording) -> str | None:
-    """Version of the driver; None where there is none."""
+    """Return the version of the driver; None where there is none."""
     for line in (at.output("nvidia-smi -q") or "").splitlines():
         key, colon, value = line.partition(" : ")
         if colon and key.strip() == "Driver Version":
@@ -44,12 +44,12 @@ def driver(at: Recording) -> str | None:
 
 
 def has_nvidia(examined: Examined) -> bool:
-    """Whether any machine has a driver."""
+    """Return whether any machine has an NVIDIA driver."""
     return any(driver(machine) for machine in examined.machines)
 
 
 def gpus(at: Recording) -> list[Gpu]:
-    """Every device of a machine."""
+    """List every device of a machine."""
     text = at.output("nvidia-smi -q") or ""
     parts = re.split(r"^GPU ([0-9A-Fa-f]+:\S+)\s*$", text, flags=re.MULTILINE)[1:]
     each = zip(parts[::2], parts[1::2], strict=True)
@@ -57,7 +57,7 @@ def gpus(at: Recording) -> list[Gpu]:
 
 
 def _facts(body: str) -> Iterator[tuple[str, str]]:
-    """Lines of `key : value`, indented below the headings that they belong to."""
+    """Read lines of `key : value`, indented below the headings that they belong to."""
     above: list[tuple[int, str]] = []
     for line in body.splitlines():
         indent = len(line) - len(line.lstrip())

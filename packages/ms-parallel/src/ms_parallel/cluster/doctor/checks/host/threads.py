@@ -63,7 +63,7 @@ def _of_machine(
 
 
 def _each(ranks: list[Recording]) -> str:
-    """How many threads they compute with."""
+    """Say in words how many threads the ranks compute with."""
     numbers = sorted({threads_of(one) for one in ranks})
     each = "-".join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))
     processes = "1 process computes" if len(ranks) == 1 else f"{len(ranks)} processes compute"

@@ -188,7 +188,7 @@ def variables(examined: Examined) -> Iterator[Finding]:
 
 
 def _is_read(one: Recording, machine: Recording, name: str) -> bool:
-    """Whether a library that reads the variable carries messages here."""
+    """Return whether a library that reads the variable carries messages here."""
     if name.startswith("NCCL_"):
         return one.machine.device == "cuda" or driver(machine) is not None
     return not name.startswith("HCCL_") or npu_driver(machine) is not None
@@ -196,7 +196,7 @@ def _is_read(one: Recording, machine: Recording, name: str) -> bool:
 
 @check("hccl-variables", "HCCL's variables go together", needs=has_ascend)
 def hccl_variables(examined: Examined) -> Iterator[Finding]:
-    """HCCL's own pairs of variables: links inside a machine, and the list of those let in."""
+    """Check HCCL's pairs of variables: links inside a machine, and the list of those let in."""
     for one in examined.ranks:
         if npu_driver(examined.machine_of(one.machine.rank)) is None:
             continue
