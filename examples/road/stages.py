@@ -192,15 +192,15 @@ def training_stages() -> list[Stage]:
         ),
         training(
             "sft", "tune it on three tasks, drawn by their difficulty",
-            "ms_align", "sft", reads=("pretrain/model", "chats"), typical_s=175,
+            "ms_align", "sft", reads=("pretrain/model", "chats"), typical_s=115,
         ),
         training(
             "reward", "train a reward model on right and wrong answers",
-            "ms_align", "reward", reads=("sft/model", "chats"), typical_s=50,
+            "ms_align", "reward", reads=("sft/model", "chats"), typical_s=35,
         ),
         training(
             "ppo", "optimise sums by PPO with a reward that is checked",
-            "ms_align", "ppo", reads=("sft/model", "reward/model", "tasks"), typical_s=90,
+            "ms_align", "ppo", reads=("sft/model", "reward/model", "tasks"), typical_s=155,
             settings=(settings("ppo.toml"), settings("rewards.py")),
         ),
     ]  # fmt: skip
@@ -224,7 +224,7 @@ def export_stages() -> list[Stage]:
                 reads=("ppo/model", "tasks"),
                 makes=(f"deploy/{name}",),
                 owns=(f"deploy/{name}", f"deploy/{name}.training", f"profile/qat-{name}"),
-                typical_s=60,
+                typical_s=35,
             )
         )
     return found
@@ -243,7 +243,7 @@ def closing_stages(folders: Sequence[str]) -> list[Stage]:
             settings=(settings("ask.py"),),
             reads=("pretrain/model", "sft/model", "ppo/model", "tasks", *folders),
             makes=("facts/answers.json",),
-            typical_s=60,
+            typical_s=12,
         ),
         Stage(
             name="evaluate",
@@ -253,7 +253,7 @@ def closing_stages(folders: Sequence[str]) -> list[Stage]:
             reads=("ppo/model", "tasks", *folders),
             makes=("facts/evaluate.json",),
             owns=("facts/evaluate.json", "report"),
-            typical_s=30,
+            typical_s=6,
         ),
         Stage(
             name="page",
