@@ -64,7 +64,7 @@ class Groups:
         return self.replicas is None or self.replicas.get_local_rank() == 0
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Return the processes that differ from this one along `axis`, or a mesh of those above.
+        """Get the processes that differ from this one along `axis`, or a mesh of the fields above.
 
         Those that share its `stage` are asked for by all processes at once the first time.
         """

@@ -27,7 +27,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def failure(at: Recording, where: str, *, what: str, why: str, remedy: str) -> Finding:
-    """Build the finding of what keeps a run from working or costs it much, on the rank of a recording."""
+    """Build the finding of what stops a run or costs it much, on the rank of a recording."""
     return _finding("failure", at, where, what, why, remedy)
 
 

@@ -20,7 +20,7 @@ class Gpu:
     """Values by the headings above them and their key, with ` / ` between."""
 
     def fact(self, *ends: str) -> str:
-        """Return the first value whose path has one of the `ends`, tried in turn, or nothing."""
+        """Return the first value whose path ends in one of `ends`, in turn; else an empty text."""
         for end in ends:
             for path, value in self.facts.items():
                 if path == end or path.endswith(f" / {end}"):
