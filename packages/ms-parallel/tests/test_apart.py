@@ -139,7 +139,7 @@ EVERY_KIND = [
 
 @pytest.mark.parametrize("settings", EVERY_KIND)
 def test_options_are_the_same_behind_a_record(settings: dict[str, Any]) -> None:
-    """Of whatever kind a setting is."""
+    """Whatever kind a setting is of."""
     options = Options("llama", output_dir="runs/it", **settings)
     told = msgspec.msgpack.decode(msgspec.msgpack.encode(ToldRun.of(options)), type=ToldRun)
     names = [name for name in dir(options) if not name.startswith("_")]

@@ -16,7 +16,7 @@ stacks count."""
 M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 1 << 17
 """The setting's number in malloc.h, and the size that it begins with."""
 STACK_BYTES, ATTRIBUTE_BYTES = 1 << 20, 256
-"""Of a thread; other systems give less. And more than a pthread_attr_t takes on any."""
+"""Stack of a thread, of which other systems give less; more than a pthread_attr_t takes on any."""
 LIMITS = (("VmSize", resource.RLIMIT_AS), ("VmData", resource.RLIMIT_DATA))
 """What of a process the limits that `ulimit -v` and `ulimit -d` set are held against."""
 

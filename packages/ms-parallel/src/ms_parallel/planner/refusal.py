@@ -24,7 +24,7 @@ class LayoutQuestion(
     model: str
     """A family, or a folder with a config.json."""
     layout: Layout
-    """Of any number of processes."""
+    """How many processes split what; they need not be there."""
     options: dict[str, str]
 
 

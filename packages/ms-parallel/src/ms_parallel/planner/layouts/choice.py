@@ -9,7 +9,6 @@ it. So few are looked at closely, and what is shown cannot be beaten by what was
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count
-from typing import Literal
 
 from attrs import field, frozen
 
@@ -26,8 +25,8 @@ from ms_parallel.planner.layouts.stages import Stages
 from ms_parallel.planner.layouts.step import StepSeconds, StepTimes
 from ms_parallel.planner.layouts.variants import Choices
 from ms_parallel.planner.rank_memory import RankMemory
+from ms_parallel.planner.record.plan_file import Objective
 
-Objective = Literal["fastest", "cheapest", "least-memory", "largest-model"]
 OBJECTIVES = ("fastest", "cheapest", "least-memory", "largest-model")
 FITS = 0.95
 """Share of a device's memory that may be taken: allocators leave gaps, operators need room."""

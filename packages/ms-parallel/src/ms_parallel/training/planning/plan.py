@@ -22,7 +22,6 @@ from ms_parallel.planner.layouts.choice import (
     OBJECTIVES,
     FittingLayout,
     FoundLayouts,
-    Objective,
     Question,
     choose,
 )
@@ -35,6 +34,7 @@ from ms_parallel.planner.memory import predict_memory, row_bytes
 from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.planner.record.history import History, learn
 from ms_parallel.planner.record.plan_file import (
+    Objective,
     Plan,
     PlannedConstants,
     PlannedLayout,

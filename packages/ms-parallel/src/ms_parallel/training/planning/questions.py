@@ -13,10 +13,9 @@ from ms_parallel.cluster.mixed.devices import Devices
 from ms_parallel.cluster.rest import DATA, REST, RestOnData
 from ms_parallel.planner.apart import call_apart
 from ms_parallel.planner.cluster import Cluster
-from ms_parallel.planner.layouts.choice import Objective
 from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.planner.record.history import History
-from ms_parallel.planner.record.plan_file import Plan
+from ms_parallel.planner.record.plan_file import Objective, Plan
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.settings.run_file import NOT_IN_FILES
 from ms_parallel.training.options import Options
