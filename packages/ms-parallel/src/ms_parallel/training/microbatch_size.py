@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from attrs import evolve
 
-from ms_parallel.cluster.agreement import first_does
+from ms_parallel.cluster.agreement import first_does, sums
 from ms_parallel.cluster.device import pick_device
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.loss import NextTokenLoss
@@ -44,11 +44,15 @@ def limit_bytes(options: Options, held: int = 0) -> int:
 
 
 def _heed_limits(options: Options) -> None:
-    """Hold little beside tensors on a CPU whose ranks may hold less than the machine has."""
-    on_cpu, by_system = pick_device(options.wanted_device).type == "cpu", left_by_limits() < inf
-    if on_cpu and (by_system or options.memory_gib is not None):
+    """Hold little beside tensors on CPUs of which one may hold less than its machine has.
+
+    All do, as the rank that holds most is held against the one that may hold least.
+    """
+    on_cpu = pick_device(options.wanted_device).type == "cpu"
+    (limited,) = sums(on_cpu and left_by_limits() < inf)
+    if on_cpu and (limited or options.memory_gib is not None):
         map_blocks()
-    if on_cpu and by_system:
+    if on_cpu and limited:
         shrink_stacks()
 
 
@@ -120,6 +124,7 @@ def try_out(
     while (size := next_trial(predicted, tried, limit, alone=alone)) is not None:
         engine.passes.microbatch_size = size
         tried[size] = trial_bytes(engine, loss, rows, options.sequence_length)
+        give_back()  # where memory ran out, what its frames have made is held until it is collected
     found = {size: took for size, took in tried.items() if took and took <= limit}
     if not found:
         raise ConfigError(
