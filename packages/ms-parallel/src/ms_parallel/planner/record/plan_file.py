@@ -10,7 +10,6 @@ from ms_parallel.errors import ConfigError, LayoutError
 from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.planner.record.sealed import read_sealed, write_sealed
 
-Objective = Literal["fastest", "cheapest", "least-memory", "largest-model"]
 FILE = "plan.json"
 """Its name in `output_dir`."""
 Objective = Literal["fastest", "cheapest", "least-memory", "largest-model"]
