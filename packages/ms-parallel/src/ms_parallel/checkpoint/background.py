@@ -160,7 +160,7 @@ class BackgroundSaver:
         self.memory.close()
 
     def _answer(self, job: CheckpointJob) -> tuple[dict[str, Any] | None, str | None]:
-        """What this rank's writer has answered, and why it failed; None for what is not there.
+        """Return what this rank's writer answered, and why it failed; None for what is not there.
 
         Away from rank 0 there is nothing to be said of a commit.
         """
@@ -175,7 +175,7 @@ class BackgroundSaver:
         return (None, error) if error else (answer, None)
 
     def _commit(self, job: CheckpointJob, answer: Mapping[str, Any]) -> None:
-        """All files are durable: have the manifest written and the folder named."""
+        """Have the manifest written and the folder named, now that all files are durable."""
         found: list[Any] = [None] * (1 if self.alone else dist.get_world_size())
         mine = self._results(answer)
         if self.alone:
@@ -203,7 +203,7 @@ class BackgroundSaver:
         )
 
     def _results(self, answer: Mapping[str, Any]) -> list[WriteResult]:
-        """What this rank has written, as the manifest says it."""
+        """List what this rank has written, as the manifest says it."""
         assert self.share is not None
         if not self.share.items:
             return []
@@ -240,7 +240,7 @@ class BackgroundSaver:
         raise WriteError(next(filter(None, found)))
 
     def _plan(self, state: Mapping[str, Tensor]) -> RankShare:
-        """Who writes what; made once, as long as the state keeps its shape."""
+        """Plan who writes what, anew only where the state has changed its shape."""
         shapes = {name: (t.dtype, tuple(t.shape)) for name, t in state.items()}
         if self.share is not None and self.share.shapes == shapes:
             return self.share
@@ -258,7 +258,7 @@ class BackgroundSaver:
         )
 
     def _agree(self, planner: DefaultSavePlanner, local: SavePlan) -> tuple[SavePlan, Metadata]:
-        """This rank's part of the plan of all, in which what is replicated is written once."""
+        """Agree on this rank's part of the plan of all, which writes what is replicated once."""
         if self.alone:
             (whole,), metadata = planner.create_global_plan([local])
             return whole, metadata

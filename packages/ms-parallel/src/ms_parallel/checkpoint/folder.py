@@ -16,7 +16,7 @@ LEFTOVER = re.compile(r"step-[0-9]{8,15}\.(partial|removed)")
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Return where the checkpoint of a step lies."""
     return root / f"step-{step:08d}"
 
 
@@ -32,7 +32,7 @@ def complete_steps(root: Path) -> list[int]:
 
 
 def was_begun(root: Path) -> bool:
-    """Whether a checkpoint has ever been completed here, whatever has become of it."""
+    """Return whether a checkpoint was ever completed here, whatever has become of it."""
     return any(
         name == LAST or STEP.fullmatch(name) or DAMAGED.fullmatch(name) for name in _names(root)
     )

@@ -69,7 +69,7 @@ class Manifest(
     """What its writer wants back beside the tensors; plain JSON."""
 
     def encode(self) -> bytes:
-        """The bytes of `checkpoint.json`."""
+        """Encode the manifest as the bytes of `checkpoint.json`."""
         content = msgspec.json.encode(self)
         return msgspec.json.encode(_Sealed(crc32=zlib.crc32(content), content=msgspec.Raw(content)))
 

@@ -41,7 +41,7 @@ class Reader(StorageReader):
         self.wanted = wanted
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between checkpoints."""
+        """Do nothing, as nothing is kept between checkpoints."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Say in torch's terms which boxes of which tensors there are."""

@@ -78,7 +78,7 @@ class WritingProcess:
             return
 
     def answer(self) -> dict[str, Any] | None:
-        """What came of the job, however often it is asked; None while it works."""
+        """Return what came of the job, however often it is asked; None while it works."""
         if self._answered is None:
             self._answered = self._read()
         return self._answered

@@ -66,7 +66,7 @@ def load(folder: Path, manifest: Manifest, state: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """One process without a group is a normal way to run; torch warns of it."""
+    """Silence torch's warning of one process without a group, which is a normal way to run."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -42,7 +42,7 @@ class Writer(StorageWriter):
         self.rank = 0
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between checkpoints."""
+        """Do nothing, as nothing is kept between checkpoints."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn which rank this is."""
@@ -108,7 +108,7 @@ class Writer(StorageWriter):
             publish(self.aside, self.folder)
 
     def manifest(self, metadata: Metadata, results: list[list[WriteResult]]) -> Manifest:
-        """What the checkpoint holds, from what every rank has written."""
+        """Build the manifest of the checkpoint from what every rank has written."""
         kept = [result for rank in results for result in rank]
         chunks: dict[str, list[Chunk]] = {name: [] for name in metadata.state_dict_metadata}
         for result in kept:
@@ -135,19 +135,19 @@ class Writer(StorageWriter):
 
 
 def dtype_of(item: WriteItem) -> torch.dtype:
-    """The dtype of what an item writes."""
+    """Return the dtype of what an item writes."""
     assert item.tensor_data is not None  # prepare_local_plan refused the rest
     return item.tensor_data.properties.dtype
 
 
 def box_of(item: WriteItem) -> Any:
-    """The offsets and sizes of what an item writes of its tensor."""
+    """Return the offsets and sizes of what an item writes of its tensor."""
     assert item.tensor_data is not None
     return item.tensor_data.chunk
 
 
 def header_of_items(items: list[WriteItem]) -> bytes:
-    """The header of the file that holds them, in their order.
+    """Build the header of the file that holds the items, in their order.
 
     Raises:
         CheckpointError: a dtype cannot be saved.

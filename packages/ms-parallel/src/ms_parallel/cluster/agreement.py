@@ -43,7 +43,7 @@ def first_does(action: Callable[[], T]) -> T:
 
 @lru_cache(maxsize=1)
 def _patient_group(world: dist.ProcessGroup) -> Any:
-    """All processes again, in a group of its own for its long timeout."""
+    """Make a second group of all processes, for its long timeout."""
     # Of the same backends: one of gloo alone lacks the accelerator that `world` may be bound to.
     return dist.new_group(timeout=PATIENCE)
 
@@ -67,7 +67,7 @@ def _act_and_send(action: Callable[[], T], group: Any) -> T:
 
 
 def sums(*values: float) -> list[float]:
-    """Each value added up over all processes, in float64."""
+    """Add up each value over all processes, in float64."""
     total = torch.tensor(values, dtype=torch.float64)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(total)
@@ -86,7 +86,7 @@ class StopRequest(StopSignal):
         """Whether this very process was asked."""
 
     def agreed(self) -> bool:
-        """Whether any process was asked; all of them must call this at the same step.
+        """Return whether any process was asked; all of them must call this at the same step.
 
         All know by which signal afterwards: Ctrl-C counts before SIGTERM, which may follow it.
         """

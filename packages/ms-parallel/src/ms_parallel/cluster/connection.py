@@ -127,7 +127,7 @@ def disconnect() -> None:
 
 
 def _check_port() -> None:
-    """The store would listen on all addresses and not see that one of them is taken."""
+    """Refuse a taken port, which the store, listening on all addresses, would not notice."""
     host, port = os.environ["MASTER_ADDR"], variable("MASTER_PORT")
     try:
         socket.create_server((host, port)).close()

@@ -13,7 +13,7 @@ Wanted = str | torch.device | Devices | None
 
 
 def pick_device(device: Wanted = None) -> torch.device:
-    """This process's device: `device` if given, else the accelerator of its local rank, else CPU.
+    """Pick this process's device: `device` if given, else its local rank's accelerator, else CPU.
 
     An accelerator is never invented: a process beyond the machine's devices is a `LaunchError`.
     """

@@ -74,7 +74,7 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 def _exit_of(error: BaseException) -> tuple[int, str] | None:
-    """The exit code and the line of an error that a line can explain."""
+    """Return the exit code and the line of an error that a line can explain; else None."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, f"interrupted; {GOES_ON}"
     code = exit_code(error)
@@ -87,7 +87,7 @@ def _exit_of(error: BaseException) -> tuple[int, str] | None:
 
 
 def _is_lost(error: BaseException) -> bool:
-    """Whether this is what torch raises where another process does not come."""
+    """Return whether this is what torch raises where another process does not come."""
     of_torch = isinstance(error, RuntimeError) and exit_code(error) is None
     return of_torch and launched() and bool(LOST.search(str(error)))
 

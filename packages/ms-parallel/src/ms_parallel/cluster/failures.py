@@ -57,7 +57,7 @@ def _key() -> str:
 
 
 def _first_failure() -> str | None:
-    """What the stage that failed first has left for the others, if any has."""
+    """Read what the stage that failed first has left for the others, if any has."""
     store = _get_default_store()
     try:
         return store.get(_key()).decode() if store.check([_key()]) else None

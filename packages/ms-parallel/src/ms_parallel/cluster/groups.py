@@ -64,7 +64,7 @@ class Groups:
         return self.replicas is None or self.replicas.get_local_rank() == 0
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The processes that differ from this one along `axis`, or a mesh of the fields above.
+        """Return the group of this process along `axis`, or along a mesh of the fields above.
 
         Those that share its `stage` are asked for by all processes at once the first time.
         """
@@ -80,7 +80,7 @@ class Groups:
         return dist.get_global_rank(self.group(axis), index)
 
     def link(self, peer: int) -> Channel:
-        """How messages travel to pipeline rank `peer`."""
+        """Return how messages travel to pipeline rank `peer`."""
         rank = self.peer("pipeline", peer)
         if self.kinds is None:
             return Channel(rank=rank, group=self.group("pipeline"), wire=self.device)
@@ -152,12 +152,12 @@ def lay_mesh(layout: Layout, device: torch.device, devices: Devices | None = Non
 def _apart(
     mesh: DeviceMesh, sizes: tuple[int, int], names: tuple[str, str]
 ) -> tuple[DeviceMesh, DeviceMesh]:
-    """One axis as two, the second of neighbours."""
+    """Split one axis into two, the second of neighbours."""
     both = mesh._unflatten(0, sizes, names)
     return both[names[0]], both[names[1]]
 
 
 def _joined(name: str, axes: tuple[str, ...], mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
-    """The mesh of all processes along some axes."""
+    """Return the mesh of all processes along some axes."""
     split = tuple(axis for axis in axes if getattr(layout, axis) > 1) or axes[:1]
     return mesh[split[0]] if len(split) == 1 else mesh[split]._flatten(name)

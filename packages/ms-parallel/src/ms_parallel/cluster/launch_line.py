@@ -12,7 +12,7 @@ CPU_SHARE = 4
 
 
 def launch_command(processes: int) -> str:
-    """The line to type; on each of several hosts where one has too few devices or cores."""
+    """Write the line to type, on each of several hosts where one has too few devices or cores."""
     words = shlex.join([*_program(), *sys.argv[1:]])
     room = _processes_a_host()
     if processes <= room:
@@ -36,5 +36,5 @@ def _program() -> list[str]:
 
 
 def _processes_a_host() -> int:
-    """A device each; without an accelerator, up to four a core, which is slow but works."""
+    """Count a host's processes: one a device; without any, up to four a core, which is slow."""
     return torch.accelerator.device_count() or CPU_SHARE * len(os.sched_getaffinity(0))

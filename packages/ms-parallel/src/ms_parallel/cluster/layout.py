@@ -34,7 +34,7 @@ class Axis:
 
 
 def _axis(splits: Splits, outermost: int | None) -> Any:
-    """A field of `Layout` that says how many ranks an axis has."""
+    """Make a field of `Layout` that says how many ranks an axis has."""
     axis = Axis(splits=splits, outermost=outermost)
     return field(default=1, validator=_check_size, metadata={"axis": axis})
 
@@ -284,12 +284,12 @@ AXES = tuple(
 
 
 def row_axes() -> tuple[str, ...]:
-    """The axes whose ranks read different rows of a batch, outermost first."""
+    """List the axes whose ranks read different rows of a batch, outermost first."""
     return _axes_that_split("rows")
 
 
 def token_axes() -> tuple[str, ...]:
-    """The axes whose ranks hold different tokens of a batch, outermost first."""
+    """List the axes whose ranks hold different tokens of a batch, outermost first."""
     return _axes_that_split("rows", "sequence")
 
 

@@ -10,31 +10,31 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def launched() -> bool:
-    """Whether torchrun, `srun`, or somebody by hand, has said which process this is."""
+    """Return whether torchrun, `srun`, or somebody by hand, has said which process this is."""
     return all(name in os.environ for name in VARIABLES)
 
 
 def rank() -> int:
-    """This process's number among all, from 0."""
+    """Return this process's number among all, from 0."""
     if dist.is_initialized():
         return dist.get_rank()
     return variable("RANK") if launched() else 0
 
 
 def world_size() -> int:
-    """How many processes were started."""
+    """Return how many processes were started."""
     if dist.is_initialized():
         return dist.get_world_size()
     return variable("WORLD_SIZE") if launched() else 1
 
 
 def is_first() -> bool:
-    """Whether this is the process that speaks for all."""
+    """Return whether this is the process that speaks for all."""
     return rank() == 0
 
 
 def variable(name: str, otherwise: int | None = None) -> int:
-    """A whole number in the environment, or `otherwise` where there is none of that name.
+    """Read a whole number in the environment, or `otherwise` where there is none of that name.
 
     Raises:
         LaunchError: it is no whole number.

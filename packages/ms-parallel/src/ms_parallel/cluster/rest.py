@@ -21,7 +21,7 @@ class RestOnData:
 
     @classmethod
     def of(cls, config: Mapping[str, object]) -> "RestOnData | None":
-        """What a table means that has `data = "rest"`; None for any other.
+        """Read a table that has `data = "rest"`; return None for any other.
 
         Raises:
             LayoutError: an axis is unknown, given twice, or no number of ranks.
@@ -33,7 +33,7 @@ class RestOnData:
         return cls(given)
 
     def fill(self, world_size: int) -> Layout:
-        """The layout of so many processes.
+        """Return the layout of so many processes.
 
         Raises:
             LayoutError: the other axes do not divide them.

@@ -51,7 +51,7 @@ def _adopt_step() -> None:
 
 
 def first_node(nodes: str) -> str:
-    """The first host of a list of SLURM's.
+    """Return the first host of a list of SLURM's.
 
     >>> first_node("gpu[007-009,012],big1")
     'gpu007'

@@ -19,7 +19,7 @@ PAUSE_S = 0.01
 
 
 def agree_on_start(store: Any, rank: int, world: int, timeout_s: float) -> str:
-    """The name of this start, the same on all of its ranks and on those of no other.
+    """Agree on the name of this start, the same on all of its ranks and on those of no other.
 
     Args:
         store: of the launcher.

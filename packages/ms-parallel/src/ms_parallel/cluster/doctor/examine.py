@@ -78,7 +78,7 @@ def with_links(
     *,
     patience_s: float = PATIENCE_S,
 ) -> Examined | None:
-    """The same with the messages between all pairs of ranks; all call this, rank 0 gets the result.
+    """Add the messages between all pairs of ranks; all call this, rank 0 gets the result.
 
     Args:
         examined: on rank 0, what is known so far.
@@ -151,7 +151,7 @@ def judge(examined: Examined, further: Iterable[Finding] = ()) -> DoctorReport:
 
 
 def not_met(own: Recording, reason: str) -> Finding:
-    """The finding that the ranks did not meet, as the rank of a recording saw it."""
+    """Build the finding that the ranks did not meet, as the rank of a recording saw it."""
     return msgspec.structs.replace(
         failure(
             own,

@@ -27,12 +27,12 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def failure(at: Recording, where: str, *, what: str, why: str, remedy: str) -> Finding:
-    """What keeps a run from working or costs it much, on the rank of a recording."""
+    """Build the finding of what stops a run or costs it much, on the rank of a recording."""
     return _finding("failure", at, where, what, why, remedy)
 
 
 def warning(at: Recording, where: str, *, what: str, why: str, remedy: str) -> Finding:
-    """What may be meant so, on the rank of a recording."""
+    """Build the finding of what may be intended, on the rank of a recording."""
     return _finding("warning", at, where, what, why, remedy)
 
 

@@ -25,7 +25,7 @@ body > h2 { margin: 20px 0 4px }
 
 
 def draw_page(report: DoctorReport) -> str:
-    """A page without scripts or links."""
+    """Draw the report as a page without scripts or links."""
     title = "The machines are sound" if report.sound else "The machines have faults"
     facts = [*machine_lines(report.machine), *measured_lines(report)]
     rows = "".join(

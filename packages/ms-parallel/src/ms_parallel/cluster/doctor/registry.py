@@ -49,7 +49,7 @@ def check(
 
 
 def all_checks() -> Mapping[str, Check]:
-    """Every check by name, in the order of the files."""
+    """Load every check, and return them by name in order."""
     for file in walk_packages(checks.__path__, f"{checks.__name__}."):
         import_module(file.name)
     return MappingProxyType(dict(sorted(_checks.items())))

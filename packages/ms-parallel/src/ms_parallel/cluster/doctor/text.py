@@ -13,7 +13,7 @@ MOST_CLOCKS, MOST_PAIRS = 16, 28
 
 
 def report_text(report: DoctorReport) -> str:
-    """A report for people: the machine, what was measured, each finding, and the checks."""
+    """Write a report for people: the machine, what was measured, each finding, and the checks."""
     lines = [*_machine(report.machine), *_measured(report), ""]
     for one in report.findings:
         lines += [*_finding(one), ""]
@@ -27,7 +27,7 @@ def report_text(report: DoctorReport) -> str:
 
 
 def summary(report: DoctorReport) -> str:
-    """How many ranks, machines, failures and warnings there are."""
+    """Say how many ranks, machines, failures and warnings there are."""
     failures = sum(one.severity == "failure" for one in report.findings)
     warnings = len(report.findings) - failures
     return (
@@ -37,14 +37,14 @@ def summary(report: DoctorReport) -> str:
 
 
 def place(one: Finding) -> str:
-    """The ranks and machines of a finding."""
+    """Name the ranks and machines of a finding."""
     ranks = _named([str(rank) for rank in one.ranks])
     hosts = _named([host for host in one.hosts if host])
     return f"rank{'s' * (len(one.ranks) > 1)} {ranks}" + (f" on {hosts}" if hosts else "")
 
 
 def measured_lines(report: DoctorReport) -> Iterator[tuple[str, str]]:
-    """What was measured, as names and texts."""
+    """List what was measured, as names and texts."""
     apart = sorted(report.measured.clocks[1:], key=lambda clock: -abs(clock.offset_s))
     for clock in sorted(apart[:MOST_CLOCKS], key=lambda clock: clock.rank):
         yield (
@@ -64,7 +64,7 @@ def measured_lines(report: DoctorReport) -> Iterator[tuple[str, str]]:
 
 
 def machine_lines(machine: Machine) -> Iterator[tuple[str, str]]:
-    """The facts of a machine, as names and texts."""
+    """List the facts of a machine, as names and texts."""
     yield "python", f"{machine.python or 'unknown'} on {machine.system or 'an unknown system'}"
     memory, disk = machine.memory_bytes / GIB, machine.free_disk_bytes / GIB
     if machine.cores:

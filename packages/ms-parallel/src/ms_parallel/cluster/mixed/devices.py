@@ -80,7 +80,7 @@ class Devices:
             )
 
     def of_rank(self, rank: int, local_rank: int) -> str:
-        """The device of a rank, with its number.
+        """Return the device of a rank, with its number.
 
         Args:
             rank: among all.
@@ -94,7 +94,7 @@ class Devices:
 
 
 def devices_of(value: Any) -> Devices | None:
-    """A table as what it says; None stays None."""
+    """Read a table as the devices that it gives; None stays None."""
     return value if value is None or isinstance(value, Devices) else Devices.of(value)
 
 
@@ -113,7 +113,7 @@ def _check_name(name: Any) -> None:
 
 
 def _ranks(name: str, given: int | str | Sequence[int | str]) -> list[int]:
-    """The ranks of one device, as given."""
+    """Read the ranks of one device, as given."""
     parts: list[Any] = (
         list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     )

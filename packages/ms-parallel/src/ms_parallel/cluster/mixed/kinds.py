@@ -112,7 +112,7 @@ def meet_kinds(layout: Layout, devices: Devices, device: torch.device) -> KindGr
 
 
 def alone_on(device: torch.device) -> DeviceMesh:
-    """A mesh of this process alone on its device, where weights that nobody shares are wrapped."""
+    """Make a mesh of this process alone on its device, to wrap weights that nobody shares."""
     group = dist.new_group(
         [dist.get_rank()], backend=_backend(device.type), use_local_synchronization=True
     )
@@ -120,7 +120,7 @@ def alone_on(device: torch.device) -> DeviceMesh:
 
 
 def _groups(by_kind: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """The group of each kind that has several ranks, and that of the first of each."""
+    """Make the group of each kind that has several ranks, and that of the first of each."""
     made: dict[str, Any] = {}
     for kind, ranks in by_kind.items():
         made[kind] = None
@@ -132,7 +132,7 @@ def _groups(by_kind: Mapping[str, Sequence[int]]) -> dict[str, Any]:
 
 
 def _backend(kind: str) -> str:
-    """What exchanges tensors of a kind, by its name; others than its members need not have it."""
+    """Name the backend for tensors of a kind, which only the members of the kind need to have."""
     if kind == "cpu":
         return "gloo"
     known = dist.Backend.default_device_backend_map.get(kind)

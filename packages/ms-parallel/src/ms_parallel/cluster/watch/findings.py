@@ -61,7 +61,7 @@ def explain(records: Mapping[int, Record], states: Mapping[int, State], world: i
 
 
 def _in_other_collectives(records: Mapping[int, Record]) -> list[int] | None:
-    """The ranks that wait in another collective than most; None where all wait in one.
+    """Find the ranks that wait in another collective than most; None where all wait in one.
 
     Messages between pipeline ranks are no collectives: each may wait for another one's.
     """

@@ -64,7 +64,7 @@ class Heartbeat:
             self._thread.join(timeout=STORE_TIMEOUT.total_seconds() + 1)
 
     def who_is_missing(self) -> str | None:
-        """One sentence about the rank that did not come; None if the store has gone too."""
+        """Explain in one sentence which rank did not come; None if the store has gone too."""
         try:
             store = self._connect()
             self._send(store)
@@ -73,7 +73,7 @@ class Heartbeat:
             return None
 
     def speaks_first(self, what: str) -> bool:
-        """Whether this rank is to say why the run ends: the first that asks, for all.
+        """Return whether this rank is to say why the run ends: the first that asks, for all.
 
         Args:
             what: `mistake` or `loss`; a mistake explains the losses that follow from it.
@@ -155,7 +155,7 @@ class Heartbeat:
         os._exit(FAILED)
 
     def _gather(self, store: Any) -> tuple[dict[int, Record], dict[int, State]]:
-        """Each rank's last record, and what its process is doing."""
+        """Gather each rank's last record, and what its process is doing."""
         before = self._read(store, range(self.world))
         end = time.monotonic() + self._patience.total_seconds()
         # A killed process closes its connections a moment before the kernel calls it gone.
@@ -207,7 +207,7 @@ def _is_absent(state: State | None, record: Record) -> bool:
 
 
 def _state(record: Record) -> State | None:
-    """What the kernel says of a process on this machine; None for another machine's."""
+    """Read what the kernel says of a process on this machine; None for another machine's."""
     if record.machine != position.machine:
         return None
     try:

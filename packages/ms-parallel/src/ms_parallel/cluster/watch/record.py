@@ -80,7 +80,7 @@ class Position:
         self._raised = _of_traceback(trace)
 
     def record(self, rank: int) -> Record:
-        """Where this process stands now."""
+        """Record where this process stands now."""
         self._beat += 1
         lines = self._raised
         if lines is None:
@@ -113,7 +113,7 @@ class Position:
 
 
 def _collective(lines: list[Line]) -> str:
-    """The function that was called, from torch's frames, the innermost first."""
+    """Find the function that was called, from torch's frames, the innermost first."""
     for room in COLLECTIVES:
         found = [name for file, _, name in lines if file.endswith(room) and name not in WRAPPERS]
         if found:
@@ -154,7 +154,7 @@ def _of_traceback(trace: TracebackType | None) -> list[Line]:
 
 
 def _until_own(lines: Iterable[Line]) -> Iterator[Line]:
-    """The frames of torch above the innermost one that is not."""
+    """Yield torch's frames, the innermost first, up to one that is not torch's."""
     for line in lines:
         if TORCH not in line[0]:
             return

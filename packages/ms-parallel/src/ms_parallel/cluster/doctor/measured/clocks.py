@@ -17,7 +17,7 @@ TRIPS = 16
 
 
 def measure_clocks(now: Callable[[], float] = time.time) -> list[Clock]:
-    """The clock of each rank; all ranks call this, and rank 0 gets the result.
+    """Measure the clock of each rank; all ranks call this, and rank 0 gets the result.
 
     Args:
         now: the time of this rank, in seconds.
@@ -39,7 +39,7 @@ def measure_clocks(now: Callable[[], float] = time.time) -> list[Clock]:
 
 
 def estimate(trips: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """How far a clock is ahead, and how exactly that is known, both in seconds.
+    """Estimate how far a clock is ahead, and how exactly that is known, both in seconds.
 
     Args:
         trips: when a question left, what the other's clock said, and when its answer came.

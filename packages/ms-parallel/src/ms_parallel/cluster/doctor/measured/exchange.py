@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 def gather_bytes(content: bytes) -> list[bytes]:
-    """What each rank gives, by rank, on rank 0; nothing on the others.
+    """Gather what each rank gives, by rank, on rank 0; return nothing on the others.
 
     One rank sends after the other, each no more than it has: some have a machine's files to give,
     and most have not.

@@ -24,7 +24,7 @@ may show it late."""
 def measure_folders(
     folder: Path, *, size_bytes: int = BYTES, patience_s: float = PATIENCE_S
 ) -> list[Folder]:
-    """What each rank finds at a folder; all ranks call this, and rank 0 gets the result.
+    """Measure what each rank finds at a folder; all ranks call this, and rank 0 gets the result.
 
     Nothing is left behind; a folder that is not there is made, and removed again.
 
@@ -66,7 +66,7 @@ def _found(
 
 
 def _missing(folder: Path) -> list[Path]:
-    """The folder and those above it that are not there, deepest first."""
+    """List the folder and those above it that are not there, deepest first."""
     return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
@@ -92,7 +92,7 @@ def _write(folder: Path, token: str, size_bytes: int) -> tuple[str, float | None
 
 
 def _try(folder: Path) -> str:
-    """Why this rank cannot write there; empty where it can."""
+    """Try to write in a folder, and return why this rank cannot; empty where it can."""
     path = folder / f"{BEGINNING}{uuid4().hex}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def _try(folder: Path) -> str:
 
 
 def _token_of_first(token: str) -> str:
-    """What rank 0 gives, on every rank: a token, or nothing."""
+    """Return on every rank what rank 0 gives: a token, or nothing."""
     taken = torch.frombuffer(bytearray(token.encode().ljust(TOKEN_BYTES)), dtype=torch.uint8)
     dist.broadcast(taken, src=0)
     return taken.numpy().tobytes().decode().strip()

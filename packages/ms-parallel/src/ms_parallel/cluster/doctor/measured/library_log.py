@@ -36,7 +36,7 @@ def library_log() -> Iterator[Path]:
 
 
 def kept_lines(path: Path) -> str:
-    """The lines that say which network is used; empty where nothing was written."""
+    """Read the lines that say which network is used; empty where nothing was written."""
     try:
         with path.open("rb") as file:
             text = file.read(LIMIT_BYTES).decode(errors="replace")

@@ -19,7 +19,7 @@ ONE_BY_ONE = 8
 
 
 def rounds(world: int) -> list[list[tuple[int, int]]]:
-    """Every pair once, in rounds in which each rank has at most one partner.
+    """List every pair once, in rounds in which each rank has at most one partner.
 
     Args:
         world: number of ranks. Up to `ONE_BY_ONE` of them have one pair a round; beyond

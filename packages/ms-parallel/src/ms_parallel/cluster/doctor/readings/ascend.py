@@ -43,7 +43,7 @@ def npu_driver(at: Recording) -> str | None:
 
 
 def has_ascend(examined: Examined) -> bool:
-    """Whether any machine has a driver."""
+    """Return whether any machine has an Ascend driver."""
     return any(npu_driver(machine) for machine in examined.machines)
 
 
@@ -57,7 +57,7 @@ def cann(at: Recording) -> str | None:
 
 
 def npus(at: Recording) -> list[Npu]:
-    """Every device of a machine: the first of the two lines that each has in the table."""
+    """List the NPUs of a machine, each from the first of its two lines in the table."""
     return [
         Npu(number=int(number), name=name, health=health)
         for number, name, health in FIRST_LINE.findall(at.output("npu-smi info") or "")
@@ -66,7 +66,7 @@ def npus(at: Recording) -> list[Npu]:
 
 
 def npu_ports(at: Recording) -> list[NpuPort]:
-    """The port of each device that the tool knows of."""
+    """List the port of each device that the tool was asked about."""
     numbers = sorted(
         {int(words[2]) for words in map(str.split, at.commands) if _asks_for_a_port(words)}
     )
@@ -74,12 +74,12 @@ def npu_ports(at: Recording) -> list[NpuPort]:
 
 
 def has_npu_ports(examined: Examined) -> bool:
-    """Whether any machine has a port."""
+    """Return whether any machine has the port of an NPU."""
     return any(npu_ports(machine) for machine in examined.machines)
 
 
 def port_questions(number: int) -> list[list[str]]:
-    """What the tool is asked about the port of a device."""
+    """List the commands that ask the tool about the port of a device."""
     return [[TOOL, "-i", str(number), f"-{what}", "-g"] for what in ("link", "speed", "mtu")] + [
         [TOOL, "-i", str(number), "-net_health", "-g"]
     ]

@@ -20,7 +20,7 @@ class Interface:
 
 
 def interface(at: Recording, name: str) -> Interface | None:
-    """The interface of a name; None where there is none."""
+    """Read the interface of a name; None where there is none."""
     folder = f"{ROOT}/{name}"
     state, mtu, speed = (at.text(f"{folder}/{what}") for what in ("operstate", "mtu", "speed"))
     if state is None and mtu is None:
@@ -34,13 +34,13 @@ def interface(at: Recording, name: str) -> Interface | None:
 
 
 def interfaces(at: Recording) -> list[Interface]:
-    """All of a machine."""
+    """List the network interfaces of a machine."""
     found = (interface(at, name) for name in at.names(ROOT))
     return [one for one in found if one is not None]
 
 
 def named_interfaces(at: Recording, choice: str) -> list[str]:
-    """The interfaces that a variable such as `NCCL_SOCKET_IFNAME` chooses.
+    """List the interfaces that a variable such as `NCCL_SOCKET_IFNAME` chooses.
 
     Args:
         at: the machine.

@@ -25,7 +25,7 @@ WITHOUT_LIMIT = 1 << 62
 
 
 def limit(at: Recording, name: str) -> float | None:
-    """The soft limit of a name in `NAMES`; infinite where there is none, None where not known."""
+    """Read the soft limit of a name in `NAMES`; infinite where there is none, None if unknown."""
     in_file, in_output, unit = NAMES[name]
     found = re.search(rf"^{in_file}\s+(\S+)", at.text(FILE) or "", re.MULTILINE)
     if found:
@@ -49,7 +49,7 @@ def memory_limit(at: Recording) -> tuple[int, int] | None:
 
 
 def group_files(groups: str) -> list[tuple[str, str]]:
-    """The files of limit and use of a process's memory groups, from the topmost down.
+    """List the files of limit and use of a process's memory groups, from the topmost down.
 
     Args:
         groups: the content of /proc/self/cgroup, lines of `number:controllers:path`.

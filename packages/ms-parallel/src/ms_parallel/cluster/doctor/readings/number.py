@@ -4,7 +4,7 @@ MOST_DIGITS = 20
 
 
 def whole(text: str | None) -> int | None:
-    """The number that a text is; None where it is none, or longer than any that is meant."""
+    """Read a text as a number; None where it is none, or longer than any that is meant."""
     text = (text or "").strip()
     fits = text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS
     return int(text) if fits else None

@@ -20,7 +20,7 @@ class Gpu:
     """Values by the headings above them and their key, with ` / ` between."""
 
     def fact(self, *ends: str) -> str:
-        """The first value whose path ends so, of the ends in turn; empty where there is none."""
+        """Find the first value whose path ends so, of the ends in turn; empty if there is none."""
         for end in ends:
             for path, value in self.facts.items():
                 if path == end or path.endswith(f" / {end}"):
@@ -44,12 +44,12 @@ def driver(at: Recording) -> str | None:
 
 
 def has_nvidia(examined: Examined) -> bool:
-    """Whether any machine has a driver."""
+    """Return whether any machine has an NVIDIA driver."""
     return any(driver(machine) for machine in examined.machines)
 
 
 def gpus(at: Recording) -> list[Gpu]:
-    """Every device of a machine."""
+    """List the GPUs of a machine."""
     text = at.output("nvidia-smi -q") or ""
     parts = re.split(r"^GPU ([0-9A-Fa-f]+:\S+)\s*$", text, flags=re.MULTILINE)[1:]
     each = zip(parts[::2], parts[1::2], strict=True)

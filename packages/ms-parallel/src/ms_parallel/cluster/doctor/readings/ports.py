@@ -45,18 +45,18 @@ class Port:
 
 
 def ports(at: Recording) -> list[Port]:
-    """Every port of a machine."""
+    """List the ports of a machine."""
     found = list(_listed(at))
     return found or list(_printed(at.output("ibstat") or ""))
 
 
 def has_rdma(examined: Examined) -> bool:
-    """Whether any machine has a port."""
+    """Return whether any machine has a port."""
     return any(ports(machine) for machine in examined.machines)
 
 
 def chosen_ports(at: Recording, choice: str) -> list[Port]:
-    """The ports that NCCL takes: all, or those that `NCCL_IB_HCA` names.
+    """List the ports that NCCL takes: all, or those that `NCCL_IB_HCA` names.
 
     Args:
         at: the machine.
@@ -101,7 +101,7 @@ def _listed(at: Recording) -> Iterator[Port]:
 
 
 def _word(text: str | None) -> str:
-    """The word in `4: ACTIVE`."""
+    """Return the word of a text such as `4: ACTIVE`, in lower case."""
     return (text or "").rpartition(":")[2].strip().lower()
 
 
@@ -113,7 +113,7 @@ def _rate(text: str | None) -> tuple[float | None, int | None]:
 
 
 def _printed(text: str) -> Iterator[Port]:
-    """What `ibstat` prints: adapters, below them ports, below them `key: value`."""
+    """Read the ports that `ibstat` prints: adapters, below them ports, below them `key: value`."""
     for adapter in re.split(r"^CA '", text, flags=re.MULTILINE)[1:]:
         name, _, rest = adapter.partition("'")
         head, *each = re.split(r"^\s*Port (\d{1,6}):\s*$", rest, flags=re.MULTILINE)
@@ -133,7 +133,7 @@ def _printed(text: str) -> Iterator[Port]:
 
 
 def pairs_of(text: str) -> dict[str, str]:
-    """The first value of each key in lines of `key: value`."""
+    """Read the first value of each key in lines of `key: value`."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         key, colon, value = line.partition(":")
@@ -143,7 +143,7 @@ def pairs_of(text: str) -> dict[str, str]:
 
 
 def packet_bytes(at: Recording) -> dict[str, tuple[int, int]]:
-    """The active and the largest MTU of each port by its name, in bytes, from `ibv_devinfo`."""
+    """Read the active and the largest MTU of each port by name, in bytes, from `ibv_devinfo`."""
     found = {}
     for adapter in re.split(r"^hca_id:", at.output("ibv_devinfo") or "", flags=re.MULTILINE)[1:]:
         name = adapter.split(maxsplit=1)[0] if adapter.strip() else ""

@@ -48,5 +48,5 @@ class ReferenceTables(msgspec.Struct, frozen=True, kw_only=True):
 
 @cache
 def tables() -> ReferenceTables:
-    """The tables."""
+    """Read the reference tables, once."""
     return read_json(Path(__file__).with_name("tables.json"), ReferenceTables, error=ConfigError)

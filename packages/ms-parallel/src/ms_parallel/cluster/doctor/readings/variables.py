@@ -8,7 +8,7 @@ ON = ("1", "true", "yes")
 
 
 def variable(at: Recording, machine: Recording, name: str) -> tuple[str, str] | None:
-    """The value of a variable and where it is set; None where it is not.
+    """Find the value of a variable and where it is set; None where it is not.
 
     Args:
         at: the rank.
@@ -26,6 +26,6 @@ def variable(at: Recording, machine: Recording, name: str) -> tuple[str, str] | 
 
 
 def value(examined: Examined, at: Recording, name: str) -> str:
-    """The value of a variable on a rank; empty where it is not set."""
+    """Return the value of a variable on a rank; empty where it is not set."""
     found = variable(at, examined.machine_of(at.machine.rank), name)
     return found[0] if found else ""

@@ -7,7 +7,7 @@ PARTS = 6
 
 
 def version(text: str) -> tuple[int, ...]:
-    """A version as numbers; what comes before a release (`8.0.RC2`) compares as earlier.
+    """Read a version as numbers; what comes before a release (`8.0.RC2`) compares as earlier.
 
     Args:
         text: such as `580.65.06`, `2.13.0+cu130` or `8.3.RC1`.
@@ -20,5 +20,5 @@ def version(text: str) -> tuple[int, ...]:
 
 
 def release(text: str) -> str:
-    """The first three numbers of a version, such as `2.13.0` of `2.13.0.post3+cpu`."""
+    """Return the first three numbers of a version, such as `2.13.0` of `2.13.0.post3+cpu`."""
     return ".".join(re.findall(r"\d{1,9}", text.split("+")[0])[:3])

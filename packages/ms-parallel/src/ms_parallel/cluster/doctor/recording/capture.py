@@ -86,7 +86,7 @@ def capture(root: Path = Path("/"), *, whole: bool | None = None) -> Recording:
 
 
 def memory_bytes(machine: Machine, root: Path = Path("/")) -> int:
-    """What the processes of a machine may take: its memory, or less by their control group.
+    """Find what a machine's processes may take: its memory, or less by their control group.
 
     Args:
         machine: facts of this process.
@@ -113,7 +113,7 @@ def _files(root: Path, pattern: str) -> Iterator[tuple[str, str]]:
 
 
 def _text(path: Path) -> str | None:
-    """The beginning of a file; None where it cannot be read, as the kernel refuses for some."""
+    """Read the beginning of a file; None if it cannot be read, as the kernel refuses for some."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
@@ -125,7 +125,7 @@ def _text(path: Path) -> str | None:
 
 
 def _own_files(machine: Machine) -> dict[str, str]:
-    """The user's files: NCCL's own at home."""
+    """Read the user's own settings of NCCL at home, if there are any."""
     text = _text(Path.home() / ".nccl.conf")
     return {} if text is None else {"home/.nccl.conf": text}
 
@@ -145,7 +145,7 @@ def _outputs(commands: Sequence[Sequence[str]]) -> dict[str, str]:
 
 
 def _output(place: str, words: Sequence[str]) -> str | None:
-    """What a tool prints, or why it cannot be run; None where it does not answer."""
+    """Return what a tool prints, or why it cannot be run; None where it does not answer."""
     try:
         run = subprocess.run(
             [place, *words],

@@ -84,7 +84,7 @@ def _json(value: object) -> bytes:
 
 
 def _ranks(folder: Path) -> dict[int, Path]:
-    """The folder of each rank, by its number."""
+    """Find the folder of each rank, by its number."""
     found = {}
     for path in folder.glob("rank-*"):
         number = path.name.removeprefix("rank-")
@@ -117,7 +117,7 @@ def _rank(top: Path, number: int, place: Path) -> Recording:
 
 
 def _texts(top: Path, folder: Path) -> Iterator[tuple[str, str]]:
-    """Every file below a folder by its path there."""
+    """Read every file below a folder, by its path from the top."""
     count = 0
     for above, _, names in os.walk(folder):
         for name in sorted(names):

@@ -115,18 +115,18 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True, tag="doctor-rank-1"):
     """Outputs by command line; a command that is not there is absent."""
 
     def text(self, path: str) -> str | None:
-        """The stripped content of a file; None where there is none."""
+        """Return the stripped content of a file; None where there is none."""
         found = self.files.get(path)
         return None if found is None else found.strip()
 
     def names(self, folder: str) -> list[str]:
-        """What lies in a folder, sorted."""
+        """List what lies in a folder, sorted."""
         start = folder.rstrip("/") + "/"
         below = (path[len(start) :] for path in self.files if path.startswith(start))
         return sorted({path.split("/", 1)[0] for path in below})
 
     def output(self, *words: str) -> str | None:
-        """What a command printed; None where there is no such command."""
+        """Return what a command printed; None where there is no such command."""
         return self.commands.get(" ".join(words))
 
 
@@ -148,11 +148,11 @@ class Examined:
         return tuple(self._by_machine.values())
 
     def machine_of(self, rank: int) -> Recording:
-        """The recording of the machine that a rank is on."""
+        """Return the recording of the machine that a rank is on."""
         return self._by_machine[_place(self.rank(rank))]
 
     def rank(self, number: int) -> Recording:
-        """The recording of a rank."""
+        """Return the recording of a rank."""
         return self._by_rank[number]
 
     @cached_property

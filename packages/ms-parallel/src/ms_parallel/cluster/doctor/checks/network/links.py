@@ -61,7 +61,7 @@ def _slow(examined: Examined, pair: Pair, at: Recording, where: str, rate: float
 
 
 def _link_gb_per_s(examined: Examined, pair: Pair) -> float | None:
-    """What the slower of two ranks' ports can move in a second, in 10⁹ bytes."""
+    """Return what the slower of two ranks' ports can move in a second, in 10⁹ bytes."""
     rates = [_port_gb_per_s(examined, rank) for rank in (pair.first, pair.second)]
     known = [rate for rate in rates if rate is not None]
     return min(known) if len(known) == len(rates) else None

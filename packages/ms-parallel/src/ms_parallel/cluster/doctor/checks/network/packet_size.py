@@ -102,7 +102,7 @@ def _of_interface(machine: Recording, network: str, name: str, mtu: int) -> _Siz
 
 
 def _sockets(examined: Examined, machine: Recording) -> list[str]:
-    """The interface that sockets go over: the one that is chosen, or the first that is up."""
+    """Find the interface that sockets go over: the chosen one, or the first that is up."""
     for variable in SOCKETS:
         choice = value(examined, machine, variable)
         if choice:

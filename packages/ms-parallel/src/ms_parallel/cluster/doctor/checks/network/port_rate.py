@@ -81,7 +81,7 @@ def _rated(examined: Examined, machine: Recording) -> Iterator[_Rated]:
 
 
 def _slots(examined: Examined, machine: Recording) -> Iterator[Finding]:
-    """A slot of too few lanes, or an old generation, holds an adapter back."""
+    """Find the adapters that a slot of too few lanes, or of an old generation, holds back."""
     chosen = chosen_ports(machine, value(examined, machine, "NCCL_IB_HCA"))
     for adapter in sorted({port.adapter for port in chosen}):
         folder = f"{ROOT}/{adapter}/device"

@@ -188,7 +188,7 @@ def variables(examined: Examined) -> Iterator[Finding]:
 
 
 def _is_read(one: Recording, machine: Recording, name: str) -> bool:
-    """Whether a library that reads the variable carries messages here."""
+    """Return whether a library that reads the variable carries messages here."""
     if name.startswith("NCCL_"):
         return one.machine.device == "cuda" or driver(machine) is not None
     return not name.startswith("HCCL_") or npu_driver(machine) is not None
