@@ -36,5 +36,5 @@ def _program() -> list[str]:
 
 
 def _processes_a_host() -> int:
-    """Count a host's processes: one a device; without any, up to four a core, which is slow."""
+    """Count a host's places: one a device; without any, four a core, which is slow but works."""
     return torch.accelerator.device_count() or CPU_SHARE * len(os.sched_getaffinity(0))

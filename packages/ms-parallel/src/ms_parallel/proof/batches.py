@@ -27,7 +27,7 @@ class DocumentSpan:
 
 
 def draw_batch(vocabulary: int, seed: int) -> dict[str, Tensor]:
-    """A global batch as in the Batch seam, every row packed, later rows with fewer targets.
+    """Draw a global batch as in the Batch seam, every row packed, later rows with fewer targets.
 
     Args:
         vocabulary: tokens that the model knows.
@@ -56,7 +56,7 @@ def draw_batch(vocabulary: int, seed: int) -> dict[str, Tensor]:
 
 
 def spans_of(batch: dict[str, Tensor]) -> list[DocumentSpan]:
-    """The documents of a batch, row by row."""
+    """List the documents of a batch, row by row."""
     spans = []
     for row, documents in enumerate(batch["documents"]):
         counts = torch.unique_consecutive(documents, return_counts=True)[1].tolist()
@@ -68,7 +68,7 @@ def spans_of(batch: dict[str, Tensor]) -> list[DocumentSpan]:
 
 
 def my_rows(batch: Mapping[str, Tensor], groups: Groups) -> dict[str, Tensor]:
-    """The rows of a global batch that this process reads."""
+    """Take the rows of a global batch that this process reads."""
     count = len(batch["tokens"]) // groups.place.count
     start = groups.place.rank * count
     return {name: value[start : start + count] for name, value in batch.items()}

@@ -27,12 +27,12 @@ class ProvedPairs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pair_name(first: str, second: str) -> str:
-    """The name of a pair of features, whichever is named first."""
+    """Name a pair of features, whichever comes first."""
     return " x ".join(sorted((first, second)))
 
 
 def features_of(layout: Layout, config: Any, options: Mapping[str, Any]) -> list[str]:
-    """What a run uses beside one process with all weights, in the words of its settings.
+    """List what a run uses beside one process with all weights, in the words of its settings.
 
     Args:
         layout: its axes.
@@ -75,6 +75,6 @@ def count_pairs(runs: Iterable[list[str]]) -> ProvedPairs:
 
 
 def proved_pairs() -> ProvedPairs:
-    """The pairs that the oracle has held, as they came with this version."""
+    """Read the pairs that the oracle has held, as they came with this version."""
     content = files("ms_parallel.proof").joinpath(TABLE).read_bytes()
     return msgspec.json.decode(content, type=ProvedPairs)

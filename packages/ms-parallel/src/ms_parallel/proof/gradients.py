@@ -17,7 +17,7 @@ from ms_parallel.split.part import laid_out_like
 
 
 def whole_gradients(engine: Engine, batch: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
-    """The loss of a global batch, and its gradient in each weight of this process's stages.
+    """Compute the loss of a global batch, and its gradient in each weight of this process's stages.
 
     A tied copy goes under its owner's name. Weights stay as they are; every process calls it.
     """
@@ -48,7 +48,7 @@ def compare(
     layout: Layout,
     microbatches: int,
 ) -> tuple[float, list[Counterexample]]:
-    """The largest difference, and the gradients that are further apart than the tolerance.
+    """Find the largest difference, and the gradients further apart than the tolerance.
 
     Args:
         found: gradients under a layout.
@@ -81,7 +81,7 @@ def compare(
 
 
 def _ratio(found: Tensor, right: Tensor, layout: Layout, microbatches: int) -> str:
-    """The one number that `found` is of `right`, in the layout's words; empty if there is none."""
+    """Name the factor from `right` to `found`, in the layout's words; empty if there is none."""
     square = float((right * right).sum())
     if square == 0.0:
         return ""

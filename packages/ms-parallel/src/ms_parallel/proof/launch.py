@@ -123,7 +123,7 @@ def _wait(
 
 
 def _processor_seconds(started: list["subprocess.Popen[bytes]"]) -> float:
-    """What processes have computed so far, as the kernel counts it; an ended one counts nothing."""
+    """Sum the seconds that processes have computed, by the kernel; an ended one adds nothing."""
     ticks = 0
     for process in started:
         with suppress(OSError):
@@ -138,7 +138,7 @@ def _last_line(log: Path) -> str:
 
 
 def _collect(number: int, case: Case, folder: Path) -> Outcome | None:
-    """What all ranks found of a case; None where one has not come to its end."""
+    """Collect what all ranks found of a case; None where one has not come to its end."""
     paths = [folder / f"{number}.{rank}.json" for rank in range(case.processes)]
     if not all(path.exists() for path in paths):
         return None

@@ -16,7 +16,7 @@ td, th { text-align: left; padding: 4px 12px 4px 0; vertical-align: top; overflo
 
 
 def draw_page(proof: Proof) -> str:
-    """A page without scripts or links."""
+    """Draw the proof as a page without scripts or links."""
     verdict = "is refused" if proof.refused else "holds" if proof.holds else "does not hold"
     title = f"{proof.model}: {verdict}"
     rows = "".join(map(_row, proof.outcomes))

@@ -63,7 +63,7 @@ def _judge(
 
 
 def probe_packing(engine: Engine, batch: Batch, tolerance: float) -> Iterator[Counterexample]:
-    """Each document alone in a row has the logits that it has in a packed row."""
+    """Check that each document alone in a row has the logits that it has in a packed row."""
     packed = whole_logits(engine, batch)
     for span in spans_of(dict(batch)):
         row, between = span.slices

@@ -110,7 +110,7 @@ def open_subject(name: str) -> Subject:
 
 
 def _of_transformers(name: str) -> Subject:
-    """A model of ours where a family writes this class; else transformers' own, by our adapter."""
+    """Take our model where a family writes this class; else transformers', by our adapter."""
     for family in families():
         if getattr(family, "transformers_class", None) == name:
             return _of_config(name, architecture(family.name))
@@ -170,7 +170,7 @@ def _of_config(name: str, config: ModelConfig) -> Subject:
 
 
 def _shrink(config: ModelConfig) -> ModelConfig:
-    """The same kind of model with small sizes; grouped heads stay grouped."""
+    """Shrink a model to small sizes of the same kind; grouped heads stay grouped."""
     names = {setting.name for setting in fields(type(config))}
     changed: dict[str, Any] = {"initializer_range": _SPREAD}
     changed |= {"num_hidden_layers": min(config.num_hidden_layers, _LAYERS)}

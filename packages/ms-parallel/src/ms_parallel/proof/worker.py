@@ -85,7 +85,7 @@ def run_case(job: Job, number: int, case: Case, folder: Path) -> Outcome:
 
 
 def _few_of_each(found: list[Counterexample]) -> Iterator[Counterexample]:
-    """The first counterexamples of each check; one fault breaks many weights."""
+    """Yield the first counterexamples of each check, as one fault breaks many weights."""
     counts: Counter[str] = Counter()
     for each in found:
         counts[each.check] += 1
@@ -145,7 +145,7 @@ def _compare(
 
 
 def _folder(engine: Engine, written: Path, right: Path) -> Iterator[Counterexample]:
-    """What a layout saves is what one process saves, tensor by tensor and bit by bit."""
+    """Check that a layout saves what one process saves, tensor by tensor and bit by bit."""
     try:
         engine.save(written)
     except ModelError as error:  # on all processes alike

@@ -78,7 +78,7 @@ def with_links(
     *,
     patience_s: float = PATIENCE_S,
 ) -> Examined | None:
-    """Add the messages between all pairs of ranks; all call this, rank 0 gets the result.
+    """Measure messages between all pairs of ranks too; all call this, rank 0 gets the result.
 
     Args:
         examined: on rank 0, what is known so far.
