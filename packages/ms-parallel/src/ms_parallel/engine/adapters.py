@@ -13,7 +13,7 @@ class Adapters(Protocol):
     """Small weights that are trained beside a model's own."""
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """The model as it was before, while the block runs."""
+        """Disable the adapter, so that the model is as it was before while the block runs."""
 
     def save_pretrained(self, folder: Path, /) -> None:
         """Write them; every process calls it."""

@@ -48,7 +48,7 @@ class EngineArguments(EngineOptions):
 def describe(
     model: Given, plan: ModelPlan | None, layout: Layout, recompute: Recompute
 ) -> tuple[ModelConfig, ModelPlan]:
-    """The configuration and the plan of what was given, checked against the layout.
+    """Read the configuration and the plan of what was given, checked against the layout.
 
     Raises:
         ConfigError: a plan is given for a model that has one.
@@ -70,7 +70,7 @@ def describe(
 
 
 def sharded_layout(layout: Layout, sharding: Sharding) -> Layout:
-    """The layout with as many copies of the weights as the sharding asks for.
+    """Return the layout with as many copies of the weights as the sharding asks for.
 
     Raises:
         LayoutError: both say something, and not the same.
@@ -132,7 +132,7 @@ def build_stages(
     groups: Groups,
     options: EngineOptions,
 ) -> dict[int, StagedModel]:
-    """This process's stages by number, split and sharded, with their weights.
+    """Build this process's stages by number, split and sharded, with their weights.
 
     Args:
         model: what was given.
@@ -179,7 +179,7 @@ def build_beside(
     groups: Groups,
     options: EngineOptions,
 ) -> dict[int, StagedModel]:
-    """This process's stages once more, in float32 and without storage."""
+    """Build this process's stages once more, in float32 and without storage."""
     layers = cut_layers(config.num_hidden_layers, len(placement), model_plan(config).cuts, split)
     return {
         stage: build_stage(
@@ -199,7 +199,7 @@ def build_beside(
 
 
 def _preparation(options: EngineOptions) -> Callable[[Any], object]:
-    """What is done to a stage before it is sharded: what the user asks for, then extra heads."""
+    """Compose what is done to a stage before it is sharded: `prepare`, then extra heads."""
 
     def prepare(stage: Any) -> None:
         if options.prepare is not None:
@@ -228,7 +228,7 @@ def _check_memory(config: ModelConfig, layout: Layout) -> None:
 
 
 def _weights_in(model: Given) -> Path | None:
-    """The folder to read weights from, if `model` is one that has any."""
+    """Find the folder to read weights from, if `model` is one that has any."""
     if isinstance(model, TransformersModel):
         return model.folder if model.folder and has_weights(model.folder) else None
     if not isinstance(model, str | Path) or str(model) in architectures():

@@ -290,7 +290,7 @@ class Engine:
     def _reason(
         self, loss: float, norm: float, refuse: Callable[[float, float], bool] | None
     ) -> Literal["nonfinite", "overflow", "refused"] | None:
-        """Why an update is not performed; the same on every process, as the numbers are."""
+        """Say why an update is not performed; the same on every process, as the numbers are."""
         if not (isfinite(loss) and isfinite(norm)):
             return "overflow" if self.scaler.may_overflow(loss) else "nonfinite"
         return "refused" if refuse is not None and refuse(loss, norm) else None
@@ -428,7 +428,7 @@ class Engine:
         self.scaler.load(beside[SCALE])
 
     def _beside(self) -> dict[str, Tensor]:
-        """What the next update depends on beside weights and moments."""
+        """Return what the next update depends on beside weights and moments."""
         return {**self.balancer.state, SCALE: self.scaler.state}
 
     def _auditor(self) -> Auditor:
@@ -467,7 +467,7 @@ class Engine:
         )
 
     def _fix_order(self) -> None:
-        """Where bits are to be reproduced, let rows be added up in one order."""
+        """Let rows be added up in one order, where bits are to be reproduced."""
         if not self.options.reproducible:
             return
         copies = kept_apart(

@@ -28,7 +28,7 @@ class HasFurther(Protocol):
 
 
 def depths_of(config: Any, loss: object) -> int:
-    """How many layers of a model predict further, where a loss asks for them."""
+    """Count the layers of a model that predict further; 0 unless the loss asks for them."""
     asked = isinstance(loss, HasFurther) and loss.mtp_weight > 0
     return getattr(config, "prediction_layers", 0) if asked else 0
 
@@ -61,7 +61,7 @@ def further_targets(batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
 def divisors(
     microbatches: Sequence[Batch], depths: int, groups: Groups, add: Add | None = None
 ) -> list[float]:
-    """The weight of each depth's targets in the global batch, of which these are a part."""
+    """Sum the weight of each depth's targets in the global batch, of which these are a part."""
     add = add or adding_up(groups)
     if not depths:
         return []
@@ -80,7 +80,7 @@ def further_shares(
     output: Callable[[Tensor], Output],
     row_split: RowSplit | None = None,
 ) -> Tensor:
-    """A microbatch's share (depths,) of the mean loss of each prediction layer.
+    """Compute a microbatch's share (depths,) of the mean loss of each prediction layer.
 
     Args:
         stage: the last.

@@ -47,7 +47,7 @@ class Forwards(Protocol):
         """`function(output, microbatch)` of each; an empty list away from the last stage."""
 
     def share(self, result: Tensor | None) -> Tensor:
-        """What the last stage has made, on every process of its data rank."""
+        """Return what the last stage has made, on every process of its data rank."""
 
 
 @frozen(kw_only=True)
@@ -75,7 +75,7 @@ def generate(
     sampling: Sampling,
     stops: Collection[int] = (),
 ) -> list[list[int]]:
-    """The tokens that follow each prompt, without the prompt, up to the first of `stops`, included.
+    """Generate the tokens after each prompt, without it, up to the first of `stops`, included.
 
     All processes of one data rank pass the same prompts; every data rank as many, of any length.
     Random numbers depend on the seed, on the prompt's place among those of all data ranks and on
@@ -112,7 +112,7 @@ def generate(
 
 
 def stops_of(config: Any, stop_token: int | Collection[int] | str | None) -> Collection[int]:
-    """The tokens that end a row; those that a configuration names for `"eos"`."""
+    """List the tokens that end a row; those that a configuration names for `"eos"`."""
     chosen: Any = config.eos_token_id if stop_token == "eos" else stop_token
     return () if chosen is None else (chosen,) if isinstance(chosen, int) else tuple(chosen)
 
@@ -146,7 +146,7 @@ class _Window:
         return batch
 
     def next(self, tokens: Tensor, index: int) -> Batch:
-        """The batch whose first column is the token `index` after the prompts."""
+        """Build the batch whose first column is the token `index` after the prompts."""
         rows = torch.zeros(len(tokens), self.parts, dtype=torch.int64)
         rows[:, 0] = tokens
         positions = (self.lengths + index)[:, None] + torch.arange(self.parts)
@@ -211,7 +211,7 @@ def _cut(scores: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _all_done(engine: Forwards, done: Tensor) -> bool:
-    """Whether every row of every data rank has stopped; all must take the same steps."""
+    """Return whether every row of every data rank has stopped, as all must take the same steps."""
     flag = done.all().int().reshape(1).to(engine.groups.device)
     return bool(engine.groups.all_reduce(flag, "rows", dist.ReduceOp.MIN))
 

@@ -21,7 +21,7 @@ def reduce_gradients(
     placement: Sequence[int],
     groups: Groups,
 ) -> dict[str, Tensor]:
-    """This process's part of each gradient of the global batch, by name.
+    """Reduce each gradient of the global batch to this process's part of it, by name.
 
     Over processes that shard weights they were summed by the backward; what is left are those that
     hold the same parts, parameters of which each tensor rank has a share of the gradient, and tied
@@ -68,7 +68,7 @@ def add_tied(
 
 
 def is_counted(name: str, plan: ModelPlan, placement: Sequence[int], groups: Groups) -> bool:
-    """Whether this process's part of a gradient counts in the norm, being nobody else's."""
+    """Return whether this process's part of a gradient counts in the norm, being nobody else's."""
     if groups.place.tensor > 0 and plan.split_dim(name) is None:
         return False
     return not (len(placement) > 1 and name in {copy for _, copy in plan.tied})

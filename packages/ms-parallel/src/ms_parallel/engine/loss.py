@@ -26,14 +26,14 @@ class Output(Protocol):
         """Entropy of p in nats, float32 (B, S), where `counted` (B, S) is true; 0 elsewhere."""
 
     def head(self, name: str) -> Tensor:
-        """What an extra head makes of the final hidden states, float32 (B, S, its width)."""
+        """Return what an extra head makes of the final hidden states, float32 (B, S, its width)."""
 
 
 class Loss(Protocol):
     """A sum over a batch, and what the sum over the whole global batch is divided by."""
 
     def weight(self, batch: Batch) -> float:
-        """This batch's share of the divisor; shares are added up over ranks and microbatches."""
+        """Return the batch's share of the divisor; shares add up over ranks and microbatches."""
 
     def __call__(self, output: Output, batch: Batch) -> Tensor:
         """Sum over this microbatch, a float32 scalar that is not divided yet."""
@@ -48,10 +48,10 @@ class LossWithStatistics(Protocol):
         """Their names."""
 
     def weight(self, batch: Batch) -> float:
-        """As of any loss."""
+        """Return the batch's share of the divisor, as for any loss."""
 
     def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The loss's sum; and the sum of each statistic, detached float32 (len(statistics),).
+        """Return the sum of the loss, and of each statistic, detached float32 (len(statistics),).
 
         Both are divided by the global weight, so a statistic is a mean weighted like the loss.
         """

@@ -81,12 +81,12 @@ def measure(
 
 
 def adding_up(groups: Groups) -> Add:
-    """What adds up over microbatches, then over processes."""
+    """Return a function that adds up over microbatches, then over processes."""
     return lambda mine: sum_over_rows(mine.sum(0), groups)
 
 
 def sum_over_rows(numbers: Tensor, groups: Groups) -> Tensor:
-    """Each of some float64 numbers on the CPU, added up over the processes that read other rows.
+    """Add up float64 numbers on the CPU, each over the processes that read other rows.
 
     They travel as two float32 words each, as not every device has float64 collectives, and are
     added here: a sum of the words would round to float32.

@@ -36,7 +36,7 @@ class Decay(Protocol):
     """How a learning rate falls, with its settings."""
 
     def share_left(self, passed: float) -> float:
-        """The share of the fall that is left once a share `passed` of the updates is made."""
+        """Return the share of the fall still to come once a share `passed` of updates is made."""
 
 
 @frozen(kw_only=True)
@@ -56,13 +56,13 @@ def _modules(room: str) -> Iterable[Any]:
 
 @cache
 def decays() -> Mapping[str, Callable[..., Decay]]:
-    """The ways in which a learning rate falls, by name: each module of `decays/` is one."""
+    """List the ways in which a learning rate falls, by name: each module of `decays/` is one."""
     return {module.NAME: module.Decay for module in _modules("decays")}
 
 
 @cache
 def optimizers() -> Mapping[str, OptimizerKind]:
-    """The optimizers by name: each module of `optimizers/` has some as `KINDS`.
+    """List the optimizers by name: each module of `optimizers/` has some as `KINDS`.
 
     Others of the same name come before those that it has as `OTHERS`.
     """
@@ -72,14 +72,14 @@ def optimizers() -> Mapping[str, OptimizerKind]:
 
 
 def kind_of(config: type[Any]) -> OptimizerKind:
-    """What is chosen where a name stands for a class of settings."""
+    """Describe an optimizer that a name chooses, from the class of its settings."""
     return OptimizerKind(
         build=config, keys=tuple(f.name for f in fields(config) if f.name not in SHARED)
     )
 
 
 def _spelled(name: str, known: Iterable[str]) -> str | None:
-    """One of the `known` names, whichever case, hyphens and underscores it was given."""
+    """Find a name among the `known`, whatever its case, hyphens and underscores; else None."""
     plain = {_plain(one): one for one in known}
     return plain.get(_plain(name))
 
@@ -89,7 +89,7 @@ def _plain(name: str) -> str:
 
 
 def _chosen(what: str, value: object, known: Iterable[str]) -> tuple[str, dict[str, Any]]:
-    """A known name and the settings beside it, of a name or of a table that has one as `name`.
+    """Read a known name and its settings from a name, or from a table that has one as `name`.
 
     Raises:
         ConfigError: it is neither, or the name is unknown.
@@ -115,7 +115,7 @@ def _built(what: str, build: Callable[..., Any], keys: Iterable[str], given: dic
 
 
 def decay_of(value: object) -> Decay:
-    """The decay of a name, or of a table of its `name` and settings.
+    """Build the decay of a name, or of a table of its `name` and settings.
 
     Raises:
         ConfigError: there is none such, or a setting is not one of its own.
@@ -136,7 +136,7 @@ def decay(instance: object, attribute: "Attribute[Any]", value: object) -> None:
 
 
 def named_optimizer(value: object) -> tuple[str, dict[str, Any]]:
-    """The name of an optimizer as it is spelled, and the settings beside it.
+    """Read the name of an optimizer as it is spelled, and the settings beside it.
 
     Raises:
         ConfigError: there is none such.
@@ -147,7 +147,7 @@ def named_optimizer(value: object) -> tuple[str, dict[str, Any]]:
 def optimizer_of(
     value: object, otherwise: Mapping[str, Any] | None = None, **shared: Any
 ) -> "OptimizerConfig":
-    """The settings of an optimizer from its name, or a table of its `name` and settings.
+    """Build the settings of an optimizer from its name, or a table of its `name` and settings.
 
     Args:
         value: the name in any case and with or without hyphens, or the table.
@@ -260,14 +260,14 @@ class OptimizerConfig(ABC):
 
     @abstractmethod
     def rules(self, held: "Held") -> "list[Rule]":
-        """What updates the parameters of a process.
+        """Build the rules that update the parameters of a process.
 
         Raises:
             ConfigError: the optimizer cannot update them under this layout.
         """
 
     def shares(self, held: "Held", chosen: Iterable[str] | None = None) -> list[ParameterGroup]:
-        """The parameters, or some that are `chosen`, by what they are updated with."""
+        """Group the parameters, or some that are `chosen`, by what they are updated with."""
         names: dict[tuple[str | None, bool], list[str]] = {}
         for name in held.parameters if chosen is None else chosen:
             called = held.called(name)

@@ -115,7 +115,7 @@ class HeadOutput:
         return self.row_split.whole(_entropies(self._logits(EVERYWHERE), own, temperature))
 
     def head(self, name: str) -> Tensor:
-        """What an extra head makes of the hidden states, float32 (B, S, its width).
+        """Compute what an extra head makes of the hidden states, float32 (B, S, its width).
 
         Raises:
             ModelError: there is none of that name.

@@ -98,7 +98,7 @@ def load_state(
 
 
 def _refresh_copies(trained: Trainable) -> None:
-    """Where one process holds an owner and its tied copy, only the owner was loaded."""
+    """Copy a loaded owner, and its state, to its tied copy where one process holds both."""
     for owner, copy in trained.plan.tied:
         if owner in trained.parameters and copy in trained.parameters:
             local_part(trained.parameters[copy]).copy_(local_part(trained.parameters[owner]))

@@ -83,7 +83,7 @@ class Trainable:
         return self.groups.all_reduce(gradient.contiguous().clone(), "shards")
 
     def gradients(self, rows: RowGradients | None = None) -> dict[str, Tensor]:
-        """This process's part of each gradient of the global batch, by name.
+        """Compute this process's part of each gradient of the global batch, by name.
 
         Args:
             rows: has added them up over processes that hold different tokens; None where the
@@ -104,7 +104,7 @@ class Trainable:
     def global_sums(
         self, summands: Sequence[Tensor], width: int, gradients: Mapping[str, Tensor]
     ) -> tuple[float, list[float]]:
-        """The gradients' sum of squares, and sums over microbatches; the same on every process.
+        """Return the gradients' sum of squares, and sums over microbatches; the same everywhere.
 
         Args:
             summands: (width,) of each microbatch here, on the processes that speak for their rows;

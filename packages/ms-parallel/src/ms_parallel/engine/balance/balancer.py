@@ -71,7 +71,7 @@ class ExpertLoad:
 
 
 def _highest(counts: Tensor) -> float:
-    """The most of each row's (rows, parts), in times of an even share, whichever row has it."""
+    """Return the most in any row of `counts` (rows, parts), in times of the row's even share."""
     even = counts.sum(1, keepdim=True) / counts.shape[1]
     return float((counts / even).nan_to_num(0.0).max())
 
@@ -126,7 +126,7 @@ class Balancer:
         return {COUNTS: self.counts, **biases}
 
     def beside(self, stages: Mapping[int, nn.Module]) -> "Balancer":
-        """The same for other stages of the same model, whose next update depends on the same."""
+        """Build a balancer that shares the counts, for other stages of the same model."""
         other = Balancer(stages, self.mixture, self.groups, self.balance)
         other.counts = self.counts
         return other
@@ -168,7 +168,7 @@ class Balancer:
             raise
 
     def collect(self, tokens: int) -> ExpertLoad | None:
-        """What the update's tokens chose, summed over all processes; all of them call it."""
+        """Sum over all processes what the update's tokens chose; all of them call it."""
         if not self.layers:
             return None
         device = self.groups.device

@@ -52,7 +52,7 @@ class Balance:
     """Weight of the mean over tokens and layers of the square of the logits' logsumexp."""
 
     def of(self, mixture: "Mixture | None") -> "Balance":
-        """The same with nothing left open, for a model.
+        """Settle what is left open, for a model.
 
         Raises:
             ConfigError: it asks for what the model does not have.
@@ -79,7 +79,7 @@ class Balance:
 
 
 def balance_of(options: Any) -> Balance:
-    """The settings of an engine's or a run's options that are about balance."""
+    """Pick the settings of an engine's or a run's options that are about balance."""
     return Balance(
         method=options.balance,
         coefficient=options.balance_coefficient,

@@ -12,5 +12,5 @@ class Decay:
     """Half a cosine."""
 
     def share_left(self, passed: float) -> float:
-        """The share of the fall that is still to come once a share `passed` of updates is made."""
+        """Return the share of the fall still to come once a share `passed` of updates is made."""
         return 0.5 * (1.0 + math.cos(math.pi * passed))

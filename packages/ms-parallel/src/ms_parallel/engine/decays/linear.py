@@ -10,5 +10,5 @@ class Decay:
     """A straight line from the highest rate to the least."""
 
     def share_left(self, passed: float) -> float:
-        """The share of the fall that is still to come once a share `passed` of updates is made."""
+        """Return the share of the fall still to come once a share `passed` of updates is made."""
         return 1.0 - passed

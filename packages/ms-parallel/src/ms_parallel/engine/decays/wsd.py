@@ -24,6 +24,6 @@ class Decay:
     """A straight line, or 1 - sqrt(t), which falls faster at first (Hägele et al., 2024)."""
 
     def share_left(self, passed: float) -> float:
-        """The share of the fall that is still to come once a share `passed` of updates is made."""
+        """Return the share of the fall still to come once a share `passed` of updates is made."""
         fallen = max(passed - (1.0 - self.share), 0.0) / self.share
         return 1.0 - min(math.sqrt(fallen) if self.shape == "sqrt" else fallen, 1.0)

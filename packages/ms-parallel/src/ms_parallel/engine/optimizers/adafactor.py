@@ -33,7 +33,7 @@ class AdafactorConfig(OptimizerConfig):
     """Updates of a greater root mean square are scaled down to it."""
 
     def rules(self, held: Held) -> list[Rule]:
-        """One for each group, matrices and vectors apart."""
+        """Build a rule for each group, matrices and vectors apart."""
         return [
             OwnersRule(held, share, partial(_adafactor, share.config))
             for share in self.shares(held)

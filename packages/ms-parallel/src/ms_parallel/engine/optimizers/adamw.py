@@ -37,7 +37,7 @@ class AdamWConfig(OptimizerConfig):
     """Added to the root of the second moment."""
 
     def rules(self, held: Held) -> list[Rule]:
-        """One for each group, matrices and vectors apart."""
+        """Build a rule for each group, matrices and vectors apart."""
         return adamw_rules(self, held)
 
 
@@ -93,7 +93,7 @@ class AdamWRule:
             self._update(names, parts, gradients, rate, taken)
 
     def _zeros(self, part: Tensor) -> Tensor:
-        """A moment of a parameter's part, where moments lie; of one without memory, none."""
+        """Make a moment of a parameter's part, where moments lie; on meta, one without memory."""
         if not self.offload or part.device.type in ("cpu", "meta"):
             return torch.zeros_like(part)
         return torch.zeros_like(part, device="cpu").pin_memory()

@@ -102,7 +102,7 @@ class MuonConfig(OptimizerConfig):
         return found + adamw_rules(evolve(self, learning_rate=own), held, rest, ratio)
 
     def _is_hidden(self, name: str, held: Held) -> bool:
-        """Whether it is a matrix, or several, of a block."""
+        """Return whether a parameter is a matrix, or several, of a block, for Muon to update."""
         if name.endswith("bias") or not held.plan.holds((held.plan.blocks,), name):
             return False
         if any(fnmatchcase(name, pattern) for pattern in self.adamw):
@@ -196,7 +196,7 @@ def orthogonal(matrix: Tensor, iterations: int) -> Tensor:
 def matrices(
     name: str, shape: Sequence[int], held: Held, fused: Mapping[str, Sequence[int]]
 ) -> Iterator[Box]:
-    """The matrices that a parameter holds, as boxes of it.
+    """Yield the matrices that a parameter holds, as boxes of it.
 
     Raises:
         ConfigError: the rows given in `fused` are not those of the parameter, or are needed.

@@ -32,7 +32,7 @@ class SGDConfig(OptimizerConfig):
             raise ConfigError("nesterov needs a momentum above 0; set momentum, such as 0.9")
 
     def rules(self, held: Held) -> list[Rule]:
-        """One for each group, matrices and vectors apart."""
+        """Build a rule for each group, matrices and vectors apart."""
         return [
             PartsRule(held, share, partial(_sgd, share.config), "SGD")
             for share in self.shares(held)

@@ -55,7 +55,7 @@ class TorchConfig(OptimizerConfig):
             ) from error
 
     def rules(self, held: Held) -> list[Rule]:
-        """One for each group, matrices and vectors apart."""
+        """Build a rule for each group, matrices and vectors apart."""
         return [
             PartsRule(held, share, partial(_made, share.config), self.kind.__name__)
             for share in self.shares(held)
@@ -75,7 +75,7 @@ def _arguments(kind: type[Optimizer]) -> list[str]:
 
 
 def keys_of(kind: type[Optimizer]) -> tuple[str, ...]:
-    """The settings of a class of torch's, beside those that all optimizers share."""
+    """List the settings of a class of torch's, beside those that all optimizers share."""
     return tuple(name for name in _arguments(kind) if name not in OURS)
 
 

@@ -57,6 +57,6 @@ def kept_apart(
 
 
 def _is_plain(config: ModelConfig, prepared: bool) -> bool:
-    """Whether the head alone is tied, of one of our families as it comes."""
+    """Return whether the model is one of our families as it comes, with only the head tied."""
     foreign = isinstance(config, OwnModelConfig | TransformersModel)
     return not (prepared or foreign or config.prediction_layers)

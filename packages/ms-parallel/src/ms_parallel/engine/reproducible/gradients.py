@@ -70,7 +70,7 @@ class RowGradients:
         self.exchange = GradientExchange.meet(self._own_ranges(), groups)
 
     def _own_ranges(self) -> dict[str, tuple[int, int]]:
-        """Where this process's part of each parameter begins and ends in all of its elements."""
+        """Find where this process's part of each parameter begins and ends in all its elements."""
         found = {}
         with torch.no_grad():
             for name in (name for names in self.of_stage.values() for name in names):
@@ -89,7 +89,7 @@ class RowGradients:
         self.found = {stage: StageGradients(RowTree(rows.total, _add)) for stage in self.stages}
 
     def head(self, weight: Tensor) -> Tensor:
-        """What the head is to use as its weight: the same numbers, with a gradient of their own."""
+        """Return the head's weight to use: the same numbers, with a gradient of their own."""
         if self.copy is None or not (weight.requires_grad and torch.is_grad_enabled()):
             return weight
         if self.alias is None:
@@ -122,7 +122,7 @@ class RowGradients:
         return [*self.of_stage[stage], *([self.copy[1]] if self.copy else [])]
 
     def _whole(self, gradient: Tensor | None, name: str) -> Tensor:
-        """A gradient in the weight's precision; zeros where none flowed."""
+        """Return a whole gradient in the weight's precision; zeros where none flowed."""
         owner = self.copy[0] if self.copy and name == self.copy[1] else name
         parameter = self.parameters[owner]
         if gradient is None:
@@ -131,7 +131,7 @@ class RowGradients:
         return gradient.to(parameter.dtype).contiguous()
 
     def total(self) -> dict[str, Tensor]:
-        """This process's part of each gradient of the global batch, by name."""
+        """Compute this process's part of each gradient of the global batch, by name."""
         found: dict[str, Tensor] = {}
         for stage in sorted(self.found):
             tree = self.found.pop(stage).tree
@@ -168,7 +168,7 @@ class GradientExchange:
     def sums(
         self, tree: RowTree[Sums], names: list[str], rows: Rows
     ) -> Iterator[tuple[str, Tensor]]:
-        """This process's part, flat, of each gradient's sum over all rows; the tree is used up."""
+        """Yield this process's flat part of each gradient summed over all rows; empty the tree."""
         nodes = [tree.nodes[node] for node in sorted(tree.nodes)]
         for bucket in _buckets(names, nodes[0]):
             flat = [{name: node.pop(name).flatten() for name in bucket} for node in nodes]
@@ -181,7 +181,7 @@ class GradientExchange:
             yield from zip(bucket, torch.split(self._sum(flat, rows), sizes), strict=True)
 
     def _sum(self, nodes: list[Sums], rows: Rows) -> Tensor:
-        """This process's parts, one behind another, of some gradients summed over all rows.
+        """Sum some gradients over all rows into this process's parts, one behind another.
 
         Where several processes hold the same parts, each adds up a share, and all get those.
         """
@@ -214,7 +214,7 @@ class GradientExchange:
 
 
 def _added(come: Tensor, rows: Rows) -> Tensor:
-    """The sum over all rows of what data ranks are left with, (nodes, n), in their order."""
+    """Add up over all rows what data ranks are left with, (nodes, n), in their order."""
     tree: RowTree[Tensor] = RowTree(rows.total, lambda first, second: first.add_(second))
     every: list[Node] = [
         node for rank in range(len(rows.counts)) for node in nodes_of(rows.of(rank), rows.total)

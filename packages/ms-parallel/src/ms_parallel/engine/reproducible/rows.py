@@ -38,7 +38,7 @@ class Rows:
         return sum(self.counts)
 
     def of(self, rank: int) -> range:
-        """The rows of a data rank."""
+        """Return the rows of a data rank."""
         start = sum(self.counts[:rank])
         return range(start, start + self.counts[rank])
 
@@ -55,7 +55,7 @@ class Rows:
         return found
 
     def sum(self, mine: Tensor) -> Tensor:
-        """The sum over all rows (n,) of numbers (rows here, n), float64 on the CPU."""
+        """Sum numbers (rows here, n), float64 on the CPU, over all rows, (n,)."""
         placed = mine.new_zeros(self.total, mine.shape[1])
         placed[self.mine.start : self.mine.stop] = mine
         return fold(sum_over_rows(placed, self.groups).t().contiguous())

@@ -47,7 +47,7 @@ class RowTree(Generic[Value]):
 
 
 def nodes_of(mine: Iterable[int], rows: int) -> list[Node]:
-    """The nodes that a process is left with that has put these rows of so many, in order.
+    """List, in order, the nodes left to a process that has put these rows of so many.
 
     >>> nodes_of(range(4), 12), nodes_of(range(6, 12), 12)
     ([(2, 0)], [(1, 3), (2, 2)])
@@ -59,7 +59,7 @@ def nodes_of(mine: Iterable[int], rows: int) -> list[Node]:
 
 
 def fold(x: Tensor) -> Tensor:
-    """The sum of `x` (..., n) over its last dim, (...), by halves; `x` is overwritten.
+    """Sum `x` (..., n) over its last dim, (...), by halves; `x` is overwritten.
 
     Only elementwise additions are made, so that no bit depends on how a device shares out a sum,
     nor on the other dims.

@@ -51,7 +51,7 @@ class Reproducible:
     def global_sums(
         self, of_rows: Sequence[Tensor], width: int, gradients: Mapping[str, Tensor]
     ) -> tuple[float, list[float]]:
-        """The gradients' sum of squares, and sums over all rows; the same on every process.
+        """Return the gradients' sum of squares, and sums over all rows; the same on all processes.
 
         Args:
             of_rows: (width,) of each row here, on the processes that speak for them; else none.

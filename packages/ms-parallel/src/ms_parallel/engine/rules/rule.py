@@ -27,7 +27,7 @@ class Held:
     """Whether moments lie in the machine's memory and not in its device's."""
 
     def called(self, name: str) -> str:
-        """What a parameter is called in settings: a tied copy as its owner, so that both agree."""
+        """Return a parameter's name in settings, its owner's for a tied copy so that both agree."""
         return {copy: owner for owner, copy in self.plan.tied}.get(name, name)
 
 

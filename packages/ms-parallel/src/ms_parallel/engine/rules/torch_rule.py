@@ -36,7 +36,7 @@ class Kept:
             self.optimizer.state[tensor] = _begun(tensor, make)
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """Each tensor of the state, by its name and its parameter's."""
+        """Collect each tensor of the state, by its name and its parameter's."""
         found: dict[str, dict[str, Tensor]] = {}
         for name, tensor in self.tensors.items():
             assert self.optimizer is not None
@@ -63,7 +63,7 @@ class Kept:
 
 
 def _begun(tensor: Tensor, make: Make) -> dict[str, Any]:
-    """The state that an optimizer has of a tensor after its first step.
+    """Build the state that an optimizer has of a tensor after its first step.
 
     Of a tensor without memory it is that of a small one, whose sizes stand for the tensor's.
     """
@@ -83,7 +83,7 @@ def _begun(tensor: Tensor, make: Make) -> dict[str, Any]:
 
 
 def _scaled(shape: Sequence[int], sizes: Sequence[int], whole: Sequence[int]) -> list[int]:
-    """A shape made of `sizes` and ones, with those of `whole` in their place."""
+    """Scale a shape made of `sizes` and ones, with those of `whole` in their place."""
     pairs = zip(shape, sizes, whole, strict=False)
     return [long if size == short else size for size, short, long in pairs]
 
@@ -198,7 +198,7 @@ class OwnersRule:
 
 
 def is_elementwise(make: Make) -> bool:
-    """Whether parts of a tensor are updated as the whole is; tried on a few numbers."""
+    """Return whether parts of a tensor are updated as the whole is, tried on a few numbers."""
     draw = torch.Generator().manual_seed(0)
     start, *slopes = torch.randn(4, 6, 4, generator=draw).unbind()
     parts = [(slice(0, 2), slice(None)), (slice(2, 6), slice(0, 1)), (slice(2, 6), slice(1, 4))]

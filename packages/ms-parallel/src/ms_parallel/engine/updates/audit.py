@@ -64,7 +64,7 @@ class Audit:
         return max(self.groups, key=lambda name: self.excess(self.groups[name]), default="")
 
     def excess(self, group: Compared) -> float:
-        """The larger of error and gain in times of its level; above 1 is an alarm."""
+        """Return the larger of error and gain in times of its level; above 1 is an alarm."""
         if group.share < SMALL:
             return 0.0
         found = [group.error / self.levels.error, abs(group.gain) / self.levels.gain]

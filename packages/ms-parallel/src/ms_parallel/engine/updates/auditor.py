@@ -145,7 +145,7 @@ class Auditor:
 
 
 def group_of(name: str) -> str:
-    """The group of a parameter.
+    """Return the group of a parameter.
 
     >>> group_of("model.layers.3.self_attn.q_proj.weight")
     'model.layers.3.self_attn'

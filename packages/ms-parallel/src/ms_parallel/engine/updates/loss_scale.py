@@ -44,7 +44,7 @@ class LossScaler:
             self.factor = factor
 
     def may_overflow(self, loss: float) -> bool:
-        """Whether a smaller scale may make a gradient finite, given that it is not."""
+        """Return whether a smaller scale may make finite a gradient that is not."""
         return self.settings is not None and self.factor > LEAST and math.isfinite(loss)
 
     def settle(self, *, overflow: bool) -> None:
@@ -62,7 +62,7 @@ class LossScaler:
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """The same value, whose gradient is multiplied by `factor`."""
+    """Return the same value, whose gradient is multiplied by `factor`."""
     scaled: Tensor = _ScaleGradient.apply(x, factor)  # type: ignore[no-untyped-call]
     return scaled
 

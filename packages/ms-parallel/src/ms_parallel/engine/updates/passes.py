@@ -77,7 +77,7 @@ class Passes:
         return self.groups.layout.tensor if self.plan.split_sequence else 1
 
     def microbatches(self, batch: Mapping[str, Any], size: int | None = None) -> list[Batch]:
-        """This data rank's rows, as many at a time as `microbatch_size` or `size` says.
+        """Cut this data rank's rows, as many at a time as `microbatch_size` or `size` says.
 
         Raises:
             ConfigError: there are no rows, the sequence does not divide, or the vocabulary does
@@ -171,7 +171,7 @@ class Passes:
         )
 
     def share(self, result: Tensor | None) -> Tensor:
-        """What the last stage has made (None elsewhere), on every process of its data rank."""
+        """Share what the last stage made (None elsewhere) with every process of its data rank."""
         shared = self.runtime.mailbox.share(result, self.tables.placement[-1])
         if self.groups.layout.context > 1:  # where all have computed it, bits may differ
             shared = shared.to(self.groups.device).contiguous()
@@ -185,7 +185,7 @@ class Passes:
         return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
 
     def output(self, hidden: Tensor, row_split: RowSplit | None = None) -> Output:
-        """What a loss is given of the last stage's hidden states."""
+        """Build what a loss is given of the last stage's hidden states."""
         if self.own:
             return LogitsOutput(hidden)
         last = self.stages[len(self.tables.placement) - 1]

@@ -39,7 +39,7 @@ class LossScale:
 
 
 def loss_scale_of(value: "LossScale | Mapping[str, Any] | None") -> "LossScale | None":
-    """The settings of a table; None stays None.
+    """Read the settings of a table; None stays None.
 
     Raises:
         ConfigError: it is no table, or a setting is unknown or out of range.

@@ -39,13 +39,13 @@ class Stopwatch:
         return self
 
     def __enter__(self) -> None:
-        """The computations begin."""
+        """Start the clock of the computations, with a recorder if times between them need one."""
         if self.between and self.runtime.recorder is None:
             self._own = self.runtime.recorder = Recorder(self.device)
         self._began = monotonic()
 
     def __exit__(self, *raised: object) -> None:
-        """Where times are asked for, wait for the device and take the time."""
+        """Wait for the device and take the time, unless the block was ended by an exception."""
         recorder, own = self.runtime.recorder, self._own
         if own is not None:
             self.runtime.recorder = self._own = None
