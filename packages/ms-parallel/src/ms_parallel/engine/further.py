@@ -34,7 +34,7 @@ def depths_of(config: Any, loss: object) -> int:
 
 
 def further_targets(batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
-    """Targets (B, S) of a depth, -100 where there is none, and their weights (B, S).
+    """Shift targets (B, S) to a depth, -100 where there is none, and their weights (B, S).
 
     Args:
         batch: its targets are those of the next token.

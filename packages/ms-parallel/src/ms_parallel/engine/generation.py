@@ -44,7 +44,7 @@ class Forwards(Protocol):
         *,
         caches: Mapping[int, KeyValueCache] | None = ...,
     ) -> list[Tensor]:
-        """`function(output, microbatch)` of each; an empty list away from the last stage."""
+        """Call `function(output, microbatch)` for each; give no result away from the last stage."""
 
     def share(self, result: Tensor | None) -> Tensor:
         """Return what the last stage has made, on every process of its data rank."""
@@ -159,7 +159,7 @@ class _Window:
 def _forward(
     engine: Forwards, batch: Batch, caches: dict[int, KeyValueCache], at: int
 ) -> Tensor | None:
-    """Logits (B, V) of one position on the last stage, None on others."""
+    """Compute the logits (B, V) of one position on the last stage; return None on others."""
 
     def logits_at(output: Output, _: Batch) -> Tensor:
         return output.logits(slice(at, at + 1))[:, 0]
@@ -187,13 +187,13 @@ def pick(logits: Tensor, sampling: Sampling, index: int, part: int = 0, parts: i
 
 
 def _seed_at(seed: int, index: int) -> int:
-    """Seed of the random number at a position; hashed, as torch's generator takes 32 bits of it."""
+    """Hash the seed of a position's random number, as torch's generator takes 32 bits of it."""
     digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
     return int.from_bytes(digest[:4], "little")
 
 
 def _cut(scores: Tensor, sampling: Sampling) -> Tensor:
-    """Scores (B, V) with -inf where a token is never chosen: by top-k, then top-p, then min-p."""
+    """Set scores (B, V) to -inf where no token may be chosen: by top-k, then top-p, then min-p."""
     if sampling.top_k is not None and sampling.top_k < scores.shape[1]:
         lowest = scores.topk(sampling.top_k, dim=1).values[:, -1:]
         scores = scores.masked_fill(scores < lowest, -torch.inf)

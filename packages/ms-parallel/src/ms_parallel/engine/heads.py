@@ -34,7 +34,7 @@ def thaw_heads(stage: Any, widths: Mapping[str, int]) -> None:
 
 
 def heads_of(stage: Any, widths: Mapping[str, int]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Weight (width, H) and offset (width,) of each head of a last stage, by name."""
+    """Map the names of a last stage's heads to their weight (width, H) and offset (width,)."""
     return {
         name: tuple(getattr(stage.model.norm, f"{name}_{part}") for part in ("matrix", "offset"))
         for name in widths

@@ -11,19 +11,19 @@ class Output(Protocol):
     """What a loss may ask of the last stage; the same under every layout."""
 
     def logits(self, positions: slice = ...) -> Tensor:
-        """Logits (B, S, V) of the whole vocabulary, in the model's dtype; of some positions."""
+        """Compute logits (B, S, V), whole, of some positions, in the model's dtype."""
 
     def token_losses(
         self, targets: Tensor, *, temperature: float = ..., z_loss: float = ...
     ) -> Tensor:
-        """-log p(target), float32 (B, S), 0 where the target is -100.
+        """Compute -log p(target), float32 (B, S), 0 where the target is -100.
 
         p is softmax(logits / temperature). At temperature 1 no big logits are held. With `z_loss`
         that times the square of the logits' logsumexp is added.
         """
 
     def entropies(self, counted: Tensor, *, temperature: float = ...) -> Tensor:
-        """Entropy of p in nats, float32 (B, S), where `counted` (B, S) is true; 0 elsewhere."""
+        """Compute p's entropy in nats, float32 (B, S), where `counted` (B, S) is true; else 0."""
 
     def head(self, name: str) -> Tensor:
         """Return what an extra head makes of the final hidden states, float32 (B, S, its width)."""
@@ -81,7 +81,7 @@ class NextTokenLoss:
         return float(counted.sum() if weights is None else (weights * counted).sum())
 
     def __call__(self, output: Output, batch: Batch) -> Tensor:
-        """Weighted sum of the microbatch's token losses."""
+        """Add up the microbatch's token losses, weighted."""
         more = {"z_loss": self.z_coefficient} if self.z_coefficient else {}
         losses = output.token_losses(batch["targets"], **more)
         weights = batch.get("weights")

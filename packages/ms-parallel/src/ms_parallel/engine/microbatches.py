@@ -21,7 +21,7 @@ def cut_batch(
     context: int = 1,
     vocabulary: int | None = None,
 ) -> list[Batch]:
-    """Microbatches of `size` rows (None: all of them) as CPU tensors, positions filled in.
+    """Cut microbatches of `size` rows (None: all) as CPU tensors, with positions filled in.
 
     Where they do not divide, the last is smaller.
 
@@ -73,7 +73,7 @@ def measure(
     groups: Groups,
     add: Add | None = None,
 ) -> tuple[float, int]:
-    """Weight and number of tokens of the global batch, of which these are this data rank's part."""
+    """Sum weight and tokens of the global batch, of which these are this data rank's part."""
     add = add or adding_up(groups)
     mine = [(loss.weight(each), each["tokens"].numel()) for each in microbatches]
     weight, tokens = add(torch.tensor(mine, dtype=torch.float64)).tolist()

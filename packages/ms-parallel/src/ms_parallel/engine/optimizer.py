@@ -297,7 +297,7 @@ class OptimizerConfig(ABC):
 
 
 def learning_rate(step: int, config: OptimizerConfig) -> float:
-    """Rate of update number `step`, counted from 0.
+    """Return the rate of update number `step`, counted from 0.
 
     Warm-up: lr·(step+1)/warmup. Then lr·(f + (1-f)·d(t)), with t the share of `decay_steps` after
     the warm-up that has passed, d the decay and f the `final_ratio`.

@@ -61,13 +61,13 @@ class HeadOutput:
         self.hidden = gather_sequence(hidden, groups) if self.split else hidden
 
     def logits(self, positions: slice = EVERYWHERE) -> Tensor:
-        """Logits (B, S, V) of some positions, or of all, gathered over the axes that split them."""
+        """Compute logits (B, S, V) of some positions, or all, gathered over what splits them."""
         if self.row_split is None:
             return self._logits(positions)
         return self.row_split.whole(self._logits(EVERYWHERE))[:, positions]
 
     def _logits(self, positions: slice) -> Tensor:
-        """Logits of this process's positions."""
+        """Compute the logits of this process's positions."""
         if self.make_logits is not None:
             return self.make_logits(self.hidden[:, positions])
         local = F.linear(self.hidden[:, positions], self.weight)
@@ -79,14 +79,14 @@ class HeadOutput:
     def token_losses(
         self, targets: Tensor, *, temperature: float = 1.0, z_loss: float = 0.0
     ) -> Tensor:
-        """-log p(target), float32 (float64 for float64) (B, S), 0 where the target is -100."""
+        """Compute -log p(target) (B, S) in float32, or float64 for float64; 0 where it is -100."""
         if self.row_split is None:
             return self._token_losses(targets, temperature, z_loss)
         own = self.row_split.mine(targets)
         return self.row_split.whole(self._token_losses(own, temperature, z_loss))
 
     def _token_losses(self, targets: Tensor, temperature: float, z_loss: float) -> Tensor:
-        """Losses of this process's positions."""
+        """Compute the losses of this process's positions."""
         if temperature != 1.0 or self.make_logits is not None:
             return _token_losses(self._logits(EVERYWHERE), targets, temperature, z_loss)
         if self.split:
@@ -108,7 +108,7 @@ class HeadOutput:
         return self.ops.linear_cross_entropy(self.hidden, self.weight, targets, reduction="none")
 
     def entropies(self, counted: Tensor, *, temperature: float = 1.0) -> Tensor:
-        """Entropy of softmax(logits / temperature) in nats, float32 (B, S), where counted."""
+        """Compute softmax(logits / temperature)'s entropy in nats, float32 (B, S), if counted."""
         if self.row_split is None:
             return _entropies(self._logits(EVERYWHERE), counted, temperature)
         own = self.row_split.mine(counted)
@@ -144,17 +144,17 @@ class LogitsOutput:
         self.whole = whole
 
     def logits(self, positions: slice = EVERYWHERE) -> Tensor:
-        """Logits (B, S, V) of some positions, or of all."""
+        """Compute the logits (B, S, V) of some positions, or of all."""
         return self.whole[:, positions]
 
     def token_losses(
         self, targets: Tensor, *, temperature: float = 1.0, z_loss: float = 0.0
     ) -> Tensor:
-        """-log p(target), float32 (B, S), 0 where the target is -100."""
+        """Compute -log p(target), float32 (B, S), 0 where the target is -100."""
         return _token_losses(self.whole, targets, temperature, z_loss)
 
     def entropies(self, counted: Tensor, *, temperature: float = 1.0) -> Tensor:
-        """Entropy of softmax(logits / temperature) in nats, float32 (B, S), where counted."""
+        """Compute softmax(logits / temperature)'s entropy in nats, float32 (B, S), if counted."""
         return _entropies(self.whole, counted, temperature)
 
     def head(self, name: str) -> Tensor:
@@ -167,17 +167,17 @@ class LogitsOutput:
 
 
 def _token_losses(logits: Tensor, targets: Tensor, temperature: float, z_loss: float) -> Tensor:
-    """-log p(target), float32 (B, S), from logits (B, S, V)."""
+    """Compute -log p(target), float32 (B, S), from logits (B, S, V)."""
     scaled = logits if temperature == 1.0 else widen(logits) / temperature
     return operators.cross_entropy(scaled, targets, z_loss=z_loss, reduction="none")
 
 
 def _entropies(logits: Tensor, counted: Tensor, temperature: float) -> Tensor:
-    """Entropies in nats, float32 (B, S), from logits (B, S, V); 0 where not counted."""
+    """Compute entropies in nats, float32 (B, S), from logits (B, S, V); 0 where not counted."""
     log_p = (widen(logits) / temperature).log_softmax(-1)
     return -(log_p.exp() * log_p).sum(-1) * counted
 
 
 def _share_of_gradient(x: Tensor, parts: int) -> Tensor:
-    """`x`, of whose gradient one part in `parts` flows: each tensor rank has its share of it."""
+    """Let one part in `parts` of the gradient of `x` flow: each tensor rank has its share of it."""
     return x if parts == 1 else x.detach() + (x - x.detach()) / parts

@@ -15,7 +15,7 @@ TAKEN, STEP, SCALE = "optimizer.taken", "engine.step", "engine.loss_scale"
 
 
 def state_of(trained: Trainable, step: int, beside: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights under their own names, moments under `optimizer.MOMENT.NAME`.
+    """Collect weights under their own names, and moments under `optimizer.MOMENT.NAME`.
 
     What is given `beside` them, such as the load of experts, comes under its own names.
 

@@ -79,7 +79,7 @@ def shrink_stacks() -> None:
 
 
 def left_by_limits() -> float:
-    """Bytes that `ulimit` leaves this process besides what it holds; infinite where it does not."""
+    """Count the bytes that `ulimit` leaves besides what is held; infinite without a limit."""
     left = [float("inf")]
     for name, limit in LIMITS:
         most = resource.getrlimit(limit)[0]

@@ -133,7 +133,7 @@ class Balancer:
 
     @contextmanager
     def accounting(self, tokens: int, scale: float = 1.0) -> Iterator[None]:
-        """Forwards and backwards inside count, and bring the losses' gradients along.
+        """Count forwards and backwards inside the block, and bring the losses' gradients along.
 
         Args:
             tokens: of the whole update.

@@ -44,7 +44,7 @@ class AdamWConfig(OptimizerConfig):
 def adamw_rules(
     config: OptimizerConfig, held: Held, names: Iterable[str] | None = None, ratio: float = 1.0
 ) -> list[Rule]:
-    """AdamW's rules of some parameters.
+    """Make AdamW's rules for some parameters.
 
     Args:
         config: settings, whose are betas and epsilon among others.
@@ -99,7 +99,7 @@ class AdamWRule:
         return torch.zeros_like(part, device="cpu").pin_memory()
 
     def _visits(self, parts: Mapping[str, Tensor], held: Sequence[str]) -> Iterator[list[str]]:
-        """Parameters whose moments are on the device together: all, or some where they visit it."""
+        """Yield parameters whose moments are on the device together: all, or those that visit it."""
         if not self.offload:
             yield list(held)
             return
@@ -164,7 +164,7 @@ class AdamWRule:
 
 
 def _filled(row: Sequence[Tensor]) -> list[Tensor]:
-    """Flat copies with zeros behind, so that no element is computed outside of a vector."""
+    """Copy flat with zeros behind, so that no element is computed outside of a vector."""
     return [pad(tensor.flatten(), (0, -tensor.numel() % UNIT)) for tensor in row]
 
 

@@ -88,7 +88,7 @@ class MuonConfig(OptimizerConfig):
     for modules that are not described elsewhere. Experts are always taken one by one."""
 
     def rules(self, held: Held) -> list[Rule]:
-        """Muon's for each group of hidden matrices, AdamW's for each of the rest."""
+        """Make Muon's rule for each group of hidden matrices, and AdamW's for each of the rest."""
         hidden = {name for name in held.parameters if self._is_hidden(name, held)}
         if not held.plan.blocks:
             raise ConfigError(
@@ -177,7 +177,7 @@ class MuonRule:
 
 
 def orthogonal(matrix: Tensor, iterations: int) -> Tensor:
-    """About U·Vᵀ of a matrix U·S·Vᵀ, by the iteration X ← aX + (bA + cA²)X with A = XXᵀ.
+    """Approximate U·Vᵀ of a matrix U·S·Vᵀ by the iteration X ← aX + (bA + cA²)X with A = XXᵀ.
 
     Args:
         matrix: (rows, columns) in bfloat16; divided by its norm, so that it converges.
@@ -214,7 +214,7 @@ def matrices(
 def _rows_of(
     name: str, shape: Sequence[int], fused: Mapping[str, Sequence[int]]
 ) -> tuple[int, ...] | None:
-    """Rows of each matrix in a weight; None where it is one, or where its pieces say."""
+    """Return the rows of each matrix in a weight; None where it is one, or where its pieces say."""
     rows = next((tuple(n) for pattern, n in fused.items() if fnmatchcase(name, pattern)), None)
     if rows is None and len(shape) == 2 and HALVES.search(name) and shape[0] % 2 == 0:
         return (shape[0] // 2,) * 2

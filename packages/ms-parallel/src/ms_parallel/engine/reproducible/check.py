@@ -50,7 +50,7 @@ def check_reproducible(
 def kept_apart(
     plan: ModelPlan, config: ModelConfig, placement: Sequence[int], prepared: bool
 ) -> tuple[str, str] | None:
-    """(owner, copy) of the head where it uses the embedding's weight, on one stage."""
+    """Return (owner, copy) of the head where it uses the embedding's weight, on one stage."""
     if len(placement) > 1 or not plan.tied or not _is_plain(config, prepared):
         return None
     return plan.tied[0]

@@ -225,7 +225,7 @@ def _added(come: Tensor, rows: Rows) -> Tensor:
 
 
 def _buckets(names: list[str], gradients: Sums) -> Iterator[list[str]]:
-    """Names whose gradients travel together, of one dtype."""
+    """Yield names whose gradients, of one dtype, travel together."""
     bucket: list[str] = []
     size = 0
     for name in names:

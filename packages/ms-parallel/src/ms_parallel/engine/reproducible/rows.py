@@ -48,7 +48,7 @@ class Rows:
         return self.of(self.groups.place.rank)
 
     def placed(self, values: Sequence[Tensor], width: int, like: Tensor) -> Tensor:
-        """(total, width) of which this data rank's rows are `values` (width,), others 0."""
+        """Place `values` (width,) in this data rank's rows of (total, width); others are 0."""
         found = like.new_zeros(self.total, width)
         if values:
             found[self.mine.start : self.mine.stop] = torch.stack(list(values)).to(like)

@@ -36,7 +36,7 @@ class Backwards(Protocol):
     def backward(
         self, microbatches: Sequence[Batch], loss: Loss | LossWithStatistics, weight: float, /
     ) -> list[Tensor]:
-        """Forwards and backwards of an update; gradients are left in the parameters."""
+        """Do the forwards and backwards of an update; gradients are left in the parameters."""
 
 
 class Auditor:
@@ -65,7 +65,7 @@ class Auditor:
         self.groups = self._every_group()
 
     def _every_group(self) -> list[str]:
-        """Names of all processes' groups, in one order."""
+        """Gather the names of all processes' groups in one order."""
         found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         mine = list(dict.fromkeys(map(group_of, self.trained.counted)))
         dist.all_gather_object(found, mine)

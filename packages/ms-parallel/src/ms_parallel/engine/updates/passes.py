@@ -102,7 +102,7 @@ class Passes:
         *,
         scale: float = 1.0,
     ) -> list[Tensor]:
-        """Forwards and backwards of an update; gradients are left in the parameters.
+        """Do the forwards and backwards of an update; gradients are left in the parameters.
 
         Args:
             microbatches: this data rank's rows.
@@ -155,7 +155,7 @@ class Passes:
         *,
         caches: Mapping[int, KeyValueCache] | None = None,
     ) -> list[Tensor]:
-        """`function(output, microbatch)` of each; an empty list away from the last stage.
+        """Call `function(output, microbatch)` for each; give no result away from the last stage.
 
         With caches every context rank has the rows whole.
         """
