@@ -99,7 +99,7 @@ class AdamWRule:
         return torch.zeros_like(part, device="cpu").pin_memory()
 
     def _visits(self, parts: Mapping[str, Tensor], held: Sequence[str]) -> Iterator[list[str]]:
-        """Yield parameters whose moments are on the device together: all, or those that visit it."""
+        """Yield weights whose moments are on the device together: all, or those that visit it."""
         if not self.offload:
             yield list(held)
             return

@@ -58,7 +58,7 @@ class Stopwatch:
             self.seconds = self._between(recorder)
 
     def _between(self, recorder: Recorder) -> float:
-        """Seconds of all rows, by those of the computations that wait for nobody."""
+        """Estimate the seconds of all rows by those of computations that wait for nobody."""
         assert recorder.schedule is not None
         row = recorder.schedule.computations()[self.runtime.groups.place.pipeline]
         last = {each.stage: at for at, each in enumerate(row) if each.kind is not Kind.FORWARD}
