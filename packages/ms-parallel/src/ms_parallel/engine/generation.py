@@ -44,10 +44,10 @@ class Forwards(Protocol):
         *,
         caches: Mapping[int, KeyValueCache] | None = ...,
     ) -> list[Tensor]:
-        """Call `function(output, microbatch)` for each; give no result away from the last stage."""
+        """List `function(output, microbatch)` of each; nothing away from the last stage."""
 
     def share(self, result: Tensor | None) -> Tensor:
-        """Return what the last stage has made, on every process of its data rank."""
+        """Share what the last stage has made with every process of its data rank."""
 
 
 @frozen(kw_only=True)
@@ -193,7 +193,7 @@ def _seed_at(seed: int, index: int) -> int:
 
 
 def _cut(scores: Tensor, sampling: Sampling) -> Tensor:
-    """Set scores (B, V) to -inf where no token may be chosen: by top-k, then top-p, then min-p."""
+    """Return scores (B, V), -inf for tokens never chosen: by top-k, then top-p, then min-p."""
     if sampling.top_k is not None and sampling.top_k < scores.shape[1]:
         lowest = scores.topk(sampling.top_k, dim=1).values[:, -1:]
         scores = scores.masked_fill(scores < lowest, -torch.inf)

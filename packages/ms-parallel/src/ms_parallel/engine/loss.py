@@ -11,7 +11,7 @@ class Output(Protocol):
     """What a loss may ask of the last stage; the same under every layout."""
 
     def logits(self, positions: slice = ...) -> Tensor:
-        """Compute logits (B, S, V), whole, of some positions, in the model's dtype."""
+        """Compute some positions' logits (B, S, V) of all tokens, in the model's dtype."""
 
     def token_losses(
         self, targets: Tensor, *, temperature: float = ..., z_loss: float = ...

@@ -79,7 +79,7 @@ class HeadOutput:
     def token_losses(
         self, targets: Tensor, *, temperature: float = 1.0, z_loss: float = 0.0
     ) -> Tensor:
-        """Compute -log p(target) (B, S) in float32, or float64 for float64; 0 where it is -100."""
+        """Compute -log p(target), float32 (float64 for float64) (B, S), 0 for a target of -100."""
         if self.row_split is None:
             return self._token_losses(targets, temperature, z_loss)
         own = self.row_split.mine(targets)

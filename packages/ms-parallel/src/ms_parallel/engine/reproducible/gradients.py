@@ -89,7 +89,7 @@ class RowGradients:
         self.found = {stage: StageGradients(RowTree(rows.total, _add)) for stage in self.stages}
 
     def head(self, weight: Tensor) -> Tensor:
-        """Return the head's weight to use: the same numbers, with a gradient of their own."""
+        """Return the head's weight; where tied, the same numbers with a gradient of their own."""
         if self.copy is None or not (weight.requires_grad and torch.is_grad_enabled()):
             return weight
         if self.alias is None:

@@ -83,7 +83,7 @@ def _begun(tensor: Tensor, make: Make) -> dict[str, Any]:
 
 
 def _scaled(shape: Sequence[int], sizes: Sequence[int], whole: Sequence[int]) -> list[int]:
-    """Scale a shape made of `sizes` and ones, with those of `whole` in their place."""
+    """Put sizes of `whole` in place of those of `sizes` in a shape made of these and ones."""
     pairs = zip(shape, sizes, whole, strict=False)
     return [long if size == short else size for size, short, long in pairs]
 

@@ -155,7 +155,7 @@ class Passes:
         *,
         caches: Mapping[int, KeyValueCache] | None = None,
     ) -> list[Tensor]:
-        """Call `function(output, microbatch)` for each; give no result away from the last stage.
+        """List `function(output, microbatch)` of each; nothing away from the last stage.
 
         With caches every context rank has the rows whole.
         """
