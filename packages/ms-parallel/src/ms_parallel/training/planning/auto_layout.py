@@ -17,7 +17,7 @@ from ms_parallel.planner.measuring.machines import measure_cluster
 from ms_parallel.planner.record.plan_file import FILE, Plan, read_plan, write_plan
 from ms_parallel.training.options import AUTO, Options
 from ms_parallel.training.planning.conditions import conditions_of
-from ms_parallel.training.planning.questions import ask_plan
+from ms_parallel.training.planning.questions import PlanQuestion, ToldRun, ask_plan, told_path
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,8 @@ def _planned(options: Options, shards: Path) -> Plan:
 
     def choose() -> Plan:
         assert cluster is not None  # the first process's
-        found = ask_plan(options, cluster, shards=shards)
+        run = ToldRun.of(options)
+        found = ask_plan(PlanQuestion(run=run, cluster=cluster, shards=told_path(shards)))
         # A list and a tuple, which are the same to another process, are not in its text.
         found = msgspec.structs.replace(found, conditions=conditions_of(options, world_size()))
         write_plan(options.output_dir / FILE, found)

@@ -64,7 +64,13 @@ from ms_parallel.training.planning.counting import (
     without_pipeline,
     working_bytes,
 )
-from ms_parallel.training.planning.questions import PlanQuestion, ask_plan, path_told
+from ms_parallel.training.planning.questions import (
+    PlanQuestion,
+    ToldRun,
+    ask_plan,
+    path_told,
+    told_path,
+)
 
 GIB = 1 << 30
 MEASURED_WITH = ("optimizer", "ops", "mixed_precision", "context_attention", "context_balance")
@@ -119,8 +125,17 @@ def plan(
     if history is None:
         history = learn(options.output_dir.parent)
     if has_met_others():
-        settings: dict[str, Any] = {"objective": objective, "best": best, "every": every}
-        return ask_plan(options, cluster, shards=shards, history=history, **settings)
+        return ask_plan(
+            PlanQuestion(
+                run=ToldRun.of(options),
+                cluster=cluster,
+                objective=objective,
+                best=best,
+                every=every,
+                shards=told_path(shards),
+                history=history,
+            )
+        )
     given = kept_settings(options)
     size = given.get("microbatch_size")
     options = evolve(options, parallel_config=None, microbatch_size=size)

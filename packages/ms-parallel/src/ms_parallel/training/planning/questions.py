@@ -91,11 +91,11 @@ class PlanQuestion(
 
     run: ToldRun
     cluster: Cluster
-    objective: Objective
-    best: int
-    every: bool
-    shards: str | None
-    history: History | None
+    objective: Objective = "fastest"
+    best: int = 5
+    every: bool = False
+    shards: str | None = None
+    history: History | None = None
 
 
 def ask_memory(
@@ -113,41 +113,24 @@ def ask_memory(
         ParallelError: as of `run_memory`, or the process has ended.
     """
     question = MemoryQuestion(
-        run=ToldRun.of(options), layout=layout, shards=_told(shards), rows=rows
+        run=ToldRun.of(options), layout=layout, shards=told_path(shards), rows=rows
     )
     found: list[RankMemory] = call_apart(MEMORY, question, list[RankMemory])
     return found
 
 
-def ask_plan(
-    options: Options,
-    cluster: Cluster,
-    *,
-    objective: Objective = "fastest",
-    best: int = 5,
-    every: bool = False,
-    shards: Path | None = None,
-    history: History | None = None,
-) -> Plan:
-    """Ask another process what `plan` says of the same arguments.
+def ask_plan(question: PlanQuestion) -> Plan:
+    """Ask another process what `plan` says.
 
     Raises:
         ParallelError: as of `plan`, or the process has ended.
     """
-    question = PlanQuestion(
-        run=ToldRun.of(options),
-        cluster=cluster,
-        objective=objective,
-        best=best,
-        every=every,
-        shards=_told(shards),
-        history=history,
-    )
     found: Plan = call_apart(PLAN, question, Plan)
     return found
 
 
-def _told(path: Path | None) -> str | None:
+def told_path(path: Path | None) -> str | None:
+    """Return a path as a record holds it."""
     return None if path is None else os.fspath(path)
 
 
