@@ -5,7 +5,8 @@
 A pair is a model, a batch and a budget of memory, on 2 or 4 gloo processes of this machine, whose
 links and rates are measured first. A plan finds the best settings of every layout with every size
 of microbatches that fits; all of these are then run by real processes, one start of them for all,
-twice, there and back again; the fastest of their steps counts, as a busy machine only ever adds.
+twice, there and back again, short steps more often than long ones; the fastest of its steps counts,
+as a busy machine only ever adds.
 Printed are how much longer the chosen one takes than the best of all, the rank correlation of
 predicted and measured steps, and what the tensors of the chosen one hold beside its budget.
 """
@@ -47,7 +48,9 @@ from ms_parallel.training.memory import run_memory
 from ms_parallel.training.options import Options
 from ms_parallel.training.planning.plan import plan
 
-TURNS, STEPS = 2, 3
+TURNS = 2
+LEAST_STEPS, MOST_STEPS, TURN_S = 3, 24, 0.6
+"""Steps of a turn: as many as are predicted to take so long together."""
 PATIENCE_S = 240
 PRELOADED = ["torch._dynamo", "ms_parallel.engine.engine", "ms_parallel.planner.measuring.machines"]
 GIB = 1 << 30
@@ -151,7 +154,9 @@ def timed(
             layout = Layout(**splits[number]["layout"])
             if layout not in meetings:  # the threads of gloo's groups stay
                 meetings[layout] = connect(layout, device="cpu")
-            times[number] += steps(job, splits[number]["settings"], meetings[layout])
+            expected = int(TURN_S / splits[number]["predicted"])
+            count = min(MOST_STEPS, max(LEAST_STEPS, expected))
+            times[number] += steps(job, splits[number]["settings"], meetings[layout], count)
     return times, most_held(job, splits[0])
 
 
@@ -169,11 +174,11 @@ def started(
     return engine, {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
 
 
-def steps(job: dict[str, Any], settings: dict[str, Any], groups: Groups) -> list[float]:
+def steps(job: dict[str, Any], settings: dict[str, Any], groups: Groups, count: int) -> list[float]:
     """Seconds of steps, after one that is not timed."""
     engine, batch = started(job, settings, groups)
     times = []
-    for _ in range(1 + STEPS):
+    for _ in range(1 + count):
         dist.barrier()
         began = perf_counter()
         engine.update(batch, NextTokenLoss())
@@ -235,10 +240,13 @@ def planned(drawn: dict[str, Any], cluster: Cluster) -> Plan:
 
 def compared(seed: int, drawn: dict[str, Any], found: Plan) -> dict[str, Any]:
     """A plan beside what its splits take."""
-    splits = [{"layout": each.layout, "settings": each.settings} for each in found.best]
+    predicted = [each.step.total for each in found.best]
+    splits = [
+        {"layout": one.layout, "settings": one.settings, "predicted": seconds}
+        for one, seconds in zip(found.best, predicted, strict=True)
+    ]
     runs, held = run_workers(drawn["processes"], timed, drawn, splits)
     times = [min(each) for each in runs]
-    predicted = [each.step.total for each in found.best]
     return {
         "seed": seed,
         **drawn,

@@ -101,6 +101,7 @@ def test_a_measured_file_is_one_that_plans_are_made_for(
     link = cluster.link(2)
     assert 1 < link.latency_us < 1e5
     assert 1e-3 < link.bandwidth_gb_per_s < 1e3
+    assert cluster.message_us is None or 1 < cluster.message_us < 1e5  # None: several threads
     asked = write_run(tmp_path / "run.toml", tmp_path)
     assert main(["plan", str(asked), "--cluster", str(out), "--best", "1", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)

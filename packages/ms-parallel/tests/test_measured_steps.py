@@ -18,6 +18,8 @@ from ms_parallel.planner.layouts.here import HereTimes, measurable
 from ms_parallel.planner.layouts.messages import Message, MessageLog, seconds
 from ms_parallel.planner.layouts.passes import SheetTimes
 from ms_parallel.planner.layouts.sizes import ModelSizes
+from ms_parallel.planner.layouts.stages import Stages
+from ms_parallel.planner.layouts.step import StepTimes
 from ms_parallel.planner.roofline.collectives import collective_s
 
 MODEL = {
@@ -112,6 +114,24 @@ def test_measured_collectives_count_more_than_links() -> None:
     assert seconds(both, here) == pytest.approx(
         3 * collective_s(here, "all_gather", 1 << 20, 4) + collective_s(here, "send", 8, 4)
     )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sides"), [("1f1b", 1), ("interleaved-1f1b", 3), ("v-half", 2)]
+)
+def test_a_message_costs_its_sender_and_its_taker(schedule: str, sides: int) -> None:
+    """For each microbatch and each side of a stage that lies at another rank's stage."""
+    sizes = ModelSizes.of(architecture("llama", MODEL))
+    split = Split(layout=Layout(pipeline=2), rows=1, microbatches=4)
+    asked = evolve(candidate(split.layout, "auto"), split=split, schedule=schedule)
+    worked = []
+    for cluster in (CLUSTER, evolve(CLUSTER, message_us=500.0)):
+        times = SheetTimes(sizes, cluster, LENGTH, "float32")
+        steps = StepTimes(
+            stages=Stages(sizes), times=times, cluster=cluster, message_bytes=1.0, width=4
+        )
+        worked.append(steps.of(asked).compute)
+    assert worked[1] - worked[0] == pytest.approx(4 * sides * 500e-6)
 
 
 def here_times() -> HereTimes:

@@ -1,5 +1,6 @@
 """Point-to-point messages between pipeline ranks: batched, waited for only when needed."""
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -41,7 +42,7 @@ class Mailbox:
         self.sender: dict[Name, int] = {}
         """Global rank that a message comes from, until it is taken."""
         self.received: dict[Name, tuple[Tensor, Sequence[dist.Work]]] = {}
-        self.sent: list[tuple[Name, Tensor, Sequence[dist.Work]]] = []
+        self.sent: deque[tuple[Name, Tensor, Sequence[dist.Work]]] = deque()
 
     def send(self, name: Name, tensor: Tensor, peer: int, kind: Shape) -> None:
         """Queue the message `name` for pipeline rank `peer`; `kind` is what decides its shape."""
@@ -77,8 +78,13 @@ class Mailbox:
         return tensor.to(self.groups.device)
 
     def flush(self) -> None:
-        """Let all queued messages leave as one batch, and release what has been sent."""
-        self.sent = [entry for entry in self.sent if not all(w.is_completed() for w in entry[2])]
+        """Let all queued messages leave as one batch, and release what has been sent.
+
+        Messages are done in their order. Gloo says so of none before it is waited for, so looking
+        further than the first one that is not would take time for each that a step has sent.
+        """
+        while self.sent and all(work.is_completed() for work in self.sent[0][2]):
+            self.sent.popleft()
         if not self.queue:
             return
         queue, self.queue = self.queue, []
@@ -104,11 +110,11 @@ class Mailbox:
             if name in (None, sent):
                 for work in works:
                     work.wait()
-        self.sent = [entry for entry in self.sent if name not in (None, entry[0])]
+        self.sent = deque(entry for entry in self.sent if name not in (None, entry[0]))
 
     def forget(self) -> None:
         """Drop everything under way, after an error."""
-        self.queue, self.received, self.sent, self.sender = [], {}, [], {}
+        self.queue, self.received, self.sent, self.sender = [], {}, deque(), {}
 
     def share(self, tensor: Tensor | None, owner: int) -> Tensor:
         """Give `tensor` of pipeline rank `owner` (None elsewhere) to every pipeline rank."""

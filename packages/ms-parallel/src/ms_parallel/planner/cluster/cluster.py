@@ -107,6 +107,9 @@ class Cluster:
     cores_per_node: int | None = field(default=None, validator=whole(optional=True))
     """Processor cores that the processes of a node share where they compute; None where each device
     computes by itself."""
+    message_us: float | None = field(default=None, validator=number(optional=True, most=1e9))
+    """Microseconds that a process works to send a message and take one; None where it was not
+    measured, or where messages leave beside what a device computes."""
     memory_gib: float = field(validator=number(least=1e-6, most=1e7))
     """Memory of a device that a run may take, in 2³⁰ bytes."""
     memory_bandwidth_gb_per_s: float = field(validator=number(least=1e-6, most=MOST_RATE))

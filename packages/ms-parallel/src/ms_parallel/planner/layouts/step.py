@@ -7,9 +7,14 @@ from attrs import define, field, frozen
 from ms_parallel.planner.cluster import Cluster
 from ms_parallel.planner.layouts.candidate import Candidate, Split
 from ms_parallel.planner.layouts.passes import PassSeconds, PassTimes, StepCosts
-from ms_parallel.planner.layouts.pipeline import StageSeconds, bubble_share, makespan_s
+from ms_parallel.planner.layouts.pipeline import (
+    StageSeconds,
+    bubble_share,
+    makespan_s,
+    stage_ranks,
+)
 from ms_parallel.planner.layouts.stages import RankWeights, Stages
-from ms_parallel.planner.roofline.collectives import collective_s
+from ms_parallel.planner.roofline.collectives import MICRO, collective_s
 from ms_parallel.split.data_axis import ACTIVATIONS, EACH, MOMENTS
 
 FLOAT32_BYTES = 4
@@ -141,7 +146,7 @@ class StepTimes:
         ranks = self.stages.of(candidate.schedule, layout.pipeline)
         passes = self.times.passes(split, candidate.recompute)
         costs = self.times.costs(candidate)
-        last = len(passes.layers)
+        last, homes = len(passes.layers), stage_ranks(candidate.schedule, layout.pipeline)
         each: dict[int, list[PassSeconds]] = {}
         for stages in ranks:
             for stage, layers in stages:
@@ -149,6 +154,7 @@ class StepTimes:
                 each[stage] += [passes.first] if layers.start == 0 else []
                 each[stage] += [passes.last] if layers.stop == last else []
                 each[stage] += [] if costs is None else [_beside(costs, len(layers))]
+                each[stage].append(_at_borders(self.cluster, stage, homes))
         order = [each[stage] for stage in sorted(each)]
         stride = layout.world_size // layout.pipeline
         message = split.rows * self.message_bytes / layout.row_parts
@@ -233,3 +239,10 @@ def _beside(costs: StepCosts, layers: int) -> PassSeconds:
     one = costs.pass_layer.of(costs.pass_ends, layers)
     half = (one.own + one.travel) / 2
     return PassSeconds(forward=half, backward_input=half, travel=one.travel)
+
+
+def _at_borders(cluster: Cluster, stage: int, homes: Sequence[int]) -> PassSeconds:
+    """Return what a stage's messages with other ranks ask of its own for each microbatch."""
+    beside = [homes[near] for near in (stage - 1, stage + 1) if 0 <= near < len(homes)]
+    half = (cluster.message_us or 0.0) * MICRO / 2 * sum(home != homes[stage] for home in beside)
+    return PassSeconds(forward=half, backward_input=half)

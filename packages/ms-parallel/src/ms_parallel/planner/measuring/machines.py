@@ -9,6 +9,7 @@ from statistics import median
 import msgspec
 import torch
 import torch.distributed as dist
+from attrs import evolve
 
 from ms_parallel.cluster.doctor.measured.exchange import gather_bytes
 from ms_parallel.cluster.doctor.measured.pairs import one_way
@@ -28,8 +29,10 @@ large ones."""
 TRIPS = 8
 WHOLE_BYTES = (1 << 9, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Sizes of what collectives gather, scatter and sum: norms, hidden states, weights."""
-ROUNDS, REPEATED = 5, 4
-"""Rounds in which a collective is timed, and how often it is called in each."""
+ROUNDS, REPEATED = 8, 4
+"""Rounds in which a collective is timed, and how often it is called in each; the fastest counts."""
+STATE_BYTES, MESSAGES = 1 << 15, 128
+"""Size and number of the messages that show what a process works for one."""
 GIB = 1 << 30
 
 
@@ -66,7 +69,10 @@ def measure_cluster(device: torch.device) -> Cluster | None:
     each = _share_numbers(_processes(every) if every else 0) if together else 1
     links = _links(device, each) if together else Links()
     collectives = _collectives(device, each) if each > 1 else Collectives()
-    return _cluster(every, each, links, collectives, device) if every else None
+    work = _message_us(device, each) if each > 1 else None
+    if not every:
+        return None
+    return evolve(_cluster(every, each, links, collectives, device), message_us=work)
 
 
 def _rates(device: torch.device) -> Rates:
@@ -156,6 +162,29 @@ def message_times(
     return [median(values) for values in zip(*measured, strict=True)]
 
 
+def _message_us(device: torch.device, each: int) -> float | None:
+    """Time a process's own work for messages that leave and come as those of pipelines do.
+
+    All ranks call this; rank 0 gets the median of all. None where a process has more threads than
+    one, whose work its clock does not tell, or where a device computes meanwhile.
+    """
+    other = partner(dist.get_rank(), each, 1, each)
+    counts = device.type == "cpu" and torch.get_num_threads() == 1
+    times: list[float] = []
+    if counts and other is not None:
+        given, taken = (torch.zeros(STATE_BYTES // 4) for _ in range(2))
+        began = time.process_time()
+        for _ in range(MESSAGES):
+            works = dist.batch_isend_irecv([dist.P2POp(dist.isend, given, other)])
+            works += dist.batch_isend_irecv([dist.P2POp(dist.irecv, taken, other)])
+            for work in works:
+                work.wait()
+        times.append((time.process_time() - began) / MESSAGES)
+    parts = gather_bytes(msgspec.json.encode(times))
+    found = [value for part in parts for value in msgspec.json.decode(part, type=list[float])]
+    return float(f"{median(found) * 1e6:.4g}") if found else None
+
+
 def _collectives(device: torch.device, each: int) -> Collectives:
     """Time the collectives of each node at once; rank 0 has those of the first node."""
     rank, group = dist.get_rank(), None
@@ -206,7 +235,7 @@ def collectives(
 def _collective_s(
     once: Callable[[], object], group: dist.ProcessGroup, device: torch.device
 ) -> float:
-    """Time a collective among others that follow it: the median of some rounds, in seconds."""
+    """Time a collective among others that follow it: the shortest of some rounds, in seconds."""
     times: list[float] = []
     for _ in range(ROUNDS):
         once()
@@ -217,7 +246,7 @@ def _collective_s(
         if device.type != "cpu":
             torch.accelerator.synchronize()
         times.append((time.perf_counter() - start) / REPEATED)
-    return median(times)
+    return min(times)
 
 
 def _of_ring(name: str, link: Link, count: int) -> Link:
