@@ -45,11 +45,14 @@ def fit_link(sizes_bytes: Sequence[int], times_s: Sequence[float]) -> Link:
     half = exp((low + high) / 2)
     latency_s = exp(fmean(_logarithms(pairs, half)))
     return Link(
-        latency_us=_rounded(max(LEAST_LATENCY_US, latency_s * 1e6)),
-        bandwidth_gb_per_s=_rounded(
-            min(MOST_GB_PER_S, max(LEAST_GB_PER_S, half / latency_s / 1e9))
-        ),
+        latency_us=rounded(max(LEAST_LATENCY_US, latency_s * 1e6)),
+        bandwidth_gb_per_s=rounded(min(MOST_GB_PER_S, max(LEAST_GB_PER_S, half / latency_s / 1e9))),
     )
+
+
+def rounded(value: float) -> float:
+    """Round to the four digits that are measured at most."""
+    return float(f"{value:.4g}")
 
 
 def _logarithms(pairs: Sequence[tuple[int, float]], half: float) -> list[float]:
@@ -62,8 +65,3 @@ def _spread(pairs: Sequence[tuple[int, float]], half: float) -> float:
     found = _logarithms(pairs, half)
     middle = fmean(found)
     return sum((value - middle) ** 2 for value in found)
-
-
-def _rounded(value: float) -> float:
-    """Round to the four digits that are measured at most."""
-    return float(f"{value:.4g}")

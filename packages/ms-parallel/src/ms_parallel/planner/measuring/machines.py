@@ -9,7 +9,6 @@ from statistics import median
 import msgspec
 import torch
 import torch.distributed as dist
-from attrs import evolve
 
 from ms_parallel.cluster.doctor.measured.exchange import gather_bytes
 from ms_parallel.cluster.doctor.measured.pairs import one_way
@@ -19,7 +18,7 @@ from ms_parallel.cluster.doctor.recording.recording import Machine
 from ms_parallel.errors import LaunchError
 from ms_parallel.planner.cluster import Cluster, Collectives, Link, Links
 from ms_parallel.planner.free_memory import left_by_limits
-from ms_parallel.planner.measuring.fit import fit_link
+from ms_parallel.planner.measuring.fit import fit_link, rounded
 from ms_parallel.planner.measuring.rates import DTYPES, memory_gb_per_s, product_tflops
 
 SIZES_BYTES = (8, 1 << 9, 1 << 13, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
@@ -69,10 +68,8 @@ def measure_cluster(device: torch.device) -> Cluster | None:
     each = _share_numbers(_processes(every) if every else 0) if together else 1
     links = _links(device, each) if together else Links()
     collectives = _collectives(device, each) if each > 1 else Collectives()
-    work = _message_us(device, each) if each > 1 else None
-    if not every:
-        return None
-    return evolve(_cluster(every, each, links, collectives, device), message_us=work)
+    work_us = _message_us(device) if together else None
+    return _cluster(every, each, links, collectives, work_us, device) if every else None
 
 
 def _rates(device: torch.device) -> Rates:
@@ -157,21 +154,19 @@ def message_times(
             message = torch.zeros(size, dtype=torch.uint8, device=device)
             times.append(one_way(message, min(rank, partner), max(rank, partner), TRIPS))
     leads = partner is not None and rank < partner
-    parts = gather_bytes(msgspec.json.encode(times if leads else []))
-    measured = [found for part in parts if (found := msgspec.json.decode(part, type=list[float]))]
-    return [median(values) for values in zip(*measured, strict=True)]
+    return _medians(times if leads else [])
 
 
-def _message_us(device: torch.device, each: int) -> float | None:
+def _message_us(device: torch.device) -> float | None:
     """Time a process's own work for messages that leave and come as those of pipelines do.
 
-    All ranks call this; rank 0 gets the median of all. None where a process has more threads than
-    one, whose work its clock does not tell, or where a device computes meanwhile.
+    All ranks call this; rank 0 gets the median of all, in microseconds. None where a process has
+    more threads than one, whose work its clock does not tell, or where a device computes meanwhile.
     """
-    other = partner(dist.get_rank(), each, 1, each)
-    counts = device.type == "cpu" and torch.get_num_threads() == 1
+    world = dist.get_world_size()
+    other = partner(dist.get_rank(), world, 1, world)
     times: list[float] = []
-    if counts and other is not None:
+    if device.type == "cpu" and torch.get_num_threads() == 1 and other is not None:
         given, taken = (torch.zeros(STATE_BYTES // 4) for _ in range(2))
         began = time.process_time()
         for _ in range(MESSAGES):
@@ -180,9 +175,15 @@ def _message_us(device: torch.device, each: int) -> float | None:
             for work in works:
                 work.wait()
         times.append((time.process_time() - began) / MESSAGES)
-    parts = gather_bytes(msgspec.json.encode(times))
-    found = [value for part in parts for value in msgspec.json.decode(part, type=list[float])]
-    return float(f"{median(found) * 1e6:.4g}") if found else None
+    found = _medians(times)
+    return rounded(found[0] * 1e6) if found else None
+
+
+def _medians(own: Sequence[float]) -> list[float]:
+    """Return the median of each number over the ranks that give some, on rank 0; else nothing."""
+    parts = gather_bytes(msgspec.json.encode(own))
+    given = [found for part in parts if (found := msgspec.json.decode(part, type=list[float]))]
+    return [median(values) for values in zip(*given, strict=True)]
 
 
 def _collectives(device: torch.device, each: int) -> Collectives:
@@ -264,13 +265,14 @@ def _cluster(
     each: int,
     links: Links,
     collectives: Collectives,
+    message_us: float | None,
     device: torch.device,
 ) -> Cluster:
     computed = [one for one in every if one.tflops]
     first, threads = every[0].machine, every[0].threads
     names = {name for one in computed for name in one.tflops}
     tflops = {
-        name: float(f"{median(o.tflops[name] for o in computed if name in o.tflops):.4g}")
+        name: rounded(median(o.tflops[name] for o in computed if name in o.tflops))
         for name in DTYPES
         if name in names
     }
@@ -285,8 +287,9 @@ def _cluster(
         nodes=len(every) // each,
         devices_per_node=each,
         cores_per_node=max(1, first.cores // threads) if on_cpu else None,
-        memory_gib=float(f"{memory / GIB:.4g}"),
-        memory_bandwidth_gb_per_s=float(f"{median(o.memory_gb_per_s for o in computed):.4g}"),
+        message_us=message_us,
+        memory_gib=rounded(memory / GIB),
+        memory_bandwidth_gb_per_s=rounded(median(o.memory_gb_per_s for o in computed)),
         peak_tflops=tflops,
         measured=True,
         links=links,
