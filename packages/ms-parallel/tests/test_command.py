@@ -141,6 +141,17 @@ def test_the_template_trains_when_its_dataset_is_filled_in(
     assert Path(result["model_folder"]) == Path("runs/train/model")
 
 
+@pytest.mark.parametrize("share", [1e-9, 0.0])
+def test_a_run_that_holds_too_little_out_says_so(
+    corpus: Path, tmp_path: Path, share: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was to measure a held-out loss and measures none; who asks for none hears nothing."""
+    run = write_run(tmp_path / "run.toml", corpus, hold_out=share, steps=1)
+    assert main(["train", str(run), "--set", f"output_dir={tmp_path / 'out'}"]) == 0
+    said = "leaves too little text for a held-out loss" in "".join(capsys.readouterr())
+    assert said is (share > 0)
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

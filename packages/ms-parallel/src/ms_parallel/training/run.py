@@ -25,6 +25,7 @@ from ms_parallel.progress import RunDisplay, Throughput, duration
 from ms_parallel.training.course.checkpoints import RunCheckpoints, Standing, Stream
 from ms_parallel.training.course.policy import Policy, check_lost, reason
 from ms_parallel.training.course.step_log import StepLog
+from ms_parallel.training.dataset import SHARDS
 from ms_parallel.training.held_out import HeldOut
 from ms_parallel.training.optional import data_package
 from ms_parallel.training.options import Options
@@ -56,6 +57,11 @@ class Run:
     stop: StopRequest = field(factory=StopRequest)
 
     @property
+    def _built_here(self) -> bool:
+        """Whether the run's own settings say what is held out."""
+        return self.shards == self.options.output_dir / SHARDS
+
+    @property
     def policy(self) -> Policy:
         """What is done about updates that are not as they should be."""
         options = self.options
@@ -79,6 +85,11 @@ class Run:
         self.emit("begin", {"steps": self.total, "layout": layout, "local_parameters": count})
         if self.found is not None:
             self._note_schedule(self.found)
+        if self.held_out is None and self.options.hold_out and self._built_here:
+            self.show.note(
+                f"warning: hold_out = {self.options.hold_out:g} leaves too little text for a"
+                " held-out loss, so none is measured; raise it, or give more documents"
+            )
         self.checkpoints.resume()
 
     def complete(self) -> Result:
