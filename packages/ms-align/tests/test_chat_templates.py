@@ -29,7 +29,7 @@ SOUND = {
 }
 _NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}"
 HOSTILE = {
-    "nested ranges": (_NESTED.replace("BODY", _NESTED), "more processor time"),
+    "nested ranges": (_NESTED.replace("BODY", _NESTED.replace("BODY", "")), "more processor time"),
     "power at compile time": ("{{ 10 ** (10 ** 9) % 7 }}", "more processor time|not a valid"),
     "wide format": ("{{ '%2000000000d' % 1 }}", "too much memory"),
     "JSON indent": ("{{ messages | tojson(indent=10**9) }}", "too much memory"),
