@@ -89,6 +89,17 @@ def test_less_memory_is_met_by_holding_less() -> None:
     assert "does not fit into memory" in {out.reason for out in poor.fallen}
 
 
+def test_nothing_is_computed_again_where_there_is_room() -> None:
+    """What keeps all is faster, so no other is looked at; where least is asked for, all are."""
+    room = cluster(memory_gib=4.0)
+    reason = "recomputes what there is room for"
+    fast = plan(options(), room, best=9, every=True)
+    assert {each.settings["recompute"] for each in fast.best} == {"none"}
+    assert reason in {out.reason for out in fast.fallen}
+    least = plan(options(), room, objective="least-memory")
+    assert reason not in {out.reason for out in least.fallen}
+
+
 def test_a_cluster_that_holds_no_layout_is_told_what_would() -> None:
     """One line names the least that a device would need, and how many of these would do."""
     with pytest.raises(ConfigError, match=r"the least, .* needs .* GiB a device; take") as raised:

@@ -11,6 +11,9 @@ from ms_parallel.errors import LaunchError
 Wanted = str | torch.device | Devices | None
 """A device: its name, or what says which rank has which; None for the machine's best."""
 
+LEARNED_BYTES = 31 << 20
+"""A block of nearly the most that glibc learns from (DEFAULT_MMAP_THRESHOLD_MAX)."""
+
 
 def pick_device(device: Wanted = None) -> torch.device:
     """Pick this process's device: `device` if given, else its local rank's accelerator, else CPU.
@@ -45,6 +48,18 @@ def pick_device(device: Wanted = None) -> torch.device:
         )
     torch.accelerator.set_device_index(index)
     return torch.device(found.type, index)
+
+
+def keep_freed_pages(device: torch.device) -> None:
+    """Have a CPU's allocator keep what it is given back, so that no step makes its pages anew.
+
+    glibc maps large blocks and trims its heap at sizes that it learns: the largest block that came
+    back, up to 32 MiB, and twice that. A small model gives back no such block, and its heap grows
+    and shrinks in each step. What is asked for here is never touched. Where blocks are mapped on
+    purpose, nothing is learned.
+    """
+    if device.type == "cpu":
+        torch.empty(LEARNED_BYTES, dtype=torch.uint8)
 
 
 def _device(name: str | torch.device) -> torch.device:

@@ -241,7 +241,12 @@ class _Search:
         """Queue what may fit of a group."""
         asked = self.question
         short: tuple[int, Candidate] | None = None
+        roomy: set[tuple[str, str]] = set()
         for candidate in asked.choices.candidates(group.split, group.schedule):
+            otherwise = (candidate.sharding, candidate.offload)
+            if otherwise in roomy:
+                self.reasons.add("recomputes what there is room for", str(candidate))
+                continue
             try:
                 size = asked.need(self._bytes(candidate), group.split)
             except ParallelError as error:
@@ -250,6 +255,8 @@ class _Search:
             if size > asked.limit * NEAR:
                 short = min(short or (size, candidate), (size, candidate), key=lambda e: e[0])
                 continue
+            if size * NEAR <= asked.limit and asked.objective != "least-memory":
+                roomy.add(otherwise)
             self._put(candidate, 2, self._key(self.steps.of(candidate).all, size, candidate))
         if short is not None:
             self._refuse(short[1], short[0])

@@ -12,7 +12,7 @@ from time import perf_counter, process_time, process_time_ns
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import astuple, evolve, frozen
 from torch import Tensor
 
 from ms_parallel.cluster.layout import Layout
@@ -26,7 +26,6 @@ from ms_parallel.planner.fake_cluster import fake_groups
 from ms_parallel.planner.layouts.candidate import Candidate, Split
 from ms_parallel.planner.layouts.messages import MessageLog, seconds
 from ms_parallel.planner.layouts.passes import (
-    AGAIN,
     ModelSeconds,
     OwnAndTravel,
     PassSeconds,
@@ -38,14 +37,16 @@ from ms_parallel.planner.layouts.sizes import ModelSizes
 from ms_parallel.planner.layouts.variants import PLAIN
 from ms_parallel.schedules.table.action import Kind
 
-STEPS = 2
-"""Steps that are timed, after one that is not; the fastest counts, as others disturb it least."""
+LEAST_ROUNDS, MOST_ROUNDS, ENOUGH_S = 2, 5, 0.4
+"""Steps that are timed, after one that is not: so many at most, and no more once all of them took
+so long together. The fastest counts, as others disturb it least; short ones are disturbed most."""
 FEW, SEVERAL = 1, 4
 """Rows of the microbatches that are measured; what others take lies on a straight line."""
 WEIGHT_SHARE = 0.5
 """Share of a backward that gradients of weights take, as their products are half of all."""
-LAYERS = 3
-"""Layers of the larger model that is measured; the smaller one has one."""
+LEAST_LAYERS, MOST_LAYERS, LAYER_WEIGHTS = 3, 8, 1 << 24
+"""Layers of the larger model that is measured: more than the least while all have no more weights
+together. The smaller model has one."""
 LEAST = 0.2
 SPLIT = "zb-h1"
 """A schedule of one rank that puts off gradients of weights."""
@@ -102,6 +103,29 @@ class _Parts:
         return cls(layer=layer, ends=max(0.0, few - layer))
 
 
+@frozen
+class _Microbatch:
+    """Seconds of a part of a model for one microbatch."""
+
+    forward: float
+    backward: float
+    travel: float
+
+    def at_least(self, other: "_Microbatch") -> "_Microbatch":
+        """Return the same, no part below another's: what is not so was disturbed."""
+        return _Microbatch(*map(max, astuple(self), astuple(other)))
+
+    def passes(self, plain: "_Microbatch") -> PassSeconds:
+        """Share it out to passes, by what it takes where nothing is recomputed."""
+        weights = plain.backward * WEIGHT_SHARE
+        return PassSeconds(
+            forward=self.forward + plain.travel / 2,
+            backward_input=self.backward - weights + self.travel - plain.travel / 2,
+            backward_weight=weights,
+            travel=self.travel,
+        )
+
+
 class HereTimes:
     """Measures engines on a device of this machine, each once.
 
@@ -133,23 +157,15 @@ class HereTimes:
         if not self._is_measured(layout):
             return self.sheet.passes(split, recompute)
         key = _plain(layout)
-        own = [self._line(key, split.rows, of) for of in (_forward, _backward, _travel)]
-        again = self._ratio(recompute)
-        layer, ends = (
-            PassSeconds(
-                forward=ahead + travel / 2,
-                backward_input=back * (again - WEIGHT_SHARE) + travel * (0.5 + more),
-                backward_weight=back * WEIGHT_SHARE,
-                travel=travel * (1 + more),
-            )
-            for ahead, back, travel, again, more in (
-                (*(part.layer for part in own), again, AGAIN.get(recompute, 0.0) / 2),
-                (*(part.ends for part in own), 1.0, 0.0),
-            )
-        )
+        layer, ends = plain, _ = self._found(key, split.rows)
+        if recompute != "none":
+            again, _ = self._found(evolve(key, recompute=recompute), split.rows)
+            layer = again.at_least(plain)
         # The embedding and the head are measured together, and the head has nearly all of it.
         return ModelSeconds(
-            layers=(layer,) * len(self.sheet.sizes.layers), first=PassSeconds(), last=ends
+            layers=(layer.passes(plain),) * len(self.sheet.sizes.layers),
+            first=PassSeconds(),
+            last=ends.passes(ends),
         )
 
     def costs(self, candidate: Candidate) -> StepCosts | None:
@@ -185,6 +201,12 @@ class HereTimes:
         """Return whether an engine can be timed: not where experts are chosen over collectives."""
         return not (self.sheet.sizes.experts and layout.tensor * layout.expert > 1)
 
+    def _found(self, key: _Key, rows: int) -> tuple[_Microbatch, _Microbatch]:
+        """Return what a layer of a microbatch of so many rows takes, and the ends."""
+        parts = [self._line(key, rows, of) for of in (_forward, _backward, _travel)]
+        layer = _Microbatch(*(each.layer for each in parts))
+        return layer, _Microbatch(*(each.ends for each in parts))
+
     def _line(self, key: _Key, rows: int, of: Callable[[_Measured], float]) -> _Parts:
         """Put the parts of a microbatch of any rows on a line, at `LEAST` of the first or above."""
         share = (rows - FEW) / (SEVERAL - FEW)
@@ -194,16 +216,6 @@ class HereTimes:
             for one, other in ((few.layer, several.layer), (few.ends, several.ends))
         )
         return _Parts(layer=layer, ends=ends)
-
-    def _ratio(self, recompute: str) -> float:
-        """Return how many times longer a layer's backward takes with this kind of recomputation."""
-        if recompute == "none":
-            return 1.0
-        plain, again = (
-            self._parts(_Key(layout=Layout(), sharding="auto", recompute=kind), SEVERAL, _backward)
-            for kind in ("none", recompute)
-        )
-        return max(1.0, again.layer / plain.layer) if plain.layer else 1.0
 
     def _parts(self, key: _Key, rows: int, of: Callable[[_Measured], float]) -> _Parts:
         """Split what a microbatch takes into the parts of a layer and of the ends."""
@@ -227,7 +239,12 @@ class HereTimes:
         """Time steps of one and of two microbatches."""
         batches = [_rows(self.batch, rows * count) for count in (1, 2)]
         # In turns, so that what comes and goes on the machine meets both.
-        times = [[_step(engine, batch) for batch in batches] for _ in range(1 + STEPS)][1:]
+        times, began = [], perf_counter()
+        while len(times) <= LEAST_ROUNDS or (
+            len(times) <= MOST_ROUNDS and perf_counter() - began < ENOUGH_S
+        ):
+            times.append([_step(engine, batch) for batch in batches])
+        times = times[1:]
         own = [min(each[count].whole for each in times) for count in (0, 1)]
         forward = min(each[1].forward for each in times)
         backward = min(each[1].backward for each in times)
@@ -295,8 +312,10 @@ def measurable(config: Any) -> list[Any] | None:
     layers = config.num_hidden_layers
     if len(model_plan(config).cuts) != layers or len({*ModelSizes.of(config).layers}) > 1:
         return None
+    sizes = ModelSizes.of(config).layers[0]
+    most = max(LEAST_LAYERS, min(MOST_LAYERS, LAYER_WEIGHTS // (sizes.split + sizes.whole)))
     try:
-        return [evolve(config, num_hidden_layers=count) for count in (1, min(layers, LAYERS))]
+        return [evolve(config, num_hidden_layers=count) for count in (1, min(layers, most))]
     except ConfigError:
         return None
 
