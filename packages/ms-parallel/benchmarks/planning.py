@@ -51,7 +51,7 @@ from ms_parallel.training.planning.plan import plan
 TURNS = 2
 LEAST_STEPS, MOST_STEPS, TURN_S = 3, 24, 0.6
 """Steps of a turn: as many as are predicted to take so long together."""
-PATIENCE_S = 240
+PATIENCE_S = 900
 PRELOADED = ["torch._dynamo", "ms_parallel.engine.engine", "ms_parallel.planner.measuring.machines"]
 GIB = 1 << 30
 ALL = 1000

@@ -1,5 +1,6 @@
 """The device that a process computes on."""
 
+import contextlib
 import os
 
 import torch
@@ -56,10 +57,11 @@ def keep_freed_pages(device: torch.device) -> None:
     glibc maps large blocks and trims its heap at sizes that it learns: the largest block that came
     back, up to 32 MiB, and twice that. A small model gives back no such block, and its heap grows
     and shrinks in each step. What is asked for here is never touched. Where blocks are mapped on
-    purpose, nothing is learned.
+    purpose, or a limit leaves less, nothing is learned.
     """
     if device.type == "cpu":
-        torch.empty(LEARNED_BYTES, dtype=torch.uint8)
+        with contextlib.suppress(RuntimeError):  # torch's, where memory is out
+            torch.empty(LEARNED_BYTES, dtype=torch.uint8)
 
 
 def _device(name: str | torch.device) -> torch.device:

@@ -239,7 +239,8 @@ class HereTimes:
         """Time steps of one and of two microbatches."""
         batches = [_rows(self.batch, rows * count) for count in (1, 2)]
         # In turns, so that what comes and goes on the machine meets both.
-        times, began = [], perf_counter()
+        times: list[list[_Took]] = []
+        began = perf_counter()
         while len(times) <= LEAST_ROUNDS or (
             len(times) <= MOST_ROUNDS and perf_counter() - began < ENOUGH_S
         ):

@@ -1,0 +1,56 @@
+"""A CPU's allocator keeps the pages of what is freed, and a limit of memory is no error."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launching import environment
+
+from ms_parallel.cluster.device import LEARNED_BYTES, keep_freed_pages
+from ms_parallel.planner.free_memory import status_bytes
+
+STEPS = """
+import json, resource, torch
+from ms_parallel import Engine, NextTokenLoss
+torch.set_num_threads(1)
+sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 8192}
+heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+from ms_parallel.models.registry import architecture
+engine = Engine(architecture("llama", sizes | heads), device="cpu", microbatch_size=1)
+rows = torch.ones(4, 128, dtype=torch.int64)
+faults = []
+for _ in range(8):
+    began = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    engine.update({"tokens": rows, "targets": rows}, NextTokenLoss())
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - began)
+print(json.dumps(faults))
+"""
+
+
+def test_a_small_models_steps_make_no_pages_anew() -> None:
+    """Where the heap is trimmed in every step, each makes some 13,000 pages."""
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    faults = sorted(json.loads(done.stdout)[3:])
+    assert faults[len(faults) // 2] < 3000
+
+
+def test_nothing_is_learned_where_memory_is_short() -> None:
+    """What is asked for and not touched counts against `ulimit -d`; a refusal passes silently."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    left = status_bytes("VmData") + LEARNED_BYTES // 2
+    resource.setrlimit(resource.RLIMIT_DATA, (left, before[1]))
+    try:
+        keep_freed_pages(torch.device("cpu"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
