@@ -204,7 +204,7 @@ def test_what_is_computed_again_is_measured_with_its_collectives() -> None:
 
 
 def test_a_measured_model_has_fewer_layers_where_they_are_large() -> None:
-    """Of layers of some hundred million weights three are built."""
+    """Three layers are built where each has some hundred million weights."""
     large = {"hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 16}
     configs = measurable(architecture("llama", MODEL | large))
     assert configs is not None

@@ -9,6 +9,7 @@ from attrs import evolve, field, frozen
 from torch import nn
 
 from ms_parallel import operators
+from ms_parallel.cluster.device import keep_freed_pages
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.mixed.devices import Devices
@@ -143,6 +144,7 @@ def build_stages(
         groups: the layout's processes.
         options: the engine's.
     """
+    keep_freed_pages(groups.device)
     prepare = _preparation(options)
     how: Any = {
         "mixed_precision": options.mixed_precision,

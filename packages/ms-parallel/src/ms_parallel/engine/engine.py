@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ms_parallel import operators
 from ms_parallel.cluster.connection import connect
-from ms_parallel.cluster.device import keep_freed_pages
 from ms_parallel.cluster.groups import lay_mesh
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.adapters import Adapters, check_adaptable
@@ -106,7 +105,6 @@ class Engine:
         self.groups = chosen.groups or connect(layout, device=chosen.device)
         if self.groups.layout != layout:
             self.groups = lay_mesh(layout, self.device, self.groups.devices)
-        keep_freed_pages(self.device)
         if chosen.mixed_precision is True and dist.get_rank() == 0:
             warn_of_slow_bfloat16(self.device)
         self.ops: Ops = chosen.ops or operators
