@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.generators.registry import GENERATORS, named_schedule
@@ -40,6 +40,17 @@ class StageSeconds:
         parts = (self.forward, self.backward_input, self.backward_weight)
         return sum(part[stage] for part in parts for stage in stages)
 
+    def scaled(self, share: float) -> "StageSeconds":
+        """Return the same with a share of the work, and messages as they are."""
+        parts = (self.forward, self.backward_input, self.backward_weight)
+        ahead, inputs, weights = (tuple(share * each for each in part) for part in parts)
+        return evolve(self, forward=ahead, backward_input=inputs, backward_weight=weights)
+
+
+def played(ranks: int, microbatches: int) -> int:
+    """Return how many microbatches are played one by one."""
+    return min(microbatches, ENOUGH * ranks)
+
 
 @cache
 def table(name: str, ranks: int, microbatches: int) -> Schedule | str:
@@ -74,8 +85,8 @@ def bubble_share(name: str, ranks: int, microbatches: int) -> float:
     played add work and no waiting; and a pipeline of more ranks than `FEW` waits as one of so many
     does, for each rank but one.
     """
-    few, played = _scaled(ranks, microbatches)
-    made = table(name, few, played)
+    few, count = _scaled(ranks, microbatches)
+    made = table(name, few, count)
     assert isinstance(made, Schedule), made
     line = simulate(made, Costs.uniform(made.stages))
     lost = float(line.lost / max(line.busy)) * made.microbatches
@@ -93,13 +104,7 @@ def refusal(name: str, ranks: int, microbatches: int) -> str | None:
 def _scaled(ranks: int, microbatches: int) -> tuple[int, int]:
     """Return the ranks and microbatches of the table that stands for one of so many."""
     few = min(ranks, FEW)
-    return few, _played(few, -(-microbatches * few // ranks))
-
-
-def _played(ranks: int, microbatches: int) -> int:
-    """Return how many microbatches are played one by one."""
-    most = ENOUGH * ranks
-    return min(microbatches, most)
+    return few, played(few, -(-microbatches * few // ranks))
 
 
 @cache
@@ -112,8 +117,8 @@ def makespan_s(name: str, ranks: int, microbatches: int, times: StageSeconds) ->
         microbatches: of an update; above `ENOUGH` a rank they are not played one by one.
         times: of each stage.
     """
-    played = _played(ranks, microbatches)
-    made = table(name, ranks, played)
+    count = played(ranks, microbatches)
+    made = table(name, ranks, count)
     assert isinstance(made, Schedule), made
     costs = Costs(
         forward=[round(each, DIGITS) for each in times.forward],
@@ -122,7 +127,7 @@ def makespan_s(name: str, ranks: int, microbatches: int, times: StageSeconds) ->
         latency=round(times.message, DIGITS),
     )
     busiest = max(times.work(made.stages_of(rank)) for rank in range(ranks))
-    return float(simulate(made, costs).makespan) + (microbatches - played) * busiest
+    return float(simulate(made, costs).makespan) + (microbatches - count) * busiest
 
 
 @cache
@@ -133,11 +138,11 @@ def held(name: str, ranks: int, microbatches: int) -> tuple[tuple[tuple[int, flo
         Pairs (stage, microbatches) for each rank; of more ranks than `FEW` as of so many, with as
         many more microbatches.
     """
-    few, played = _scaled(ranks, microbatches)
-    last, before = _most_held(name, few, played), None
-    beyond = microbatches * few / ranks - played
-    if beyond > 0 and not isinstance(table(name, few, played - few), str):
-        before = _most_held(name, few, played - few)
+    few, count = _scaled(ranks, microbatches)
+    last, before = _most_held(name, few, count), None
+    beyond = microbatches * few / ranks - count
+    if beyond > 0 and not isinstance(table(name, few, count - few), str):
+        before = _most_held(name, few, count - few)
     homes = stage_ranks(name, ranks)
     found = []
     for rank in range(ranks):
@@ -146,7 +151,7 @@ def held(name: str, ranks: int, microbatches: int) -> tuple[tuple[tuple[int, flo
         if before is not None:
             grown = sum(counts.values()) - sum(before[like].values())
             more = grown / few * beyond / len(counts)
-        each = [(count + more) * ranks / few for count in counts.values()]
+        each = [(one + more) * ranks / few for one in counts.values()]
         stages = [stage for stage, home in enumerate(homes) if home == rank]
         found.append(tuple(zip(stages, each, strict=True)))
     return tuple(found)

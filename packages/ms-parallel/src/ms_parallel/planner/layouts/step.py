@@ -8,11 +8,13 @@ from ms_parallel.planner.cluster import Cluster
 from ms_parallel.planner.layouts.candidate import Candidate, Split
 from ms_parallel.planner.layouts.passes import PassSeconds, PassTimes, StepCosts
 from ms_parallel.planner.layouts.pipeline import (
+    FEW,
     StageSeconds,
     bubble_share,
     makespan_s,
     stage_ranks,
 )
+from ms_parallel.planner.layouts.shared_cores import shared_makespan_s
 from ms_parallel.planner.layouts.stages import RankWeights, Stages
 from ms_parallel.planner.roofline.collectives import MICRO, collective_s
 from ms_parallel.split.data_axis import ACTIVATIONS, EACH, MOMENTS
@@ -177,13 +179,20 @@ class StepTimes:
 
     def _shared(self, work: _Work, candidate: Candidate) -> float:
         """Return the seconds of a node's cores for the work of its processes, where they share."""
-        cores = self.cluster.cores_per_node
+        cores, layout = self.cluster.cores_per_node, candidate.layout
         if cores is None:
             return 0.0
-        here = min(candidate.layout.world_size, self.cluster.devices_per_node)
+        here = min(layout.world_size, self.cluster.devices_per_node)
         mean = sum(work.ranks) / len(work.ranks)
         # What travels was measured while all processes of a node sent.
-        return (mean - work.travel) * here / cores + work.travel
+        own = mean - work.travel
+        alone = layout.pipeline == 1 or layout.pipeline > FEW
+        if alone or here < layout.world_size or here <= cores:
+            return own * here / cores + work.travel
+        times = work.seconds.scaled(own / mean)
+        count, copies = candidate.split.microbatches, here // layout.pipeline
+        played = shared_makespan_s(candidate.schedule, layout.pipeline, count, times, copies, cores)
+        return played + work.travel
 
     def _data(self, candidate: Candidate, weights: RankWeights, work: _Work) -> float:
         """Return the seconds that weights and gradients travel, beyond what computing hides."""
