@@ -163,8 +163,7 @@ def test_what_sharding_does_for_each_block_is_measured() -> None:
     assert copies is not None
     assert shards is not None
     assert alone.pass_layer.own == alone.pass_layer.travel == alone.step_layer.travel == 0.0
-    assert copies.pass_layer.travel == 0.0
-    assert shards.step_layer.travel == pytest.approx(0.0, abs=1e-12)
+    assert copies.pass_layer.travel == shards.step_layer.travel == 0.0
     assert copies.step_layer.travel > 0.0
     # Hooks of FSDP on a block take some hundred microseconds; what is compared is noise.
     assert shards.pass_layer.own > max(1e-5, copies.pass_layer.own)

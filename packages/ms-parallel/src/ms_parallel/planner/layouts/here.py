@@ -7,6 +7,7 @@ comes from the cluster's links. Steps of one and of two microbatches tell what i
 them from what is done once, and models of one and of three layers what is done for each layer.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter, process_time, process_time_ns
 from typing import Any
@@ -24,7 +25,7 @@ from ms_parallel.models.registry import model_plan
 from ms_parallel.pipeline.recorder import Recorder
 from ms_parallel.planner.fake_cluster import fake_groups
 from ms_parallel.planner.layouts.candidate import Candidate, Split
-from ms_parallel.planner.layouts.messages import MessageLog, seconds
+from ms_parallel.planner.layouts.messages import Message, MessageLog, seconds
 from ms_parallel.planner.layouts.passes import (
     ModelSeconds,
     OwnAndTravel,
@@ -249,20 +250,23 @@ class HereTimes:
         own = [min(each[count].whole for each in times) for count in (0, 1)]
         forward = min(each[1].forward for each in times)
         backward = min(each[1].backward for each in times)
-        travel = []
-        for batch in batches:
-            with MessageLog() as log:
-                _step(engine, batch)
-            travel.append(seconds(log.messages, self.sheet.cluster))
-        passes, step = [], []
-        for one, two in (own, travel):
-            passes.append(min(one, max(0.0, two - one)))
-            step.append(one - passes[-1])
+        passes = min(own[0], max(0.0, own[1] - own[0]))
+        once, twice = (_messages(engine, batch) for batch in batches)
+        sent = (twice - once) & once
+        cluster = self.sheet.cluster
         return _Measured(
-            passes=OwnAndTravel(own=passes[0], travel=passes[1]),
+            passes=OwnAndTravel(own=passes, travel=seconds(sent, cluster)),
             forward=forward / (forward + backward),
-            step=OwnAndTravel(own=step[0], travel=step[1]),
+            step=OwnAndTravel(own=own[0] - passes, travel=seconds(once - sent, cluster)),
         )
+
+
+def _messages(engine: Engine, batch: Batch) -> Counter[Message]:
+    """Count the collectives of a step."""
+    log = MessageLog()
+    with log:
+        _step(engine, batch)
+    return log.messages
 
 
 def _plain(layout: Layout) -> _Key:
@@ -311,9 +315,9 @@ def measurable(config: Any) -> list[Any] | None:
     None where a layer is not like the others, or cannot be measured by itself.
     """
     layers = config.num_hidden_layers
-    if len(model_plan(config).cuts) != layers or len({*ModelSizes.of(config).layers}) > 1:
+    sizes, *others = {*ModelSizes.of(config).layers}
+    if len(model_plan(config).cuts) != layers or others:
         return None
-    sizes = ModelSizes.of(config).layers[0]
     most = max(LEAST_LAYERS, min(MOST_LAYERS, LAYER_WEIGHTS // (sizes.split + sizes.whole)))
     try:
         return [evolve(config, num_hidden_layers=count) for count in (1, min(layers, most))]
