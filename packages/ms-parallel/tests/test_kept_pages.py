@@ -1,18 +1,13 @@
 """A CPU's allocator keeps the pages of what is freed, and a limit of memory is no error."""
 
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
-
-import torch
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import environment
-
-from ms_parallel.cluster.device import LEARNED_BYTES, keep_freed_pages
-from ms_parallel.planner.free_memory import status_bytes
 
 STEPS = """
 import json, resource, torch
@@ -32,25 +27,35 @@ print(json.dumps(faults))
 """
 
 
+LIMITED = """
+import json, resource, torch
+from ms_parallel.cluster.device import LEARNED_BYTES, keep_freed_pages
+from ms_parallel.planner.free_memory import status_bytes
+left = status_bytes("VmData") + LEARNED_BYTES // 2
+resource.setrlimit(resource.RLIMIT_DATA, (left, left))
+try:
+    torch.empty(LEARNED_BYTES, dtype=torch.uint8)
+    refused = ""
+except RuntimeError as error:
+    refused = str(error)
+keep_freed_pages(torch.device("cpu"))
+print(json.dumps(refused))
+"""
+
+
+def run(program: str) -> Any:
+    """What a fresh process prints, in which no memory was freed before."""
+    typed = [sys.executable, "-c", program]
+    done = subprocess.run(typed, env=environment(), capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
 def test_a_small_models_steps_make_no_pages_anew() -> None:
     """Where the heap is trimmed in every step, each makes some 13,000 pages."""
-    done = subprocess.run(
-        [sys.executable, "-c", STEPS],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    faults = sorted(json.loads(done.stdout)[3:])
+    faults = sorted(run(STEPS)[3:])
     assert faults[len(faults) // 2] < 3000
 
 
 def test_nothing_is_learned_where_memory_is_short() -> None:
-    """What is asked for and not touched counts against `ulimit -d`; a refusal passes silently."""
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    left = status_bytes("VmData") + LEARNED_BYTES // 2
-    resource.setrlimit(resource.RLIMIT_DATA, (left, before[1]))
-    try:
-        keep_freed_pages(torch.device("cpu"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+    """What is asked for and not touched counts against `ulimit -d`; a refusal ends nothing."""
+    assert "allocate memory" in run(LIMITED)
