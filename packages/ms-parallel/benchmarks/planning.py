@@ -4,9 +4,9 @@
 
 A pair is a model, a batch and a budget of memory, on 2 or 4 gloo processes of this machine, whose
 links and rates are measured first. A plan finds the best settings of every layout with every size
-of microbatches that fits; all of these are then run by real processes, one start of them for all,
-twice, there and back again, short steps more often than long ones; the fastest of its steps counts,
-as a busy machine only ever adds.
+of microbatches that fits; all of these are then run by real processes, one start of them for each
+layout, twice, there and back again, short steps more often than long ones; the fastest of its steps
+counts, as a busy machine only ever adds.
 Printed are how much longer the chosen one takes than the best of all, the rank correlation of
 predicted and measured steps, and what the tensors of the chosen one hold beside its budget.
 """
@@ -15,13 +15,15 @@ import argparse
 import contextlib
 import gc
 import json
+import math
 import multiprocessing
 import os
 import queue
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -48,8 +50,9 @@ from ms_parallel.training.memory import run_memory
 from ms_parallel.training.options import Options
 from ms_parallel.training.planning.plan import plan
 
-TURNS = 2
-LEAST_STEPS, MOST_STEPS, TURN_S = 3, 24, 0.6
+SLOW = 2.5
+"""Times the best of all beyond which layouts are not run again."""
+LEAST_STEPS, MOST_STEPS, TURN_S = 2, 24, 0.6
 """Steps of a turn: as many as are predicted to take so long together."""
 PATIENCE_S = 900
 PRELOADED = ["torch._dynamo", "ms_parallel.engine.engine", "ms_parallel.planner.measuring.machines"]
@@ -142,22 +145,41 @@ def measure(path: str) -> bool:
     return True
 
 
-def timed(
-    job: dict[str, Any], splits: list[dict[str, Any]]
-) -> tuple[list[list[float]], dict[str, int]]:
-    """Each split's seconds of steps, and what the first one holds at its most."""
+def timed(job: dict[str, Any], splits: list[dict[str, Any]], layout: Layout) -> list[list[float]]:
+    """Seconds of steps of each split of one layout."""
+    groups = connect(layout, device="cpu")
+    return [
+        steps(
+            job,
+            split["settings"],
+            groups,
+            min(MOST_STEPS, max(LEAST_STEPS, int(TURN_S / split["predicted"]))),
+        )
+        for split in splits
+    ]
+
+
+def measured(job: dict[str, Any], splits: list[dict[str, Any]]) -> list[list[float]]:
+    """Each split's seconds of steps, there and back again; once if all its layout's are `SLOW`.
+
+    Each layout has processes of its own: threads of gloo's groups that nobody uses wake a hundred
+    times a second, and take from those that do.
+    """
+    layouts: dict[Layout, list[int]] = {}
+    for number, split in enumerate(splits):
+        layouts.setdefault(Layout(**split["layout"]), []).append(number)
     times: list[list[float]] = [[] for _ in splits]
-    meetings: dict[Layout, Groups] = {}
-    for turn in range(TURNS):
-        order = range(len(splits))
-        for number in order if turn % 2 == 0 else reversed(order):
-            layout = Layout(**splits[number]["layout"])
-            if layout not in meetings:  # the threads of gloo's groups stay
-                meetings[layout] = connect(layout, device="cpu")
-            expected = int(TURN_S / splits[number]["predicted"])
-            count = min(MOST_STEPS, max(LEAST_STEPS, expected))
-            times[number] += steps(job, splits[number]["settings"], meetings[layout], count)
-    return times, most_held(job, splits[0])
+    for layout, numbers in [*layouts.items(), *reversed(layouts.items())]:
+        if times[numbers[0]]:
+            best = min(min(each) for each in times)
+            if min(min(times[number]) for number in numbers) > SLOW * best:
+                continue
+            numbers = numbers[::-1]
+        chosen = [splits[number] for number in numbers]
+        found = run_workers(job["processes"], timed, job, chosen, layout)
+        for number, each in zip(numbers, found, strict=True):
+            times[number] += each
+    return times
 
 
 def started(
@@ -245,8 +267,8 @@ def compared(seed: int, drawn: dict[str, Any], found: Plan) -> dict[str, Any]:
         {"layout": one.layout, "settings": one.settings, "predicted": seconds}
         for one, seconds in zip(found.best, predicted, strict=True)
     ]
-    runs, held = run_workers(drawn["processes"], timed, drawn, splits)
-    times = [min(each) for each in runs]
+    held = run_workers(drawn["processes"], most_held, drawn, splits[0])
+    times = [min(each) for each in measured(drawn, splits)]
     return {
         "seed": seed,
         **drawn,
@@ -266,16 +288,41 @@ def compared(seed: int, drawn: dict[str, Any], found: Plan) -> dict[str, Any]:
     }
 
 
-def pair(seed: int, processes: Sequence[int], folder: Path) -> dict[str, Any]:
-    """One pair: planned, measured, compared."""
-    drawn = draw(seed, processes)
-    path = folder / f"{drawn['processes']}.toml"
-    if not path.exists():
-        run_workers(drawn["processes"], measure, str(path))
+def timed_plan(drawn: dict[str, Any], path: Path) -> tuple[Plan | ConfigError, float]:
+    """A plan, or what is wrong, and the seconds that it took."""
+    torch.set_num_threads(1)
     began = perf_counter()
-    found = planned(drawn, read_cluster(path))
-    seconds = perf_counter() - began
-    return {**compared(seed, drawn, found), "planning_s": seconds}
+    try:
+        found: Plan | ConfigError = planned(drawn, read_cluster(path))
+    except ConfigError as error:
+        found = error
+    return found, perf_counter() - began
+
+
+def pairs(
+    seeds: Sequence[int], processes: Sequence[int], at_once: int, folder: Path
+) -> Iterator[dict[str, Any]]:
+    """Pairs, planned so many at once and measured one by one; a line for each that there is not.
+
+    A plan counts the time of its own process, so that those beside it do not matter while each has
+    a core.
+    """
+    context = multiprocessing.get_context("spawn")
+    for first in range(0, len(seeds), at_once):
+        some = [(seed, draw(seed, processes)) for seed in seeds[first : first + at_once]]
+        paths = [folder / f"{drawn['processes']}.toml" for _, drawn in some]
+        for path, (_, drawn) in zip(paths, some, strict=True):
+            if not path.exists():
+                run_workers(drawn["processes"], measure, str(path))
+        with ProcessPoolExecutor(at_once, mp_context=context) as pool:
+            plans = list(pool.map(timed_plan, [drawn for _, drawn in some], paths))
+        for (seed, drawn), (found, seconds) in zip(some, plans, strict=True):
+            try:
+                if isinstance(found, ConfigError):
+                    raise found
+                yield {**compared(seed, drawn, found), "planning_s": seconds}
+            except ConfigError as error:
+                print(f"{seed}: {error}", flush=True)
 
 
 def correlation(one: Sequence[float], other: Sequence[float]) -> float:
@@ -295,19 +342,18 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--first", type=int, default=0, help="seed of the first pair")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], help="drawn from")
+    parser.add_argument(
+        "--at-once", type=int, default=len(os.sched_getaffinity(0)), help="plans made at once"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(options.first, options.first + options.pairs):
-            try:
-                results.append(pair(seed, options.processes, Path(folder)))
-            except ConfigError as error:
-                print(f"{seed}: {error}", flush=True)
-                continue
-            one = results[-1]
+        seeds = range(options.first, options.first + options.pairs)
+        for one in pairs(seeds, options.processes, options.at_once, Path(folder)):
+            results.append(one)
             print(
-                f"{seed:>3}  {one['processes']} processes, {one['splits']:>3} splits: chosen"
+                f"{one['seed']:>3}  {one['processes']} processes, {one['splits']:>3} splits: chosen"
                 f" {one['chosen']}, {100 * one['over_best']:.1f}% over the best; rank correlation"
                 f" {one['rank_correlation']:.3f}; predicted {one['predicted_over_measured']:.2f}"
                 f" of measured; holds {one['held_gib']:.4f} (predicted {one['predicted_gib']:.4f})"
@@ -319,7 +365,7 @@ def main() -> int:
                 options.json.write_text(json.dumps(results, indent=1))
     within = sum(one["over_best"] <= 0.05 for one in results)
     fits = sum(one["held_gib"] <= one["budget_gib"] for one in results)
-    middle = median(one["rank_correlation"] for one in results)
+    middle = median(one["rank_correlation"] for one in results) if results else math.nan
     print(
         f"{len(results)} pairs: {within} within 5% of the best, {fits} within their memory; median"
         f" rank correlation {middle:.3f}"

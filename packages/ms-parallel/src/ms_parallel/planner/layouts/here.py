@@ -39,8 +39,9 @@ from ms_parallel.planner.layouts.variants import PLAIN
 from ms_parallel.schedules.table.action import Kind
 
 LEAST_ROUNDS, MOST_ROUNDS, ENOUGH_S = 2, 5, 0.4
-"""Steps that are timed, after one that is not: so many at most, and no more once all of them took
-so long together. The fastest counts, as others disturb it least; short ones are disturbed most."""
+"""Steps that are timed, after one whose messages are counted: so many at most, and no more once all
+of them took so long together. The fastest counts, as others disturb it least; short ones are
+disturbed most."""
 FEW, SEVERAL = 1, 4
 """Rows of the microbatches that are measured; what others take lies on a straight line."""
 WEIGHT_SHARE = 0.5
@@ -182,8 +183,9 @@ class HereTimes:
             sharded = self._both(_Key(layout=evolve(layout, pipeline=1), sharding=sharding), FEW)
         beyond = _beyond(sharded, plain)
         if layout.pipeline > 1 and splits_backward(candidate.schedule):
-            put_off = self._both(evolve(_plain(layout), schedule=SPLIT), FEW)
-            both = zip(beyond, _beyond(put_off, plain), strict=True)
+            whole = evolve(_plain(layout), recompute=candidate.recompute)
+            split = evolve(whole, schedule=SPLIT)
+            both = zip(beyond, _beyond(self._both(split, FEW), self._both(whole, FEW)), strict=True)
             beyond = [OwnAndTravel(own=x.own + y.own, travel=x.travel) for x, y in both]
         return StepCosts(
             **_named("pass", self.layers, beyond),
@@ -239,19 +241,18 @@ class HereTimes:
     def _steps(self, engine: Engine, rows: int) -> _Measured:
         """Time steps of one and of two microbatches."""
         batches = [_rows(self.batch, rows * count) for count in (1, 2)]
+        once, twice = (_messages(engine, batch) for batch in batches)  # which warms up, too
         # In turns, so that what comes and goes on the machine meets both.
         times: list[list[_Took]] = []
         began = perf_counter()
-        while len(times) <= LEAST_ROUNDS or (
-            len(times) <= MOST_ROUNDS and perf_counter() - began < ENOUGH_S
+        while len(times) < LEAST_ROUNDS or (
+            len(times) < MOST_ROUNDS and perf_counter() - began < ENOUGH_S
         ):
             times.append([_step(engine, batch) for batch in batches])
-        times = times[1:]
         own = [min(each[count].whole for each in times) for count in (0, 1)]
         forward = min(each[1].forward for each in times)
         backward = min(each[1].backward for each in times)
         passes = min(own[0], max(0.0, own[1] - own[0]))
-        once, twice = (_messages(engine, batch) for batch in batches)
         sent = (twice - once) & once
         cluster = self.sheet.cluster
         return _Measured(
