@@ -83,17 +83,21 @@ def test_ranks_send_in_pairs_of_their_level() -> None:
                     assert rank // span == other // span
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_a_measured_file_is_one_that_plans_are_made_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two real processes: rates, memory and the link between them; `plan` takes the file."""
+    """Real processes: rates, memory and the links between them; `plan` takes the file.
+
+    Three ranks cannot share equally what two can.
+    """
     out = tmp_path / "cluster.toml"
-    words = [*TORCHRUN, "--nproc-per-node", "2", "-m", "ms_parallel", "doctor", "--device", "cpu"]
-    words += ["--json", "--measure", "--out", str(out)]
+    words = [*TORCHRUN, "--nproc-per-node", str(ranks), "-m", "ms_parallel", "doctor"]
+    words += ["--device", "cpu", "--json", "--measure", "--out", str(out)]
     run = run_command(words, environment=environment(), imports=IMPORTS)
-    assert json.loads(run.stdout)["ranks"] == 2, run.stderr
+    assert json.loads(run.stdout)["ranks"] == ranks, run.stderr
     cluster = read_cluster(out)
-    assert (cluster.device, cluster.nodes, cluster.devices_per_node) == ("cpu", 1, 2)
+    assert (cluster.device, cluster.nodes, cluster.devices_per_node) == ("cpu", 1, ranks)
     assert cluster.measured
     assert cluster.cores_per_node >= 1
     assert cluster.tflops("float32") > 1e-3  # a core of any age does a billion a second
@@ -102,10 +106,10 @@ def test_a_measured_file_is_one_that_plans_are_made_for(
     assert 1 < link.latency_us < 1e5
     assert 1e-3 < link.bandwidth_gb_per_s < 1e3
     assert cluster.message_us is None or 1 < cluster.message_us < 1e5  # None: several threads
-    asked = write_run(tmp_path / "run.toml", tmp_path)
+    asked = write_run(tmp_path / "run.toml", tmp_path, batch_size=2 * ranks)
     assert main(["plan", str(asked), "--cluster", str(out), "--best", "1", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
-    assert planned["devices"] == 2
+    assert planned["devices"] == ranks
     assert planned["best"][0]["step"]["compute"] > 0
 
 

@@ -214,9 +214,11 @@ def collectives(
         device: where this rank's tensors lie.
         group: of the ranks that take part.
         count: of them.
-        size_bytes: of the whole that is gathered, scattered or summed, or that a rank exchanges.
+        size_bytes: of the whole that is gathered, scattered or summed, or that a rank exchanges;
+            as much of it as ranks can share equally.
     """
-    whole = torch.zeros(size_bytes // 4, device=device)
+    each = max(1, size_bytes // 4 // count)
+    whole = torch.zeros(each * count, device=device)
     gather, scatter = (
         getattr(dist, new, None) or getattr(dist, old)
         for new, old in (  # torch 2.13 renamed them
@@ -224,7 +226,7 @@ def collectives(
             ("reduce_scatter_single", "reduce_scatter_tensor"),
         )
     )
-    other, part = torch.zeros_like(whole), whole[: len(whole) // count].clone()
+    other, part = torch.zeros_like(whole), whole[:each].clone()
     return {
         "all_gather": lambda: gather(whole, part, group=group),
         "reduce_scatter": lambda: scatter(part, whole, group=group),
