@@ -14,9 +14,9 @@ from ms_parallel.models.registry import architecture
 from ms_parallel.planner.cluster import Cluster, Collectives, Link, Links
 from ms_parallel.planner.fake_cluster import fake_groups, fake_world
 from ms_parallel.planner.layouts.candidate import Candidate, Split
-from ms_parallel.planner.layouts.here import HereTimes, measurable
+from ms_parallel.planner.layouts.here import HereTimes, _Measured, measurable
 from ms_parallel.planner.layouts.messages import Message, MessageLog, seconds
-from ms_parallel.planner.layouts.passes import SheetTimes
+from ms_parallel.planner.layouts.passes import OwnAndTravel, SheetTimes
 from ms_parallel.planner.layouts.sizes import ModelSizes
 from ms_parallel.planner.layouts.stages import Stages
 from ms_parallel.planner.layouts.step import StepTimes
@@ -200,6 +200,29 @@ def test_what_is_computed_again_is_measured_with_its_collectives() -> None:
     assert other.backward_weight == one.backward_weight
     assert other.travel > one.travel
     assert again.last == plain.last
+
+
+def test_a_split_backward_is_measured_with_what_it_computes_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Against a whole one that computes the same again, so that only the split counts."""
+    seconds = {
+        ("1f1b", "none"): 1.0,
+        ("zb-h1", "none"): 1.5,
+        ("1f1b", "full"): 2.0,
+        ("zb-h1", "full"): 4.0,
+    }
+
+    def measured(_: HereTimes, config: Any, key: Any, rows: int) -> _Measured:
+        own = seconds[key.schedule, key.recompute] * config.num_hidden_layers * rows
+        return _Measured(passes=OwnAndTravel(own=own), forward=0.3, step=OwnAndTravel())
+
+    monkeypatch.setattr(HereTimes, "_measure", measured)
+    times = here_times()
+    plain = evolve(candidate(Layout(pipeline=2), "auto"), schedule="zb-h1")
+    with fake_world(2):
+        found = [times.costs(evolve(plain, recompute=kind)) for kind in ("none", "full")]
+    assert [one.pass_layer.own for one in found if one is not None] == [0.5, 2.0]
 
 
 def test_a_measured_model_has_fewer_layers_where_they_are_large() -> None:
