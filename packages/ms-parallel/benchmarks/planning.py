@@ -59,7 +59,8 @@ PRELOADED = ["torch._dynamo", "ms_parallel.engine.engine", "ms_parallel.planner.
 GIB = 1 << 30
 ALL = 1000
 ROOMS = (None, 1.5, 1.1)
-"""Memory that may be taken, in what rows one by one need where data ranks shard all; None: any."""
+"""Memory that may be taken, in what rows one by one need where as many data ranks as divide the
+batch shard all; None: any."""
 
 
 def draw(seed: int, processes: Sequence[int]) -> dict[str, Any]:
@@ -255,7 +256,8 @@ def planned(drawn: dict[str, Any], cluster: Cluster) -> Plan:
     )
     if drawn["room"] is not None:
         sharded = evolve(asked, microbatch_size=1, sharding="zero3")
-        (rank,) = run_memory(sharded, Layout(data=drawn["processes"]))
+        ranks = math.gcd(drawn["processes"], drawn["batch_size"])
+        (rank,) = run_memory(sharded, Layout(data=ranks))
         asked = evolve(asked, memory_gib=drawn["room"] * rank.total / GIB)
     return plan(asked, cluster, best=ALL, every=True, history=History())
 
