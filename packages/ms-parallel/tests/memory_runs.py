@@ -2,7 +2,8 @@
 
 import os
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ms_parallel import DistributedTrainer
 from ms_parallel.cluster.connection import connect
+from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
@@ -247,6 +249,24 @@ def packed(rows: int, length: int, lengths: Sequence[int] | None) -> tuple[Tenso
     return documents.int().repeat(rows, 1), (torch.arange(length) - starts).repeat(rows, 1)
 
 
+@contextmanager
+def sums_over_copies() -> Iterator[list[int]]:
+    """Bytes of the messages in which gradients are summed over copies."""
+    sent: list[int] = []
+    send = Groups.all_reduce
+
+    def note(self: Groups, tensor: Tensor, axis: str | None = None, **more: Any) -> Tensor:
+        if axis == "replicas":
+            sent.append(tensor.untyped_storage().nbytes())
+        return send(self, tensor, axis, **more)
+
+    Groups.all_reduce = note  # type: ignore[method-assign]
+    try:
+        yield sent
+    finally:
+        Groups.all_reduce = send  # type: ignore[method-assign]
+
+
 def counted(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
     """What each process of a layout holds at its peak in the second update, by category.
 
@@ -272,6 +292,8 @@ def counted(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
             for batch in engine.passes.microbatches(mine)
         ]
         engine.passes.backward(microbatches, NextTokenLoss(), 1.0)
+        with sums_over_copies() as sent:
+            engine.trained.gradients()
         weights = [local_part(each) for each in engine.parameters.values()]
         gradients = [local_part(each.grad) for each in engine.parameters.values()]  # type: ignore[arg-type]
         moments = [*engine.optimizer.moments.values(), *engine.optimizer.whole.values()]
@@ -282,7 +304,7 @@ def counted(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
                 "gradients": sum(each.nbytes for each in gradients),
                 "moments": sum(each.nbytes for moment in moments for each in moment.values()),
                 "activations": runtime.activations,
-                "buffers": runtime.buffers,
+                "buffers": max(runtime.buffers, max(sent, default=0) - runtime.activations),
             }
         )
     return found

@@ -272,6 +272,12 @@ MEMORY: list[dict[str, Any]] = [
         "settings": OLMOE,
         "options": {"schedule": "zb-h1"},
     },
+    {  # whose gradients take more on their way between copies than activations
+        "layout": "data=2,pipeline=2",
+        "options": {"sharding": "replicate"},
+        "length": 16,
+        "rows": 1,
+    },
 ]
 
 
@@ -350,7 +356,7 @@ def check_memory(jobs: list[dict[str, Any]]) -> None:
 
 
 def test_predicted_memory_is_what_is_counted() -> None:
-    """For four layouts with recomputation, packed rows, a split backward, experts and Muon."""
+    """For layouts with recomputation, packed rows, a split backward, experts, Muon and copies."""
     check_memory(MEMORY)
 
 

@@ -1,6 +1,6 @@
 """Reduces gradients between the backward and the optimizer, under any layout."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -82,17 +82,23 @@ def sum_over_tensor(gradients: Sequence[Tensor], groups: Groups) -> None:
 
 def sum_over(axis: str, gradients: Sequence[Tensor], groups: Groups) -> None:
     """Add up gradients in place, many in a message, so that little memory is held beside them."""
-    bucket: list[Tensor] = []
-    for place, gradient in enumerate(gradients, 1):
-        bucket.append(gradient)
-        if place < len(gradients) and sum(each.nbytes for each in bucket) < BUCKET_BYTES:
-            continue
+    for some in messages([each.nbytes for each in gradients]):
+        bucket = [gradients[place] for place in some]
         flat = torch.cat([each.flatten() for each in bucket])
         groups.all_reduce(flat, axis)
         sizes = [each.numel() for each in bucket]
         for each, total in zip(bucket, torch.split(flat, sizes), strict=True):
             each.copy_(total.view_as(each))
-        bucket = []
+
+
+def messages(sizes_bytes: Sequence[int]) -> Iterator[range]:
+    """Yield the places of gradients of such sizes that `sum_over` puts in one message."""
+    first = size = 0
+    for place, each in enumerate(sizes_bytes, 1):
+        size += each
+        if place == len(sizes_bytes) or size >= BUCKET_BYTES:
+            yield range(first, place)
+            first, size = place, 0
 
 
 def sum_tied(gradient: Tensor, peer: int, groups: Groups) -> None:

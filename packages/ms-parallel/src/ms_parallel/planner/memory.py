@@ -19,6 +19,7 @@ from ms_parallel.cluster.device import pick_device
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.further import depths_of, further_shares
+from ms_parallel.engine.gradients import messages
 from ms_parallel.engine.loss import Loss, NextTokenLoss
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.planner.fake_cluster import fake_groups
@@ -250,13 +251,15 @@ def _rank(
         for stage, mine in blocks.items()
         for block, kind in zip(mine, kinds[stage], strict=True)
     ]
+    activations = 0 if away else peak_bytes(blocks, kinds, held, beside)
     return RankMemory(
         pipeline=engine.groups.place.pipeline,
         weights=sum(each.nbytes for each in weights),
         gradients=(sum(each.numel() for each in weights) + unsplit) * FLOAT32_BYTES,
         moments=0 if engine.options.offload in MOMENTS else moments,
-        activations=0 if away else peak_bytes(blocks, kinds, held, beside),
-        buffers=gathered + max(again, default=0),
+        activations=activations,
+        # Gradients are summed over copies where activations were.
+        buffers=max(gathered + max(again, default=0), _summed(engine) - activations),
     )
 
 
@@ -363,6 +366,14 @@ def _unsplit(engine: Engine) -> int:
     modules = (each for stage in _stages(engine).values() for each in stage.modules())
     whole = sum(each.weight.numel() for each in modules if isinstance(each, nn.Embedding))
     return whole - whole // tensor
+
+
+def _summed(engine: Engine) -> int:
+    """Count the bytes of the largest message in which gradients are summed over copies."""
+    if engine.groups.replicas is None:
+        return 0
+    sizes = [local_part(each).numel() * FLOAT32_BYTES for each in engine.parameters.values()]
+    return max(sum(sizes[place] for place in some) for some in messages(sizes))
 
 
 def _gathered(engine: Engine, microbatches: int, row: Sequence[Action]) -> int:

@@ -17,7 +17,8 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     """What forwards keep for their backward, over all microbatches in flight."""
     buffers: int
     """Weights that are gathered, with the buffers that they pass through, gradients that are whole,
-    and what the block keeps that is computed again."""
+    and what the block keeps that is computed again; or gradients that are summed over copies,
+    beyond what activations took before."""
 
     @property
     def total(self) -> int:

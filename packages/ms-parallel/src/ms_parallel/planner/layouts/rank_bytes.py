@@ -1,6 +1,7 @@
 """What a rank holds, estimated from sizes and from what one block was counted to keep."""
 
 from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.gradients import BUCKET_BYTES
 from ms_parallel.planner.layouts.candidate import Candidate, KeptBytes
 from ms_parallel.planner.layouts.pipeline import held
 from ms_parallel.planner.layouts.sizes import ModelSizes
@@ -38,14 +39,16 @@ def rank_bytes(
         own = weights[number]
         whole = _whole_embedding(stages, model.sizes, candidate)
         moments = 0 if candidate.offload in MOMENTS else own.held * moment_bytes
+        activations = _activations(stages, dict(counts[number]), candidate, model, kept)
+        buffers = _gathered(candidate, model.sizes, own, width) + _again(candidate, kept)
         found.append(
             RankMemory(
                 pipeline=number,
                 weights=own.held * FLOAT32_BYTES,
                 gradients=(own.held + whole) * FLOAT32_BYTES,
                 moments=moments,
-                activations=_activations(stages, dict(counts[number]), candidate, model, kept),
-                buffers=_gathered(candidate, model.sizes, own, width) + _again(candidate, kept),
+                activations=activations,
+                buffers=max(buffers, _summed(candidate, own) - activations),
             )
         )
     return found
@@ -55,6 +58,13 @@ def _again(candidate: Candidate, kept: KeptBytes) -> int:
     """Count the bytes of the block that is computed again."""
     kind = KINDS.index(candidate.recompute)
     return max(0, kept.block[0] - kept.block[kind]) * candidate.split.rows
+
+
+def _summed(candidate: Candidate, rank: RankWeights) -> int:
+    """Count the bytes of a message in which gradients are summed over copies."""
+    layout = candidate.layout
+    copies = layout.token_ranks if candidate.sharding == "replicate" else layout.replicate
+    return min(rank.held * FLOAT32_BYTES, BUCKET_BYTES) if copies > 1 else 0
 
 
 def _activations(
