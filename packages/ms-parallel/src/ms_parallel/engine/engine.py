@@ -104,8 +104,7 @@ class Engine:
             check_audit(chosen, "a module of your own, which cannot be built a second time")
         self.groups = chosen.groups or connect(layout, device=chosen.device)
         if self.groups.layout != layout:
-            place = self.groups.place  # in a fake world, any
-            self.groups = evolve(lay_mesh(layout, self.device, self.groups.devices), place=place)
+            self.groups = lay_mesh(layout, self.device, self.groups.devices)
         if chosen.mixed_precision is True and dist.get_rank() == 0:
             warn_of_slow_bfloat16(self.device)
         self.ops: Ops = chosen.ops or operators

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ms_parallel.cluster.device import pick_device
 from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.assembly import sharded_layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.further import depths_of, further_shares
 from ms_parallel.engine.gradients import messages
@@ -101,7 +102,8 @@ def _predict(
     batch = _batch(rows, sequence_length, documents)
     known: dict[str, _StageCosts] = {}
     found = []
-    with fake_groups(layout) as groups:
+    # As the engine lays them, which would otherwise do so anew and be the first process.
+    with fake_groups(sharded_layout(layout, options.get("sharding", "auto"))) as groups:
         stride = layout.world_size // layout.pipeline
         for pipeline in range(layout.pipeline):
             here = evolve(groups, place=layout.place(pipeline * stride))
