@@ -219,7 +219,8 @@ def most_held(job: dict[str, Any], split: dict[str, Any]) -> dict[str, int]:
     """Bytes of the process that holds most in an update: tensors, and all its memory.
 
     Tensors are what torch has taken since before it built an engine; what it and gloo take for
-    themselves is in the process's own memory alone.
+    themselves is in the process's own memory alone. Gloo's thread, whose frees the profiler does
+    not see, may free a pipeline's messages: the update that grows least counts.
     """
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")

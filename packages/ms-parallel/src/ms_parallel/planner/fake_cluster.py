@@ -11,6 +11,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ms_parallel.cluster.groups import Groups, lay_mesh
 from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.assembly import sharded_layout
+from ms_parallel.split.data_axis import Sharding
 
 META = torch.device("meta")
 
@@ -45,6 +47,21 @@ def fake_groups(layout: Layout, device: torch.device = META) -> Iterator[Groups]
         return
     with fake_world(layout.world_size):
         yield evolve(lay_mesh(layout, torch.device("cpu")), device=device)
+
+
+@contextmanager
+def fake_pipeline(layout: Layout, sharding: Sharding) -> Iterator[list[Groups]]:
+    """Yield the groups of the first process of each pipeline rank, laid as an engine lays them.
+
+    An engine that has to lay them anew takes this process's own place, whatever it was given.
+
+    Raises:
+        LayoutError: the sharding contradicts the layout.
+    """
+    laid = sharded_layout(layout, sharding)
+    stride = laid.world_size // laid.pipeline
+    with fake_groups(laid) as groups:
+        yield [evolve(groups, place=laid.place(rank * stride)) for rank in range(laid.pipeline)]
 
 
 def in_fake_world() -> bool:

@@ -10,20 +10,19 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from ms_parallel.cluster.device import pick_device
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.engine.assembly import sharded_layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.further import depths_of, further_shares
 from ms_parallel.engine.gradients import messages
 from ms_parallel.engine.loss import Loss, NextTokenLoss
 from ms_parallel.models.staged import StagedModel
-from ms_parallel.planner.fake_cluster import fake_groups
+from ms_parallel.planner.fake_cluster import fake_groups, fake_pipeline
 from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.schedules.table.action import Action, Kind
 from ms_parallel.split.context.rows import SharedRows
@@ -102,11 +101,8 @@ def _predict(
     batch = _batch(rows, sequence_length, documents)
     known: dict[str, _StageCosts] = {}
     found = []
-    # As the engine lays them, which would otherwise do so anew and be the first process.
-    with fake_groups(sharded_layout(layout, options.get("sharding", "auto"))) as groups:
-        stride = layout.world_size // layout.pipeline
-        for pipeline in range(layout.pipeline):
-            here = evolve(groups, place=layout.place(pipeline * stride))
+    with fake_pipeline(layout, options.get("sharding", "auto")) as ranks:
+        for here in ranks:
             settings = {**options, "weights": "unset", "recompute": ENDLESS, "compile": False}
             engine = Engine(model, groups=here, **settings)
             found.append(_rank(engine, microbatches, batch, device, recompute, loss, known))

@@ -3,15 +3,13 @@
 from typing import Any
 
 import msgspec
-from attrs import evolve
 
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.engine.assembly import sharded_layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.errors import ParallelError
 from ms_parallel.models.registry import architecture
 from ms_parallel.planner.apart import call_apart
-from ms_parallel.planner.fake_cluster import fake_groups, has_met_others
+from ms_parallel.planner.fake_cluster import fake_pipeline, has_met_others
 
 REFUSAL = "ms_parallel.planner.refusal:refusal"
 
@@ -40,13 +38,10 @@ def refusal(question: LayoutQuestion) -> str | None:
     config = architecture(question.model)
     options: dict[str, Any] = dict(question.options)
     try:
-        layout = sharded_layout(question.layout, options.get("sharding", "auto"))
-        with fake_groups(layout) as groups:
-            stride = layout.world_size // layout.pipeline
-            for pipeline in range(layout.pipeline):
-                here = evolve(groups, place=layout.place(pipeline * stride))
+        with fake_pipeline(question.layout, options.get("sharding", "auto")) as ranks:
+            for here in ranks:
                 engine = Engine(config, groups=here, weights="unset", **options)
-                engine.tables.training(2 * layout.pipeline)
+                engine.tables.training(2 * len(ranks))
     except ParallelError as error:
         return str(error)
     return None

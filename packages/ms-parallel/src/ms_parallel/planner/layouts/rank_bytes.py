@@ -1,6 +1,7 @@
 """What a rank holds, estimated from sizes and from what one block was counted to keep."""
 
 from ms_parallel.cluster.layout import Layout
+from ms_parallel.engine.assembly import sharded_layout
 from ms_parallel.engine.gradients import BUCKET_BYTES
 from ms_parallel.planner.layouts.candidate import Candidate, KeptBytes
 from ms_parallel.planner.layouts.pipeline import held
@@ -62,8 +63,7 @@ def _again(candidate: Candidate, kept: KeptBytes) -> int:
 
 def _summed(candidate: Candidate, rank: RankWeights) -> int:
     """Count the bytes of a message in which gradients are summed over copies."""
-    layout = candidate.layout
-    copies = layout.token_ranks if candidate.sharding == "replicate" else layout.replicate
+    copies = sharded_layout(candidate.layout, candidate.sharding).replicate
     return min(rank.held * FLOAT32_BYTES, BUCKET_BYTES) if copies > 1 else 0
 
 
