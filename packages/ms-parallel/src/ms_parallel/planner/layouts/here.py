@@ -4,7 +4,7 @@ The engine of a rank of the layout is built and takes whole steps, in a cluster 
 its collectives return at once, so what is measured is the rank's own work, with the operators, the
 shapes and the overheads of a run. Which collectives it asked for is counted, and what these take
 comes from the cluster's links. Steps of one and of two microbatches tell what is done for each of
-them from what is done once, and models of one and of three layers what is done for each layer.
+them from what is done once, and models of one layer and of a few what is done for each layer.
 """
 
 from collections import Counter
