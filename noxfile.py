@@ -297,6 +297,19 @@ def site(session: nox.Session) -> None:
     session.run("mkdocs", *arguments, env={"NO_MKDOCS_2_WARNING": "1"})
 
 
+@shared_job
+def translations(session: nox.Session) -> None:
+    """Report which sections of the Chinese pages lag behind the English ones; fails nothing."""
+    report = ("python", "docs/extensions/translations.py", *session.posargs)
+    run_shared(session, *report, env=SOURCES, success_codes=[0, 1])
+
+
+@shared_job
+def sizes(session: nox.Session) -> None:
+    """Print the largest functions, files and folders of each package; fails nothing."""
+    run_shared(session, "python", "tools/sizes.py")
+
+
 @job
 def copies(session: nox.Session) -> None:
     """Copy the code that several packages need from shared_source/ into each of them."""

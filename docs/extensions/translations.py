@@ -1,9 +1,8 @@
-"""Holds the Chinese pages to the English ones that they translate.
+"""Report which sections of the Chinese pages lag behind the English ones.
 
-`page.zh.md` translates `page.md`, and its front matter lists a fingerprint of each English
-section in order. Where a section changes, its fingerprint differs, and the translation of that
-section is to be looked at again. Of a guide, which includes a package's README, the README's
-sections count, but for its tree of files:
+`page.zh.md` translates `page.md`; its front matter lists a fingerprint of each English section in
+order. When an English section changes, its fingerprint no longer matches and the section is
+reported. For a guide, which includes a package's README, the README's sections count:
 
     python docs/extensions/translations.py                  # what is stale
     python docs/extensions/translations.py --accept PAGE    # PAGE.zh.md is up to date again
@@ -19,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 FRONT = re.compile(r"\A---\ntranslates:\n((?:  - .*\n)*)---\n")
 INCLUDE = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
-TREE = "## The tree"
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -35,10 +33,9 @@ def translation_of(page: Path) -> Path:
 
 
 def english_of(page: Path) -> str:
-    """What is translated of an English page: with what it includes, without a package's tree."""
+    """Text of an English page with its includes expanded."""
     text = page.read_text(encoding="utf-8")
-    whole = INCLUDE.sub(lambda found: (ROOT / found[1]).read_text(encoding="utf-8"), text)
-    return "".join(part for heading, part in sections_of(whole) if heading != TREE)
+    return INCLUDE.sub(lambda match: (ROOT / match[1]).read_text(encoding="utf-8"), text)
 
 
 def sections_of(text: str) -> list[tuple[str, str]]:

@@ -19,10 +19,6 @@ pytest.importorskip("mkdocs")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "extensions"))
 
-from chinese_docstrings import PACKAGES  # noqa: E402
-
-CHINESE = re.compile(r"[\u4e00-\u9fff\u3002]")
-
 
 def built(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
     """A strict build."""
@@ -195,18 +191,3 @@ def test_the_reference_shows_keys_and_messages_in_both_languages(site: Path) -> 
         assert f"<th>{word}</th>" in html
         assert "<code>kl_coeff</code>" in html
         assert "<!-- errors:" not in (site / page / "errors" / "index.html").read_text()
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_the_chinese_site_shows_docstrings_in_chinese(site: Path, package: str) -> None:
-    """Every paragraph and description, and the heads of tables; the English page stays English."""
-    page = Path("api") / package / "index.html"
-    english, html = ((folder / page).read_text() for folder in (site, site / "zh"))
-    descriptions = r'<div class="doc-md-description">\s*(.*?)</div>'
-    assert re.findall(descriptions, html, re.DOTALL)
-    for described in re.findall(rf"{descriptions}|<p>(.*?)</p>", html, re.DOTALL):
-        text = re.sub(r"<code>.*?</code>|<[^>]+>", "", "".join(described))
-        assert CHINESE.search(text) or len(text.split()) < 3, text
-    assert "<b>描述</b>" in html or "<th>描述</th>" in html
-    body = english[english.index("<article") : english.index("</article>")]
-    assert not CHINESE.search(body)
