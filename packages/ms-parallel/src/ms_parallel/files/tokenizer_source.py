@@ -76,7 +76,7 @@ def read_source(given: str | Path, *, error: type[Exception]) -> TokenizerSource
     Raises:
         error: there is none, or one of the files is damaged.
     """
-    path = Path(given, TOKENIZER) if os.path.isdir(given) else Path(given)
+    path = _tokenizer_file(given)
     if not os.path.isfile(path):
         raise error(f"{str(path)[-200:]}: there is no such tokenizer; give a tokenizer.json")
     template = path.with_name(TEMPLATE)
@@ -111,6 +111,66 @@ def decode_source(
     return TokenizerSource(
         path=path, content=content, document=document, added=added, texts=texts, **beside
     )
+
+
+def tokenizer_difference(
+    first: str | Path, second: str | Path, *, error: type[Exception]
+) -> str | None:
+    """Compare the tokenizers of two folders (models or shards) or of two tokenizer.json files.
+
+    They agree if each token id means the same in both and both split texts alike: equal vocabulary and
+    merges. Added tokens that only one of them has are no difference, as a padding token or the turn
+    markers of a chat are often added later. Formatting, padding and truncation do not count.
+
+    Returns:
+        The first difference, such as "token 17 is 'a' in base and 'b' in shards"; None if they
+        agree, or if one of the two has no tokenizer.json.
+
+    Raises:
+        error: a tokenizer.json is damaged.
+    """
+    paths = [_tokenizer_file(given) for given in (first, second)]
+    if not all(path.is_file() for path in paths):
+        return None
+    contents = [read_bytes(path, error=error) for path in paths]
+    if contents[0] == contents[1]:
+        return None
+    one, other = (
+        decode_source(content, path, error=error)
+        for content, path in zip(contents, paths, strict=True)
+    )
+    return source_difference(one, other, names=(str(first), str(second)))
+
+
+def source_difference(
+    one: TokenizerSource, other: TokenizerSource, *, names: tuple[str, str]
+) -> str | None:
+    """Compare two tokenizers as `tokenizer_difference` does; `names` are for the description."""
+    for token in sorted(one.texts.keys() & other.texts.keys()):
+        text, other_text = one.texts[token], other.texts[token]
+        if text != other_text:
+            return f"token {token} is {text!r} in {names[0]} and {other_text!r} in {names[1]}"
+    for source, lacking, where in ((one, other, names), (other, one, names[::-1])):
+        for token in sorted(source.texts.keys() - lacking.texts.keys()):
+            text = source.texts[token]
+            if token not in source.added:
+                return f"{where[0]} has a token {token} ({text!r}), which {where[1]} lacks"
+            elsewhere = next((at for at, known in lacking.texts.items() if known == text), None)
+            if elsewhere is not None:
+                return f"{text!r} is token {token} in {where[0]} and {elsewhere} in {where[1]}"
+    if _merges(one) != _merges(other):
+        return f"{names[0]} and {names[1]} have the same vocabulary and different merges"
+    return None
+
+
+def _tokenizer_file(given: str | Path) -> Path:
+    return Path(given, TOKENIZER) if os.path.isdir(given) else Path(given)
+
+
+def _merges(source: TokenizerSource) -> list[tuple[str, ...]]:
+    """Return the merges of BPE, which files write as "a b" or as ["a", "b"]; else none."""
+    merges = source.document["model"].get("merges") or []
+    return [tuple(one.split(" ") if isinstance(one, str) else one) for one in merges]
 
 
 def read_beside(folder: Path, name: str, *, error: type[Exception]) -> Document:
