@@ -118,9 +118,10 @@ def tokenizer_difference(
 ) -> str | None:
     """Compare the tokenizers of two folders (models or shards) or of two tokenizer.json files.
 
-    They agree if each token id means the same in both and both split texts alike: equal vocabulary and
-    merges. Added tokens that only one of them has are no difference, as a padding token or the turn
-    markers of a chat are often added later. Formatting, padding and truncation do not count.
+    They agree if each token id means the same in both and both split texts alike: equal
+    vocabulary and merges. Added tokens that only one of them has are no difference, as a padding
+    token or the turn markers of a chat are often added later. Formatting, padding and truncation
+    do not count.
 
     Returns:
         The first difference, such as "token 17 is 'a' in base and 'b' in shards"; None if they
