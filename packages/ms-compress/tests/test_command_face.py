@@ -1,6 +1,7 @@
 """The command as it is typed: help and version at once, run files to begin with, facts as JSON."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -53,6 +54,25 @@ def test_help_has_an_example_and_every_key_and_needs_no_torch(name: str) -> None
             assert key.name in text
             assert key.meaning, f"{name}: {key.name} does not say what it means"
             assert key.meaning in " ".join(text.split())
+
+
+@pytest.mark.parametrize("name", ["", *NAMES, "init"])
+def test_the_example_of_each_help_is_a_command_that_is_understood(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its keys are known, its values valid: what is missing is the model that the file names."""
+    monkeypatch.chdir(tmp_path)
+    (example,) = re.findall(r"example: ms-compress (.*)", said(*filter(None, [name]), "--help"))
+    words = example.split()
+    if words[0] != "init":
+        assert main(["init", words[0], "--out", "RUN.toml"]) == 0
+    code = main(words)
+    error = capsys.readouterr().err
+    if words[0] == "init":
+        assert code == 0
+    else:  # the files that a new run file names are not there
+        assert code == 2
+        assert error.startswith(("ms-compress: runs/train/model", "ms-compress: shards"))
 
 
 @pytest.mark.parametrize("name", NAMES)

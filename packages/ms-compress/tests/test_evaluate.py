@@ -21,8 +21,10 @@ from ms_compress.cli import main
 from ms_compress.evaluation.measure import evaluate
 from ms_compress.evaluation.options import Evaluation
 from ms_compress.evaluation.perplexity import perplexity
+from ms_compress.figures import figure, ratio
 from ms_compress.files.durable import write_files
 from ms_compress.report import Report, Result, render, table
+from ms_compress.report.chart import _tick_labels, _ticks
 from ms_compress.targets.footprint import footprint
 from ms_compress.targets.target import open_runtime
 from ms_compress.training.corpus import rows
@@ -138,6 +140,9 @@ def test_evaluate_writes_a_table_a_page_and_its_facts(
     assert report.held_out_tokens == int((held_out["targets"] >= 0).sum()) > 100
     base = report.baseline
     assert base.prefill_ratio == base.decode_ratio == 1.0
+    for one in report.results:
+        assert one.prefill_ratio == one.prefill_tokens_per_s / base.prefill_tokens_per_s
+        assert one.decode_ratio == one.decode_tokens_per_s / base.decode_tokens_per_s
     assert all(abs(one.perplexity / base.perplexity - 1) < 0.05 for one in report.results)
     assert table(report) == (tmp_path / "report" / "report.txt").read_text()
     said = capsys.readouterr()
@@ -250,6 +255,42 @@ def test_the_page_needs_no_network_and_its_drawings_are_sound() -> None:
         for mark in root.iter("rect"):
             assert 0 < float(mark.attrib["width"]) <= 720 - 250 - 96
     assert len(ElementTree.fromstring(drawings[0]).findall("circle")) == 3
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1.0014801, 1.0014803, 1.0014809],
+        [1.0, 1.0 + 2**-52],
+        [3.0, 3.0],
+        [0.0, 100.0],
+        [1e-7, 3e-7],
+        [2e9, 2.0001e9],
+        [12.5, 1e300],
+        [0.0, 0.0],
+    ],
+)
+def test_ticks_of_an_axis_have_distinct_labels_that_state_their_values(
+    values: list[float],
+) -> None:
+    """However close the values are, and a range of no width has ticks as well."""
+    ticks = _ticks(values)
+    labels = _tick_labels(ticks)
+    assert len(set(labels)) == len(labels) >= 2
+    assert ticks[0] <= min(values)
+    assert ticks[-1] >= max(values)
+    step = ticks[1] - ticks[0]
+    for tick, label in zip(ticks, labels, strict=True):
+        assert abs(float(label.replace(",", "")) - tick) < step / 2
+
+
+def test_no_number_of_a_table_is_rounded_to_nothing() -> None:
+    """Perplexities of 1.00148 and 1.00152 differ, and small losses and sizes are not 0."""
+    assert figure(1.00148, 6) != figure(1.00152, 6)
+    assert figure(3e-6) == "3.000e-06"
+    assert figure(0.000_123_4) == "0.0001234"
+    assert figure(17146.2) == "17,146"
+    assert (ratio(0.5), ratio(4.368), ratio(0.0004)) == ("0.50", "4.37", "0.00040")
 
 
 def test_facts_that_contradict_themselves_are_refused() -> None:

@@ -142,6 +142,10 @@ def test_what_cannot_be_prepared_is_named_and_nothing_is_changed() -> None:
     with pytest.raises(LayerError, match=r"1: ct\.int4_g32 groups 32 weights.*groups that fit: 16"):
         qat(model, "ct.int4_g32")
     assert type(model[0]) is nn.Linear
+    qat(model, "ct.int4_g16")  # the remedy
+    blocks = nn.Sequential(nn.Linear(80, 32))
+    with pytest.raises(LayerError, match="rows of 80; name the layer as an exception"):
+        qat(blocks, "gguf.q4_0")  # llama.cpp has blocks of 32 and no others
     with pytest.raises(LayerError, match="1 is a Strange, which cannot be prepared"):
         qat(nn.Sequential(nn.Linear(32, 32), Strange()), "ct.int4_g32")
     with pytest.raises(LayerError, match="holds no quantised embedding"):

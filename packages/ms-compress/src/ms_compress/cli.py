@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         PROG,
         version=__version__,
         description="Compress language models: quantise, prune, distil, export and measure them.",
-        example="ms-compress qat RUN.toml --set steps=200 --set scheme=gguf.q4_0",
+        example="ms-compress qat RUN.toml --set tuning.steps=200 --set scheme=gguf.q4_0",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:

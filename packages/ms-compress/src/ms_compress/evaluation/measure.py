@@ -1,8 +1,8 @@
 """Measurement of exported folders in the runtimes that people deploy on.
 
-Perplexity is that of the runtime's own logits. Speeds are wall time of one row, in rounds that
-alternate over all runtimes; a ratio is taken within a round, so a slow moment of the host slows
-both of its sides.
+Perplexity is computed from the runtime's own logits. A speed is the number of tokens over the
+median time of the rounds, which alternate over all runtimes so that a slow moment of the host slows
+all of them alike. A ratio is a speed over the baseline's: the quotient of the two printed numbers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -146,11 +146,10 @@ def _time(opened: Sequence[_Opened], tokens: Tensor, evaluation: Evaluation) -> 
 
 
 def _result(one: _Opened, base: _Opened, value: float, evaluation: Evaluation) -> Result:
-    def speed(part: int, tokens: int) -> float:
-        return tokens / median(times[part] for times in one.times)
+    tokens = (evaluation.prefill_tokens, evaluation.decode_tokens)
 
-    def ratio(part: int) -> float:
-        return median(b[part] / a[part] for a, b in zip(one.times, base.times, strict=True))
+    def speed(opened: _Opened, part: int) -> float:
+        return tokens[part] / median(times[part] for times in opened.times)
 
     return Result(
         model=one.name,
@@ -160,10 +159,10 @@ def _result(one: _Opened, base: _Opened, value: float, evaluation: Evaluation) -
         perplexity=value,
         size_bytes=one.footprint.size_bytes,
         bits_a_weight=one.footprint.bits_a_weight,
-        prefill_tokens_per_s=speed(0, evaluation.prefill_tokens),
-        decode_tokens_per_s=speed(1, evaluation.decode_tokens),
-        prefill_ratio=ratio(0),
-        decode_ratio=ratio(1),
+        prefill_tokens_per_s=speed(one, 0),
+        decode_tokens_per_s=speed(one, 1),
+        prefill_ratio=speed(one, 0) / speed(base, 0),
+        decode_ratio=speed(one, 1) / speed(base, 1),
     )
 
 

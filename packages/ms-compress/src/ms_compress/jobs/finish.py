@@ -10,6 +10,7 @@ from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import SchemeRun
 from ms_compress.deployment.export import check_export, export
 from ms_compress.errors import ExportError
+from ms_compress.figures import figure
 from ms_compress.jobs.output import RunOutput
 from ms_compress.jobs.training import outcome_of
 from ms_compress.targets.target import find_target
@@ -52,7 +53,7 @@ def finish(
     place.end()
     size = sum(path.stat().st_size for path in folder.iterdir())
     checked = ", verified in its runtime" if options.verify else ""
-    result = f"{options.scheme}, {size / 1e6:.2f} MB{checked}"
+    result = f"{options.scheme}, {figure(size / 1e6, 3)} MB{checked}"
     facts = {"scheme": str(options.scheme), "size_bytes": size, "verified": options.verify}
     return outcome_of(folder, result, losses, **facts)
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import ModelRun
+from ms_compress.figures import figure
 from ms_compress.jobs.output import RunOutput
 from ms_compress.jobs.progress import ProgressDisplay
 from ms_compress.training.loop import tune
@@ -37,7 +38,7 @@ def train(
             teacher=teacher,
             before_step=before_step,
             after_step=after_step,
-            on_loss=lambda step, loss: display.update(step, tuning.steps, f"loss {loss:.4f}"),
+            on_loss=lambda step, loss: display.update(step, tuning.steps, f"loss {figure(loss)}"),
             checkpoint=place.checkpoint,
             checkpoint_identity=place.identity,
         )
@@ -48,6 +49,6 @@ def outcome_of(folder: Path, result: str, losses: Sequence[float] = (), **facts:
     lines, found = [f"{folder}: {result}"], {"folder": str(folder), **facts}
     if losses:
         first, last = losses[0], losses[-1]
-        lines.insert(0, f"trained {len(losses)} steps: loss {first:.4f} to {last:.4f}")
+        lines.insert(0, f"trained {len(losses)} steps: loss {figure(first)} to {figure(last)}")
         found |= {"steps": len(losses), "first_loss": first, "last_loss": last}
     return Outcome(lines=tuple(lines), facts=found)

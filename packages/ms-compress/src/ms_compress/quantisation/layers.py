@@ -239,11 +239,13 @@ def check_groups(name: str, weight: Tensor, scheme: Scheme) -> None:
     features = weight.shape[-1]
     group = scheme.group_of(features)
     if features % group:
-        fits = [g for g in (16, 32, 64, 128, 256) if features % g == 0]
-        remedy = f"groups that fit: {', '.join(map(str, fits))}" if fits else "none of ours fits"
+        # A target with fixed groups, such as llama.cpp's blocks of 32, offers no other one.
+        groups = (16, 32, 64, 128, 256) if scheme.groups is None else scheme.groups
+        fits = [g for g in groups if features % g == 0]
+        remedy = f"groups that fit: {', '.join(map(str, fits))}, or " if fits else ""
         raise LayerError(
             f"{name}: {scheme} groups {group} weights, which do not divide rows of {features};"
-            f" {remedy}, or name the layer as an exception"
+            f" {remedy}name the layer as an exception"
         )
     if not isinstance(weight, DTensor):
         return

@@ -75,15 +75,15 @@ def scatter(title: str, points: Sequence[Point], *, x_name: str, y_name: str) ->
         return height - bottom - (height - bottom - top) * (value - ys[0]) / (ys[-1] - ys[0])
 
     parts = []
-    for tick in ys:
+    for tick, text in zip(ys, _tick_labels(ys), strict=True):
         y = at_y(tick)
         parts.append(
             f'<line class="grid" x1="{left}" x2="{WIDTH - right}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            f'<text class="tick end" x="{left - 8}" y="{y + 4:.1f}">{tick:g}</text>'
+            f'<text class="tick end" x="{left - 8}" y="{y + 4:.1f}">{text}</text>'
         )
     parts += [
-        f'<text class="tick middle" x="{at_x(tick):.1f}" y="{height - bottom + 18}">{tick:g}</text>'
-        for tick in xs
+        f'<text class="tick middle" x="{at_x(tick):.1f}" y="{height - bottom + 18}">{text}</text>'
+        for tick, text in zip(xs, _tick_labels(xs), strict=True)
     ]
     spots = [(at_x(p.x), at_y(p.y)) for p in points]
     for point, (x, y), (label_x, label_y) in zip(points, spots, _apart(spots), strict=True):
@@ -118,7 +118,8 @@ def _short(label: str) -> str:
 def _ticks(values: Sequence[float]) -> list[float]:
     """Return about five round numbers that enclose the values."""
     low, high = min(values), max(values)
-    span = high - low or abs(high) or 1.0
+    # Values that differ only by rounding get a range wide enough for distinct labels.
+    span = max(high - low, 1e-6 * abs(high)) if high > low else abs(high) or 1.0
     raw = span / 4
     base = 10.0 ** math.floor(math.log10(raw))
     step = base * next((m for m in (1, 2, 5) if m * base >= raw), 10)
@@ -126,6 +127,16 @@ def _ticks(values: Sequence[float]) -> list[float]:
     if first == last:
         last += 1
     return [i * step for i in range(first, last + 1)]
+
+
+def _tick_labels(ticks: Sequence[float]) -> list[str]:
+    """Format ticks with as many digits as tell neighbors apart."""
+    step, largest = ticks[1] - ticks[0], max(abs(ticks[0]), abs(ticks[-1]))
+    if largest >= 1e6 or largest < 1e-3:
+        digits = math.floor(math.log10(largest / step)) + 1
+        return [f"{tick:.{digits}e}" for tick in ticks]
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    return [f"{tick:,.{decimals}f}" for tick in ticks]
 
 
 def _apart(spots: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

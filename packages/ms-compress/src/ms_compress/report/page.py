@@ -3,6 +3,7 @@
 from html import escape
 from importlib import resources
 
+from ms_compress.figures import figure, ratio
 from ms_compress.report.chart import Bar, Point, bars, scatter
 from ms_compress.report.results import Report, Result
 from ms_compress.report.table import HEADINGS, TEXTS, cells
@@ -30,23 +31,27 @@ def _subtitle(report: Report) -> str:
         f"<p>Perplexity over {report.held_out_tokens:,} held-out tokens in sequences of"
         f" {report.sequence_length}, computed by each runtime. Speeds: one row,"
         f" {report.prefill_tokens} tokens of prefill, then {report.decode_tokens} one by one;"
-        f" medians of {report.rounds} alternating rounds on {threads}."
-        f" Ratios are to {escape(report.baseline.model)} in {escape(report.baseline.runtime)}.</p>"
+        f" tokens over the median time of {report.rounds} alternating rounds on {threads}."
+        f" Ratios are these speeds over those of {escape(report.baseline.model)} in"
+        f" {escape(report.baseline.runtime)}.</p>"
     )
 
 
 def _tiles(report: Report) -> str:
     base, rest = report.baseline, report.results[1:]
-    tiles = [(f"{base.perplexity:.2f}", f"perplexity of {base.model}")]
+    tiles = [(figure(base.perplexity), f"perplexity of {base.model}")]
     if rest:
         best = min(rest, key=lambda one: one.perplexity)
         small = min(rest, key=lambda one: one.size_bytes)
         fast = max(rest, key=lambda one: one.decode_ratio)
         tiles += [
-            (f"{best.perplexity:.2f}", f"best compressed perplexity: {best.model}"),
-            (f"{base.size_bytes / small.size_bytes:.1f}x", f"smaller at most: {small.model}"),
+            (figure(best.perplexity), f"best compressed perplexity: {best.model}"),
             (
-                f"{fast.decode_ratio:.2f}x",
+                f"{figure(base.size_bytes / small.size_bytes, 2)}x",
+                f"smaller at most: {small.model}",
+            ),
+            (
+                f"{ratio(fast.decode_ratio)}x",
                 f"the baseline's decode speed at most: {fast.model} in {fast.runtime}",
             ),
         ]
@@ -74,12 +79,12 @@ def _charts(report: Report) -> str:
     groups = {name: i % COLOURS for i, name in enumerate(_runtimes(report))}
     base = report.baseline
 
-    def chart(title: str, field: str, form: str, reference: float) -> str:
+    def chart(title: str, field: str, digits: int, reference: float) -> str:
         rows = [
             Bar(
                 label=f"{i}  {name}",
                 value=getattr(one, field),
-                text=form.format(getattr(one, field)),
+                text=figure(getattr(one, field), digits),
                 group=groups[one.runtime],
             )
             for i, (one, name) in enumerate(zip(report.results, report.names(), strict=True))
@@ -91,17 +96,17 @@ def _charts(report: Report) -> str:
             x=one.size_bytes / 1e6,
             y=one.perplexity,
             label=str(i),
-            tip=f"{name}: {one.perplexity:.3f}",
+            tip=f"{name}: {figure(one.perplexity, 6)}",
             group=groups[one.runtime],
         )
         for i, (one, name) in enumerate(zip(report.results, report.names(), strict=True))
     ]
     return (
         scatter("Perplexity and size", points, x_name="megabytes on disk", y_name="perplexity")
-        + chart("Perplexity, lower is better", "perplexity", "{:.3f}", base.perplexity)
-        + chart("Decode, tokens/s", "decode_tokens_per_s", "{:,.1f}", base.decode_tokens_per_s)
-        + chart("Prefill, tokens/s", "prefill_tokens_per_s", "{:,.0f}", base.prefill_tokens_per_s)
-        + chart("Bits a weight", "bits_a_weight", "{:.2f}", base.bits_a_weight)
+        + chart("Perplexity, lower is better", "perplexity", 6, base.perplexity)
+        + chart("Decode, tokens/s", "decode_tokens_per_s", 4, base.decode_tokens_per_s)
+        + chart("Prefill, tokens/s", "prefill_tokens_per_s", 4, base.prefill_tokens_per_s)
+        + chart("Bits a weight", "bits_a_weight", 4, base.bits_a_weight)
     )
 
 

@@ -5,6 +5,8 @@ from collections import Counter
 
 import msgspec
 
+from ms_compress.figures import ratio
+
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One exported folder, as its runtime computes it."""
@@ -23,12 +25,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     bits_a_weight: float
     """All those bytes, in bits, over the number of the model's weights."""
     prefill_tokens_per_s: float
-    """Median over the rounds, one row."""
+    """Prompt tokens over the median prefill time of all rounds, one row."""
     decode_tokens_per_s: float
-    """Median over the rounds, one row, one token after another."""
+    """Generated tokens over the median time of all rounds, one row, one token after another."""
     prefill_ratio: float
-    """Speed over the baseline's in the same round, median; above 1 is faster."""
+    """`prefill_tokens_per_s` over the baseline's; above 1 is faster."""
     decode_ratio: float
+    """`decode_tokens_per_s` over the baseline's."""
 
     def __post_init__(self) -> None:
         for name in ("perplexity", "bits_a_weight", "prefill_ratio", "decode_ratio"):
@@ -39,7 +42,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def slower(self) -> tuple[str, ...]:
         """What is slower than the baseline: `prefill`, `decode`, both or nothing."""
         ratios = {"prefill": self.prefill_ratio, "decode": self.decode_ratio}
-        return tuple(name for name, ratio in ratios.items() if ratio < 1)
+        return tuple(name for name, value in ratios.items() if value < 1)
 
 
 def _of(one: Result, name: str, alike: Counter[tuple[str, str]]) -> str:
@@ -97,7 +100,7 @@ class Report(
         names = Counter((one.model, one.runtime) for one in self.results)
         for one, name in zip(self.results[1:], self.names()[1:], strict=True):
             if one.slower:
-                parts = [f"{name} {getattr(one, name + '_ratio'):.2f}x" for name in one.slower]
+                parts = [f"{name} {ratio(getattr(one, name + '_ratio'))}x" for name in one.slower]
                 lines.append(
                     f"{_of(one, name, names)} is slower than {base.model} in {base.runtime}:"
                     f" {' and '.join(parts)} its speed"

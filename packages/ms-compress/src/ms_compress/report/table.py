@@ -1,5 +1,6 @@
 """The report as a table of plain text."""
 
+from ms_compress.figures import figure, ratio
 from ms_compress.report.results import Report, Result
 
 HEADINGS = (
@@ -14,6 +15,10 @@ HEADINGS = (
     "decode tokens/s",
     "prefill x",
     "decode x",
+)
+NOTE = (
+    "speeds: tokens over the median time of {rounds} rounds, one row; prefill x and decode x: a"
+    " model's speed over the baseline's, from the same two columns"
 )
 TEXTS = 4
 """So many columns hold words, or numbers that name a row."""
@@ -32,7 +37,7 @@ def table(report: Report) -> str:
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
     notes = report.warnings() or ["nothing is slower than the baseline"]
-    return "\n".join([*lines, "", *notes]) + "\n"
+    return "\n".join([*lines, "", NOTE.format(rounds=report.rounds), *notes]) + "\n"
 
 
 def cells(number: int, one: Result) -> tuple[str, ...]:
@@ -42,11 +47,11 @@ def cells(number: int, one: Result) -> tuple[str, ...]:
         one.model,
         one.runtime,
         one.scheme,
-        f"{one.perplexity:.3f}",
-        f"{one.size_bytes / 1e6:,.2f}",
-        f"{one.bits_a_weight:.2f}",
-        f"{one.prefill_tokens_per_s:,.0f}",
-        f"{one.decode_tokens_per_s:,.1f}",
-        f"{one.prefill_ratio:.2f}",
-        f"{one.decode_ratio:.2f}",
+        figure(one.perplexity, 6),
+        figure(one.size_bytes / 1e6),
+        figure(one.bits_a_weight),
+        figure(one.prefill_tokens_per_s),
+        figure(one.decode_tokens_per_s),
+        ratio(one.prefill_ratio),
+        ratio(one.decode_ratio),
     )
