@@ -388,6 +388,22 @@ def test_the_command_builds_and_verifies_an_instruction_set(
     assert [fault.file for fault in verify(out).faults] == ["tokenizer_config.json"]
 
 
+def test_chat_takes_the_template_in_the_folder_of_the_tokenizer(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same shards as naming the folder twice, also where its file is given; never both."""
+    model = place / "model"
+    rows = ["build", str(place / "rows.jsonl"), "--tokenizer"]
+    assert main([*rows, str(model), "--chat-template", str(model), "--out", f"{tmp_path}/a"]) == 0
+    assert main([*rows, str(model), "--chat", "--out", f"{tmp_path}/b"]) == 0
+    assert main([*rows, f"{model}/tokenizer.json", "--chat", "--out", f"{tmp_path}/c"]) == 0
+    prints = {inspect(tmp_path / name).fingerprint for name in "abc"}
+    assert len(prints) == 1
+    with pytest.raises(SystemExit, match="2"):
+        main([*rows, str(model), "--chat", "--chat-template", str(model), "--out", "d"])
+    assert "not allowed with" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("pairs", [False, True])
 def test_rows_that_differ_in_their_weight_alone_are_in_one_split(
     place: Path, tmp_path: Path, pairs: bool

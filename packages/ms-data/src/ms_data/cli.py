@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from datetime import date
+from pathlib import Path
 
 import msgspec
 
@@ -169,12 +170,18 @@ def _add_build(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     text = "tokenize on a Ray cluster: ray, or ray://HOST:PORT (default: here, with every core)"
     parser.add_argument("--workers", metavar="RAY", help=text)
     parser.add_argument("--end-of-text", help="the token that ends a document, by its name")
-    parser.add_argument(
+    templates = parser.add_mutually_exclusive_group()
+    templates.add_argument(
+        "--chat",
+        action="store_true",
+        help="build an instruction set (OpenAI, ShareGPT or Alpaca rows in JSON Lines) with the "
+        "chat template in the folder of --tokenizer",
+    )
+    templates.add_argument(
         "--chat-template",
         type=path_argument,
         metavar="FOLDER",
-        help="build an instruction set (OpenAI, ShareGPT or Alpaca rows in JSON Lines) with the "
-        "chat template of this tokenizer's folder, or of a Jinja file",
+        help="the same with the chat template of another tokenizer's folder, or of a Jinja file",
     )
     parser.add_argument("--pairs", action="store_true", help="the rows are preference pairs")
     parser.add_argument(
@@ -222,9 +229,7 @@ def _run_tokenizer(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
 
 
 def _run_build(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
-    template = options.chat_template and ChatTemplate.load(
-        options.chat_template, today=options.today
-    )
+    template = _chat_template(options)
     processor = options.processor and Processor.load(
         options.processor, media_folder=options.media_folder
     )
@@ -251,6 +256,15 @@ def _run_build(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
         f"{summary.folder}: {done}{summary.documents:,} documents{summary.omissions}, "
         f"{summary.tokens:,} tokens{where}; encoded {summary.encoder}"
     )
+
+
+def _chat_template(options: argparse.Namespace) -> ChatTemplate | None:
+    """Load the chat template that `--chat` or `--chat-template` asks for."""
+    path: Path | None = options.chat_template
+    if options.chat:
+        tokenizer: Path = options.tokenizer
+        path = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    return None if path is None else ChatTemplate.load(path, today=options.today)
 
 
 def _run_inspect(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:

@@ -127,7 +127,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None], str,
         "build",
         _add_build,
         "make the operator library of a chip that need not be here",
-        "ms-kernels build --target sm_90 --out lib/    makes lib/sm_90/",
+        "ms-kernels build --target sm_90 --out lib/",
     ),
 )
 """Each command's name, the function that runs it, its arguments, help and example."""

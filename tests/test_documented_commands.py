@@ -1,0 +1,81 @@
+"""Every command line of ours that a page, docstring or message shows is one that its parser takes.
+
+What a page shows is also run, by `nox -s readme`; here it is only parsed, which also covers the
+commands that need a GPU, several machines or another program.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from documented_commands import (
+    Line,
+    documented,
+    in_markdown,
+    in_shell,
+    lone_options,
+    mistake,
+    options_of_all,
+    subcommands,
+)
+from packages import PACKAGES
+
+ELSEWHERE = {"--dry", "--update", "--max-restarts", "--layout", "--list", "--try-with", "--address"}
+"""Options of the demo, the examples, the tools of this repository and torchrun."""
+
+
+def test_every_documented_command_line_is_one_that_its_parser_takes() -> None:
+    """Subcommands, options, values and `--set` keys of all pages, docstrings and messages."""
+    lines = documented()
+    assert sum(line.complete for line in lines) > 150
+    assert sum(not line.complete for line in lines) > 150
+    wrong = {
+        f"{line.place}: {line.program} {' '.join(line.words)}": mistake(line) for line in lines
+    }
+    assert {line: why for line, why in wrong.items() if why} == {}
+
+
+@pytest.mark.parametrize("program", PACKAGES)
+def test_every_command_is_shown_somewhere_with_an_example_of_its_own(program: str) -> None:
+    """The line after `example:` in each `--help` is among the lines that are checked."""
+    helps = {line.place for line in documented() if line.place.endswith("--help")}
+    shown = {place.removeprefix(program).split()[0] for place in helps if place.startswith(program)}
+    assert set(subcommands(program)) <= shown
+
+
+def test_an_option_named_without_its_command_exists() -> None:
+    """In READMEs and guides."""
+    named = list(lone_options())
+    assert len(named) > 50
+    assert [each for each in named if each[1] not in options_of_all() | ELSEWHERE] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("```sh\nms-data build a.jsonl --tokenizer t --chats --out o\n```", "--chats"),
+        ("```bash\nms-data build a.jsonl --out o\n```", "--tokenizer"),
+        ("```console\n$ ms-data inpsect shards\n```", "inpsect"),
+        ("`ms-parallel watch`", "watch"),
+        ("or `ms-data build --chats`, which", "--chats"),
+        ("```sh\ntorchrun --nproc-per-node 2 -m ms_align sft R.toml --set stesp=1\n```", "stesp"),
+        ("```sh\nms-compress qat R.toml --set tuning.stesp=1\n```", "tuning.stesp"),
+        ("```sh\nX=1 ms-profile run --train-script a.py -- ms_parallel train\n```", "RUN.toml"),
+        ("`ms-align ppo --set stesp=1`", "stesp"),
+    ],
+)
+def test_a_wrong_command_line_is_noticed(text: str, reason: str) -> None:
+    """In a block of any language of the shell, and in the parts that prose shows."""
+    refused = [mistake(line) for line in in_markdown(text, "page")]
+    assert any(reason in why for why in refused if why), refused
+
+
+def test_open_tables_take_any_key_and_shell_syntax_is_understood() -> None:
+    """Options of a model are those of its family; pipes, comments and variables are not ours."""
+    text = "A=1 ms-parallel train R.toml --set model_config.a=32 --set layout.data=2 | tee x # y"
+    (line,) = in_shell(text, "page", complete=True)
+    assert line == Line("page", "ms-parallel", line.words, complete=True)
+    assert line.words[-1] == "layout.data=2"
+    assert mistake(line) is None
