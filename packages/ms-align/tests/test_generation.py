@@ -13,9 +13,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small_models import biased, decoder, gpt2, llama
 
 from ms_align import DataError, LocalEngine, LocalGenerator, ModelError, Sampling
+from ms_align.engines.assembly import start_engine
 from ms_align.engines.generator import EngineGenerator
 from ms_align.errors import ConfigError
 from ms_align.generation.fused import FusedReader, fused_reader
+from ms_align.generation.reader import RerunReader, reader_of
 from ms_align.models.language_model import language_model
 from ms_align.rollouts.rows import logprobs_of, sequences
 from ms_align.tokenizer import ByteTokenizer
@@ -219,10 +221,98 @@ def test_rows_are_packed_in_double_precision_too() -> None:
     torch.testing.assert_close(got[0, 3:], got[0, :3], **FLOAT32)
 
 
-def test_a_window_that_cannot_be_kept_is_refused() -> None:
-    """A kind whose form of a mask is not known, instead of attention to all."""
+def test_a_window_that_cannot_be_kept_is_refused_in_packed_rows_and_generated_slowly() -> None:
+    """A kind whose form of a mask is not known: rows are read whole, instead of with its cache."""
+    model = windowed("Olmo3")
+    documents = torch.tensor([[0] * 8 + [1] * 8])
     with pytest.raises(ModelError, match="see a window, and how it takes a mask"):
-        LocalGenerator(windowed("Olmo3"))([[1, 2, 3]], Sampling(max_new_tokens=8), seed=0)
+        language_model(model).hidden(torch.ones(1, 16, dtype=torch.int64), None, documents)
+    assert isinstance(reader_of(language_model(model)), RerunReader)
+    says_what_it_computes(model)
+
+
+def says_what_it_computes(model: nn.Module) -> None:
+    """Each response's log-probabilities are those of its row alone."""
+    responses = LocalGenerator(model, slots=3, fused=False)(PROMPTS, SAMPLING, count=2, seed=1)
+    assert responses.logprobs is not None
+    for row, length in enumerate(responses.lengths.tolist()):
+        prompt, tokens = PROMPTS[row // 2], responses.row(row)
+        table = alone(model, prompt + tokens)
+        want = torch.stack([table[len(prompt) - 1 + at, t] for at, t in enumerate(tokens)])
+        torch.testing.assert_close(responses.logprobs[row, :length], want, **FLOAT32)
+
+
+RECURRENT: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "mamba": {"state_size": 4},
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_experts": 0,
+        "head_dim": 8,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "recurrent_gemma": {"lru_width": 32, "num_hidden_layers": 3},
+}
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_models_with_another_state_than_keys_and_values_generate(kind: str) -> None:
+    """Convolutions, state spaces and linear attention, of transformers."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.CONFIG_MAPPING[kind](**{**sizes, **heads, **RECURRENT[kind]})
+    says_what_it_computes(transformers.AutoModelForCausalLM.from_config(config).eval())
+
+
+def test_keys_may_be_wider_than_values() -> None:
+    """Multi-head latent attention, with the widths of DeepSeek-V3 in proportion."""
+    model = decoder(
+        "deepseek_v3",
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=16,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+    )
+    says_what_it_computes(model)
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "StableLm", "GPTNeoX", "Phi"])
+def test_folders_of_families_that_ms_parallel_lacks_open_in_one_process(
+    kind: str, tmp_path: Path
+) -> None:
+    """What the engine computes and generates is what transformers computes."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = getattr(transformers, f"{kind}Config")(
+        **sizes, num_attention_heads=4, num_key_value_heads=4, bos_token_id=0, eos_token_id=0
+    )
+    model = getattr(transformers, f"{kind}{'LMHeadModel' if kind == 'GPT2' else 'ForCausalLM'}")(
+        config
+    ).eval()
+    model.save_pretrained(tmp_path)
+    engine = start_engine(tmp_path)
+    batch = {"tokens": torch.tensor([PROMPTS[3]]), "targets": torch.tensor([PROMPTS[3]])}
+    got = engine.evaluate(batch, lambda output, _: output.logits())
+    with torch.no_grad():
+        torch.testing.assert_close(got, model(batch["tokens"]).logits, **FLOAT32)
+    assert engine.module is not None
+    says_what_it_computes(engine.module)
 
 
 def test_neighbours_and_slots_change_no_token(model: nn.Module) -> None:

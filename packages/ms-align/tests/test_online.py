@@ -32,6 +32,7 @@ from ms_align import (
 )
 from ms_align.cli import main
 from ms_align.errors import CheckpointError
+from ms_align.losses.kl import AdaptiveKL
 from ms_align.models.language_model import copy_of
 from ms_align.tokenizer import ByteTokenizer
 
@@ -84,12 +85,16 @@ def test_the_first_update_has_a_ratio_of_one_and_no_kl(tmp_path: Path) -> None:
 
 
 def test_the_reference_stays_while_the_policy_moves(tmp_path: Path) -> None:
-    """KL grows from 0, and the coefficient follows its target."""
+    """KL grows from 0, and the coefficient follows its target by the controller's rule."""
     more = settings(tmp_path, steps=12, batch_size=16, learning_rate=5e-3, epochs=2)
     PPOTrainer(**more, kl_target=0.01, kl_horizon=100).optimize(PROMPTS)
     rollouts = events(tmp_path, "rollout")
     assert rollouts[-1]["kl"] > 0.01 > abs(rollouts[0]["kl"])
-    assert rollouts[-1]["kl_coeff"] > rollouts[0]["kl_coeff"] * 0.9
+    controller = AdaptiveKL(target=0.01, horizon=100)
+    told = [(rollout["kl_coeff"], rollout["kl"]) for rollout in rollouts]
+    wanted = [controller.next(coefficient, kl, 16) for coefficient, kl in told]
+    assert [coefficient for coefficient, _ in told[1:]] == pytest.approx(wanted[:-1])
+    assert told[-1][0] > told[1][0]  # without a controller it would stay
 
 
 class Adapted(nn.Module):

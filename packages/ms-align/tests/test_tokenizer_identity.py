@@ -1,14 +1,24 @@
 """Data, reward models and references of another tokenizer are refused; equal tokenizers are not."""
 
 import json
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 
-from ms_align.errors import DataError
+sys.path.insert(0, str(Path(__file__).parent))
+from small_models import decoder
+
+from ms_align import GRPOTrainer, RewardModel
+from ms_align.cli import main
+from ms_align.errors import DataError, ModelError
 from ms_align.files.tokenizer_source import tokenizer_difference
+from ms_align.models.folder import load_model
+from ms_align.tokenizer_files import files_of
+from ms_data import build
 
 VOCABULARY = {"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4}
 
@@ -69,3 +79,104 @@ def test_a_folder_without_a_tokenizer_is_not_compared(tmp_path: Path) -> None:
     """A model folder need not hold a tokenizer."""
     base = write(tmp_path / "base", VOCABULARY, [("a", "b")])
     assert tokenizer_difference(base, tmp_path / "nothing", error=DataError) is None
+
+
+def other_tokenizer(sets: Path, out: Path) -> Path:
+    """The sets' tokenizer with two bytes exchanged: as many tokens, other meanings."""
+    document = json.loads((sets / "tokenizer.json").read_text())
+    vocabulary = document["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "tokenizer.json").write_text(json.dumps(document))
+    return out
+
+
+@pytest.fixture
+def model(sets: Path, tmp_path: Path) -> Path:
+    """A model's folder with the sets' own tokenizer."""
+    folder = tmp_path / "model"
+    shutil.copytree(sets / "model", folder)
+    shutil.copy(sets / "tokenizer.json", folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
+def test_data_of_another_tokenizer_is_refused(
+    kind: str, sets: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2 and one line before anything is written; it fits a model of its tokenizer."""
+    other = other_tokenizer(sets, tmp_path / "other")
+    shards = tmp_path / "shards"
+    rows = sets / ("copy.jsonl" if kind == "sft" else "pairs.jsonl")
+    more = {"chat": sets / "chat.jinja", "pairs": kind != "sft"}
+    build(rows, tokenizer=other / "tokenizer.json", out=shards, **more)
+    run = tmp_path / "run.toml"
+    text = f'sequence_length = 64\nsteps = 1\noutput_dir = "{tmp_path / "out"}"\nprogress = false\n'
+    run.write_text(f'model = "{model}"\ndataset = "{shards}"\n{text}')
+    assert main([kind, str(run)]) == 2
+    said = capsys.readouterr().err
+    assert "must have the same tokenizer" in said
+    assert len(said.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+    shutil.copy(other / "tokenizer.json", model)
+    assert main([kind, str(run)]) == 0
+
+
+def train(model: Path, out: Path, **more: object) -> None:
+    """One update of GRPO."""
+    settings = {"reward_model": lambda samples: [len(s.response) for s in samples], **more}
+    GRPOTrainer(
+        policy_model=str(model),
+        steps=1,
+        batch_size=4,
+        group_size=2,
+        max_new_tokens=3,
+        output_dir=out,
+        progress=False,
+        **settings,  # type: ignore[arg-type]
+    ).optimize(["a b", "c"])
+
+
+@pytest.mark.parametrize("setting", ["reward_model", "reference_model", "tokenizer"])
+def test_another_model_of_another_tokenizer_is_refused(
+    setting: str, sets: Path, model: Path, tmp_path: Path
+) -> None:
+    """Token ids of the policy would be scored as other words."""
+    other = other_tokenizer(sets, tmp_path / "other")
+    folder = tmp_path / "second"
+    if setting == "reward_model":
+        RewardModel(load_model(sets / "model")).save(folder, files_of(other))
+    else:
+        shutil.copytree(sets / "model", folder)
+        shutil.copy(other / "tokenizer.json", folder)
+    with pytest.raises(ModelError, match="must have the same tokenizer"):
+        train(model, tmp_path / "out", kl_coeff=0.1, **{setting: str(folder)})
+    assert not (tmp_path / "out").exists()
+    if setting == "reward_model":  # with the policy's own tokenizer it is taken
+        RewardModel(load_model(sets / "model")).save(folder, files_of(model))
+        train(model, tmp_path / "out", reward_model=str(folder))
+
+
+@pytest.mark.parametrize("setting", ["reward_model", "reference_model"])
+def test_a_model_that_lacks_tokens_of_the_policy_is_refused_before_a_rollout(
+    setting: str, model: Path, tmp_path: Path
+) -> None:
+    """Else an index runs out of an embedding whenever such a token is drawn."""
+    small = decoder(vocab_size=200)
+    given = RewardModel(small) if setting == "reward_model" else small
+    with pytest.raises(ModelError, match="must know every token"):
+        train(model, tmp_path / "out", kl_coeff=0.1, **{setting: given})
+
+
+def test_generation_with_another_tokenizer_is_refused(
+    sets: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`tokenizer` may not name one that contradicts the model's own."""
+    other = other_tokenizer(sets, tmp_path / "other")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "ab"}\n')
+    run = tmp_path / "run.toml"
+    out = f'out = "{tmp_path / "out.jsonl"}"\n'
+    run.write_text(f'model = "{model}"\ndataset = "{tmp_path / "prompts.jsonl"}"\n{out}')
+    assert main(["generate", str(run), "--set", f"tokenizer={other / 'tokenizer.json'}"]) == 2
+    assert "must have the same tokenizer" in capsys.readouterr().err
+    assert main(["generate", str(run), "--set", f"tokenizer={sets / 'tokenizer.json'}"]) == 0

@@ -1,9 +1,14 @@
 """The other processes that train with this one; a process alone is the first of one."""
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 import torch
 import torch.distributed as dist
 
 from ms_align.interruption import StopSignal
+
+T = TypeVar("T")
 
 
 def rank() -> int:
@@ -29,6 +34,17 @@ def any_of(flag: bool) -> bool:
     flags = torch.tensor([int(flag)], device=exchange_device())
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     return bool(flags.item())
+
+
+def pad_to_ranks(rows: Sequence[T], ranks: int) -> list[T]:
+    """Repeat the last row until the rows divide by `ranks`, as every rank must have as many."""
+    return [*rows, *[rows[-1]] * (-len(rows) % ranks)]
+
+
+def rows_of_rank(count: int, rank: int, ranks: int) -> slice:
+    """Return which of `count` rows, a multiple of `ranks`, are those of a data rank."""
+    share = count // ranks
+    return slice(share * rank, share * (rank + 1))
 
 
 def exchange_device() -> torch.device:

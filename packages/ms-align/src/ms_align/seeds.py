@@ -8,6 +8,16 @@ ROOM = 1 << 32
 """torch's generator for the CPU takes greater seeds, and heeds their lowest 32 bits."""
 
 
+def position_seed(seed: int, index: int) -> int:
+    """Compute the seed of the random numbers that draw token `index` of every response.
+
+    The same rule as `ms_parallel.Engine.generate`, so that a seed draws the same in one process
+    and under a layout.
+    """
+    digest = sha256(f"{seed}/{index}".encode()).digest()
+    return int.from_bytes(digest[:4], "little")
+
+
 def seed_of(run: int, part: int, *, apart: int) -> int:
     """Compute the 32-bit seed of a part of a run; parts of two runs draw apart from each other.
 

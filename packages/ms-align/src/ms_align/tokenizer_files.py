@@ -5,6 +5,7 @@ transformers reads how a text ends from three places: `eos_token` in tokenizer_c
 them are written, from one source.
 """
 
+import re
 import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from ms_align.files.tokenizer_source import (
     end_of_documents,
     json_text,
     read_beside,
+    source_difference,
     token_text,
 )
 from ms_align.files.untrusted import decode_json, decoding, read_bytes, read_json, read_text
@@ -43,6 +45,9 @@ COPIED = (
 )
 """What some tokenizer of transformers is read from, beside the two files that are made anew."""
 PAD = "<|pad|>"
+GENERATION = "generation_config.json"
+LICENSES = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY|COPYING)([-_.].*)?", re.IGNORECASE)
+"""Names of files of a base model's folder that go with what is trained from it."""
 
 
 @frozen(kw_only=True)
@@ -105,6 +110,32 @@ class TokenizerFiles:
         return {**files, SETTINGS: json_text(config)}
 
 
+def carried(base: TokenizerFiles | None, data: TokenizerFiles | None) -> TokenizerFiles | None:
+    """Combine the tokenizer of the model that a run began with and that of its data, for saving.
+
+    The base's files and settings (padding side, model_max_length, ...) stay as they are. The data
+    adds its chat template, tokens that the base lacks, and the roles that its settings name.
+    """
+    if base is None or data is None:
+        return data if base is None else base
+    added = bool(data.ids.keys() - base.ids.keys())
+    named = {role: data.roles[role] for role in ROLES if data.config.get(role) is not None}
+    config = {**data.config, **base.config}
+    known, more = (one.get("added_tokens_decoder") for one in (base.config, data.config))
+    if isinstance(known, dict) and isinstance(more, dict):
+        config["added_tokens_decoder"] = {**known, **more}
+    return evolve(
+        base,
+        files={**base.files, **({TOKENIZER: data.files[TOKENIZER]} if added else {})},
+        config=config,
+        chat_template=base.chat_template if data.chat_template is None else data.chat_template,
+        ids={**base.ids, **data.ids},
+        roles={**data.roles, **base.roles, **named},
+        size=max(base.size, data.size),
+        ends=tuple(dict.fromkeys((*base.ends, *data.ends))),
+    )
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a folder holds a tokenizer of any kind."""
     with decoding(folder, error=DataError):
@@ -139,12 +170,49 @@ def files_of(place: Any, tokenizer: Any = None) -> TokenizerFiles | None:
     return found if beside is None else evolve(found, chat_template=beside.chat_template)
 
 
-def complete(folder: Path, tokenizer: TokenizerFiles | None) -> None:
+def check_same_tokenizer(
+    files: TokenizerFiles | None,
+    name: str,
+    other: TokenizerFiles | None,
+    other_name: str,
+    *,
+    remedy: str,
+) -> None:
+    """Refuse two tokenizers whose token ids do not mean the same; see `tokenizer_difference`.
+
+    Args:
+        files: one of them; None, or one without a tokenizer.json, is not compared.
+        name: its name in the message.
+        other: the other one.
+        other_name: its name in the message.
+        remedy: end of the message, such as "build the data with the model's tokenizer".
+
+    Raises:
+        ModelError: they differ.
+        DataError: one of them is damaged.
+    """
+    contents = [one.files.get(TOKENIZER) for one in (files, other) if one is not None]
+    if len(contents) < 2 or None in contents or contents[0] == contents[1]:
+        return
+    first, second = (
+        decode_source(content or b"", Path(where, TOKENIZER), error=DataError)
+        for content, where in zip(contents, (name, other_name), strict=True)
+    )
+    difference = source_difference(first, second, names=(name, other_name))
+    if difference is not None:
+        raise ModelError(
+            f"{name} and {other_name} must have the same tokenizer: {difference}; {remedy}"
+        )
+
+
+def complete(folder: Path, tokenizer: TokenizerFiles | None, *, base: Path | None = None) -> None:
     """Put a tokenizer into a model's folder, and say in its configurations how a text ends.
 
     Args:
         folder: with `config.json`, where the model has one.
         tokenizer: None leaves the folder without one, and what its model says of ends as it is.
+        base: folder of the model that was trained; its generation settings and license files are
+            carried over.
 
     Raises:
         ModelError: config.json cannot be read.
@@ -156,7 +224,11 @@ def complete(folder: Path, tokenizer: TokenizerFiles | None) -> None:
         known = read_json(config, dict[str, Any], error=ModelError)
         numbers = _numbers(known, tokenizer)
         files["config.json"] = json_text({**known, **numbers})
-        files["generation_config.json"] = json_text(_generation(folder, numbers, tokenizer))
+        files[GENERATION] = json_text(_generation(folder, numbers, tokenizer, base))
+    if base is not None and base.is_dir():
+        for path in sorted(base.iterdir()):
+            if LICENSES.fullmatch(path.name) and path.is_file():
+                files[path.name] = read_bytes(path, error=ModelError)
     for name, content in files.items():
         write_file(folder / name, content)
 
@@ -174,9 +246,10 @@ def _numbers(known: Mapping[str, Any], tokenizer: TokenizerFiles | None) -> dict
 
 
 def _generation(
-    folder: Path, numbers: Mapping[str, Any], tokenizer: TokenizerFiles | None
+    folder: Path, numbers: Mapping[str, Any], tokenizer: TokenizerFiles | None, base: Path | None
 ) -> dict[str, Any]:
-    known = read_beside(folder, "generation_config.json", error=ModelError)
+    known = {} if base is None else read_beside(base, GENERATION, error=ModelError)
+    known |= read_beside(folder, GENERATION, error=ModelError)
     ends = list(tokenizer.ends) if tokenizer else _as_list(numbers["eos_token_id"])
     if ends:
         known["eos_token_id"] = ends if len(ends) > 1 else ends[0]
@@ -197,7 +270,7 @@ def _read(folder: Path) -> TokenizerFiles:
     template = config.pop("chat_template", None)
     if (folder / TEMPLATE).is_file():
         template = read_text(folder / TEMPLATE, error=DataError)
-    ends = (*_ends_in(folder, "config.json"), *_ends_in(folder, "generation_config.json"))
+    ends = (*_ends_in(folder, "config.json"), *_ends_in(folder, GENERATION))
     found = TokenizerFiles(files=files, config=config)
     if TOKENIZER in files:
         end = end_of_documents(folder, error=DataError)

@@ -18,7 +18,7 @@ from ms_align.seeds import LARGEST_SEED
 from ms_align.settings import a_path, whole
 from ms_align.settings.run_file import build, refuse_renamed
 from ms_align.tokenizer import Tokenizer, load_tokenizer
-from ms_align.tokenizer_files import files_of
+from ms_align.tokenizer_files import check_same_tokenizer, files_of
 
 RENAMED = {"policy_model": "model", "prompt_dataset": "dataset", "data": "dataset"}
 
@@ -53,10 +53,19 @@ def generate(kind: type[Generation], settings: dict[str, Any], where: str) -> di
     if place is None:
         raise ConfigError(f"{where}: no tokenizer lies in {given.model}; give tokenizer")
     tokenizer = load_tokenizer(place)
+    files = files_of(place, tokenizer)
+    if given.tokenizer is not None:
+        check_same_tokenizer(
+            files_of(given.model),
+            f"the model {given.model}",
+            files,
+            "`tokenizer`",
+            remedy="leave `tokenizer` out",
+        )
     prompts = read_prompts(given.dataset, tokenizer, what="dataset")
     drawn = {each.name: getattr(given, each.name) for each in fields(Sampling)}
     sampling = Sampling(**{**drawn, "stop_tokens": given.stop_tokens or ()})
-    sampling = with_stops(sampling, given.stop_tokens, tokenizer, files_of(place, tokenizer))
+    sampling = with_stops(sampling, given.stop_tokens, tokenizer, files)
     generator = LocalGenerator(load_model(given.model), slots=given.slots, decode=tokenizer.decode)
     responses = generator(
         [prompt.tokens for prompt in prompts], sampling, count=given.group_size, seed=given.seed

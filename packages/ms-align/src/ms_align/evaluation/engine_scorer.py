@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
+from ms_align import processes
 from ms_align.engines.generator import generator_of
 from ms_align.engines.local import LocalEngine
 from ms_align.engines.protocol import Engine
@@ -51,12 +52,9 @@ class EngineScorer:
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, /, *, seed: int
     ) -> list[list[int]]:
         """Generate the new tokens of each prompt; each data rank writes as many."""
-        ranks = self.engine.data_ranks
-        filled = [*prompts, *[prompts[0]] * (-len(prompts) % ranks)]
-        own = slice(
-            len(filled) // ranks * self.engine.data_rank,
-            len(filled) // ranks * (self.engine.data_rank + 1),
-        )
+        rank, ranks = self.engine.data_rank, self.engine.data_ranks
+        filled = processes.pad_to_ranks(prompts, ranks)
+        own = processes.rows_of_rank(len(filled), rank, ranks)
         answers = self._generator(filled[own], sampling, count=1, seed=seed)
         width = sampling.max_new_tokens
         tokens = torch.nn.functional.pad(answers.tokens, (0, width - answers.tokens.shape[1]))
@@ -65,11 +63,10 @@ class EngineScorer:
 
     def _pass(self, rows: list[Row]) -> list[ContinuationScore]:
         """Score the rows in one forward pass, in which each data rank computes its part."""
-        ranks = self.engine.data_ranks
-        filled = [*rows, *[rows[-1]] * (-len(rows) % ranks)]
+        rank, ranks = self.engine.data_rank, self.engine.data_ranks
+        filled = processes.pad_to_ranks(rows, ranks)
         batch = self._batch(filled)
-        each = len(filled) // ranks
-        own = slice(each * self.engine.data_rank, each * (self.engine.data_rank + 1))
+        own = processes.rows_of_rank(len(filled), rank, ranks)
         mine = self.engine.evaluate({name: value[own] for name, value in batch.items()}, _sums)
         found = self.engine.gather(mine)[: len(rows)].tolist()
         return [ContinuationScore(logprob, bool(greedy)) for logprob, greedy in found]

@@ -13,9 +13,9 @@ from ms_align.evaluation.engine_scorer import EngineScorer
 from ms_align.evaluation.exported_scorer import ExportedScorer
 from ms_align.evaluation.scorer import ExportedModel, Scorer
 from ms_align.evaluation.texts import Texts
-from ms_align.generation.stops import beside
+from ms_align.generation.stops import beside, folder_of
 from ms_align.tokenizer import Tokenizer, load_tokenizer
-from ms_align.tokenizer_files import files_of
+from ms_align.tokenizer_files import check_same_tokenizer, files_of
 
 if TYPE_CHECKING:
     from ms_align.evaluation.harness import HarnessModel
@@ -74,4 +74,9 @@ def _texts(model: Any, given: Tokenizer | str | Path | None) -> Texts:
         raise ConfigError("there is no tokenizer beside the model; give tokenizer=")
     tokenizer = load_tokenizer(place) if isinstance(place, str | Path) else place
     files = files_of(place, tokenizer) if isinstance(place, str | Path) else None
+    folder = folder_of(model)
+    if given is not None and folder is not None:
+        remedy = "leave `tokenizer` out"
+        own, name = files_of(folder), f"the model {folder}"
+        check_same_tokenizer(own, name, files_of(given, tokenizer), "`tokenizer`", remedy=remedy)
     return Texts(tokenizer, files.ends if files else ())

@@ -1,7 +1,8 @@
 """Continuous batching: a finished row's place is taken by the next prompt at once.
 
 A prompt is read once however many responses it gets. Random numbers depend on the seed,
-the response's number and the token's place alone, never on who shares the batch. Shapes:
+the response's number and the token's place alone, never on who shares the batch, and they are those
+of `ms_parallel.Engine.generate`. Shapes:
 N responses, T their longest, B rows being written, V vocabulary.
 """
 
@@ -19,6 +20,7 @@ from ms_align.generation.responses import Responses
 from ms_align.generation.sampling import Drawn, Sampling, draw
 from ms_align.generation.stops import Decode, completes, reach
 from ms_align.models.language_model import LanguageModel, check_tokens, language_model
+from ms_align.seeds import position_seed
 
 
 class LocalGenerator:
@@ -178,8 +180,11 @@ class _Written:
     @classmethod
     def empty(cls, count: int, sampling: Sampling, seed: int, device: torch.device) -> "_Written":
         shape = (count, sampling.max_new_tokens)
-        generator = torch.Generator().manual_seed(seed)
-        uniforms = torch.rand(shape, generator=generator, dtype=torch.float64)
+        generator = torch.Generator()
+        uniforms = torch.empty(shape, dtype=torch.float64)
+        for index in range(sampling.max_new_tokens):
+            generator.manual_seed(position_seed(seed, index))
+            uniforms[:, index] = torch.rand(count, generator=generator, dtype=torch.float64)
         floats = torch.zeros(2, *shape, device=device)
         return cls(
             sampling=sampling,

@@ -46,10 +46,14 @@ def beside(tokenizer: Any, model: Any) -> Any:
     """Return the tokenizer that is given, or the folder of the model where one lies in it."""
     if tokenizer is not None:
         return tokenizer
-    folder = model if isinstance(model, str | Path) else getattr(model, "name_or_path", None)
-    if folder and isinstance(folder, str | Path) and has_tokenizer(Path(folder)):
-        return Path(folder)
-    return None
+    folder = folder_of(model)
+    return folder if folder is not None and has_tokenizer(folder) else None
+
+
+def folder_of(model: Any) -> Path | None:
+    """Return the folder that a model is, or was read from; None if there is none."""
+    given = model if isinstance(model, str | Path) else getattr(model, "name_or_path", None)
+    return Path(given) if given and isinstance(given, str | Path) else None
 
 
 def with_stops(

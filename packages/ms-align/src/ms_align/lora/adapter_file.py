@@ -3,7 +3,6 @@
 A key of the configuration that is neither read nor known to change nothing is refused by its name.
 """
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,12 @@ from torch import Tensor
 from ms_align.errors import ModelError
 from ms_align.files.durable import write_file, writing
 from ms_align.files.untrusted import decoding, read_bytes, read_json
+from ms_align.models.finite import check_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+LARGEST_ALPHA = 1e6
+"""More than any adapter is trained with; float32 would lose what is added to it."""
 LARGEST_CONFIG_BYTES, LARGEST_WEIGHTS_BYTES = 1 << 22, 1 << 40
 
 Weights = Mapping[str, tuple[Tensor, Tensor]]
@@ -132,14 +134,18 @@ def _same(one: object, other: object) -> bool:
 def _check_numbers(path: Path, config: AdapterConfig) -> None:
     if config.r < 1:
         raise ModelError(f"{path} has r={config.r}; it must be 1 or more")
-    if not (math.isfinite(config.lora_alpha) and config.lora_alpha > 0):
-        raise ModelError(f"{path} has lora_alpha={config.lora_alpha}; it must be above 0")
+    if not 0 < config.lora_alpha <= LARGEST_ALPHA:
+        raise ModelError(
+            f"{path}: lora_alpha must be above 0 and at most {LARGEST_ALPHA:g}, got "
+            f"{config.lora_alpha:g}; copy the file again"
+        )
 
 
 def _pairs(
     path: Path, tensors: Mapping[str, Tensor], rank: int
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Pair A and B by layer, and check that both have the rank that the configuration names."""
+    check_tensors(path, tensors, error=ModelError)
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         name, _, kind = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")

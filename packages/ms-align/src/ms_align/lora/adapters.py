@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from ms_align.errors import ConfigError, ModelError, WriteError
 from ms_align.files.untrusted import check_path
-from ms_align.lora.adapter_file import AdapterConfig, write_adapter
+from ms_align.lora.adapter_file import LARGEST_ALPHA, AdapterConfig, write_adapter
+from ms_align.models.language_model import copy_of
 from ms_align.settings import flag, number, whole
 
 ALL_LINEAR = "all-linear"
@@ -49,7 +50,7 @@ class LoraOptions:
 
     rank: int = field(default=8, validator=whole())
     """Rows of A, and columns of B."""
-    alpha: float = field(default=16.0, validator=number(least=1e-6))
+    alpha: float = field(default=16.0, validator=number(least=1e-6, most=LARGEST_ALPHA))
     """What an adapter adds is multiplied by alpha / rank."""
     targets: str | tuple[str, ...] = field(default=DEFAULT_TARGETS, converter=_targets)
     """Last parts of layers' names; a text is a regular expression for whole names, or
@@ -161,6 +162,8 @@ class AdaptedModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name.startswith("__"):  # the base's own way of copying would copy the base alone
+                raise
             return getattr(super().__getattr__("base"), name)
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
@@ -248,6 +251,16 @@ def plain_model(module: nn.Module) -> Iterator[nn.Module]:
         yield cast(Any, copy.deepcopy(module)).merge_and_unload()
     else:
         yield module
+
+
+def merged_copy(module: nn.Module) -> nn.Module:
+    """Copy a model; adapters, ours or peft's, are merged, and then every weight is trained."""
+    copied: Any = copy_of(module)
+    if isinstance(copied, AdaptedModel):
+        return copied.merged_model()
+    if hasattr(copied, "merge_and_unload") and hasattr(copied, "peft_config"):
+        return cast(nn.Module, copied.merge_and_unload().requires_grad_(True))
+    return cast(nn.Module, copied)
 
 
 def save_adapters(

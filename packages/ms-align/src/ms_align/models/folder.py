@@ -13,6 +13,7 @@ from ms_align import processes
 from ms_align.errors import ConfigError, ModelError
 from ms_align.files.durable import writing
 from ms_align.files.untrusted import check_parts, check_path
+from ms_align.models.finite import check_module
 
 
 def best_device() -> torch.device:
@@ -47,7 +48,7 @@ def load_model(folder: str | Path) -> nn.Module:
             if not others or _is_known(path):
                 raise ModelError(str(error)) from error
     if others:
-        return _from_transformers(path).to(best_device())
+        return check_module(path, _from_transformers(path)).to(best_device())
     raise ConfigError(
         f"reading the model in {folder} needs ms-parallel or transformers; install "
         "ms-align[parallel] or ms-align[hf]"
@@ -55,15 +56,15 @@ def load_model(folder: str | Path) -> nn.Module:
 
 
 def _is_known(path: Path) -> bool:
-    """Return whether ms-parallel builds such a model and reads such files, sound or not."""
+    """Return whether the model is of ms-parallel's own families and its files can be read there."""
     from ms_parallel import ParallelError
-    from ms_parallel.models import architecture
+    from ms_parallel.models import TransformersModel, architecture
 
     try:
-        architecture(path)
+        config = architecture(path)
     except ParallelError:
         return False
-    return any(path.glob("*.safetensors"))
+    return not isinstance(config, TransformersModel) and any(path.glob("*.safetensors"))
 
 
 def _from_transformers(path: Path) -> nn.Module:

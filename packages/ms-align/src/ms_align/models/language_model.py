@@ -1,8 +1,8 @@
 """One interface to every causal language model: hidden states, and the head behind them.
 
-Three kinds of module are understood, recognised by what they offer, never by name alone:
-a model of the seam (`forward(tokens, positions=, documents=, cache=)` with `head_weight`, such as
-`ms_parallel.models.Decoder`), a transformers model (`get_output_embeddings`), and any module that
+Three kinds of module are understood, recognised by what their class offers, never by name alone:
+a model of the seam (`StagedFace`: ms-parallel's decoders, and what it builds with transformers), a
+transformers model (`get_output_embeddings`), and any module that
 maps tokens (B, S) to logits (B, S, V). Shapes: B rows, S positions, H hidden, V vocabulary.
 """
 
@@ -25,6 +25,27 @@ WINDOW_IN_ALL_LAYERS = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 """Kinds of transformers that take one mask for all layers, and have a window in each or none."""
 WINDOW_BY_LAYER = frozenset({"gemma2", "gemma3_text", "qwen2", "qwen3"})
 """Kinds that take a mask for each of their `layer_types`."""
+
+
+class StagedFace(Protocol):
+    """A model of the seam, such as `ms_parallel.models.Decoder`.
+
+    A class is one if it has `head_weight` as a property; a model of transformers never has.
+    """
+
+    @property
+    def config(self) -> Any:
+        """Has `hidden_size` and `vocab_size`."""
+
+    @property
+    def head_weight(self) -> Tensor:
+        """(V, H)."""
+
+    def head(self, hidden: Tensor, /) -> Tensor:
+        """Project finished hidden states (..., H) to logits (..., V)."""
+
+    def __call__(self, tokens: Tensor, **arguments: Any) -> Tensor:
+        """Take `positions`, `documents`, `cache`, and `logits=False` for hidden states alone."""
 
 
 class LanguageModel(Protocol):
@@ -101,7 +122,8 @@ def language_model(module: nn.Module) -> LanguageModel:
     Raises:
         ModelError: it is none of the kinds that are understood.
     """
-    if hasattr(module, "head_weight") and hasattr(module, "blocks"):
+    inner = module.get_base_model() if hasattr(module, "get_base_model") else module
+    if isinstance(getattr(type(inner), "head_weight", None), property):
         return SeamModel(module)
     if hasattr(module, "get_output_embeddings") or hasattr(module, "get_base_model"):
         return HuggingFaceModel(module)
@@ -115,7 +137,10 @@ class SeamModel:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        config = cast(Any, module).config
+        self._face = cast(StagedFace, module)
+        config = self._face.config
+        self._plain_head = getattr(module, "plain_head", True)
+        """Whether logits are the product with `head_weight`, before any soft cap."""
         self.hidden_size: int | None = config.hidden_size
         self.vocabulary_size: int | None = config.vocab_size
         self.context: int | None = getattr(config, "max_position_embeddings", None)
@@ -123,20 +148,19 @@ class SeamModel:
     @property
     def head_weight(self) -> Tensor | None:
         """(V, H); None where logits are more than a product with it."""
-        if getattr(cast(Any, self.module).config, "final_softcap", None) is not None:
-            return None
-        return cast(Tensor, self.module.head_weight)
+        capped = getattr(self._face.config, "final_softcap", None) is not None
+        return self._face.head_weight if self._plain_head and not capped else None
 
     def hidden(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
         """Compute the final hidden states (B, S, H)."""
-        hidden: Tensor = self.module(tokens, positions=positions, documents=documents, logits=False)
-        return hidden
+        return self._face(tokens, positions=positions, documents=documents, logits=False)
 
     def project(self, hidden: Tensor) -> Tensor:
         """Project hidden states (..., H) to logits (..., V)."""
         weight = self.head_weight
         if weight is None:
-            return cast(Tensor, cast(Any, self.module).head(hidden))
+            logits = self._face.head(hidden.reshape(1, -1, hidden.shape[-1]))
+            return logits.view(*hidden.shape[:-1], -1)
         return F.linear(hidden, weight)
 
 
@@ -151,6 +175,10 @@ class HuggingFaceModel:
         self.vocabulary_size: int | None = config.vocab_size
         self.hidden_size: int | None = config.hidden_size
         self.context: int | None = getattr(config, "max_position_embeddings", None)
+        body = self._inner.base_model
+        names = inspect.signature(body.forward).parameters
+        # Renamed in transformers 5.2x; the old name is to be removed in 5.40.
+        self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._whole = not self._head_is_all()
         if self._whole:
             self.hidden_size = None
@@ -217,7 +245,7 @@ class HuggingFaceModel:
             "input_ids": tokens,
             "position_ids": positions,
             "attention_mask": self._mask_behind(seen),
-            "past_key_values": cache,
+            self._cache_name: cache,
             "use_cache": True,
         }
         return self._run(arguments)

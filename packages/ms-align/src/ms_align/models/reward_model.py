@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ms_align.errors import DamageError, ModelError, WriteError
 from ms_align.files.durable import whole_folder, write_file
 from ms_align.files.untrusted import check_path, read_bytes, read_json
+from ms_align.models.finite import check_tensors
 from ms_align.models.folder import load_model, save_model
 from ms_align.models.language_model import language_model
 from ms_align.tokenizer_files import TokenizerFiles, complete
@@ -57,6 +58,10 @@ class RewardModel(nn.Module):
             nn.init.zeros_(head.weight)
         self.head = head
         self._face = face
+        self.vocabulary_size = face.vocabulary_size
+        """Tokens that the body knows; None where it does not say."""
+        self.name_or_path = ""
+        """Folder that `load` read it from."""
 
     def forward(self, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Score rows of tokens (B, S), each at its last token, (B,) float32.
@@ -72,7 +77,13 @@ class RewardModel(nn.Module):
         scores: Tensor = self.head(hidden[rows, lengths - 1].float())[:, 0]
         return scores
 
-    def save(self, folder: str | Path, tokenizer: TokenizerFiles | None = None) -> None:
+    def save(
+        self,
+        folder: str | Path,
+        tokenizer: TokenizerFiles | None = None,
+        *,
+        base: Path | None = None,
+    ) -> None:
         """Write a folder that `load` reads, and transformers as a sequence classifier.
 
         transformers reads no offset of a head: scores here are higher by that of a caller's own.
@@ -80,6 +91,7 @@ class RewardModel(nn.Module):
         Args:
             folder: takes the place of a reward model that is there.
             tokenizer: is put beside it.
+            base: folder of the model that was trained; see `complete`.
 
         Raises:
             WriteError: the folder cannot be written.
@@ -87,7 +99,7 @@ class RewardModel(nn.Module):
         check_path("folder", folder, error=WriteError, written="folder")
         with whole_folder(Path(folder), overwrite=True) as aside:
             save_model(self.body, aside / BODY)
-            complete(aside / BODY, tokenizer)
+            complete(aside / BODY, tokenizer, base=base)
             self._write_head(aside)
             if (aside / BODY / "config.json").is_file():
                 self._write_classifier(aside, tokenizer)
@@ -145,6 +157,7 @@ class RewardModel(nn.Module):
             weights = load(content)
         except (SafetensorError, msgspec.MsgspecError) as error:
             raise DamageError(f"{path / HEAD_FILE} is damaged: {error}") from error
+        check_tensors(path / HEAD_FILE, weights, error=ModelError)
         weights = {name.removeprefix("score."): tensor for name, tensor in weights.items()}
         body = load_model(path / BODY if (path / BODY).is_dir() else path)
         size = language_model(body).hidden_size or 0
@@ -153,7 +166,9 @@ class RewardModel(nn.Module):
         if {name: tuple(tensor.shape) for name, tensor in weights.items()} != shapes:
             raise ModelError(f"{path / HEAD_FILE} does not fit the model beside it; train it anew")
         head.load_state_dict(weights)
-        return cls(body, head.to(next(body.parameters()).device)).eval()
+        model = cls(body, head.to(next(body.parameters()).device)).eval()
+        model.name_or_path = str(path)
+        return model
 
 
 def _filler(config: dict[str, Any], tokenizer: TokenizerFiles | None) -> int | None:

@@ -4,12 +4,14 @@ import importlib
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
 from ms_align.errors import ConfigError, ModelError
 from ms_align.files.untrusted import check_parts
+from ms_align.generation.stops import folder_of
+from ms_align.models.finite import check_module
 from ms_align.models.folder import best_device
 from ms_align.models.reward_model import RewardModel, is_reward_model
 
@@ -43,6 +45,18 @@ def named_rewards(given: Any) -> Any:
         ) from error
 
 
+def reward_folders(given: Any) -> list[Path]:
+    """List the folders of the reward models among rewards, as `named_rewards` takes them."""
+    if isinstance(given, Mapping):
+        given = list(given.values())
+    if isinstance(given, list | tuple):
+        return [folder for each in given for folder in reward_folders(each)]
+    if isinstance(given, str) and ":" in given:
+        return []
+    folder = folder_of(given)
+    return [folder] if folder is not None and folder.is_dir() else []
+
+
 def _weighted(value: Any) -> Any:
     """Read a reward, or a pair of one and its weight, which a run file writes as a list."""
     if isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[1], int | float):
@@ -72,4 +86,4 @@ def _from_folder(folder: Path) -> nn.Module:
         raise ModelError(
             f"{folder} holds no reward model: it {what}; train one with `ms-align reward`"
         )
-    return cast(nn.Module, model).to(best_device())
+    return check_module(folder, model).to(best_device())

@@ -73,6 +73,8 @@ class ModuleReward:
         self.module = module
         self.batch_size = batch_size
         names = inspect.signature(getattr(module, "_orig_mod", module).forward).parameters
+        self.vocabulary_size = _vocabulary_of(module)
+        """Tokens that the module knows; None where it does not say."""
         self._lengths = "lengths" in names
         self._mask = "attention_mask" in names
         self._pad = getattr(getattr(module, "config", None), "pad_token_id", 0)
@@ -110,6 +112,14 @@ class ModuleReward:
         if scores.ndim == 3 or (scores.ndim == 2 and scores.shape == tokens.shape):
             scores = scores[torch.arange(len(rows)), lengths.to(scores.device) - 1]
         return scores.reshape(len(rows), -1)[:, 0]
+
+
+def _vocabulary_of(module: nn.Module) -> int | None:
+    """Find the number of tokens that a module's configuration names."""
+    size = getattr(module, "vocabulary_size", None)
+    if size is None:
+        size = getattr(getattr(module, "config", None), "vocab_size", None)
+    return size if isinstance(size, int) else None
 
 
 def rewards_of(

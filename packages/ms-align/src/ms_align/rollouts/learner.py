@@ -9,6 +9,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
+from ms_align import processes
 from ms_align.engines.protocol import Engine, Update
 from ms_align.engines.reference import Reference
 from ms_align.errors import ConfigError, NothingToLearnError
@@ -85,11 +86,12 @@ class RolloutLearner:
         """
         if not self.held_out:
             return {}
-        ranks = self.policy.data_ranks
-        share = -(-len(self.held_out) // ranks)
-        padded = [*self.held_out, *self.held_out][: share * ranks]
-        mine = padded[self.policy.data_rank * share :][:share]
-        responses = self._draw(mine, count=1, seed=HELD_OUT_SEED)
+        # Generation is collective, so every rank writes as many responses; what the padding got is
+        # left out of the means.
+        rank, ranks = self.policy.data_rank, self.policy.data_ranks
+        padded = processes.pad_to_ranks(self.held_out, ranks)
+        local = padded[processes.rows_of_rank(len(padded), rank, ranks)]
+        responses = self._draw(local, count=1, seed=HELD_OUT_SEED)
         everyone = gather_responses(self.policy, responses)
         scores, samples = self.scoring(padded, everyone)
         count = len(self.held_out)
@@ -146,8 +148,8 @@ class RolloutLearner:
         order = PromptOrder(count=len(self.prompts), seed=self.seed)
         chosen = [self.prompts[index] for index in order.take(self.rollouts * count, count)]
         seed = seed_of(self.seed, self.rollouts, apart=SEEDS)
-        share = count // self.policy.data_ranks
-        mine = chosen[self.policy.data_rank * share :][:share]
+        rank, ranks = self.policy.data_rank, self.policy.data_ranks
+        mine = chosen[processes.rows_of_rank(count, rank, ranks)]
         responses = self._draw(mine, count=options.group_size, seed=seed)
         rows = self._prepare(mine, responses, max(len(prompt.tokens) for prompt in chosen))
         everyone = gather_responses(self.policy, responses)

@@ -26,6 +26,7 @@ from ms_align.errors import CheckpointError, DamageError
 from ms_align.files.durable import publish, sync_folder, write_synced, writing
 from ms_align.files.run_folder import digest_of
 from ms_align.files.untrusted import read_json
+from ms_align.models.finite import check_tensors
 
 NAME = "step-{:08d}"
 MANIFEST = "manifest.json"
@@ -127,9 +128,13 @@ def read(folder: Path) -> State:
     if zlib.crc32(content) != entry.crc32:
         raise DamageError(f"{path} is damaged: its checksum is not the manifest's")
     try:
-        return State(tensors=load(content), facts=manifest.facts)
+        tensors = load(content)
     except SafetensorError as error:
         raise DamageError(f"{path} is no safetensors file: {error}") from error
+    # A rollout's rows may hold NaN, for a response that a reward failed on; weights may not.
+    weights = {name: one for name, one in tensors.items() if not name.startswith("buffer.")}
+    check_tensors(path, weights, error=DamageError)
+    return State(tensors=tensors, facts=manifest.facts)
 
 
 def keep_last(root: Path, count: int) -> None:

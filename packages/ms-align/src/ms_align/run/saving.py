@@ -10,15 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ms_align import processes
 from ms_align.engines.parallel import StageAdapters
 from ms_align.engines.protocol import Engine
 from ms_align.errors import NonFiniteError
 from ms_align.files.durable import whole_folder
+from ms_align.models.finite import first_not_finite
 from ms_align.tokenizer_files import TokenizerFiles, complete
 
 
@@ -28,7 +27,12 @@ def result_folder(engine: Engine, output_dir: Path, *, merge: bool = True) -> Pa
 
 
 def write_result(
-    engine: Engine, output_dir: Path, tokenizer: TokenizerFiles | None, *, merge: bool = True
+    engine: Engine,
+    output_dir: Path,
+    tokenizer: TokenizerFiles | None,
+    *,
+    merge: bool = True,
+    base: Path | None = None,
 ) -> None:
     """Write what an engine has learnt. Every process must call it.
 
@@ -37,6 +41,7 @@ def write_result(
         output_dir: of the run.
         tokenizer: is put beside the model.
         merge: with adapters in one process, write the merged model too.
+        base: folder of the model that was trained; see `complete`.
 
     Raises:
         NonFiniteError: a weight is infinite or no number; nothing is written.
@@ -51,7 +56,7 @@ def write_result(
         engine.save(aside)
         processes.barrier()
         if processes.rank() == 0:
-            complete(aside, tokenizer)
+            complete(aside, tokenizer, base=base)
 
 
 def check_finite(engine: Engine) -> None:
@@ -60,7 +65,7 @@ def check_finite(engine: Engine) -> None:
     Raises:
         NonFiniteError: names the first tensor that is not.
     """
-    found = next((name for name, one in weights_of(engine).items() if not _is_finite(one)), None)
+    found = first_not_finite(weights_of(engine))
     if processes.any_of(found is not None):
         where = f"the weight {found!r} holds" if found else "a weight on another process holds"
         raise NonFiniteError(
@@ -96,9 +101,3 @@ def _whole_on_all(folder: Path) -> Iterator[Path]:
         processes.barrier()
         yield aside
         processes.barrier()
-
-
-@torch.no_grad()
-def _is_finite(tensor: Tensor) -> bool:
-    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return not part.is_floating_point() or bool(torch.isfinite(part).all())

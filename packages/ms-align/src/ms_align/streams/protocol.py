@@ -5,6 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ms_align.engines.protocol import Engine
 from ms_align.errors import DataError, ModelError
+from ms_align.tokenizer_files import TokenizerFiles, check_same_tokenizer, files_of
 
 HeldOut = Callable[[], Iterable[Mapping[str, Any]]]
 """Makes an iterator of held-out batches, each process its rows; read to its end each time."""
@@ -58,6 +59,27 @@ def check_fit(engine: Engine, stream: object, what: str) -> None:
         raise ModelError(
             f"{what}: rows of {rows} tokens are longer than the model's context of {context}; "
             f"set sequence_length to {context} or less"
+        )
+
+
+def check_tokenizers(tokenizer: TokenizerFiles | None, model: str, stream: object) -> None:
+    """Refuse data that was built with another tokenizer than the model's.
+
+    Args:
+        tokenizer: the model's own; None is not compared.
+        model: the model's name in the message.
+        stream: training data; a stream that names no `folders` is not compared.
+
+    Raises:
+        ModelError: the tokenizers differ.
+    """
+    for folder in getattr(stream, "folders", ()):
+        check_same_tokenizer(
+            tokenizer,
+            model,
+            files_of(folder),
+            str(folder),
+            remedy="build the data with the model's tokenizer",
         )
 
 

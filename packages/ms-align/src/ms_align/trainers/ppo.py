@@ -9,10 +9,10 @@ from torch import Tensor
 from ms_align.engines.local import LocalEngine
 from ms_align.engines.protocol import Engine
 from ms_align.errors import ConfigError
+from ms_align.lora.adapters import merged_copy
 from ms_align.losses.advantage import gae, whiten
 from ms_align.losses.ppo import PPOLoss, ValueLoss
 from ms_align.losses.protocol import Loss
-from ms_align.models.language_model import copy_of
 from ms_align.rollouts.experience import Experience, token_rewards
 from ms_align.settings import a_path, flag, number, whole
 from ms_align.trainers.frame.online import OnlineTrainer
@@ -33,7 +33,8 @@ class PPOTrainer(OnlineTrainer):
 
     value_model: Any = field(default=None, validator=a_path(optional=True, objects=True))
     """What estimates values: None for a head on the policy's own hidden states, `"copy"` for a
-    model of its own that begins as the policy, a module, a folder, or an Engine with a head
+    model of its own that begins as the policy and whose weights are all trained, with `lora` too; a
+    module, a folder, or an Engine with a head
     `value`."""
     epochs: int = field(default=4, validator=whole())
     """Passes over one rollout."""
@@ -67,7 +68,7 @@ class PPOTrainer(OnlineTrainer):
                 raise ConfigError(
                     "this engine's policy cannot be copied; give value_model= an Engine"
                 )
-            model = copy_of(policy.module)
+            model = merged_copy(policy.module)
         return self.start_engine(model, heads={"value": 1})
 
     def loss(self, kl_coeff: float) -> PPOLoss:

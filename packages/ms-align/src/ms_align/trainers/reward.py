@@ -83,7 +83,7 @@ class RewardTrainer(RewardOptions, PairTrainer):
     def write(self, engine: Engine, tokenizer: TokenizerFiles | None) -> None:
         """Write the reward model, which PPO takes by its folder."""
         check_finite(engine)
-        self.trained(engine).save(self.place / "model", tokenizer)
+        self.trained(engine).save(self.place / "model", tokenizer, base=self.base_folder)
 
     def result_path(self, engine: Engine) -> Path:
         """Return the path of what `write` writes last."""

@@ -22,8 +22,9 @@ from ms_align.streams.folders import (
     has_held_out,
     held_out_prompts,
 )
-from ms_align.streams.protocol import HeldOut, Stream, check_fit, next_batch
+from ms_align.streams.protocol import HeldOut, Stream, check_fit, check_tokenizers, next_batch
 from ms_align.streams.text_ends import TextEnds, tokenizer_beside
+from ms_align.tokenizer_files import TokenizerFiles, carried, check_same_tokenizer, files_of
 from ms_align.trainers.frame.trainer import Trainer
 
 
@@ -104,7 +105,7 @@ class OfflineTrainer(Trainer):
         if steps is None:
             raise ConfigError("epochs are counted in folders; give steps where data is a stream")
         check_fit(engine, data.stream, "training data")
-        tokenizer = tokenizer_beside(self.tokenizer, data.stream)
+        tokenizer = self._tokenizer(data.stream)
         learner = self.learner(engine, data, TextEnds.of(tokenizer))
         identity = {"model": name_of(self.model), **learner.identity}
         if data.name:
@@ -132,6 +133,20 @@ class OfflineTrainer(Trainer):
     @abstractmethod
     def count_steps(self, dataset: Any, engine: Engine) -> int:
         """Count the updates in `epochs` passes over a dataset's folders."""
+
+    def _tokenizer(self, stream: Stream) -> TokenizerFiles | None:
+        """Return what is put beside the trained model, once data and model are known to agree.
+
+        Raises:
+            ModelError: the data, or `tokenizer`, has another tokenizer than the model's folder.
+        """
+        base = self.base_folder
+        own = None if base is None else files_of(base)
+        given = None if self.tokenizer is None else files_of(self.tokenizer)
+        name = f"the model {base}"
+        check_same_tokenizer(own, name, given, "`tokenizer`", remedy="leave `tokenizer` out")
+        check_tokenizers(own or given, name if own else "`tokenizer`", stream)
+        return carried(own, given or tokenizer_beside(None, stream))
 
     def _from_folders(self, folders: Any, engine: Engine) -> TrainingData:
         data = TrainingData(

@@ -20,9 +20,9 @@ from ms_align.engines.reference import ADAPTER_OFF, Reference, reference_of
 from ms_align.errors import ConfigError, ModelError
 from ms_align.generation import Generator
 from ms_align.generation.sampling import token_numbers
-from ms_align.generation.stops import beside, with_stops
+from ms_align.generation.stops import beside, folder_of, with_stops
 from ms_align.losses.protocol import Loss
-from ms_align.rewards.named import named_rewards
+from ms_align.rewards.named import named_rewards, reward_folders
 from ms_align.rewards.scoring import rewards_of
 from ms_align.rollouts.experience import Experience, Scoring
 from ms_align.rollouts.generators import build_generator
@@ -33,7 +33,7 @@ from ms_align.run.initial_weights import name_of, weights_checksum
 from ms_align.run.loop import Result
 from ms_align.settings import a_path, whole
 from ms_align.tokenizer import Tokenizer, load_tokenizer
-from ms_align.tokenizer_files import TokenizerFiles, files_of
+from ms_align.tokenizer_files import TokenizerFiles, check_same_tokenizer, files_of
 from ms_align.trainers.frame.trainer import Trainer
 
 
@@ -105,6 +105,7 @@ class OnlineTrainer(RolloutOptions, Trainer):
         """
         tokenizer = self._tokenizer()
         files = files_of(beside(self.tokenizer, self.policy_model), tokenizer)
+        self._check_tokenizers(files)
         sampling = with_stops(self.sampling, self.stop_tokens, tokenizer, files)
         ready = evolve(self, stop_tokens=sampling.stop_tokens, stop_strings=sampling.stop_strings)
         prompts = read_prompts(prompt_dataset, tokenizer, response_dataset)
@@ -162,7 +163,7 @@ class OnlineTrainer(RolloutOptions, Trainer):
     def _learner(
         self, policy: Engine, prompts: list[Prompt], tokenizer: Tokenizer | None
     ) -> RolloutLearner:
-        _check_tokenizer(tokenizer, policy)
+        _check_vocabulary(tokenizer, policy, "the model")
         rows = self.batch_size // self.group_size
         if rows % policy.data_ranks:
             raise ConfigError(
@@ -172,16 +173,24 @@ class OnlineTrainer(RolloutOptions, Trainer):
         held_out: list[Prompt] = []
         if self.held_out is not None:
             held_out = read_prompts(self.held_out, tokenizer, what="held_out")
+        value, reference = self.value_engine(policy), self._reference(policy)
+        rewards = rewards_of(named_rewards(self.reward_model))
+        if value is not None:
+            _check_vocabulary(tokenizer or policy, value, "value_model")
+        if reference is not None:
+            _check_vocabulary(tokenizer or policy, reference.engine, "reference_model")
+        for name, (reward, _) in rewards.items():
+            _check_vocabulary(tokenizer or policy, reward, f"the reward model {name!r}")
         return RolloutLearner(
             algorithm=self,
             options=self,
             seed=self.seed,
             policy=policy,
-            value=self.value_engine(policy),
-            reference=self._reference(policy),
+            value=value,
+            reference=reference,
             generator=self._generator(policy, tokenizer),
             scoring=Scoring(
-                rewards=rewards_of(named_rewards(self.reward_model)),
+                rewards=rewards,
                 tokenizer=tokenizer,
                 on_failure=self.on_reward_failure,
                 penalty=self.reward_failure_penalty,
@@ -189,6 +198,30 @@ class OnlineTrainer(RolloutOptions, Trainer):
             prompts=prompts,
             held_out=held_out,
         )
+
+    def _check_tokenizers(self, files: TokenizerFiles | None) -> None:
+        """Refuse a tokenizer, or another model's folder, whose token ids are not the policy's."""
+        base = self.base_folder
+        name = f"the model {base}"
+        if base is not None and self.tokenizer is not None:
+            own, remedy = files_of(base), "leave `tokenizer` out"
+            check_same_tokenizer(own, name, files, "`tokenizer`", remedy=remedy)
+        others = {
+            setting: folder_of(getattr(self, setting, None))
+            for setting in ("reference_model", "value_model")
+        }
+        for setting, folder in others.items():
+            if folder is not None and folder.is_dir():
+                remedy = f"give a {setting} of the same family"
+                other, other_name = files_of(folder), f"{setting} {folder}"
+                check_same_tokenizer(files, name, other, other_name, remedy=remedy)
+        for folder in reward_folders(self.reward_model):
+            remedy = (
+                "train a reward model with `ms-align reward` from a model with the policy's "
+                "tokenizer, or give a function that decodes and scores the text"
+            )
+            other, other_name = files_of(folder), f"the reward model {folder}"
+            check_same_tokenizer(files, name, other, other_name, remedy=remedy)
 
     def _reference(self, policy: Engine) -> Reference | None:
         if not self.kl_coeff:
@@ -217,11 +250,11 @@ class OnlineTrainer(RolloutOptions, Trainer):
         return cast("Tokenizer | None", given)
 
 
-def _check_tokenizer(tokenizer: Tokenizer | None, policy: Engine) -> None:
-    """Refuse a tokenizer that has tokens which the model has not."""
-    has, takes = getattr(tokenizer, "vocabulary_size", None), policy.vocabulary_size
+def _check_vocabulary(tokenizer: object, model: object, name: str) -> None:
+    """Refuse a model that lacks tokens of the tokenizer, or of the policy where there is none."""
+    has, takes = (getattr(one, "vocabulary_size", None) for one in (tokenizer, model))
     if has and takes and has > takes:
         raise ModelError(
-            f"the tokenizer has {has} tokens and the model {takes}; give the tokenizer that the "
-            "model was trained with"
+            f"{name} must know every token: the tokenizer has {has} tokens and {name} {takes}; "
+            "give one that was trained with the policy's tokenizer"
         )

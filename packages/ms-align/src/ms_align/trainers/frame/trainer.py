@@ -11,6 +11,7 @@ from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.engines.parallel import layout_of
 from ms_align.engines.protocol import Engine
 from ms_align.errors import ConfigError
+from ms_align.generation.stops import folder_of
 from ms_align.lora.adapters import LoraOptions
 from ms_align.run.initial_weights import name_of
 from ms_align.run.loop import Learner, Loop, Result
@@ -59,6 +60,11 @@ class Trainer(OptimizerOptions, RunOptions):
     def processes(self) -> int:
         """How many processes the layout is for."""
         return 1 if self.layout is None else layout_of(self.layout).world_size
+
+    @property
+    def base_folder(self) -> Path | None:
+        """Folder of the model that is trained, where it has one."""
+        return folder_of(getattr(self, "model", getattr(self, "policy_model", None)))
 
     def part(self, kind: type[T]) -> T:
         """Return the settings of one class that this one inherits from."""
@@ -118,7 +124,7 @@ class Trainer(OptimizerOptions, RunOptions):
 
     def write(self, engine: Engine, tokenizer: TokenizerFiles | None) -> None:
         """Write the trained model; every process calls it."""
-        write_result(engine, self.place, tokenizer, merge=self.merge)
+        write_result(engine, self.place, tokenizer, merge=self.merge, base=self.base_folder)
 
     def result_path(self, engine: Engine) -> Path:
         """Return the path of what `write` writes last."""

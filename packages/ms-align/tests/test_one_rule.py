@@ -1,0 +1,93 @@
+"""One process and a layout of one process give the same run."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_models import decoder
+
+from ms_align import GRPOTrainer, LoraOptions, PPOTrainer, RLOOTrainer, Sample
+from ms_align.seeds import position_seed
+from ms_parallel import save_model
+from ms_parallel.engine.generation import _seed_at
+
+PROMPTS = [[5, 6, 7], [11], [20, 21], [30, 31, 32, 33]]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small model."""
+    folder = tmp_path_factory.mktemp("start") / "model"
+    save_model(decoder(), folder)  # type: ignore[arg-type]
+    return folder
+
+
+def run(kind: type[Any], start: Path, out: Path, **more: Any) -> tuple[list[Any], list[float]]:
+    """Return the responses of a run, and the losses of its updates."""
+    drawn: list[Any] = []
+    losses: list[float] = []
+
+    def reward(samples: Sequence[Sample]) -> list[float]:
+        drawn.extend(sample.response_tokens for sample in samples)
+        return [sum(sample.response_tokens) % 7 / 6 for sample in samples]
+
+    def on_event(name: str, fields: Any) -> None:
+        if name == "step":
+            losses.append(fields["loss"])
+
+    groups = {} if kind is PPOTrainer else {"group_size": 4}
+    kind(
+        policy_model=start,
+        reward_model=reward,
+        learning_rate=1e-3,
+        kl_coeff=0.05,
+        epochs=1,
+        steps=3,
+        batch_size=8,
+        max_new_tokens=6,
+        top_k=100,
+        output_dir=out,
+        on_event=on_event,
+        progress=False,
+        **{**groups, **more},
+    ).optimize(PROMPTS)
+    return drawn, losses
+
+
+@pytest.mark.parametrize("kind", [PPOTrainer, GRPOTrainer, RLOOTrainer])
+def test_a_seed_draws_the_same_responses_in_one_process_and_under_a_layout(
+    kind: type[Any], start: Path, tmp_path: Path
+) -> None:
+    """Three rollouts, the later ones from weights that have moved; losses within 1e-5."""
+    alone, losses = run(kind, start, tmp_path / "alone")
+    split, split_losses = run(kind, start, tmp_path / "split", layout={"data": 1})
+    assert len(alone) == 24
+    assert alone == split
+    assert losses == pytest.approx(split_losses, abs=1e-5)
+
+
+def test_both_generators_take_the_seed_of_a_token_from_one_rule() -> None:
+    """Also for seeds of more than 32 bits."""
+    for seed in (0, 1, 2**40 + 3):
+        assert [position_seed(seed, n) for n in range(9)] == [_seed_at(seed, n) for n in range(9)]
+
+
+@pytest.mark.parametrize("layout", [None, {"data": 1}])
+@pytest.mark.parametrize("lora", [None, LoraOptions(rank=4)])
+def test_a_copied_value_model_trains_all_its_weights(
+    start: Path, lora: LoraOptions | None, layout: Any
+) -> None:
+    """With adapters on the policy as without, in one process as under a layout."""
+    trainer = PPOTrainer(
+        policy_model=start, reward_model=len, value_model="copy", lora=lora, layout=layout
+    )
+    policy = trainer.start_engine(start, heads=trainer.heads(), adapted=True)
+    module = trainer.value_engine(policy).module
+    assert isinstance(module, nn.Module)
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    assert trained >= sum(p.numel() for p in decoder().parameters())
