@@ -4,6 +4,8 @@ torch is installed first, pinned, and by pip: whatever is installed after it the
 met and pulls no second build. `MS_TORCH` chooses another (`MS_TORCH=torch==2.11.0 nox`).
 """
 
+import ctypes
+import fcntl
 import functools
 import os
 import re
@@ -12,10 +14,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import nox
 
@@ -24,6 +27,7 @@ nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["lint", "docs", "types", "tests", "repository", "alone", "readme"]
 
 ROOT = Path(__file__).parent
+BEGAN = time.time()
 TORCH = os.environ.get("MS_TORCH", "torch==2.13.0")
 TORCH_ALONE = ROOT / ".nox" / "torch"
 """A folder of packages: torch with its own needs and nothing else."""
@@ -253,13 +257,12 @@ def readme(session: nox.Session) -> None:
 @job
 @nox.parametrize("page", PAGES, ids=[str(Path(page).parent.name or "root") for page in PAGES])
 def install(session: nox.Session, page: str) -> None:
-    """Install with the line that a README gives for a clone, then run its Python code twice."""
+    """Install with the first line that a README gives for a clone, then run its code twice."""
     text = (ROOT / page).read_text()
-    lines = re.findall(
-        r"^(?:python -m )?pip install (.*\./packages.*?)(?:\s+#.*)?$", text, re.MULTILINE
-    )
+    found = re.search(r"^pip install (.*\./packages.*?)(?:\s+#.*)?$", text, re.MULTILINE)
+    assert found is not None
     install_torch(session)
-    session.install(*shlex.split(lines[-1]))
+    session.install(*shlex.split(found[1]))
     folder = Path(session.create_tmp()).absolute() / "code"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -326,11 +329,73 @@ def fuzz(session: nox.Session) -> None:
     run_shared(session, "python", "tests/fuzz/driver.py", *keep, *session.posargs, env=ONE_THREAD)
 
 
-@job
+@shared_job
 def demo(session: nox.Session) -> None:
-    """Pre-train a small model on the running Python's own library; `-- --layout tensor=2`."""
-    install_all(session)
-    session.run("python", "examples/pretrain_stdlib.py", *session.posargs)
+    """Pre-train a small model on the running Python's own library; `-- --layout tensor=2`.
+
+    The same command resumes a run that was stopped or killed. It keeps an environment of its own,
+    which is made once.
+    """
+    folder = ROOT / ".nox" / "demo"
+    folder.parent.mkdir(exist_ok=True)
+    with (ROOT / ".nox" / "demo.lock").open("a") as lock:
+        make_demo_environment(session, folder, lock)
+        script = [str(folder / "bin" / "python"), "examples/pretrain_stdlib.py", *session.posargs]
+        environment = {**os.environ, "DEMO_BEGAN": str(BEGAN)}
+        if run_to_end(script, env=environment):
+            session.error("the demo did not end well; the lines above say why")
+
+
+def make_demo_environment(session: nox.Session, folder: Path, lock: IO[str]) -> None:
+    """Install torch, ms-data and ms-parallel, unless the last run did; holds the lock shared.
+
+    An environment without its stamp was left half made by a killed run, and is made again. One
+    that a run uses is never touched: whoever would replace it waits for the lock.
+    """
+    sources = [ROOT / "packages" / package for package in ("ms-data", "ms-parallel")]
+    stamp = folder / "stamp"
+    wanted = "\n".join([TORCH, sys.version, *((s / "pyproject.toml").read_text() for s in sources)])
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    while not (stamp.is_file() and stamp.read_text() == wanted):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            session.log("Waiting: another run of the demo installs or uses .nox/demo.")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            continue  # it may have made the environment
+        session.log(f"Installing {TORCH}, ms-data and ms-parallel into .nox/demo; done only once.")
+        shutil.rmtree(folder, ignore_errors=True)
+        python = str(folder / "bin" / "python")
+        install = [python, "-m", "pip", "install", "--quiet", "--no-compile"]
+        ours = [part for source in sources for part in ("-e", str(source))]
+        steps = [
+            [sys.executable, "-m", "venv", str(folder)],
+            [*install, TORCH, "hatchling>=1.26", "editables"],
+            [*install, "--no-build-isolation", *ours],
+        ]
+        if any(run_to_end(step, env=dict(os.environ)) for step in steps):
+            session.error("the installation failed; the lines above say why")
+        stamp.write_text(wanted)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+
+
+def run_to_end(command: list[str], *, env: dict[str, str]) -> int:
+    """Run a command that dies with this process, however that ends; return its exit code.
+
+    Ctrl-C reaches the command too, and it is given the time that it needs to end by itself.
+    """
+    with subprocess.Popen(command, cwd=ROOT, env=env, preexec_fn=end_with_parent) as process:
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            return process.wait()
+        finally:
+            signal.signal(signal.SIGINT, handler)
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
 
 
 @shared_job

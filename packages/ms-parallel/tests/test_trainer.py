@@ -23,6 +23,8 @@ from ms_parallel.models import architecture
 from ms_parallel.progress import RunDisplay, Throughput, duration
 from ms_parallel.run_file import read_run_file
 from ms_parallel.training.inspection import inspect, picture
+from ms_parallel.training.optional import data_package
+from ms_parallel.weights import save_model
 
 
 def trainer(output: Path, **settings: Any) -> DistributedTrainer:
@@ -62,6 +64,40 @@ def test_shards_are_built_once_and_the_model_is_a_folder(corpus: Path, tmp_path:
     logits = load_model(longer.model_folder)(torch.arange(8)[None])
     assert logits.shape[:2] == (1, 8)
     assert torch.isfinite(logits).all()
+
+
+def test_a_trained_model_continues_a_prompt_up_to_the_end_of_the_document(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`ms-parallel generate` prints prompt and text; the same seed writes the same text."""
+    folder = trainer(tmp_path, progress=False).train(corpus, steps=1).model_folder
+    words = ["generate", str(folder), "--prompt", "def main(", "--device", "cpu"]
+    texts = []
+    for more in ([], [], ["--seed", "1"]):
+        assert main([*words, "--max-new-tokens", "8", *more]) == 0
+        texts.append(capsys.readouterr().out)
+    assert all(text.startswith("def main(") for text in texts)
+    assert texts[0] == texts[1] != texts[2]
+    assert main([*words, "--max-new-tokens", "8", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert f"def main({facts['text']}\n" == texts[0]
+    assert facts["end_of_text"] or facts["tokens"] == 8
+
+    # Equal logits, of which greedy decoding takes token 0, the end of the document.
+    model = load_model(folder)
+    assert data_package().Tokenizer.load(folder).end_of_text == 0
+    torch.nn.init.zeros_(model.get_parameter("model.norm.weight"))
+    save_model(model, tmp_path / "silent", tokenizer=folder)
+    silent = ["generate", str(tmp_path / "silent"), *words[2:]]
+    assert main([*silent, "--temperature", "0", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts == {"text": "", "tokens": 1, "end_of_text": True}
+
+    assert main([*words[:3], "", *words[4:]]) == 2
+    assert main([*words, "--max-new-tokens", "0"]) == 2
+    assert main(["generate", str(tmp_path / "none"), "--prompt", "x"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 3
 
 
 def test_a_run_that_begins_anew_writes_its_own_model(corpus: Path, tmp_path: Path) -> None:
@@ -148,15 +184,24 @@ def test_events_are_json_lines_and_a_cut_line_is_ended(tmp_path: Path) -> None:
     assert event == {"kind": "step", "step": 1, "loss": None}
 
 
-def test_progress_is_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every tenth step, the first and the last: step, loss, rate, time left."""
+def test_progress_is_lines_without_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every tenth step, the first and the last; rate and time left once a step is representative.
+
+    The first step takes 100 s here, as where it compiles, and the others 1 s.
+    """
+    clock = iter([0.0, *range(100, 125)])
+    monkeypatch.setattr("ms_parallel.progress.monotonic", lambda: next(clock))
     show, pace = RunDisplay(total=25, every=10, active=True), Throughput()
     for step in range(1, 26):
         pace.step(100)
         show.step(step, {"loss": 2.5}, pace)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
-    assert all("loss 2.5000" in line and "tokens/s" in line and "left" in line for line in lines)
+    assert lines[0] == "step 1/25  loss 2.5000"
+    assert lines[1] == "step 10/25  loss 2.5000  100 tokens/s  15 s left"
+    assert lines[3] == "step 25/25  loss 2.5000  100 tokens/s  0 s left"
 
 
 def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +213,7 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
         show, pace = RunDisplay(total=3, every=1, active=True), Throughput()
         silent = RunDisplay(total=3, every=1, active=False)
         monkeypatch.undo()
+        pace.step(100)
         pace.step(100)
         silent.step(2, {"loss": 9.5}, pace)
         show.step(3, {"loss": 2.5}, pace)

@@ -24,14 +24,23 @@ def duration(seconds: float) -> str:
 
 
 class Throughput:
-    """Measures tokens a second and seconds a step over the last steps."""
+    """Tokens per second and seconds per step over the last steps.
+
+    The first step is left out as soon as there is a second one: it also allocates, compiles and
+    connects, and would dominate the first estimate of the time left.
+    """
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, int]] = deque([(monotonic(), 0)], maxlen=WINDOW)
+        self.settled = False
+        """Whether the rate is that of steps after the first."""
 
     def step(self, tokens: int) -> None:
-        """Count a step of so many tokens, made just now."""
+        """Count a step that has just finished."""
         self._steps.append((monotonic(), tokens))
+        if not self.settled and len(self._steps) == 3:
+            self._steps.popleft()
+            self.settled = True
 
     def pause(self, seconds: float) -> None:
         """Leave out time that went into something else than steps."""
@@ -72,9 +81,10 @@ class RunDisplay:
         """Show that step number `step` (from 1) is made: its metrics, the rate and time left."""
         if not self._active:
             return
-        left = duration((self._total - step) * throughput.step_s)
-        shown = "  ".join(f"{name} {_amount(value)}" for name, value in metrics.items())
-        line = f"{shown}  {throughput.rate_tokens_per_s:,.0f} tokens/s  {left} left"
+        line = "  ".join(f"{name} {_amount(value)}" for name, value in metrics.items())
+        if throughput.settled:
+            left = duration((self._total - step) * throughput.step_s)
+            line += f"  {throughput.rate_tokens_per_s:,.0f} tokens/s  {left} left"
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._on_bar(step, line)
         elif step % self._every == 0 or step in (1, self._total):

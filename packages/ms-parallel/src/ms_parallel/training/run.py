@@ -156,7 +156,9 @@ class Run:
         elif resumed == step:
             self.show.note(f"already trained to step {resumed}; nothing left to do")
         else:
-            self.show.note(f"trained {step} steps in {duration(self.standing.seconds)}: {folder}")
+            earlier = f", {resumed} of them before this launch" if resumed else ""
+            took = duration(self.standing.seconds)
+            self.show.note(f"trained {step} steps in {took}{earlier}: {folder}")
         if slow := self.shares.report():
             self.show.note(slow)
 

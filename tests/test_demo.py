@@ -1,0 +1,125 @@
+"""The demo explains its result, names commands that work, and survives being killed."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from packages import ROOT
+from test_examples import load
+
+SCRIPT = ROOT / "examples" / "pretrain_stdlib.py"
+SMALL = ["steps=12", "checkpoint_every=2", "evaluate_every=6", "evaluate_batches=1"]
+SMALL += ["model_config.hidden_size=32", "model_config.intermediate_size=64", "sample_tokens=8"]
+SMALL += ["model_config.num_hidden_layers=1", "sequence_length=32", "log_every=1"]
+WORDS = [word for setting in SMALL for word in ("--set", setting)]
+
+
+def write_events(folder: Path, losses: list[float]) -> None:
+    """Write the held-out losses of a run, with a line that a killed process left cut off."""
+    lines = [json.dumps({"kind": "evaluate", "held_out_loss": loss}) for loss in losses]
+    (folder / "events.jsonl").write_text("\n".join([*lines, '{"kind": "evalu']) + "\n")
+
+
+@pytest.mark.parametrize(("last", "code"), [(4.0, 0), (7.9, 1)])
+def test_the_result_is_explained_and_three_commands_follow(
+    last: float, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Losses in nats and as numbers of equally likely tokens; exit code 1 without learning."""
+    write_events(tmp_path, [8.0, last])
+    assert load("pretrain_stdlib.py").report(tmp_path) == code
+    result, _, following = capsys.readouterr().out.partition("Next:")
+    assert f"from 8.00 to {last:.2f} nats per token" in result
+    assert "2,981 equally likely" in result  # e^8
+    commands = [shlex.split(line) for line in re.findall(r"^  (?!#)(.+)$", following, re.MULTILINE)]
+    assert len(commands) == 3
+    assert commands[0][1:4] == ["-m", "ms_parallel", "generate"]
+
+
+def processes(marker: str) -> list[int]:
+    """Processes whose command line names the folder of this test."""
+    running = []
+    for each in Path("/proc").iterdir():
+        if each.name.isdigit():
+            try:
+                words = (each / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if marker in words:
+                running.append(int(each.name))
+    return running
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with tokenizer and shards of the demo."""
+    folder = tmp_path_factory.mktemp("demo")
+    load("pretrain_stdlib.py").build_shards(folder)
+    yield folder
+    assert processes(str(folder)) == []
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    """Start the demo in a process group of its own."""
+    command = [sys.executable, str(SCRIPT), "--folder", str(folder), *WORDS]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [False, True], ids=["script alone", "whole group"])
+@pytest.mark.parametrize("until", ["Training:", "step 1/", "step 7/"])
+def test_a_killed_demo_leaves_nothing_behind_and_resumes(
+    started: Path, group: bool, until: str
+) -> None:
+    """Without its script torchrun and its ranks end at once, and the same command goes on."""
+    output = started / "run-data=2"
+    subprocess.run(["rm", "-rf", str(output)], check=True)
+    killed = start(started)
+    assert killed.stdout is not None
+    assert any(until in line for line in killed.stdout)
+    if group:
+        os.killpg(killed.pid, signal.SIGKILL)
+    else:
+        killed.kill()
+    killed.wait()
+    patience = time.monotonic() + 60
+    while processes(str(started)):
+        assert time.monotonic() < patience, "orphans hold the folder"
+        time.sleep(0.05)
+    again = start(started)
+    text, _ = again.communicate(timeout=300)
+    # Twelve steps of a tiny model teach it nothing, which is the exit code 1.
+    assert again.returncode in (0, 1)
+    assert "in use by" not in text
+    assert "Tokenizer:" not in text
+    assert re.search(r"trained 12 steps in ", text), text
+    if until == "step 7/":
+        assert "before this launch" in text
+        assert "step 1/12" not in text
+
+
+@pytest.mark.slow
+def test_a_second_demo_in_the_folder_of_a_live_one_is_refused(started: Path) -> None:
+    """It says who holds the folder, and the first one ends well."""
+    output = started / "run-data=2"
+    subprocess.run(["rm", "-rf", str(output)], check=True)
+    first = start(started)
+    assert first.stdout is not None
+    assert any("step 1/" in line for line in first.stdout)
+    second, _ = start(started).communicate(timeout=300)
+    assert "in use by" in second
+    assert "Traceback" not in second
+    rest = first.stdout.read()
+    first.wait()
+    assert "trained 12 steps" in rest
