@@ -116,6 +116,8 @@ class Template:
         self._marks = "endgeneration" in source
         names = find_undeclared_variables(environment.parse(source))
         self.reads = sorted(name for name in names if name.endswith("_token"))
+        self._reads_parts: bool | None = None
+        self._argument_form: str | None = None
 
     def render(
         self,
@@ -129,7 +131,7 @@ class Template:
         timed(self.seconds + SECONDS_A_BYTE * self.size + SECONDS_A_MESSAGE * len(messages))
         try:
             text: str = self._template.render(
-                messages=[as_read(message) for message in messages],
+                messages=[self._as_read(message) for message in messages],
                 tools=request["tools"],
                 documents=None,
                 add_generation_prompt=prompt,
@@ -147,6 +149,71 @@ class Template:
                 "remove it"
             ) from error
         return text
+
+    def _as_read(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message in the forms that this template prints as they are meant.
+
+        1. Text parts become one text, joined by line ends, where the template prints a content
+           that is a list as Python or JSON writes it, or not at all (Llama 3, Qwen 3).
+        2. The arguments of a tool call become an object, or JSON text where the template takes
+           them for text (DeepSeek V3).
+        """
+        message = as_read(message)
+        content: Any = message.get("content")
+        calls = message.get("tool_calls")
+        if _all_text(content) and not self._takes_parts():
+            message["content"] = "\n".join(part["text"] for part in content)
+        if isinstance(calls, list) and calls:
+            form = self._form_of_arguments()
+            message["tool_calls"] = [_with_arguments(call, form) for call in calls]
+        return message
+
+    def _takes_parts(self) -> bool:
+        """Find out, once, whether the template prints the text of a content that is a list."""
+        if self._reads_parts is None:
+            words = ("quartz", "violet", "saffron")
+            parts = [{"type": "text", "text": word} for word in words]
+            text = self._probe(
+                {"role": "user", "content": parts[:2]}, {"role": "assistant", "content": parts[2:]}
+            )
+            printed = all(word in text for word in words)
+            self._reads_parts = printed and "'type'" not in text and '"type"' not in text
+        return self._reads_parts
+
+    def _form_of_arguments(self) -> str:
+        """Find out, once, whether the template takes arguments as an object or as text."""
+        if self._argument_form is None:
+            arguments = {"quartz": "violet"}
+            self._argument_form = "object"
+            shown = self._probe_call(arguments)
+            if "quartz" not in shown or "{'quartz'" in shown:
+                written = json.dumps(arguments)
+                if written in self._probe_call(written):
+                    self._argument_form = "text"
+        return self._argument_form
+
+    def _probe_call(self, arguments: object) -> str:
+        function = {"name": "saffron", "arguments": arguments}
+        call = {"type": "function", "id": "a1b2c3d4e", "function": function}
+        asked = {"role": "user", "content": "Which?"}
+        return self._probe(asked, {"role": "assistant", "content": "", "tool_calls": [call]})
+
+    def _probe(self, *messages: dict[str, Any]) -> str:
+        """Render messages of our own; empty where the template refuses them."""
+        try:
+            return str(
+                self._template.render(
+                    messages=list(messages),
+                    tools=None,
+                    documents=None,
+                    add_generation_prompt=False,
+                    **self._tokens,
+                )
+            )
+        except MemoryError:
+            raise
+        except Exception:  # a template's own expressions raise whatever they like
+            return ""
 
     def train(self, request: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation, and find where its wanted answers stand."""
@@ -252,6 +319,38 @@ def as_read(message: dict[str, Any]) -> dict[str, Any]:
     if thoughts is None:
         return message
     return {"thinking": thoughts, **message, "reasoning_content": thoughts}
+
+
+def _all_text(content: Any) -> bool:
+    """Return whether a content is a list of parts that are all text."""
+    return (
+        isinstance(content, list)
+        and bool(content)
+        and all(
+            isinstance(part, dict)
+            and part.get("type") == "text"
+            and isinstance(part.get("text"), str)
+            for part in content
+        )
+    )
+
+
+def _with_arguments(call: Any, form: str) -> Any:
+    """Return a tool call with its arguments as an object or as JSON text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    holder = function if isinstance(function, dict) else call
+    if not isinstance(holder, dict) or "arguments" not in holder:
+        return call
+    arguments = holder["arguments"]
+    if isinstance(arguments, str) and form == "object":
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return call
+    elif not isinstance(arguments, str) and form == "text":
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    holder = {**holder, "arguments": arguments}
+    return {**call, "function": holder} if isinstance(function, dict) else holder
 
 
 def spans_of(marked: str) -> list[tuple[int, int]]:

@@ -163,7 +163,7 @@ def test_a_stream_resumes_exactly_with_other_ranks_and_other_weights(place: Path
 def test_sources_of_different_tokenizers_are_not_mixed(place: Path, tmp_path: Path) -> None:
     """Another file or another end of text; both sources are named."""
     model = place / "model"
-    tokenizer = Tokenizer.load(model, end_of_text="</s>")
+    tokenizer = Tokenizer.load(model, end_of_text="<|endoftext|>")
     build(place / "more.jsonl", tokenizer=tokenizer, out=tmp_path / "other", chat=model)
     sources = {"one": place / "rows", "same": place / "more", "two": tmp_path / "other"}
     with pytest.raises(SettingError, match="'one' and 'two' were built with different tokenizers"):

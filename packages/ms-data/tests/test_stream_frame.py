@@ -73,9 +73,9 @@ def test_processes_share_each_batch_and_stand_at_one_place(make: Make, place: Pa
     for wrong, match in (
         ({"place": Reader(2, 2)}, "rank 2 is not one of 2"),
         ({"place": Reader(0, 3)}, "batch_size 4 cannot be shared by 3 ranks"),
-        ({"batch_size": 0}, "batch_size is 0; it must be 1 or more"),
-        ({"epochs": 0}, "epochs is 0; it must be 1 or more"),
-        ({"sequence_length": 0}, "sequence_length is 0; it must be"),
+        ({"batch_size": 0}, "batch_size must be a whole number, 1 or more, got 0"),
+        ({"epochs": 0}, "epochs must be a whole number, 1 or more, got 0"),
+        ({"sequence_length": 0}, "sequence_length"),
     ):
         with pytest.raises(SettingError, match=match):
             make(place / "one", **wrong)

@@ -44,6 +44,11 @@ from ms_data.progress import show_progress
 from ms_data.tokenization.tokenizer import Tokenizer
 from ms_data.tokenization.training import train_tokenizer
 
+_TOKENIZER = (
+    "a model's or tokenizer's folder, whose other files name its special tokens, or the "
+    "tokenizer.json alone"
+)
+
 
 class _TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A tokenizer that was trained."""
@@ -157,7 +162,7 @@ def _add_build(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         "ms-data build stdlib --tokenizer tokenizer.json --out shards --hold-out 0.02",
     )
     add_reading(parser)
-    parser.add_argument("--tokenizer", type=path_argument, required=True, help="a tokenizer.json")
+    parser.add_argument("--tokenizer", type=path_argument, required=True, help=_TOKENIZER)
     parser.add_argument(
         "--out",
         type=folder_argument,
@@ -169,7 +174,16 @@ def _add_build(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     add_shard(parser)
     text = "tokenize on a Ray cluster: ray, or ray://HOST:PORT (default: here, with every core)"
     parser.add_argument("--workers", metavar="RAY", help=text)
-    parser.add_argument("--end-of-text", help="the token that ends a document, by its name")
+    text = "the token that ends a document, by name (default: eos_token of the tokenizer's folder)"
+    parser.add_argument("--end-of-text", metavar="NAME", help=text)
+    begin = parser.add_mutually_exclusive_group()
+    text = (
+        "the token that begins a document of text, by name (default: what tokenizer.json puts "
+        "before a text, as Gemma's and Llama's do)"
+    )
+    begin.add_argument("--begin-of-text", metavar="NAME", help=text)
+    text = "begin documents with no token, whatever tokenizer.json says"
+    begin.add_argument("--no-begin-of-text", action="store_true", help=text)
     templates = parser.add_mutually_exclusive_group()
     templates.add_argument(
         "--chat",
@@ -230,13 +244,16 @@ def _run_tokenizer(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
 
 def _run_build(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
     template = _chat_template(options)
+    begin = False if options.no_begin_of_text else options.begin_of_text
     processor = options.processor and Processor.load(
         options.processor, media_folder=options.media_folder
     )
     with show_progress("tokenizing") as on_progress:
         summary = build(
             options.corpus,
-            tokenizer=Tokenizer.load(options.tokenizer, end_of_text=options.end_of_text),
+            tokenizer=Tokenizer.load(
+                options.tokenizer, end_of_text=options.end_of_text, begin_of_text=begin
+            ),
             out=options.out,
             hold_out=options.hold_out,
             shard_size_mib=options.shard_size_mib,
@@ -248,13 +265,18 @@ def _run_build(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
             on_progress=on_progress,
             on_skip=name_left_out,
         )
-    splits = ", ".join(f"{name} {tokens:,}" for name, tokens in summary.splits.items())
+    splits = ", ".join(
+        f"{name} {tokens:,} tokens of {_count(summary.split_documents[name], 'document')}"
+        for name, tokens in summary.splits.items()
+    )
     done = "built before, nothing to do: " if summary.built_before else ""
     # A job of an array has answers, which a merge makes shards of.
     where = f" ({splits}) in {_shards(summary)}" if summary.splits else ""
+    for warning in summary.warnings:
+        print(f"ms-data: warning: {warning}", file=sys.stderr)
     return summary, (
         f"{summary.folder}: {done}{summary.documents:,} documents{summary.omissions}, "
-        f"{summary.tokens:,} tokens{where}; encoded {summary.encoder}"
+        f"{summary.tokens:,} tokens{where}; {summary.contents}encoded {summary.encoder}"
     )
 
 

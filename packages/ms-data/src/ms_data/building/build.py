@@ -5,6 +5,7 @@ that OUT is whole or not there. Every few seconds it syncs its shards and notes 
 the same command after a crash goes on from that note and ends in the same bytes.
 """
 
+import operator
 import os
 import re
 from collections.abc import Callable
@@ -26,12 +27,12 @@ from ms_data.corpus.arguments import check_paths
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.find import CorpusName, find_corpus
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
-from ms_data.errors import SettingError
 from ms_data.files.durable import publish, sync_folder, writing
 from ms_data.files.work_folder import JOURNAL, free_place, refuse_inside, work_folder
 from ms_data.media.processor import Processor
 from ms_data.passes.array_jobs import ArrayShard, merged
 from ms_data.passes.pool import worker_count
+from ms_data.settings.arguments import check_counts, check_flags, check_share, check_texts
 from ms_data.tokenization.tokenizer import Tokenizer
 from ms_data.tokenization.word_encoder import WordsDifferError
 
@@ -90,6 +91,8 @@ def build(
         OutputError: `out` cannot be written, or holds something else.
     """
     check_paths(out, corpus=corpus, tokenizer=tokenizer, chat=chat, processor=processor)
+    check_flags(skip_invalid=skip_invalid, pairs=pairs, allow_special=allow_special)
+    check_texts(text_column=text_column, shard=shard, workers=workers)
     of_text = encoder_for(tokenizer, chat, pairs=pairs, allow_special=allow_special)
     encoder = with_media(of_text, processor, corpus)
     source = find_corpus(
@@ -130,15 +133,12 @@ def _proved(job: Job, run: Callable[[Job], Summary], start_anew: Callable[[], No
 
 
 def _recipe(encoder: TextEncoder, source: Corpus, hold_out: float, shard_size_mib: int) -> Recipe:
-    if not 0.0 <= hold_out < 1.0:
-        raise SettingError(f"hold_out is {hold_out}; it must be a share from 0 to below 1")
-    if shard_size_mib < 1:
-        raise SettingError(f"shard_size_mib is {shard_size_mib}; it must be 1 or more")
+    check_counts(shard_size_mib=shard_size_mib)
     return Recipe(
         tokenizer=encoder.tokenizer.digest,
         end_of_text=encoder.tokenizer.end_of_text,
-        hold_out=hold_out,
-        shard_size_bytes=shard_size_mib << 20,
+        hold_out=check_share("hold_out", hold_out),
+        shard_size_bytes=operator.index(shard_size_mib) << 20,
         text_column=source.options.text_column,
         libraries=f"tokenizers {tokenizers.__version__}, zstandard {zstandard.__version__}",
         chat=encoder.digest,

@@ -14,12 +14,14 @@ from attrs import frozen
 
 from ms_data.building.answers import EncodedBatch, packed, unpacked
 from ms_data.building.encoders import Encoded, TextEncoder
-from ms_data.building.journal import BuildJournal, BuildProgress, Recipe
+from ms_data.building.endings import EndCounter
+from ms_data.building.journal import AnswerCounts, BuildJournal, BuildProgress, Recipe
 from ms_data.building.record import Summary
 from ms_data.corpus.corpus import Corpus, Document, Position
 from ms_data.corpus.file_kinds import omissions
 from ms_data.disk.format import (
     FRAME_BYTES,
+    KINDS,
     MEDIA_SUFFIX,
     Index,
     ShardEntry,
@@ -160,7 +162,8 @@ class Job:
             with closing(self._encoded(batches)) as encoded:
                 for batch, found in encoded:
                     self._write(writer, batch, found)
-                    progress = batch.progress
+                    answers = self._count(found, progress.answers)
+                    progress = msgspec.structs.replace(batch.progress, answers=answers)
                     if time.monotonic() - saved >= SAVE_EVERY_S:
                         self._save(folder, progress, writer)
                         saved = time.monotonic()
@@ -185,6 +188,15 @@ class Job:
                 writer.append(beside, media)
             writer.append(split, words)
         self.on_progress(batch.read_bytes, self.source.size_bytes)
+
+    def _count(self, encoded: _Encoded, answers: AnswerCounts) -> AnswerCounts:
+        """Add the answers of a batch to those before it."""
+        if self.encoder.kind == "text":
+            return answers
+        counter = EndCounter(self.encoder.tokenizer, KINDS[self.encoder.kind].header_words)
+        for words, _ in encoded:
+            answers = answers.plus(counter.count(words))
+        return answers
 
     def _is_held_out(self, text: str) -> bool:
         if not self.recipe.hold_out:
@@ -226,7 +238,7 @@ class Job:
             chat=chat if files else msgspec.UNSET,
         )
         write_file(folder / "index.json", encode_index(index))
-        return Summary.of(shards, progress, self.encoder.method)
+        return Summary.of(shards, progress, self.recipe, self.encoder)
 
 
 def _key(batch: _Batch) -> bytes:

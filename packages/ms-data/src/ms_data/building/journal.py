@@ -36,6 +36,25 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
+class AnswerCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """The answers of conversations or pairs; zeros for text."""
+
+    trained_tokens: int = 0
+    """Tokens that are trained on."""
+    answers: int = 0
+    """Runs of such tokens."""
+    ended: int = 0
+    """Answers whose last token is a special one, such as the end of text."""
+
+    def plus(self, other: "AnswerCounts") -> "AnswerCounts":
+        """Add the counts of other samples."""
+        return AnswerCounts(
+            trained_tokens=self.trained_tokens + other.trained_tokens,
+            answers=self.answers + other.answers,
+            ended=self.ended + other.ended,
+        )
+
+
 class BuildProgress(msgspec.Struct, frozen=True, kw_only=True):
     """How much of a corpus is done."""
 
@@ -48,9 +67,10 @@ class BuildProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Files of a folder left out because they are no text, by what they are."""
     empty: int = 0
     """Rows, lines and files that hold no text, which are no documents."""
+    answers: AnswerCounts = AnswerCounts()
 
 
-class BuildJournal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.journal.4"):
+class BuildJournal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.journal.5"):
     """The state of a build at a moment when all that it counts is safely on disk."""
 
     recipe: Recipe

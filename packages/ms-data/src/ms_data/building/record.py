@@ -2,12 +2,13 @@
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from ms_data.building.journal import BuildProgress, Recipe
+from ms_data.building.encoders import TextEncoder
+from ms_data.building.journal import AnswerCounts, BuildProgress, Recipe
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.file_kinds import omissions
 from ms_data.disk.format import ShardEntry, sealed
@@ -43,17 +44,35 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Rows, lines and files that hold no text, which are no documents."""
     built_before: bool = False
     """Whether all of it was there already, so that nothing was done."""
+    split_documents: dict[str, int] = {}
+    """Documents in each split."""
+    begin_of_text: tuple[str, ...] = ()
+    """The tokens that begin each document of text, by name."""
+    end_of_text: str = ""
+    """The token that ends each document of text, by name."""
+    answers: AnswerCounts = AnswerCounts()
+    """The answers of conversations or pairs."""
+    warnings: tuple[str, ...] = ()
+    """What is probably not as intended, a line each."""
 
     @classmethod
-    def of(cls, shards: Sequence[ShardEntry], progress: BuildProgress, encoder: str) -> "Summary":
+    def of(
+        cls,
+        shards: Sequence[ShardEntry],
+        progress: BuildProgress,
+        recipe: Recipe,
+        encoder: TextEncoder,
+    ) -> "Summary":
         """Sum up these shards."""
         splits: Counter[str] = Counter()
+        documents: Counter[str] = Counter()
         of_text = [shard for shard in shards if not shard.holds_media]
         for shard in of_text:
             splits[shard.split] += shard.tokens
+            documents[shard.split] += shard.documents
         return cls(
             folder="",
-            documents=sum(shard.documents for shard in of_text),
+            documents=documents.total(),
             tokens=splits.total(),
             shards=len(shards),
             size_bytes=sum(shard.size_bytes for shard in shards),
@@ -62,7 +81,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             empty=progress.empty,
             left_out=progress.left_out,
             splits=dict(splits),
-            encoder=encoder,
+            split_documents=dict(documents),
+            encoder=encoder.method,
+            begin_of_text=encoder.tokenizer.begin_of_text_names if encoder.kind == "text" else (),
+            end_of_text=encoder.tokenizer.end_of_text_name,
+            answers=progress.answers,
+            warnings=tuple(_warnings(documents, progress.answers, recipe)),
         )
 
     @property
@@ -70,9 +94,40 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         """What was left out, as a part of a line; empty where nothing was."""
         return omissions(self.left_out, self.skipped, self.empty)
 
+    @property
+    def contents(self) -> str:
+        """What each document holds besides its text, as a part of a line."""
+        found = self.answers
+        if found.answers:
+            return (
+                f"{found.trained_tokens:,} tokens of {found.answers:,} answers are trained on "
+                f"({found.ended:,} end with a special token); "
+            )
+        if not self.end_of_text:
+            return ""
+        begin = f"begin with {' '.join(self.begin_of_text)} and " if self.begin_of_text else ""
+        return f"documents {begin}end with {self.end_of_text}; "
+
+
+def _warnings(documents: Mapping[str, int], answers: AnswerCounts, recipe: Recipe) -> Iterator[str]:
+    total = sum(documents.values())
+    if recipe.hold_out and not documents.get("held_out"):
+        yield (
+            f"hold_out={recipe.hold_out:g} held out none of {total:,} documents, which are chosen "
+            "by a hash of their text; raise --hold-out, or evaluate on other data"
+        )
+    if not documents.get("train"):
+        yield f"all {total:,} documents are held out and none is left to train on; lower --hold-out"
+    if answers.answers and not answers.ended:
+        yield (
+            f"none of {answers.answers:,} answers ends with a special token that is trained on, so "
+            "a model does not learn to end its answers; print the end of a turn after each answer "
+            "in the chat template, inside {% generation %} where it has that"
+        )
+
 
 class BuildRecord(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ms-data.build.4"
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ms-data.build.5"
 ):
     """What a dataset was built from, and with which settings."""
 

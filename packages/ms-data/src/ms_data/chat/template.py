@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from ms_data.chat.messages import Message
+from ms_data.chat.printed import check_printed
 from ms_data.chat.process import ask
 from ms_data.errors import DataError, SettingError, TokenizerError, printable
 from ms_data.files.untrusted import check_path, decoding, read_json, read_text
@@ -181,16 +182,28 @@ class ChatTemplate:
             first: messages before this one are not trained on.
 
         Raises:
-            ValueError: the template refuses the messages, or it cannot be proved which part is
-                the assistant's, or that part is empty.
+            ValueError: the template refuses the messages or does not print all of them, or it
+                cannot be proved which part is the assistant's, or that part is empty.
             TokenizerError: as `render`.
         """
         if not self._probed:
             self._probe()
         turns = [at for at, one in enumerate(messages) if one["role"] == "assistant"]
         wanted = [at for at in turns if at >= first and messages[at].get("weight", 1)]
+        rendered = self._train(messages, tools, turns, wanted)
+        check_printed(messages, tools, rendered.text, rendered.spans, frozenset(wanted))
+        return rendered
+
+    def _train(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        turns: Sequence[int],
+        wanted: Sequence[int],
+    ) -> Rendered:
+        """Render a conversation and find the spans of the messages `wanted`, out of `turns`."""
         plain = [{key: one[key] for key in one if key != "weight"} for one in messages]
-        answer = self._ask("train", plain, tools, turns=turns, wanted=wanted)
+        answer = self._ask("train", plain, tools, turns=list(turns), wanted=list(wanted))
         text: str = answer["text"]
         spans = [(start, stop) for start, stop in answer["spans"] if text[start:stop].strip()]
         if not spans:
@@ -209,7 +222,7 @@ class ChatTemplate:
         self._probed = True
         asked = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": _PROBE}]
         try:
-            text, spans = self.render_for_training(asked)
+            text, spans = self._train(asked, None, [1], [1])
         except TokenizerError:
             raise
         except ValueError:  # it wants other messages than these; what it is given is judged alone

@@ -11,8 +11,9 @@ from ms_data.corpus.dataset_folders import without_descriptions
 from ms_data.corpus.places import Place, is_remote, remote_files
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB, ReadOptions
 from ms_data.corpus.readers import READERS
-from ms_data.errors import CorpusError, printable
+from ms_data.errors import CorpusError, SettingError, printable
 from ms_data.files.untrusted import check_path
+from ms_data.settings.arguments import check_flags, check_texts
 
 CorpusName = str | Path | Sequence[str | Path]
 """A file, a folder or an address; several, which are read one after the other; or `stdlib`."""
@@ -51,6 +52,10 @@ def find_corpus(
         SettingError: the limit is below 1.
         CorpusError: there is no such place, no file in it, or a link to nothing.
     """
+    check_texts(text_column=text_column)
+    check_flags(skip_invalid=skip_invalid)
+    if not isinstance(corpus, str | Path | Sequence):
+        raise SettingError(f"corpus must be a path, an address or a list of them, got {corpus!r}")
     given = [corpus] if isinstance(corpus, str | Path) else list(corpus)
     if not given:
         raise CorpusError("the corpus is no file at all; give one or more")

@@ -9,7 +9,8 @@ from attrs import define, field, frozen
 
 from ms_data.corpus.file_kinds import BINARY, NotText, kind_of
 from ms_data.corpus.places import Place
-from ms_data.errors import CorpusError, SettingError
+from ms_data.errors import CorpusError
+from ms_data.settings.arguments import check_counts
 
 DOCUMENT_LIMIT_MIB = 16
 """A document of text of this size takes some 2 GB while it is tokenized."""
@@ -88,8 +89,7 @@ class ReadOptions:
 
     @document_limit_mib.validator
     def _at_least_one(self, _: object, value: int) -> None:
-        if value < 1:
-            raise SettingError(f"document_limit_mib is {value}; it must be 1 or more")
+        check_counts(document_limit_mib=value)
 
     @property
     def document_limit_bytes(self) -> int:

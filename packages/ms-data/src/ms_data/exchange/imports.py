@@ -13,11 +13,12 @@ from ms_data.corpus.arguments import check_paths
 from ms_data.disk.format import FRAME_BYTES, Index, encode_index, token_type_for
 from ms_data.disk.inspection import DatasetInfo, inspect
 from ms_data.disk.writer import DatasetWriter
-from ms_data.errors import CorpusError, SettingError, printable
+from ms_data.errors import CorpusError, printable
 from ms_data.exchange.mds import MdsReader, Value
 from ms_data.exchange.megatron import MegatronReader
 from ms_data.files.durable import publish, sync_folder, write_file
 from ms_data.files.work_folder import free_place, work_folder
+from ms_data.settings.arguments import check_counts
 from ms_data.tokenization.tokenizer import Tokenizer
 
 
@@ -68,8 +69,7 @@ def import_dataset(
         OutputError: `out` cannot be written, or holds something else.
     """
     check_paths(out, source=source, tokenizer=tokenizer)
-    if shard_size_mib < 1:
-        raise SettingError(f"shard_size_mib is {shard_size_mib}; it must be 1 or more")
+    check_counts(shard_size_mib=shard_size_mib)
     model = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
     path = Path(source)
     reader = MdsReader(path, column) if os.path.isdir(path) else MegatronReader(path)

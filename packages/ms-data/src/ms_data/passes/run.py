@@ -20,7 +20,7 @@ from attrs import frozen
 
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.find import CorpusName
-from ms_data.errors import CorpusError, OutputError, SettingError
+from ms_data.errors import CorpusError, OutputError
 from ms_data.files.durable import publish, sync_tree, writing
 from ms_data.files.untrusted import check_path
 from ms_data.files.work_folder import (
@@ -44,6 +44,7 @@ from ms_data.passes.record import (
     save_record,
 )
 from ms_data.passes.tally import Tally
+from ms_data.settings.arguments import check_counts
 
 SAVE_EVERY_S = 5.0
 """A pass that is killed loses at most about this much work."""
@@ -66,8 +67,7 @@ def reading_recipe(source: Corpus, shard_size_mib: int) -> dict[str, Any]:
     Raises:
         SettingError: the size of a shard is below 1.
     """
-    if shard_size_mib < 1:
-        raise SettingError(f"shard_size_mib is {shard_size_mib}; it must be 1 or more")
+    check_counts(shard_size_mib=shard_size_mib)
     return {
         "shard_size_mib": shard_size_mib,
         "text_column": source.options.text_column,

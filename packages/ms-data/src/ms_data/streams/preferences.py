@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from ms_data.disk.samples import Samples
 from ms_data.disk.split import dataset_folder
 from ms_data.errors import SettingError
+from ms_data.settings.arguments import check_counts
 from ms_data.streams.batch import RowPart, WeightedBatch, fill_rows
 from ms_data.streams.draws import Draws
 from ms_data.streams.share import BatchStream, StreamPlace, count
@@ -59,6 +60,7 @@ class PreferenceStream(BatchStream[PreferenceBatch]):
         shuffle: bool = True,
         epochs: int | None = None,
     ) -> None:
+        check_counts(sequence_length=sequence_length)
         if sequence_length < 2:
             raise SettingError(f"sequence_length is {sequence_length}; it must be 2 or more")
         super().__init__(

@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self, TypeVar
 from attrs import frozen
 
 from ms_data.errors import SettingError, StateError
+from ms_data.settings.arguments import check_counts, check_flags, check_texts, is_whole
 
 STATE_VERSION = 2
 
@@ -48,10 +49,10 @@ class Share:
         Raises:
             SettingError: the rank is not one of the processes, or they cannot share evenly.
         """
-        at_least_one(batch_size=batch_size)
+        check_counts(batch_size=batch_size)
         rank, count = (place.rank, place.count) if place else (0, 1)
-        if not 0 <= rank < count:
-            raise SettingError(f"rank {rank} is not one of {count}")
+        if not (is_whole(rank) and is_whole(count) and 0 <= rank < count):
+            raise SettingError(f"place: rank {rank!r} is not one of {count!r}, from 0 on")
         if batch_size % count:
             raise SettingError(
                 f"batch_size {batch_size} cannot be shared by {count} ranks; "
@@ -79,17 +80,6 @@ class Share:
         return rows[self.first : self.first + self.rows]
 
 
-def at_least_one(**settings: int | None) -> None:
-    """Check settings that count something; None stands for no limit.
-
-    Raises:
-        SettingError: one is below 1.
-    """
-    for name, value in settings.items():
-        if value is not None and value < 1:
-            raise SettingError(f"{name} is {value!r}; it must be 1 or more")
-
-
 class BatchStream(Iterator[B]):
     """A stream of global batches that can save its position and resume from it.
 
@@ -107,7 +97,11 @@ class BatchStream(Iterator[B]):
         shuffle: bool,
         epochs: int | None,
     ) -> None:
-        at_least_one(sequence_length=sequence_length, epochs=epochs)
+        check_counts(sequence_length=sequence_length, epochs=epochs)
+        check_flags(shuffle=shuffle)
+        check_texts(split=split)
+        if not is_whole(seed):
+            raise SettingError(f"seed must be a whole number, got {seed!r}")
         self._share = Share.at(place, batch_size)
         self.sequence_length = operator.index(sequence_length)
         self.batch_size = operator.index(batch_size)

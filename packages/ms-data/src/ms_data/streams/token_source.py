@@ -10,9 +10,9 @@ import numpy as np
 from ms_data.disk.format import Index
 from ms_data.disk.split import Split
 from ms_data.errors import SettingError
+from ms_data.settings.arguments import check_counts
 from ms_data.streams.batch import Batch
 from ms_data.streams.order import Order
-from ms_data.streams.share import at_least_one
 from ms_data.streams.window import Window
 
 CACHE_MIB = 64
@@ -72,7 +72,7 @@ class TokenSource:
             )
         if chunk_samples is None:
             chunk_samples = -(-CHUNK_FRAMES * self._split.index.frame_tokens // length)
-        at_least_one(chunk_samples=chunk_samples, window_chunks=window_chunks)
+        check_counts(chunk_samples=chunk_samples, window_chunks=window_chunks)
         self.order = Order(
             samples=samples,
             seed=seed,

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tokenizers
@@ -14,14 +14,17 @@ from numpy.typing import NDArray
 
 from ms_data.chat.template import Rendered
 from ms_data.disk.split import read_index
-from ms_data.errors import DamageError, OutputError, TokenizerError, printable
+from ms_data.errors import DamageError, DataError, OutputError, TokenizerError, printable
 from ms_data.files.durable import write_files, writing
 from ms_data.files.untrusted import check_path, read_bytes
-from ms_data.tokenization.word_encoder import WordEncoder, WordsDifferError
+from ms_data.tokenization import tokenizer_folder, tokenizer_limits
+from ms_data.tokenization.tokenizer_folder import TokenizerFolder
+from ms_data.tokenization.word_encoder import WordEncoder
 
 END_OF_TEXT = "<|endoftext|>"
-LARGEST_VOCABULARY = (1 << 31) - 1
-"""What the 31 bits of a token on disk can tell apart."""
+
+MOST_AROUND = 16
+"""No tokenizer puts more tokens before or after a text."""
 
 # The end of a document goes by these names in published tokenizers, most telling first.
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "[SEP]")
@@ -35,52 +38,102 @@ class Tokenizer:
 
     Args:
         content: the bytes of a `tokenizer.json`.
-        end_of_text: the token that ends a document, by name or number; None looks for the
-            usual names.
+        end_of_text: the token that ends a document, by name or id; None looks for the usual names,
+            special tokens first.
+        begin_of_text: the token that begins a document, by name or id; False for none; None for
+            the tokens that `tokenizer.json` puts before a text, as transformers does.
 
     Raises:
-        TokenizerError: the bytes are not a tokenizer, or it has no such token.
+        TokenizerError: the bytes are not a tokenizer, its sizes are beyond any real tokenizer, or
+            it has no such token.
     """
 
-    def __init__(self, content: bytes, *, end_of_text: str | int | None = None) -> None:
+    def __init__(
+        self,
+        content: bytes,
+        *,
+        end_of_text: str | int | None = None,
+        begin_of_text: str | int | Literal[False] | None = None,
+    ) -> None:
         with _binding("not a tokenizer.json of the `tokenizers` library"):
+            file = tokenizer_limits.check_file(content)
             self._model = _load_model(content)
         self._model.encode_special_tokens = True
-        self.content = content
+        self._grows = tokenizer_limits.may_grow(file.normalizer)
         self.folder: Path | None = None
         """Where it was loaded from, if that was a folder."""
         self._chat: tokenizers.Tokenizer | None = None
         self.vocabulary_size = 1 + max(self._model.get_vocab().values(), default=-1)
-        if not 0 < self.vocabulary_size <= LARGEST_VOCABULARY:
-            raise TokenizerError(
-                f"has {self.vocabulary_size} tokens; a tokenizer has 1 to {LARGEST_VOCABULARY}"
-            )
+        if not self.vocabulary_size:
+            raise TokenizerError("has no tokens; train one with `ms-data tokenizer`")
         self.end_of_text = self._find_end(end_of_text)
+        self.begin_of_text: tuple[int, ...]
+        """The tokens before each document: those that transformers puts before a text."""
+        self.begin_of_text, self._after = self._around()
+        wanted = self.begin_of_text
+        if begin_of_text is False:
+            wanted = ()
+        elif begin_of_text is not None:
+            wanted = (self._token(begin_of_text, "begin"),)
+        if wanted != self.begin_of_text:
+            # tokenizer.json says what documents begin with, so that whoever reads it agrees.
+            named = tuple((self._name(token), token) for token in wanted)
+            content = tokenizer_folder.with_begin(content, named)
+            self.begin_of_text, self._after = wanted, ()
+        self.content = content
 
     @classmethod
-    def load(cls, path: str | Path, *, end_of_text: str | int | None = None) -> "Tokenizer":
-        """Read a `tokenizer.json`, or the one in the folder of a model or of shards.
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        end_of_text: str | int | None = None,
+        begin_of_text: str | int | Literal[False] | None = None,
+    ) -> "Tokenizer":
+        """Read a tokenizer, or that of a model's or shards' folder, with the files next to it.
+
+        `tokenizer_config.json` (and the older `special_tokens_map.json` and `added_tokens.json`)
+        name the end of text and may add tokens; they are read as transformers reads them.
+
+        Args:
+            path: a folder, or the `tokenizer.json` in it.
+            end_of_text: the token that ends a document, by name or id; None takes `eos_token` of
+                the folder, then the usual names.
+            begin_of_text: see `Tokenizer`.
 
         Raises:
-            TokenizerError: the file cannot be read or is not a tokenizer.
+            TokenizerError: a file cannot be read or is not a tokenizer.
             DamageError: it is not the one that the shards were built with.
         """
         check_path("a tokenizer", path, error=TokenizerError)
         path, wanted = Path(path), None
         folder = path if os.path.isdir(path) else None
-        if folder and not os.path.exists(path / "index.json"):
-            path = path / "tokenizer.json"  # a tokenizer's own folder
-        elif folder:
-            index = read_index(path)
-            path, wanted, end_of_text = path / "tokenizer.json", index.tokenizer, index.end_of_text
+        if folder is not None:
+            path = folder / tokenizer_folder.TOKENIZER
+        home = path.parent
+        of_shards = path.name == tokenizer_folder.TOKENIZER and os.path.exists(home / "index.json")
+        beside = None
+        if of_shards:
+            index = read_index(home)
+            wanted, end_of_text = index.tokenizer, index.end_of_text
+        elif path.name == tokenizer_folder.TOKENIZER:
+            beside = TokenizerFolder.read(home)
         try:
-            content = read_bytes(path, error=TokenizerError)
+            content = read_bytes(
+                path, error=TokenizerError, limit_bytes=tokenizer_limits.LIMIT_BYTES
+            )
         except TokenizerError as error:
             raise TokenizerError(f"{error}; give a tokenizer.json, or its folder") from error
         if wanted not in (None, xxhash.xxh3_128_hexdigest(content)):
             raise DamageError(path, "file", "its checksum is not the one in the index")
         try:
-            tokenizer = cls(content, end_of_text=end_of_text)
+            if beside is not None:
+                with _binding("not a tokenizer.json of the `tokenizers` library"):
+                    added = tokenizer_limits.check_file(content).added
+                    content = beside.complete(content, added)
+                if end_of_text is None:
+                    end_of_text = beside.special_tokens.get("eos_token")
+            tokenizer = cls(content, end_of_text=end_of_text, begin_of_text=begin_of_text)
         except TokenizerError as error:
             raise TokenizerError(f"{printable(path)}: {error}") from error
         tokenizer.folder = folder
@@ -92,16 +145,18 @@ class Tokenizer:
         return xxhash.xxh3_128_hexdigest(self.content)
 
     def encode(self, text: str) -> list[int]:
-        """Encode one text, without an end of text."""
+        """Encode one text, without the tokens that begin and end a document."""
+        self._check_growth([text])
         return _ids(self._model, text)
 
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Encode each text and its end of text, shape (n,) each; use all cores.
+        """Encode each text as a document, with its begin and end, shape (n,) each; use all cores.
 
         Raises:
             TokenizerError: a text becomes the end of text itself, which would end a document in
                 its midst; or the tokenizer fails.
         """
+        self._check_growth(texts)
         with _binding("cannot encode a text"):
             encoded = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
         return self._ended(texts, [np.array(one.ids, np.uint32) for one in encoded])
@@ -123,6 +178,7 @@ class Tokenizer:
             WordsDifferError: a text of the sample that is compared has other tokens.
             TokenizerError: as `encode_documents`.
         """
+        self._check_growth(texts)
         with _binding("cannot encode a text"):
             found = encoder.encode(texts)
         return self._ended(texts, found)
@@ -130,8 +186,10 @@ class Tokenizer:
     def _ended(
         self, texts: Sequence[str], found: Sequence[NDArray[np.uint32]]
     ) -> list[NDArray[np.uint32]]:
-        """Append the end of text to the tokens of each text."""
-        end = np.array([self.end_of_text], np.uint32)
+        """Put the begin and the end of text around the tokens of each text."""
+        begin = np.array(self.begin_of_text, np.uint32)
+        after = np.array((*self._after, self.end_of_text), np.uint32)
+        end = after[-1:]
         for text, ids in zip(texts, found, strict=True):
             if (ids == end).any():
                 raise TokenizerError(
@@ -139,13 +197,17 @@ class Tokenizer:
                     f"({self.end_of_text_name!r}), as in {printable(text)!r}; name a special "
                     "token, which no text can spell, with --end-of-text"
                 )
-        return [np.concatenate((ids, end)) for ids in found]
+        return [np.concatenate((begin, ids, after)) for ids in found]
 
     @property
     def end_of_text_name(self) -> str:
         """The token that ends a document, by its name."""
-        name: str | None = self._model.id_to_token(self.end_of_text)
-        return name or ""
+        return self._name(self.end_of_text)
+
+    @property
+    def begin_of_text_names(self) -> tuple[str, ...]:
+        """The tokens that begin a document, by their names."""
+        return tuple(map(self._name, self.begin_of_text))
 
     def files(self, special_tokens: Mapping[str, str] | None = None) -> dict[str, bytes]:
         """Make the files, by name, of a folder that `transformers.AutoTokenizer` opens.
@@ -159,6 +221,7 @@ class Tokenizer:
             "clean_up_tokenization_spaces": False,
             "eos_token": self.end_of_text_name,
             "pad_token": self.end_of_text_name,
+            **({"bos_token": self._name(self.begin_of_text[0])} if self.begin_of_text else {}),
             **(special_tokens or {}),
         }
         encoded = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
@@ -205,6 +268,7 @@ class Tokenizer:
     ) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
         """Encode rendered conversations: tokens (n,) and the loss mask (n,) of their spans."""
         texts = [chat.text for chat in chats]
+        self._check_growth(texts)
         with _binding("cannot encode a conversation"):
             encoded = self._chat_model().encode_batch(texts, add_special_tokens=False)
         found = []
@@ -229,20 +293,71 @@ class Tokenizer:
         return text
 
     def _find_end(self, wanted: str | int | None) -> int:
+        if wanted is not None:
+            return self._token(wanted, "end")
+        known = {name: self._model.token_to_id(name) for name in _KNOWN_ENDS}
+        special = self.special_tokens
+        # A vocabulary of HTML tags has `</s>` as ordinary text.
+        for name in sorted(_KNOWN_ENDS, key=lambda name: name not in special):
+            if (token := known[name]) is not None:
+                return int(token)
+        raise TokenizerError(
+            f"has no end-of-text token such as {', '.join(_KNOWN_ENDS[:3])}; name one of its "
+            "tokens with --end-of-text"
+        )
+
+    def _token(self, wanted: str | int, edge: str) -> int:
+        """Return the id of the token that begins or ends a document, given by name or id."""
+        if isinstance(wanted, bool) or not isinstance(wanted, str | int):
+            raise TokenizerError(f"{edge}_of_text must be a token's name or id, got {wanted!r}")
         if isinstance(wanted, int):
             if not 0 <= wanted < self.vocabulary_size:
                 raise TokenizerError(
-                    f"has no token {wanted} to end a text; name one below {self.vocabulary_size}"
+                    f"has no token {wanted} to {edge} a text; name one below {self.vocabulary_size}"
                 )
             return wanted
-        for candidate in (wanted,) if wanted is not None else _KNOWN_ENDS:
-            found: int | None = self._model.token_to_id(candidate)
-            if found is not None:
-                return found
-        name = repr(wanted) if wanted is not None else "such as " + ", ".join(_KNOWN_ENDS[:3])
+        token: int | None = self._model.token_to_id(wanted)
+        if token is None:
+            raise TokenizerError(
+                f"has no {edge}-of-text token {wanted!r}; name one of its tokens with "
+                f"--{edge}-of-text"
+            )
+        return token
+
+    def _name(self, token: int) -> str:
+        name: str | None = self._model.id_to_token(token)
+        return name or ""
+
+    def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Find the tokens that tokenizer.json puts before and after a text, the end excluded."""
+        processor = self._model.post_processor
+        added = 0 if processor is None else processor.num_special_tokens_to_add(False)
+        if not added:
+            return (), ()
+        if added > 2 * MOST_AROUND:
+            raise TokenizerError(
+                f"puts {added} tokens around each text, more than any; correct the post_processor "
+                "in its tokenizer.json"
+            )
+        for probe in ("a", "1", " ", *sorted(self._model.get_vocab())[:64]):
+            plain = self.encode(probe)
+            with _binding("cannot encode a text"):
+                ids: list[int] = self._model.encode(probe).ids
+            places = range(len(ids) - len(plain) + 1)
+            before = next((at for at in places if ids[at : at + len(plain)] == plain), None)
+            if plain and before is not None:
+                after = ids[before + len(plain) :]
+                if after and after[-1] == self.end_of_text:
+                    after.pop()
+                return tuple(ids[:before]), tuple(after)
         raise TokenizerError(
-            f"has no end-of-text token {name}; name one of its tokens with --end-of-text"
+            "changes each text in its post_processor, so its first tokens are unknown; name one "
+            "with --begin-of-text"
         )
+
+    def _check_growth(self, texts: Sequence[str]) -> None:
+        if self._grows:
+            tokenizer_limits.check_growth(self._model.normalizer.normalize_str, texts)
 
 
 def _ids(model: tokenizers.Tokenizer, text: str) -> list[int]:
@@ -258,7 +373,7 @@ def _binding(what: str) -> Iterator[None]:
         yield
     except BaseException as error:  # nothing narrower than Exception, and a panic is not even that
         panic = type(error).__name__ == "PanicException"
-        if isinstance(error, WordsDifferError) or not (isinstance(error, Exception) or panic):
+        if isinstance(error, DataError) or not (isinstance(error, Exception) or panic):
             raise
         raise TokenizerError(
             f"{what} ({printable(' '.join(str(error).split()))}); train one with "

@@ -14,7 +14,8 @@ from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
 from ms_data.errors import CorpusError, OutputError, SettingError
 from ms_data.files.durable import write_file
 from ms_data.files.untrusted import check_path, decoding
-from ms_data.tokenization.tokenizer import END_OF_TEXT, LARGEST_VOCABULARY, Tokenizer
+from ms_data.tokenization.tokenizer import END_OF_TEXT, Tokenizer
+from ms_data.tokenization.tokenizer_limits import MOST_TOKENS
 
 SMALLEST_VOCABULARY = 257
 """All bytes and the end of a text."""
@@ -54,10 +55,10 @@ def train_tokenizer(
         CorpusError: the corpus is missing, empty or malformed.
         OutputError: `out` cannot be written.
     """
-    if not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY:
+    if not SMALLEST_VOCABULARY <= vocab_size <= MOST_TOKENS:
         raise SettingError(
             f"vocab_size is {vocab_size}; it must be {SMALLEST_VOCABULARY} or more, "
-            f"which is every byte and the end of text, and {LARGEST_VOCABULARY} at most"
+            f"which is every byte and the end of text, and {MOST_TOKENS} at most"
         )
     if out is not None:
         check_path("out", out, error=OutputError, written="file" if _is_file(out) else "folder")

@@ -142,9 +142,11 @@ def _of_words(spec: dict[str, Any]) -> tokenizers.Tokenizer:
         words = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
         words["trim_offsets"] = True
     plain: dict[str, Any] = {"normalizer": None, "post_processor": None, "added_tokens": []}
-    model: tokenizers.Tokenizer = tokenizers.Tokenizer.from_str(
-        json.dumps(spec | plain | {"pre_tokenizer": words})
-    )
+    document = json.dumps(spec | plain | {"pre_tokenizer": words})
+    try:
+        model: tokenizers.Tokenizer = tokenizers.Tokenizer.from_str(document)
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"its model needs its added tokens ({printable(error)})") from error
     return model
 
 

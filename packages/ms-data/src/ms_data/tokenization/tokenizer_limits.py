@@ -1,0 +1,133 @@
+"""Checks a tokenizer.json before its sizes are turned into memory, and what it makes of text.
+
+A tokenizer comes from whoever published the model. The library takes memory by the largest id, not
+by the number of tokens, and applies whatever replacements a normalizer lists.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from ms_data.errors import TokenizerError
+
+MOST_TOKENS = 1 << 21
+"""Eight times the largest vocabulary in common use; the library takes 0.7 kB per token."""
+LIMIT_BYTES = 128 << 20
+"""Four times the largest tokenizer.json in common use."""
+GROWTH = 16
+"""No common normalizer makes a text longer than this many times its characters."""
+
+_ID_SLACK = 1 << 16
+_CHAIN_GROWTH = 1 << 12
+_PIECE_CHARACTERS = 256
+
+
+class AddedToken(msgspec.Struct, frozen=True):
+    """A token added to the vocabulary of the model."""
+
+    id: int
+    content: str
+    special: bool = False
+
+
+class _Model(msgspec.Struct, frozen=True):
+    vocab: dict[str, int] | list[tuple[str, float]]
+    """Unigram lists tokens with their scores."""
+
+
+class TokenizerFile(msgspec.Struct, frozen=True):
+    """The parts of a tokenizer.json that are checked."""
+
+    model: _Model
+    added_tokens: list[AddedToken] | None = None
+    normalizer: Any = None
+
+    @property
+    def added(self) -> dict[str, bool]:
+        """The added tokens, and whether each is special."""
+        return {token.content: token.special for token in self.added_tokens or []}
+
+
+def check_file(content: bytes) -> TokenizerFile:
+    """Decode the parts of a tokenizer.json that decide its memory, and check their sizes.
+
+    Raises:
+        TokenizerError: the vocabulary, an id or the growth of a text is beyond any real tokenizer.
+        msgspec.MsgspecError: it is not a tokenizer.json.
+    """
+    if len(content) > LIMIT_BYTES:
+        raise TokenizerError(
+            f"has {len(content) >> 20} MiB; a tokenizer.json has {LIMIT_BYTES >> 20} at most"
+        )
+    file = msgspec.json.decode(content, type=TokenizerFile)
+    vocab, added = file.model.vocab, file.added_tokens or []
+    count = len(vocab) + len(added)
+    if count > MOST_TOKENS:
+        raise TokenizerError(f"has {count:,} tokens; a tokenizer has {MOST_TOKENS:,} at most")
+    numbers = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+    largest = max([max(numbers, default=0), *(token.id for token in added)])
+    if largest > 2 * count + _ID_SLACK:
+        raise TokenizerError(
+            f"numbers its {count:,} tokens up to {largest:,}, and memory is taken by the largest "
+            "id; renumber them without large gaps"
+        )
+    if _static_growth(file.normalizer) > _CHAIN_GROWTH:
+        raise TokenizerError(
+            "has a normalizer whose replacements make a text thousands of times longer; take them "
+            "out of the tokenizer.json"
+        )
+    return file
+
+
+def may_grow(normalizer: Any) -> bool:
+    """Return whether a normalizer can make text much longer, so that texts must be measured."""
+    precompiled = any(part.get("type") == "Precompiled" for part in _parts(normalizer))
+    return precompiled or _static_growth(normalizer) > GROWTH
+
+
+def check_growth(normalize: Callable[[str], str], texts: Sequence[str]) -> None:
+    """Normalize texts piece by piece and refuse one that becomes far longer.
+
+    Raises:
+        TokenizerError: a text does.
+    """
+    for text in texts:
+        size, limit = 0, GROWTH * (len(text) + _PIECE_CHARACTERS)
+        for start in range(0, len(text), _PIECE_CHARACTERS):
+            size += len(normalize(text[start : start + _PIECE_CHARACTERS]))
+            if size > limit:
+                raise TokenizerError(
+                    f"makes a text more than {GROWTH} times longer before it is encoded; correct "
+                    "the normalizer in its tokenizer.json"
+                )
+
+
+def _parts(normalizer: Any) -> Iterator[dict[str, Any]]:
+    """Yield the normalizers of a sequence, nested ones included."""
+    if not isinstance(normalizer, dict):
+        return
+    inner = normalizer.get("normalizers")
+    if isinstance(inner, list):
+        for part in inner:
+            yield from _parts(part)
+    else:
+        yield normalizer
+
+
+def _static_growth(normalizer: Any) -> float:
+    """Compute how many times longer the replacements of a normalizer can make a text at most."""
+    growth = 1.0
+    for part in _parts(normalizer):
+        content, pattern, text = part.get("content"), part.get("pattern"), part.get("prepend")
+        if isinstance(content, str) and isinstance(pattern, dict):
+            literal = pattern.get("String")
+            if isinstance(literal, str) and literal:
+                growth *= max(1.0, len(content) / len(literal))
+            else:  # an expression may match between all characters
+                growth *= 1.0 + len(content)
+        if isinstance(text, str):
+            growth *= 1.0 + len(text) / _PIECE_CHARACTERS
+        growth = min(growth, math.exp2(64))
+    return growth
