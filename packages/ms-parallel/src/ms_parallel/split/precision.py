@@ -2,8 +2,10 @@
 
 import logging
 from time import perf_counter
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ms_parallel.split.precision_choice import MixedPrecision, precision_name
@@ -19,6 +21,25 @@ def precision_policy(mixed_precision: MixedPrecision) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy()
     dtype = getattr(torch, precision_name(mixed_precision))
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
+
+def cast_hidden_states(block: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a block's hidden states, its first input, to the compute dtype before each forward.
+
+    FSDP2's `cast_forward_inputs` casts every floating-point input: it would also round the float32
+    tables of rotary positions, float masks and router weights.
+    """
+
+    def cast(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = None if args else next(iter(kwargs), None)
+        hidden = args[0] if args else kwargs.get(name or "")
+        if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
+            return None
+        if name is None:
+            return (hidden.to(dtype), *args[1:]), kwargs
+        return args, {**kwargs, name: hidden.to(dtype)}
+
+    block.register_forward_pre_hook(cast, with_kwargs=True)
 
 
 def warn_of_slow_bfloat16(device: torch.device) -> None:

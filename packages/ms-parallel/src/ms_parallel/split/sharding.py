@@ -12,7 +12,7 @@ from ms_parallel.models.experts.grouped import Experts
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.split.data_axis import EACH, Sharding
 from ms_parallel.split.expert_parallel import shard_dim
-from ms_parallel.split.precision import precision_policy
+from ms_parallel.split.precision import cast_hidden_states, precision_policy
 from ms_parallel.split.precision_choice import MixedPrecision
 
 
@@ -38,17 +38,21 @@ def shard_model(
         "mp_policy": policy,
         "reshard_after_forward": freed,
     }
+    # Blocks are given hidden states and what must not be rounded: tables of positions, masks,
+    # weights of routed tokens. The root is given tokens or pixels, which are cast.
+    inner = {**settings, "mp_policy": replace(policy, cast_forward_inputs=False)}
     own = {
-        **settings,
+        **inner,
         "mesh": groups.expert_shards,
-        "mp_policy": replace(policy, cast_forward_inputs=False),  # weights of tokens stay float32
         "shard_placement_fn": lambda weight: Shard(shard_dim(weight, groups.expert_shards.size())),
     }
     for module in _blocks(model, plan):
         for experts in module.modules() if groups.experts is not None else ():
             if isinstance(experts, Experts):
                 _wrap(experts, own)
-        _wrap(module, settings)
+        _wrap(module, inner)
+        if policy.param_dtype is not None:
+            cast_hidden_states(module, policy.param_dtype)
     _wrap(model, {**settings, "reshard_after_forward": False})  # the loss still needs the head
 
 

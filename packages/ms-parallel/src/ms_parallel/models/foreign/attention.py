@@ -77,7 +77,8 @@ def registered(ops: Hashable) -> str:
                 f"{type(module).__name__} makes a mask of its own, which is not known here; write"
                 " its family"
             )
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        # Queries and keys that float32 tables have turned are float32; values are not turned.
+        q, k, v = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
         how: dict[str, Any] = {
             "documents": attention_mask,
             "window": window_of(module) if sliding_window is UNSAID else sliding_window,
@@ -85,7 +86,8 @@ def registered(ops: Hashable) -> str:
         }
         if softcap is None:
             sinks: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}
-            return attention(q, k, v, **how, **sinks), None
+            # Their forwards take views of the result, whose layout an operator is free to choose.
+            return attention(q, k, v, **how, **sinks).contiguous(), None
         if s_aux is not None:
             raise ModelError("attention with capped scores and sinks is not known here")
         return capped_attention(q, k, v, softcap=softcap, **how), None

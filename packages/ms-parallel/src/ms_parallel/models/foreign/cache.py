@@ -21,6 +21,7 @@ class BlockCache:
         self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Write new keys and values (B, heads, S, D) and return all of them."""
+        key = key.to(value.dtype)  # float32 tables have turned it
         k, v = self.held.append(layer_idx, key.transpose(1, 2), value.transpose(1, 2))
         return k.transpose(1, 2), v.transpose(1, 2)
 

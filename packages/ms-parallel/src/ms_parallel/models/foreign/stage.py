@@ -19,6 +19,7 @@ from ms_parallel.models.foreign.cut import block_names, cut
 from ms_parallel.models.foreign.fresh import Fresh
 from ms_parallel.models.foreign.packing import Now, keep_apart
 from ms_parallel.models.foreign.plans import shapes_of
+from ms_parallel.models.foreign.rotary import keep_tables_float32
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
 
@@ -49,6 +50,7 @@ class TransformersStage(Around):
         own["base"], own["plan"] = model.base_model, plan
         own["drawn"] = Fresh(model, plan)
         own["gate"], own["now"] = cut(model, plan, layers), Now()
+        keep_tables_float32(model)
         if self.last:
             head = own["head_name"] = _head_name(model)
             own["tail"], own["plain_head"] = _tail(model), _is_plain(model, head)

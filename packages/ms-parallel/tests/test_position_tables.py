@@ -1,0 +1,221 @@
+"""Position tables stay float32 whatever the compute dtype, and rotations round once."""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ms_kernels
+
+sys.path.insert(0, str(Path(__file__).parent))
+from foreign_models import FAMILIES as FOREIGN
+from foreign_models import SIZES
+from processes import run_processes
+from runs import FAMILIES, VOCABULARY, build, global_batch, my_rows, tiny
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ms_parallel import Engine, NextTokenLoss, operators
+from ms_parallel.cluster.connection import connect
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.models import TransformersModel
+from ms_parallel.models.positions.tables import rotary_tables
+
+FILE = Path(__file__)
+OPS: dict[str, Any] = {"torch": operators, "ms_kernels": ms_kernels}
+OWN = {
+    "llama": {},
+    "gemma3_text": {"model_type": "gemma3_text", "sliding_window": 5, "sliding_layers": [0]},
+    **{name: FAMILIES[name] for name in ("qwen3", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe")},
+}
+THEIRS = ("llama", "qwen3_5_text", "gemma2", "glm4", "gpt_oss", "phi3", "olmo2", "smollm3")
+EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Greatest relative error of one rounding to nearest: half a unit in the last place."""
+
+
+class Recorded:
+    """Operators that record what arrives in rotary and attention."""
+
+    def __init__(self, ops: Any) -> None:
+        self.ops = ops
+        self.tables: list[Tensor] = []
+        self.turned: list[tuple[Tensor, Tensor]] = []
+        """Queries before and after each rotation, (B, S, heads, D)."""
+        self.attended: list[tuple[Tensor, Tensor]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ops, name)
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **how: Any) -> Any:
+        """Record the tables and the queries before and after."""
+        self.tables += [cos, sin]
+        turned = self.ops.rotary(q, k, cos, sin, **how)
+        self.turned.append((q.detach(), turned[0].detach()))
+        return turned
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Any:
+        """Record queries and keys."""
+        self.attended.append((q.detach(), k.detach()))
+        return self.ops.attention(q, k, v, **how)
+
+
+def is_rounded(table: Tensor) -> bool:
+    """Whether float32 values all fit bfloat16, as no cosines of many positions do."""
+    return bool((table == table.bfloat16().float()).all())
+
+
+def tables_of(engine: Engine, recorded: Recorded) -> list[Tensor]:
+    """The tables of the next update: of the operator, and of transformers' rotary modules."""
+    seen = recorded.tables
+    seen.clear()
+
+    def keep(_: Any, __: Any, output: Any) -> None:
+        seen.extend(output if isinstance(output, tuple) else (output,))
+
+    for stage in engine.stages.values():
+        for name, module in stage.named_modules():
+            if name.endswith("rotary_emb"):
+                module.register_forward_hook(keep)
+    engine.update(my_rows(global_batch(0), engine.groups), NextTokenLoss())
+    return seen
+
+
+def document(family: str) -> dict[str, Any]:
+    """The config.json of a tiny model that transformers builds."""
+    config = CONFIG_MAPPING[family](**{**SIZES, **FOREIGN.get(family, {})})
+    return {**json.loads(config.to_json_string(use_diff=False)), "model_type": family}
+
+
+@pytest.mark.parametrize("precision", [True, "float16"])
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("family", [*OWN, *(f"transformers {each}" for each in THEIRS)])
+def test_tables_stay_float32_in_every_family(family: str, ops: str, precision: Any) -> None:
+    """No table arrives in another dtype or rounded, and the loss is float32's.
+
+    Logits are rounded sums of some tens of terms, each within 2^-8: far below 1% of a loss near 4.
+    """
+    recorded = Recorded(OPS[ops])
+    theirs = family.removeprefix("transformers ")
+    foreign = theirs != family
+    model = TransformersModel(document(theirs)) if foreign else tiny(**OWN[family])
+    make = partial(Engine, model, device="cpu", seed=1, ops=recorded)
+    tables = tables_of(make(mixed_precision=precision), recorded)
+    assert len(tables) >= 2
+    assert {table.dtype for table in tables} == {torch.float32}
+    assert not any(map(is_rounded, tables))
+    half, full = (
+        make(mixed_precision=each).update(global_batch(0), NextTokenLoss()).loss
+        for each in (precision, False)
+    )
+    assert half == pytest.approx(full, rel=0.01)
+    assert half != full
+
+
+def losses(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Losses of two updates of each job, and whether all tables were float32 and not rounded."""
+    torch.set_num_threads(1)
+    found = []
+    for job in jobs:
+        groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)
+        recorded = Recorded(OPS[job["ops"]])
+        engine = build(job["settings"], groups, ops=recorded, **job["options"])
+        tables = tables_of(engine, recorded)
+        exact = all(each.dtype == torch.float32 and not is_rounded(each) for each in tables)
+        again = engine.update(my_rows(global_batch(1), groups), NextTokenLoss())
+        found.append({"tables": len(tables), "exact": exact, "loss": again.loss})
+    return found
+
+
+def test_tables_stay_float32_under_every_layout() -> None:
+    """Data, tensor, pipeline and context; recomputed and sharded; both operators and dtypes."""
+    layouts = ("data=2", "tensor=2", "pipeline=2", "context=2")
+    options: tuple[dict[str, Any], ...] = (
+        {"mixed_precision": True},
+        {"mixed_precision": "float16", "recompute": "full", "sharding": "zero3"},
+        {"mixed_precision": True, "recompute": "selective", "sharding": "zero1"},
+    )
+    jobs = [
+        {"layout": layout, "ops": ops, "settings": {}, "options": each}
+        for layout in layouts
+        for ops in OPS
+        for each in options
+    ]
+    plain = {"layout": "data=1", "ops": "torch", "settings": {}, "options": {}}
+    ((full,),) = run_processes(1, FILE, "losses", jobs=[plain])
+    for of_rank in run_processes(2, FILE, "losses", jobs=jobs):
+        for job, found in zip(jobs, of_rank, strict=True):
+            assert found["tables"] >= 2, job
+            assert found["exact"], job
+            assert found["loss"] == pytest.approx(full["loss"], rel=0.01), job
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ops", OPS)
+def test_a_rotation_at_position_100_000_rounds_once(ops: str, dtype: torch.dtype) -> None:
+    """Queries that reach attention are the exact rotation of the projection, rounded once.
+
+    For y = a·cos - b·sin the result is within EPS·|y| of it, beside float32 roundings of products
+    and sum, 3·2^-24·(|a| + |b|). Tables that were rounded too would add up to EPS·(|a| + |b|).
+    """
+    recorded = Recorded(OPS[ops])
+    precision: Any = True if dtype == torch.bfloat16 else "float16"
+    settings = {"max_position_embeddings": 100_001}
+    engine = build(
+        settings, connect(Layout(), device="cpu"), ops=recorded, mixed_precision=precision
+    )
+    batch = at_positions((0, 1, 4_095, 65_537, 99_999, 100_000))
+    engine.update(batch, NextTokenLoss())
+    compared = 0
+    cos, sin = rotary_tables(engine.config.ropes[0], batch["positions"])
+    for before, after in recorded.turned:
+        assert before.dtype == after.dtype == dtype
+        compared += assert_rounded_once(before, after, cos, sin)
+    assert compared > 500
+
+
+def test_a_rotation_in_a_model_of_transformers_rounds_once() -> None:
+    """The same for Llama as transformers builds it, whose rotation is its own code."""
+    recorded = Recorded(operators)
+    changed = {**document("llama"), "max_position_embeddings": 100_001}
+    engine = Engine(
+        TransformersModel(changed), device="cpu", seed=1, ops=recorded, mixed_precision=True
+    )
+    (stage,) = engine.stages.values()
+    projected: list[Tensor] = []
+    tables: list[tuple[Tensor, Tensor]] = []
+    stage.model.layers[0].self_attn.q_proj.register_forward_hook(
+        lambda _, __, output: projected.append(output.detach())
+    )
+    stage.model.rotary_emb.register_forward_hook(lambda _, __, output: tables.append(output))
+    engine.update(at_positions((0, 1, 4_095, 65_537, 99_999, 100_000)), NextTokenLoss())
+    (cos, sin), width = tables[0], 8
+    before, after = projected[0].unflatten(-1, (-1, width)), recorded.attended[0][0]
+    assert before.dtype == after.dtype == torch.bfloat16
+    assert assert_rounded_once(before, after, cos[..., : width // 2], sin[..., : width // 2]) > 100
+
+
+def at_positions(positions: tuple[int, ...]) -> dict[str, Tensor]:
+    """Rows whose tokens are at these positions, a document each, so that all of them count."""
+    count = len(positions)
+    tokens = torch.arange(2 * count).view(2, count) * 5 % VOCABULARY
+    return {
+        "tokens": tokens,
+        "targets": tokens.roll(-1, 1),
+        "positions": torch.tensor([positions, positions[::-1]]),
+    }
+
+
+def assert_rounded_once(before: Tensor, after: Tensor, cos: Tensor, sin: Tensor) -> int:
+    """Compare a rotation of halves with float64's; return how many numbers were compared."""
+    a, b = before.double().chunk(2, -1)
+    c, s = cos.double().unsqueeze(2), sin.double().unsqueeze(2)
+    exact = torch.cat((a * c - b * s, b * c + a * s), -1)
+    size = torch.cat((a.abs() + b.abs(),) * 2, -1)
+    bound = EPS[after.dtype] * exact.abs() + 3 * 2.0**-24 * size
+    bound += torch.finfo(after.dtype).smallest_normal * EPS[after.dtype] * 2  # subnormal results
+    assert ((after.double() - exact).abs() <= bound).all()
+    return after.numel()
