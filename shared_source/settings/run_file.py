@@ -6,7 +6,7 @@ the command line, and refuses what the class does not know, naming the nearest k
 
 import tomllib
 from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -79,6 +79,30 @@ def build(kind: type[T], settings: Mapping[str, Any], *, where: str) -> T:
         raise type(error)(f"{where}: {error}") from error
     except TypeError as error:
         raise ConfigError(f"{where}: {_missing(error)}") from error
+
+
+def table_of(kind: type[T], name: str) -> Callable[[Any], T]:
+    """Make a converter of a field that holds settings of an attrs class, or a table of them.
+
+    Args:
+        kind: the class.
+        name: of the field, for messages.
+
+    Returns:
+        A function that raises ConfigError for whatever is neither.
+    """
+
+    def converted(value: Any) -> T:
+        if isinstance(value, kind):
+            return value
+        if isinstance(value, Mapping):
+            return build(kind, value, where=name)
+        names = ", ".join(each.alias for each in fields(cast(Any, kind)) if each.init)
+        raise ConfigError(
+            f"{name} must be {kind.__name__} or a table of {names}, got {shown(value)}"
+        )
+
+    return converted
 
 
 def refuse_renamed(settings: Mapping[str, Any], renamed: Mapping[str, str], *, where: str) -> None:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from ms_parallel import save_model
+from ms_parallel import load_model, save_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 from processes import run_command
@@ -69,7 +69,7 @@ def check_adapters(one: Path, axis: str) -> None:
     """PPO, GRPO and RLOO with adapters, ended after two updates and gone on with.
 
     The same losses as in one process, a KL of 0 from the model without adapters at first, and
-    adapters that peft's format holds; nothing else is written.
+    adapters that peft's format holds, and the model in which they are merged.
     """
     for trainer in ("PPOTrainer", "GRPOTrainer", "RLOOTrainer"):
         split, whole = (one / place / f"{trainer}-lora" for place in (axis, "one"))
@@ -80,7 +80,11 @@ def check_adapters(one: Path, axis: str) -> None:
         for got, want in zip(*steps, strict=True):
             for name in ("loss", "reward", "kl", "entropy", "kl_old"):
                 assert got[name] == pytest.approx(want[name], rel=1e-5, abs=1e-5), (trainer, name)
-        assert not (split / "model").exists()
+        merged = load_model(split / "model").state_dict()
+        base = load_model(one / "start")
+        wanted = load_lora(base, split / "adapter").merged_model().state_dict()
+        for name, weight in merged.items():
+            torch.testing.assert_close(weight, wanted[name], rtol=0, atol=1e-6)
         found = [load_lora(decoder(), each / "adapter").adapters() for each in (split, whole)]
         assert found[0].keys() == found[1].keys()
         moved = 0.0

@@ -17,7 +17,7 @@ from ms_align import trainers
 from ms_align.settings.keys import Key, KeyGroup, groups_of
 from ms_align.settings.template import template_text
 
-HIDDEN = {"on_event", "generator", "algorithm"}
+HIDDEN = {"on_event", "algorithm"}
 """Fields that no file can hold."""
 
 Run = Callable[[Any, dict[str, Any], str], dict[str, Any]]

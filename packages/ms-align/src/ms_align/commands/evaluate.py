@@ -8,6 +8,7 @@ from typing import Any
 from attrs import field, frozen
 
 from ms_align.commands.launch import check_launched
+from ms_align.engines.options import ComputeOptions
 from ms_align.errors import ConfigError
 from ms_align.evaluation import harness_model
 from ms_align.evaluation.tasks import run_tasks, shown_results
@@ -25,13 +26,15 @@ def _names(instance: object, attribute: Any, value: object) -> None:
         raise ConfigError(f'{attribute.name} is {value!r}; give a list of names, as ["lambada"]')
 
 
-def _ranks(instance: object, attribute: Any, value: object) -> None:
-    if not (value is None or isinstance(value, Mapping)):
+def _ranks(instance: Any, attribute: Any, value: object) -> None:
+    if value is None:
+        instance.check_alone()
+    elif not isinstance(value, Mapping):
         raise ConfigError(f"layout is {value!r}; give a table, as {{ data = 2, tensor = 2 }}")
 
 
 @frozen(kw_only=True, slots=False)
-class Evaluation:
+class Evaluation(ComputeOptions):
     """Settings of the command."""
 
     model: str = field(validator=a_path())
@@ -80,6 +83,7 @@ def evaluate(kind: type[Evaluation], settings: dict[str, Any], where: str) -> di
         context=given.context,
         batch_size=given.batch_size,
         seed=given.seed,
+        options=given,
     )
     results = run_tasks(
         model,

@@ -7,12 +7,13 @@ import msgspec
 from attrs import field, fields, frozen
 from attrs.converters import optional
 
+from ms_align.engines.assembly import open_model
+from ms_align.engines.options import DeviceOptions
 from ms_align.errors import ConfigError
 from ms_align.files.durable import write_file, writing
 from ms_align.generation import LocalGenerator, Responses
 from ms_align.generation.sampling import Sampling, token_numbers
 from ms_align.generation.stops import beside, with_stops
-from ms_align.models.folder import load_model
 from ms_align.rollouts.prompts import Prompt, read_prompts
 from ms_align.seeds import LARGEST_SEED
 from ms_align.settings import a_path, whole
@@ -24,7 +25,7 @@ RENAMED = {"policy_model": "model", "prompt_dataset": "dataset", "data": "datase
 
 
 @frozen(kw_only=True, slots=False)
-class Generation(Sampling):
+class Generation(Sampling, DeviceOptions):
     """Settings of the command, beside those of sampling."""
 
     model: str = field(validator=a_path())
@@ -66,7 +67,9 @@ def generate(kind: type[Generation], settings: dict[str, Any], where: str) -> di
     drawn = {each.name: getattr(given, each.name) for each in fields(Sampling)}
     sampling = Sampling(**{**drawn, "stop_tokens": given.stop_tokens or ()})
     sampling = with_stops(sampling, given.stop_tokens, tokenizer, files)
-    generator = LocalGenerator(load_model(given.model), slots=given.slots, decode=tokenizer.decode)
+    generator = LocalGenerator(
+        open_model(given.model, device=given.device), slots=given.slots, decode=tokenizer.decode
+    )
     responses = generator(
         [prompt.tokens for prompt in prompts], sampling, count=given.group_size, seed=given.seed
     )

@@ -227,15 +227,20 @@ class LocalEngine:
         """Return the rows as they are: no other process has any."""
         return rows
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
         """Write the model as its library does, adapters merged; the module is left as it is.
+
+        Args:
+            folder: to write.
+            dtype: of the parameters in the files; by default their own.
 
         Raises:
             CheckpointError: the place cannot be written.
+            NonFiniteError: a weight does not fit into `dtype`.
         """
         check_path("folder", folder, error=WriteError, written="folder")
         with plain_model(self.module) as model:
-            save_model(model, folder)
+            save_model(model, folder, dtype=dtype)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return weights, moments under `optimizer.exp_avg.NAME` and the like, and the counter.

@@ -8,15 +8,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from attrs import asdict, fields
 from attrs.filters import exclude
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from ms_align import processes
 from ms_align.engines.optimizer import OptimizerOptions
+from ms_align.engines.options import ComputeOptions, EngineOptions
 from ms_align.errors import ConfigError
 from ms_align.lora.adapters import LoraOptions, add_lora, save_adapters
 from ms_align.settings import nearest
@@ -55,19 +57,36 @@ def start_parallel(
     heads: Mapping[str, int],
     microbatch_size: int | None,
     seed: int,
+    options: ComputeOptions,
 ) -> "Engine":
     """Connect the layout's processes and read each its part of a model's folder.
 
     Raises:
-        ConfigError: ms-parallel is not installed, or adapters do not fit the layout.
+        ConfigError: ms-parallel is not installed, or a setting does not fit the layout.
+        ModelError: the folder's model cannot be read.
     """
     ranks = layout_of(layout)
     from ms_parallel import AdamWConfig, Engine
+
+    training: dict[str, Any] = {}
+    if isinstance(options, EngineOptions):
+        coefficient = options.balance_coefficient
+        if coefficient is not None and options.balance == "none":
+            raise ConfigError(
+                "balance_coefficient weighs a balance loss and balance is 'none'; set balance to "
+                "'step' or 'sequence'"
+            )
+        alike = ("recompute", "compile", "sharding", "offload", "balance", "balance_coefficient")
+        training = {name: getattr(options, name) for name in alike}
 
     decay = optimizer.decay_steps
     engine = Engine(
         model,
         ranks,
+        mixed_precision=options.mixed_precision,
+        ops=_operators(options.ops),
+        device=options.device,
+        **training,
         optimizer=AdamWConfig(
             **asdict(optimizer, filter=exclude("decay_steps", "final_learning_rate_ratio")),
             decay="linear",
@@ -80,6 +99,23 @@ def start_parallel(
     if lora is not None:
         engine.adapt(partial(StageAdapters, options=lora, seed=seed, base_name=str(model)))
     return engine
+
+
+def _operators(name: str) -> Any:
+    """Import the operators of a name; None for plain torch.
+
+    Raises:
+        ConfigError: they are not installed; names the extra.
+    """
+    if name == "torch":
+        return None
+    try:
+        import ms_kernels
+    except ImportError as error:
+        raise ConfigError(
+            "ops = 'ms_kernels' needs ms-kernels; install it: pip install 'ms-parallel[kernels]'"
+        ) from error
+    return ms_kernels
 
 
 class StageAdapters:
@@ -109,6 +145,17 @@ class StageAdapters:
         with ExitStack() as stack:
             for model in self.models:
                 stack.enter_context(model.disable_adapter())
+            yield
+
+    @contextmanager
+    def as_merged(self) -> Iterator[None]:
+        """Hold the adapters in the stages' weights while the block runs, for saving them."""
+        with ExitStack() as stack:
+            for model in self.models:
+                for module in model.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()  # what is written to gathered copies is lost
+                stack.enter_context(model.as_merged())
             yield
 
     def save_pretrained(self, folder: Path) -> None:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from ms_align.losses.protocol import Batch, Loss, Output
@@ -112,8 +113,11 @@ class Engine(Protocol):
     def gather(self, rows: Tensor, /) -> Tensor:
         """Gather the rows of all data ranks, in their order; each gives as many."""
 
-    def save(self, folder: Path, /) -> None:
-        """Write the whole model as others read it, adapters merged; every process calls it."""
+    def save(self, folder: Path, /, *, dtype: torch.dtype | None = ...) -> None:
+        """Write the whole model as others read it, adapters merged; every process calls it.
+
+        `dtype` is that of the parameters in the files, by default their own.
+        """
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return weights, moments and counters by name; tensors share the engine's storage."""

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ms_align.engines.assembly import start_engine
+from ms_align.engines.options import ComputeOptions
 from ms_align.engines.protocol import Engine
 from ms_align.errors import ConfigError
 from ms_align.evaluation.engine_scorer import EngineScorer
 from ms_align.evaluation.exported_scorer import ExportedScorer
 from ms_align.evaluation.scorer import ExportedModel, Scorer
 from ms_align.evaluation.texts import Texts
-from ms_align.generation.stops import beside, folder_of
+from ms_align.generation.stops import beside
+from ms_align.models.folder import folder_of
 from ms_align.tokenizer import Tokenizer, load_tokenizer
 from ms_align.tokenizer_files import check_same_tokenizer, files_of
 
@@ -30,6 +32,7 @@ def harness_model(
     context: int | None = None,
     batch_size: int = 16,
     seed: int = 0,
+    options: ComputeOptions | None = None,
 ) -> "HarnessModel":
     """Make a model that `lm_eval.simple_evaluate(model=...)` takes, of any model here.
 
@@ -43,6 +46,7 @@ def harness_model(
         context: tokens that the model reads at most; by default what the model says.
         batch_size: rows of a forward, of all processes together.
         seed: of answers that are drawn.
+        options: precision, operators and device.
 
     Raises:
         ConfigError: lm-eval is not installed, or there is no tokenizer.
@@ -61,7 +65,7 @@ def harness_model(
     if isinstance(model, ExportedModel) and not isinstance(model, nn.Module | Engine):
         scorer = ExportedScorer(model, context=context, batch_size=batch_size, decode=texts.decode)
     else:
-        engine = start_engine(model, layout=layout)
+        engine = start_engine(model, layout=layout, options=options)
         made = EngineScorer(engine, batch_size=batch_size, decode=texts.decode)
         made.context = context or made.context
         scorer = made

@@ -11,6 +11,7 @@ from attrs import evolve
 
 from ms_align.errors import ConfigError
 from ms_align.generation.sampling import Sampling
+from ms_align.models.folder import folder_of
 from ms_align.tokenizer import Tokenizer
 from ms_align.tokenizer_files import TokenizerFiles, has_tokenizer
 
@@ -46,14 +47,10 @@ def beside(tokenizer: Any, model: Any) -> Any:
     """Return the tokenizer that is given, or the folder of the model where one lies in it."""
     if tokenizer is not None:
         return tokenizer
+    if isinstance(model, str | Path) and has_tokenizer(Path(model)):
+        return Path(model)  # an adapter's folder may have one of its own
     folder = folder_of(model)
     return folder if folder is not None and has_tokenizer(folder) else None
-
-
-def folder_of(model: Any) -> Path | None:
-    """Return the folder that a model is, or was read from; None if there is none."""
-    given = model if isinstance(model, str | Path) else getattr(model, "name_or_path", None)
-    return Path(given) if given and isinstance(given, str | Path) else None
 
 
 def with_stops(

@@ -18,12 +18,14 @@ import torch
 import torch.nn.functional as F
 from attrs import field, frozen
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ms_align.errors import ConfigError, ModelError, WriteError
 from ms_align.files.untrusted import check_path
 from ms_align.lora.adapter_file import LARGEST_ALPHA, AdapterConfig, write_adapter
 from ms_align.models.language_model import copy_of
 from ms_align.settings import flag, number, whole
+from ms_align.settings.run_file import table_of
 
 ALL_LINEAR = "all-linear"
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -62,6 +64,15 @@ class LoraOptions:
     def scale(self) -> float:
         """What B·A·x is multiplied by."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def lora_options(value: Any) -> LoraOptions | None:
+    """Convert what a setting `lora` holds: options, a table of them, or None.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    return None if value is None else table_of(LoraOptions, "lora")(value)
 
 
 class LoraLinear(nn.Module):
@@ -134,8 +145,12 @@ class LoraLinear(nn.Module):
     def merge(self) -> None:
         """Put the adapter into the layer's weight; the weight as it was is kept."""
         if not self.merged:
-            before = self.base_layer.weight.clone()
-            self.base_layer.weight += self.delta()
+            weight, delta = self.base_layer.weight, self.delta()
+            before = weight.clone()
+            if isinstance(weight, DTensor):  # this rank's part of a sharded weight
+                layout = weight.device_mesh, weight.placements
+                delta = distribute_tensor(delta, *layout, src_data_rank=None)
+            weight += delta
             self._before = before
 
     @torch.no_grad()
@@ -305,7 +320,7 @@ def add_lora(
     Raises:
         ConfigError: no layer bears a name that is asked for, or the rank is beyond every layer.
     """
-    options = options or LoraOptions()
+    options = lora_options(options) or LoraOptions()
     names = _matching(model, options.targets)
     _check_rank(model, names, options.rank)
     adapted = adapt(model, names, options, base_name)

@@ -122,7 +122,8 @@ def language_model(module: nn.Module) -> LanguageModel:
     Raises:
         ModelError: it is none of the kinds that are understood.
     """
-    inner = module.get_base_model() if hasattr(module, "get_base_model") else module
+    given: Any = module
+    inner = given.get_base_model() if hasattr(module, "get_base_model") else module
     if isinstance(getattr(type(inner), "head_weight", None), property):
         return SeamModel(module)
     if hasattr(module, "get_output_embeddings") or hasattr(module, "get_base_model"):

@@ -83,6 +83,7 @@ class RewardModel(nn.Module):
         tokenizer: TokenizerFiles | None = None,
         *,
         base: Path | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Write a folder that `load` reads, and transformers as a sequence classifier.
 
@@ -92,13 +93,14 @@ class RewardModel(nn.Module):
             folder: takes the place of a reward model that is there.
             tokenizer: is put beside it.
             base: folder of the model that was trained; see `complete`.
+            dtype: of the body's weights in the files; by default their own.
 
         Raises:
             WriteError: the folder cannot be written.
         """
         check_path("folder", folder, error=WriteError, written="folder")
         with whole_folder(Path(folder), overwrite=True) as aside:
-            save_model(self.body, aside / BODY)
+            save_model(self.body, aside / BODY, dtype=dtype)
             complete(aside / BODY, tokenizer, base=base)
             self._write_head(aside)
             if (aside / BODY / "config.json").is_file():

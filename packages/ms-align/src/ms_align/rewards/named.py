@@ -10,9 +10,8 @@ from torch import nn
 
 from ms_align.errors import ConfigError, ModelError
 from ms_align.files.untrusted import check_parts
-from ms_align.generation.stops import folder_of
 from ms_align.models.finite import check_module
-from ms_align.models.folder import best_device
+from ms_align.models.folder import folder_of, pick_device
 from ms_align.models.reward_model import RewardModel, is_reward_model
 
 
@@ -86,4 +85,4 @@ def _from_folder(folder: Path) -> nn.Module:
         raise ModelError(
             f"{folder} holds no reward model: it {what}; train one with `ms-align reward`"
         )
-    return check_module(folder, model).to(best_device())
+    return check_module(folder, model).to(pick_device())

@@ -5,7 +5,7 @@ Whatever ends the process, the same call goes on from the last complete checkpoi
 """
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
@@ -45,6 +45,16 @@ class RunLog:
     event: OnEvent
     note: Callable[[str], None]
     """Shows a line to whoever watches."""
+
+
+@frozen(kw_only=True)
+class Notice:
+    """A fact about a run that is logged before its first update, as an event and as a line."""
+
+    kind: str
+    """Kind of the event."""
+    fields: Mapping[str, int | float | str]
+    line: str
 
 
 class Learner(Protocol):
@@ -109,6 +119,8 @@ class Loop:
     result: Path | None = field(default=None, kw_only=True)
     """The folder that `write` writes last. While it is not there, a run whose updates are all made
     is taken up once more, to be written."""
+    notices: Sequence[Notice] = field(default=(), kw_only=True)
+    """Logged before the first update of each launch."""
     at: _Progress = field(factory=_Progress, init=False)
     done_before: bool = field(default=False, init=False)
     """All updates were made and written when the run was called."""
@@ -172,6 +184,9 @@ class Loop:
             return True
         throughput, skipped = Throughput(), 0
         log.event("begin", {"steps": self.steps, "step": self.at.step})
+        for notice in self.notices:
+            log.event(notice.kind, notice.fields)
+            log.note(notice.line)
         if self.at.step == 0:
             self._evaluate(log)
         while self.at.step < self.steps and not self.stop.agreed():

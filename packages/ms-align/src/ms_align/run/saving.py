@@ -1,15 +1,16 @@
 """What a run leaves behind: a model's folder that opens elsewhere and knows how a text ends.
 
     output_dir/model      config.json, weights, generation_config.json, the tokenizer's files
-    output_dir/adapter    of a model with adapters, peft's two files
+    output_dir/adapter    of a model with adapters, peft's two files and the tokenizer's
 
 Each appears whole or not at all, and only with weights that are finite.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ms_align import processes
@@ -23,7 +24,7 @@ from ms_align.tokenizer_files import TokenizerFiles, complete
 
 def result_folder(engine: Engine, output_dir: Path, *, merge: bool = True) -> Path:
     """Return the folder that `write_result` writes last."""
-    return output_dir / ("model" if _writes_model(engine, merge) else "adapter")
+    return output_dir / ("model" if merge or engine.adapters is None else "adapter")
 
 
 def write_result(
@@ -33,6 +34,7 @@ def write_result(
     *,
     merge: bool = True,
     base: Path | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write what an engine has learnt. Every process must call it.
 
@@ -40,8 +42,9 @@ def write_result(
         engine: of one process or of many.
         output_dir: of the run.
         tokenizer: is put beside the model.
-        merge: with adapters in one process, write the merged model too.
+        merge: with adapters, write the merged model too.
         base: folder of the model that was trained; see `complete`.
+        dtype: of the saved weights; by default the engine's.
 
     Raises:
         NonFiniteError: a weight is infinite or no number; nothing is written.
@@ -50,10 +53,17 @@ def write_result(
     check_finite(engine)
     if engine.adapters is not None:
         engine.adapters.save_pretrained(output_dir / "adapter")
-    if not _writes_model(engine, merge):
+        if processes.rank() == 0 and (output_dir / "adapter").is_dir():
+            complete(output_dir / "adapter", tokenizer, base=base)
+    if engine.adapters is not None and not merge:
         return
-    with _whole_on_all(output_dir / "model") as aside:
-        engine.save(aside)
+    staged = engine.adapters if isinstance(engine.adapters, StageAdapters) else None
+    merged = nullcontext() if staged is None else staged.as_merged()
+    with _whole_on_all(output_dir / "model") as aside, merged:
+        if dtype is None:
+            engine.save(aside)
+        else:
+            engine.save(aside, dtype=dtype)
         processes.barrier()
         if processes.rank() == 0:
             complete(aside, tokenizer, base=base)
@@ -80,13 +90,6 @@ def weights_of(engine: Engine) -> dict[str, Tensor]:
         return dict(engine.module.named_parameters())
     state = engine.state_dict()
     return {n: t for n, t in state.items() if not n.startswith(("optimizer.", "engine."))}
-
-
-def _writes_model(engine: Engine, merge: bool) -> bool:
-    """Return whether a model is written: adapters over processes, in parts, are not merged."""
-    if engine.adapters is None:
-        return True
-    return merge and not isinstance(engine.adapters, StageAdapters)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from attrs import field, frozen
 
 from ms_align.errors import CheckpointError, ConfigError
 from ms_align.settings import number, numbers, one_of, whole
+from ms_align.settings.run_file import table_of
 
 SMALLEST = 1e-6
 """Complexities are at least this, so that no task is lost for good."""
@@ -50,6 +51,15 @@ class TaskOptions:
     """With `signal="progress"`: that share for the loss it is compared with."""
     warmup_steps: int = field(default=10, validator=whole(least=0))
     """Updates that are drawn by `base`, until losses are known."""
+
+
+def task_options(value: Any) -> TaskOptions | None:
+    """Convert what a setting `tasks` holds: options, a table of them, or None.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    return None if value is None else table_of(TaskOptions, "tasks")(value)
 
 
 class TaskSampler:

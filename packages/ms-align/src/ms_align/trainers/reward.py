@@ -7,13 +7,13 @@ from typing import Any, cast
 from attrs import field, frozen
 from torch import Tensor, nn
 
+from ms_align.engines.assembly import open_model
 from ms_align.engines.local import LocalEngine
 from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.engines.protocol import Engine
 from ms_align.errors import ConfigError
 from ms_align.losses.pairwise import PairwiseLoss, pairwise_loss, row_scores
 from ms_align.losses.protocol import Batch, Output
-from ms_align.models.folder import load_model
 from ms_align.models.reward_model import HEAD_FILE, RewardModel
 from ms_align.run.saving import check_finite
 from ms_align.settings import number
@@ -49,6 +49,8 @@ class RewardTrainer(RewardOptions, PairTrainer):
 
     algorithm = "reward"
 
+    alone_remedy = "leave it out: a reward model is trained in one process"
+
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if self.layout is not None or self.lora is not None:
@@ -58,7 +60,11 @@ class RewardTrainer(RewardOptions, PairTrainer):
 
     def engine(self) -> LocalEngine:
         """Build the engine of the model with a head for scores."""
-        model = load_model(self.model) if isinstance(self.model, str | Path) else self.model
+        model = (
+            open_model(self.model, device=self.device)
+            if isinstance(self.model, str | Path)
+            else self.model
+        )
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 "a reward model is trained whole and in one process, and this is a "
@@ -83,7 +89,9 @@ class RewardTrainer(RewardOptions, PairTrainer):
     def write(self, engine: Engine, tokenizer: TokenizerFiles | None) -> None:
         """Write the reward model, which PPO takes by its folder."""
         check_finite(engine)
-        self.trained(engine).save(self.place / "model", tokenizer, base=self.base_folder)
+        self.trained(engine).save(
+            self.place / "model", tokenizer, base=self.base_folder, dtype=self.dtype
+        )
 
     def result_path(self, engine: Engine) -> Path:
         """Return the path of what `write` writes last."""

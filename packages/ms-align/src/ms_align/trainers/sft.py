@@ -18,7 +18,7 @@ from ms_align.run.loop import RunLog
 from ms_align.settings import flag, number, numbers, one_of, whole
 from ms_align.streams.folders import instructions
 from ms_align.streams.protocol import HeldOut, TaskStream, next_batch
-from ms_align.streams.task_sampler import TaskOptions, TaskSampler
+from ms_align.streams.task_sampler import TaskOptions, TaskSampler, task_options
 from ms_align.streams.text_ends import TextEnds
 from ms_align.trainers.frame.offline import OfflineLearner, OfflineTrainer, TrainingData
 
@@ -33,7 +33,11 @@ class SFTOptions:
     """Learn the factors instead (Kendall et al., 2018)."""
     uncertainty_rate: float = field(default=0.05, validator=number())
     """Step size of their log-variances."""
-    tasks: TaskOptions | None = field(default=None, metadata={"table": TaskOptions})
+    tasks: TaskOptions | None = field(
+        default=None,
+        converter=task_options,
+        metadata={"table": TaskOptions},
+    )
     """Choose each row's task by its difficulty; None reads the stream as it comes."""
 
     def __attrs_post_init__(self) -> None:

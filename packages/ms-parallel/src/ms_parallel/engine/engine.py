@@ -385,13 +385,18 @@ class Engine:
         self.balancer.balance = Balance(method="none", coefficient=0.0)
 
     def save(
-        self, folder: str | Path, *, tokenizer: str | Path | TokenizerFiles | None = None
+        self,
+        folder: str | Path,
+        *,
+        tokenizer: str | Path | TokenizerFiles | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Write the model to a folder that `load_model` and transformers read; all processes call.
 
         Args:
             folder: see `save_model`.
             tokenizer: whose files go beside the model.
+            dtype: of the parameters in the files; by default their own.
 
         Raises:
             ModelError: it is a module of your own, or the folder cannot be written.
@@ -405,7 +410,7 @@ class Engine:
                 f"a {self.config.model_type} of your own is saved by your own code; take"
                 " engine.state_dict()"
             )
-        save_model(list(self.stages.values()), folder, tokenizer=tokenizer)
+        save_model(list(self.stages.values()), folder, tokenizer=tokenizer, dtype=dtype)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return weights, moments and counters by name, ready for torch.distributed.checkpoint.

@@ -20,8 +20,9 @@ from ms_align.engines.reference import ADAPTER_OFF, Reference, reference_of
 from ms_align.errors import ConfigError, ModelError
 from ms_align.generation import Generator
 from ms_align.generation.sampling import token_numbers
-from ms_align.generation.stops import beside, folder_of, with_stops
+from ms_align.generation.stops import beside, with_stops
 from ms_align.losses.protocol import Loss
+from ms_align.models.folder import folder_of
 from ms_align.rewards.named import named_rewards, reward_folders
 from ms_align.rewards.scoring import rewards_of
 from ms_align.rollouts.experience import Experience, Scoring

@@ -1,20 +1,22 @@
 """What all trainers share: where the model runs, what of it is trained, and how a run is kept."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
+import torch
 from attrs import Attribute, evolve, field, fields, frozen
 
 from ms_align.engines.assembly import start_engine
 from ms_align.engines.optimizer import OptimizerOptions
+from ms_align.engines.options import EngineOptions
 from ms_align.engines.parallel import layout_of
 from ms_align.engines.protocol import Engine
 from ms_align.errors import ConfigError
-from ms_align.generation.stops import folder_of
-from ms_align.lora.adapters import LoraOptions
+from ms_align.lora.adapters import LoraOptions, lora_options
+from ms_align.models.folder import experts_of, folder_of, stored_dtype
 from ms_align.run.initial_weights import name_of
-from ms_align.run.loop import Learner, Loop, Result
+from ms_align.run.loop import Learner, Loop, Notice, Result
 from ms_align.run.options import RunOptions
 from ms_align.run.ownership import Ownership, plain
 from ms_align.run.saving import check_finite, result_folder, write_result
@@ -26,23 +28,31 @@ MODELS = ("model", "policy_model", "reference_model", "value_model", "reward_mod
 """Settings that hold a model; one in the run's own folder would be written over."""
 
 
-def _ranks(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
+def _ranks(instance: "Trainer", attribute: "Attribute[Any]", value: Any) -> None:
     if not (value is None or isinstance(value, Mapping) or hasattr(value, "world_size")):
         raise ConfigError(f"layout is {value!r}; give a table, as {{ data = 2, tensor = 2 }}")
+    if value is None:
+        instance.check_alone(instance.alone_remedy)
 
 
 @frozen(kw_only=True, slots=False)  # trainers inherit from more than one
-class Trainer(OptimizerOptions, RunOptions):
+class Trainer(OptimizerOptions, RunOptions, EngineOptions):
     """Where the model runs, and what of it is trained."""
 
     algorithm: ClassVar[str]
+    alone_remedy = "set `layout = { data = 1 }`"
+    """Remedy for a setting that one process without a layout cannot honor."""
 
     microbatch_size: int | None = field(default=None, validator=whole(optional=True))
     """Rows that pass at once; all by default."""
-    lora: LoraOptions | None = field(default=None, metadata={"table": LoraOptions})
+    lora: LoraOptions | None = field(
+        default=None,
+        converter=lora_options,
+        metadata={"table": LoraOptions},
+    )
     """Train adapters alone; they are written to `output_dir/adapter`."""
     merge: bool = field(default=True, validator=flag)
-    """With adapters, in one process: write the merged model too."""
+    """With adapters: write the merged model to `output_dir/model` too."""
     layout: Any = field(default=None, validator=_ranks)
     """Ranks of ms-parallel's axes, as `{ data = 2, tensor = 2 }`; None runs in one process."""
 
@@ -65,6 +75,15 @@ class Trainer(OptimizerOptions, RunOptions):
     def base_folder(self) -> Path | None:
         """Folder of the model that is trained, where it has one."""
         return folder_of(getattr(self, "model", getattr(self, "policy_model", None)))
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Dtype of the saved model; None for that of a model in memory."""
+        if self.save_dtype is not None:
+            return cast(torch.dtype, getattr(torch, self.save_dtype))
+        model = getattr(self, "model", getattr(self, "policy_model", None))
+        base = self.base_folder
+        return None if base is None or not isinstance(model, str | Path) else stored_dtype(base)
 
     def part(self, kind: type[T]) -> T:
         """Return the settings of one class that this one inherits from."""
@@ -90,6 +109,7 @@ class Trainer(OptimizerOptions, RunOptions):
             heads=heads,
             microbatch_size=self.microbatch_size,
             seed=self.seed,
+            options=self.part(EngineOptions),
         )
 
     def run(
@@ -100,6 +120,7 @@ class Trainer(OptimizerOptions, RunOptions):
         steps: int,
         identity: Mapping[str, str],
         tokenizer: Callable[[], TokenizerFiles | None],
+        notices: Sequence[Notice] = (),
     ) -> Result:
         """Run a learner to the end, or to where a signal stops it, and write what it came to."""
         check_finite(engine)
@@ -119,12 +140,34 @@ class Trainer(OptimizerOptions, RunOptions):
             ),
             write=lambda: self.write(engine, tokenizer()),
             result=self.result_path(engine),
+            notices=[*notices, *self._notices()],
         ).run()
         return evolve(done, model=self.trained(engine))
 
+    def _notices(self) -> list[Notice]:
+        """Say how experts are balanced, where the model has some."""
+        model = getattr(self, "model", getattr(self, "policy_model", None))
+        experts = experts_of(self.base_folder or model)
+        if experts is None or isinstance(model, Engine):
+            return []
+        way = (
+            "trained without balancing"
+            if self.balance == "none"
+            else f"balanced by {self.balance!r}"
+        )
+        return [
+            Notice(
+                kind="experts",
+                fields={"experts": experts, "balance": self.balance},
+                line=f"the model's {experts} experts are {way} (balance)",
+            )
+        ]
+
     def write(self, engine: Engine, tokenizer: TokenizerFiles | None) -> None:
         """Write the trained model; every process calls it."""
-        write_result(engine, self.place, tokenizer, merge=self.merge, base=self.base_folder)
+        write_result(
+            engine, self.place, tokenizer, merge=self.merge, base=self.base_folder, dtype=self.dtype
+        )
 
     def result_path(self, engine: Engine) -> Path:
         """Return the path of what `write` writes last."""

@@ -1,0 +1,120 @@
+"""How an engine computes: the settings that every run file shares, declared once.
+
+The engine of one process honors `device` and `save_dtype`; the others are ms-parallel's, which a
+layout brings, if only `{ data = 1 }`.
+"""
+
+import re
+from typing import Any, Literal
+
+from attrs import Attribute, field, frozen
+
+from ms_align.errors import ConfigError
+from ms_align.settings import flag, number, one_of, shown
+
+MixedPrecision = bool | Literal["float16"]
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+RECOMPUTE = ("none", "selective", "attention", "full")
+SIZE = re.compile(r"[0-9]+(\.[0-9]+)? *([KMGT]i?)?B")
+DEVICE = re.compile(r"[a-z]+(:[0-9]+)?")
+
+
+HONORED: dict[str, tuple[Any, ...]] = {
+    "mixed_precision": (False,),
+    "ops": ("torch",),
+    "recompute": ("none",),
+    "compile": (False,),
+    "sharding": ("auto", "replicate"),
+    "offload": ("none",),
+    "balance": ("none",),
+    "balance_coefficient": (None,),
+}
+"""Values of ms-parallel's settings that the engine of one process honors, the default first."""
+
+
+def _mixed_precision(value: Any) -> Any:
+    if isinstance(value, bool) or value == "float16":
+        return value
+    if value == "bfloat16":
+        return True
+    raise ConfigError(
+        f"mixed_precision must be true (bfloat16), false or 'float16', got {shown(value)}"
+    )
+
+
+def _recompute(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
+    if isinstance(value, str) and (value in RECOMPUTE or SIZE.fullmatch(value)):
+        return
+    known = ", ".join(map(repr, RECOMPUTE))
+    raise ConfigError(f"recompute must be {known} or a size such as '8GiB', got {shown(value)}")
+
+
+def _device(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
+    if value is not None and not (isinstance(value, str) and DEVICE.fullmatch(value)):
+        raise ConfigError(
+            f"device must be 'cpu' or an accelerator such as 'cuda:0', got {shown(value)}"
+        )
+
+
+def _dtype(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
+    if value is not None:
+        one_of(*DTYPES)(instance, attribute, value)
+
+
+@frozen(kw_only=True, slots=False)  # options classes inherit from more than one
+class DeviceOptions:
+    """Device."""
+
+    device: str | None = field(default=None, validator=_device)
+    """`cpu` or an accelerator, such as `cuda:0`; by default the best of the machine."""
+
+
+@frozen(kw_only=True, slots=False)
+class ComputeOptions(DeviceOptions):
+    """How the model is computed."""
+
+    mixed_precision: MixedPrecision = field(default=False, converter=_mixed_precision)
+    """Compute in bfloat16 (true) or `float16`. Weights, optimizer state and reductions stay
+    float32. Needs `layout`."""
+    ops: str = field(default="torch", validator=one_of("torch", "ms_kernels"))
+    """Operators of the model: `torch` or `ms_kernels`. The second needs `layout`."""
+
+    def check_alone(self, remedy: str = "set `layout = { data = 1 }`") -> None:
+        """Refuse settings that the engine of one process cannot honor.
+
+        Raises:
+            ConfigError: names the first of them, and the remedy.
+        """
+        for name, honored in HONORED.items():
+            value = getattr(self, name, honored[0])
+            if value not in honored:
+                written = str(value).lower() if isinstance(value, bool) else repr(value)
+                raise ConfigError(f"{name} = {written} needs ms-parallel's engine; {remedy}")
+
+
+@frozen(kw_only=True, slots=False)
+class EngineOptions(ComputeOptions):
+    """How the model is computed and stored while it is trained."""
+
+    recompute: str = field(default="none", validator=_recompute)
+    """Activation checkpointing: `none`, `selective` (recompute cheap operators), `attention`,
+    `full`, or a memory limit per rank such as `8GiB`. Needs `layout`."""
+    compile: bool = field(default=False, validator=flag)
+    """Compile the training of each block with torch.compile. Needs `layout`."""
+    sharding: str = field(
+        default="auto", validator=one_of("auto", "replicate", "zero1", "zero2", "zero3")
+    )
+    """What data ranks share out: `replicate` nothing, `zero1` optimizer state, `zero2` also
+    gradients, `zero3` also weights; `auto` chooses by the layout."""
+    offload: str = field(default="none", validator=one_of("none", "moments", "activations", "all"))
+    """Keep AdamW's `moments`, saved `activations`, or `all` of these in host memory. Needs
+    `layout`."""
+    balance: str = field(default="none", validator=one_of("none", "step", "sequence", "bias"))
+    """How the load of experts is balanced: `step`, a loss by the loads of the update before;
+    `sequence`, by those of each document; `bias`, a correction of the router's scores; `none`, in
+    one process and under a layout. The others need `layout`."""
+    balance_coefficient: float | None = field(default=None, validator=number(optional=True))
+    """Weight of the balance loss; by default router_aux_loss_coef of the model's config.json."""
+    save_dtype: str | None = field(default=None, validator=_dtype)
+    """Dtype of the saved model: `float32`, `bfloat16`, `float16` or `float64`; by default that of
+    the model's folder."""

@@ -1,0 +1,205 @@
+"""The engine's settings in run files: honored, passed on, or refused before the first step."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_models import decoder, gpt2, llama
+
+from ms_align import ConfigError, DPOTrainer, GRPOTrainer, LoraOptions, RewardTrainer, SFTTrainer
+from ms_align.cli import main
+from ms_align.engines.options import HONORED
+from ms_parallel import load_model, save_model
+
+OTHER: dict[str, Any] = {
+    "mixed_precision": True,
+    "ops": "ms_kernels",
+    "recompute": "full",
+    "compile": True,
+    "sharding": "zero3",
+    "offload": "moments",
+    "balance": "step",
+    "balance_coefficient": 0.1,
+}
+"""A value of each setting that one process without a layout cannot honor."""
+
+
+def events(place: Path, kind: str) -> list[dict[str, Any]]:
+    """Events of one kind, as they were written."""
+    lines = (place / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+def losses(model: object, sets: Path, out: Path, **more: Any) -> list[float]:
+    """The losses of four steps of SFT."""
+    SFTTrainer(
+        model=model,
+        steps=4,
+        sequence_length=64,
+        batch_size=4,
+        learning_rate=1e-3,
+        output_dir=out,
+        progress=False,
+        evaluate_samples=0,
+        **more,
+    ).train(sets / "copy")
+    return [event["loss"] for event in events(out, "step")]
+
+
+@pytest.mark.parametrize("name", HONORED)
+def test_what_one_process_cannot_honor_is_refused_with_the_remedy(name: str) -> None:
+    """When the trainer is built, and by every trainer; defaults are honored."""
+    kinds = ((SFTTrainer, "model"), (DPOTrainer, "model"), (RewardTrainer, "model"))
+    for kind, model in (*kinds, (GRPOTrainer, "policy_model")):
+        more = {"reward_model": len} if kind is GRPOTrainer else {"steps": 1}
+        remedy = "trained in one process" if kind is RewardTrainer else "data = 1"
+        with pytest.raises(ConfigError, match=f"^{name} = .*{remedy}"):
+            kind(**{model: "folder"}, **more, **{name: OTHER[name]})
+        kind(**{model: "folder"}, **more, **{name: HONORED[name][-1]})
+
+
+@pytest.mark.parametrize("name", [name for name in OTHER if not name.startswith("balance")])
+def test_every_setting_reaches_the_engine_of_a_layout(
+    name: str, sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a run file; losses are those of the plain run, within what bfloat16 rounds."""
+    if name == "compile" and shutil.which("c++") is None:
+        pytest.skip("torch.compile needs a C++ compiler")
+    run = tmp_path / "run.toml"
+    text = f'model = "{sets / "model"}"\ndataset = "{sets / "copy"}"\nsequence_length = 64\n'
+    text += "steps = 2\nprogress = false\nevaluate_samples = 0\nlayout = { data = 1 }\n"
+    run.write_text(f'{text}output_dir = "{tmp_path / "out"}"\n')
+    value = json.dumps(OTHER[name])
+    assert main(["sft", str(run), "--set", f"{name}={value}"]) == 0, capsys.readouterr().err
+    plain = tmp_path / "plain"
+    assert main(["sft", str(run), "--set", f"output_dir={plain}"]) == 0
+    found, wanted = (
+        [event["loss"] for event in events(place, "step")] for place in (tmp_path / "out", plain)
+    )
+    # bfloat16 keeps 8 bits: 0.4% of a logit of a few units, averaged over some hundred targets.
+    tolerance = 2e-2 if name == "mixed_precision" else 1e-5
+    assert found == pytest.approx(wanted, abs=tolerance)
+    if name == "mixed_precision":
+        assert found != wanted
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a mixture of experts whose balance loss would show at once."""
+    folder = tmp_path_factory.mktemp("experts") / "model"
+    more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = decoder("qwen3_moe", router_aux_loss_coef=1.0, **more)
+    save_model(model, folder)  # type: ignore[arg-type]
+    return folder
+
+
+def test_experts_are_not_balanced_unless_asked_in_one_process_and_under_a_layout(
+    experts: Path, sets: Path, tmp_path: Path
+) -> None:
+    """Equal losses, an event that says so, and `balance = "step"` changes them."""
+    alone = losses(experts, sets, tmp_path / "alone")
+    split = losses(experts, sets, tmp_path / "split", layout={"data": 1})
+    assert alone == pytest.approx(split, abs=1e-5)
+    for place in ("alone", "split"):
+        (said,) = events(tmp_path / place, "experts")
+        assert (said["experts"], said["balance"]) == (4, "none")
+    balanced = losses(experts, sets, tmp_path / "balanced", layout={"data": 1}, balance="step")
+    assert max(abs(a - b) for a, b in zip(alone, balanced, strict=True)) > 1e-3
+    with pytest.raises(ConfigError, match="balance_coefficient weighs"):
+        losses(experts, sets, tmp_path / "c", layout={"data": 1}, balance_coefficient=0.1)
+
+
+def dtypes(folder: Path) -> set[str]:
+    """The dtypes of a folder's tensors."""
+    found = set()
+    for path in folder.glob("**/model*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize("layout", [None, {"data": 1}])
+@pytest.mark.parametrize("name", ["ours", "llama", "gpt2"])
+def test_the_saved_dtype_is_that_of_the_models_folder(
+    name: str, layout: Any, sets: Path, tmp_path: Path
+) -> None:
+    """bfloat16 stays bfloat16, in the files and in config.json; `save_dtype` changes it."""
+    folder = tmp_path / "model"
+    if name == "ours":
+        save_model(load_model(sets / "model"), folder, dtype=torch.bfloat16)
+    else:
+        {"llama": llama, "gpt2": gpt2}[name]().to(torch.bfloat16).save_pretrained(folder)
+    losses(str(folder), sets, tmp_path / "out", layout=layout)
+    assert dtypes(tmp_path / "out/model") == {"BF16"}
+    config = json.loads((tmp_path / "out/model/config.json").read_text())
+    assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
+    losses(str(folder), sets, tmp_path / "wide", layout=layout, save_dtype="float32")
+    assert dtypes(tmp_path / "wide/model") == {"F32"}
+
+
+def test_a_reward_model_keeps_the_dtype_too(sets: Path, tmp_path: Path) -> None:
+    """Of its body; the head is float32."""
+    folder = tmp_path / "model"
+    save_model(load_model(sets / "model"), folder, dtype=torch.bfloat16)
+    more = {"steps": 1, "sequence_length": 64, "progress": False, "evaluate_samples": 0}
+    RewardTrainer(model=str(folder), output_dir=tmp_path / "out", **more).train(sets / "pairs")
+    assert dtypes(tmp_path / "out/model/body") == {"BF16"}
+
+
+@pytest.mark.parametrize("layout", [None, {"data": 1}])
+def test_adapters_are_merged_under_a_layout_and_their_folder_is_a_model(
+    layout: Any, sets: Path, tmp_path: Path
+) -> None:
+    """What is merged at the end computes what the base and its adapter's folder compute."""
+    base = tmp_path / "base"
+    shutil.copytree(sets / "model", base)
+    shutil.copy(sets / "tokenizer.json", base)
+    more: dict[str, Any] = {"layout": layout, "lora": {"rank": 4}}
+    losses(str(base), sets, tmp_path / "run", **more)
+    merged = load_model(tmp_path / "run/model").state_dict()
+    assert not torch.equal(
+        merged["model.layers.0.self_attn.q_proj.weight"],
+        load_model(base).state_dict()["model.layers.0.self_attn.q_proj.weight"],
+    )
+    adapter = tmp_path / "run/adapter"
+    # A learning rate of 0 leaves the weights of the model that was opened.
+    still = SFTTrainer(
+        model=str(adapter),
+        steps=1,
+        sequence_length=64,
+        learning_rate=0.0,
+        output_dir=tmp_path / "again",
+        progress=False,
+    )
+    still.train(sets / "copy")
+    again = load_model(tmp_path / "again/model").state_dict()
+    for name, weight in merged.items():
+        torch.testing.assert_close(again[name], weight, rtol=0, atol=1e-6)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "ab"}\n')
+    text = f'model = "{adapter}"\ndataset = "{tmp_path / "prompts.jsonl"}"\n'
+    (tmp_path / "generate.toml").write_text(f'{text}out = "{tmp_path / "out.jsonl"}"\n')
+    assert main(["generate", str(tmp_path / "generate.toml")]) == 0
+
+
+def test_an_adapter_whose_base_is_not_there_is_refused(sets: Path, tmp_path: Path) -> None:
+    """One line that names the key."""
+    losses(str(sets / "model"), sets, tmp_path / "run", lora=LoraOptions(rank=2))
+    path = tmp_path / "run/adapter/adapter_config.json"
+    path.write_text(path.read_text().replace(str(sets / "model"), "no/such/folder"))
+    with pytest.raises(Exception, match="base_model_name_or_path must be the folder"):
+        losses(str(tmp_path / "run/adapter"), sets, tmp_path / "again")
+
+
+@pytest.mark.parametrize("lora", [8, True, "rank", {"rang": 4}, {"rank": "x"}, [4]])
+def test_lora_that_is_no_table_is_refused_in_words(lora: Any) -> None:
+    """In Python as in a run file; a table of its settings is taken."""
+    with pytest.raises(ConfigError):
+        SFTTrainer(model="folder", steps=1, lora=lora)
+    assert SFTTrainer(model="folder", steps=1, lora={"rank": 4}).lora == LoraOptions(rank=4)
