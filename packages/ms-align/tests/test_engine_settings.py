@@ -145,7 +145,7 @@ def test_the_saved_dtype_is_that_of_the_models_folder(
 
 
 def test_a_reward_model_keeps_the_dtype_too(sets: Path, tmp_path: Path) -> None:
-    """Of its body; the head is float32."""
+    """That of the body; the head is float32."""
     folder = tmp_path / "model"
     save_model(load_model(sets / "model"), folder, dtype=torch.bfloat16)
     more = {"steps": 1, "sequence_length": 64, "progress": False, "evaluate_samples": 0}
