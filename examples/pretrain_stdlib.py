@@ -8,6 +8,7 @@ even by kill -9, the same command resumes from the last checkpoint.
 
 import argparse
 import ctypes
+import fcntl
 import json
 import math
 import os
@@ -44,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     output = options.folder / f"run-{layout}"
+    if holder := holder_of(output):
+        print(f"error: {output} is in use by {holder}; wait for it, or kill it", file=sys.stderr)
+        return 2
     code = train(layout, options.folder / "shards", output, options.set)
     return code or report(output)
 
@@ -91,6 +95,18 @@ def build_shards(folder: Path) -> None:
     summary = ms_data.build("stdlib", tokenizer=tokenizer, out=shards, hold_out=HELD_OUT_SHARE)
     size = f"{summary.size_bytes / 2**20:.1f} MiB"
     print(f"{summary.documents:,} documents, {summary.tokens:,} tokens, {size}", flush=True)
+
+
+def holder_of(output: Path) -> str | None:
+    """The live run that holds an output folder; torchrun would bury its refusal in its own."""
+    if not (output / "lock").exists():
+        return None
+    with (output / "lock").open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return lock.read().strip() or "another process"
+    return None
 
 
 def train(layout: Layout, shards: Path, output: Path, overrides: Sequence[str]) -> int:

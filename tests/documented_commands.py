@@ -8,6 +8,7 @@ import io
 import re
 import shlex
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -22,6 +23,7 @@ SHELL = {"bash", "sh", "console", "shell"}
 FENCE = re.compile(r"^( *)(`{3,}|~{3,})(\w*)[^\n]*\n(.*?)^\1\2[ \t]*$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)
 INDENTED = re.compile(r"^(?: {4}|\t|# ?)(\S.*(?:\\\n.*)*)$", re.MULTILINE)
+NOT_RUN = re.compile(r"<!-- not run: (.+?) -->")
 OPERATORS = re.compile(r"[|&;()<>]+")
 PROGRAMS = {name: name for package in PACKAGES for name in (package, module_of(package))}
 
@@ -203,10 +205,15 @@ def help_of(program: str, command: str | None) -> str:
 @functools.cache
 def keys_of(command: str) -> frozenset[str]:
     """Names of the keys that a command's run file may hold; those of open tables end with a dot."""
-    if command.startswith("ms-parallel "):
-        command = "ms-parallel train"
     read = run_files().get(command)
-    rows = [row for section in read() for row in section.rows] if read else []
+    if read is None and command.startswith("ms-parallel "):
+        read = run_files()["ms-parallel train"]
+    sections = read() if read else []
+    if command == "ms-data clean":  # a section is a rule, whose table it names in brackets
+        rules = [(section.title[1:].partition("]")[0], section.rows) for section in sections]
+        named = {f"{rule}.{row.name}" for rule, rows in rules for row in rows}
+        return frozenset(named | {f"{rule}." for rule, _ in rules})
+    rows = [row for section in sections for row in section.rows]
     return frozenset(row.name + ("." if "table" in row.types else "") for row in rows)
 
 
@@ -219,11 +226,43 @@ def unknown_key(line: Line) -> str | None:
         name = setting.partition("=")[0]
         if word != "--set" or not known or not re.fullmatch(r"[a-z][a-z_.]*", name):
             continue
-        tables = [each for each in known if each.endswith(".") and f"{name}.".startswith(each)]
-        closed = [each for each in tables if any(k.startswith(each) and k != each for k in known)]
-        if name not in known and (not tables or (closed and f"{name}." not in tables)):
+        if not accepts(known, name):
             return f"{line.program} {line.words[0]} has no key {name!r}"
     return None
+
+
+def accepts(known: frozenset[str], name: str) -> bool:
+    """Whether a run file may hold a key: a known one, or any in a table whose keys are open."""
+    if {name, f"{name}."} & known:
+        return True
+    tables = [table for table in known if table.endswith(".") and name.startswith(table)]
+    return any(not any(key.startswith(table) and key != table for key in known) for table in tables)
+
+
+def run_file_blocks() -> Iterator[tuple[str, str]]:
+    """Each page and each of its TOML blocks."""
+    for page in pages():
+        place = str(page.relative_to(ROOT))
+        for _, _, language, block in FENCE.findall(page.read_text()):
+            if language == "toml":
+                yield place, block
+
+
+def readers_of(block: str) -> list[str]:
+    """The commands whose run files may hold every key of a TOML block."""
+    names = list(_names(tomllib.loads(block)))
+    known = {command: keys_of(command) for command in run_files()}
+    return [
+        command for command, keys in known.items() if all(accepts(keys, name) for name in names)
+    ]
+
+
+def _names(table: dict[str, object], prefix: str = "") -> Iterator[str]:
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from _names(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
 
 
 def lone_options() -> Iterator[tuple[str, str]]:

@@ -59,18 +59,26 @@ def processes(marker: str) -> list[int]:
     return running
 
 
+def wait_for_none(folder: Path) -> None:
+    """Wait until the kernel has ended all processes of the folder."""
+    patience = time.monotonic() + 60
+    while processes(str(folder)):
+        assert time.monotonic() < patience, "orphans hold the folder"
+        time.sleep(0.05)
+
+
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with tokenizer and shards of the demo."""
     folder = tmp_path_factory.mktemp("demo")
     load("pretrain_stdlib.py").build_shards(folder)
     yield folder
-    assert processes(str(folder)) == []
+    wait_for_none(folder)
 
 
-def start(folder: Path) -> subprocess.Popen[str]:
+def start(folder: Path, *more: str) -> subprocess.Popen[str]:
     """Start the demo in a process group of its own."""
-    command = [sys.executable, str(SCRIPT), "--folder", str(folder), *WORDS]
+    command = [sys.executable, str(SCRIPT), "--folder", str(folder), *WORDS, *more]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -93,12 +101,10 @@ def test_a_killed_demo_leaves_nothing_behind_and_resumes(
     else:
         killed.kill()
     killed.wait()
-    patience = time.monotonic() + 60
-    while processes(str(started)):
-        assert time.monotonic() < patience, "orphans hold the folder"
-        time.sleep(0.05)
-    again = start(started)
-    text, _ = again.communicate(timeout=300)
+    killed.stdout.close()
+    wait_for_none(started)
+    with start(started) as again:
+        text, _ = again.communicate(timeout=300)
     # Twelve steps of a tiny model teach it nothing, which is the exit code 1.
     assert again.returncode in (0, 1)
     assert "in use by" not in text
@@ -111,15 +117,19 @@ def test_a_killed_demo_leaves_nothing_behind_and_resumes(
 
 @pytest.mark.slow
 def test_a_second_demo_in_the_folder_of_a_live_one_is_refused(started: Path) -> None:
-    """It says who holds the folder, and the first one ends well."""
+    """One line says which process holds the folder."""
     output = started / "run-data=2"
     subprocess.run(["rm", "-rf", str(output)], check=True)
-    first = start(started)
+    first = start(started, "--set", "steps=100000")
     assert first.stdout is not None
     assert any("step 1/" in line for line in first.stdout)
-    second, _ = start(started).communicate(timeout=300)
-    assert "in use by" in second
-    assert "Traceback" not in second
-    rest = first.stdout.read()
+    with start(started) as second:
+        refused, _ = second.communicate(timeout=300)
+    live = first.poll() is None
+    os.killpg(first.pid, signal.SIGKILL)
     first.wait()
-    assert "trained 12 steps" in rest
+    first.stdout.close()
+    assert (second.returncode, live) == (2, True)
+    (line,) = [line for line in refused.splitlines() if "in use by" in line]
+    assert "ms-parallel train, process" in line
+    assert "Traceback" not in refused

@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from documented_commands import (
+    NOT_RUN,
     Line,
     documented,
     in_markdown,
@@ -18,6 +19,9 @@ from documented_commands import (
     lone_options,
     mistake,
     options_of_all,
+    pages,
+    readers_of,
+    run_file_blocks,
     subcommands,
 )
 from packages import PACKAGES
@@ -79,3 +83,20 @@ def test_open_tables_take_any_key_and_shell_syntax_is_understood() -> None:
     assert line == Line("page", "ms-parallel", line.words, complete=True)
     assert line.words[-1] == "layout.data=2"
     assert mistake(line) is None
+
+
+def test_every_toml_block_holds_keys_of_one_command() -> None:
+    """What a page shows of a run file, a cluster file or rules is read by some command."""
+    blocks = list(run_file_blocks())
+    assert len(blocks) > 30
+    assert [block for block in blocks if not readers_of(block[1])] == []
+    assert readers_of("model = 'llama'\nstesp = 2") == []
+    assert readers_of("[tuning]\nstesp = 2") == []
+    assert readers_of("[model_config]\nanything = 2")
+
+
+def test_a_block_that_is_not_run_says_why() -> None:
+    """Such as what it needs; the commands in it are parsed by the tests above."""
+    reasons = [reason for page in pages() for reason in NOT_RUN.findall(page.read_text())]
+    assert len(reasons) > 20
+    assert [reason for reason in reasons if len(reason.split()) < 2] == []

@@ -125,9 +125,27 @@ def test_the_commonest_messages_are_in_the_source(page: str) -> None:
 def test_tables_hold_a_row_a_key_in_both_languages() -> None:
     """The Chinese page shows the same rows under Chinese heads."""
     texts = [with_tables("<!-- keys: ms-align ppo -->", language) for language in ("en", "zh")]
-    rows = [re.findall(r"^\| `(.+?)` \|", text, re.MULTILINE) for text in texts]
+    rows = [re.findall(r"^\| \[`(.+?)`\]\(#ms-align-ppo\.", text, re.MULTILINE) for text in texts]
     assert rows[0] == rows[1] == [row.name for row in rows_of("ms-align ppo")]
     assert "| 键 | 含义 | 类型 | 默认值 |" in texts[1]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_key_has_an_anchor_of_its_own(command: str) -> None:
+    """Its link leads to itself, so that a key can be linked to."""
+    anchors = re.findall(
+        r"\]\(#(\S+)\)\{: id=\"(\S+)\" \}", with_tables(f"<!-- keys: {command} -->", "en")
+    )
+    assert len(anchors) == len(rows_of(command))
+    assert all(link == anchor for link, anchor in anchors)
+    assert len({anchor for _, anchor in anchors}) == len(anchors)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_meaning_speaks_of_what_a_run_file_can_hold(command: str) -> None:
+    """TOML has no None, and writes true and false."""
+    words = re.compile(r"\b(None|True|False)\b")
+    assert [row.meaning for row in rows_of(command) if words.search(row.meaning)] == []
 
 
 def test_the_meanings_of_keys_are_told_in_chinese() -> None:

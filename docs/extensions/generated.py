@@ -75,15 +75,20 @@ def with_tables(markdown: str, language: str) -> str:
 
 def tables_of_keys(command: str, heads: dict[str, Any]) -> str:
     """A table for each group of a command's keys."""
-    return "\n\n".join(table_of_keys(section, heads) for section in commands()[command]())
+    return "\n\n".join(table_of_keys(section, command, heads) for section in commands()[command]())
 
 
-def table_of_keys(section: Section, heads: dict[str, Any]) -> str:
-    """A group of keys with its title."""
+def table_of_keys(section: Section, command: str, heads: dict[str, Any]) -> str:
+    """A group of keys with its title; each key has an anchor, such as `#ms-align-ppo.kl_coeff`.
+
+    The keys of a rule, whose title begins with its table, have that in their anchor.
+    """
+    rule = re.match(r"\[(\w+)\]", section.title)
+    place = "-".join(command.split()) + (f".{rule[1]}" if rule else "")
     words = chinese_meanings() if heads is HEADS["zh"] else {}
     rows = [
         (
-            f"`{row.name}`",
+            f'[`{row.name}`](#{place}.{row.name}){{: id="{place}.{row.name}" }}',
             words.get(row.meaning, row.meaning),
             " / ".join(heads.get(one, one) for one in row.types),
             heads["needed"] if row.default is None else row.default and f"`{row.default}`",

@@ -164,22 +164,74 @@ def test_signatures_are_those_that_attrs_writes(tmp_path: Path) -> None:
     assert loaded["Base"]["made"].docstring.value == "Made."
 
 
-def words_found(site: Path, words: str) -> set[str]:
-    """The pages whose text holds these words in the index of the search."""
-    index = json.loads((site / "search" / "search_index.json").read_text())
+def pages_with(site: Path, language: str, words: str) -> set[str]:
+    """The pages on which a language's search finds these words."""
+    index = json.loads((site / language / "search" / "search_index.json").read_text())
     return {
         section["location"].partition("#")[0]
         for section in index["docs"]
-        if words in section["text"].replace("\u200b", "")
+        if words.lower() in (section["title"] + " " + section["text"]).replace("\u200b", "").lower()
     }
 
 
-def test_both_languages_are_searched(site: Path) -> None:
-    """Chinese pages are in the index, with marks between their words."""
-    assert "install/" in words_found(site, "need no torch at all")
-    assert "zh/install/" in words_found(site, "完全不需要 torch")
-    marked = (site / "search" / "search_index.json").read_text()
+def test_each_language_is_searched_alone(site: Path) -> None:
+    """English pages are not among the results on Chinese pages, nor the reverse; API pages are."""
+    assert "install/" in pages_with(site, ".", "need no torch at all")
+    assert "install/" in pages_with(site, "zh", "完全不需要 torch")
+    assert pages_with(site, ".", "完全不需要 torch") == set()
+    assert pages_with(site, "zh", "need no torch at all") == set()
+    assert not any(page.startswith("zh/") for page in pages_with(site, ".", "e"))
+    assert "api/ms_parallel/" in pages_with(site, ".", "DistributedTrainer")
+    assert "api/ms_parallel/" in pages_with(site, "zh", "DistributedTrainer")
+    marked = (site / "zh" / "search" / "search_index.json").read_text()
     assert "\\u200b" in marked  # JSON's way to write the mark between words
+
+
+@pytest.mark.parametrize(
+    ("language", "words", "page"),
+    [
+        (".", "OOM", "how-to/out-of-memory/"),
+        (".", "out of memory", "how-to/out-of-memory/"),
+        (".", "gradient accumulation", "how-to/out-of-memory/"),
+        (".", "gradient checkpointing", "how-to/out-of-memory/"),
+        (".", "activation checkpointing", "how-to/out-of-memory/"),
+        (".", "bf16", "how-to/out-of-memory/"),
+        (".", "fp16", "how-to/out-of-memory/"),
+        (".", "FSDP", "how-to/out-of-memory/"),
+        (".", "resume", "how-to/another-width/"),
+        ("zh", "OOM", "how-to/out-of-memory/"),
+        ("zh", "显存", "how-to/out-of-memory/"),
+        ("zh", "显存不足", "how-to/out-of-memory/"),
+        ("zh", "梯度累积", "how-to/out-of-memory/"),
+        ("zh", "梯度检查点", "how-to/out-of-memory/"),
+        ("zh", "混合精度", "how-to/out-of-memory/"),
+        ("zh", "bf16", "how-to/out-of-memory/"),
+        ("zh", "断点续训", "how-to/another-width/"),
+        ("zh", "续训", "how-to/another-width/"),
+    ],
+)
+def test_words_that_people_search_for_find_the_page_that_helps(
+    site: Path, language: str, words: str, page: str
+) -> None:
+    """Also those that other libraries use for what has another name here."""
+    assert page in pages_with(site, language, words)
+
+
+def test_a_page_of_each_language_loads_the_index_of_its_language(site: Path) -> None:
+    """The script looks for the index relative to `base`."""
+    for page, steps in (("install", ".."), ("zh/install", ".."), ("zh/how-to/evaluate", "../..")):
+        html = (site / page / "index.html").read_text()
+        assert f'"base": "{steps}"' in html, page
+    assert '"base": "."' in (site / "zh" / "index.html").read_text()
+
+
+def test_every_key_can_be_linked_to(site: Path) -> None:
+    """In both languages."""
+    for language in (".", "zh"):
+        html = (site / language / "reference" / "run-files" / "index.html").read_text()
+        for anchor in ("ms-parallel-train.learning_rate", "ms-align-ppo.lora.rank"):
+            assert f'id="{anchor}"' in html
+            assert f'href="#{anchor}"' in html
 
 
 def test_the_reference_shows_keys_and_messages_in_both_languages(site: Path) -> None:

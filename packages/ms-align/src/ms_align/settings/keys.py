@@ -6,6 +6,7 @@ made. Both are read from the source, so that `--help` imports nothing that compu
 """
 
 import ast
+import re
 from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
@@ -119,7 +120,7 @@ def _keys(module: str, node: ast.ClassDef) -> Iterator[Key]:
         table, example = _metadata(module, given.get("metadata"))
         yield Key(
             name=line.target.id,
-            meaning=" ".join(str(meaning).split()),
+            meaning=in_toml(" ".join(str(meaning).split())),
             default={} if "factory" in given else _value(module, value),
             required=value is None and "factory" not in given,
             example=example,
@@ -127,6 +128,18 @@ def _keys(module: str, node: ast.ClassDef) -> Iterator[Key]:
             kind=_kind(module, line.annotation),
             check=_check(module, given.get("validator")),
         )
+
+
+def in_toml(text: str) -> str:
+    """Put a field's docstring into the words of a run file, in which no key has the value None."""
+    for words, instead in (
+        (r"None (?=for\b|where\b)", "leave it out "),
+        (r"None(?=:)", "left out"),
+        (r"None\b", "leaving it out"),
+    ):
+        text = re.sub(rf"(?<=\. ){words}", instead.capitalize(), text)
+        text = re.sub(rf"\b{words}", instead, text)
+    return re.sub(r"\b(True|False)\b", lambda word: word[0].lower(), text)
 
 
 def _kind(module: str, node: ast.expr) -> str:
