@@ -150,17 +150,18 @@ class Ours:
         self.rows = rows
         self.loss = NextTokenLoss()
 
-    def step(self, batch: dict[str, Tensor], weight: float) -> list[Tensor]:
-        """Forwards and backwards; the losses of the last stage."""
+    def step(self, batch: dict[str, Tensor], weight: float) -> None:
+        """Run a step's forwards and backwards."""
         cut = {name: value.split(self.rows) for name, value in batch.items()}
         microbatches = [
             {name: parts[index] for name, parts in cut.items()} for index in range(MICROBATCHES)
         ]
-        return self.engine.passes.backward(microbatches, self.loss, weight)
+        self.engine.runner.forward_backward(microbatches, self.loss, weight, self.engine.reduction)
 
     def renew(self) -> None:
         """Begin with a fresh runtime."""
-        self.engine.passes.runtime = Runtime(self.engine.stages, self.engine.groups)
+        runner = self.engine.runner
+        runner.runtime = Runtime(self.engine.stages, self.engine.groups, runner.runtime.calls)
 
 
 def compare(name: str, size: str, steps: int) -> dict[str, Any]:

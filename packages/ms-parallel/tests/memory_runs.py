@@ -90,8 +90,8 @@ def states(jobs: list[dict[str, Any]], steps: int = 2) -> list[dict[str, Any]]:
             state = {name: local_part(each).detach() for name, each in engine.parameters.items()}
             known = known or {name: part.clone() for name, part in state.items()}
             same[kind] = all(torch.equal(part, known[name]) for name, part in state.items())
-            if engine.passes.budget is not None:
-                same[f"{kind} kept"] = engine.passes.budget.peak_bytes
+            if engine.runner.budget is not None:
+                same[f"{kind} kept"] = engine.runner.budget.peak_bytes
         found.append(same)
     return found
 
@@ -145,7 +145,7 @@ class CountingRuntime(Runtime):
     """A runtime that counts what its stages keep for their backward, and what FSDP gathers."""
 
     def __init__(self, runtime: Runtime) -> None:
-        super().__init__(runtime.stages, runtime.groups, runtime.call, runtime.sharding)
+        super().__init__(runtime.stages, runtime.groups, runtime.calls, runtime.sharding)
         self.mailbox = runtime.mailbox
         self.kept: dict[Key, int] = {}
         self.activations = self.buffers = self.whole = 0
@@ -164,7 +164,7 @@ class CountingRuntime(Runtime):
             del self.kept[action.stage, action.microbatch]
         self._look_at_gradients()
 
-    def _after_weights(self, key: Key, last: bool) -> None:
+    def _after_weights(self, key: Key, last: bool, step: Step) -> None:
         self._look_at_gradients()
         stage: Any = self.stages[key[0]]
         state = stage._get_fsdp_state() if isinstance(stage, FSDPModule) else None
@@ -176,7 +176,7 @@ class CountingRuntime(Runtime):
                 summing()
 
             state._root_post_backward_final_callback = look_and_sum
-        super()._after_weights(key, last)
+        super()._after_weights(key, last, step)
         if state is not None:
             del state._root_post_backward_final_callback
 
@@ -198,8 +198,8 @@ class CountingRuntime(Runtime):
         weights = sum(storages([each for each in held if each is not None]).values())
         self.buffers = max(self.buffers, weights + self.whole)
 
-    def _compute(self, key: Key, entering: Tensor, step: Step, schedule: Schedule) -> Tensor:
-        kept = storages([entering] if key[0] else [])  # tokens are the batch's
+    def _forward(self, key: Key, step: Step, schedule: Schedule) -> None:
+        kept: dict[int, int] = {}
 
         def keep(saved: Tensor) -> Tensor:
             kept.update(storages([saved]))
@@ -220,7 +220,8 @@ class CountingRuntime(Runtime):
             if each.kind != "none"
         ]
         with saved_tensors_hooks(keep, look):
-            made = super()._compute(key, entering, step, schedule)
+            super()._forward(key, step, schedule)
+        kept |= storages([step.inputs[key]] if key[0] else [])  # tokens are the batch's
         for hook in hooks:
             hook.remove()
         for block in blocks:
@@ -231,7 +232,6 @@ class CountingRuntime(Runtime):
             kept.pop(place, None)
         self.kept[key] = sum(kept.values())
         self.activations = max(self.activations, sum(self.kept.values()))
-        return made
 
 
 def _evenly(self: Router, scores: Tensor, shares: Tensor, account: Any) -> Tensor:
@@ -286,14 +286,14 @@ def counted(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
         del batch["weights"]
         mine = my_rows(batch, groups)
         engine.update(mine, NextTokenLoss())
-        runtime = engine.passes.runtime = CountingRuntime(engine.passes.runtime)
+        runtime = engine.runner.runtime = CountingRuntime(engine.runner.runtime)
         microbatches = [
             {name: each.clone() for name, each in batch.items()}  # memory of its own
-            for batch in engine.passes.microbatches(mine)
+            for batch in engine.runner.microbatches(mine)
         ]
-        engine.passes.backward(microbatches, NextTokenLoss(), 1.0)
+        engine.runner.forward_backward(microbatches, NextTokenLoss(), 1.0, engine.reduction)
         with sums_over_copies() as sent:
-            engine.trained.gradients()
+            engine.reduction.gradients()
         weights = [local_part(each) for each in engine.parameters.values()]
         gradients = [local_part(each.grad) for each in engine.parameters.values()]  # type: ignore[arg-type]
         moments = [*engine.optimizer.moments.values(), *engine.optimizer.whole.values()]
@@ -344,7 +344,7 @@ def offloaded(jobs: list[dict[str, Any]], device: str | None = None) -> list[dic
         state = {name: whole_of(part.detach()).cpu() for name, part in engine.parameters.items()}
         alive = Alive()
         on_device: list[int] = []
-        runtime = engine.passes.runtime
+        runtime = engine.runner.runtime
         perform = runtime._perform
 
         def watched(*given: Any, perform: Any = perform, alive: Any = alive) -> None:
@@ -357,7 +357,9 @@ def offloaded(jobs: list[dict[str, Any]], device: str | None = None) -> list[dic
 
         runtime._perform = watched  # type: ignore[method-assign]
         batch = my_rows(global_batch(3), groups)
-        engine.passes.backward(engine.passes.microbatches(batch), NextTokenLoss(), 1.0)
+        engine.runner.forward_backward(
+            engine.runner.microbatches(batch), NextTokenLoss(), 1.0, engine.reduction
+        )
         sums = {name: part.double().sum().item() for name, part in state.items()}
         found.append({"losses": losses, "sums": sums, "on_device": max(on_device)})
     return found

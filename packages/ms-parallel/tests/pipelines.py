@@ -36,9 +36,9 @@ def under(schedules: list[str], steps: int) -> list[dict[str, Any]]:
         groups = connect(Layout(pipeline=2 if name != "alone" else 1), device="cpu", timeout_s=60)
         # DualPipeV wants four microbatches; what is asked of it afterwards is uneven all the same.
         engine = build(FOUR, groups, schedule="1f1b" if name == "alone" else name)
-        engine.passes.microbatch_size = 1 if name == "dualpipe-v" else 3
+        engine.runner.microbatch_size = 1 if name == "dualpipe-v" else 3
         curve = train(engine, steps)
-        engine.passes.microbatch_size = 3
+        engine.runner.microbatch_size = 3
         found.append({"curve": curve, **answers(engine)})
     return found
 

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Place
 from ms_parallel.engine import gradients as engine_gradients
-from ms_parallel.engine import microbatches, output
-from ms_parallel.engine.trainable import Trainable
+from ms_parallel.engine import output, reduction
+from ms_parallel.engine.reduction import SummedReduction
 from ms_parallel.models import ModelConfig, architecture
 from ms_parallel.models.decoder import Decoder
 from ms_parallel.models.parts import attention as parts
@@ -68,13 +68,13 @@ def no_sum(*_: Any, **__: Any) -> None:
 
 def scaled(part: str, factor: float) -> Callable[[], Any]:
     """The gradient of weights whose name has this part is multiplied."""
-    right = Trainable.gradients
+    right = SummedReduction.gradients
 
-    def wrong(self: Trainable) -> dict[str, Tensor]:
+    def wrong(self: SummedReduction) -> dict[str, Tensor]:
         found = right(self)
         return {name: g * factor if part in name else g for name, g in found.items()}
 
-    return lambda: patch.object(Trainable, "gradients", wrong)
+    return lambda: patch.object(SummedReduction, "gradients", wrong)
 
 
 def lost(part: str) -> Callable[[], Any]:
@@ -84,16 +84,16 @@ def lost(part: str) -> Callable[[], Any]:
 
 def lost_expert() -> Any:
     """No gradient comes to one expert of each layer."""
-    right = Trainable.gradients
+    right = SummedReduction.gradients
 
-    def wrong(self: Trainable) -> dict[str, Tensor]:
+    def wrong(self: SummedReduction) -> dict[str, Tensor]:
         found = right(self)
         for name, gradient in found.items():
             if "experts" in name:
                 gradient[1] = 0.0
         return found
 
-    return patch.object(Trainable, "gradients", wrong)
+    return patch.object(SummedReduction, "gradients", wrong)
 
 
 def moved(change: Callable[[Tensor], Tensor], *, where: str = "everywhere") -> Callable[[], Any]:
@@ -154,7 +154,7 @@ def everything(
 
 def unreduced_rows() -> Any:
     """Sums over the processes that read other rows are left out."""
-    return patch.object(microbatches, "sum_over_rows", lambda numbers, groups: numbers)
+    return patch.object(reduction, "sum_over_rows", lambda numbers, groups: numbers)
 
 
 def unsummed_keys() -> Any:

@@ -178,4 +178,4 @@ def trained(
             return {"refused": str(error)}
         except (MemoryError, RuntimeError) as error:
             return {"failed": str(error)}
-    return {"rows": engine.passes.microbatch_size or rows}
+    return {"rows": engine.runner.microbatch_size or rows}

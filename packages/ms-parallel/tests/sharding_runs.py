@@ -86,7 +86,7 @@ def held_bytes(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
         engine = engine_of(job)
         train(engine, 2)
         counts, between = {"before": _bytes()}, []
-        perform, calls = engine.passes.runtime._perform, [0]
+        perform, calls = engine.runner.runtime._perform, [0]
 
         def watched(*given: Any, perform: Any = perform, calls: Any = calls) -> None:
             perform(*given)
@@ -94,7 +94,7 @@ def held_bytes(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
             if calls[0] == 2:  # a forward and a backward
                 between.append(_bytes())  # noqa: B023 - called before the next job
 
-        engine.passes.runtime._perform = watched  # type: ignore[method-assign]
+        engine.runner.runtime._perform = watched  # type: ignore[method-assign]
         for step in range(3, 6):
             calls[0] = 0
             engine.update(my_rows(global_batch(step), engine.groups), NextTokenLoss())

@@ -87,7 +87,7 @@ def recorded(jobs: list[dict[str, Any]], tries: int) -> list[list[Any]]:
         runs = []
         for turn in range(1 + tries):
             runtime.recorder = Recorder(groups.device) if turn else None
-            runtime.run(schedule, batch, lambda hidden, *_: hidden.sum())
+            runtime.run(schedule, batch, lambda _, hidden: hidden.sum())
             if runtime.recorder:
                 runs.append(gather_times(runtime.recorder, groups))
         found.append(runs)

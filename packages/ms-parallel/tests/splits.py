@@ -84,7 +84,7 @@ def collectives(settings: dict[str, Any], table: str, rows: int) -> dict[str, An
         settings, groups, microbatch_size=1, optimizer=PLAIN, schedule=Schedule.from_csv(table)
     )
     gradients = whole_gradients(engine, rows)
-    runtime, seen = engine.passes.runtime, {}
+    runtime, seen = engine.runner.runtime, {}
     perform = runtime._perform
 
     def watched(action: Any, step: Any, schedule: Schedule) -> None:

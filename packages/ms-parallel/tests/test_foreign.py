@@ -138,7 +138,7 @@ def test_recomputed_blocks_give_the_same_gradients(tmp_path: Path) -> None:
     found = []
     for recompute in ("none", "full"):
         engine = Engine(TransformersModel(tmp_path), device="cpu", recompute=recompute)
-        engine.passes.backward([global_batch(0)], NextTokenLoss(), 1.0)
+        engine.runner.forward_backward([global_batch(0)], NextTokenLoss(), 1.0, engine.reduction)
         found.append({name: each.grad for name, each in engine.parameters.items()})
     for name, gradient in found[0].items():
         assert torch.equal(gradient, found[1][name]), name

@@ -23,6 +23,7 @@ from runs import FAMILIES, global_batch, tiny
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.further import divisors, further_targets
 from ms_parallel.engine.loss import NextTokenLoss
+from ms_parallel.engine.microbatches import sum_over_rows
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models.batch import Batch
 from ms_parallel.models.parts.block import Block
@@ -190,7 +191,10 @@ def test_targets_of_a_depth_stay_inside_their_document() -> None:
         assert found[0].tolist() == [targets]
         assert found[1].tolist() == [weights]
     groups: Any = type("One", (), {"place": type("Place", (), {"count": 1})})
-    assert divisors([batch, batch], 2, groups) == [28.0, 16.0]
+    assert divisors([batch, batch], 2, lambda values: sum_over_rows(values.sum(0), groups)) == [
+        28.0,
+        16.0,
+    ]
 
 
 def test_without_weight_the_layers_stay_as_they_are() -> None:

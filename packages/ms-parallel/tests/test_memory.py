@@ -68,7 +68,7 @@ def test_every_kind_gives_the_same_bits(family: str, groups: Groups) -> None:
 
 def test_kept_bytes_fall_as_the_measured_costs_say(groups: Groups) -> None:
     """What is alive behind each block's forward is what the budget counts, for each kind."""
-    costs = trained(groups, WIDE, recompute="1GiB").passes.budget
+    costs = trained(groups, WIDE, recompute="1GiB").runner.budget
     assert costs is not None
     (blocks,) = costs.blocks.values()
     measured = blocks[1].costs
@@ -97,7 +97,7 @@ def test_a_budget_is_kept_and_used(groups: Groups) -> None:
     kept, work = [], []
     for kib in (13, 40, 60, 80, 100, 130, 1000):
         engine = trained(groups, WIDE, recompute=f"{kib}KiB")
-        budget = engine.passes.budget
+        budget = engine.runner.budget
         assert budget is not None
         assert budget.peak_bytes <= kib * KIB
         kept.append(budget.peak_bytes)
@@ -116,7 +116,7 @@ def test_a_budget_is_kept_and_used(groups: Groups) -> None:
 def test_longer_batches_are_measured_anew(groups: Groups) -> None:
     """A budget holds for a longer batch that comes later, and a shorter one changes nothing."""
     engine = trained(groups, WIDE, recompute="100KiB")
-    budget = engine.passes.budget
+    budget = engine.runner.budget
     assert budget is not None
     before = kinds_of(engine)
     assert set(before) != {"full"}
@@ -502,7 +502,7 @@ def test_on_a_cpu_activations_stay_and_it_is_said(
 ) -> None:
     """They lie in the machine's memory already; bits are the same."""
     away = trained(groups, WIDE, offload="activations")
-    assert "does nothing for activations on a CPU" in caplog.text
+    assert "has no effect on activations on a CPU" in caplog.text
     here = trained(groups, WIDE)
     for name, weight in here.parameters.items():
         assert torch.equal(weight, away.parameters[name])

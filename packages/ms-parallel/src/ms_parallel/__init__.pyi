@@ -7,8 +7,8 @@ from .engine.optimizers.adamw import AdamWConfig
 from .engine.optimizers.muon import MuonConfig
 from .engine.optimizers.sgd import SGDConfig
 from .engine.optimizers.torch_class import TorchConfig
+from .engine.report import Update
 from .engine.updates.settings import LossScale
-from .engine.updates.update import Update
 from .errors import (
     CheckpointError,
     ConfigError,

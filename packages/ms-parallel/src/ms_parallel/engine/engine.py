@@ -8,7 +8,6 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from attrs import evolve
 from torch import Tensor, nn
 
 from ms_parallel import operators
@@ -29,22 +28,21 @@ from ms_parallel.engine.balance.balancer import Balancer
 from ms_parallel.engine.balance.settings import Balance, balance_of
 from ms_parallel.engine.further import depths_of
 from ms_parallel.engine.generation import Sampling, generate, stops_of
-from ms_parallel.engine.gradients import scale
 from ms_parallel.engine.heads import thaw_heads
 from ms_parallel.engine.loss import Loss, LossWithStatistics, Output
-from ms_parallel.engine.microbatches import measure
 from ms_parallel.engine.optimizer import learning_rate
 from ms_parallel.engine.options import EngineOptions
+from ms_parallel.engine.reduction import Reduction, SummedReduction
+from ms_parallel.engine.report import Skipped, StepTotals, Update
 from ms_parallel.engine.reproducible.check import check_reproducible, kept_apart
-from ms_parallel.engine.reproducible.update import Reproducible, deterministic
+from ms_parallel.engine.reproducible.reduction import OrderedReduction
 from ms_parallel.engine.rules.grouped import GroupedOptimizer
+from ms_parallel.engine.stage_runner import StageRunner
 from ms_parallel.engine.state import SCALE, align_kinds, load_state, state_of
 from ms_parallel.engine.trainable import Trainable
 from ms_parallel.engine.updates.auditor import Auditor
 from ms_parallel.engine.updates.loss_scale import LossScaler
-from ms_parallel.engine.updates.passes import Passes
 from ms_parallel.engine.updates.settings import check_audit
-from ms_parallel.engine.updates.update import Update
 from ms_parallel.errors import ModelError, ParallelError
 from ms_parallel.files.untrusted import check_path
 from ms_parallel.models.batch import Batch
@@ -131,20 +129,19 @@ class Engine:
             chosen.context_balance,
             2 if chosen.mixed_precision else torch.get_default_dtype().itemsize,
         )
-        self.passes = self._passes(self.stages)
-        self.passes.runtime.offload = chosen.offload in ACTIVATIONS and self.device.type != "cpu"
-        if chosen.offload in ACTIVATIONS and not self.passes.runtime.offload:
+        budget = budget_bytes(chosen.recompute)
+        modules = cast(Mapping[int, nn.Module], self.stages)
+        self.runner = self._runner(
+            self.stages, None if budget is None else Budget(modules, self.groups, budget)
+        )
+        self.runner.runtime.offload = chosen.offload in ACTIVATIONS and self.device.type != "cpu"
+        if chosen.offload in ACTIVATIONS and not self.runner.runtime.offload:
             logger.warning(
-                "offload=%r does nothing for activations on a CPU, which keeps them in the"
-                " machine's memory anyway",
+                "offload=%r has no effect on activations on a CPU: they are in host memory already",
                 chosen.offload,
             )
-        budget = budget_bytes(chosen.recompute)
-        if budget is not None:
-            modules = cast(Mapping[int, nn.Module], self.stages)
-            self.passes.budget = Budget(modules, self.groups, budget)
         self.trained = self._trainable(frozen_too=not own)
-        self._fix_order()
+        self.reduction = self._reduction()
         mixture = getattr(self.config, "mixture", None)
         self.balancer = Balancer(self.stages, mixture, self.groups, balance_of(chosen))
         self.scaler = LossScaler(chosen.scaling)
@@ -215,85 +212,67 @@ class Engine:
             ConfigError: there are no rows, or the sequence does not divide over `tensor`.
             ParallelError: the gradient is not finite and `on_nonfinite="raise"`.
         """
-        fixed = self.passes.fixed
-        rows = self.passes.microbatches(batch, 1 if fixed else None)
-        add = fixed.begin(len(rows)).sum if fixed else None
-        weight, tokens = measure(rows, loss, self.groups, add)
-        names = loss.statistics if isinstance(loss, LossWithStatistics) else ()
-        update = Update(
-            loss=nan,
-            grad_norm=nan,
-            learning_rate=learning_rate(self.optimizer.taken, self.optimizer.config),
-            tokens=tokens,
-            skipped="no_targets",
-            loss_scale=self.scaler.factor if self.scaler.settings else None,
-            statistics=dict.fromkeys(names, nan),
-        )
-        if weight > 0.0:
-            update = self._update(rows, loss, weight, update, refuse)
-        self.step += 1
-        return update
-
-    def _update(
-        self,
-        rows: Sequence[Batch],
-        loss: Loss | LossWithStatistics,
-        weight: float,
-        update: Update,
-        refuse: Callable[[float, float], bool] | None,
-    ) -> Update:
-        """Perform an update of rows that have a loss."""
-        names, factor, fixed = tuple(update.statistics), self.scaler.factor, self.passes.fixed
-        statistics: list[Tensor] = []
-        further: list[Tensor] = []
-        with self.balancer.accounting(update.tokens, factor), deterministic(fixed is not None):
-            losses = self.passes.backward(rows, loss, weight, statistics, further, scale=factor)
-        load = self.balancer.collect(update.tokens)
-        gradients = self.trained.gradients(fixed.gradients if fixed else None)
-        if factor != 1.0:
-            scale(list(gradients.values()), 1.0 / factor)
-        # Of each microbatch: its share of the loss, its statistics, and what predicts further.
-        summands: list[Tensor] = []
-        if losses and self.groups.place.speaks_for_rows:
-            shares = [each / weight for each in statistics]
-            parts = zip(*(each for each in (shares, further) if each), strict=True)
-            every = list(parts) or [()] * len(losses)
-            summands = [torch.cat((x[None], *y)) for x, y in zip(losses, every, strict=True)]
-        width = 1 + len(names) + depths_of(self.config, loss)
-        square, (value, *means) = (fixed or self.trained).global_sums(summands, width, gradients)
-        norm = square**0.5
-        skipped = self._reason(value, norm, refuse)
+        microbatches = self.runner.microbatches(batch, self.reduction.microbatch_size)
+        weight, tokens = self.reduction.count(microbatches, loss)
+        rate = learning_rate(self.optimizer.taken, self.optimizer.config)
+        scale = self.scaler.factor
+        loss_scale = scale if self.scaler.settings else None
+        metrics = loss.statistics if isinstance(loss, LossWithStatistics) else ()
+        if weight == 0.0:
+            self.step += 1
+            return Update(
+                learning_rate=rate,
+                tokens=tokens,
+                skipped="no_targets",
+                loss_scale=loss_scale,
+                statistics=dict.fromkeys(metrics, nan),
+            )
+        with self.balancer.accounting(tokens, scale), self.reduction.numerics():
+            results = self.runner.forward_backward(
+                microbatches, loss, weight, self.reduction, scale
+            )
+        load = self.balancer.collect(tokens)
+        gradients = self.scaler.unscale(self.reduction.gradients())
+        mtp = depths_of(self.config, loss)
+        # One all-reduce, then the step's only wait for the device.
+        totals = self.reduction.totals(results, len(metrics), mtp, gradients)
+        skipped = self._skip_reason(totals, refuse)
         audit = None
-        if self.auditor and isfinite(norm) and not (self.step + 1) % self.auditor.every:
-            audit = self.auditor.audit(rows, loss, weight, update.tokens, value, gradients)
-        self.trained.step(None if skipped else gradients, norm, update.learning_rate)
-        self.balancer.settle(None if skipped else load)
+        if self.auditor and self.auditor.is_due(self.step + 1) and isfinite(totals.grad_norm):
+            audit = self.auditor.audit(microbatches, loss, weight, tokens, totals.loss, gradients)
+        if skipped is None:
+            self.trained.step(gradients, totals.grad_norm, rate)
+            self.balancer.settle(load)
+        self.trained.zero_grad()
         if skipped in (None, "overflow"):
             self.scaler.settle(overflow=skipped is not None)
         if skipped == "nonfinite" and self.options.on_nonfinite == "raise":
             raise ParallelError(
-                f"update {self.step}: loss {value}, gradient norm {norm}: not finite; weights are "
-                "unchanged; lower the learning rate or look at this batch"
+                f"update {self.step}: loss {totals.loss}, gradient norm {totals.grad_norm}: not"
+                " finite; weights are unchanged; lower the learning rate or look at this batch"
             )
-        return evolve(
-            update,
-            loss=value,
-            grad_norm=norm,
+        self.step += 1
+        return Update(
+            loss=totals.loss,
+            grad_norm=totals.grad_norm,
+            learning_rate=rate,
+            tokens=tokens,
             skipped=skipped,
-            statistics=dict(zip(names, means, strict=False)),
-            mtp_losses=tuple(means[len(names) :]),
+            loss_scale=loss_scale,
+            statistics=dict(zip(metrics, totals.metrics, strict=True)),
+            mtp_losses=totals.mtp_losses,
             experts=load,
             context=self.splitter.load,
             audit=audit,
         )
 
-    def _reason(
-        self, loss: float, norm: float, refuse: Callable[[float, float], bool] | None
-    ) -> Literal["nonfinite", "overflow", "refused"] | None:
-        """Say why an update is not performed; the same on every process, as the numbers are."""
-        if not (isfinite(loss) and isfinite(norm)):
-            return "overflow" if self.scaler.may_overflow(loss) else "nonfinite"
-        return "refused" if refuse is not None and refuse(loss, norm) else None
+    def _skip_reason(
+        self, totals: StepTotals, refuse: Callable[[float, float], bool] | None
+    ) -> Skipped | None:
+        """Decide whether to skip the step; the same on every process, as the totals are."""
+        if not (isfinite(totals.loss) and isfinite(totals.grad_norm)):
+            return "overflow" if self.scaler.may_overflow(totals.loss) else "nonfinite"
+        return "refused" if refuse is not None and refuse(totals.loss, totals.grad_norm) else None
 
     def recorded_update(
         self,
@@ -306,11 +285,11 @@ class Engine:
 
         `ms_parallel.pipeline.gathering.recorded_step` gathers those of all ranks.
         """
-        recorder = self.passes.runtime.recorder = Recorder(self.device)
+        recorder = self.runner.runtime.recorder = Recorder(self.device)
         try:
             return self.update(batch, loss, refuse=refuse), recorder
         finally:
-            self.passes.runtime.recorder = None
+            self.runner.runtime.recorder = None
 
     @torch.no_grad()
     def evaluate(
@@ -321,10 +300,10 @@ class Engine:
         Returns:
             The result for this data rank's rows, on every process of that data rank.
         """
-        results = self.passes.forward(self.passes.microbatches(batch), function)
+        results = self.runner.forward(self.runner.microbatches(batch), function)
         for stage in self.stages.values():
             drop_gathered(stage)
-        return self.passes.share(torch.cat(results) if results else None)
+        return self.runner.share(torch.cat(results) if results else None)
 
     def gather(self, rows: Tensor) -> Tensor:
         """Gather the rows of all data ranks, in their order; each gives as many."""
@@ -356,7 +335,7 @@ class Engine:
             The new tokens of each row, without the prompt, on every process of the data rank.
         """
         return generate(
-            self.passes,
+            self.runner,
             prompts,
             max_new_tokens=max_new_tokens,
             sampling=Sampling(**sampling),
@@ -380,7 +359,7 @@ class Engine:
         for stage in self.stages.values():
             thaw_heads(stage, self.options.heads)
         self.trained = self._trainable(frozen_too=False)
-        self._fix_order()
+        self.reduction = self._reduction()
         # The routers are frozen with the rest: what they choose is counted alone.
         self.balancer.balance = Balance(method="none", coefficient=0.0)
 
@@ -439,15 +418,17 @@ class Engine:
     def _auditor(self) -> Auditor:
         layers, name = self.tables.layers, precision_name(self.options.mixed_precision)
 
-        def build() -> Passes:
+        def build() -> StageRunner:
             again = build_beside(self.config, self.placement, layers, self.groups, self.options)
-            return self._passes(again)
+            return self._runner(again)
 
         every = self.options.audit_every or 0
         return Auditor(self.stages, self.trained, self.balancer, build, name, every)
 
-    def _passes(self, stages: Mapping[int, StagedModel]) -> Passes:
-        return Passes(
+    def _runner(
+        self, stages: Mapping[int, StagedModel], budget: Budget | None = None
+    ) -> StageRunner:
+        return StageRunner(
             stages,
             self.config,
             self.plan,
@@ -456,6 +437,7 @@ class Engine:
             tables=self.tables,
             splitter=self.splitter,
             options=self.options,
+            budget=budget,
         )
 
     def _trainable(self, *, frozen_too: bool) -> Trainable:
@@ -471,17 +453,13 @@ class Engine:
             summed=not self.options.reproducible,
         )
 
-    def _fix_order(self) -> None:
-        """Let rows be added up in one order, where bits are to be reproduced."""
+    def _reduction(self) -> Reduction:
+        """Choose how gradients and losses are summed: fast, or in one order for equal bits."""
         if not self.options.reproducible:
-            return
-        copies = kept_apart(
-            self.plan, self.config, self.placement, self.options.prepare is not None
-        )
-        fixed = Reproducible(
-            self.stages, self.parameters, self.trained.counted, self.groups, copies
-        )
-        self.passes.fixed, self.passes.runtime.take = fixed, fixed.gradients.take
+            return SummedReduction(self.trained)
+        prepared = self.options.prepare is not None
+        copy = kept_apart(self.plan, self.config, self.placement, prepared)
+        return OrderedReduction(self.stages, self.trained, copy)
 
     def _weight_rules(self) -> Rules:
         if isinstance(self.config, OwnModelConfig):

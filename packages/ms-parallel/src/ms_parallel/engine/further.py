@@ -11,9 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.loss import Output
-from ms_parallel.engine.microbatches import Add, adding_up
+from ms_parallel.engine.microbatches import SumOverRows
 from ms_parallel.models.batch import IGNORED, Batch
 from ms_parallel.models.staged import RowSplit, StagedModel
 
@@ -58,18 +57,15 @@ def further_targets(batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
     return shifted, moved * counted
 
 
-def divisors(
-    microbatches: Sequence[Batch], depths: int, groups: Groups, add: Add | None = None
-) -> list[float]:
+def divisors(microbatches: Sequence[Batch], depths: int, sum_over_rows: SumOverRows) -> list[float]:
     """Sum the weight of each depth's targets in the global batch, of which these are a part."""
-    add = add or adding_up(groups)
     if not depths:
         return []
-    mine = torch.zeros(len(microbatches), depths, dtype=torch.float64)
-    for row, microbatch in zip(mine, microbatches, strict=True):
+    local = torch.zeros(len(microbatches), depths, dtype=torch.float64)
+    for row, microbatch in zip(local, microbatches, strict=True):
         for depth in range(depths):
             row[depth] = further_targets(microbatch, depth + 1)[1].sum().double()
-    return add(mine).tolist()
+    return sum_over_rows(local).tolist()
 
 
 def further_shares(

@@ -63,26 +63,17 @@ def check_length(what: str, length: int, **parts: int) -> None:
         )
 
 
-Add = Callable[[Tensor], Tensor]
-"""Adds up numbers (microbatches, n) over those of all processes, to (n,), float64 on the CPU."""
+SumOverRows = Callable[[Tensor], Tensor]
+"""Sums (microbatches here, n) float64 CPU values over the global batch, to (n,)."""
 
 
 def measure(
-    microbatches: Sequence[Batch],
-    loss: Loss | LossWithStatistics,
-    groups: Groups,
-    add: Add | None = None,
+    microbatches: Sequence[Batch], loss: Loss | LossWithStatistics, sum_over_rows: SumOverRows
 ) -> tuple[float, int]:
-    """Sum weight and tokens of the global batch, of which these are this data rank's part."""
-    add = add or adding_up(groups)
-    mine = [(loss.weight(each), each["tokens"].numel()) for each in microbatches]
-    weight, tokens = add(torch.tensor(mine, dtype=torch.float64)).tolist()
+    """Return the loss weight and the tokens of the global batch, given this data rank's part."""
+    local = [(loss.weight(each), each["tokens"].numel()) for each in microbatches]
+    weight, tokens = sum_over_rows(torch.tensor(local, dtype=torch.float64)).tolist()
     return weight, round(tokens)
-
-
-def adding_up(groups: Groups) -> Add:
-    """Return a function that adds up over microbatches, then over processes."""
-    return lambda mine: sum_over_rows(mine.sum(0), groups)
 
 
 def sum_over_rows(numbers: Tensor, groups: Groups) -> Tensor:

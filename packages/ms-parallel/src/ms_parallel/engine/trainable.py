@@ -2,13 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from ms_parallel.cluster.groups import Groups
-from ms_parallel.engine.gradients import add_tied, is_counted, reduce_gradients, scale, squared_norm
+from ms_parallel.engine.gradients import is_counted, scale, squared_norm
 from ms_parallel.engine.optimizer import OptimizerConfig
-from ms_parallel.engine.reproducible.gradients import RowGradients
 from ms_parallel.engine.rules.grouped import GroupedOptimizer
 from ms_parallel.engine.rules.rule import Held
 from ms_parallel.models.plan import ModelPlan
@@ -82,52 +80,18 @@ class Trainable:
     def _sum_over_shards(self, gradient: Tensor) -> Tensor:
         return self.groups.all_reduce(gradient.contiguous().clone(), "shards")
 
-    def gradients(self, rows: RowGradients | None = None) -> dict[str, Tensor]:
-        """Compute this process's part of each gradient of the global batch, by name.
-
-        Args:
-            rows: has added them up over processes that hold different tokens; None where the
-                backwards did.
-        """
-        if rows is not None:
-            gradients = rows.total()
-            add_tied(gradients, self.plan.tied, self.placement, self.groups)
-            return gradients
-        return reduce_gradients(
-            self.parameters, self.whole, self.plan.tied, self.placement, self.groups
-        )
-
     def squared_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Sum of squares of what is counted on this process, a float32 scalar."""
         return squared_norm([gradients[name] for name in self.counted], self.groups.device)
 
-    def global_sums(
-        self, summands: Sequence[Tensor], width: int, gradients: Mapping[str, Tensor]
-    ) -> tuple[float, list[float]]:
-        """Return the gradients' sum of squares, and sums over microbatches; the same everywhere.
-
-        Args:
-            summands: (width,) of each microbatch here, on the processes that speak for their rows;
-                else none.
-            width: numbers a microbatch.
-            gradients: this process's parts of the global batch's, by name.
-        """
-        local = torch.zeros(1 + width, device=self.groups.device)
-        local[0] = self.squared_norm(gradients)
-        if summands:
-            local[1:] = torch.stack(list(summands)).sum(0)
-        square, *sums = self.groups.all_reduce(local).tolist()
-        return square, sums
-
-    def step(self, gradients: Mapping[str, Tensor] | None, norm: float, rate: float) -> None:
-        """Clip and update, or skip where there are no gradients; and drop all gradients."""
+    def step(self, gradients: Mapping[str, Tensor], norm: float, rate: float) -> None:
+        """Clip gradients of this L2 norm in place, and update the parameters."""
         limit = self.optimizer.config.max_grad_norm
-        if gradients is not None and limit is not None and norm > limit:
+        if limit is not None and norm > limit:
             scale(list(gradients.values()), limit / (norm + 1e-6))
         self.optimizer.step(gradients, rate)
-        self.clear()
 
-    def clear(self) -> None:
+    def zero_grad(self) -> None:
         """Drop all gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None

@@ -153,42 +153,6 @@ class StagedModel(nn.Module, ABC):
         """Embed tokens, (B, S) int64 to (B, S, H)."""
         return self.model.embed_tokens(tokens)  # type: ignore[operator,no-any-return]
 
-    def blocks(
-        self,
-        hidden: Tensor,
-        *,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        cache: KeyValueCache | None = None,
-        row_split: RowSplit | None = None,
-    ) -> Tensor:
-        """Run this stage's blocks.
-
-        Args:
-            hidden: (B, S, H), or this rank's part of S where the sequence is split; then
-                `positions` must be given.
-            positions: (B or 1, S) int64, S whole; by default they count on from the cache.
-            documents: (B, S) int32; attention never crosses.
-            cache: Keys and values of earlier tokens; grows by S.
-            row_split: Where processes share out the positions.
-
-        Returns:
-            Like `hidden`.
-        """
-        held = cache.length if cache is not None else 0
-        if positions is None:
-            positions = torch.arange(held, held + hidden.shape[1], device=hidden.device)[None]
-        count = positions.shape[1]
-        if cache is not None:
-            documents = cache.all_documents(documents, hidden.shape[0], count)
-        context = self.context(positions, documents, cache, row_split)
-        for number, block in self.model.layers.items():  # type: ignore[operator,union-attr]
-            if int(number) < self.config.num_hidden_layers:
-                hidden = block(hidden, context=context)
-        if cache is not None:
-            cache.advance(count, documents)
-        return hidden
-
     def finish(self, hidden: Tensor) -> Tensor:
         """Apply the final norm, (B, S, H) to (B, S, H)."""
         return self.model.norm(hidden)  # type: ignore[operator,no-any-return]
@@ -245,10 +209,11 @@ class StagedModel(nn.Module, ABC):
         """Turn tokens (or hidden states, on later stages) into logits (or hidden, on earlier ones).
 
         Args:
-            x: (B, S) int64 on the first stage, (B, S, H) on others.
-            positions: (B or 1, S) int64.
-            documents: (B, S) int32.
-            cache: Keys and values of earlier tokens.
+            x: (B, S) int64 on the first stage, (B, S, H) on others, or this rank's part of S where
+                the sequence is split; then `positions` must be given.
+            positions: (B or 1, S) int64, S whole; by default they continue the cache's.
+            documents: (B, S) int32; attention never crosses.
+            cache: Keys and values of earlier tokens; grows by S.
             logits: On the last stage, apply the head; else return finished hidden states.
             row_split: Where processes share out the positions; hidden states and logits are then of
                 this process's, all else of the whole rows.
@@ -258,13 +223,18 @@ class StagedModel(nn.Module, ABC):
         """
         if self.first and row_split is not None:
             x = row_split.mine(x)
-        hidden = self.blocks(
-            self.embed(x) if self.first else x,
-            positions=positions,
-            documents=documents,
-            cache=cache,
-            row_split=row_split,
-        )
+        hidden = self.embed(x) if self.first else x  # (B, S, H), or this rank's part of S
+        cached = cache.length if cache is not None else 0
+        if positions is None:
+            positions = torch.arange(cached, cached + hidden.shape[1], device=hidden.device)[None]
+        if cache is not None:
+            documents = cache.all_documents(documents, hidden.shape[0], positions.shape[1])
+        context = self.context(positions, documents, cache, row_split)
+        for number, block in self.model.layers.items():  # type: ignore[operator,union-attr]
+            if int(number) < self.config.num_hidden_layers:  # later ones are MTP layers
+                hidden = block(hidden, context=context)
+        if cache is not None:
+            cache.advance(positions.shape[1], documents)
         if not self.last:
             return hidden
         hidden = self.finish(hidden)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from attrs import define, field
@@ -12,7 +11,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ms_parallel.cluster.failures import explain
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.watch import position
-from ms_parallel.errors import ModelError
 from ms_parallel.models.batch import Batch, pictures_of
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.staged import RowSplit
@@ -26,15 +24,16 @@ from ms_parallel.split.part import drop_gathered
 from ms_parallel.split.sharding import after_weight_gradients, gather_weights, set_last_backward
 from ms_parallel.split.weight_gradients import Later, putting_off
 
-Finish = Callable[[Tensor, Batch, RowSplit | None], Tensor]
-"""Turns the last stage's hidden state into its result; in training, into the loss."""
+Finish = Callable[[int, Tensor], Tensor]
+"""Maps a microbatch's number and the last stage's hidden states to its result: the loss in
+training."""
 
 Call = Callable[..., Tensor]
-"""Calls a stage with (stage, input, positions=, documents=, cache=), and row_split= where there is
-one; returns its output."""
+"""Computes a stage's output from (input, positions=, documents=, cache=), with row_split= and
+pictures= where there are any."""
 
 Take = Callable[[int, int, bool], None]
-"""Called with a stage, a microbatch, and whether its gradients there are complete."""
+"""Called after a backward with (stage, microbatch, whether its weight gradients are complete)."""
 
 Key = tuple[int, int]
 """(stage, microbatch)."""
@@ -43,27 +42,14 @@ WEIGHTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 UNTIMED = nullcontext()
 
 
-def call_stage(stage: nn.Module, entering: Tensor, **context: Any) -> Tensor:
-    """Call a stage of our own models; the loss applies the head.
-
-    Raises:
-        ModelError: the batch has pictures, which none of them sees.
-    """
-    if "pictures" in context:
-        raise ModelError(
-            f"the batch has pictures, and {type(stage).__name__} reads text alone; give the engine"
-            " a SeeingModel, or leave pictures out of the data"
-        )
-    hidden: Tensor = stage(entering, logits=False, **context)
-    return hidden
-
-
 @define
 class Step:
     """The state of one run of a schedule; each entry goes when it is last needed."""
 
     microbatches: Sequence[Batch]
     finish: Finish
+    take: Take | None
+    """Collects each microbatch's gradients, which are then not summed over the data axis."""
     caches: Mapping[int, KeyValueCache]
     row_splits: Sequence[RowSplit | None]
     gradients_left: dict[int, int]
@@ -87,10 +73,9 @@ class Runtime:
     """Runs this process's stages as a schedule says.
 
     Args:
-        stages: this process's stages by number; called with hidden states or tokens and the
-            keyword arguments of `Decoder.forward`.
-        groups: the layout's processes.
-        call: calls a stage, with what enters it and the positions, documents and cache.
+        stages: this process's stages by number.
+        groups: process groups of the layout.
+        calls: computes each stage; by default the stages themselves are called.
         sharding: when gradients are summed and weights freed.
     """
 
@@ -98,11 +83,11 @@ class Runtime:
         self,
         stages: Mapping[int, nn.Module],
         groups: Groups,
-        call: Call | None = None,
+        calls: Mapping[int, Call] | None = None,
         sharding: Sharding = "auto",
     ) -> None:
         self.stages = stages
-        self.call = call or call_stage
+        self.calls = calls or stages
         self.sharding: Sharding = sharding
         self.groups = groups
         self.mailbox = Mailbox(groups)
@@ -110,8 +95,6 @@ class Runtime:
         """Whether what forwards keep goes to the machine's memory."""
         self.recorder: Recorder | None = None
         """Notes when each computation runs, waiting for messages left out."""
-        self.take: Take | None = None
-        """Takes each microbatch's gradients, which are then not summed over the data axis."""
 
     def run(
         self,
@@ -121,6 +104,7 @@ class Runtime:
         *,
         caches: Mapping[int, KeyValueCache] | None = None,
         row_splits: Sequence[RowSplit | None] | None = None,
+        take: Take | None = None,
     ) -> list[Tensor]:
         """Perform `schedule` and return the last stage's result for each microbatch, detached.
 
@@ -141,6 +125,7 @@ class Runtime:
         step = Step(
             microbatches=microbatches,
             finish=finish,
+            take=take,
             caches=caches or {},
             row_splits=row_splits or [None] * len(microbatches),
             gradients_left={
@@ -185,7 +170,7 @@ class Runtime:
                 last = self._is_last(stage, step)
                 with self.recorder or UNTIMED:
                     step.later.pop(key).settle()
-                    self._after_weights(key, last)
+                    self._after_weights(key, last, step)
             case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
                 self._send(key, action.kind is Kind.SEND_FORWARD, step, schedule)
             case Kind.RECV_FORWARD | Kind.RECV_BACKWARD:
@@ -199,7 +184,7 @@ class Runtime:
             case Kind.RESHARD:
                 drop_gathered(self.stages[stage])
             case Kind.REDUCE_GRAD:
-                after_weight_gradients(self.stages[stage], True, summed=self.take is None)
+                after_weight_gradients(self.stages[stage], True, summed=step.take is None)
             case Kind.WAIT_REDUCE_GRAD:
                 pass  # REDUCE_GRAD returns with what follows already ordered behind its sum
             case _:
@@ -220,12 +205,12 @@ class Runtime:
         name = (*key, "F" if forward else "B")
         self.mailbox.receive(name, schedule.placement[sender], self._shape(step, boundary))
 
-    def _after_weights(self, key: Key, last: bool) -> None:
+    def _after_weights(self, key: Key, last: bool, step: Step) -> None:
         """Do what follows gradients of weights that were put off."""
-        stage, summed = self.stages[key[0]], self.take is None
+        stage, summed = self.stages[key[0]], step.take is None
         after_weight_gradients(stage, last, self.sharding, summed=summed)
-        if self.take is not None:
-            self.take(*key, True)
+        if step.take is not None:
+            step.take(*key, True)
 
     def _is_last(self, stage: int, step: Step) -> bool:
         """Count gradients of weights that are now complete; whether these are to be summed.
@@ -258,29 +243,23 @@ class Runtime:
             putting_off(step.later[key]) if key in step.split else UNTIMED,
             offloading(self.stages[stage]) if self.offload else UNTIMED,
         ):
-            hidden = self._compute(key, entering, step, schedule)
+            row_split, pictures = step.row_splits[microbatch], pictures_of(batch)
+            hidden = self.calls[stage](
+                entering,
+                positions=batch.get("positions"),
+                documents=batch.get("documents"),
+                cache=step.caches.get(stage),
+                **({} if row_split is None else {"row_split": row_split}),
+                **({} if pictures is None else {"pictures": pictures}),
+            )
+            if stage + 1 == schedule.stages:
+                hidden = step.finish(microbatch, hidden)
         if hidden.requires_grad:
             step.roots[key] = get_gradient_edge(hidden)
         if stage + 1 == schedule.stages:
             step.results[microbatch] = hidden.detach()
         else:
             step.outputs[key] = hidden.detach()
-
-    def _compute(self, key: Key, entering: Tensor, step: Step, schedule: Schedule) -> Tensor:
-        """Compute a stage's output; on the last stage, the result."""
-        stage, microbatch = key
-        batch, row_split = step.microbatches[microbatch], step.row_splits[microbatch]
-        pictures = pictures_of(batch)
-        hidden = self.call(
-            self.stages[stage],
-            entering,
-            positions=batch.get("positions"),
-            documents=batch.get("documents"),
-            cache=step.caches.get(stage),
-            **({} if row_split is None else {"row_split": row_split}),
-            **({} if pictures is None else {"pictures": pictures}),
-        )
-        return step.finish(hidden, batch, row_split) if stage + 1 == schedule.stages else hidden
 
     def _backward(self, key: Key, step: Step, schedule: Schedule) -> None:
         stage, microbatch = key
@@ -292,13 +271,13 @@ class Runtime:
         split = key in step.split
         # Where the last gradients are put off, what follows them sums over the data axis.
         last = not split and self._is_last(stage, step)
-        summed = self.take is None
+        summed = step.take is None
         set_last_backward(self.stages[stage], last, self.sharding, whole=not split, summed=summed)
         again = putting_off(step.later[key]) if split else UNTIMED  # for recomputed blocks
         with self.recorder or UNTIMED, again:
             torch.autograd.backward(step.roots.pop(key), gradient)
-            if self.take is not None:
-                self.take(stage, microbatch, not split)
+            if step.take is not None:
+                step.take(stage, microbatch, not split)
         if stage > 0:
             entered = step.inputs.pop(key)
             assert entered.grad is not None

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from ms_parallel.engine.loss import Loss
-from ms_parallel.engine.microbatches import measure
 from ms_parallel.errors import ConfigError
 from ms_parallel.files.durable import write_file, writing
 from ms_parallel.files.untrusted import decode_json, read_bytes
@@ -150,11 +149,11 @@ def trial_bytes(engine: Any, loss: Loss, rows: int, length: int) -> int | None:
     size = engine.vocabulary_size or 1
     text = torch.randint(0, size, (rows, length + 1), generator=generator)
     batch = {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
-    microbatches = engine.passes.microbatches(batch)
-    weight, _ = measure(microbatches, loss, engine.groups)
+    microbatches = engine.runner.microbatches(batch)
+    weight, _ = engine.reduction.count(microbatches, loss)
     peak = _Peak(engine.device)
     try:
-        engine.passes.backward(microbatches, loss, weight)
+        engine.runner.forward_backward(microbatches, loss, weight, engine.reduction)
         counted = peak.grown_bytes()
         if engine.device.type == "cpu":
             counted += held_bytes(engine)
@@ -170,7 +169,7 @@ def trial_bytes(engine: Any, loss: Loss, rows: int, length: int) -> int | None:
             ) from error
         return None
     finally:
-        engine.trained.clear()
+        engine.trained.zero_grad()
     most = torch.tensor([counted], device=engine.device)
     return int(engine.groups.all_reduce(most, op=dist.ReduceOp.MAX).item())
 

@@ -300,12 +300,12 @@ def _saved(
     loss: Loss,
 ) -> int:
     """Count the bytes that a stage keeps of a microbatch whose blocks keep inputs; they measure."""
-    stage, passes = _stages(engine)[number], engine.passes
+    stage, runner = _stages(engine)[number], engine.runner
     here = {name: each.to(device) for name, each in batch.items()}
     entering = here["tokens"]
     if number > 0:
         rows, length = entering.shape
-        length //= passes.sequence_parts * engine.groups.layout.context
+        length //= runner.sequence_parts * engine.groups.layout.context
         dtype = {True: torch.bfloat16, "float16": torch.float16}.get(engine.options.mixed_precision)
         width = engine.config.hidden_size
         entering = torch.empty(rows, length, width, dtype=dtype, device=device, requires_grad=True)
@@ -318,7 +318,7 @@ def _saved(
     more = {} if row_split is None else {"row_split": row_split}
     context = {"documents": here.get("documents"), "cache": None, **more}
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        made = passes.runtime.call(stage, entering, positions=here["positions"], **context)
+        made = runner.runtime.calls[number](entering, positions=here["positions"], **context)
         if number + 1 == len(engine.placement):
             made = _loss(engine, made, here, row_split, loss)
     for place in weights_of(stage):
@@ -331,7 +331,7 @@ def _loss(
     engine: Engine, hidden: Tensor, batch: Mapping[str, Tensor], row_split: Any, loss: Loss
 ) -> Any:
     """Compute the loss of the last stage's hidden states, with layers that predict further."""
-    output = partial(engine.passes.output, row_split=row_split)
+    output = partial(engine.runner.output, row_split=row_split)
     found = loss(output(hidden), batch)
     total: Any = found
     if isinstance(total, tuple):

@@ -75,28 +75,29 @@ class MemoryRuntime(Runtime):
     """A runtime that adds up what each stage keeps of its last microbatch, weights left out."""
 
     def __init__(self, runtime: Runtime) -> None:
-        super().__init__(runtime.stages, runtime.groups)
+        super().__init__(runtime.stages, runtime.groups, runtime.calls, runtime.sharding)
         self.mailbox = runtime.mailbox
         self.kept_bytes: dict[int, int] = {}
         """Kept from the forward to the backward of inputs."""
         self.retained_bytes: dict[int, int] = {}
         """Kept from there to the backward of weights; never more, as `Costs` demands."""
 
-    def _compute(self, key: Key, entering: Tensor, step: Step, schedule: Schedule) -> Tensor:
-        kept = {_place(entering): _size(entering)}
+    def _forward(self, key: Key, step: Step, schedule: Schedule) -> None:
+        kept: dict[int, int] = {}
 
         def keep(saved: Tensor) -> Tensor:
             kept[_place(saved)] = _size(saved)
             return saved.detach()  # the tensor itself could keep its own graph alive
 
         with saved_tensors_hooks(keep, _itself):
-            made = super()._compute(key, entering, step, schedule)
+            super()._forward(key, step, schedule)
+        entering = step.inputs.get(key, step.microbatches[key[1]]["tokens"])
+        kept[_place(entering)] = _size(entering)
         for block in recomputed_blocks(self.stages[key[0]]):
             kept |= {_place(result): _size(result) for result in block.kept_results}
         for weight in self.stages[key[0]].parameters():
             kept.pop(_place(weight), None)
         self.kept_bytes[key[0]] = sum(kept.values())
-        return made
 
     def _backward(self, key: Key, step: Step, schedule: Schedule) -> None:
         super()._backward(key, step, schedule)

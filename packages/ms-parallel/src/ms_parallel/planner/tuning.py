@@ -12,7 +12,6 @@ from ms_parallel.cluster.agreement import first_does
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
-from ms_parallel.engine.microbatches import measure
 from ms_parallel.errors import ConfigError, LayoutError
 from ms_parallel.models.batch import Batch
 from ms_parallel.models.config import ModelConfig
@@ -67,7 +66,7 @@ def measure_segments(
     after = _times(engine_at(1), batch, len(layers)) if ranks > 1 else torch.zeros(3, len(layers))
     engine = engine_at(0)
     own = torch.cat([_times(engine, batch, len(layers)), torch.zeros(2, len(layers))])
-    memory = engine.passes.runtime = MemoryRuntime(engine.passes.runtime)
+    memory = engine.runner.runtime = MemoryRuntime(engine.runner.runtime)
     _step(engine, batch)
     for stage in engine.stages:
         own[3, stage] = memory.kept_bytes[stage]
@@ -95,18 +94,18 @@ def _times(engine: Engine, batch: Batch, segments: int) -> torch.Tensor:
 def _step(engine: Engine, batch: Batch) -> None:
     """Run the passes of one step and drop the gradients; there is no optimizer."""
     loss, rows = NextTokenLoss(), len(batch["tokens"]) // MICROBATCHES
-    microbatches = engine.passes.microbatches(batch, rows)
-    weight, _ = measure(microbatches, loss, engine.groups)
-    engine.passes.backward(microbatches, loss, weight)
+    microbatches = engine.runner.microbatches(batch, rows)
+    weight, _ = engine.reduction.count(microbatches, loss)
+    engine.runner.forward_backward(microbatches, loss, weight, engine.reduction)
     for parameter in engine.parameters.values():
         parameter.grad = None
 
 
 def _timed(engine: Engine, batch: Batch) -> dict[tuple[Kind, int], list[float]]:
     """Time each computation of a step, in seconds by kind and stage."""
-    recorder = engine.passes.runtime.recorder = Recorder(engine.device)
+    recorder = engine.runner.runtime.recorder = Recorder(engine.device)
     _step(engine, batch)
-    engine.passes.runtime.recorder = None
+    engine.runner.runtime.recorder = None
     found: dict[tuple[Kind, int], list[float]] = {}
     row = engine.tables.training(MICROBATCHES).computations()[engine.groups.place.pipeline]
     for action, (begin, end) in zip(row, recorder.times_ns(), strict=True):

@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 from ms_parallel.cluster.layout import AXES, Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
-from ms_parallel.engine.microbatches import measure
 from ms_parallel.proof.batches import my_rows
 from ms_parallel.proof.records import Counterexample
 from ms_parallel.split.part import laid_out_like
@@ -22,22 +21,22 @@ def whole_gradients(engine: Engine, batch: Mapping[str, Tensor]) -> tuple[float,
     A tied copy goes under its owner's name. Weights stay as they are; every process calls it.
     """
     loss = NextTokenLoss()
-    rows = engine.passes.microbatches(my_rows(batch, engine.groups))
-    weight, tokens = measure(rows, loss, engine.groups)
+    rows = engine.runner.microbatches(my_rows(batch, engine.groups))
+    weight, tokens = engine.reduction.count(rows, loss)
     with engine.balancer.accounting(tokens):
-        losses = engine.passes.backward(rows, loss, weight)
+        results = engine.runner.forward_backward(rows, loss, weight, engine.reduction)
     engine.balancer.collect(tokens)
     total = torch.zeros((), device=engine.device)
-    if losses and engine.groups.place.speaks_for_rows:
-        total += torch.stack(losses).sum()
+    if results and engine.groups.place.speaks_for_rows:
+        total += torch.stack([result.loss for result in results]).sum()
     owners = {copy: owner for owner, copy in engine.plan.tied}
     found = {}
-    for name, gradient in engine.trained.gradients().items():
+    for name, gradient in engine.reduction.gradients().items():
         whole = laid_out_like(engine.parameters[name], gradient)
         if isinstance(whole, DTensor):
             whole = whole.full_tensor()
         found[owners.get(name, name)] = whole.detach().clone()
-    engine.trained.clear()
+    engine.trained.zero_grad()
     return float(engine.groups.all_reduce(total)), found
 
 

@@ -130,7 +130,7 @@ def _compare(
     expected = load_file(folder / REFERENCE)
     loss, gradients = whole_gradients(engine, batch)
     rows = len(batch["tokens"]) // engine.data_ranks
-    microbatches = -(-rows // (engine.passes.microbatch_size or rows))
+    microbatches = -(-rows // (engine.runner.microbatch_size or rows))
     layout = engine.groups.layout
     most, found = compare(gradients, expected, tolerance, layout, microbatches)
     right = float(expected[LOSS])

@@ -107,7 +107,7 @@ def try_out(
     if options.microbatch_size != AUTO or first_does(lambda: _known(options, layout)):
         return None
     rows = options.batch_size // layout.readers
-    most = engine.passes.microbatch_size or rows
+    most = engine.runner.microbatch_size or rows
     sizes = [size for size in sizes_of(rows, layout.pipeline) if size <= most]
     predicted = first_does(
         lambda: between(
@@ -115,14 +115,14 @@ def try_out(
         )
     )
     loss = NextTokenLoss(mtp_weight=options.mtp_weight, z_coefficient=options.z_coefficient)
-    engine.passes.microbatch_size = sizes[0]
+    engine.runner.microbatch_size = sizes[0]
     trial_bytes(engine, loss, rows, options.sequence_length)  # what is taken once, for all sizes
     give_back()
     limit = _agreed(limit_bytes(options, held_bytes(engine)))
     tried: dict[int, int | None] = {}
     alone = layout.world_size == 1
     while (size := next_trial(predicted, tried, limit, alone=alone)) is not None:
-        engine.passes.microbatch_size = size
+        engine.runner.microbatch_size = size
         tried[size] = trial_bytes(engine, loss, rows, options.sequence_length)
         give_back()  # where memory ran out, what its frames have made is held until it is collected
     found = {size: took for size, took in tried.items() if took and took <= limit}
@@ -132,7 +132,7 @@ def try_out(
             f" {(tried[sizes[0]] or limit) / GIB:.3f} GiB of a rank's {limit / GIB:.3f} GiB; lower"
             " sequence_length, recompute more, shard over more ranks, or raise memory_gib"
         )
-    engine.passes.microbatch_size = max(found)
+    engine.runner.microbatch_size = max(found)
     return _written(options, layout, max(found), found[max(found)], limit)
 
 

@@ -14,8 +14,8 @@ from ms_parallel.cluster.agreement import StopRequest, first_does
 from ms_parallel.cluster.watch import position
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
+from ms_parallel.engine.report import Update
 from ms_parallel.engine.updates.stopwatch import Stopwatch
-from ms_parallel.engine.updates.update import Update
 from ms_parallel.errors import DivergenceError
 from ms_parallel.events import OnEvent
 from ms_parallel.pipeline.gathering import recorded_step
@@ -170,10 +170,10 @@ class Run:
         """
         options, pace, trouble = self.options, Throughput(), Trouble()
         self.shares.begin(self.stream, self.standing.shares)
-        passes = self.engine.passes
+        runner = self.engine.runner
         if self.shares.measured:
             between = self.engine.groups.layout.shards > 1
-            passes.stopwatch = Stopwatch(passes.runtime, self.engine.device, between=between)
+            runner.stopwatch = Stopwatch(runner.runtime, self.engine.device, between=between)
         if self.engine.step == 0:
             self.evaluate()
         with self.stop.listening():
@@ -211,7 +211,7 @@ class Run:
         standing.tokens += update.tokens
         standing.seconds += monotonic() - began
         self.step_log.step(self.engine.step, update, pace)
-        watch = self.engine.passes.stopwatch
+        watch = self.engine.runner.stopwatch
         if watch and self.shares.settle(self.engine.step, watch.seconds, self.stream):
             standing.shares = list(self.shares.rows)
             self.show.note(f"step {self.engine.step}: {self.shares.changed()}")

@@ -7,7 +7,6 @@ Nothing of the engine's own stages takes part, neither their casts nor what hang
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,8 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.balance.balancer import Balancer
 from ms_parallel.engine.gradients import reduce_gradients
 from ms_parallel.engine.loss import Loss, LossWithStatistics
+from ms_parallel.engine.reduction import SummedReduction
+from ms_parallel.engine.stage_runner import StageRunner
 from ms_parallel.engine.trainable import Trainable
 from ms_parallel.engine.updates.audit import LEVELS, Audit, Compared
 from ms_parallel.models.batch import Batch
@@ -24,19 +25,6 @@ from ms_parallel.split.part import laid_out_like, local_part
 
 GROUP = re.compile(r"(.*\blayers\.\d+\.[^.]+|.*(?=\.[^.]+$))")
 """The part of the model that a parameter belongs to: half a layer, or a module outside of them."""
-
-
-class Backwards(Protocol):
-    """Stages, and how a batch passes through them."""
-
-    @property
-    def stages(self) -> Mapping[int, nn.Module]:
-        """This process's, by number."""
-
-    def backward(
-        self, microbatches: Sequence[Batch], loss: Loss | LossWithStatistics, weight: float, /
-    ) -> list[Tensor]:
-        """Do the forwards and backwards of an update; gradients are left in the parameters."""
 
 
 class Auditor:
@@ -56,7 +44,7 @@ class Auditor:
         stages: Mapping[int, nn.Module],
         trained: Trainable,
         balancer: Balancer,
-        build: Callable[[], Backwards],
+        build: Callable[[], StageRunner],
         precision: str,
         every: int,
     ) -> None:
@@ -70,6 +58,10 @@ class Auditor:
         mine = list(dict.fromkeys(map(group_of, self.trained.counted)))
         dist.all_gather_object(found, mine)
         return list(dict.fromkeys(name for names in found for name in names))
+
+    def is_due(self, step: int) -> bool:
+        """Return whether this step is audited, counted from 1."""
+        return step % self.every == 0
 
     def audit(
         self,
@@ -90,15 +82,15 @@ class Auditor:
             mine: the loss in the engine's precision.
             gradients: this process's parts, unscaled and not clipped.
         """
-        passes, trained = self.build(), self.trained
+        runner, trained = self.build(), self.trained
         parameters = {
             name: parameter
-            for number, stage in passes.stages.items()
+            for number, stage in runner.stages.items()
             for name, parameter in adopt(stage, self.stages[number], trained).items()
         }
-        balancer = self.balancer.beside(passes.stages)
+        balancer = self.balancer.beside(runner.stages)
         with balancer.accounting(tokens):
-            losses = passes.backward(microbatches, loss, weight)
+            results = runner.forward_backward(microbatches, loss, weight, SummedReduction(trained))
         balancer.collect(tokens)
         groups = trained.groups
         exact = reduce_gradients(
@@ -109,8 +101,8 @@ class Auditor:
             groups,
         )
         facts = torch.zeros(1 + 3 * len(self.groups), device=groups.device)
-        if losses and groups.place.speaks_for_rows:
-            facts[0] = torch.stack(losses).sum()
+        if results and groups.place.speaks_for_rows:
+            facts[0] = torch.stack([result.loss for result in results]).sum()
         self._compare(gradients, exact, facts[1:].view(-1, 3))
         return self._audit(mine, groups, facts)
 

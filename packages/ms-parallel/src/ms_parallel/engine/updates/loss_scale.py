@@ -47,6 +47,12 @@ class LossScaler:
         """Return whether a smaller scale may make finite a gradient that is not."""
         return self.settings is not None and self.factor > LEAST and math.isfinite(loss)
 
+    def unscale(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Divide gradients by the scale, in place."""
+        if self.factor != 1.0:
+            torch._foreach_mul_(list(gradients.values()), 1.0 / self.factor)
+        return gradients
+
     def settle(self, *, overflow: bool) -> None:
         """Move the scale after an update that was performed, or skipped for an overflow."""
         if self.settings is None:

@@ -19,7 +19,6 @@ from torch import Tensor
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
-from ms_parallel.engine.microbatches import measure
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.registry import model_plan
 from ms_parallel.pipeline.recorder import Recorder
@@ -352,19 +351,20 @@ def _step(engine: Engine, batch: Batch) -> _Took:
     own = _counts_own_work(engine.device)
     recorder = _OwnRecorder(engine.device) if own else Recorder(engine.device)
     loss, clock = NextTokenLoss(), process_time if own else perf_counter
-    engine.passes.runtime.recorder = recorder
+    engine.runner.runtime.recorder = recorder
     began = clock()
-    microbatches = engine.passes.microbatches(batch)
-    weight, _ = measure(microbatches, loss, engine.groups)
-    losses = engine.passes.backward(microbatches, loss, max(1.0, weight))
-    gradients = engine.trained.gradients(None)
-    engine.trained.global_sums([each[None] for each in losses], 1, gradients)
+    microbatches = engine.runner.microbatches(batch)
+    weight, _ = engine.reduction.count(microbatches, loss)
+    results = engine.runner.forward_backward(microbatches, loss, max(1.0, weight), engine.reduction)
+    gradients = engine.reduction.gradients()
+    engine.reduction.totals(results, 0, 0, gradients)
     # Whatever stands where sums were not received: the update is made, at a rate of nothing.
     engine.trained.step(gradients, 1.0, 0.0)
+    engine.trained.zero_grad()
     if engine.device.type != "cpu":
         torch.accelerator.synchronize()
     whole = clock() - began
-    engine.passes.runtime.recorder = None
+    engine.runner.runtime.recorder = None
     assert recorder.schedule is not None
     (row,) = recorder.schedule.computations()
     forward = backward = 0

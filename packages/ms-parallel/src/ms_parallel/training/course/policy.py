@@ -10,7 +10,7 @@ from typing import Literal
 
 from attrs import frozen
 
-from ms_parallel.engine.updates.update import Update
+from ms_parallel.engine.report import Update
 from ms_parallel.errors import DivergenceError
 
 Remedy = Literal["skip", "roll_back", "stop"]

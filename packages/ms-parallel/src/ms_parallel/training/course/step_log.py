@@ -3,7 +3,7 @@
 from attrs import asdict, frozen
 
 from ms_parallel.engine.balance.balancer import ExpertLoad
-from ms_parallel.engine.updates.update import Update
+from ms_parallel.engine.report import Update
 from ms_parallel.events import OnEvent
 from ms_parallel.progress import RunDisplay, Throughput
 from ms_parallel.training.course.audits import Audits

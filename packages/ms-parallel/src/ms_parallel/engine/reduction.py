@@ -1,0 +1,112 @@
+"""Sums over microbatches and data ranks: counts, losses and gradients of the global batch."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ms_parallel.engine.gradients import reduce_gradients
+from ms_parallel.engine.loss import Loss, LossWithStatistics
+from ms_parallel.engine.microbatches import measure, sum_over_rows
+from ms_parallel.engine.report import MicrobatchResult, StepTotals
+from ms_parallel.engine.trainable import Trainable
+from ms_parallel.models.batch import Batch
+from ms_parallel.pipeline.runtime import Take
+
+
+class Reduction(Protocol):
+    """How a step's losses and gradients are summed; chosen once when the engine is built."""
+
+    microbatch_size: int | None
+    """Rows per microbatch that the order of summation demands; None for the engine's setting."""
+    take: Take | None
+    """Collects each microbatch's gradients. None: autograd and FSDP sum them in `param.grad`."""
+
+    def count(
+        self, microbatches: Sequence[Batch], loss: Loss | LossWithStatistics
+    ) -> tuple[float, int]:
+        """Return (loss weight, tokens) of the global batch; every process calls it."""
+
+    def sum_over_rows(self, values: Tensor) -> Tensor:
+        """Sum (microbatches here, n) float64 CPU values over the global batch, to (n,)."""
+
+    def numerics(self) -> AbstractContextManager[None]:
+        """Context manager around forwards and backwards."""
+
+    def head_weight(self, weight: Tensor) -> Tensor:
+        """Return the tensor (V, H) through which the output head's gradient is collected."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return this process's part of each gradient of the global batch, by parameter name."""
+
+    def totals(
+        self,
+        results: Sequence[MicrobatchResult],
+        metrics: int,
+        mtp: int,
+        gradients: dict[str, Tensor],
+    ) -> StepTotals:
+        """Sum results and squared gradients over the global batch in one all-reduce.
+
+        Args:
+            results: of this process's microbatches; empty away from the last stage.
+            metrics: number of the loss's statistics.
+            mtp: number of multi-token-prediction losses.
+            gradients: this process's part of each.
+        """
+
+
+class SummedReduction:
+    """Gradients summed by autograd and FSDP, losses by one all-reduce.
+
+    Args:
+        trained: this process's parameters.
+    """
+
+    microbatch_size: int | None = None
+    take: Take | None = None
+
+    def __init__(self, trained: Trainable) -> None:
+        self.trained, self.groups = trained, trained.groups
+
+    def count(
+        self, microbatches: Sequence[Batch], loss: Loss | LossWithStatistics
+    ) -> tuple[float, int]:
+        """Return (loss weight, tokens) of the global batch; every process calls it."""
+        return measure(microbatches, loss, self.sum_over_rows)
+
+    def sum_over_rows(self, values: Tensor) -> Tensor:
+        """Sum (microbatches here, n) float64 CPU values over the global batch, to (n,)."""
+        return sum_over_rows(values.sum(0), self.groups)
+
+    def numerics(self) -> AbstractContextManager[None]:
+        """Leave torch's algorithms as they are."""
+        return nullcontext()
+
+    def head_weight(self, weight: Tensor) -> Tensor:
+        """Return the weight itself; its gradient flows as any other."""
+        return weight
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return this process's part of each gradient of the global batch, by parameter name."""
+        trained = self.trained
+        return reduce_gradients(
+            trained.parameters, trained.whole, trained.plan.tied, trained.placement, self.groups
+        )
+
+    def totals(
+        self,
+        results: Sequence[MicrobatchResult],
+        metrics: int,
+        mtp: int,
+        gradients: dict[str, Tensor],
+    ) -> StepTotals:
+        """Sum results and squared gradients over all processes in one all-reduce."""
+        local = torch.zeros(2 + metrics + mtp, device=self.groups.device)
+        local[0] = self.trained.squared_norm(gradients)
+        if results and self.groups.place.speaks_for_rows:  # one process per row adds its results
+            local[1:] = torch.stack([result.values for result in results]).sum(0)
+        squared_norm, *sums = self.groups.all_reduce(local).tolist()
+        return StepTotals.of(squared_norm, sums, metrics)

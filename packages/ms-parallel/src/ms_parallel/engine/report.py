@@ -1,0 +1,83 @@
+"""Results of an optimizer step: one microbatch, the sums over all of them, the whole step."""
+
+from collections.abc import Mapping, Sequence
+from math import nan
+from typing import Literal
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from ms_parallel.engine.balance.balancer import ExpertLoad
+from ms_parallel.engine.updates.audit import Audit
+from ms_parallel.split.context.splitter import ContextLoad
+
+Skipped = Literal["no_targets", "nonfinite", "overflow", "refused"]
+
+
+@frozen(kw_only=True, eq=False)
+class MicrobatchResult:
+    """Outputs of the last stage for one microbatch; detached."""
+
+    loss: Tensor
+    """(), share of the batch's mean loss."""
+    metrics: Tensor
+    """(M,), shares of the loss's statistics; M = 0 without any."""
+    mtp_losses: Tensor
+    """(D,), shares of each multi-token-prediction layer's mean loss; D = 0 without MTP."""
+
+    @property
+    def values(self) -> Tensor:
+        """(1 + M + D,): everything that is summed over microbatches."""
+        return torch.cat((self.loss[None], self.metrics, self.mtp_losses))
+
+
+@frozen(kw_only=True)
+class StepTotals:
+    """Sums over the global batch, on the host; the same on every process."""
+
+    grad_norm: float
+    loss: float
+    metrics: tuple[float, ...]
+    mtp_losses: tuple[float, ...]
+
+    @classmethod
+    def of(cls, squared_norm: float, sums: Sequence[float], metrics: int) -> "StepTotals":
+        """Build from the gradients' sum of squares and the sum of `MicrobatchResult.values`."""
+        loss, *rest = sums
+        return cls(
+            grad_norm=squared_norm**0.5,
+            loss=loss,
+            metrics=tuple(rest[:metrics]),
+            mtp_losses=tuple(rest[metrics:]),
+        )
+
+
+@frozen(kw_only=True)
+class Update:
+    """Result of one optimizer step; the same on every process."""
+
+    loss: float = nan
+    """Mean loss over the global batch; NaN if no position had a target."""
+    grad_norm: float = nan
+    """L2 norm of the whole gradient before clipping; NaN if no position had a target."""
+    learning_rate: float
+    tokens: int
+    """Tokens of the global batch."""
+    skipped: Skipped | None = None
+    """Why weights, optimizer state and the learning rate schedule are unchanged: no position had a
+    target; the gradient was not finite; it overflowed in float16, and the loss scale is lower now;
+    or `refuse` returned True. None if the step was taken."""
+    loss_scale: float | None = None
+    """Factor on the loss in float16; None in other precisions."""
+    statistics: Mapping[str, float] = field(factory=dict)
+    """The loss's statistics by name, each divided by the global weight."""
+    mtp_losses: tuple[float, ...] = ()
+    """Mean loss of each multi-token-prediction layer over its own targets; 0 if it has none."""
+    experts: ExpertLoad | None = None
+    """Routing of tokens to experts; None without experts, or if no position had a target."""
+    context: ContextLoad | None = None
+    """Balance of the context axis for this data rank's last microbatch, if the axis is used; the
+    only value that differs between data ranks."""
+    audit: Audit | None = None
+    """The same step in float32, if an audit was due; None if this one was not finite."""

@@ -1,0 +1,94 @@
+"""Sums whose bits follow from the batch alone, whichever process computed what.
+
+Each row is its own microbatch, so no matrix product changes shape with the layout; gradients,
+losses and norms are added over rows by one fixed tree, and weights are updated elementwise.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.utils.deterministic
+from torch import Tensor, nn
+
+from ms_parallel.engine.gradients import add_tied
+from ms_parallel.engine.loss import Loss, LossWithStatistics
+from ms_parallel.engine.microbatches import measure
+from ms_parallel.engine.report import MicrobatchResult, StepTotals
+from ms_parallel.engine.reproducible.gradients import RowGradients
+from ms_parallel.engine.reproducible.norm import FixedNorm
+from ms_parallel.engine.reproducible.rows import Rows
+from ms_parallel.engine.reproducible.tree import fold
+from ms_parallel.engine.trainable import Trainable
+from ms_parallel.models.batch import Batch
+from ms_parallel.pipeline.runtime import Take
+
+
+class OrderedReduction:
+    """Gradients and losses collected row by row and summed in one order; a `Reduction`.
+
+    Args:
+        stages: this process's, by number.
+        trained: its parameters.
+        copy: see `RowGradients`.
+    """
+
+    microbatch_size: int | None = 1
+
+    def __init__(
+        self, stages: Mapping[int, nn.Module], trained: Trainable, copy: tuple[str, str] | None
+    ) -> None:
+        self.trained, self.groups = trained, trained.groups
+        self.row_gradients = RowGradients(stages, trained.parameters, trained.groups, copy)
+        self.take: Take | None = self.row_gradients.take
+        self.head_weight = self.row_gradients.head
+        self.norm = FixedNorm(trained.parameters, trained.counted)
+        self.rows = Rows(groups=trained.groups, counts=(0,))
+
+    def count(
+        self, microbatches: Sequence[Batch], loss: Loss | LossWithStatistics
+    ) -> tuple[float, int]:
+        """Return (loss weight, tokens) of the global batch, and expect this many rows."""
+        self.rows = Rows.meet(len(microbatches), self.groups)
+        self.row_gradients.begin(self.rows)
+        return measure(microbatches, loss, self.rows.sum)
+
+    def sum_over_rows(self, values: Tensor) -> Tensor:
+        """Sum (rows here, n) float64 CPU values over the global batch, to (n,)."""
+        return self.rows.sum(values)
+
+    @contextmanager
+    def numerics(self) -> Iterator[None]:
+        """Make torch choose deterministic algorithms, or raise where it has none."""
+        enabled = torch.are_deterministic_algorithms_enabled()
+        warned = torch.is_deterministic_algorithms_warn_only_enabled()
+        filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(enabled, warn_only=warned)
+            torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return this process's part of each gradient of the global batch, by parameter name."""
+        gradients = self.row_gradients.total()
+        add_tied(gradients, self.trained.plan.tied, self.trained.placement, self.groups)
+        return gradients
+
+    def totals(
+        self,
+        results: Sequence[MicrobatchResult],
+        metrics: int,
+        mtp: int,
+        gradients: dict[str, Tensor],
+    ) -> StepTotals:
+        """Sum results and squared gradients over all rows in the order of the tree."""
+        squares = self.norm.squares(gradients, self.groups.device)
+        values = [each.values for each in results] if self.groups.place.speaks_for_rows else []
+        placed = self.rows.placed(values, 1 + metrics + mtp, squares)
+        self.groups.all_reduce(joined := torch.cat((squares, placed.flatten())))
+        squared_norm = float(fold(joined[: self.norm.length]))
+        sums = fold(joined[self.norm.length :].view_as(placed).t().contiguous())
+        return StepTotals.of(squared_norm, sums.tolist(), metrics)

@@ -1,0 +1,227 @@
+"""Forwards and backwards of this process's stages, under any layout and in any precision."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ms_parallel.cluster.groups import Groups
+from ms_parallel.engine.further import HasFurther, depths_of, divisors, further_shares
+from ms_parallel.engine.heads import heads_of
+from ms_parallel.engine.loss import Loss, LossWithStatistics, Output
+from ms_parallel.engine.microbatches import cut_batch
+from ms_parallel.engine.options import EngineOptions
+from ms_parallel.engine.output import HeadOutput, LogitsOutput
+from ms_parallel.engine.reduction import Reduction
+from ms_parallel.engine.report import MicrobatchResult
+from ms_parallel.engine.updates.loss_scale import scale_gradient
+from ms_parallel.engine.updates.stopwatch import Stopwatch
+from ms_parallel.errors import ModelError
+from ms_parallel.models.batch import PATCHES, Batch
+from ms_parallel.models.cache import KeyValueCache
+from ms_parallel.models.config import ModelConfig
+from ms_parallel.models.plan import ModelPlan
+from ms_parallel.models.staged import RowSplit, StagedModel
+from ms_parallel.operators import Ops
+from ms_parallel.pipeline.choice import ScheduleTables
+from ms_parallel.pipeline.runtime import Runtime
+from ms_parallel.split.context.splitter import Splitter
+from ms_parallel.split.memory.budget import Budget
+from ms_parallel.split.own_model import OwnModelConfig, call_own
+
+
+class StageRunner:
+    """Runs batches through this process's stages by the pipeline schedule.
+
+    Args:
+        stages: this process's, by number.
+        config: model configuration.
+        plan: model plan.
+        groups: process groups of the layout.
+        ops: operators of the output head.
+        tables: pipeline schedules.
+        splitter: splits rows over the context axis.
+        options: the engine's options.
+        budget: picks each block's recomputation under a memory limit; None without a limit.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, StagedModel],
+        config: ModelConfig,
+        plan: ModelPlan,
+        groups: Groups,
+        *,
+        ops: Ops,
+        tables: ScheduleTables,
+        splitter: Splitter,
+        options: EngineOptions,
+        budget: Budget | None = None,
+    ) -> None:
+        self.stages, self.config, self.plan, self.groups = stages, config, plan, groups
+        self.ops, self.tables, self.splitter, self.options = ops, tables, splitter, options
+        self.budget = budget
+        self.microbatch_size = options.microbatch_size
+        self.own = isinstance(config, OwnModelConfig)
+        modules = cast(Mapping[int, nn.Module], stages)
+        calls = {
+            number: partial(call_own, stage) if self.own else partial(stage, logits=False)
+            for number, stage in modules.items()
+        }
+        self.runtime = Runtime(modules, groups, calls, options.sharding)
+        self.stopwatch: Stopwatch | None = None
+        """Times a step's forwards and backwards, for sharing rows between unequal ranks."""
+
+    @property
+    def sequence_parts(self) -> int:
+        """Number of parts into which the tensor axis splits a sequence between blocks."""
+        return self.groups.layout.tensor if self.plan.split_sequence else 1
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Vocabulary size; None for a user's own module that does not say."""
+        return self.config.vocab_size or None
+
+    def microbatches(self, batch: Mapping[str, Any], size: int | None = None) -> list[Batch]:
+        """Cut this data rank's rows into microbatches of `size` (default: `microbatch_size`) rows.
+
+        Raises:
+            ConfigError: there are no rows, the sequence does not divide over the axes that split
+                it, or a token is outside the vocabulary.
+            ModelError: the batch has pictures, and the model reads text alone.
+        """
+        if not self.own and PATCHES in batch:
+            raise ModelError(
+                f"the batch has pictures, and {self.config.model_type} reads text alone; give the"
+                " engine a SeeingModel, or leave pictures out of the data"
+            )
+        size = size or self.microbatch_size
+        context = self.groups.layout.context
+        return cut_batch(batch, size, self.sequence_parts, context, self.vocabulary)
+
+    def forward_backward(
+        self,
+        microbatches: Sequence[Batch],
+        loss: Loss | LossWithStatistics,
+        weight: float,
+        reduction: Reduction,
+        scale: float = 1.0,
+    ) -> list[MicrobatchResult]:
+        """Run a step's forwards and backwards; gradients end up where `reduction` collects them.
+
+        Args:
+            microbatches: this data rank's rows.
+            loss: computes the loss of each.
+            weight: divisor of the summed loss, the loss weight of the global batch.
+            reduction: sums gradients and losses.
+            scale: factor on all gradients, but not on the reported losses.
+
+        Returns:
+            A result per microbatch, in order; empty away from the last stage.
+        """
+        mtp_depths = depths_of(self.config, loss)
+        mtp_weights = divisors(microbatches, mtp_depths, reduction.sum_over_rows)
+        batches = [self._to_device(microbatch) for microbatch in microbatches]
+        row_splits = [self.splitter.split(microbatch) for microbatch in microbatches]
+        results: dict[int, MicrobatchResult] = {}
+
+        def compute_loss(number: int, hidden: Tensor) -> Tensor:
+            """Return the share of the loss to differentiate, and note the microbatch's result."""
+            batch, row_split = batches[number], row_splits[number]
+            output = partial(self.output, row_split=row_split, reduction=reduction)
+            total, metrics = _with_metrics(loss(output(hidden), batch))
+            share = total / weight
+            mtp_losses = share.new_zeros(0)
+            objective = share
+            if mtp_depths:
+                last = self.stages[len(self.tables.placement) - 1]
+                mtp_losses = further_shares(last, hidden, batch, mtp_weights, output, row_split)
+                mtp = cast(HasFurther, loss).mtp_weight * mtp_losses.mean()
+                objective = share + (mtp - mtp.detach())  # the reported loss excludes MTP
+            results[number] = MicrobatchResult(
+                loss=share.detach(),
+                metrics=metrics.detach() / weight,
+                mtp_losses=mtp_losses.detach(),
+            )
+            return objective if scale == 1.0 else scale_gradient(objective, scale)
+
+        schedule = self.tables.training(len(batches))
+        if self.budget is not None:
+            self.budget.begin(batches)
+        timer = self.stopwatch and self.stopwatch.of([len(batch["tokens"]) for batch in batches])
+        with timer or nullcontext():
+            self.runtime.run(
+                schedule, batches, compute_loss, row_splits=row_splits, take=reduction.take
+            )
+        if self.budget is not None:
+            self.budget.settle(schedule)
+        return [results[number] for number in sorted(results)]
+
+    def forward(
+        self,
+        microbatches: Sequence[Batch],
+        function: Callable[[Output, Batch], Tensor],
+        *,
+        caches: Mapping[int, KeyValueCache] | None = None,
+    ) -> list[Tensor]:
+        """Return `function(output, microbatch)` of each; empty away from the last stage.
+
+        With caches every context rank holds whole rows.
+        """
+        batches = [self._to_device(microbatch) for microbatch in microbatches]
+        whole = caches is not None
+        row_splits = [None if whole else self.splitter.split(each) for each in microbatches]
+        return self.runtime.run(
+            self.tables.forwards(len(batches)),
+            batches,
+            lambda number, hidden: function(
+                self.output(hidden, row_splits[number]), batches[number]
+            ),
+            caches=caches,
+            row_splits=row_splits,
+        )
+
+    def share(self, result: Tensor | None) -> Tensor:
+        """Send what the last stage computed (None elsewhere) to every process of its data rank."""
+        shared = self.runtime.mailbox.share(result, self.tables.placement[-1])
+        if self.groups.layout.context > 1:  # all context ranks computed it; their bits may differ
+            shared = shared.to(self.groups.device).contiguous()
+            dist.broadcast(shared, self.groups.peer("context", 0), self.groups.group("context"))
+        return shared
+
+    def _to_device(self, batch: Batch) -> Batch:
+        device = self.groups.device
+        if device.type == "cpu":
+            return batch
+        return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+
+    def output(
+        self,
+        hidden: Tensor,
+        row_split: RowSplit | None = None,
+        reduction: Reduction | None = None,
+    ) -> Output:
+        """Build the loss's view of the last stage's hidden states; in training with a reduction."""
+        if self.own:
+            return LogitsOutput(hidden)
+        last = self.stages[len(self.tables.placement) - 1]
+        weight = last.head_weight
+        return HeadOutput(
+            hidden,
+            weight if reduction is None else reduction.head_weight(weight),
+            self.ops,
+            self.groups,
+            heads_of(last, self.options.heads),
+            softcap=self.config.final_softcap,
+            split=self.sequence_parts > 1,
+            row_split=row_split,
+            make_logits=None if getattr(last, "plain_head", True) else last.head,
+        )
+
+
+def _with_metrics(result: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return a loss (()) and its statistics (M,), M = 0 for a loss without any."""
+    return result if isinstance(result, tuple) else (result, result.new_zeros(0))
