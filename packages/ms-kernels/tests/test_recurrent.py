@@ -10,6 +10,8 @@ from ms_kernels.checking import compare
 from ms_kernels.operators import CONTRACTS, OPERATORS
 from ms_kernels.operators.gated_delta_rule import cpu as chunks
 
+from .truth import TRUTHS
+
 APART = ["causal_conv1d", "gated_delta_rule"]
 BACKENDS = ["cpu", "reference"]
 
@@ -64,6 +66,107 @@ def test_a_gradient_moves_no_other_document_by_a_bit(operator, backend):
             assert grad[:, 5:14].any()
             assert not grad[:, :5].any()
             assert not grad[:, 14:].any()
+
+
+def assert_outside_is_left_out(run, given_state):
+    """Fail unless inf and NaN reach exactly the results and gradients whose window holds them.
+
+    The truth adds up the terms of each window in a loop and never meets what lies outside. Returns
+    the number of comparisons.
+    """
+    contract = CONTRACTS["causal_conv1d"]
+    documents = torch.tensor([[0] * 2 + [1] * 4 + [2], [3] * 7])
+    compared = 0
+    for cut in (False, True):
+        for name, at in (
+            ("weight", (1, 0)), ("weight", (1, 2)), ("weight", (1, 3)), ("x", (0, 1, 1)),
+            ("x", (1, 6, 0)), ("bias", (2,)), ("state", (0, 3, 1)), ("state", (0, 0, 1)),
+        ):  # fmt: skip
+            if name == "state" and not given_state:
+                continue
+            for number in (torch.inf, torch.nan):
+                drawn = contract.draw({"B": 2, "S": 7, "C": 3, "K": 4})
+                drawn |= {"documents": documents} if cut else {"documents": None}
+                drawn |= {} if given_state else {"state": None}
+                drawn[name][at] = number
+                got = run(*drawn.values(), False, False)
+                truth = TRUTHS["causal_conv1d"](*drawn.values(), False, False)
+                # float32: sums of five terms.
+                torch.testing.assert_close(got, truth, rtol=1e-5, atol=1e-5, equal_nan=True)
+                compared += 1
+    # A pull of inf at one position reaches the inputs in its window alone, and the taps they met.
+    drawn = contract.draw({"B": 2, "S": 7, "C": 3, "K": 4})
+    drawn |= {"documents": documents} | ({} if given_state else {"state": None})
+    leaves = {
+        name: drawn[name].requires_grad_()
+        for name in ("x", "weight", "state")
+        if drawn[name] is not None
+    }
+    result = run(*drawn.values(), False, False)
+    pull = torch.ones_like(result)
+    pull[0, 3, 1] = torch.nan  # the second position of its document
+    found = torch.autograd.grad(result, list(leaves.values()), pull)
+    slopes = dict(zip(leaves, found, strict=True))
+    assert slopes["x"].isnan().nonzero().tolist() == [[0, 2, 1], [0, 3, 1]]
+    assert slopes["weight"].isnan().nonzero().tolist() == [[1, 2], [1, 3]]
+    assert not given_state or not slopes["state"].isnan().any()
+    return compared + 1
+
+
+@pytest.mark.parametrize("given_state", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_term_outside_the_window_is_left_out(backend, given_state):
+    """Neither the zeros before the first position nor another document meets an inf."""
+    operator = OPERATORS["causal_conv1d"]
+    (each,) = [each for each in operator.implementations if each.backend == backend]
+    assert assert_outside_is_left_out(each.run, given_state) >= 20
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_decode_attention_reads_only_what_a_sequence_sees(backend):
+    """NaN after a length, before a window and in pages that are not in use changes nothing."""
+    contract = CONTRACTS["decode_attention"]
+    run = next(
+        each.run
+        for each in OPERATORS["decode_attention"].implementations
+        if each.backend == backend
+    )
+    drawn = contract.draw({"B": 3, "N": 2, "page": 4, "P": 7})
+    drawn["page_table"] = torch.arange(6, dtype=torch.int32).view(3, 2)
+    drawn["lengths"] = torch.tensor([8, 5, 0], dtype=torch.int32)
+    for window in (None, 3):
+        before = run(*drawn.values(), window, None)
+        changed = {name: each.clone() for name, each in drawn.items()}
+        for name in ("key_pages", "value_pages"):
+            rows = changed[name].view(28, *changed[name].shape[2:])
+            for sequence, length in enumerate((8, 5, 0)):
+                first = 0 if window is None else max(length - window, 0)
+                rows[8 * sequence : 8 * sequence + first] = torch.nan
+                rows[8 * sequence + length : 8 * sequence + 8] = torch.nan
+            rows[24:] = torch.nan
+        assert torch.equal(run(*changed.values(), window, None), before)
+        assert before.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_number_that_is_not_finite_stays_in_its_row_and_heads(backend):
+    """Attention: NaN in a query stays with it, in a key or value with its batch row and head."""
+    contract = CONTRACTS["attention"]
+    run = next(
+        each.run for each in OPERATORS["attention"].implementations if each.backend == backend
+    )
+    for name in ("q", "k", "v"):
+        drawn = contract.draw({"B": 2, "Sq": 9, "Sk": 9})
+        before = run(*drawn.values(), True, 4, None)
+        drawn[name][0, 5, 1] = torch.nan
+        after = run(*drawn.values(), True, 4, None)
+        same = (after == before).all(-1)  # (B, S, Hq)
+        assert same[1].all()
+        if name == "q":
+            assert (~same[0]).nonzero().tolist() == [[5, 1]]
+        else:  # key head 1 serves query heads 2 and 3
+            assert same[0, :, :2].all()
+            assert not same[0, 5, 2:].any()
 
 
 @pytest.mark.parametrize("operator", APART)

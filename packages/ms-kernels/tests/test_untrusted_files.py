@@ -7,7 +7,6 @@ import os
 import random
 import re
 import subprocess
-import time
 
 import pytest
 import torch
@@ -67,13 +66,12 @@ def mutants(content, count):
 
 
 def refused(read, error):
-    """Say whether reading is refused, in one line and soon; any other error is a defect."""
-    started, told = time.monotonic(), None
+    """Say whether reading is refused, in one line; any other error is a defect."""
+    told = None
     try:
         read()
     except error as caught:
         told = str(caught)
-    assert time.monotonic() - started < 5
     if told is None:
         return False
     assert told.isprintable()  # no line end either

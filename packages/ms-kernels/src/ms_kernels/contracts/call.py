@@ -58,6 +58,8 @@ class Call(NamedTuple):
     """Whether torch.compile is tracing this call."""
     chip: str = ""
     """Name of the chip it runs on, for tuning tables."""
+    transformed: bool = False
+    """Whether a torch.func transform or forward-mode differentiation is active."""
 
     @property
     def given(self) -> list[TensorMeta]:

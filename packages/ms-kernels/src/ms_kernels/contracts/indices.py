@@ -7,6 +7,7 @@ before. On an accelerator that would wait for the device: kernels do not read wh
 import torch
 from torch import Tensor
 
+from ms_kernels.contracts.transforms import transforms_active
 from ms_kernels.errors import ArgumentError
 
 
@@ -35,6 +36,6 @@ def check_range(operator: str, name: str, indices: Tensor, count: int) -> None:
 
 def readable(tensor: Tensor) -> bool:
     """Return whether its numbers can be looked at without waiting for a device."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or transforms_active():
         return False
     return type(tensor) is Tensor and tensor.device.type == "cpu"

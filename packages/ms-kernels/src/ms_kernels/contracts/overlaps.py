@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ms_kernels.contracts.arguments import Argument
 from ms_kernels.contracts.contract import Contract
+from ms_kernels.contracts.transforms import transforms_active
 from ms_kernels.errors import ArgumentError
 
 Layout = tuple[int, tuple[int, ...], tuple[int, ...], int]
@@ -49,7 +50,9 @@ def _shared(contract: Contract, before: Argument, argument: Argument) -> Argumen
 
 
 def _layout(tensor: Tensor) -> Layout | None:
-    if torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter):
+    if torch.compiler.is_compiling() or transforms_active():
+        return None
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
         return None
     if tensor.device.type == "meta" or not tensor.numel():
         return None

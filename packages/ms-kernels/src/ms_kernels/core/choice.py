@@ -32,6 +32,8 @@ class Implementation:
     """Dtypes of the first argument that it takes; None for all that the contract allows."""
     subclasses: bool = False
     """Whether it takes DTensor and other tensor subclasses."""
+    transforms: bool = False
+    """Whether torch.func (grad, vmap, jvp, ...) and forward-mode AD can look into it."""
     refuses: Callable[[Call], str | None] = lambda call: None
     """Why it cannot or should not take a call, or None if it can."""
     merit: str
@@ -175,6 +177,8 @@ def obstacle_to(candidate: Implementation, call: Call) -> str | None:
         return f"takes {fits}, not {describe(call.dtype)}"
     if not candidate.subclasses and not all(each is None or each.plain for each in call.tensors):
         return "takes plain tensors, not DTensor or another subclass"
+    if call.transformed and not candidate.transforms:
+        return "is opaque to torch.func and forward-mode differentiation"
     return candidate.refuses(call)
 
 

@@ -1,7 +1,8 @@
 """Performs calls: checks them, chooses an implementation, and keeps what was decided.
 
-A decision depends on shapes, dtypes, devices, strides and options alone, so the next call that
-looks the same pays for one dictionary lookup, and neither checks nor chooses again.
+A decision depends on the tensors' types, shapes, dtypes, devices, layouts and strides, the options,
+and whether torch.func is active. The next call that looks the same pays for one dictionary lookup,
+and neither checks nor chooses again. The key holds everything that `describe_call` reads.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ms_kernels.contracts.call import Call, TensorMeta
 from ms_kernels.contracts.contract import Contract
+from ms_kernels.contracts.transforms import transforms_active
 from ms_kernels.core.chips import chip_of
 from ms_kernels.core.choice import Choice, choose, first_fit
 from ms_kernels.core.operator import OPERATORS
@@ -71,12 +73,20 @@ def implementation(
         key = (
             contract.name,
             PREFERRED.get(),
+            transforms_active(),
             steady,
-            *map(type, steady),  # 1, 1.0 and True are one key, and not one value
+            *map(_type_of, steady),  # 1, 1.0 and True are one key, and not one value
             *[
                 tensor
                 if tensor is None
-                else (type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.stride())
+                else (
+                    type(tensor),
+                    tensor.shape,
+                    tensor.dtype,
+                    tensor.device,
+                    tensor.layout,  # a sparse COO tensor has strides too, all 0
+                    tensor.stride(),
+                )
                 for tensor in tensors
             ],
         )
@@ -90,6 +100,11 @@ def implementation(
         if key is not None:
             _kept[key] = run
     return run
+
+
+def _type_of(option: Any) -> Any:
+    """Return the type of an option, and those of its items if it is a tuple."""
+    return tuple(map(_type_of, option)) if type(option) is tuple else type(option)
 
 
 def decide(call: Call) -> Choice:
@@ -130,7 +145,7 @@ def describe_call(
         shape = tuple(tensor.shape)
         described.append(TensorMeta(shape, tensor.dtype, tensor.device, tensor.stride(), plain))
     chip = next((chip_of(each.device) for each in described if each is not None), "")
-    return Call(contract.name, tuple(described), options, compiling, chip)
+    return Call(contract.name, tuple(described), options, compiling, chip, transforms_active())
 
 
 def _traced(

@@ -44,6 +44,7 @@ def register(folder: str, path: Iterable[str]) -> None:
         backend="reference",
         run=contract.reference,
         subclasses=True,
+        transforms=True,
         merit="plain torch, runs on every device and dtype",
     )
     implementations = (*(module.IMPLEMENTATION for module in own), reference)

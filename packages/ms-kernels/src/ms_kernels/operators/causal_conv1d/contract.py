@@ -1,4 +1,9 @@
-"""A causal convolution of each channel by itself, cut where documents begin."""
+"""A causal convolution of each channel by itself, cut where documents begin.
+
+A term outside the window, before the first position or in another document, is left out of every
+sum, forward and backward: an inf or NaN there changes nothing, and so does an inf or NaN in a tap
+that would meet it.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +30,22 @@ def causal_conv1d(
     wide = accumulator(x.dtype)
     # Widened before they are cut in taps, whose gradients would else be rounded one by one.
     inputs = _with_state(x, state, width).to(wide)
+    taps = weight.to(wide)
     hidden = hidden_taps(documents, width)
+    place = torch.arange(positions, device=x.device)
     total = torch.zeros_like(x, dtype=wide)
     for distance in range(width):
-        tap = inputs[:, width - distance : width - distance + positions]
-        if hidden is not None:
-            tap = tap.masked_fill(hidden[distance].unsqueeze(-1), 0)
-        total = total + tap * weight[:, width - 1 - distance]
+        value = inputs[:, width - distance : width - distance + positions]
+        tap = taps[:, width - 1 - distance]
+        outside = hidden[distance] if hidden is not None else None  # (B, S)
+        if state is None:
+            before = (place < distance)[None]
+            outside = before if outside is None else outside | before
+        if outside is not None and distance:
+            # Both factors become 0, so that neither pass multiplies 0 by an inf.
+            outside = outside.unsqueeze(-1)
+            value, tap = value.masked_fill(outside, 0), tap.expand_as(x).masked_fill(outside, 0)
+        total = total + value * tap
     total = total if bias is None else total + bias
     result = (F.silu(total) if silu else total).to(x.dtype)
     return (result, last_inputs(x, state, documents, width)) if final_state else result

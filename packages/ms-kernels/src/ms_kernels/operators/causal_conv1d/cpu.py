@@ -70,11 +70,11 @@ def _convolve(
         total += bias
     for distance in range(1, weight.shape[1]):
         tap = taps[:, -1 - distance]
-        mine = _seen(values[:, : max(x.shape[1] - distance, 0)], hidden, distance, distance)
-        total[:, distance:].addcmul_(mine, tap)
+        earlier = values[:, : max(x.shape[1] - distance, 0)]
+        _add_terms(total[:, distance:], earlier, tap, hidden, distance, distance)
         if state is not None:
             early = state[:, -distance:][:, : x.shape[1]].to(wide)
-            total[:, :distance].addcmul_(_seen(early, hidden, distance, 0), tap)
+            _add_terms(total[:, :distance], early, tap, hidden, distance, 0)
     return total
 
 
@@ -90,25 +90,47 @@ def _differentiate(
     to_state = None if state is None else torch.zeros_like(state, dtype=wide)
     for distance in range(1, weight.shape[1]):
         tap, inner = taps[:, -1 - distance], max(positions - distance, 0)
-        mine = _seen(pull[:, distance:], hidden, distance, distance)
-        to_x[:, :inner].addcmul_(mine, tap)
-        slope = (mine * values[:, :inner]).sum((0, 1))
+        later = pull[:, distance:]
+        _add_terms(to_x[:, :inner], later, tap, hidden, distance, distance)
+        slope = _terms(later, values[:, :inner], hidden, distance, distance).sum((0, 1))
         if state is not None and to_state is not None:
-            early = _seen(pull[:, :distance], hidden, distance, 0)
+            early = pull[:, :distance]
             first = state.shape[1] - distance
             past = slice(first, first + early.shape[1])
-            to_state[:, past].addcmul_(early, tap)
-            slope = slope + (early * state[:, past].to(wide)).sum((0, 1))
+            _add_terms(to_state[:, past], early, tap, hidden, distance, 0)
+            terms = _terms(early, state[:, past].to(wide), hidden, distance, 0)
+            slope = slope + terms.sum((0, 1))
         to_weight[:, -1 - distance] = slope
     return to_x, to_weight, None if to_state is None or state is None else to_state.to(state.dtype)
 
 
-def _seen(part: Tensor, hidden: list[Tensor] | None, distance: int, first: int) -> Tensor:
-    """Return the part with 0 where the tap of the positions from `first` on is hidden."""
+def _terms(
+    left: Tensor, right: Tensor, hidden: list[Tensor] | None, distance: int, first: int
+) -> Tensor:
+    """Return ``left · right``, 0 where the tap of the positions from `first` on is hidden.
+
+    The product is masked, not a factor: the other one may be infinite.
+    """
+    product = left * right
     if hidden is None:
-        return part
-    there = hidden[distance][:, first : first + part.shape[1]]
-    return part.masked_fill(there.unsqueeze(-1), 0)
+        return product
+    outside = hidden[distance][:, first : first + left.shape[1]]
+    return product.masked_fill_(outside.unsqueeze(-1), 0)
+
+
+def _add_terms(
+    total: Tensor,
+    left: Tensor,
+    right: Tensor,
+    hidden: list[Tensor] | None,
+    distance: int,
+    first: int,
+) -> None:
+    """Add `_terms` to `total`, in one operation where nothing is hidden."""
+    if hidden is None:
+        total.addcmul_(left, right)
+    else:
+        total += _terms(left, right, hidden, distance, first)
 
 
 IMPLEMENTATION = on_cpu(CONTRACT, causal_conv1d, "a tap at a time; saves its inputs alone")

@@ -41,7 +41,11 @@ def _sums(X, W, BIAS, DOCUMENTS, STATE, batch, place, column, positions, width, 
         x = _load(X, STATE, batch, place - distance, column, positions, width, x_batch_stride,
                   x_stride, K, GIVEN)  # fmt: skip
         w = tl.load(W + column * K + K - 1 - distance, mask=column < width, other=0.0)
-        total += tl.where(seen, x, 0.0) * w.to(tl.float32)
+        # The product is masked, not x: a tap may be infinite.
+        counted = seen
+        if not GIVEN:
+            counted = seen & (place >= distance)
+        total += tl.where(counted, x * w.to(tl.float32), 0.0)
     if BIASED:
         total += tl.load(BIAS + column, mask=column < width, other=0.0).to(tl.float32)
     return total
@@ -168,8 +172,11 @@ def conv_backward(
         inside = seen & (at >= 0) & (at < positions) & (column < width)
         pull = tl.load(PULL + (batch * positions + at) * width + column, mask=inside, other=0.0)
         w = tl.load(W + column * K + K - 1 - distance, mask=column < width, other=0.0)
-        slope += pull * w.to(tl.float32)
-        of_weight = tl.sum(tl.where(inside, x * pull, 0.0), 0)[None, :]
+        slope += tl.where(inside, pull * w.to(tl.float32), 0.0)
+        counted = inside
+        if not GIVEN:
+            counted = inside & (place >= 0)
+        of_weight = tl.sum(tl.where(counted, x * pull, 0.0), 0)[None, :]
         row = DW + (part * (K + 1) + K - 1 - distance) * width + column
         tl.store(row, of_weight, mask=column < width)
         if distance == 0:

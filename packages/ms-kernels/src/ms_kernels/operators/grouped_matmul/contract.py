@@ -7,6 +7,7 @@ from ms_kernels.contracts.arguments import Argument, Ladder, Work, indices
 from ms_kernels.contracts.call import Dims, accumulator
 from ms_kernels.contracts.contract import Contract
 from ms_kernels.contracts.indices import check_range, readable
+from ms_kernels.contracts.transforms import transforms_active
 from ms_kernels.errors import ArgumentError
 
 
@@ -25,8 +26,8 @@ def grouped_matmul(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 
 def _readable(counts: Tensor) -> bool:
-    """Return whether the numbers are there: a fake or meta tensor has none."""
-    return type(counts) is Tensor and counts.device.type != "meta"
+    """Return whether the numbers are there: fake, meta and vmapped tensors have none."""
+    return type(counts) is Tensor and counts.device.type != "meta" and not transforms_active()
 
 
 def _masked(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:

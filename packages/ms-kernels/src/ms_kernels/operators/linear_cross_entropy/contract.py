@@ -27,11 +27,13 @@ from ms_kernels.contracts.call import Dims, accumulator
 from ms_kernels.contracts.contract import Contract
 from ms_kernels.contracts.indices import check_classes
 from ms_kernels.contracts.tolerance import LOGITS
+from ms_kernels.contracts.transforms import transforms_active
 from ms_kernels.operators.cross_entropy.contract import (
     LOSS_OPTIONS,
     LossOptions,
     classes,
     counted_of,
+    cross_entropy,
     reduce,
 )
 from ms_kernels.operators.linear_cross_entropy.chunked_logits import Sums, chunk_rows_of, chunks_of
@@ -49,6 +51,11 @@ def linear_cross_entropy(
     chunk_rows: int | None = None,
 ) -> Tensor:
     """Return what `cross_entropy` of ``hidden @ weight.T`` returns."""
+    if transforms_active():
+        # A torch.func transform cannot follow the chunks, whose gradients are written in place.
+        wide = accumulator(hidden.dtype)
+        logits = hidden.to(wide) @ weight.to(wide).T
+        return cross_entropy(logits, targets, ignore_index, label_smoothing, z_loss, reduction)
     if chunk_rows is None:
         chunk_rows = chunk_rows_of(hidden, weight)
     training = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)

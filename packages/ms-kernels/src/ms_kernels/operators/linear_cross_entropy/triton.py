@@ -38,7 +38,6 @@ from ms_kernels.operators.linear_cross_entropy.triton_logits import (
     chunks,
     lift_of,
     lifted,
-    room_for_gradient,
     scale_kernel,
     scaled,
 )
@@ -78,8 +77,7 @@ def _holding(name: str, *, of_hidden: bool, of_weight: bool) -> Callable[..., An
         sums = Sums(rows, weight, of_hidden=of_hidden, of_weight=of_weight)
         losses = hidden.new_empty(len(rows), dtype=torch.float32)
         constants = row_blocks(FORWARD, key_of(hidden), len(weight))
-        for part, logits in chunks(rows, weight):
-            gradient = room_for_gradient(logits, hidden)
+        for part, logits, gradient in chunks(rows, weight, gradients=True):
             lift = lift_of(hidden.dtype)
             losses[part], _ = row_losses(logits, places[part], settings, constants, gradient, lift)
             sums.add(gradient, rows, weight, part)
@@ -141,7 +139,7 @@ def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, *options: Any) -> 
     rows, places = as_rows(hidden), targets.reshape(-1).contiguous()
     losses = hidden.new_empty(len(rows), dtype=torch.float32)
     constants = row_blocks(FORWARD, key_of(hidden), len(weight))
-    for part, logits in chunks(rows, weight):
+    for part, logits, _ in chunks(rows, weight):
         losses[part], _ = row_losses(logits, places[part], settings, constants)
     return reduce(losses.view(targets.shape), targets == settings.ignore_index, settings.reduction)
 
@@ -167,9 +165,8 @@ def _backward(
     peak, (slopes,) = lifted(hidden.dtype, slopes)
     walks = (row_blocks(each, key_of(hidden), len(weight)) for each in (FORWARD, BACKWARD))
     forward, back = walks
-    for part, logits in chunks(rows, weight):
+    for part, logits, gradient in chunks(rows, weight, gradients=True):
         _, totals = row_losses(logits, places[part], settings, forward)
-        gradient = room_for_gradient(logits, hidden)
         differentiate(logits, places[part], totals, slopes[part], gradient, settings, back)
         sums.add(gradient, rows, weight, part)
     return sums.scaled(SCALE, peak, hidden, weight)

@@ -38,11 +38,12 @@ def scale_kernel(operator: str) -> TunedKernel:
     return kernel
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left @ right`` in float32."""
+def product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Write ``left @ right`` into `out`, which is float32."""
     if left.dtype != torch.float32 and left.device.type in WIDENING:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.to(torch.float32) @ right.to(torch.float32)
+        torch.mm(left, right, out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(left.to(torch.float32), right.to(torch.float32), out=out)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -53,17 +54,30 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left.to(torch.float32), right.to(torch.float32))
 
 
-def chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield rows of hidden (N, H) and their float32 logits, as many as `CHUNK_BYTES` holds."""
+def chunks(
+    hidden: Tensor, weight: Tensor, *, gradients: bool = False
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield rows of hidden (N, H), their float32 logits (R, V) and room for their gradient.
+
+    A chunk has as many rows as `CHUNK_BYTES` of logits hold. Every chunk uses the same memory, so
+    its tensors are only valid until the next one is asked for.
+
+    Args:
+        hidden: (N, H).
+        weight: (V, H).
+        gradients: whether the caller writes the gradient of the logits, in the dtype of hidden.
+            In float32 it takes the place of the logits. Without it the third item is the logits.
+    """
     step = max(CHUNK_BYTES // (4 * weight.shape[0]), 1)
+    shape = min(step, len(hidden)), len(weight)
+    buffer = hidden.new_empty(shape, dtype=torch.float32)
+    apart = gradients and hidden.dtype != torch.float32
+    room = hidden.new_empty(shape) if apart else buffer
     for start in range(0, len(hidden), step):
         rows = slice(start, start + step)
-        yield rows, product(hidden[rows], weight.T)
-
-
-def room_for_gradient(logits: Tensor, hidden: Tensor) -> Tensor:
-    """Return where the gradient of a chunk's logits goes, in the inputs' dtype: in their place."""
-    return logits if hidden.dtype == logits.dtype else torch.empty_like(logits, dtype=hidden.dtype)
+        chunk = hidden[rows]
+        product(chunk, weight.T, buffer[: len(chunk)])
+        yield rows, buffer[: len(chunk)], room[: len(chunk)]
 
 
 def lift_of(dtype: torch.dtype) -> float:
@@ -94,7 +108,7 @@ class Sums:
     def add(self, gradient: Tensor, hidden: Tensor, weight: Tensor, rows: slice) -> None:
         """Spend one chunk's gradient (R, V), of the inputs' dtype."""
         if self.hidden is not None:
-            self.hidden[rows] = product(gradient, weight)
+            product(gradient, weight, self.hidden[rows])
         if self.weight is not None:
             add_product(self.weight, gradient.T, hidden[rows])
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from ms_kernels.contracts.arguments import Argument, Ladder, Model, Option, Work
 from ms_kernels.contracts.call import FLOATING, Dims, accumulator
 from ms_kernels.contracts.contract import Contract, Variant
+from ms_kernels.contracts.transforms import transforms_active
 from ms_kernels.contracts.values import is_whole
 from ms_kernels.packed_weights import dequantize
 
@@ -22,6 +23,10 @@ def quantized_linear(
     group_size: int = 32,
 ) -> Tensor:
     """Return ``x @ weight.T`` of the matrix that the codes stand for, rounded once."""
+    if transforms_active():
+        wide = accumulator(x.dtype)
+        weight = widened(wide, packed, scales, zeros, bits, group_size)
+        return (x.to(wide) @ weight.T).to(x.dtype)
     result: Tensor = _Packed.apply(  # type: ignore[no-untyped-call]
         x, packed, scales, zeros, bits, group_size
     )

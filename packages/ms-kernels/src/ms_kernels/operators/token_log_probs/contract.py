@@ -17,6 +17,7 @@ from ms_kernels.contracts.contract import Contract
 from ms_kernels.contracts.indices import check_classes
 from ms_kernels.contracts.options import flag, ignore_index_option
 from ms_kernels.contracts.tolerance import LOGITS
+from ms_kernels.contracts.transforms import transforms_active
 from ms_kernels.contracts.values import LARGEST, SMALLEST, is_number
 from ms_kernels.operators.cross_entropy.contract import classes
 from ms_kernels.operators.linear_cross_entropy.chunked_logits import Sums, chunk_rows_of, chunks_of
@@ -34,6 +35,8 @@ def token_log_probs(
     chunk_rows: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return ``log softmax(hidden @ weight.T / temperature)[token]``, and perhaps entropies."""
+    if transforms_active():
+        return _plain(hidden, weight, tokens, temperature, ignore_index, entropy)
     if chunk_rows is None:
         chunk_rows = chunk_rows_of(hidden, weight)
     chosen, spread = _Chosen.apply(  # type: ignore[no-untyped-call]
@@ -49,6 +52,25 @@ def token_log_probs(
         return chosen.reshape(tokens.shape), spread.reshape(tokens.shape)
     result: Tensor = chosen.reshape(tokens.shape)
     return result
+
+
+def _plain(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    ignore_index: int,
+    entropy: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The same with all logits at once and nothing in place, which torch.func can transform."""
+    wide = accumulator(hidden.dtype)
+    log_probs = (hidden.to(wide) @ weight.to(wide).T / temperature).log_softmax(-1)
+    ignored = tokens == ignore_index
+    index = tokens.to(torch.int64).masked_fill(ignored, 0).unsqueeze(-1)
+    chosen = log_probs.gather(-1, index).squeeze(-1).masked_fill(ignored, 0)
+    if not entropy:
+        return chosen
+    return chosen, -(log_probs.exp() * log_probs).sum(-1).masked_fill(ignored, 0)
 
 
 class _Chosen(torch.autograd.Function):

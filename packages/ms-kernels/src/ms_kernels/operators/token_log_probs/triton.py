@@ -23,7 +23,6 @@ from ms_kernels.operators.linear_cross_entropy.triton_logits import (
     Sums,
     chunks,
     lifted,
-    room_for_gradient,
     scale_kernel,
 )
 from ms_kernels.operators.token_log_probs.contract import CONTRACT
@@ -50,7 +49,7 @@ def _forward(
     temperature, ignore_index, _ = options
     rows, places = as_rows(hidden), tokens.reshape(-1).contiguous()
     chosen, spread, totals = (empty(tokens, torch.float32) for _ in range(3))
-    for part, logits in chunks(rows, weight):
+    for part, logits, _ in chunks(rows, weight):
         launch(
             f"{KERNELS}.chosen_forward",
             len(logits),
@@ -80,8 +79,7 @@ def _backward(
     peak, (pulls, spread_pulls) = lifted(hidden.dtype, grad.view(-1), grad_spread.view(-1))
     constants = row_blocks(BACKWARD, key_of(hidden), len(weight))
     totals, spread = totals.view(-1), entropies.view(-1)
-    for part, logits in chunks(rows, weight):
-        gradient = room_for_gradient(logits, hidden)
+    for part, logits, gradient in chunks(rows, weight, gradients=True):
         count, classes = logits.shape
         launch(
             f"{KERNELS}.chosen_backward",

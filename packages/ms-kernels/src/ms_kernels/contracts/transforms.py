@@ -1,0 +1,20 @@
+"""Detects torch.func transforms and forward-mode differentiation.
+
+`torch.func.grad`, `vmap`, `jvp` and their relatives wrap tensors below Python's type, so neither
+`type(tensor)` nor a dispatch mode shows them. torch has no public question for it; its private
+names are in this file alone.
+"""
+
+import torch
+from torch.autograd import forward_ad
+
+
+def transforms_active() -> bool:
+    """Return whether a torch.func transform or a forward-mode level is active in this thread."""
+    if torch.compiler.is_compiling():
+        return False
+    if forward_ad._current_level >= 0:
+        return True
+    # torch's stub says that it returns an interpreter; outside of a transform it is None.
+    interpreter: object = torch._C._functorch.peek_interpreter_stack()
+    return interpreter is not None
