@@ -38,11 +38,12 @@ WORDS = {
         "split",
         "column",
         "workers",
+        "begin_of_text",
     },
     "ms-kernels": {"operator", "details", "chip", "backend", "device", "dtype", "only", "target"},
     "ms-parallel": {
         *("set", "costs", "model", "layout", "sharding", "schedule", "recompute"),
-        *("context_attention", "device"),
+        *("context_attention", "device", "prompt"),
     },
     "ms-profile": {
         *("metrics", "arguments", "kind", "rank", "title", "backend", "name", "project", "to"),
@@ -54,6 +55,7 @@ WORDS = {
 
 TEXTS = {
     *("stop_strings", "stop_tokens", "layout", "targets", "head", "kl_estimator", "tests_key"),
+    *("offload", "sharding", "save_dtype"),
     *("given", "base", "generator", "task_weights", "tasks", "weighting", "long", "exceptions"),
     *("start", "method", "title", "name", "target", "scale_dtype", "text_column", "decay"),
     *("heads", "model_type", "optimizer", "model_config", "learning_rate_decay", "recompute"),

@@ -99,6 +99,8 @@ class RewardModel(nn.Module):
             WriteError: the folder cannot be written.
         """
         check_path("folder", folder, error=WriteError, written="folder")
+        if base is not None:
+            check_path("base", base, error=WriteError)
         with whole_folder(Path(folder), overwrite=True) as aside:
             save_model(self.body, aside / BODY, dtype=dtype)
             complete(aside / BODY, tokenizer, base=base)
