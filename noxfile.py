@@ -330,6 +330,20 @@ def fuzz(session: nox.Session) -> None:
 
 
 @shared_job
+def combinations(session: nox.Session) -> None:
+    """Run every pair of values of the keys of run files, and the options of the kernels.
+
+    `-- ms-parallel` or `-- "ms-align sft"` chooses commands, `-- --only KEY` the pairs of one key,
+    and `-- --fresh` forgets what is known to be refused. The page of refused pairs is written anew.
+    """
+    words = ("python", "-W", "ignore", "tests/combinations/run_arrays.py", *session.posargs)
+    run_shared(session, *words, env=ONE_THREAD)
+    kernels = ROOT / "packages" / "ms-kernels" / "tests" / "run_operator_arrays.py"
+    if kernels.exists() and not session.posargs:
+        run_shared(session, "python", str(kernels), env=ONE_THREAD)
+
+
+@shared_job
 def demo(session: nox.Session) -> None:
     """Pre-train a small model on the running Python's own library; `-- --layout tensor=2`.
 

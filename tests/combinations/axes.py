@@ -1,0 +1,174 @@
+"""The axes of each command's array: every key of its run file, and the values that are tried.
+
+Keys and choices are read from the options, as `--help` and the reference page read them, so a new
+key is an axis by itself: true and false, or all of its choices. Where no values follow from the
+type, `VALUES` names some; `FIXED` lists the keys that are left out, each with the reason.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "docs" / "extensions"))
+import run_keys  # noqa: E402
+
+UNSET = None
+"""The key is not in the run file."""
+COMMANDS = (
+    "ms-parallel train",
+    *(f"ms-align {name}" for name in ("sft", "reward", "dpo", "ppo", "grpo", "rloo")),
+    *(f"ms-compress {name}" for name in ("qat", "prune", "distill")),
+)
+LAYOUTS = [UNSET, *({axis: 2} for axis in ("data", "tensor", "pipeline", "context", "expert"))]
+
+VALUES: dict[str, dict[str, list[Any]]] = {
+    "ms-parallel train": {
+        "model": ["llama", "qwen3_moe", "deepseek_v3", "gemma3_text", "gpt_oss", "@foreign"],
+        "dataset": ["@texts", "@shards"],
+        "layout": [*LAYOUTS, {"data": 2, "replicate": 2}],
+        "optimizer": ["AdamW", "Muon", "SGD", "Adafactor"],
+        "learning_rate_decay": ["cosine", "linear", "wsd"],
+        "balance": [UNSET, "step", "sequence", "bias", "none"],
+        "balance_coefficient": [UNSET, 0.01],
+        "mixed_precision": [False, True, "float16"],
+        "loss_scale": [UNSET, {"initial": 1024}],
+        "audit_every": [UNSET, 1],
+        "microbatch_size": [UNSET, 1, "auto"],
+        "recompute": ["none", "selective", "attention", "full", "1MiB"],
+        "shares": ["equal", "measured"],
+        "schedule": ["1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "zb-v"],
+        "max_grad_norm": [1.0, 0.5],
+        "evaluate_every": [UNSET, 1],
+        "checkpoint_every": [UNSET, 1],
+        "record_every": [UNSET, 1],
+        "sample_prompt": [UNSET, "the"],
+        "z_coefficient": [0.0, 1e-4],
+        "router_z_coefficient": [0.0, 1e-3],
+        "tokenizer": [UNSET, "@tokenizer"],
+    },
+    "ms-align": {
+        "model": ["@llama", "@qwen3_moe", "@gpt2"],
+        "layout": [UNSET, {"data": 1}, {"data": 2}, {"tensor": 2}, {"pipeline": 2}],
+        "lora": [UNSET, {"rank": 2}],
+        "microbatch_size": [UNSET, 1],
+        "reference_model": [UNSET, "@llama"],
+        "dataset": [UNSET],
+        "tokenizer": [UNSET],
+        "max_grad_norm": [1.0, 0.5],
+        "evaluate_every": [UNSET, 1],
+        "checkpoint_every": [50, 1],
+        "kl_coeff": [0.05, 0.0],
+        "kl_target": [UNSET, 0.1],
+        "entropy_coeff": [0.0, 0.01],
+        "temperature": [1.0, 0.7],
+        "top_k": [UNSET, 5],
+        "top_p": [1.0, 0.9],
+        "stop_strings": [[], ["e"]],
+        "missing_stop_penalty": [0.0, 0.1],
+        "length_penalty": [0.0, 0.1],
+        "reward_clip": [UNSET, 0.5],
+        "kl_estimator": ["k1", "k2", "k3"],
+        "value_model": [UNSET, "copy"],
+        "weights": [UNSET],
+        "tasks": [UNSET],
+        "mixed_precision": [False, True, "float16"],
+        "recompute": ["none", "selective", "full"],
+        "offload": ["none", "moments"],
+        "label_smoothing": [0.0, 0.1],
+        "open_rows": [512, 0],
+        "slots": [64, 2],
+        "sequence_length": [32],
+        "loss_scale": [UNSET, {"initial": 1024}],
+        "minibatch_size": [UNSET, 2],
+        "balance_coefficient": [UNSET, 0.01],
+        "save_dtype": [UNSET, "bfloat16"],
+        "generator": [UNSET],
+    },
+    "ms-compress": {
+        "model": ["@llama", "@qwen3_moe"],
+        "tokenizer": [UNSET],
+        "scheme": ["ct.int4_g32", "ct.int8", "gguf.q4_0", "gguf.q8_0", "ort.matmulnbits"],
+        "pattern": ["2:4", 0.5],
+        "teacher": [UNSET, "@llama"],
+        "float_steps": [0, 1],
+        "exceptions": [[], ["down_proj"]],
+        "layers": [UNSET, 1],
+        "inner": [UNSET, 32],
+        "dataset": ["@tokens", "@shards"],
+        "tuning.weight_decay": [0.0, 0.1],
+        "tuning.distil_weight": [1.0, 0.5],
+        "tuning.hidden_weight": [0.0, 1.0],
+    },
+}
+"""Values of keys that no type or list of choices gives; the first is the plain one."""
+
+FIXED = {
+    "set by every run": "steps batch_size sequence_length output_dir seed resume progress log_every"
+    " device vocab_size hold_out group_size max_new_tokens rows evaluate_batches reward_model"
+    " tuning.steps tuning.batch_size tuning.sequence_length tuning.seed timeout_s",
+    "a number in one formula, which no other key reads": "learning_rate warmup_steps betas epsilon"
+    " final_learning_rate_ratio weight_decay spike_factor spike_window"
+    " balance_bias_rate mtp_weight beta centring margin_scale gamma lam value_coeff value_clip"
+    " clip_low clip_high min_p kl_horizon reward_failure_penalty equal_rewards_limit decay_steps"
+    " uncertainty_rate tuning.learning_rate tuning.scale_rate tuning.max_grad_norm"
+    " lora.rank lora.alpha lora.targets lora.rslora tasks.* layout.*",
+    "how much is kept or shown": "keep_checkpoints sample_tokens evaluate_samples held_out_batches",
+    "a file or table of a kind that its own tests cover": "model_config cluster devices text_column"
+    " task_weights held_out response_dataset stop_tokens tuning",
+    "a limit on the choice of another key": "memory_gib schedule_memory_gib",
+    "another way to give the length of a run, refused beside steps": "epochs",
+}
+"""Keys that are no axis, by the reason."""
+
+
+def package_of(command: str) -> str:
+    """The package of a command: `ms-align sft` -> `ms-align`."""
+    return command.partition(" ")[0]
+
+
+def fixed_keys() -> dict[str, str]:
+    """The reason for each key, or pattern of keys of one table, that is no axis."""
+    return {key: reason for reason, keys in FIXED.items() for key in keys.split()}
+
+
+def is_fixed(key: str) -> bool:
+    """Return whether a key is left out, by its name or its table's."""
+    fixed = fixed_keys()
+    table, dot, _ = key.partition(".")
+    return key in fixed or (bool(dot) and f"{table}.*" in fixed)
+
+
+def values_of(command: str, row: Any) -> list[Any] | None:
+    """List the values of a key; None where nothing says which there are."""
+    tables = (VALUES.get(command, {}), VALUES.get(package_of(command), {}))
+    for table in tables:
+        if row.name in table:
+            return table[row.name]
+    if row.accepted.startswith("`"):
+        choices = [word.strip("` ") for word in row.accepted.split(",")]
+        default = json.loads(row.default) if row.default else UNSET
+        return [default, *(each for each in choices if each != default)]
+    if row.types == ("true or false",):
+        return [row.default == "true", row.default != "true"]
+    return None
+
+
+def axes_of(command: str) -> dict[str, list[Any]]:
+    """The values of each axis of a command."""
+    axes = {}
+    for section in run_keys.commands()[command]():
+        for row in section.rows:
+            if is_fixed(row.name):
+                continue
+            values = values_of(command, row)
+            if values is not None and len(values) > 1:
+                axes[row.name] = values
+    return axes
+
+
+def unknown_keys(command: str) -> list[str]:
+    """List the keys that are neither an axis nor left out for a reason."""
+    rows = [row for section in run_keys.commands()[command]() for row in section.rows]
+    return [row.name for row in rows if not is_fixed(row.name) and values_of(command, row) is None]

@@ -1,0 +1,86 @@
+"""One process of one run: a command's `main`, called in a forked process of its own."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WARM = (
+    "ms_align.trainers.frame.online",
+    "ms_align.trainers.ppo",
+    "ms_compress.jobs.qat",
+    "ms_data",
+    "ms_kernels",
+    "ms_parallel.training.trainer",
+)
+"""What the commands import, imported once for all forked processes."""
+for _name in WARM:
+    import_module(_name)
+
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def vowels(samples: Sequence[Any]) -> list[float]:
+    """A reward: the share of vowels among the bytes of a response."""
+    return [
+        sum(token in b"aeiou" for token in sample.response_tokens)
+        / max(1, len(sample.response_tokens))
+        for sample in samples
+    ]
+
+
+def perform(command: str, run_file: str, log: str, kill_at: str | None = None) -> int:
+    """Run `ms-... COMMAND FILE`; return its exit code.
+
+    Args:
+        command: package and subcommand, such as `ms-align sft`.
+        run_file: the run file.
+        log: where standard output and error go, with the rank as suffix.
+        kill_at: events of the run; the process kills itself once they tell of a checkpoint.
+    """
+    torch.set_num_threads(1)
+    rank = os.environ["RANK"]
+    if os.environ["WORLD_SIZE"] == "1":
+        for name in LAUNCHER:
+            os.environ.pop(name, None)
+    for number, name in ((1, "out"), (2, "err")):
+        handle = os.open(f"{log}.{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(handle, number)
+    if kill_at is not None:
+        threading.Thread(target=_kill_at_checkpoint, args=(Path(kill_at),), daemon=True).start()
+    package, name = command.split()
+    module = package.replace("-", "_")
+    sys.argv = [package, name, run_file]
+    try:
+        code = import_module(f"{module}.cli").main([name, run_file])
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return int(code or 0)
+
+
+def _kill_at_checkpoint(events: Path) -> None:
+    while True:
+        if events.exists() and '"kind":"checkpoint"' in events.read_text():
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """All events of a run; none where it wrote none."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
