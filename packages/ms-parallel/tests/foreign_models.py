@@ -9,7 +9,7 @@ from runs import VOCABULARY, global_batch, my_rows
 from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ms_parallel import AdamWConfig, Engine, Layout, NextTokenLoss, ParallelError
+from ms_parallel import AdamWConfig, Engine, Layout, NextTokenLoss, ParallelError, load_model
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.optimizer import learning_rate
@@ -173,3 +173,23 @@ def fresh(jobs: list[dict[str, Any]]) -> list[dict[str, list[float]]]:
 
 def _spread(value: Tensor) -> list[float]:
     return [float(value.mean()), float(value.std())]
+
+
+def gradient_of(folder: str, layout: str, name: str) -> list[float]:
+    """Norm of the first update, and its change of a weight under plain SGD at rate 1."""
+    torch.set_num_threads(1)
+    sgd = {"name": "SGD", "momentum": 0.0, "learning_rate": 1.0, "weight_decay": 0.0}
+    groups = connect(Layout.parse(layout), device="cpu", timeout_s=120)
+    options = {"groups": groups, "optimizer": {**sgd, "max_grad_norm": None}}
+    engine = Engine(TransformersModel(folder), **options)
+    tokens = torch.arange(3, 27)[None]
+    before = whole_of(engine.parameters[name].detach()).clone()
+    update = engine.update({"tokens": tokens, "targets": tokens.roll(-1, 1)}, NextTokenLoss())
+    after = whole_of(engine.parameters[name].detach())
+    return [update.grad_norm, float((before - after).sum())]
+
+
+def loaded(folder: str) -> list[float]:
+    """Sum of the logits of `load_model`, in a process that has built no model before."""
+    model = load_model(folder)
+    return [float(model(torch.arange(3, 27)[None]).detach().double().sum())]

@@ -126,13 +126,18 @@ def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
     return _shapes(config, nn.Module.named_parameters)
 
 
+def weight_shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    """Map the names of the whole model's parameters and persistent buffers to their shapes."""
+    return _shapes(config, named_weights)
+
+
 def weight_slices(config: ModelConfig) -> dict[str, list[WeightSlice]]:
     """List what makes up each weight of the whole model in its folder; tied ones once.
 
     Weights are its parameters, and the buffers that its folder holds.
     """
     rules = family_of(config).weights(config)
-    shapes = _shapes(config, named_weights)
+    shapes = weight_shapes(config)
     return {name: list(slices_of(rules, name, shape)) for name, shape in shapes.items()}
 
 

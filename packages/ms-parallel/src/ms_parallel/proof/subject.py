@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +9,7 @@ from attrs import evolve, field, fields, frozen
 from torch import nn
 
 from ms_parallel.errors import ConfigError, ModelError
-from ms_parallel.models.config import TOKENS, ModelConfig
+from ms_parallel.models.config import ModelConfig
 from ms_parallel.models.experts.choice import Mixture
 from ms_parallel.models.family import families, family_of
 from ms_parallel.models.foreign.config import (
@@ -18,40 +17,11 @@ from ms_parallel.models.foreign.config import (
     causal_classes,
     transformers,
 )
+from ms_parallel.models.foreign.small import SMALL, small_model
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.registry import architecture, architectures
 from ms_parallel.settings import nearest
 
-_SMALL: dict[str, int] = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "rotary_dim": 4,
-    "sliding_window": 5,
-    "segment_length": 4,
-    "memory_length": 4,
-    "moe_intermediate_size": 24,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "first_k_dense_replace": 1,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-"""The most that each setting is left at; a model has those of them that its configuration has."""
 TOLERANCE, FLOAT32 = 1e-12, 2e-6
 """Tolerances in float64, and of transformers' models, whose norms round to float32 in it."""
 _LAYERS = 4
@@ -70,7 +40,7 @@ class Subject:
     given: ModelConfig | TransformersModel | nn.Module
     """What an `Engine` takes; a module is taken over by the first engine that gets it."""
     plan: ModelPlan | None = None
-    vocabulary: int = field(default=_SMALL["vocab_size"])
+    vocabulary: int = field(default=SMALL["vocab_size"])
     experts: int = 1
     """Experts of a layer, which the expert axis can share out; 1 for none."""
     packs: bool = True
@@ -123,33 +93,11 @@ def _of_transformers(name: str) -> Subject:
 
 
 def _of_foreign(name: str, config: TransformersModel) -> Subject:
-    settings, layers = config.settings, min(config.num_hidden_layers, _LAYERS)
-    changed: dict[str, Any] = dict.fromkeys(TOKENS)  # which may lie beyond the small vocabulary
-    changed |= {"initializer_range": _SPREAD, "num_hidden_layers": layers}
-    for key, most in _SMALL.items():
-        value = getattr(settings, key, None)
-        if isinstance(value, int):
-            changed[key] = min(value, most)
-    heads: int | None = getattr(settings, "num_key_value_heads", None)
-    if heads is not None:
-        grouped = heads < settings.num_attention_heads
-        changed["num_key_value_heads"] = changed["num_attention_heads"] // (2 if grouped else 1)
-    if kinds := getattr(settings, "layer_types", None):
-        changed["layer_types"] = _some_of_each(kinds, layers)
-    written, given = getattr(settings, "attribute_map", {}), settings.to_dict()
-    named = {written.get(key, key): value for key, value in changed.items()}
-    small = config.with_settings({key: value for key, value in named.items() if key in given})
-    text = f"transformers' {small.model_type}, {layers} layers"
+    small = small_model(config, layers=_LAYERS, spread=_SPREAD)
+    text = f"transformers' {small.model_type}, {small.num_hidden_layers} layers"
     return Subject(
         name=name, shrunk=text, given=small, vocabulary=small.vocab_size, tolerance=FLOAT32
     )
-
-
-def _some_of_each(kinds: Sequence[str], count: int) -> list[str]:
-    """List `count` kinds of layers in their order, at least one of each where there is room."""
-    first = list(kinds[:count])
-    missing = [kind for kind in dict.fromkeys(kinds) if kind not in first]
-    return [*first[: max(0, count - len(missing))], *missing][:count]
 
 
 def _of_config(name: str, config: ModelConfig) -> Subject:
@@ -174,7 +122,7 @@ def _shrink(config: ModelConfig) -> ModelConfig:
     names = {setting.name for setting in fields(type(config))}
     changed: dict[str, Any] = {"initializer_range": _SPREAD}
     changed |= {"num_hidden_layers": min(config.num_hidden_layers, _LAYERS)}
-    for name, most in _SMALL.items():
+    for name, most in SMALL.items():
         value = getattr(config, name, None)
         if name in names and isinstance(value, int):
             changed[name] = min(value, most)

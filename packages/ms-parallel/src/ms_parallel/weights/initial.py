@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from ms_parallel.models.registry import model_plan, parameter_shapes
+from ms_parallel.models.registry import model_plan, weight_shapes
 from ms_parallel.models.staged import named_weights
 from ms_parallel.split.part import part_of
 
@@ -41,7 +41,7 @@ def initialise(model: nn.Module, seed: int) -> None:
     """
     std: float = model.config.initializer_range  # type: ignore[union-attr,assignment]
     owners = {copy: owner for owner, copy in model_plan(model.config).tied}  # type: ignore[arg-type]
-    own = parameter_shapes(model.config)  # type: ignore[arg-type]
+    own = weight_shapes(model.config)  # type: ignore[arg-type]
     for name, parameter in named_weights(model):
         drawn_as = owners.get(name, name)
         if is_added(drawn_as, own):

@@ -14,6 +14,7 @@ from ms_parallel.models.family import ANY, Family
 from ms_parallel.models.foreign.config import TransformersModel
 from ms_parallel.models.foreign.plans import (
     STYLES,
+    UNNAMED,
     Named,
     Shapes,
     built,
@@ -103,6 +104,11 @@ def _check_tensor(config: TransformersModel, plan: ModelPlan, tensor: int) -> No
         )
     known = {*STYLES.values(), "replicated", "expert_row"}
     for pattern, style in plan.tensor.items():
+        if str(style) == UNNAMED:
+            raise LayoutError(
+                f"tensor={tensor} cannot split {kind}: transformers' tensor plan does not name"
+                f" {pattern}, which runs next to layers that it splits; set tensor=1"
+            )
         if style not in known:
             raise LayoutError(
                 f"tensor={tensor} cannot split {kind}: transformers splits {pattern} by"

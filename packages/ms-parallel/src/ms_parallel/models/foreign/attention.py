@@ -19,6 +19,24 @@ TABLE = "ALL_ATTENTION_FUNCTIONS"
 WINDOWS = "create_sliding_window_causal_mask"
 """What they make masks with windows by."""
 UNSAID: Any = object()
+WITHOUT_EFFECT = frozenset(
+    {
+        "cache_position",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "dropout",  # never applied here
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",  # already applied to queries and keys
+        "seq_idx",
+        "use_cache",
+    }
+)
+"""Keyword arguments of an attention call that do not change its result here."""
 _calls = 0
 
 
@@ -64,11 +82,21 @@ def registered(ops: Hashable) -> str:
         softcap: float | None = None,
         s_aux: Tensor | None = None,
         is_causal: bool | None = None,
-        **_: Any,
+        **others: Any,
     ) -> tuple[Tensor, None]:
-        """Map queries (B, heads, S, D) and the like to (B, S, heads, D)."""
+        """Map queries (B, heads, S, D) and the like to (B, S, heads, D).
+
+        Raises:
+            ModelError: the model passes an argument that changes the result in an unknown way.
+        """
         global _calls
         _calls += 1
+        for name, given in others.items():
+            if given is not None and name not in WITHOUT_EFFECT:
+                raise ModelError(
+                    f"{type(module).__name__} passes {name!r} to its attention, which is not"
+                    " supported here; train this model with transformers"
+                )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if not causal:
             raise ModelError("attention of this model is not causal; it has no next token to learn")

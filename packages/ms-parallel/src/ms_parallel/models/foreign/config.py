@@ -19,8 +19,23 @@ from ms_parallel.models.foreign.experts import mixture_of
 
 MOST_LAYERS = 1000
 """All of them are built, without storage, before the first is known to have weights."""
-ATTENTIONS = ("full_attention", "sliding_attention", "linear_attention")
-"""Kinds of attention that layers may have."""
+LAYER_TYPES = frozenset(
+    {
+        "attention",
+        "conv",
+        "dense",
+        "full_attention",
+        "hybrid",
+        "hybrid_sliding",
+        "linear_attention",
+        "mamba",
+        "moe",
+        "recurrent",
+        "sliding_attention",
+        "sparse",
+    }
+)
+"""Layer types whose computation is known here. Transformers has others that select keys."""
 
 
 def transformers() -> Any:
@@ -176,7 +191,7 @@ class TransformersModel:
     @property
     def tie_word_embeddings(self) -> bool:
         """Whether the head's weight is the embedding's."""
-        return bool(self.settings.tie_word_embeddings)
+        return bool(getattr(self.settings, "tie_word_embeddings", False))
 
     @property
     def is_text_part(self) -> bool:
@@ -252,10 +267,11 @@ def _check(model: TransformersModel) -> None:
                 f" 1 to {most}"
             )
     for kind in getattr(settings, "layer_types", None) or ():
-        if "attention" in str(kind) and kind not in ATTENTIONS:
+        if kind not in LAYER_TYPES:
             raise ConfigError(
-                f"layer_types of this {model.model_type} has {kind!r}, which is not known here;"
-                f" known: {', '.join(ATTENTIONS)}, and layers without attention"
+                f"layer_types of this {model.model_type} must be one of"
+                f" {', '.join(sorted(LAYER_TYPES))}, got {kind!r}; train this model with"
+                " transformers"
             )
     if getattr(settings, "output_router_logits", False) and model.mixture is None:
         raise ConfigError(

@@ -151,19 +151,23 @@ def _choice(router: nn.Module) -> Choice | None:
     weight = router._parameters.get("weight")
     if weight is None or weight.ndim != 2:
         return None
-    tried: Any = deepcopy(router).to_empty(device="cpu").float().eval()
-    generator = torch.Generator().manual_seed(0)
-    for value in (*tried.parameters(), *tried.buffers()):
-        value.data.normal_(generator=generator)
-    hidden = torch.randn(3, weight.shape[1], generator=generator, dtype=torch.float32)
-    try:
-        with torch.no_grad(), torch.device("cpu"):
+    # Callers build models under an ambient meta device, where values cannot be compared.
+    with torch.device("cpu"), torch.no_grad():
+        tried: Any = deepcopy(router).to_empty(device="cpu").float().eval()
+        generator = torch.Generator().manual_seed(0)
+        for value in (*tried.parameters(), *tried.buffers()):
+            if value.is_floating_point():
+                value.normal_(generator=generator)
+            else:
+                value.zero_()
+        hidden = torch.randn(3, weight.shape[1], generator=generator, dtype=torch.float32)
+        try:
             logits, weights, experts = tried(hidden)
-        best = logits.topk(experts.shape[-1], -1).indices
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
-        return None  # of another face
-    whole = F.linear(hidden, tried.weight, tried._parameters.get("bias"))
-    alike = torch.equal(logits, whole) and weights.shape == experts.shape
-    if not alike or not torch.equal(experts.sort(-1).values, best.sort(-1).values):
-        return None
+            best = logits.topk(experts.shape[-1], -1).indices
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
+            return None  # another signature
+        whole = F.linear(hidden, tried.weight, tried._parameters.get("bias"))
+        alike = torch.equal(logits, whole) and weights.shape == experts.shape
+        if not alike or not torch.equal(experts.sort(-1).values, best.sort(-1).values):
+            return None
     return Choice(num_experts=logits.shape[-1], num_experts_per_tok=experts.shape[-1])

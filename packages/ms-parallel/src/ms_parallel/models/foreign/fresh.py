@@ -117,7 +117,8 @@ class Fresh:
             self.rule(module)
             for name, buffer in buffers.items():
                 computed = name in module._non_persistent_buffers_set
-                if computed and buffer.is_floating_point() and bool(buffer.isnan().any()):
+                known = buffer.is_meta or not buffer.is_floating_point()
+                if computed and not known and bool(buffer.isnan().any()):
                     raise ModelError(
                         f"transformers does not say how {name!r} of {type(module).__name__} is"
                         " computed"

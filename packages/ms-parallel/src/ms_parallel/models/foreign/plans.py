@@ -1,7 +1,7 @@
 """From the plans that transformers publishes for a model to ours."""
 
 import re
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, cast
 
@@ -30,6 +30,10 @@ STYLES: dict[str, Style] = {
     "moe_tp_experts": "summed",
 }
 """Our style of each of transformers'."""
+UNNAMED = "unnamed"
+"""Style of a parameter that the published plan does not name, next to layers that it splits."""
+ON_SPLIT_FEATURES = frozenset({"act", "act_fn", "q_norm", "k_norm"})
+"""Modules that run between a column-parallel and a row-parallel layer of the same parent."""
 EXPERTS_DIMS = 3
 """Dims of a weight that stacks a matrix for each expert."""
 
@@ -133,14 +137,30 @@ def _tensor(model: Any, prefix: str) -> dict[str, Style]:
     if not published:
         return {}
     styles: dict[str, Style] = {}
+    split = _split_parents(published, prefix)
     for name, value in model.named_parameters():
         parameter = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         module = parameter.rpartition(".")[0]
+        parent, _, own = module.rpartition(".")
         for pattern in (parameter, module):
             style = published.get(pattern.removeprefix(f"{prefix}."))
             if style is not None:
                 stacked = style == "rowwise" and value.ndim == EXPERTS_DIMS
                 styles[pattern] = "expert_row" if stacked else STYLES.get(style, style)
-        if parameter not in styles and module not in styles:
+        if parameter in styles or module in styles:
+            continue
+        if parent in split and own in ON_SPLIT_FEATURES:
+            styles[module] = "heads"  # each rank has the gradient of its features; they are summed
+        elif parent in split or module in split:
+            styles[parameter] = cast(Style, UNNAMED)  # partial or whole gradient: unknown
+        else:
             styles[module] = "replicated"
     return styles
+
+
+def _split_parents(published: Mapping[str, str], prefix: str) -> set[str]:
+    """List modules with a child that splits its output and one that takes split input."""
+    styles: dict[str, set[str]] = {}
+    for pattern, style in published.items():
+        styles.setdefault(f"{prefix}.{pattern}".rpartition(".")[0], set()).add(style)
+    return {parent for parent, found in styles.items() if {"colwise", "rowwise"} <= found}

@@ -55,8 +55,8 @@ class TransformersStage(Around):
             head = own["head_name"] = _head_name(model)
             own["tail"], own["plain_head"] = _tail(model), _is_plain(model, head)
             if config.tie_word_embeddings and self.first:
-                embedding = model.get_input_embeddings()
-                own["tail"]._modules[head] = model._modules[head] = _Tied(embedding)
+                tied = _Tied(model.get_input_embeddings(), model._modules[head].bias)
+                own["tail"]._modules[head] = model._modules[head] = tied
         blocks = [model.get_submodule(name) for name in block_names(model, plan)]
         kept = [block for block in blocks if any(True for _ in block.parameters())]
         stateful = [keep_apart(block, own["now"], ops) for block in kept]
@@ -160,11 +160,17 @@ class TransformersStage(Around):
 
 
 class _Tied(nn.Module):
-    """A head whose weight is the embedding's."""
+    """A head whose weight is the embedding's.
 
-    def __init__(self, embedding: Any) -> None:
+    Args:
+        embedding: owner of the weight (V, H).
+        bias: the head's own bias (V,), which is not tied; None for none.
+    """
+
+    def __init__(self, embedding: Any, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.__dict__["embedding"] = embedding
+        self.bias = bias
 
     @property
     def weight(self) -> Tensor:
@@ -174,7 +180,7 @@ class _Tied(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map (B, S, H) to (B, S, V)."""
-        return F.linear(hidden, self.weight)
+        return F.linear(hidden, self.weight, self.bias)
 
 
 class _Outcome:
@@ -209,14 +215,16 @@ def _head_name(model: Any) -> str:
 def _is_plain(model: Any, head_name: str) -> bool:
     """Return whether logits are only the head's product, as seen from a head of a few tokens."""
     tail, own = _tail(model), model._modules[head_name]
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+    # Callers build models under an ambient meta device, where values cannot be compared.
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         head = nn.Linear(own.in_features, 5, bias=own.bias is not None)
         hidden = torch.randn(1, 2, own.in_features)
-    tail._modules[head_name] = head
-    try:
-        with torch.no_grad():
+        tail._modules[head_name] = head
+        try:
             made = tail(inputs_embeds=hidden, use_cache=False).logits
-    except Exception as error:  # whatever a forward does that knows more of its base
-        kind = type(model).__name__
-        raise ModelError(f"the head of {kind} cannot be applied alone; write its family") from error
-    return torch.equal(made, F.linear(hidden, head.weight))
+        except Exception as error:  # whatever a forward does that knows more of its base
+            kind = type(model).__name__
+            raise ModelError(
+                f"the head of {kind} cannot be applied alone; write its family"
+            ) from error
+        return torch.equal(made, F.linear(hidden, head.weight))

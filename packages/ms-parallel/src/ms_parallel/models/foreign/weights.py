@@ -9,6 +9,7 @@ from ms_parallel.errors import ModelError
 from ms_parallel.models.foreign.config import TransformersModel
 from ms_parallel.models.foreign.experts import PairedExperts
 from ms_parallel.models.foreign.plans import described, shapes_of
+from ms_parallel.models.staged import named_weights
 from ms_parallel.models.weight_names import Rule, Rules, WeightSlice, renamed
 
 MERGED, JOINED = "MergeModulelist", "Concatenate"
@@ -16,9 +17,10 @@ MERGED, JOINED = "MergeModulelist", "Concatenate"
 
 @lru_cache(maxsize=16)
 def rules_of(config: TransformersModel) -> Rules:
-    """Make a rule for each pattern of parameter names."""
+    """Make a rule for each pattern of names of parameters and persistent buffers."""
     names = _Names(described(config))
-    patterns = {re.sub(r"\.\d+(?=\.|$)", ".*", name): None for name in shapes_of(config)}
+    weights = shapes_of(config, named_weights)
+    patterns = {re.sub(r"\.\d+(?=\.|$)", ".*", name): None for name in weights}
     return {pattern: _rule(pattern, names) for pattern in patterns}
 
 

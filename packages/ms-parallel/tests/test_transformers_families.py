@@ -1,0 +1,167 @@
+"""Models that transformers builds compute what transformers computes, or are refused in a line."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from foreign_models import SIZES
+from processes import run_command, run_processes
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ms_parallel import ConfigError, Engine, LayoutError, ModelError, NextTokenLoss
+from ms_parallel.cluster.layout import Layout
+from ms_parallel.models import TransformersModel
+from ms_parallel.models.family import family_of
+from ms_parallel.models.foreign.attention import registered
+from ms_parallel.models.foreign.small import small_model
+from ms_parallel.proof.subject import open_subject
+
+CHILD = Path(__file__).with_name("foreign_models.py")
+TOKENS = torch.arange(3, 27)[None]
+BATCH = {"tokens": TOKENS, "targets": TOKENS.roll(-1, 1)}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def saved(kind: str, folder: Path, **settings: Any) -> Any:
+    """A model of transformers with random weights, saved to a folder."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[kind](**{**SIZES, **settings})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(0.1 * torch.randn(value.shape))
+    model.save_pretrained(folder)
+    return model
+
+
+def test_a_layer_type_that_selects_keys_is_refused_when_the_model_is_built() -> None:
+    """MiniMax M3's sparse layers attend to selected blocks of keys, which our attention cannot."""
+    document = {
+        "model_type": "minimax_m3_vl_text",
+        **SIZES,
+        "layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"],
+    }
+    with pytest.raises(ConfigError, match=r"layer_types .* got 'minimax_m3_sparse'"):
+        TransformersModel(document)
+
+
+@pytest.mark.parametrize("name", ["block_indices", "position_bias", "never_heard_of"])
+def test_an_unknown_argument_of_an_attention_call_is_refused(name: str) -> None:
+    """It may change the result; None, and what has no effect here, passes."""
+    from ms_parallel import operators
+
+    attend: Any = ALL_ATTENTION_FUNCTIONS[registered(operators)]
+    x = torch.randn(1, 2, 4, 8)
+    attend(torch.nn.Module(), x, x, x, None, dropout=0.1, **{name: None}, sliding_window=None)
+    with pytest.raises(ModelError, match=f"Module passes '{name}' to its attention"):
+        attend(torch.nn.Module(), x, x, x, None, **{name: x}, sliding_window=None)
+
+
+def test_a_parameter_between_split_layers_is_summed_over_the_tensor_axis(tmp_path: Path) -> None:
+    """Apertus's activation has parameters that the published plan does not name."""
+    saved("apertus", tmp_path, num_hidden_layers=2)
+    name = "model.layers.0.mlp.act_fn.alpha_p"
+    arguments = {"folder": str(tmp_path), "name": name}
+    (one,) = run_processes(1, CHILD, "gradient_of", layout="", **arguments)
+    for rank in run_processes(2, CHILD, "gradient_of", layout="tensor=2", **arguments):
+        assert rank == pytest.approx(one, abs=1e-5)
+    assert abs(one[1]) > 1e-3
+
+
+def test_an_unnamed_parameter_next_to_split_layers_is_refused_under_tensor() -> None:
+    """Whether its gradient is partial or whole is not known."""
+    config = small_model(TransformersModel({"model_type": "doge"}))
+    with pytest.raises(LayoutError, match=r"does not name model\.layers\.\*\.self_attn\.A"):
+        family_of(config).check_layout(config, Layout.parse("tensor=2"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("ctrl", {"n_embd": 32, "n_layer": 2, "n_head": 4, "dff": 48, "n_positions": 64}),
+        ("phi", {"tie_word_embeddings": True}),
+    ],
+)
+def test_a_tied_head_keeps_its_bias(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """In logits, in its gradient and in the saved folder."""
+    model = saved(kind, tmp_path / "begin", **settings)
+    engine = Engine(TransformersModel(tmp_path / "begin"), device="cpu")
+    logits = engine.evaluate(BATCH, lambda output, _: output.logits())
+    with torch.no_grad():
+        assert torch.allclose(logits, model(TOKENS).logits, atol=1e-5)
+    assert engine.update(BATCH, NextTokenLoss()).grad_norm > 0
+    engine.save(tmp_path / "saved")
+    before, after = (load_file(tmp_path / at / "model.safetensors") for at in ("begin", "saved"))
+    assert before.keys() == after.keys()
+    assert not torch.equal(before["lm_head.bias"], after["lm_head.bias"])
+
+
+def test_fresh_weights_of_gemma4_learn() -> None:
+    """Its persistent buffer `layer_scalar` is 1, not 0, which would cut off every layer."""
+    config = small_model(TransformersModel({"model_type": "gemma4_text"}))
+    engine = Engine(config, device="cpu")
+    assert engine.update(BATCH, NextTokenLoss()).grad_norm > 0.1
+    scalars = [
+        value
+        for stage in engine.stages.values()
+        for name, value in stage.named_buffers()  # type: ignore[attr-defined]
+        if name.endswith("layer_scalar")
+    ]
+    assert len(scalars) == 4
+    assert all(torch.equal(value, torch.ones_like(value)) for value in scalars)
+
+
+def test_a_folder_of_experts_loads_in_a_new_process(tmp_path: Path) -> None:
+    """`load_model` builds under the meta device, where a router cannot be tried."""
+    settings = {"num_experts": 4, "shared_expert_intermediate_size": 16, **EXPERTS}
+    model = saved("qwen2_moe", tmp_path, **settings)
+    ((total,),) = run_processes(1, CHILD, "loaded", folder=str(tmp_path))
+    with torch.no_grad():
+        expected = float(model(TOKENS).logits.double().sum())
+    assert total == pytest.approx(expected, abs=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["minimax_m2", "exaone_moe"])
+def test_buffers_have_their_names_on_disk(kind: str, tmp_path: Path) -> None:
+    """A router's correction bias has another name in the folder than in memory."""
+    config = small_model(TransformersModel({"model_type": kind})).settings
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path)
+    engine = Engine(TransformersModel(tmp_path), device="cpu")
+    logits = engine.evaluate(BATCH, lambda output, _: output.logits())
+    with torch.no_grad():
+        assert torch.allclose(logits, model(TOKENS).logits, atol=1e-5)
+
+
+def test_commands_take_a_family_with_per_layer_head_sizes(tmp_path: Path) -> None:
+    """`prove` and `explain` of Gemma 4, whose `head_dim` has no single value."""
+    prove = ["-m", "ms_parallel", "prove", "gemma4_text", "--processes", "1", "--cases", "1"]
+    ended = run_command(prove, folder=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    saved_config = small_model(TransformersModel({"model_type": "gemma4_text"})).settings
+    AutoModelForCausalLM.from_config(saved_config).save_pretrained(tmp_path / "gemma")
+    command = ["-m", "ms_parallel", "explain", "data=2", str(tmp_path / "gemma")]
+    ended = run_command(command, folder=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "expected"),
+    [
+        ("laguna", "num_attention_heads_per_layer", [4, 4, 4, 4]),
+        ("gemma4_text", "num_hidden_layers", 4),
+        ("exaone_moe", "mlp_layer_types", ["dense", "sparse", "sparse", "sparse"]),
+    ],
+)
+def test_a_proof_cuts_per_layer_settings(kind: str, setting: str, expected: object) -> None:
+    """To as many layers as are kept, one of each kind among them."""
+    config: Any = open_subject(kind).given
+    assert getattr(config.settings, setting) == expected
