@@ -95,6 +95,9 @@ def main() -> None:
         shards, scratch = place / "shards", place / "scratch"
         scratch.mkdir()
         trained = seconds(lambda: train_tokenizer(options.corpus, vocab_size=8192, out=place / "t"))
+        endless = place / "endless.txt"
+        endless.write_text("one two three. " * 50 + "x" * 200_000)
+        one_word = seconds(lambda: train_tokenizer(endless, vocab_size=270))
         began, cpu = time.perf_counter(), time.process_time()
         summary = build(options.corpus, tokenizer=place / "t", out=shards)
         cpu, wall = time.process_time() - cpu, time.perf_counter() - began
@@ -105,6 +108,7 @@ def main() -> None:
             "text, MB": round(megabytes, 1),
             "tokens": summary.tokens,
             "train tokenizer, CPU s": round(trained, 1),
+            "train on a word of 200,000 letters, CPU s": round(one_word, 1),
             "build, MB a CPU s": round(megabytes / cpu, 2),
             "build, MB a wall s": round(megabytes / wall, 2),
             "bytes a token on disk": round(summary.size_bytes / summary.tokens, 3),

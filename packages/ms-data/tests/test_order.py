@@ -1,7 +1,5 @@
 """The order of samples is a permutation, stateless and well mixed."""
 
-import time
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -112,12 +110,10 @@ def test_the_order_is_frozen() -> None:
     assert " ".join(map(str, epoch_of(order, 2))) == frozen
 
 
-def test_a_window_far_away_costs_no_more_than_the_first() -> None:
-    """Ten to the fifteenth samples need no table: any window takes milliseconds."""
+def test_a_window_far_away_needs_no_table() -> None:
+    """Ten to the fifteenth samples need no table, which no memory would hold."""
     order = Order(samples=10**15, chunk_samples=128)
-    began = time.process_time()
     window = order.window(3, 10**15 // order.window_samples - 1)
-    assert time.process_time() - began < 1.0
     assert len(set(window.tolist())) == order.window_samples
     assert window.min() >= 0
     assert window.max() < 10**15

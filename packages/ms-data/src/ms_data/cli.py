@@ -5,6 +5,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 
@@ -300,6 +301,10 @@ def _run_inspect(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
         f"({split.size_bytes / split.tokens:.2f} bytes a token)"
         for name, split in info.splits.items()
     ]
+    with suppress(msgspec.ValidationError):  # of another version
+        summary = msgspec.convert(info.build, Summary)
+        lines.append(f"  built: {summary.contents}encoded {summary.encoder}{summary.omissions}")
+        lines += [f"  warning: {warning}" for warning in summary.warnings]
     return info, "\n".join((head, *lines))
 
 
@@ -309,9 +314,11 @@ def _run_verify(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
     if report.ok:
         shards = _count(report.shards, "shard")
         frames = f"{report.frames:,} frames"
+        more = f"; not part of the dataset: {', '.join(report.unchecked)}"
+        more = more if report.unchecked else ""
         return (
             report,
-            f"{options.shards}: all bytes of {shards} ({frames}) are as they were written",
+            f"{options.shards}: all bytes of {shards} ({frames}) are as they were written{more}",
         )
     faults = _count(len(report.faults), "fault")
     end = f"{options.shards}: {faults}; build it again"

@@ -11,13 +11,12 @@ from ms_data.building.encoders import TextEncoder
 from ms_data.building.journal import AnswerCounts, BuildProgress, Recipe
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.file_kinds import omissions
-from ms_data.disk.format import ShardEntry, sealed
+from ms_data.disk.format import BUILD_FILE, ShardEntry, sealed
 from ms_data.disk.split import read_index
 from ms_data.errors import DataError, OutputError, printable
 from ms_data.files.durable import write_file
 from ms_data.files.untrusted import decode_json, read_bytes
 
-BUILD_FILE = "build.json"
 LIMIT_BYTES = 1 << 20
 
 

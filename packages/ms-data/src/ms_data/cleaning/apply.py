@@ -11,7 +11,7 @@ from ms_data.cleaning.rule_file import make_rule
 from ms_data.cleaning.text import Text
 from ms_data.cleaning.words import Splitter, splitter
 from ms_data.passes.batches import Batch, Item
-from ms_data.passes.output import Line, packed
+from ms_data.passes.output import line_of, packed
 from ms_data.passes.run import PassResult
 from ms_data.passes.tally import Entry, Example, ReasonTally, Tally, excerpt_of
 
@@ -66,7 +66,7 @@ def clean_batch(
             excerpt, text = excerpt_of(text), None
         if text is not None:
             of_rows = isinstance(rules[0], RowRule)
-            line = text.encode() if of_rows else msgspec.json.encode(Line(text, item.place))
+            line = text.encode() if of_rows else line_of(text, item.place, item.columns)
             documents.append(line)
             for reason, cut in cuts:
                 tally.cuts.setdefault(reason, ReasonTally()).merge(cut)

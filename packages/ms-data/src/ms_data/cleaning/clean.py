@@ -63,6 +63,7 @@ def clean(
         text_column=text_column,
         skip_invalid=not strict,
         parse=row_json if chosen.of_rows else None,
+        columns=True,
         document_limit_mib=document_limit_mib,
         or_leave_out=WITHOUT_STRICT,
     )

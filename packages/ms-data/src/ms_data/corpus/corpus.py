@@ -3,12 +3,13 @@
 import gzip
 import hashlib
 import itertools
+import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from io import BufferedReader
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
@@ -17,7 +18,7 @@ from attrs import field, frozen
 
 from ms_data.corpus.file_kinds import HEAD_BYTES, NotText, foreign_encoding, kind_of
 from ms_data.corpus.places import Place, RemoteFile, file_info, open_place
-from ms_data.corpus.reader import Found, Invalid, OpenFile, Reader, ReadOptions, Row
+from ms_data.corpus.reader import TOO_LONG, Found, Invalid, OpenFile, Reader, ReadOptions, Row
 from ms_data.corpus.readers import READERS, reader_of
 from ms_data.corpus.unpacking import PACKINGS, unpacked
 from ms_data.errors import CorpusError, SettingError, TokenizerError
@@ -39,6 +40,8 @@ class Document(NamedTuple):
     after: Position
     read_bytes: int
     """Bytes of the corpus read so far, compressed ones as they lie on disk."""
+    columns: bytes = b""
+    """The other columns of its row as a JSON object, where they are asked for and there are any."""
 
 
 @frozen(kw_only=True)
@@ -125,8 +128,12 @@ class Corpus:
             path = self.files[number]
             skip = start.documents if number == start.file else 0
             for nth, (found, read_bytes) in enumerate(self._read(number, skip), skip + 1):
+                columns = b""
                 if isinstance(found, Row):
-                    found = self._text_of(found)
+                    if self.options.columns and self.options.parse is None:
+                        found, columns = self._with_columns(found)
+                    else:
+                        found = self._text_of(found)
                 if isinstance(found, NotText):
                     if path in self.named:
                         raise CorpusError(
@@ -138,10 +145,31 @@ class Corpus:
                         raise CorpusError(f"{found.reason}{self.options.or_leave_out}")
                     on_skip(found.reason)
                 elif found:
-                    yield Document(found, Position(number, nth), done_bytes + read_bytes)
+                    yield Document(found, Position(number, nth), done_bytes + read_bytes, columns)
                 else:
                     on_empty()
             done_bytes += self.sizes_bytes[number]
+
+    def _with_columns(self, row: Row) -> tuple[str | Invalid, bytes]:
+        """Take the text of a row, and its other columns as JSON."""
+        others = dict(row.values)
+        name = self.options.text_column
+        text = others.pop(name, None)
+        remedy = self.options.text_remedy
+        if text is None:
+            return Invalid(f"{row.place}: {name} is missing (null){remedy}"), b""
+        if not isinstance(text, str):
+            kind = type(text).__name__
+            return Invalid(f"{row.place}: {name} is {kind}, not text{remedy}"), b""
+        if len(text) > self.options.document_limit_bytes or (
+            len(text.encode(errors="surrogatepass")) > self.options.document_limit_bytes
+        ):
+            return Invalid(f"{row.place}: {TOO_LONG}"), b""
+        try:
+            text.encode()
+            return text, json_of(others) if others else b""
+        except (UnicodeError, ValueError, OverflowError, RecursionError) as error:
+            return Invalid(f"{row.place}: a column cannot be written as JSON: {error}"), b""
 
     def _text_of(self, row: Row) -> str | Invalid:
         """Make the document of a row."""
@@ -219,6 +247,14 @@ def _look(path: Place, name: str, head: bytes) -> str | Invalid | NotText:
     if reason := foreign_encoding(head):
         return Invalid(f"{path}: {reason}")
     return "" if reader_of(name, head) else kind_of(head)
+
+
+def json_of(columns: Mapping[str, Any]) -> bytes:
+    """Write columns as JSON; dates, decimals and bytes as text."""
+    try:
+        return msgspec.json.encode(columns, enc_hook=str)
+    except (OverflowError, msgspec.MsgspecError):  # a whole number of more than 64 bits
+        return json.dumps(columns, ensure_ascii=False, default=str).encode()
 
 
 def _checksum_of(path: Place) -> bytes:

@@ -2,13 +2,13 @@
 
 import os
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.dataset_folders import without_descriptions
-from ms_data.corpus.places import Place, is_remote, remote_files
+from ms_data.corpus.places import Place, is_remote, remote_files, without_secrets
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB, ReadOptions
 from ms_data.corpus.readers import READERS
 from ms_data.errors import CorpusError, SettingError, printable
@@ -35,8 +35,9 @@ def find_corpus(
     text_column: str = "text",
     skip_invalid: bool = False,
     parse: Callable[[Mapping[str, Any]], str] | None = None,
+    columns: bool = False,
     document_limit_mib: int = DOCUMENT_LIMIT_MIB,
-    or_leave_out: str = ", or leave it out with --skip-invalid",
+    or_leave_out: str = ReadOptions().or_leave_out,
 ) -> Corpus:
     """Find the files of a corpus: files, folders of files, addresses of either, or `stdlib`.
 
@@ -71,7 +72,7 @@ def find_corpus(
         for name, place in part.files.items()
     ]
     return Corpus(
-        name=" ".join(map(str, given)),
+        name=without_secrets(" ".join(map(str, given))),
         files=tuple(place for _, place, _ in found),
         names=tuple(name for name, _, _ in found),
         named=frozenset(place for _, place, folder in found if not folder),
@@ -81,6 +82,7 @@ def find_corpus(
             # Python's own tests hold sources that are broken on purpose.
             skip_invalid=skip_invalid or is_library,
             parse=parse,
+            columns=columns,
             document_limit_mib=document_limit_mib,
             or_leave_out=or_leave_out,
         ),
@@ -89,6 +91,7 @@ def find_corpus(
 
 def _find(corpus: str | Path) -> _Part:
     """Find the files of one name."""
+    shown_name = without_secrets(str(corpus))
     if is_remote(str(corpus)):
         found, folder = remote_files(str(corpus))
         shown = {
@@ -112,9 +115,11 @@ def _find(corpus: str | Path) -> _Part:
         root = path if folder else path.parent
         files = {os.path.relpath(one, root): one for one in paths}
     if folder:
-        files = without_descriptions(files, corpus)
+        files = without_descriptions(files, shown_name)
     if not files:
-        raise CorpusError(f"{corpus} is empty: it holds no files to read; give a folder of text")
+        raise CorpusError(
+            f"{shown_name} is empty: it holds no files to read; give a folder of text"
+        )
     return _Part(files, folder)
 
 
@@ -133,7 +138,7 @@ def _visible_files(folder: Path) -> list[Path]:
     seen: set[tuple[int, int]] = set()
     waiting = [folder]
     while waiting:
-        for place, folders, names in os.walk(waiting.pop(0), onerror=_refuse):
+        for place, folders, names in _walk(waiting.pop(0)):
             facts = os.stat(place)
             if (facts.st_dev, facts.st_ino) in seen:
                 folders.clear()
@@ -149,13 +154,27 @@ def _visible_files(folder: Path) -> list[Path]:
     return sorted(path for path in found if path.is_file())
 
 
-def _refuse(error: OSError) -> None:
-    raise CorpusError(f"{error.filename}: cannot be read: {error.strerror}") from error
+def _walk(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Walk folders as `os.walk` does, which until Python 3.12 needs a stack as deep as they are."""
+    waiting = [str(top)]
+    while waiting:
+        place = waiting.pop()
+        try:
+            with os.scandir(place) as found:
+                entries = list(found)
+        except OSError as error:
+            raise CorpusError(
+                f"{printable(place)}: cannot be read: {error.strerror}; move it higher up, or "
+                "give it to this user to read"
+            ) from error
+        folders = [entry.name for entry in entries if entry.is_dir()]
+        yield place, folders, [entry.name for entry in entries if not entry.is_dir()]
+        waiting += [os.path.join(place, name) for name in folders]
 
 
 def _library_files(library: Path) -> list[Path]:
     found = []
-    for place, folders, names in os.walk(library):
+    for place, folders, names in _walk(library):
         folders[:] = [name for name in folders if name not in _LIBRARY_LEFT_OUT]
         found += [Path(place, name) for name in names if name.endswith(".py")]
     return sorted(found)

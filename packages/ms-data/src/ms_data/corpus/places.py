@@ -1,16 +1,20 @@
 """Says where the files of a corpus lie: on this machine, or wherever fsspec reaches."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from importlib import import_module
-from io import BufferedReader
+from io import BufferedReader, RawIOBase
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from attrs import field, frozen
 
 from ms_data.errors import CorpusError, printable
+
+_USER = re.compile(r"(://)[^/?#\s'\"]*@")
+_QUERY = re.compile(r"(://[^?\s'\"]*)\?[^\s'\"]*")
 
 
 class FileInfo(NamedTuple):
@@ -28,6 +32,7 @@ class RemoteFile:
     """A file that fsspec reaches; what it offers is named as `Path` names it."""
 
     url: str
+    """Its address without user, password and query: it is printed, and stored in ledgers."""
     filesystem: Any = field(repr=False, eq=False)
     path: str = field(eq=False)
     """As the filesystem calls it."""
@@ -40,17 +45,17 @@ class RemoteFile:
     @property
     def name(self) -> str:
         """The last part of the path."""
-        return PurePosixPath(self.path).name
+        return PurePosixPath(without_secrets(self.path)).name
 
     @property
     def stem(self) -> str:
         """The name without its last suffix."""
-        return PurePosixPath(self.path).stem
+        return PurePosixPath(self.name).stem
 
     @property
     def suffix(self) -> str:
         """The last suffix, with its dot."""
-        return PurePosixPath(self.path).suffix
+        return PurePosixPath(self.name).suffix
 
 
 Place = Path | RemoteFile
@@ -67,7 +72,38 @@ def open_place(place: Place) -> BufferedReader:
     if isinstance(place, Path):
         return place.open("rb")
     with reaching(place.url):
-        return BufferedReader(place.filesystem.open(place.path, "rb"))
+        return BufferedReader(_Reached(place.filesystem.open(place.path, "rb"), place.url))
+
+
+class _Reached(RawIOBase):
+    """A file elsewhere, whose client's errors become one line also while it is read."""
+
+    def __init__(self, file: Any, url: str) -> None:
+        self._file, self._url = file, url
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self._file.seekable())
+
+    def readinto(self, buffer: Any) -> int:
+        with reaching(self._url):
+            content = self._file.read(len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        with reaching(self._url):
+            return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
 
 
 def file_info(place: Place) -> FileInfo:
@@ -89,26 +125,38 @@ def remote_files(url: str) -> tuple[dict[str, RemoteFile], bool]:
     Raises:
         CorpusError: there is nothing, or it cannot be reached.
     """
+    shown = without_secrets(url)
     try:
         fsspec = import_module("fsspec")
     except ImportError as error:
         raise CorpusError(
-            f"{printable(url)}: fsspec is needed to reach it; pip install 'ms-data[remote]'"
+            f"{printable(shown)}: fsspec is needed to reach it; pip install 'ms-data[remote]'"
         ) from error
-    with reaching(url):
+    with reaching(shown):
         filesystem, root = fsspec.core.url_to_fs(url)
         filesystem.invalidate_cache()
         found = filesystem.find(root, detail=True)
         if not (found or filesystem.exists(root)):
             raise FileNotFoundError(root)
         folder = not (len(found) == 1 and root in found)
-    base = PurePosixPath(root)
+        # The listings of http and others tell no sizes; files tell their own.
+        found = {
+            path: facts if isinstance(facts.get("size"), int) else filesystem.info(path)
+            for path, facts in found.items()
+        }
+    base = PurePosixPath(without_secrets(root))
     files = {}
     for path, facts in found.items():
-        below = str(PurePosixPath(path).relative_to(base)) if folder else base.name
-        address = url.rstrip("/") + "/" + below if folder else url
+        name = PurePosixPath(without_secrets(path))
+        below = str(name.relative_to(base)) if folder else base.name
+        address = shown.rstrip("/") + "/" + below if folder else shown
         files[below] = RemoteFile(address, filesystem, path, _facts(address, facts))
     return files, folder
+
+
+def without_secrets(text: str) -> str:
+    """Leave user, password and query out of the addresses in a text: queries hold signatures."""
+    return _QUERY.sub(r"\1", _USER.sub(r"\1", text))
 
 
 def _facts(url: str, facts: dict[str, Any]) -> FileInfo:
@@ -136,10 +184,11 @@ def reaching(url: str) -> Iterator[None]:
         ) from error
     except ImportError as error:
         raise CorpusError(
-            f"{printable(url)}: its client is not installed: {printable(error)}"
+            f"{printable(url)}: its client is not installed: "
+            f"{printable(without_secrets(str(error)))}"
         ) from error
     except Exception as error:  # each store has errors of its own, with no base of theirs
-        words = printable(error) or type(error).__name__
+        words = printable(without_secrets(str(error))) or type(error).__name__
         raise CorpusError(
             f"{printable(url)}: cannot be reached: {words}; look at the address and at your access"
         ) from error

@@ -80,16 +80,23 @@ class ReadOptions:
     """The member or column of a row that holds the text."""
     skip_invalid: bool = False
     """Leave out what cannot be read instead of stopping."""
-    or_leave_out: str = ", or leave it out with --skip-invalid"
+    or_leave_out: str = "; or leave out what is invalid with `ms-data build --skip-invalid`"
     """How what cannot be read may be left out, for the message of one that stops."""
     parse: Callable[[Mapping[str, Any]], str] | None = None
     """Makes a document's text of a row, or raises ValueError; None takes `text_column`."""
+    columns: bool = False
+    """Give each row's other columns with its text."""
     document_limit_mib: int = field(default=DOCUMENT_LIMIT_MIB)
     """A longer document, or row, is not valid."""
 
     @document_limit_mib.validator
     def _at_least_one(self, _: object, value: int) -> None:
         check_counts(document_limit_mib=value)
+
+    @property
+    def rows(self) -> bool:
+        """Whether readers of tables give rows instead of texts."""
+        return self.columns or self.parse is not None
 
     @property
     def document_limit_bytes(self) -> int:

@@ -16,6 +16,7 @@ from ms_data.corpus.reader import (
     library,
     not_utf8,
 )
+from ms_data.errors import CorpusError, DataError, printable
 
 _FAULTS = (ValueError, TypeError, LookupError, OSError, MemoryError, OverflowError)
 """What decoders raise over bad content."""
@@ -34,6 +35,8 @@ def decoding_table(file: OpenFile, kind: str, extra: str) -> Iterator[Any]:
     arrow = library("pyarrow", extra, file)
     try:
         yield arrow
+    except DataError:
+        raise
     except (
         arrow.ArrowException,
         ValueError,
@@ -44,6 +47,13 @@ def decoding_table(file: OpenFile, kind: str, extra: str) -> Iterator[Any]:
     ) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk's or the network's, not the file's
+        # Parquet's decoders raise this as an OSError.
+        if isinstance(error, NotImplementedError) or "Not yet implemented" in str(error):
+            words = printable(" ".join(str(error).split()))
+            raise CorpusError(
+                f"{file.path}: pyarrow cannot read this {kind}, which need not be damaged "
+                f"({words}); write it again with plain or dictionary encoding"
+            ) from error
         raise damaged(file, kind, error) from error
 
 
@@ -77,7 +87,7 @@ def batch_documents(
     """Yield each row of a record batch; `first` is the number of its first row, from 1."""
     for at in range(0, batch.num_rows, _ROWS_AT_ONCE):
         part = batch.slice(at, _ROWS_AT_ONCE)
-        if options.parse is not None:
+        if options.rows:
             yield from _rows(arrow, part, file, first + at)
         else:
             values = _encoded(arrow, part.column(options.text_column))

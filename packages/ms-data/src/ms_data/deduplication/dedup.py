@@ -71,6 +71,7 @@ def dedup(
         corpus,
         text_column=text_column,
         skip_invalid=not strict,
+        columns=True,
         document_limit_mib=document_limit_mib,
         or_leave_out=WITHOUT_STRICT,
     )

@@ -69,6 +69,9 @@ LOSS_BIT = np.uint32(1 << 31)
 MEDIA_SUFFIX = "_media"
 """What the name of a split ends in that holds the pictures and sounds of another."""
 
+BUILD_FILE = "build.json"
+"""What a dataset was built from, and the summary of the build."""
+
 MEDIA_FILE = "media.json"
 """The settings of the processor, in a folder of conversations with pictures or sound."""
 
@@ -201,6 +204,18 @@ def sealed(value: msgspec.Struct, field: str) -> bytes:
     """
     name = xxhash.xxh3_128_hexdigest(_encode(msgspec.structs.replace(value, **{field: ""})))
     return _encode(msgspec.structs.replace(value, **{field: name}))
+
+
+_SEAL = re.compile(rb'"checksum": "([0-9a-f]{32})"\n\}\n\Z')
+
+
+def seal_holds(content: bytes) -> bool:
+    """Return whether the bytes that `sealed` wrote with a last member `checksum` are unchanged."""
+    found = _SEAL.search(content)
+    if found is None:
+        return False
+    empty = content[: found.start(1)] + content[found.end(1) :]
+    return xxhash.xxh3_128_hexdigest(empty) == found[1].decode()
 
 
 def encode_index(index: Index) -> bytes:

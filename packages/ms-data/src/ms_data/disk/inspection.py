@@ -1,11 +1,20 @@
 """Describes a dataset from its index alone."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from ms_data.disk.format import MEDIA_SUFFIX
+from ms_data.disk.format import BUILD_FILE, MEDIA_SUFFIX, seal_holds
 from ms_data.disk.split import dataset_folder, read_index
+
+_LIMIT_BYTES = 1 << 20
+
+
+class _Record(msgspec.Struct):
+    """The part of a build.json that is shown."""
+
+    summary: dict[str, Any]
 
 
 class SplitInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +38,9 @@ class DatasetInfo(msgspec.Struct, frozen=True, kw_only=True):
     end_of_text: int
     tokenizer: str
     splits: dict[str, SplitInfo]
+    build: dict[str, Any] | None = None
+    """The summary of the build: what was left out, and how documents begin and end. None for a
+    dataset that was imported, or whose build.json is damaged (see `verify`)."""
 
 
 def inspect(folder: str | Path) -> DatasetInfo:
@@ -59,4 +71,19 @@ def inspect(folder: str | Path) -> DatasetInfo:
         end_of_text=index.end_of_text,
         tokenizer=index.tokenizer,
         splits=splits,
+        build=_summary(Path(folder) / BUILD_FILE),
     )
+
+
+def _summary(path: Path) -> dict[str, Any] | None:
+    """Read the summary in a build.json."""
+    try:
+        content = path.read_bytes() if path.stat().st_size <= _LIMIT_BYTES else b""
+    except OSError:
+        return None
+    if not seal_holds(content):
+        return None
+    try:
+        return msgspec.json.decode(content, type=_Record).summary
+    except msgspec.MsgspecError:
+        return None

@@ -1,6 +1,7 @@
 """Reads checked frames from a shard."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,9 +65,11 @@ class Shard:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # The module's own names may be gone when the interpreter ends.
         if getattr(self, "_descriptor", -1) >= 0:
-            self.close()
+            close(self._descriptor)
+            self._descriptor = -1
 
     @property
     def frames(self) -> int:

@@ -11,7 +11,16 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
-from ms_data.disk.format import KINDS, LOSS_BIT, MAGIC, Index, ShardEntry, sealed_files
+from ms_data.disk.format import (
+    BUILD_FILE,
+    KINDS,
+    LOSS_BIT,
+    MAGIC,
+    Index,
+    ShardEntry,
+    seal_holds,
+    sealed_files,
+)
 from ms_data.disk.shard import Frame, Shard
 from ms_data.disk.split import dataset_folder, read_index
 from ms_data.errors import DamageError
@@ -41,10 +50,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Frames that were decoded."""
     size_bytes: int
     """Bytes of all shards."""
+    unchecked: tuple[str, ...] = ()
+    """Other files of the folder, which the index knows nothing of."""
 
     @property
     def ok(self) -> bool:
-        """Whether all bytes are as they were written."""
+        """Whether all bytes of the dataset are as they were written."""
         return not self.faults
 
 
@@ -76,11 +87,31 @@ def verify(
             frames += checked
             done += entry.size_bytes
             on_progress(done, total)
-    return Report(faults=tuple(faults), shards=len(index.shards), frames=frames, size_bytes=total)
+    return Report(
+        faults=tuple(faults),
+        shards=len(index.shards),
+        frames=frames,
+        size_bytes=total,
+        unchecked=_unchecked(folder, index),
+    )
+
+
+def _unchecked(folder: Path, index: Index) -> tuple[str, ...]:
+    """Name what is in the folder and is not part of the dataset."""
+    known = {"index.json", BUILD_FILE, *(entry.name for entry in index.shards)}
+    known |= {name for names, _ in sealed_files(index) for name in names}
+    return tuple(sorted(path.name for path in folder.iterdir() if path.name not in known))
 
 
 def _check_files(folder: Path, index: Index) -> list[Fault]:
-    """Check the tokenizer and, of an instruction set, the files of its template."""
+    """Check build.json, the tokenizer and, of an instruction set, the files of its template."""
+    record = folder / BUILD_FILE
+    try:
+        # Imported datasets have none.
+        if record.exists() and not seal_holds(record.read_bytes()):
+            return [Fault(BUILD_FILE, "file", "its checksum does not match its content")]
+    except OSError as error:
+        return [Fault(BUILD_FILE, "file", f"cannot be read: {error.strerror}")]
     for names, expected in sealed_files(index):
         content = b""
         for name in names:

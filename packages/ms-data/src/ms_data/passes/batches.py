@@ -19,6 +19,8 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
     own words."""
     text: str | None
     """None where it cannot be read."""
+    columns: bytes = b""
+    """The other columns of its row as a JSON object; empty where there are none."""
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):
@@ -85,8 +87,8 @@ def read_batches(
         empty += 1
 
     for document in source.documents(start.position, quarantine, on_leave_out, on_empty):
-        items.append(Item(_place(source, document), document.text))
-        size += len(document.text)
+        items.append(Item(_place(source, document), document.text, document.columns))
+        size += len(document.text) + len(document.columns)
         if size >= BATCH_CHARACTERS:
             yield made(document.after, document.read_bytes)
             items, size, first = [], 0, first + len(items)

@@ -36,9 +36,11 @@ class Values:
             self.limit = limit
 
     def bins(self, count: int) -> list[tuple[float, int]]:
-        """Count the values in each of so many equal parts, by where the part stands."""
+        """Count the values in each of so many equal parts; equal values are one part."""
         least, most = min(self.found), max(self.found)
-        width = (most - least) / count or 1.0
+        if most == least:
+            return [(least, len(self.found))]
+        width = (most - least) / count
         placed = Counter(min(count - 1, int((one - least) / width)) for one in self.found)
         return [(least + width * at * count / max(1, count - 1), placed[at]) for at in range(count)]
 

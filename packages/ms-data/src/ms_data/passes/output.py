@@ -1,10 +1,12 @@
 """Writes series of packed files so that a killed writer can go on, every earlier byte checked."""
 
 import hashlib
+import json
 import os
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import xxhash
@@ -27,12 +29,20 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Hexadecimal xxh3-128 of its bytes."""
 
 
-class Line(msgspec.Struct, frozen=True):
-    """A document that was kept: a line of JSON."""
+def line_of(text: str, place: str, columns: bytes) -> bytes:
+    """Write a document that was kept as JSON: `text`, `id`, and the other columns of its row.
 
-    text: str
-    id: str
-    """The file's name in the corpus and the document's number in it."""
+    `id` is the file's name in the corpus and the document's number in it. A row's own `text` and
+    `id` become `source_text` and `source_id`, unless it has these already.
+    """
+    line: dict[str, Any] = {"text": text, "id": place}
+    if columns:
+        others: dict[str, Any] = json.loads(columns)
+        for name in line:
+            if name in others:
+                others.setdefault(f"source_{name}", others.pop(name))
+        return json.dumps(line | others, ensure_ascii=False, separators=(",", ":")).encode()
+    return msgspec.json.encode(line)
 
 
 def packed(lines: Sequence[bytes]) -> bytes:

@@ -152,10 +152,9 @@ def _histogram(bins: Sequence[tuple[float, int]], limit: float | None) -> str:
         for at, (_, count) in enumerate(bins)
         if count
     )
-    ends = (
-        f'<text x="0" y="102">{_number(bins[0][0])}</text>'
-        f'<text x="300" y="102" text-anchor="end">{_number(bins[-1][0])}</text>'
-    )
+    ends = f'<text x="0" y="102">{_number(bins[0][0])}</text>'
+    if len(bins) > 1:
+        ends += f'<text x="300" y="102" text-anchor="end">{_number(bins[-1][0])}</text>'
     asked = (
         ""
         if limit is None

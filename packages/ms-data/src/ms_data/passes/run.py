@@ -71,6 +71,7 @@ def reading_recipe(source: Corpus, shard_size_mib: int) -> dict[str, Any]:
     return {
         "shard_size_mib": shard_size_mib,
         "text_column": source.options.text_column,
+        "columns": "kept",
         "document_limit_mib": source.options.document_limit_mib,
         "strict": not source.options.skip_invalid,
         "libraries": f"zstandard {zstandard.__version__}",

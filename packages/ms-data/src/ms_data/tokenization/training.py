@@ -67,6 +67,7 @@ def train_tokenizer(
         text_column=text_column,
         skip_invalid=skip_invalid,
         document_limit_mib=document_limit_mib,
+        or_leave_out="; or leave out what is invalid with `ms-data tokenizer --skip-invalid`",
     )
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

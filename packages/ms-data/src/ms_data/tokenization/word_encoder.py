@@ -146,7 +146,7 @@ def _of_words(spec: dict[str, Any]) -> tokenizers.Tokenizer:
     try:
         model: tokenizers.Tokenizer = tokenizers.Tokenizer.from_str(document)
     except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"its model needs its added tokens ({printable(error)})") from error
+        raise ValueError(f"its model cannot be written again ({printable(error)})") from error
     return model
 
 

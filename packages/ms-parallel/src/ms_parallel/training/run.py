@@ -303,7 +303,9 @@ class Run:
     ) -> str:
         """Continue a text with the model as it is; every process must call it."""
         tokenizer = data_package().Tokenizer.load(self.shards / "tokenizer.json")
-        tokens = tokenizer.encode(prompt) or [tokenizer.end_of_text]
+        # A document begins as in training; without such tokens, after the end of the one before.
+        begin = list(tokenizer.begin_of_text)
+        tokens = [*begin, *tokenizer.encode(prompt)] or [tokenizer.end_of_text]
         (written,) = self.engine.generate(
             [tokens],
             max_new_tokens=max_new_tokens,

@@ -94,7 +94,7 @@ def _document(
         return ""  # a blank line
     if len(found) != len(names):
         return Invalid(f"{place}: {len(found)} fields below {len(names)} names; mend the row")
-    if options.parse is not None:
+    if options.rows:
         values = dict(zip(names, found, strict=True))
         problem = next(filter(None, map(_text_problem, found)), None)
         return Invalid(f"{place}: {problem}") if problem else Row(values, place)

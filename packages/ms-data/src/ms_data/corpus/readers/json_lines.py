@@ -26,7 +26,7 @@ def row_type(column: str) -> Any:
 
 def json_decoder(options: ReadOptions) -> Callable[[bytes, str], Found]:
     """Make what reads a row from its JSON, which stands at a place."""
-    if options.parse is not None:
+    if options.rows:
         return _row
     decoder = msgspec.json.Decoder(row_type(options.text_column))
 

@@ -30,7 +30,7 @@ def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Fou
         if problem:
             yield Invalid(f"{file.path}: {problem}")
             return
-        columns = None if options.parse else [options.text_column]
+        columns = None if options.rows else [options.text_column]
         for batch, first in _batches(table, pages, start, file, columns):
             yield from batch_documents(arrow, batch, file, options, first + 1)
 

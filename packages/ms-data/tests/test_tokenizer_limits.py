@@ -1,0 +1,134 @@
+"""A hostile tokenizer costs no more memory or time than a sound one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Model
+from tokenizers import models, normalizers, pre_tokenizers
+
+from ms_data import Tokenizer, TokenizerError, build
+from ms_data.disk.split import Split
+from ms_data.tokenization import tokenizer_limits
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz ."
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    """A small tokenizer.json, with some of its members replaced."""
+    vocab = {letter: number for number, letter in enumerate(["<|endoftext|>", *LETTERS])}
+    model = Model(models.BPE(vocab=vocab, merges=[]))
+    model.add_special_tokens(["<|endoftext|>"])
+    found: dict[str, Any] = json.loads(model.to_str())
+    return found | changes
+
+
+def load(spec: dict[str, Any]) -> Tokenizer:
+    """Read a tokenizer.json."""
+    return Tokenizer(json.dumps(spec).encode())
+
+
+def test_ids_far_beyond_the_vocabulary_are_refused() -> None:
+    """The library takes memory by the largest id: 4 GB for a file of 5 kB."""
+    spec = document()
+    for shift in (10**6, 10**9, 2**32 - 100):
+        vocab = {token: number + shift for token, number in spec["model"]["vocab"].items()}
+        with pytest.raises(TokenizerError, match="renumber them"):
+            load({**spec, "model": {**spec["model"], "vocab": vocab}, "added_tokens": []})
+    token = {**spec["added_tokens"][0], "id": 10**9, "content": "<far>"}
+    with pytest.raises(TokenizerError, match="renumber them"):
+        load({**spec, "added_tokens": [*spec["added_tokens"], token]})
+
+
+def test_a_vocabulary_beyond_all_others_is_refused() -> None:
+    """Before the library reads it, which would take minutes."""
+    vocab = {str(number): number for number in range(tokenizer_limits.MOST_TOKENS + 1)}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "0"}
+    with pytest.raises(TokenizerError, match="2,097,152 at most"):
+        load(document(model=model))
+
+
+def replaced(*pairs: tuple[str, str]) -> dict[str, Any]:
+    """A sequence of replacements."""
+    parts = [{"type": "Replace", "pattern": {"String": old}, "content": new} for old, new in pairs]
+    return {"type": "Sequence", "normalizers": parts}
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        replaced(("e", "x" * 100_000)),
+        replaced(*[("a", "aa")] * 30),
+        replaced(("", "x" * 5000)),
+        {"type": "Replace", "pattern": {"Regex": "e*"}, "content": "y" * 9000},
+    ],
+    ids=["long", "chain", "empty", "expression"],
+)
+def test_replacements_that_grow_without_measure_are_refused(normalizer: dict[str, Any]) -> None:
+    """When the tokenizer is read."""
+    with pytest.raises(TokenizerError, match="thousands of times longer"):
+        load(document(normalizer=normalizer))
+
+
+def test_a_text_that_grows_too_much_is_refused(tmp_path: Path) -> None:
+    """Text that a normalizer makes 100 times longer; other text passes."""
+    tokenizer = load(document(normalizer=replaced(("e", "x" * 100))))
+    assert tokenizer.encode("a bad cat")
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_documents([text])):
+        with pytest.raises(TokenizerError, match="16 times longer"):
+            encode("e" * 1000)
+    (tmp_path / "a.txt").write_text("e" * 1000)
+    with pytest.raises(TokenizerError, match="16 times longer"):
+        build(tmp_path / "a.txt", tokenizer=tokenizer, out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        normalizers.NFKC(),
+        normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+        normalizers.Sequence([normalizers.NFD(), normalizers.Lowercase()]),
+    ],
+    ids=["nfkc", "llama", "bert"],
+)
+def test_common_normalizers_are_not_measured(normalizer: Any) -> None:
+    """They cannot grow by much, and measuring costs time."""
+    model = Model.from_str(json.dumps(document()))
+    model.normalizer = normalizer
+    assert not tokenizer_limits.may_grow(json.loads(model.to_str())["normalizer"])
+
+
+def test_many_tokens_around_a_text_are_refused() -> None:
+    """No tokenizer puts more than a few there."""
+    spec = document()
+    piece = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    template = {
+        "type": "TemplateProcessing",
+        "single": [*[piece] * 1000, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            "<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
+        },
+    }
+    with pytest.raises(TokenizerError, match="puts 1000 tokens around each text"):
+        load({**spec, "post_processor": template})
+
+
+def test_a_model_that_cannot_be_written_again_leaves_the_work_to_the_library(
+    tmp_path: Path,
+) -> None:
+    """Two tokens of one id: the library reads them, and writes only one of them."""
+    pieces = ["<|endoftext|>", "Ġ", "w", "Ġw", *LETTERS[:9]]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    model = Model(models.BPE(vocab=vocab, merges=[("Ġ", "w")]))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    spec = json.loads(model.to_str())
+    spec["model"]["vocab"]["a"] = vocab["Ġw"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    (tmp_path / "a.txt").write_text("abc w w")
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    build(tmp_path / "a.txt", tokenizer=tokenizer, out=tmp_path / "out")
+    split = Split(tmp_path / "out", "train")
+    expected = [*tokenizer.encode("abc w w"), tokenizer.end_of_text]
+    assert split.read(0, split.tokens).tolist() == expected
