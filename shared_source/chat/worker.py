@@ -14,7 +14,7 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, datetime, time
 from typing import Any, BinaryIO
 
@@ -107,6 +107,7 @@ class Template:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
+            optimized=False,  # folded constants would be computed before any limit holds
             extensions=[generation_tag(self._mark), "jinja2.ext.loopcontrols"],
         )
         environment.filters["tojson"] = to_json
@@ -130,17 +131,16 @@ class Template:
         self._marking = marking
         timed(self.seconds + SECONDS_A_BYTE * self.size + SECONDS_A_MESSAGE * len(messages))
         try:
-            text: str = self._template.render(
+            pieces = self._template.generate(
                 messages=[self._as_read(message) for message in messages],
                 tools=request["tools"],
                 documents=None,
                 add_generation_prompt=prompt,
                 **{**self._tokens, **request["variables"]},
             )
+            text = self._joined(pieces)
         finally:
             self.seconds = timed(0)
-        if len(text) > TEXT_CHARACTERS + TEXT_CHARACTERS_A_BYTE * self.size:
-            raise TooLongError
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -214,6 +214,21 @@ class Template:
             raise
         except Exception:  # a template's own expressions raise whatever they like
             return ""
+
+    def _joined(self, pieces: Iterable[str]) -> str:
+        """Join the pieces of a text while it is made, so that its length is limited before time is.
+
+        Raises:
+            TooLongError: it is longer than any sound template's.
+        """
+        kept: list[str] = []
+        room = TEXT_CHARACTERS + TEXT_CHARACTERS_A_BYTE * self.size
+        for piece in pieces:
+            room -= len(piece)
+            if room < 0:
+                raise TooLongError
+            kept.append(piece)
+        return "".join(kept)
 
     def train(self, request: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation, and find where its wanted answers stand."""

@@ -61,11 +61,18 @@ def check_opens(folder: Path, *, chats: bool) -> None:
         text = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
         assert text == "<user>copy red 0<|endoftext|><assistant>"
         assert config["chat_template"]
-    with torch.no_grad():  # so that the end of a text is likelier than any other token
-        model.get_output_embeddings().weight[end] = 100 * model.get_output_embeddings().weight[end]
     prompt = tokenizer("ab", return_tensors="pt").input_ids
+
+    def bias(module: torch.nn.Module, given: object, logits: torch.Tensor) -> torch.Tensor:
+        chosen = torch.zeros_like(logits)
+        chosen[..., end] = 100.0  # the end of a text is drawn, whatever the weights say
+        return logits + chosen
+
+    handle = model.get_output_embeddings().register_forward_hook(bias)
     made = model.generate(prompt, max_new_tokens=40, do_sample=True)
-    assert made.shape[1] == prompt.shape[1] + 40 or made[0, -1] == end
+    handle.remove()
+    assert made.shape[1] == prompt.shape[1] + 1
+    assert made[0, -1] == end
 
 
 def instructions(sets: Path) -> InstructionStream:

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -77,10 +76,8 @@ def test_python_that_passes_its_tests() -> None:
 )
 def test_time_and_memory_are_limited(program: str, reason: str) -> None:
     """By the processor's clock, the wall's, and the address space."""
-    began = time.monotonic()
     outcome = run_python(program, Limits(wall_s=3.0, cpu_s=1, memory_mib=256))
     assert (outcome.passed, outcome.reason) == (False, reason)
-    assert time.monotonic() - began < 8
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ from ms_align.evaluation.tasks import run_tasks, shown_results
 from ms_align.files.durable import write_file, writing
 from ms_align.seeds import LARGEST_SEED
 from ms_align.settings import a_path, flag, whole
-from ms_align.settings.run_file import build, refuse_renamed
+from ms_align.settings.run_file import build
 
-RENAMED = {"model_path": "model", "task": "tasks", "include_path": "task_folder"}
-RENAMED |= {"num_fewshot": "few_shot", "apply_chat_template": "chat", "output_path": "out"}
+ALSO = {"include_path": "task_folder", "num_fewshot": "few_shot", "output_path": "out"}
+ALSO |= {"apply_chat_template": "chat"}
+"""Names of lm-evaluation-harness for keys that have another one here; both are taken."""
 
 
 def _names(instance: object, attribute: Any, value: object) -> None:
@@ -68,7 +69,11 @@ class Evaluation(ComputeOptions):
 
 def evaluate(kind: type[Evaluation], settings: dict[str, Any], where: str) -> dict[str, Any]:
     """Run `ms-align evaluate`."""
-    refuse_renamed(settings, RENAMED, where=where)
+    for theirs, ours in ALSO.items():
+        if theirs in settings and ours in settings:
+            raise ConfigError(f"{where}: {theirs} and {ours} are one setting; give one of them")
+        if theirs in settings:
+            settings[ours] = settings.pop(theirs)
     given = build(kind, settings, where=where)
     if given.runtime is not None and given.layout is not None:
         raise ConfigError(f"{where}: an exported model runs in one process; leave out layout")
@@ -94,9 +99,16 @@ def evaluate(kind: type[Evaluation], settings: dict[str, Any], where: str) -> di
         limit=given.limit,
         seed=given.seed,
     )
-    facts = {"model": given.model, "runtime": given.runtime, "results": results}
+    facts: dict[str, Any] = {"model": given.model, "runtime": given.runtime, "results": results}
+    facts["truncated"] = model.truncated
     if _is_first():
         print(shown_results(results), flush=True)
+        if model.truncated:
+            print(
+                f"{model.truncated} requests lost their beginning: they are longer than the "
+                f"{model.max_length} tokens that the model reads",
+                flush=True,
+            )
         if given.out is not None:
             path = Path(given.out)
             with writing(path):

@@ -74,13 +74,20 @@ def generate(kind: type[Generation], settings: dict[str, Any], where: str) -> di
         [prompt.tokens for prompt in prompts], sampling, count=given.group_size, seed=given.seed
     )
     _write(Path(given.out), prompts, responses, tokenizer, given.group_size)
+    count, stopped = len(responses.lengths), int(responses.stopped.sum())
+    print(
+        f"wrote {count} responses to {len(prompts)} prompts to {given.out}: {stopped} stopped, "
+        f"{count - stopped} cut at max_new_tokens = {given.max_new_tokens}",
+        flush=True,
+    )
     return {
         "code": 0,
         "out": given.out,
         "prompts": len(prompts),
         "responses": len(responses.lengths),
         "tokens": int(responses.lengths.sum()),
-        "stopped": int(responses.stopped.sum()),
+        "stopped": stopped,
+        "truncated": count - stopped,
     }
 
 

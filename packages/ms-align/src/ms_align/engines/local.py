@@ -57,6 +57,7 @@ class LocalEngine:
 
     data_rank = 0
     data_ranks = 1
+    row_parts = 1
 
     def __init__(
         self,

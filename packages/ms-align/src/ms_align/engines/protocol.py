@@ -70,6 +70,10 @@ class Engine(Protocol):
         """How many such groups there are."""
 
     @property
+    def row_parts(self) -> int:
+        """Parts that processes split a row into; the positions of a batch divide by it."""
+
+    @property
     def vocabulary_size(self) -> int | None:
         """Tokens that the model knows; None where it does not say."""
 

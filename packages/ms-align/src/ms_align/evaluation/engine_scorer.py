@@ -12,15 +12,11 @@ from torch.nn.functional import log_softmax
 
 from ms_align import processes
 from ms_align.engines.generator import generator_of
-from ms_align.engines.local import LocalEngine
 from ms_align.engines.protocol import Engine
 from ms_align.evaluation.scorer import ContinuationScore, Row
 from ms_align.generation.sampling import Sampling
 from ms_align.generation.stops import Decode
 from ms_align.losses.protocol import IGNORED, Batch, Output
-
-MULTIPLE = 16
-"""Rows of a layout are padded to a multiple of so many positions, which its axes may split."""
 
 
 class EngineScorer:
@@ -34,7 +30,6 @@ class EngineScorer:
 
     def __init__(self, engine: Engine, *, batch_size: int = 16, decode: Decode) -> None:
         self.engine, self.context = engine, engine.context
-        self._alone = isinstance(engine, LocalEngine)
         self._size = -(-batch_size // engine.data_ranks) * engine.data_ranks
         self._generator = generator_of(engine, decode=decode)
 
@@ -74,8 +69,7 @@ class EngineScorer:
     def _batch(self, rows: list[Row]) -> dict[str, Tensor]:
         """Pad rows on the right, which in a causal model changes nothing before."""
         width = max(len(row.tokens) for row in rows) - 1
-        if not self._alone:
-            width = -(-width // MULTIPLE) * MULTIPLE
+        width = -(-width // self.engine.row_parts) * self.engine.row_parts
         tokens = torch.zeros(len(rows), width, dtype=torch.int64)
         targets = torch.full((len(rows), width), IGNORED)
         for index, row in enumerate(rows):

@@ -40,6 +40,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         self.scorer, self.texts, self.seed = scorer, texts, seed
         self.tokenizer = texts.inner
         self.batch_size = 1
+        self.truncated = 0
+        """Requests that lost their beginning, as they are longer than what the model reads."""
 
     @property
     def eot_token_id(self) -> int:
@@ -97,6 +99,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 )
             whole = (context or [self.prefix_token_id]) + continuation
             kept = tuple(whole[-(self.max_length + 1) :])
+            self.truncated += len(kept) < len(whole)
             rows.append(Row(tokens=kept, scored=len(continuation)))
         scores = [(each.logprob, each.greedy) for each in self.scorer.score(rows)]
         for (texts, _, _), score in zip(requests, scores, strict=True):
@@ -153,7 +156,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 f"an answer of {sampling.max_new_tokens} tokens leaves no room in the model's "
                 f"{self.max_length}; give the task a lower max_gen_toks"
             )
-        prompts = [self.tok_encode(text)[-room:] for text in texts]
+        whole = [self.tok_encode(text) for text in texts]
+        self.truncated += sum(len(prompt) > room for prompt in whole)
+        prompts = [prompt[-room:] for prompt in whole]
         written = self.scorer.generate(prompts, sampling, seed=self.seed)
         answers = [self.texts.decode(tokens) for tokens in written]
         for string in filter(None, [*strings, self.texts.end_text]):

@@ -2,6 +2,8 @@
 
 import importlib
 import importlib.util
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,12 +37,15 @@ def named_rewards(given: Any) -> Any:
     if not isinstance(given, str):
         return given
     module, _, attribute = given.partition(":")
+    here = os.getcwd()
+    if here not in sys.path:  # as `python -m` has it, and ms-parallel for its own modules
+        sys.path.insert(0, here)
     try:
         return getattr(importlib.import_module(module), attribute)
     except Exception as error:  # a module may raise anything
         raise ConfigError(
-            f"reward_model {given!r} cannot be imported: {error}; the folder of its module must be "
-            "on the path (PYTHONPATH)"
+            f"reward_model {given!r} cannot be imported: {error}; give module:function of a module "
+            "in this folder or on PYTHONPATH, or a folder of a reward model"
         ) from error
 
 

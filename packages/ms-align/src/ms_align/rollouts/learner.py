@@ -3,6 +3,7 @@
 All that it must remember is in its state, so a run that was killed goes on bit for bit.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -99,6 +100,12 @@ class RolloutLearner:
         if len(scores.parts) > 1:
             metrics |= {name: _mean(part[:count]) for name, part in scores.parts.items()}
         metrics["response_tokens"] = float(everyone.lengths[:count].float().mean())
+        metrics["stopped"] = float(everyone.stopped[:count].float().mean())
+        left_out = int((~scores.total[:count].isfinite()).sum())
+        if left_out:
+            metrics["left_out"] = float(left_out)
+        for failure in scores.failures:
+            log.event("reward_failure", {"rollout": -1, "problem": failure})
         for index in range(min(self.options.evaluate_samples, count)):
             sample = samples[index]
             reward = float(scores.total[index])
@@ -199,7 +206,7 @@ class RolloutLearner:
         repeated = [prompt.tokens for prompt in prompts for _ in range(options.group_size)]
         # Data ranks must agree on a width, and know only their own responses.
         width = longest + options.max_new_tokens if self.policy.data_ranks > 1 else None
-        rows = sequences(repeated, responses, longest=width)
+        rows = sequences(repeated, responses, longest=width, parts=self.policy.row_parts)
         temperature = options.sampling.policy_temperature
         if "old_logprobs" not in rows or options.recompute_logprobs:
             rows["old_logprobs"] = logprobs_of(self.policy, rows, temperature)
@@ -272,6 +279,7 @@ class RolloutLearner:
             "kl_coeff": self.kl_coeff,
             "response_tokens": float(responses.lengths.float().mean()),
             "stopped": float(responses.stopped.float().mean()),
+            "truncated": int((~responses.stopped).sum()),
             "left_out": int((~kept).sum()),
         }
         if len(parts) > 1:
@@ -281,7 +289,7 @@ class RolloutLearner:
 
 def _mean(values: Tensor) -> float:
     kept = values[values.isfinite()]
-    return float(kept.mean()) if len(kept) else 0.0
+    return float(kept.mean()) if len(kept) else math.nan
 
 
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -18,12 +18,13 @@ from ms_align.rewards.scoring import Failure, Reward, Sample, Scores, score
 from ms_align.rollouts.prompts import Prompt
 from ms_align.tokenizer import Tokenizer
 
-MULTIPLE = 8
-"""Rows are padded to a multiple of so many positions, which a tensor axis may split."""
-
 
 def sequences(
-    prompts: Sequence[Sequence[int]], responses: Responses, *, longest: int | None = None
+    prompts: Sequence[Sequence[int]],
+    responses: Responses,
+    *,
+    longest: int | None = None,
+    parts: int = 1,
 ) -> dict[str, Tensor]:
     """Build one row a response: its prompt, then its tokens, padded on the right.
 
@@ -31,6 +32,7 @@ def sequences(
         prompts: the tokens before each response, N of them.
         responses: N of them.
         longest: width to pad to, prompt and response; by default that of the longest row.
+        parts: S is a multiple of it; see `Engine.row_parts`.
 
     Returns:
         `tokens`, `targets` (N, S) int64, targets -100 but at response tokens; and
@@ -40,7 +42,7 @@ def sequences(
         len(prompt) + int(length)
         for prompt, length in zip(prompts, responses.lengths.tolist(), strict=True)
     ]
-    width = -(-(max(longest or 0, *lengths) - 1) // MULTIPLE) * MULTIPLE
+    width = -(-(max(longest or 0, *lengths) - 1) // parts) * parts
     tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
     targets = torch.full((len(prompts), width), IGNORED)
     kept = torch.zeros(len(prompts), width)

@@ -1,8 +1,8 @@
 """Samples at each evaluation: what the model says to a few prompts that it never learned from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from ms_align.engines.generator import generator_of
 from ms_align.engines.protocol import Engine
@@ -23,8 +23,14 @@ class SamplePrompts:
     """Text of tokens; None shows the tokens themselves."""
     sampling: Sampling = field(factory=lambda: Sampling(max_new_tokens=48, temperature=0.0))
 
-    def log(self, engine: Engine, log: RunLog) -> None:
-        """Log a response to each prompt, or why the model cannot generate."""
+    def log(self, engine: Engine, log: RunLog, *, ends: Collection[int] = ()) -> None:
+        """Log a response to each prompt, or why the model cannot generate.
+
+        Args:
+            engine: runs the model.
+            log: where to.
+            ends: tokens that end a response, beside those of `sampling`.
+        """
         if not self.prompts:
             return
         try:
@@ -32,7 +38,9 @@ class SamplePrompts:
         except ModelError as error:  # any module may be trained, and not every one takes a cache
             log.note(f"no samples: {error}")
             return
-        responses = generator(self.prompts, self.sampling, count=1, seed=0)
+        stops = tuple(sorted({*self.sampling.stop_tokens, *ends}))
+        sampling = evolve(self.sampling, stop_tokens=stops)
+        responses = generator(self.prompts, sampling, count=1, seed=0)
         for at, prompt in enumerate(self.prompts):
             log_sample(log, self._text(prompt), self._text(responses.row(at)))
 

@@ -65,11 +65,11 @@ def preferences(dataset: Folders, engine: Engine, **settings: Any) -> Any:
     )
 
 
-def has_held_out(dataset: Folders) -> bool:
-    """Return whether each folder has a split of samples that are never learned from."""
+def without_held_out(dataset: Folders) -> list[str]:
+    """List the folders that have no split of samples that are never learned from."""
     from ms_data import inspect
 
-    return all("held_out" in inspect(folder).splits for folder in _each(dataset))
+    return [folder for folder in _each(dataset) if "held_out" not in inspect(folder).splits]
 
 
 def held_out_prompts(dataset: Folders, count: int) -> tuple[list[list[int]], Any]:

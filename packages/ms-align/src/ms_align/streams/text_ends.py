@@ -26,6 +26,10 @@ class TextEnds:
     special: Collection[int]
     found: set[int] = field(factory=set)
     looked_at: int = 0
+    texts: int = 0
+    """Texts whose end was looked at."""
+    ended: int = 0
+    """Those of them that end with a special token."""
 
     @classmethod
     def of(cls, tokenizer: TokenizerFiles | None) -> "TextEnds":
@@ -47,7 +51,9 @@ class TextEnds:
         for row, end in (learnt & ~behind).nonzero().tolist():
             tail = targets[row, max(0, end - TAIL + 1) : end + 1].tolist()
             last = next((token for token in reversed(tail) if token in self.special), None)
+            self.texts += 1
             if last is not None:
+                self.ended += 1
                 self.found.add(last)
 
 

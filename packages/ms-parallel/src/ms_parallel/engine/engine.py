@@ -175,6 +175,11 @@ class Engine:
         return self.groups.place.count
 
     @property
+    def row_parts(self) -> int:
+        """Parts that processes split a row into; the positions of a batch divide by it."""
+        return self.groups.layout.row_parts
+
+    @property
     def vocabulary_size(self) -> int | None:
         """Tokens that the model knows; None where a module of your own does not say."""
         return getattr(self.config, "vocab_size", None)

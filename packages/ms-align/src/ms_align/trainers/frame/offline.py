@@ -1,7 +1,9 @@
 """What trainers share that learn from a dataset which is there before the run."""
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,17 +15,17 @@ from ms_align.generation.sampling import Sampling
 from ms_align.losses.protocol import Loss
 from ms_align.run.checkpoint import State
 from ms_align.run.initial_weights import name_of
-from ms_align.run.loop import Result, RunLog
+from ms_align.run.loop import Notice, Result, RunLog
 from ms_align.run.samples import SamplePrompts
 from ms_align.settings import a_path, whole
 from ms_align.streams.folders import (
     first_batches,
     folders_of,
-    has_held_out,
     held_out_prompts,
+    without_held_out,
 )
 from ms_align.streams.protocol import HeldOut, Stream, check_fit, check_tokenizers, next_batch
-from ms_align.streams.text_ends import TextEnds, tokenizer_beside
+from ms_align.streams.text_ends import LOOKED_AT, TextEnds, tokenizer_beside
 from ms_align.tokenizer_files import TokenizerFiles, carried, check_same_tokenizer, files_of
 from ms_align.trainers.frame.trainer import Trainer
 
@@ -39,6 +41,35 @@ class TrainingData:
     """Updates in `epochs` passes, where that is known."""
     held_out: HeldOut | None = None
     samples: SamplePrompts | None = None
+    lacking: Sequence[str] = ()
+    """Folders that have no split of held-out samples."""
+
+
+def data_notices(data: TrainingData, evaluate_every: int | None) -> list[Notice]:
+    """Collect what a user should know of the data before a run begins."""
+    notices = []
+    if evaluate_every is not None and data.held_out is None:
+        whose = f"{', '.join(data.lacking)} has" if data.lacking else "the stream comes with"
+        notices.append(
+            Notice(
+                kind="no_held_out",
+                fields={"evaluate_every": evaluate_every, "lacking": ", ".join(data.lacking)},
+                line=f"warning: nothing is evaluated, as {whose} no held-out samples; build the "
+                "data with a larger --hold-out, or leave evaluate_every out",
+            )
+        )
+    left_out = getattr(data.stream, "left_out", 0)
+    if left_out:
+        pairs = left_out + getattr(data.stream, "pairs_per_epoch", 0)
+        notices.append(
+            Notice(
+                kind="left_out",
+                fields={"left_out": left_out, "pairs": pairs},
+                line=f"warning: {left_out} of {pairs} pairs are left out, as one of their answers "
+                "does not begin within sequence_length; raise it to learn from them",
+            )
+        )
+    return notices
 
 
 @frozen(kw_only=True, slots=False)
@@ -107,6 +138,7 @@ class OfflineTrainer(Trainer):
         check_fit(engine, data.stream, "training data")
         tokenizer = self._tokenizer(data.stream)
         learner = self.learner(engine, data, TextEnds.of(tokenizer))
+        learner.stops = tokenizer.ends if tokenizer else ()
         identity = {"model": name_of(self.model), **learner.identity}
         if data.name:
             identity["dataset"] = data.name
@@ -116,6 +148,7 @@ class OfflineTrainer(Trainer):
             steps=steps,
             identity=identity,
             tokenizer=lambda: tokenizer and tokenizer.ending(learner.ends.found),
+            notices=data_notices(data, self.evaluate_every),
         )
 
     def engine(self) -> Engine:
@@ -156,7 +189,8 @@ class OfflineTrainer(Trainer):
             else ", ".join(f"{name}={folder}" for name, folder in folders.items()),
             steps=None if self.steps else self.count_steps(folders, engine),
         )
-        if not has_held_out(folders):
+        data = evolve(data, lacking=without_held_out(folders))
+        if data.lacking:
             return data
         split = {"split": "held_out", "shuffle": False, "epochs": 1}
         return evolve(
@@ -175,11 +209,7 @@ class OfflineTrainer(Trainer):
         return SamplePrompts(
             prompts=[prompt[-longest:] for prompt in prompts],
             decode=tokenizer.decode,
-            sampling=Sampling(
-                max_new_tokens=min(48, longest),
-                temperature=0.0,
-                stop_tokens=tokenizer.end_of_text,
-            ),
+            sampling=Sampling(max_new_tokens=min(48, longest), temperature=0.0),
         )
 
 
@@ -196,6 +226,11 @@ class OfflineLearner(ABC):
         self.step = 0
         self.identity: Mapping[str, str] = {}
         """What else makes another run."""
+        self.stops: Sequence[int] = ()
+        """Tokens that end a text by the tokenizer's files."""
+        self._told: dict[str, int] = {}
+        """Counts of the stream that were shown last."""
+        self._ends_told = False
 
     @abstractmethod
     def loss(self) -> Loss:
@@ -228,13 +263,60 @@ class OfflineLearner(ABC):
         if update.skipped == "no_targets":
             raise NothingToLearnError(self.no_targets.format(step=self.step + 1))
         self.step += 1
+        if self.step == 1:
+            self._tell_counts(log)
+        if self.ends.looked_at >= LOOKED_AT:
+            self._tell_ends(log)
         return update, self.observe(update, log)
 
     def evaluate(self, log: RunLog) -> Mapping[str, float]:
-        """Log samples, and compute held-out metrics."""
+        """Log counts of the data and samples, and compute held-out metrics."""
+        if self.step:
+            self._tell_counts(log)
+            self._tell_ends(log)
         if self.data.samples is not None:
-            self.data.samples.log(self.engine, log)
+            if self.data.held_out is not None and not self.ends.found:
+                for batch in itertools.islice(self.data.held_out(), 1):
+                    self.ends.look(batch)
+            self.data.samples.log(self.engine, log, ends={*self.stops, *self.ends.found})
         return {} if self.data.held_out is None else self.held_out_metrics(self.data.held_out)
+
+    def _tell_counts(self, log: RunLog) -> None:
+        """Log the stream's counts of samples, and warn of those that teach nothing."""
+        sources: Mapping[str, Mapping[str, int]] = getattr(self.data.stream, "counts", {})
+        counts = {
+            name if len(sources) == 1 else f"{name}.{source}": count
+            for source, found in sources.items()
+            for name, count in found.items()
+        }
+        if not counts:
+            return
+        log.event("data", {"step": self.step, **counts})
+        sums: Counter[str] = Counter()
+        for found in sources.values():
+            sums.update(found)
+        lost = {name: sums[name] for name in ("without_targets", "truncated") if sums[name]}
+        if lost != self._told and lost:
+            self._told = lost
+            log.note(
+                f"warning: of {sums['drawn']} samples drawn so far, {sums['truncated']} were cut "
+                f"at sequence_length and {sums['without_targets']} parts teach nothing, as no "
+                "token of an answer is left; raise sequence_length, or set long = 'split'"
+            )
+
+    def _tell_ends(self, log: RunLog) -> None:
+        """Log once how many answers end with a token that ends a text, and warn if none does."""
+        if self._ends_told or not self.ends.texts:
+            return
+        self._ends_told = True
+        ends = self.ends
+        log.event("text_ends", {"texts": ends.texts, "ended": ends.ended})
+        if not ends.ended:
+            log.note(
+                f"warning: none of the first {ends.texts} answers ends with a special token of the "
+                "tokenizer, so the trained model will not stop by itself; let the chat template "
+                "write the end of a turn within the answer ({% generation %})"
+            )
 
     def state(self) -> State:
         """Return weights, moments and the stream's place."""

@@ -31,7 +31,7 @@ from ms_align.rollouts.learner import RolloutLearner
 from ms_align.rollouts.options import RolloutOptions
 from ms_align.rollouts.prompts import Prompt, prompts_checksum, read_prompts
 from ms_align.run.initial_weights import name_of, weights_checksum
-from ms_align.run.loop import Result
+from ms_align.run.loop import Notice, Result
 from ms_align.settings import a_path, whole
 from ms_align.tokenizer import Tokenizer, load_tokenizer
 from ms_align.tokenizer_files import TokenizerFiles, check_same_tokenizer, files_of
@@ -131,8 +131,31 @@ class OnlineTrainer(RolloutOptions, Trainer):
             "prompts": prompts_checksum(prompts),
         }
         return self.run(
-            learner, policy, steps=self.steps, identity=identity, tokenizer=lambda: files
+            learner,
+            policy,
+            steps=self.steps,
+            identity=identity,
+            tokenizer=lambda: files,
+            notices=self._prompt_notices(learner),
         )
+
+    def _prompt_notices(self, learner: RolloutLearner) -> list[Notice]:
+        """Say how many prompts there are, and whether any are held out."""
+        held_out = len(learner.held_out)
+        lengths = [len(prompt.tokens) for prompt in learner.prompts]
+        fields = {"prompts": len(lengths), "held_out": held_out, "longest": max(lengths)}
+        line = f"{len(lengths)} prompts of up to {max(lengths)} tokens, {held_out} held out"
+        notices = [Notice(kind="prompts", fields=fields, line=line)]
+        if self.evaluate_every is not None and not held_out:
+            notices.append(
+                Notice(
+                    kind="no_held_out",
+                    fields={"evaluate_every": self.evaluate_every, "lacking": "held_out"},
+                    line="warning: nothing is evaluated, as there are no held-out prompts; give "
+                    "held_out, or leave evaluate_every out",
+                )
+            )
+        return notices
 
     @abstractmethod
     def loss(self, kl_coeff: float) -> Loss:

@@ -1,0 +1,202 @@
+"""What a run knows of its data it says: counts, ends of answers, empty held-out splits."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from ms_align import GRPOTrainer, SFTTrainer
+from ms_align.cli import main
+from ms_align.rewards.named import named_rewards
+from ms_align.trainers.dpo import DPOTrainer
+from ms_data import build
+from ms_parallel import save_model
+
+from .instruction_sets import TEMPLATE, byte_tokenizer, row
+from .small_models import decoder
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def events(place: Path, kind: str) -> list[dict[str, Any]]:
+    """Events of one kind, as they were written."""
+    lines = (place / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+def shards(
+    work: Path, rows: list[dict[str, Any]], template: str = TEMPLATE, **more: Any
+) -> tuple[Path, Path]:
+    """The folders of a model with a tokenizer and of data that was built with it."""
+    model, data = work / "model", work / "shards"
+    save_model(decoder(vocab_size=262), model)  # type: ignore[arg-type]
+    tokenizer = tokenizers.Tokenizer.from_str(byte_tokenizer().decode())
+    if template is CHATML:
+        tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(model / "tokenizer.json"))
+    (work / "chat.jinja").write_text(template)
+    (work / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    chat = work / "chat.jinja"
+    build(work / "rows.jsonl", tokenizer=model / "tokenizer.json", out=data, chat=chat, **more)
+    return model, data
+
+
+def train(kind: type[Any], model: Path, data: Path, out: Path, **more: Any) -> Any:
+    """A few quiet steps."""
+    quiet = {"sequence_length": 64, "batch_size": 4, "progress": True, "log_every": 1000}
+    return kind(model=str(model), output_dir=out, **{"steps": 2, **quiet, **more}).train(data)
+
+
+def test_answers_that_are_cut_away_are_counted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Every second prompt fills its row: an event at the start and the end, and one warning."""
+    rows = [row(("word " * 60 if n % 2 else "") + f"what is {n}?", f"{n}.") for n in range(40)]
+    model, data = shards(tmp_path, rows)
+    train(SFTTrainer, model, data, tmp_path / "out", steps=None, epochs=1)
+    told = events(tmp_path / "out", "data")
+    assert told[0]["step"] == 1
+    for event in (told[0], told[-1]):  # the stream draws ahead of what is packed
+        assert event["truncated"] == event["without_targets"]
+        assert event["drawn"] // 2 - 2 <= event["truncated"] <= event["drawn"] // 2 + 2
+    assert told[-1]["drawn"] >= 40
+    assert f"{told[-1]['truncated']} parts teach nothing" in capfd.readouterr().out
+
+
+def test_pairs_that_are_left_out_are_counted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """At the start of a run."""
+    rows = [
+        {"prompt": "word " * (60 if n % 4 == 0 else 1) + str(n), "chosen": "yes", "rejected": "no"}
+        for n in range(40)
+    ]
+    model, data = shards(tmp_path, rows, pairs=True)
+    train(DPOTrainer, model, data, tmp_path / "out", steps=1)
+    (said,) = events(tmp_path / "out", "left_out")
+    assert (said["left_out"], said["pairs"]) == (10, 40)
+    assert "10 of 40 pairs are left out" in capfd.readouterr().out
+
+
+OUTSIDE = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}{% endgeneration %}<|endoftext|>{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("template", "ended"), [(TEMPLATE, True), (OUTSIDE, False)])
+def test_answers_that_end_with_no_special_token_are_warned_of(
+    template: str, ended: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As the model never learns to stop; nothing is said where it does."""
+    model, data = shards(tmp_path, [row(f"hi {n}", "hello there") for n in range(40)], template)
+    train(SFTTrainer, model, data, tmp_path / "out")
+    (said,) = events(tmp_path / "out", "text_ends")
+    assert said["texts"] > 0
+    assert said["ended"] == (said["texts"] if ended else 0)
+    assert ("will not stop by itself" in capfd.readouterr().out) is not ended
+
+
+def test_samples_of_a_run_end_where_its_answers_end(tmp_path: Path) -> None:
+    """With ChatML's own end of a turn, which is not the tokenizer's end of a text."""
+    rows = [row("capital?", "Lima.") for _ in range(80)]
+    rows += [row(f"capital {n}?", "Lima.") for n in range(80)]
+    model, data = shards(tmp_path, rows, CHATML, hold_out=0.2)
+    settings = {"steps": 60, "learning_rate": 1e-2, "evaluate_every": 30}
+    train(SFTTrainer, model, data, tmp_path / "out", **settings)
+    samples = events(tmp_path / "out", "sample")
+    assert samples
+    assert samples[-1]["response"] == "Lima."
+    config = json.loads((tmp_path / "out/model/generation_config.json").read_text())
+    ends = config["eos_token_id"]
+    assert 258 in (ends if isinstance(ends, list) else [ends])
+
+
+@pytest.mark.parametrize("every", [None, 1])
+def test_an_evaluation_of_nothing_is_warned_of(
+    every: int | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """For data without a held-out split, and for prompts; silence where none was asked for."""
+    model, data = shards(tmp_path, [row(f"hi {n}", "hello") for n in range(20)])
+    train(SFTTrainer, model, data, tmp_path / "sft", evaluate_every=every)
+    GRPOTrainer(
+        policy_model=str(model),
+        reward_model=lambda samples: [float(len(sample.response)) for sample in samples],
+        steps=1,
+        batch_size=4,
+        group_size=2,
+        max_new_tokens=3,
+        evaluate_every=every,
+        output_dir=tmp_path / "grpo",
+    ).optimize(["a", "b"])
+    for place in ("sft", "grpo"):
+        assert len(events(tmp_path / place, "no_held_out")) == (0 if every is None else 1)
+    assert capfd.readouterr().out.count("nothing is evaluated") == (0 if every is None else 2)
+    (said,) = events(tmp_path / "grpo", "prompts")
+    assert (said["prompts"], said["held_out"], said["longest"]) == (2, 0, 1)
+    (rollout,) = events(tmp_path / "grpo", "rollout")
+    assert 0 <= rollout["truncated"] <= 4
+
+
+def test_generation_says_how_many_answers_were_cut(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One line for people, and the counts in `--json`."""
+    model, _ = shards(tmp_path, [row(f"hi {n}", "hello") for n in range(20)])
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "ab"}\n')
+    run = tmp_path / "run.toml"
+    text = f'model = "{model}"\ndataset = "{tmp_path / "prompts.jsonl"}"\ngroup_size = 3\n'
+    run.write_text(f'{text}max_new_tokens = 2\nout = "{tmp_path / "out.jsonl"}"\n')
+    assert main(["generate", str(run), "--json"]) == 0
+    told = capfd.readouterr()
+    facts = json.loads(told.out)
+    assert facts["stopped"] + facts["truncated"] == 3
+    assert f"{facts['truncated']} cut at max_new_tokens = 2" in told.err
+
+
+def test_a_reward_of_a_module_in_the_current_folder_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `ms-parallel prove` finds one."""
+    (tmp_path / "rewards_of_this_folder.py").write_text("def right(samples):\n    return []\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one not in ("", str(tmp_path))])
+    found: Callable[..., Any] = named_rewards("rewards_of_this_folder:right")
+    assert found([]) == []
+
+
+def test_the_base_folders_settings_and_license_are_kept(tmp_path: Path) -> None:
+    """Generation settings, padding side, model_max_length, special tokens map, license."""
+    model, data = shards(tmp_path, [row(f"hi {n}", "hello") for n in range(20)])
+    generation = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [0, 7]}
+    (model / "generation_config.json").write_text(json.dumps(generation))
+    settings = {"padding_side": "left", "model_max_length": 4096, "eos_token": "<|endoftext|>"}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    (model / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+    (model / "LICENSE").write_text("free")
+    (model / "NOTICE.txt").write_text("of whom")
+    shutil.rmtree(data)
+    chat = tmp_path / "chat.jinja"
+    build(tmp_path / "rows.jsonl", tokenizer=model / "tokenizer.json", out=data, chat=chat)
+    for layout in (None, {"data": 1}):
+        out = tmp_path / f"out-{layout is None}"
+        train(SFTTrainer, model, data, out, layout=layout)
+        kept = json.loads((out / "model/generation_config.json").read_text())
+        assert {name: kept.get(name) for name in generation} == generation
+        config = json.loads((out / "model/tokenizer_config.json").read_text())
+        assert {name: config.get(name) for name in settings} == settings
+        assert (out / "model/chat_template.jinja").read_text() == TEMPLATE
+        assert (out / "model/LICENSE").read_text() == "free"
+        assert (out / "model/NOTICE.txt").is_file()
+        assert (out / "model/special_tokens_map.json").is_file()
