@@ -143,7 +143,8 @@ def command(folder: Path) -> list[Row]:
     words = [sys.executable, "-m", "ms_profile", "run", "--train-script", str(script)]
     words += ["--output-dir", str(out), "--active", "4", "--windows", "1"]
     words += ["--metrics", "compute_time,memory,operators"]
-    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    paths = [str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]

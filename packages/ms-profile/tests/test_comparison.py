@@ -275,3 +275,55 @@ def test_too_few_steps_for_any_certainty_are_said_to_be(
         (tmp_path / f"{name}.json").write_text(json.dumps({"traceEvents": events}))
     assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
     assert "no slow-down is found surely; record more" in capsys.readouterr().out
+
+
+def write_steps(path: Path, lengths_ms: list[float]) -> str:
+    """Write a trace of steps of these lengths, and return its path."""
+    events: list[dict[str, object]] = []
+    at = 0.0
+    for number, length in enumerate(lengths_ms):
+        step = {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{number}"}
+        events += [{**step, "pid": 1, "tid": 1, "ts": at, "dur": 1e3 * length}]
+        events += [{**step, "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": at,
+                    "dur": 800 * length}]  # fmt: skip
+        at += 1e3 * length + 10
+    path.write_text(json.dumps({"traceEvents": events}))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict", "most_percent"),
+    [
+        ([347.0, 351.0, 345.0, 349.0] * 3, [216.0, 214.0, 218.0, 215.0] * 3,
+         "significant improvement: -3", 2),
+        ([216.0, 214.0, 218.0, 215.0] * 3, [347.0, 351.0, 345.0, 349.0] * 3,
+         "significant regression: +6", 2),
+        ([75.5, 76.9, 76.2, 76.7, 78.5, 81.1], [100.3, 122.1, 166.4, 82.0, 107.2, 166.3],
+         "inconclusive", 50),
+        ([166.3, 107.2, 82.0, 166.4, 122.1, 100.3], [81.1, 78.5, 76.7, 76.2, 76.9, 75.5],
+         "inconclusive", 50),
+        ([100.0, 101.0, 99.0, 100.0], [100.0, 101.5, 99.0, 100.2], "no significant difference", 60),
+    ],
+)  # fmt: skip
+def test_the_sentence_agrees_with_its_numbers(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    before: list[float],
+    after: list[float],
+    verdict: str,
+    most_percent: float,
+) -> None:
+    """The probability is that of the direction that was seen; a large change is never "none"."""
+    code = main(
+        [
+            "compare",
+            write_steps(tmp_path / "a.json", before),
+            write_steps(tmp_path / "b.json", after),
+        ]
+    )
+    line = next(each for each in capsys.readouterr().out.splitlines() if " of cases" in each)
+    assert line.startswith(verdict)
+    way = "faster" if np.median(after) < np.median(before) else "slower"
+    assert f"equal runs get {way} by as much" in line
+    assert float(line.split(" in ")[1].split("%")[0]) <= most_percent
+    assert code == (1 if "regression" in verdict else 0)

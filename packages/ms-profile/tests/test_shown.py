@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,61 @@ def test_the_table_of_operators_shows_its_times_on_a_narrow_screen(tmp_path: Pat
     frame.write_text(narrow)
     title = browse(frame, "operators", tmp_path).split("<title>")[1].split("</title>")[0]
     assert title == "operator:in self:in self share:in total:in"
+
+
+@needs_browser
+def test_every_span_of_two_pixels_is_drawn_at_every_zoom(
+    tmp_path: Path, make_trace: Callable[..., Trace]
+) -> None:
+    """A wide span that begins in the pixel of a narrow one, and one of a few pixels, too."""
+    spans = []
+    for step in range(300):
+        at = 1000.0 * step
+        spans += [("cpu_op", f"narrow{n}", "main", at + n / 100, 0.01) for n in range(90)]
+        loader = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+        spans += [("user_annotation", loader, "main", at + 1, 400.0)]
+        spans += [("cpu_op", "aten::mm", "main", at + 401 + n, 0.9) for n in range(10)]
+    page = tmp_path / "page.html"
+    write_report(analyse_traces({0: make_trace(spans)}), page)
+    script = """
+    document.querySelector('#tab-timeline').click();
+    const wait = () => {
+      const line = window.timeline;
+      if (!line || !line.width) { setTimeout(wait, 10); return; }
+      const { begin, duration } = line.columns;
+      const left0 = line.x(line.from);
+      let wide = 0, missing = 0, zooms = 0;
+      for (let zoom = 1; zoom < 3000; zoom *= 1.7) {
+        zooms++;
+        line.from = line.length * 0.31; line.to = line.from + line.length * 0.6 / zoom;
+        const drawn = new Map();
+        const fillRect = line.pen.fillRect;
+        line.pen.fillRect = (x, y, width, tall) => {
+          if (!drawn.has(y)) drawn.set(y, new Map());
+          drawn.get(y).set(Math.round(10 * x), width);
+        };
+        line.paint();
+        line.pen.fillRect = fillRect;
+        const scale = (line.width - left0) / (line.to - line.from);
+        for (const lane of line.lanes) {
+          const rects = drawn.get(26 + lane.y - line.scroll) || new Map();
+          for (const row of lane.rows) {
+            const left = left0 + (begin[row] - line.from) * scale, long = duration[row] * scale;
+            if (long < 2 || left < left0 || left + long > line.width) continue;
+            wide++;
+            const width = rects.get(Math.round(10 * left));
+            if (width === undefined || Math.abs(width - long) > 1) missing++;
+          }
+        }
+      }
+      document.title = `${zooms} zooms, ${wide > 100 ? "many" : wide} wide, ${missing} missing`;
+    };
+    window.addEventListener("error", (event) => { document.title = event.message; });
+    wait();
+    """
+    page.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
+    title = browse(page, "overview", tmp_path).split("<title>")[1].split("</title>")[0]
+    assert title == "16 zooms, many wide, 0 missing"
 
 
 @needs_browser

@@ -190,6 +190,31 @@ def test_what_is_no_trace_is_refused_by_name(tmp_path: Path, content: bytes, sai
         read_trace(tmp_path / "missing.json")
 
 
+@pytest.mark.parametrize("indent", [None, 1, 2, 4])
+@pytest.mark.parametrize("lines", [0, 31, 40, 5000])
+def test_what_follows_the_events_is_read_however_long_it_is(
+    tmp_path: Path, indent: int | None, lines: int
+) -> None:
+    """Kineto writes its log after the events, a bracket in each line; rank and base time follow."""
+    spans = [
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm é", "pid": 1, "tid": 1, "ts": 10.0 * n,
+         "dur": 5.0, "args": {"Input Dims": [[2, 3], [3, 4]]}}
+        for n in range(40)
+    ]  # fmt: skip
+    trace = {
+        "traceEvents": spans,
+        "INFO": [f'INFO:1:1 Profiler.cpp:{n}] a "}}] message' for n in range(lines)],
+        "nested": [{"a": [n]} for n in range(lines)],
+        "distributedInfo": {"backend": "nccl", "rank": 3, "world_size": 8},
+        "baseTimeNanoseconds": 1_727_743_122_000_000_000,
+    }
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(trace, indent=indent, ensure_ascii=False), encoding="utf-8")
+    found = read_trace(path)
+    assert (len(found), found.rank, found.warnings) == (40, 3, ())
+    assert int(found.start_ns[0]) == 1_727_743_122_000_000_000
+
+
 def test_the_ascend_profilers_form_is_understood(tmp_path: Path) -> None:
     """Text timestamps keep their nanoseconds; hardware, CANN and communication are told apart."""
 

@@ -66,7 +66,7 @@ class Comparison:
     step: Change
     """Change of the median step, taken on its slowest rank."""
     p_value: float
-    """How often runs of equal pace would make B look slower by as much."""
+    """Probability that runs of equal pace differ by as much in the direction that was seen."""
     detectable: float | None
     """Relative slow-down that 9 in 10 such pairs of runs would show as a regression.
 
@@ -136,7 +136,7 @@ def compare(
     change = Change(name="step", before_ns=_typical(old), after_ns=_typical(new))
     return Comparison(
         step=change,
-        p_value=slower,
+        p_value=faster if change.after_ns < change.before_ns else slower,
         detectable=_most([_detectable(a, b, least_change) for a, b in pairs]),
         steps=(sum(map(len, old)), sum(map(len, new))),
         runs=(len(old), len(new)),

@@ -12,6 +12,7 @@ from attrs import field, frozen
 
 from ms_profile.errors import ProfileError, TraceError
 from ms_profile.log.manifest import RankManifest, read_ranks, read_run
+from ms_profile.log.secrets import mask_secrets
 from ms_profile.vendors import VENDORS
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def find_traces(path: Path, *, window: int | None = None) -> FoundTraces:
         )
     is_run = (path / "manifest.json").is_file()
     if not found and not is_run:
-        found = sorted(file for file in path.glob("*") if file.name.endswith(SUFFIXES))
+        found = sorted(file for file in path.glob("*") if file.name.lower().endswith(SUFFIXES))
     if not found and any((path / "traces").glob("*")):  # of ranks that could not report
         inner = find_traces(path / "traces")
         return FoundTraces(files=_last_windows(inner.files), warnings=tuple(warnings))
@@ -84,7 +85,7 @@ def find_traces(path: Path, *, window: int | None = None) -> FoundTraces:
             f"{path}/ring`"
         )
     if not found:
-        found = sorted(path.glob(f"*{RING_SUFFIX}"))
+        found = sorted(file for file in path.glob("*") if file.suffix.lower() == RING_SUFFIX)
     if not found:
         globs = [vendor.trace_files for vendor in VENDORS if vendor.trace_files]
         found = sorted(file for each in globs for file in path.glob(each))
@@ -147,7 +148,7 @@ def describe_run(
     saved = max((len(rank.traces) for rank in ranks), default=0) if place == folder else 1
     return RunDescription(
         name=folder.name if place == folder else f"{folder.name}/{place.relative_to(folder)}",
-        command=shlex.join((run.script, *run.arguments)),
+        command=shlex.join((run.script, *mask_secrets(run.arguments))),
         started_wall_ns=run.started_wall_ns,
         metrics=run.metrics,
         steps=max((rank.steps for rank in ranks), default=None),

@@ -1,6 +1,8 @@
 """A whole run's traces put together: ranks on one clock, breakdowns, the ledger."""
 
 import os
+import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -29,6 +31,10 @@ from ms_profile.trace.columns import Trace
 from ms_profile.trace.from_ring import trace_of_ring
 from ms_profile.trace.intervals import Intervals
 from ms_profile.trace.reader import read_trace
+from ms_profile.vendors.category import Category
+
+WORKER = re.compile(r"(?P<name>.+)\.[0-9]{10,}\.pt\.trace\.json(\.gz)?", re.IGNORECASE)
+"""A name that `torch.profiler.tensorboard_trace_handler` gives: worker, time, suffix."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -119,20 +125,56 @@ def _read_all(files: Sequence[Path]) -> tuple[dict[int, Trace], list[str]]:
             if len(files) == 1:
                 raise
             warnings.append(str(error))
-    claims = [(trace.rank, file, trace.span_ns[0]) for file, trace in traces.items()
-              if trace.rank is not None]  # fmt: skip
+    ranks = {file: trace.rank for file, trace in traces.items() if trace.rank is not None}
+    taken = set(ranks.values())
+    free = (rank for rank in count() if rank not in taken)
+    for files_of_process in _by_process(
+        {file: trace for file, trace in traces.items() if trace.rank is None}
+    ):
+        ranks |= dict.fromkeys(files_of_process, next(free))
+    claims = [(ranks[file], file, trace.span_ns[0]) for file, trace in traces.items()]
     left_out, problems = latest_of_each(claims)
     warnings += problems
-    taken = {rank for rank, _, _ in claims}
-    free = (rank for rank in count() if rank not in taken)
     by_rank: dict[int, Trace] = {}
     for file, trace in traces.items():
-        if file in left_out:
-            continue
-        warnings += trace.warnings
-        rank = next(free) if trace.rank is None else trace.rank
-        by_rank[rank] = evolve(trace, rank=rank)
+        if file not in left_out:
+            warnings += trace.warnings
+            by_rank[ranks[file]] = evolve(trace, rank=ranks[file])
     return by_rank, warnings
+
+
+def _by_process(traces: Mapping[Path, Trace]) -> list[list[Path]]:
+    """Group traces that name no rank by the process that wrote them, in order of the files.
+
+    A profiler with `repeat` writes a file for each cycle. Two files are cycles of one process if
+    they agree on its name and number and one ends before the other begins; ranks of a run record
+    the same steps at the same time.
+    """
+    groups: dict[Path, list[Path]] = {}
+    last: dict[tuple[str, str, int | str | None], list[Path]] = defaultdict(list)
+    for file, trace in sorted(traces.items(), key=lambda each: each[1].span_ns[0]):
+        worker = WORKER.fullmatch(file.name)
+        key = (worker["name"] if worker else "", trace.host, _process_of(trace))
+        before = next(
+            (each for each in last[key] if traces[each].span_ns[1] <= trace.span_ns[0]), None
+        )
+        # Without a worker's name, a number of a process and nothing else is no proof.
+        if before is None or not (worker or trace.host):
+            groups[file] = [file]
+        else:
+            last[key].remove(before)
+            groups[file] = [*groups.pop(before), file]
+        last[key].append(file)
+    return sorted(groups.values(), key=min)
+
+
+def _process_of(trace: Trace) -> int | str | None:
+    """Return the number of the process that has most of a trace's spans on the host."""
+    rows = trace.rows(Category.OPERATOR, Category.ANNOTATION)
+    if not len(rows):
+        return None
+    thread = int(np.bincount(trace.thread[rows]).argmax())
+    return trace.threads[thread].process
 
 
 def _read_one(file: Path) -> Trace:

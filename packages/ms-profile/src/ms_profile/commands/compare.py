@@ -61,7 +61,7 @@ def execute(options: argparse.Namespace) -> int:
     if options.json:
         print(msgspec.json.encode(_plain(found)).decode())
     else:
-        _show(found)
+        _show(found, options.least_change)
     return 1 if found.regression else 0
 
 
@@ -110,7 +110,7 @@ def _plain(found: Comparison) -> dict[str, Any]:
     return {**asdict(found), "step": plain(found.step), **series}
 
 
-def _show(found: Comparison) -> None:
+def _show(found: Comparison, least_change: float) -> None:
     table = Table(title="per step")
     for column in ("what", "before ms", "after ms", "change"):
         table.add_column(column, justify="left" if column == "what" else "right")
@@ -122,14 +122,17 @@ def _show(found: Comparison) -> None:
     Console().print(table)
     if found.not_measurable:
         print(f"not measurable in one run or both: {', '.join(found.not_measurable)}")
+    share = found.step.share
     verdict = "no significant difference"
     if found.regression:
         verdict = "significant regression"
     elif found.improvement:
         verdict = "significant improvement"
-    share = found.step.share
+    elif share is not None and abs(share) >= least_change:
+        verdict = "inconclusive (not significant: too few steps, or too much scatter)"
     change = "" if share is None else f"{share:+.1%} a step, "
-    print(f"{verdict}: {change}equal runs differ as much in {found.p_value:.1%} of cases")
+    way = "get faster" if share is not None and share < 0 else "get slower"
+    print(f"{verdict}: {change}equal runs {way} by as much in {found.p_value:.1%} of cases")
     power = "with so few of them, or so unlike, no slow-down is found surely; record more"
     if found.detectable is not None:
         power = f"a slow-down of {found.detectable:.0%} is found in 9 of 10 such pairs of runs"

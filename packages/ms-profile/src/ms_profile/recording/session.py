@@ -21,6 +21,7 @@ from ms_profile.log.manifest import (
     ring_path,
     write_whole,
 )
+from ms_profile.log.secrets import mask_secrets
 from ms_profile.metrics import Collect, collected_for
 from ms_profile.recording.cpu_wait import CpuWait
 from ms_profile.recording.import_hook import when_imported
@@ -159,7 +160,7 @@ class Session:
             world_size=self._own.world_size,
             metrics=self._plan.metrics,
             script=str(self._plan.script.resolve()),
-            arguments=self._plan.arguments,
+            arguments=mask_secrets(self._plan.arguments),
             started_wall_ns=time.time_ns(),
             schedule=self._plan.schedule,
             versions=versions(),

@@ -44,7 +44,7 @@ def export_perfetto(analysis: Analysis, path: str | os.PathLike[str]) -> int:
 
 
 def _packed(file: BinaryIO, target: Path) -> AbstractContextManager[BinaryIO | gzip.GzipFile]:
-    if target.suffix == ".gz":
+    if target.suffix.lower() == ".gz":
         return gzip.GzipFile(fileobj=file, mode="wb", compresslevel=4)
     return nullcontext(file)
 

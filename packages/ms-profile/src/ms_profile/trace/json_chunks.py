@@ -7,6 +7,7 @@ is right; for any other layout the boundaries `}, {` are tried from the end back
 """
 
 import gzip
+import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -33,6 +34,8 @@ END = re.compile(rb'\}\s*\]\s*(,\s*"[^"]*"\s*:[^{}\[\]]*)*\}?\s*\Z')
 OpenFile = AbstractContextManager[BufferedReader | gzip.GzipFile]
 decode_records = msgspec.json.Decoder(list[Record]).decode
 decode_record = msgspec.json.Decoder(Record).decode
+parse_value = json.JSONDecoder().raw_decode
+"""Parses the first JSON value of a text; returns it and where it ends."""
 
 
 class TraceText:
@@ -209,6 +212,11 @@ class TraceText:
 
     def _decode_tail(self, text: bytes) -> list[Record]:
         """Decode what follows the last boundary: an event, `]` and what stands beside the list."""
+        with suppress(ValueError, RecursionError):
+            # Latin-1 keeps one character for each byte, and JSON's own signs are ASCII.
+            _, after = parse_value("[" + text.decode("latin-1"))
+            self._take_header(b"{" + text[after - 1 :].strip().lstrip(b",") or b"}")
+            return self._decode_list(bytearray(b"[" + text[: after - 1]), after - 1)
         end = len(text)
         for _ in range(TRIES):
             end = text.rfind(b"]", 0, end)

@@ -2,7 +2,7 @@
 // colour, and the search for the next pixel gallops: a frame costs lanes times pixels, not spans.
 const CATEGORY = ["other", "operator", "scope", "driver call", "kernel", "copy", "collective", "Python", "device scope", "overhead", "device wait", "wait for data", "garbage collection"];
 const CATEGORY_COLOUR = ["host", "compute", "launch", "launch", "compute", "copy", "collective", "host", "launch", "host", "synchronise", "data", "garbage"];
-const LANE = 17, RULER = 26, TRACK_GAP = 7, WIDE_GUTTER = 190, NARROW_GUTTER = 84;
+const LANE = 17, RULER = 26, TRACK_GAP = 7, WIDE_GUTTER = 190, NARROW_GUTTER = 84, BLOCK = 64;
 let GUTTER = WIDE_GUTTER;
 
 class Timeline {
@@ -124,7 +124,8 @@ class Timeline {
       const x = Math.floor(left);
       // Of the spans in one pixel a match is never hidden by the others.
       let shown = colour;
-      const next = this.gallop(rows, i + 1, from + (x + 1 - GUTTER) / scale);
+      // A wide span may begin in the same pixel as a narrow one: the jump ends before it.
+      const next = this.firstWide(lane, i + 1, this.gallop(rows, i + 1, from + (x + 1 - GUTTER) / scale), 2 / scale);
       if (flags !== null && dim) {
         const most = Math.min(next, i + 200);
         for (let k = i + 1; k < most; k++) if (flags[name[rows[k]]]) { shown = colours[category[rows[k]]]; break; }
@@ -152,6 +153,22 @@ class Timeline {
       if (begin[rows[middle]] < instant) low = middle + 1; else high = middle;
     }
     return low;
+  }
+
+  // The first of a lane's spans from `low` to `high` that lasts `least`, or `high`; blocks of spans
+  // whose longest is shorter are passed over.
+  firstWide(lane, low, high, least) {
+    const { duration } = this.columns, { rows } = lane;
+    if (!lane.longest) {
+      lane.longest = new Float64Array(Math.ceil(rows.length / BLOCK));
+      for (let k = 0; k < rows.length; k++) lane.longest[(k / BLOCK) | 0] = Math.max(lane.longest[(k / BLOCK) | 0], duration[rows[k]]);
+    }
+    for (let k = low; k < high;) {
+      if (k % BLOCK === 0 && lane.longest[k / BLOCK] < least) { k += BLOCK; continue; }
+      if (duration[rows[k]] >= least) return k;
+      k++;
+    }
+    return high;
   }
 
   gallop(rows, from, instant) {

@@ -1,0 +1,71 @@
+"""A manifest and a report show a run's arguments without the secrets among them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ms_profile.log.secrets import MASK, mask_secrets
+
+SECRET = "s3cr3t-value"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--api-key", SECRET],
+        ["--api_key", SECRET],
+        ["--apiKey", SECRET],
+        ["--api-key=" + SECRET],
+        ["--HF_TOKEN", SECRET],
+        ["--wandb-key", SECRET],
+        ["wandb.api_key=" + SECRET],
+        ["+logger.token=" + SECRET],
+        ["WANDB_API_KEY=" + SECRET],
+        ["--db-password", SECRET],
+        ["--password", "-" + SECRET],
+        ["--client.secret", SECRET],
+        ["--aws-secret-access-key", SECRET],
+        ["--credentials", SECRET],
+        ["--auth", SECRET],
+        ["--data", f"s3://user:{SECRET}@host/bucket"],
+        ["--data", f"https://host/x?a=1&access_token={SECRET}&b=2"],
+        ["-H", f"Authorization: Bearer {SECRET}"],
+        ["--headers", f'{{"api_key": "{SECRET}"}}'],
+        ["--model", f"hf_{SECRET}"],
+        ["--note", f"sk-{SECRET}"],
+    ],
+    ids=" ".join,
+)
+def test_a_secret_is_masked_however_it_is_passed(arguments: list[str]) -> None:
+    """The name stays, the value does not, and other arguments stay as they were."""
+    masked = mask_secrets(["--lr", "0.1", *arguments, "--steps", "5"])
+    assert SECRET not in " ".join(masked)
+    assert MASK in " ".join(masked)
+    assert masked[:2] == ("--lr", "0.1")
+    assert masked[-2:] == ("--steps", "5")
+
+
+def test_names_that_only_look_alike_are_left_alone() -> None:
+    """Counts of tokens, tokenizers, heads of keys and plain options are no secrets."""
+    arguments = (
+        "--tokenizer", "gpt2", "--max-new-tokens", "64", "--num-key-value-heads", "8", "--keys-dim",
+        "4", "--monkey", "x", "train.toml", "--url", "https://host/x?page=2", "a=b", "--turkey=1",
+        "time: 3",
+    )  # fmt: skip
+    assert mask_secrets(arguments) == arguments
+
+
+def test_neither_manifest_nor_report_holds_a_secret(tmp_path: Path) -> None:
+    """The script gets it; no file of the run and no page has it."""
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nprint(sys.argv[1:])\n")
+    command = [sys.executable, "-m", "ms_profile", "run", "--train-script", str(script)]
+    command += ["--output-dir", str(tmp_path / "run"), "--", "--api-key", SECRET, "--lr", "0.1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert SECRET in done.stdout
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert (tmp_path / "run" / "manifest.json") in files
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+    assert "--api-key" in (tmp_path / "run" / "manifest.json").read_text()
