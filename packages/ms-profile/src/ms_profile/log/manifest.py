@@ -63,7 +63,7 @@ class RunManifest(
     """Names asked for with `--metrics`, in the order of `ms_profile.metrics.METRICS`."""
     script: str
     arguments: tuple[str, ...] = ()
-    """Of the script, with the values of secrets masked."""
+    """The arguments that the script got; the values of secrets are masked."""
     started_wall_ns: Instant
     schedule: TraceSchedule
     versions: dict[str, str]
