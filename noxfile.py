@@ -242,13 +242,18 @@ def build_wheel(source: Path, folder: Path) -> Path:
 
 @shared_job
 def readme(session: nox.Session) -> None:
-    """Run the Python code of READMEs and guides twice in one folder; some under torchrun."""
-    pages = ["README.md", "docs", *(f"packages/{package}/README.md" for package in PACKAGES)]
+    """Run the code and commands of all pages twice, and their scripts under torchrun.
+
+    What a page shows of the output is compared; a block that cannot run here says why. Among all
+    default sessions the pages run once.
+    """
+    pages = ["docs", "examples", "README.md", "CONTRIBUTING.md"]
+    pages += [f"packages/{package}/README.md" for package in PACKAGES]
     folders = Path(session.create_tmp()).absolute() / "pages"
     shutil.rmtree(folders, ignore_errors=True)
     plugin = {"PYTHONPATH": str(ROOT / "tests"), "README_FOLDERS": str(folders), **ONE_THREAD}
     pages_apart = ("-n", "2", "--dist", "loadfile", "-p", "readme_code", *pages)
-    for _ in range(2):  # what a reader runs again must go again
+    for _ in range(1 if EVERY_SESSION else 2):  # what a reader runs again must go again
         run_shared(session, "pytest", *pages_apart, *session.posargs, env=plugin)
     two = ("-n", "2", "tests/readme_torchrun.py")
     run_shared(session, "pytest", *two, *session.posargs, env=ONE_THREAD)

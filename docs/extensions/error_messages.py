@@ -33,7 +33,8 @@ class Message(NamedTuple):
     """What to do; empty where the message tells only what is wrong."""
 
 
-def messages_of(package: str) -> list[Message]:
+@cache
+def messages_of(package: str) -> tuple[Message, ...]:
     """Collect the messages of a package, such as `ms-data`, by room and wording, each once."""
     module = package.replace("-", "_")
     source = ROOT / "packages" / package / "src" / module
@@ -45,7 +46,7 @@ def messages_of(package: str) -> list[Message]:
             wrong, remedy = parts_of(text)
             if len(WORDS.findall(wrong)) > 1:
                 found.add(Message(room, error, wrong, remedy))
-    return sorted(found)
+    return tuple(sorted(found))
 
 
 @cache
