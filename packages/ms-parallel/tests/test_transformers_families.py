@@ -165,3 +165,51 @@ def test_a_proof_cuts_per_layer_settings(kind: str, setting: str, expected: obje
     """To as many layers as are kept, one of each kind among them."""
     config: Any = open_subject(kind).given
     assert getattr(config.settings, setting) == expected
+
+
+def test_a_head_that_scales_its_logits_is_applied_whole(tmp_path: Path) -> None:
+    """Dory's head is a subclass of a linear layer, with a scale for each token."""
+    config = small_model(TransformersModel({"model_type": "dory"})).settings
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        model.lm_head.logit_scale.mul_(1 + torch.rand(config.vocab_size))
+    model.save_pretrained(tmp_path)
+    engine = Engine(TransformersModel(tmp_path), device="cpu")
+    logits = engine.evaluate(BATCH, lambda output, _: output.logits())
+    with torch.no_grad():
+        assert torch.allclose(logits, model(TOKENS, use_cache=False).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "phi", "gpt_neox", "stablelm"])
+def test_extra_heads_find_the_final_norm_by_its_own_name(kind: str) -> None:
+    """`transformer.ln_f`, `model.final_layernorm` and others; a value head trains."""
+    config = small_model(TransformersModel({"model_type": kind}))
+    engine = Engine(config, device="cpu", heads={"value": 1})
+    assert any(name.endswith("value_matrix") for name in engine.parameters)
+
+
+def test_a_model_without_a_weighted_final_norm_has_no_extra_heads() -> None:
+    """OLMo's norms have no weight; the message says what to use."""
+    config = small_model(TransformersModel({"model_type": "olmo"}))
+    with pytest.raises(ModelError, match="use a separate value model"):
+        Engine(config, device="cpu", heads={"value": 1})
+
+
+def test_a_first_gradient_of_zero_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """With all weights 0 but the final norm's, every logit is 0 and no gradient is left."""
+    config = small_model(TransformersModel({"model_type": "llama"}))
+    engine = Engine(config, device="cpu")
+    with torch.no_grad():
+        for value in engine.parameters.values():
+            value.zero_()
+    assert engine.update(BATCH, NextTokenLoss()).grad_norm == 0
+    assert "the first gradient is exactly 0" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["musicgen", "reformer", "dots3_note", "zamba", "inkling_text"])
+def test_what_cannot_be_built_is_refused_in_one_line(kind: str) -> None:
+    """Errors of transformers do not leave as they are."""
+    with pytest.raises((ModelError, ConfigError)) as error:
+        Engine(small_model(TransformersModel({"model_type": kind})), device="cpu")
+    assert "\n" not in str(error.value)

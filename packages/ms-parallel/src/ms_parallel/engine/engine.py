@@ -242,6 +242,11 @@ class Engine:
         # One all-reduce, then the step's only wait for the device.
         totals = self.reduction.totals(results, len(metrics), mtp, gradients)
         skipped = self._skip_reason(totals, refuse)
+        if totals.grad_norm == 0.0 and self.step == 0 and dist.get_rank() == 0:
+            logger.warning(
+                "the first gradient is exactly 0, so nothing is learned; check the loss weights,"
+                " frozen parameters and initial weights"
+            )
         audit = None
         if self.auditor and self.auditor.is_due(self.step + 1) and isfinite(totals.grad_norm):
             audit = self.auditor.audit(microbatches, loss, weight, tokens, totals.loss, gradients)

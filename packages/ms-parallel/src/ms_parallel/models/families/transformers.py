@@ -23,6 +23,7 @@ from ms_parallel.models.foreign.plans import (
     shapes_of,
 )
 from ms_parallel.models.foreign.stage import TransformersStage
+from ms_parallel.models.foreign.trial import check_trial
 from ms_parallel.models.foreign.weights import rules_of
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.operators.protocol import Ops
@@ -38,6 +39,7 @@ def _build(
 ) -> TransformersStage:
     whole = range(config.num_hidden_layers)
     ops = ops or operators
+    check_trial(config)
     return TransformersStage(built(config, ops), config, plan_of(config), layers or whole, ops)
 
 

@@ -244,11 +244,10 @@ def settings_of(document: str) -> Any:
             f" {package.__version__} builds a causal language model of it"
         )
     try:
-        made = package.AutoConfig.for_model(kind, **content)
+        return package.AutoConfig.for_model(kind, **content).get_text_config()
     except Exception as error:  # whatever its checks raise at a damaged file
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"transformers does not take this config.json ({reason})") from error
-    return made.get_text_config()
 
 
 def _number(found: dict[str, Any]) -> Any:
@@ -260,7 +259,13 @@ def _check(model: TransformersModel) -> None:
     settings = model.settings
     sizes = {name: MOST[name] for name in ("hidden_size", "vocab_size", "num_attention_heads")}
     for name, most in {"num_hidden_layers": MOST_LAYERS, **sizes}.items():
-        value = getattr(settings, name, None)
+        try:
+            value = getattr(settings, name, None)
+        except RuntimeError as error:  # transformers' error for a value per layer
+            raise ConfigError(
+                f"{name} of this {model.model_type} must be the same in all layers; train this"
+                " model with transformers"
+            ) from error
         if type(value) is not int or not 1 <= value <= most:
             raise ConfigError(
                 f"{name} of this {model.model_type} is {repr(value)[:60]}; give a whole number from"

@@ -68,10 +68,19 @@ class Apart(Around):
         made: list[Any] = [None] * len(each_length)
         for length in set(each_length):
             places = [at for at, each in enumerate(each_length) if each == length]
-            found = self.inner(
-                *(_pieces(value, lengths, places) for value in args),
-                **{key: _pieces(value, lengths, places) for key, value in named.items()},
-            )
+            try:
+                found = self.inner(
+                    *(_pieces(value, lengths, places) for value in args),
+                    **{key: _pieces(value, lengths, places) for key, value in named.items()},
+                )
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, IndexError) as error:
+                reason = " ".join(str(error).split())[:160]
+                raise ModelError(
+                    f"{type(self.inner).__name__} cannot run the documents of a packed row one by"
+                    f" one ({reason}); leave documents out of the batch"
+                ) from error
             for at, each in zip(places, torch.split(_first(found), 1), strict=True):
                 made[at] = each
         whole = torch.cat(made, 1).view(*hidden.shape[:2], -1)

@@ -55,7 +55,7 @@ def built(config: TransformersModel, ops: Ops | None = None) -> Any:
             model = transformers().AutoModelForCausalLM.from_config(
                 settings, attn_implementation=name, dtype=dtype, **how
             )
-    except (ValueError, TypeError, AttributeError, ImportError, LookupError) as error:
+    except Exception as error:  # whatever a constructor does with settings that do not fit
         if isinstance(error, KeyError) and error.args == (name,):
             raise ModelError(
                 f"{config.model_type} of transformers has an attention of its own, which ours"

@@ -55,6 +55,11 @@ class TransformersStage(Around):
             head = own["head_name"] = _head_name(model)
             own["tail"], own["plain_head"] = _tail(model), _is_plain(model, head)
             if config.tie_word_embeddings and self.first:
+                if type(model._modules[head]) is not nn.Linear:
+                    raise ModelError(
+                        f"the tied head of {type(model).__name__} is more than a linear layer;"
+                        " train this model with transformers"
+                    )
                 tied = _Tied(model.get_input_embeddings(), model._modules[head].bias)
                 own["tail"]._modules[head] = model._modules[head] = tied
         blocks = [model.get_submodule(name) for name in block_names(model, plan)]
@@ -215,6 +220,8 @@ def _head_name(model: Any) -> str:
 def _is_plain(model: Any, head_name: str) -> bool:
     """Return whether logits are only the head's product, as seen from a head of a few tokens."""
     tail, own = _tail(model), model._modules[head_name]
+    if type(own) is not nn.Linear:  # a subclass may do more than the product
+        return False
     # Callers build models under an ambient meta device, where values cannot be compared.
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         head = nn.Linear(own.in_features, 5, bias=own.bias is not None)

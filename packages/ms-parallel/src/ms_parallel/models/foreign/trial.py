@@ -1,0 +1,88 @@
+"""A trial of a transformers model at a small size, before the real one is built.
+
+Our attention and our stages stand in for parts of a model that transformers may change in any
+version. So the same kind of model is built small, with all its settings but sizes, and its logits
+are compared with those of transformers alone.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ms_parallel import operators
+from ms_parallel.errors import ModelError
+from ms_parallel.models.foreign.config import TransformersModel, transformers
+from ms_parallel.models.foreign.plans import built, plan_of
+from ms_parallel.models.foreign.small import small_model
+from ms_parallel.models.foreign.stage import TransformersStage
+from ms_parallel.models.staged import named_weights
+
+LENGTH, TOLERANCE = 24, 1e-3
+"""Positions of the row, and the allowed difference: far above rounding, far below an error."""
+DTYPES = (torch.float32, torch.float64)
+
+
+@lru_cache(maxsize=64)
+def check_trial(config: TransformersModel) -> None:
+    """Check that a small model of this kind has the logits that transformers computes.
+
+    Passes where transformers itself runs no small model of these settings, as there is nothing to
+    compare with.
+
+    Raises:
+        ModelError: the logits differ, or our attention cannot run the model.
+    """
+    if torch.get_default_dtype() not in DTYPES:
+        return
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        try:
+            small = small_model(config)
+            model = _reference(small)
+            tokens = torch.randint(0, small.vocab_size, (1, LENGTH))
+            expected: Tensor = model(tokens, use_cache=False, return_dict=True).logits
+        except Exception:  # transformers rejects settings in many ways; nothing to compare with
+            return
+        found = _ours(small, model, tokens)
+    apart = float((found - expected).abs().max()) / max(1.0, float(expected.abs().max()))
+    if not apart <= TOLERANCE:
+        raise ModelError(
+            f"logits of {config.model_type} differ from those of transformers by {apart:.1e} in a"
+            " trial at a small size; train this model with transformers"
+        )
+
+
+def _reference(small: TransformersModel) -> Any:
+    """Build transformers' own model with random weights."""
+    auto: Any = transformers().AutoModelForCausalLM
+    settings = type(small.settings).from_dict(small.settings.to_dict())
+    dtype = torch.get_default_dtype()
+    how = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+    model = auto.from_config(settings, attn_implementation="eager", dtype=dtype, **how).eval()
+    for parameter in model.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def _ours(small: TransformersModel, model: Any, tokens: Tensor) -> Tensor:
+    """Compute logits by our stage with the weights of transformers' model."""
+    layers = range(small.num_hidden_layers)
+    stage = TransformersStage(built(small), small, plan_of(small), layers, operators)
+    stage.to_empty(device="cpu")
+    weights = model.state_dict(keep_vars=True)
+    for name, value in named_weights(stage):
+        # Experts' gate and up are one parameter there, and two matrices of one here.
+        value.copy_(weights[name].view(value.shape))
+    try:
+        logits: Tensor = stage.eval()(tokens)
+    except ModelError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:160]
+        raise ModelError(
+            f"{small.model_type} does not run with the attention here"
+            f" ({type(error).__name__}: {reason}); train this model with transformers"
+        ) from error
+    return logits
