@@ -12,7 +12,10 @@ import tokenizers
 
 from ms_align import GRPOTrainer, SFTTrainer
 from ms_align.cli import main
+from ms_align.errors import DataError
 from ms_align.rewards.named import named_rewards
+from ms_align.rollouts.prompts import read_prompts
+from ms_align.tokenizer import ByteTokenizer
 from ms_align.trainers.dpo import DPOTrainer
 from ms_data import build
 from ms_parallel import save_model
@@ -200,3 +203,33 @@ def test_the_base_folders_settings_and_license_are_kept(tmp_path: Path) -> None:
         assert (out / "model/LICENSE").read_text() == "free"
         assert (out / "model/NOTICE.txt").is_file()
         assert (out / "model/special_tokens_map.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"prompt": "question 1", "answer": "1"},
+        {"from": "human", "value": "hi"},
+        {"role": "user", "content": None},
+        {"role": "user"},
+        {"role": 7, "content": "hi"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    ],
+)
+def test_messages_that_a_template_would_not_print_are_refused(
+    message: dict[str, Any], tmp_path: Path
+) -> None:
+    """In a list and in a file, which may be one array of rows; a tool call needs no content."""
+
+    class Chats(ByteTokenizer):
+        """Has a chat template."""
+
+        def encode_messages(self, messages: Any) -> list[int]:
+            return [len(messages)]
+
+    (tmp_path / "prompts.json").write_text(json.dumps([message, message]))
+    for prompts in ([[message]], tmp_path / "prompts.json"):
+        with pytest.raises(DataError, match="message 0 must"):
+            read_prompts(prompts, Chats())
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    assert read_prompts([[{"role": "user", "content": "hi"}, call]], Chats())[0].tokens == (2,)

@@ -113,6 +113,7 @@ def _tokens(entry: Any, tokenizer: Tokenizer | None, where: str) -> tuple[list[i
             return list(entry), tokenizer.decode(list(entry)) if tokenizer else ""
         template = getattr(tokenizer, "encode_messages", None)
         if all(isinstance(message, Mapping) for message in entry):
+            _check_messages(entry, where)
             if template is None:
                 raise DataError(
                     f"{where} is a chat and the tokenizer has no template; give a Hugging Face one"
@@ -130,6 +131,27 @@ def _tokens(entry: Any, tokenizer: Tokenizer | None, where: str) -> tuple[list[i
     if not tokens:
         raise DataError(f"{where} has no token; give each prompt at least one")
     return tokens, entry
+
+
+def _check_messages(messages: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Refuse messages that a chat template would print as nothing, or as Python's own notation.
+
+    Raises:
+        DataError: one has no `role`, or neither a text as `content` nor tool calls.
+    """
+    for number, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise DataError(
+                f"{where}: message {number} must have `role` and `content`, got keys "
+                f"{sorted(map(str, message))}; rename them, and write a file of rows as JSON "
+                "Lines, one row a line"
+            )
+        content = message.get("content")
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise DataError(
+                f"{where}: the content of message {number} must be a text, got "
+                f"{type(content).__name__}; give its text"
+            )
 
 
 @frozen(kw_only=True)
