@@ -217,3 +217,11 @@ def test_a_small_file_that_unpacks_to_much_takes_little_memory(
     outcome, grown = done.stdout.split()
     assert outcome == "True"
     assert int(grown) < 64 << 10
+
+
+@pytest.mark.parametrize("name", ["A.JSONL", "a.Jsonl", "a.NDJSON", "a.jsonlines", "A.JSONL.GZ"])
+def test_the_case_of_a_name_does_not_matter(name: str, tmp_path: Path) -> None:
+    """Rows in a file of capital letters were one document of text."""
+    content = b'{"text": "one"}\r\n{"text": "two"}\r\n'
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
+    assert [one.text for one in find_corpus(tmp_path).documents()] == ["one", "two"]

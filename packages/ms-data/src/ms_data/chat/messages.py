@@ -33,6 +33,11 @@ _KEYS = {
     "thinking",
     "weight",
 }
+_PART = "make each a part of a message's content, as {'type': 'image', 'image': PATH}"
+_LOST_KEYS = {
+    **dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), _PART),
+    "functions": "give `tools`, as OpenAI's newer form has them",
+}
 _SHAREGPT_KEYS = {"from", "value", "weight"}
 _SHAREGPT_ROLES = {
     "human": "user",
@@ -71,10 +76,22 @@ def read_conversation(row: Mapping[str, Any]) -> Conversation:
             f"{what}, its keys being {keys}; give `messages` (OpenAI), `conversations` "
             "(ShareGPT) or `instruction` and `output` (Alpaca)"
         )
+    check_other_keys(row)
     messages = _FORMS[found[0]](row)
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("no message of the assistant, so there is nothing to learn")
     return Conversation(messages=messages, tools=read_tools(row), weight=read_number(row, "weight"))
+
+
+def check_other_keys(row: Mapping[str, Any]) -> None:
+    """Refuse keys of a row whose content would be left out.
+
+    Raises:
+        ValueError: the row has pictures, sounds or tools in a key that is not read.
+    """
+    for key in _LOST_KEYS:
+        if row.get(key):
+            raise ValueError(f"the row has `{key}`, which is not read; {_LOST_KEYS[key]}")
 
 
 def read_messages(value: object, name: str) -> list[Message]:
@@ -153,7 +170,13 @@ def read_system(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _openai(row: Mapping[str, Any]) -> list[Message]:
-    return read_messages(row["messages"], "messages")
+    messages = read_messages(row["messages"], "messages")
+    system = read_system(row)
+    if system and messages[0]["role"] == "system":
+        if messages[:1] != system:
+            raise ValueError("`system` is not the first message of `messages`; keep one of them")
+        return messages
+    return [*system, *messages]
 
 
 def _sharegpt(row: Mapping[str, Any]) -> list[Message]:
@@ -239,7 +262,12 @@ def _checked(message: Message, place: str) -> Message:
         raise ValueError(f"{place}.weight is {_shown(message['weight'])}; it must be 0 or 1")
     filled = message.get("content") or message.get("tool_calls")
     if message["role"] in ("assistant", "user") and not filled:
-        raise ValueError(f"{place} is an empty message of the {message['role']}")
+        raise ValueError(f"{place} is an empty message of the {message['role']}; give it a content")
+    if not filled and not isinstance(message.get("content"), str):
+        raise ValueError(
+            f"{place} is a message of the role {message['role']} without content; give it a text, "
+            "which may be empty"
+        )
     return message
 
 

@@ -19,6 +19,7 @@ import msgspec
 from ms_data.chat.messages import (
     Message,
     alpaca_messages,
+    check_other_keys,
     read_messages,
     read_number,
     read_sharegpt,
@@ -48,6 +49,7 @@ def read_pair(row: Mapping[str, Any]) -> Pair:
     if not {"chosen", "rejected"} <= set(row):
         keys = ", ".join(map(repr, row)) or "none"
         raise ValueError(f"its keys are {keys}; a preference pair has `chosen` and `rejected`")
+    check_other_keys(row)
     prompts = [key for key in ("prompt", "messages", "conversations", "instruction") if key in row]
     if len(prompts) > 1:
         raise ValueError(f"two prompts, {prompts[0]!r} and {prompts[1]!r}; keep one of them")

@@ -206,7 +206,7 @@ class Corpus:
     def _opened(self, number: int, raw: BufferedReader) -> OpenFile | Invalid | NotText:
         """Find out what a file is, as far as its first bytes tell it."""
         path = self.files[number]
-        suffix = path.suffix[1:]
+        suffix = path.suffix[1:].lower()
         name = path.stem if suffix in PACKINGS else path.name
         kind = _look(path, name, raw.peek(HEAD_BYTES))
         # What is said to be packed, and is not, would otherwise be read, or left out as no text.

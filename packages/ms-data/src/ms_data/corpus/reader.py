@@ -142,7 +142,7 @@ class FileReader:
         """Return whether a file is of this kind."""
         if head.startswith(self.signatures) and (self.text or b"\0" in head):
             return True
-        if not name.endswith(self.suffixes):
+        if not name.lower().endswith(self.suffixes):
             return False
         kind = kind_of(head) if self.text else ""
         return kind == "" or (self.refuses_nul and kind == BINARY)

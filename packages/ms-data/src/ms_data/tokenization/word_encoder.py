@@ -25,6 +25,8 @@ from ms_data.tokenization.word_table import PADDING, Tokens, WordTable
 
 GROUP_CHARACTERS = 1 << 17
 """Text that is cut at once: what it needs stays in a core's cache."""
+ENDLESS_CHARACTERS = 1 << 20
+"""Longest text without a place to cut that is encoded as one word."""
 PROVED_FIRST = 1 << 18
 """Characters of the first documents, all of which are proved."""
 PROVED_ONE_IN = 512
@@ -174,8 +176,10 @@ def _cut(text: str) -> Iterator[str]:
     begin = 0
     while len(text) - begin > GROUP_CHARACTERS:
         cut = _last_cut(text, begin, begin + GROUP_CHARACTERS)
-        if cut == begin:
-            break
+        if cut == begin or cut - begin > ENDLESS_CHARACTERS:
+            # The library takes 300 bytes for a character of one word, so that a word without end
+            # is cut in its midst.
+            cut = min(len(text), begin + ENDLESS_CHARACTERS)
         yield text[begin:cut]
         begin = cut
     yield text[begin:]

@@ -87,7 +87,7 @@ def _read_source(source: Path, shards: Path) -> dict[str, Any]:
 
 def _source(corpus: str | Path, options: Options, tokenizer: Path | None) -> dict[str, Any]:
     """Collect all that the shards depend on."""
-    tokenizer_bytes = tokenizer.read_bytes() if tokenizer and tokenizer.is_file() else b""
+    tokenizer_bytes = _tokenizer_bytes(tokenizer) if tokenizer else b""
     return {
         "corpus": str(corpus),
         "files": _files_digest(Path(corpus)),
@@ -96,6 +96,15 @@ def _source(corpus: str | Path, options: Options, tokenizer: Path | None) -> dic
         "hold_out": options.hold_out,
         "text_column": options.text_column,
     }
+
+
+def _tokenizer_bytes(tokenizer: Path) -> bytes:
+    """Read a tokenizer.json and the files of its folder that name special tokens."""
+    if tokenizer.is_file():
+        return tokenizer.read_bytes()
+    names = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+    files = [tokenizer / name for name in names]
+    return b"\0".join(file.read_bytes() for file in files if file.is_file())
 
 
 def _files_digest(corpus: Path) -> str:

@@ -42,7 +42,7 @@ class _Lines(Iterator[str]):
 
 
 def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Found]:
-    delimiter = "\t" if file.name.endswith(".tsv") else ","
+    delimiter = "\t" if file.name.lower().endswith(".tsv") else ","
     limit = options.document_limit_bytes
     lines = _Lines(file.blocks, limit)
     rows = csv.reader(lines, delimiter=delimiter, strict=True)

@@ -72,4 +72,6 @@ def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Fou
         yield decoded(decode, line, place, remedy) if line.strip() else ""
 
 
-READER = FileReader(documents=_documents, suffixes=(".jsonl", ".ndjson"), refuses_nul=True)
+READER = FileReader(
+    documents=_documents, suffixes=(".jsonl", ".ndjson", ".jsonlines"), refuses_nul=True
+)

@@ -29,7 +29,7 @@ def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Fou
         yield BINARY
         return
     row = dict[str, Any] if file.named else row_type(options.text_column)
-    if file.name.endswith(".json") and (rows := _rows_of(content, row)):
+    if file.name.lower().endswith(".json") and (rows := _rows_of(content, row)):
         yield Invalid(f"{file.path} holds {rows}")
     elif reason := not_utf8(content):
         yield Invalid(f"{file.path}: {reason}")
