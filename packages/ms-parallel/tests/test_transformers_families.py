@@ -1,5 +1,6 @@
 """Models that transformers builds compute what transformers computes, or are refused in a line."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ms_parallel import ConfigError, Engine, LayoutError, ModelError, NextTokenLoss
+from ms_parallel import ConfigError, Engine, LayoutError, ModelError, NextTokenLoss, load_model
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.models import TransformersModel
 from ms_parallel.models.family import family_of
 from ms_parallel.models.foreign.attention import registered
 from ms_parallel.models.foreign.small import small_model
+from ms_parallel.models.registry import architecture, architectures
 from ms_parallel.proof.subject import open_subject
 
 CHILD = Path(__file__).with_name("foreign_models.py")
@@ -213,3 +215,33 @@ def test_what_cannot_be_built_is_refused_in_one_line(kind: str) -> None:
     with pytest.raises((ModelError, ConfigError)) as error:
         Engine(small_model(TransformersModel({"model_type": kind})), device="cpu")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+def test_a_folder_without_its_prediction_layers_loads_with_one_warning(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Transformers drops them and keeps their number in config.json; ours writes 0."""
+    small = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    latent |= {"qk_rope_head_dim": 4, "head_dim": 4}
+    widths = latent if kind == "deepseek_v3" else {}
+    widths |= {"num_key_value_heads": 4, "moe_intermediate_size": 16, "n_shared_experts": 1}
+    saved(kind, tmp_path / "begin", **small, **widths, num_nextn_predict_layers=1)
+    config = json.loads((tmp_path / "begin" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 1
+    engine = Engine(tmp_path / "begin", device="cpu")
+    load_model(tmp_path / "begin")
+    assert caplog.text.count("multi-token-prediction") == 1
+    engine.save(tmp_path / "saved")
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4, 7])
+def test_every_family_takes_any_depth(depth: int) -> None:
+    """Defaults that depend on the depth are computed from the one given."""
+    for name in architectures():
+        assert architecture(name, {"num_hidden_layers": depth}).num_hidden_layers == depth
+    layers: Any = architecture("gpt_oss", {"num_hidden_layers": depth})
+    assert layers.sliding_layers == tuple(range(0, depth, 2))

@@ -1,12 +1,15 @@
 """Finds architectures by name, and builds, splits and describes their models."""
 
+import logging
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from attrs import asdict, evolve, fields
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ms_parallel.errors import ConfigError, ModelError
@@ -20,6 +23,8 @@ from ms_parallel.models.tokenizer_files import TokenizerFiles
 from ms_parallel.models.weight_names import WeightSlice, slices_of
 from ms_parallel.operators.protocol import Ops
 from ms_parallel.settings import nearest
+
+logger = logging.getLogger(__name__)
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
@@ -85,6 +90,11 @@ def _override(config: ModelConfig, overrides: dict[str, Any]) -> ModelConfig:
         hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
         if isinstance(hidden, int) and isinstance(heads, int):  # else refused by name below
             overrides["head_dim"] = hidden // max(1, heads)
+    depth, layers = overrides.get("num_hidden_layers"), getattr(config, "sliding_layers", None)
+    if type(depth) is int and layers is not None and "sliding_layers" not in overrides:
+        every_other = tuple(range(0, config.num_hidden_layers, 2))
+        kept = tuple(layer for layer in layers if layer < depth)
+        overrides["sliding_layers"] = tuple(range(0, depth, 2)) if layers == every_other else kept
     return cast(ModelConfig, evolve(cast(Any, config), **overrides))
 
 
@@ -224,8 +234,50 @@ def read_config(folder: Path) -> ModelConfig:
         config = from_document(document)
     except (ModelError, ConfigError) as error:
         raise ModelError(f"{path}: {error}") from error
-    ends = _ends_of_generation(folder / GENERATION)
-    return config if ends is None else cast(ModelConfig, evolve(cast(Any, config), **ends))
+    ends = _ends_of_generation(folder / GENERATION) or {}
+    without = {"num_nextn_predict_layers": 0} if _lacks_prediction_layers(config, folder) else {}
+    changes = {**ends, **without}
+    return cast(ModelConfig, evolve(cast(Any, config), **changes)) if changes else config
+
+
+def _lacks_prediction_layers(config: ModelConfig, folder: Path) -> bool:
+    """Return whether a folder's weights stop before the prediction layers of its config.json.
+
+    Transformers drops these layers when it loads a model, and keeps their number when it saves it.
+    """
+    if not config.prediction_layers:
+        return False
+    names = _tensor_names(folder)
+    layers = (config.num_hidden_layers + at for at in range(config.prediction_layers))
+    after = tuple(f"model.layers.{layer}." for layer in layers)
+    if not names or any(name.startswith(after) for name in names):
+        return False
+    _warn_of_dropped_layers(str(folder), config.prediction_layers)
+    return True
+
+
+@cache
+def _warn_of_dropped_layers(folder: str, count: int) -> None:
+    logger.warning(
+        "%s has no weights for its %d multi-token-prediction layers (num_nextn_predict_layers); the"
+        " model is loaded without them and saved with num_nextn_predict_layers 0",
+        folder,
+        count,
+    )
+
+
+def _tensor_names(folder: Path) -> frozenset[str]:
+    """List the tensors of a folder; nothing where its files are missing or damaged."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    try:
+        if single.is_file():
+            with safe_open(single, framework="pt") as file:
+                return frozenset(file.keys())
+        if index.is_file():
+            return frozenset(read_json(index, dict[str, Any], error=ModelError)["weight_map"])
+    except (ModelError, SafetensorError, OSError, LookupError, TypeError, ValueError):
+        pass  # whoever reads the weights reports it
+    return frozenset()
 
 
 def _read(path: Path) -> dict[str, Any]:
