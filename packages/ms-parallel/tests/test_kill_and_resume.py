@@ -141,7 +141,10 @@ def flip_a_bit(path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
-    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shards: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The damaged one is kept aside, a warning names the file, and the end is bit-identical."""
     whole, run = (write_run(tmp_path / name, shards) for name in ("a.toml", "b.toml"))
@@ -153,11 +156,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     manifest = checkpoints / "step-00000009" / "checkpoint.json"
     manifest.write_bytes(manifest.read_bytes()[:-20])
     assert main(["train", str(run)]) == 0
-    said = capsys.readouterr().out
-    assert "warning: " in said
-    assert "step-00000012/rank-00000.safetensors" in said
-    assert "step-00000009/checkpoint.json" in said
-    assert "goes on from" in said
+    warnings = caplog.text
+    assert "step-00000012/rank-00000.safetensors" in warnings
+    assert "step-00000009/checkpoint.json" in warnings
+    assert "goes on from" in capsys.readouterr().out
     assert [event["step"] for event in events(run, "damaged_checkpoint")] == [12, 9]
     assert (checkpoints / "step-00000012.damaged-1").is_dir()
     assert_the_same(run, whole)

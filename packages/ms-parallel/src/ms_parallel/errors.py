@@ -60,5 +60,11 @@ class WriteError(CheckpointError):
     """A file or folder that the operating system does not let be written."""
 
 
+class StuckWriterError(CheckpointError):
+    """A process that writes checkpoints and makes no progress: names its rank."""
+
+    exit_code: ClassVar[int] = 1
+
+
 class FolderError(CheckpointError):
     """A run's folder that another process holds, or that belongs to another run."""

@@ -70,7 +70,9 @@ def replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
         if path.exists() and not path.is_file():
             raise WriteError(f"{path} is there and is not a file; choose another name")
         try:
-            with aside.open("wb") as file:
+            aside.unlink(missing_ok=True)
+            # "x": never through a link that somebody put under the predictable name.
+            with aside.open("xb") as file:
                 write(file)
                 file.flush()
                 os.fsync(file.fileno())

@@ -4,9 +4,11 @@ A trainer hands over its `Learner`: what one update does, and all the state it n
 Whatever ends the process, the same call goes on from the last complete checkpoint, bit for bit.
 """
 
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
 from time import monotonic
 from typing import Protocol
@@ -24,6 +26,8 @@ from ms_align.run import checkpoint
 from ms_align.run.checkpoint import State
 from ms_align.run.options import RunOptions
 from ms_align.run.ownership import Ownership
+
+logger = logging.getLogger(__name__)
 
 SKIPPED_IN_A_ROW = 20
 """Updates in a row whose gradient was not finite, after which a run is lost."""
@@ -99,6 +103,10 @@ class _Progress:
     seconds: float = 0.0
     first: dict[str, float] = field(factory=dict)
     last: dict[str, float] = field(factory=dict)
+    nonfinite: int = 0
+    """Updates skipped because the loss or the gradient was not finite."""
+    loss: float | None = None
+    """Loss of the last update that had targets; None (JSON's null) if it was not finite."""
 
 
 @define(eq=False)
@@ -157,13 +165,23 @@ class Loop:
                     emit("changed_setting", {"name": change.name, "change": str(change)})
                 self._resume(log)
                 finished = self._go(log)
+                if finished:
+                    self._check_outcome()
                 if finished and self.write is not None and not self.done_before:
                     self.write()
             finally:
                 self.show.close()
             emit("end", {"step": self.at.step, "finished": int(finished)})
         stopped_by = "" if finished else self.stop.signal_name
-        return Result(**asdict(self.at), finished=finished, signal_name=stopped_by)
+        at = self.at
+        return Result(
+            step=at.step,
+            seconds=at.seconds,
+            first=at.first,
+            last=at.last,
+            finished=finished,
+            signal_name=stopped_by,
+        )
 
     @contextmanager
     def _events(self) -> Iterator[OnEvent]:
@@ -195,6 +213,9 @@ class Loop:
             self.at.step += 1
             self.at.seconds += monotonic() - began
             skipped = skipped + 1 if update.skipped else 0
+            self.at.nonfinite += update.skipped == "nonfinite"
+            if update.skipped != "no_targets":
+                self.at.loss = update.loss
             throughput.step(update.tokens)
             self._log_step(update, statistics, throughput, log)
             self._check_finite(update, skipped)
@@ -237,12 +258,37 @@ class Loop:
     def _check_finite(self, update: Update, skipped: int) -> None:
         if skipped:
             why = SKIPPED[update.skipped or "nonfinite"]
-            self.show.note(f"step {self.at.step}: {why}; the update is skipped")
+            if processes.rank() == 0:
+                logger.warning("step %d: %s; the update is skipped", self.at.step, why)
         if skipped == SKIPPED_IN_A_ROW:
             raise NonFiniteError(
                 f"{skipped} updates in a row were skipped (loss {update.loss}); lower "
                 "learning_rate, or look at the data, and start from an earlier checkpoint"
             )
+
+    def _check_outcome(self) -> None:
+        """Refuse to write the result of a run that diverged.
+
+        Raises:
+            NonFiniteError: the last loss or a held-out loss is not finite, or most updates were
+                skipped.
+        """
+        at = self.at
+        held_out = next(
+            (name for name, value in at.last.items() if "loss" in name and not _finite(value)), None
+        )
+        if 2 * at.nonfinite > at.step:
+            problem = f"{at.nonfinite} of {at.step} updates were skipped as not finite"
+        elif held_out is not None:
+            problem = f"held-out {held_out} is not finite"
+        elif at.nonfinite and not _finite(at.loss):
+            problem = "the last loss is not finite"
+        else:
+            return
+        raise NonFiniteError(
+            f"step {at.step}: {problem}, so no model is written; lower learning_rate and restart in"
+            " another output_dir, or look at the data"
+        )
 
     def _evaluate(self, log: RunLog) -> None:
         step = self.at.step
@@ -331,7 +377,10 @@ class Loop:
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
         processes.barrier()
-        log.note(f"warning: {damage}; kept as {aside.name}, the one before it is taken")
+        if processes.rank() == 0:
+            logger.warning(
+                "%s; kept as %s, resuming from the checkpoint before it", damage, aside.name
+            )
         log.event("damaged_checkpoint", {"folder": str(folder), "problem": damage})
 
     def _refuse_if_only_damaged(self) -> None:
@@ -353,3 +402,7 @@ def _read(folder: Path) -> tuple[State | None, str]:
 
 def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
+
+
+def _finite(value: float | None) -> bool:
+    return value is not None and isfinite(value)

@@ -159,7 +159,11 @@ def _train(
                 raise ConfigError(f"step 0: the loss is {loss.item()}; look at the model's weights")
             raise DivergedError(f"step {step}: the loss is {loss.item()}; lower learning_rate")
         loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm)
+        if not bool(torch.isfinite(norm)):  # the update would make every weight NaN
+            raise DivergedError(
+                f"step {step}: the gradient norm is {norm.item()}; lower learning_rate"
+            )
         for group in optimizer.param_groups:
             group["lr"] = options.rate(step) * group["ratio"]
         optimizer.step()

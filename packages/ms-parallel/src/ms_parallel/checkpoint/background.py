@@ -12,7 +12,7 @@ Memory: one copy of a rank's part of the state, kept from the first save on.
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from ms_parallel.checkpoint.manifest import MANIFEST, Chunk, SavedFile
 from ms_parallel.checkpoint.shared_memory import SharedMemory, WritingProcess
 from ms_parallel.checkpoint.writer import Writer, box_of, dtype_of, header_of_items
 from ms_parallel.cluster.agreement import sums
-from ms_parallel.errors import WriteError
+from ms_parallel.errors import StuckWriterError, WriteError
 
 PAUSE_S = 0.002
 """Between questions, where there is nothing else to do."""
@@ -74,10 +74,11 @@ class BackgroundSaver:
     Args:
         root: where the checkpoints of the run lie.
         keep: complete ones that are kept.
+        timeout_s: seconds without progress after which a writing process counts as stuck.
     """
 
-    def __init__(self, root: Path, keep: int) -> None:
-        self.root, self.keep = root, keep
+    def __init__(self, root: Path, keep: int, timeout_s: float = 600.0) -> None:
+        self.root, self.keep, self.timeout_s = root, keep, timeout_s
         self.memory = SharedMemory()
         self.process: WritingProcess | None = None
         self.share: RankShare | None = None
@@ -127,14 +128,19 @@ class BackgroundSaver:
 
         Raises:
             CheckpointError: on every rank, where any of them could not write.
+            StuckWriterError: on every rank, where a writing process made no progress for
+                `timeout_s`.
         """
         job = self.job
         if job is None:
             return
         answer, error = self._answer(job)
-        done, failed = self._sums(float(answer is not None), float(error is not None))
-        if failed:
-            self._fail(job, error)
+        stuck = None if answer is not None or error is not None else self._stuck(job)
+        done, failed, hung = self._sums(
+            float(answer is not None), float(error is not None), float(stuck is not None)
+        )
+        if failed or hung:
+            self._fail(job, error, stuck)
         if job.committing and done:
             self.job = None
             job.note()
@@ -173,6 +179,19 @@ class BackgroundSaver:
         answer = self.process.answer()
         error = None if answer is None else answer.get("error")
         return (None, error) if error else (answer, None)
+
+    def _stuck(self, job: CheckpointJob) -> str | None:
+        """Describe this rank's writing process if it made no progress for `timeout_s`."""
+        assert self.process is not None
+        silent_s = monotonic() - self.process.last_sign
+        # Each poll is a successful collective, so no timeout of the process group ever fires.
+        if silent_s < self.timeout_s or (job.committing and self.rank > 0):
+            return None
+        return (
+            f"rank {self.rank}: the process that writes checkpoints made no progress for"
+            f" {silent_s:.0f} s while writing {job.folder}: it is stopped, or its disk does not"
+            " answer; the checkpoint before is complete: rerun the same command to resume"
+        )
 
     def _commit(self, job: CheckpointJob, answer: Mapping[str, Any]) -> None:
         """Have the manifest written and the folder named, now that all files are durable."""
@@ -228,16 +247,18 @@ class BackgroundSaver:
         )
         return [*results, WriteResult(MetadataIndex(name), len(header), whole)]
 
-    def _fail(self, job: CheckpointJob, error: str | None) -> None:
+    def _fail(self, job: CheckpointJob, error: str | None, stuck: str | None) -> None:
         """Give up a checkpoint on all ranks, with the words of the first that could not write."""
-        found = [error]
+        reasons = [(error, stuck)]
         if not self.alone:
-            found = [None] * dist.get_world_size()
-            dist.all_gather_object(found, error)
+            reasons = [(None, None)] * dist.get_world_size()
+            dist.all_gather_object(reasons, (error, stuck))
         self.close()
+        if hung := next((stuck for _, stuck in reasons if stuck), None):
+            raise StuckWriterError(hung)  # the folder is left alone: its disk may not answer
         if self.rank == 0:
             job.writer.discard()
-        raise WriteError(next(filter(None, found)))
+        raise WriteError(next(error for error, _ in reasons if error))
 
     def _plan(self, state: Mapping[str, Tensor]) -> RankShare:
         """Plan who writes what; keep the plan as long as the state keeps its dtypes and shapes."""

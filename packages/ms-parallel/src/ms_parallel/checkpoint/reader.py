@@ -19,6 +19,7 @@ from torch.futures import Future
 
 from ms_parallel.checkpoint.manifest import DTYPES, Chunk, Manifest, SavedFile
 from ms_parallel.errors import CheckpointError, DamageError
+from ms_parallel.files.untrusted import open_file
 
 
 class Reader(StorageReader):
@@ -113,7 +114,7 @@ class Reader(StorageReader):
     ) -> None:
         path = self.folder / file.name
         try:
-            with path.open("rb", buffering=0) as stream:
+            with open_file(path, error=DamageError) as stream:
                 found = os.fstat(stream.fileno()).st_size
                 if found != file.size_bytes:
                     raise DamageError(

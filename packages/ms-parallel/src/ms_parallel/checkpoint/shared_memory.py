@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 PACKAGES = str(Path(__file__).resolve().parents[2])
 PROGRAM = ["-P", "-m", "ms_parallel.files.writing_process"]
 """What the interpreter is given; `-P`, as a module of the user's may be called as one of ours."""
+KILL_S = 5.0
+"""Seconds that a killed process gets to end."""
 
 
 class SharedMemory:
@@ -64,13 +67,15 @@ class WritingProcess:
             pass_fds=(memory.descriptor,),
             env={**os.environ, "PYTHONPATH": path},
         )
+        self.last_sign = monotonic()
+        """When the process last answered, reported progress or was given a job."""
         self._waiting = b""
         self._answered: dict[str, Any] | None = None
 
     def ask(self, job: Mapping[str, Any]) -> None:
         """Give it a job; what comes of it is its next answer, also if it is not there any more."""
         assert self._process.stdin is not None
-        self._answered = None
+        self._answered, self.last_sign = None, monotonic()
         try:
             self._process.stdin.write(json.dumps(job).encode() + b"\n")
             self._process.stdin.flush()
@@ -86,21 +91,25 @@ class WritingProcess:
     def _read(self) -> dict[str, Any] | None:
         assert self._process.stdout is not None
         pipe = self._process.stdout.fileno()
-        while b"\n" not in self._waiting:
-            if not select.select([pipe], [], [], 0)[0]:
-                return None
-            piece = os.read(pipe, 1 << 16)
-            if not piece:
-                return {"error": f"{_ending(self._process.wait())}; run the same again"}
-            self._waiting += piece
-        line, _, self._waiting = self._waiting.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        while True:
+            while b"\n" not in self._waiting:
+                if not select.select([pipe], [], [], 0)[0]:
+                    return None
+                piece = os.read(pipe, 1 << 16)
+                if not piece:
+                    return {"error": f"{_ending(self._process.wait())}; run the same again"}
+                self._waiting += piece
+            line, _, self._waiting = self._waiting.partition(b"\n")
+            message: dict[str, Any] = json.loads(line)
+            self.last_sign = monotonic()
+            if "written" not in message:
+                return message
 
     def end(self) -> None:
-        """Kill the process, and wait until it is gone."""
+        """Kill the process and wait until it is gone, or is stuck in the kernel."""
         self._process.kill()
-        self._process.wait()
+        with suppress(subprocess.TimeoutExpired):  # a dead file server holds it beyond SIGKILL
+            self._process.wait(KILL_S)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with suppress(BrokenPipeError):  # of what it was still to be told

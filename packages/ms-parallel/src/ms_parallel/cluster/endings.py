@@ -13,7 +13,7 @@ from types import TracebackType
 
 from ms_parallel.cluster.failures import LOST
 from ms_parallel.cluster.process import is_first, launched, rank, world_size
-from ms_parallel.cluster.watch import Heartbeat, position
+from ms_parallel.cluster.watch import Heartbeat, lost_contact, position
 from ms_parallel.entry import BAD_INPUT, FAILED, INTERRUPTED, exit_code, one_line
 from ms_parallel.errors import LaunchError
 
@@ -45,6 +45,8 @@ def report(error: BaseException) -> int | None:
     with _undisturbed():
         if heartbeat.speaks_first("mistake" if code == BAD_INPUT else "loss"):
             missing = heartbeat.who_is_missing() if _is_lost(error) else None
+            if missing is None and _is_lost(error) and heartbeat.rank:
+                missing = lost_contact(heartbeat.rank)
             _say(f"{missing}; {GOES_ON}" if missing else line)
             heartbeat.has_spoken()
         else:

@@ -8,7 +8,7 @@ torchrun would have said.
 import os
 import re
 
-from ms_parallel.cluster.process import variable
+from ms_parallel.cluster.process import VARIABLES, launched, variable
 from ms_parallel.errors import LaunchError
 
 PORTS = range(20_000, 32_000)
@@ -23,7 +23,10 @@ def adopt_scheduler() -> None:
     Raises:
         LaunchError: a launcher started several processes and does not say where they meet.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if launched():
+        return
+    if variable("WORLD_SIZE", 1) > 1 or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
+        _check_alone()
         return
     if "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ:
         _adopt_step()
@@ -35,6 +38,18 @@ def adopt_scheduler() -> None:
                 " them by `srun COMMAND` or `torchrun --nproc-per-node N COMMAND`, or unset"
                 f" {name} to train with this process alone"
             )
+
+
+def _check_alone() -> None:
+    """Refuse to train alone as one of several processes that cannot meet."""
+    size = variable("WORLD_SIZE")
+    missing = " and ".join(name for name in VARIABLES if name not in os.environ)
+    if size > 1:
+        raise LaunchError(
+            f"WORLD_SIZE is {size} and {missing} not set, so the processes cannot meet; start them"
+            " by `torchrun --nproc-per-node N COMMAND`, or unset RANK and WORLD_SIZE to train with"
+            " this process alone"
+        )
 
 
 def _adopt_step() -> None:

@@ -12,6 +12,7 @@ import hashlib
 import os
 import shlex
 import socket
+import stat
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -181,7 +182,7 @@ def locked(
         while True:
             with writing(lock, remedy=remedy):
                 lock.parent.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                descriptor = _open_lock(lock, remedy)
             stack.callback(os.close, descriptor)
             noted = False
             while (holder := _holder(descriptor)) is not None:
@@ -199,6 +200,21 @@ def locked(
         if not stays:
             stack.callback(lock.unlink, missing_ok=True)
         yield
+
+
+def _open_lock(lock: Path, remedy: str) -> int:
+    """Open the lock file, never through a link: its text would overwrite the link's target."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(lock, flags, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise FolderError(f"{lock} is a symbolic link; remove it, or {remedy}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FolderError(f"{lock} is not a regular file; remove it, or {remedy}")
+    return descriptor
 
 
 def _holder(descriptor: int) -> str | None:

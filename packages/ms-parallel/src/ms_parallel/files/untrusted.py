@@ -12,6 +12,7 @@ import stat
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -72,6 +73,35 @@ def check_path(
         raise error(f"{name} is {_shown(repr(text))}, {problem}; give another path")
 
 
+def open_file(path: str | Path, *, error: type[Exception]) -> FileIO:
+    """Open a regular file for reading, unbuffered; a pipe or device is refused, never waited for.
+
+    Raises:
+        error: it is not a regular file.
+        OSError: there is no such file, or it cannot be opened.
+    """
+    # O_NONBLOCK: opening a pipe that nobody writes to would block forever.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise error(f"{_shown(path)}: not a file")
+    return FileIO(descriptor, "rb")
+
+
+def check_file(path: str | Path, *, error: type[Exception]) -> None:
+    """Check that a library which opens `path` by its name will not wait for a pipe or device.
+
+    Raises:
+        error: it is there and is not a regular file.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return  # whoever opens it reports what is missing
+    if not stat.S_ISREG(mode):
+        raise error(f"{_shown(path)}: not a file")
+
+
 def read_bytes(
     path: str | Path, *, error: type[Exception], limit_bytes: int = LIMIT_BYTES
 ) -> bytes:
@@ -80,20 +110,15 @@ def read_bytes(
     Raises:
         error: there is no such file, it cannot be read, or it is larger.
     """
-    with decoding(path, error=error):
-        # Without waiting: a pipe that nobody writes would be waited for when it is opened.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
-            facts = os.fstat(descriptor)
-            if not stat.S_ISREG(facts.st_mode):
-                raise error(f"{_shown(path)}: not a file")
-            fits = facts.st_size <= limit_bytes
-            # Never the whole limit: a reader takes the memory that it is asked for.
-            content = file.read(facts.st_size) if fits else b""
-        if not fits:
-            raise error(
-                f"{_shown(path)}: larger than {limit_bytes / 2**20:g} MiB, which no such file is"
-            )
+    with decoding(path, error=error), open_file(path, error=error) as file:
+        size = os.fstat(file.fileno()).st_size
+        fits = size <= limit_bytes
+        # Never the whole limit: a reader takes the memory that it is asked for.
+        content = BufferedReader(file).read(size) if fits else b""
+    if not fits:
+        raise error(
+            f"{_shown(path)}: larger than {limit_bytes / 2**20:g} MiB, which no such file is"
+        )
     return content
 
 

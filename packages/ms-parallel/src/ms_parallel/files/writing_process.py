@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ PR_SET_PDEATHSIG = 1
 NICENESS = 10
 PIECE_BYTES = 1 << 22
 """Written at once; a checksum of it is made while it is in the processor's cache."""
+PROGRESS_S = 1.0
+"""Seconds between progress reports of a long write."""
 
 
 def main(memory: int, parent: int) -> None:
@@ -47,9 +50,13 @@ def main(memory: int, parent: int) -> None:
         return
     os.nice(NICENESS)
     for line in sys.stdin.buffer:
-        answer = perform(memory, json.loads(line))
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
-        sys.stdout.buffer.flush()
+        send(perform(memory, json.loads(line)))
+
+
+def send(message: dict[str, Any]) -> None:
+    """Send the training process one line: the result of a job, or the bytes `written` so far."""
+    sys.stdout.buffer.write(json.dumps(message).encode() + b"\n")
+    sys.stdout.buffer.flush()
 
 
 def perform(memory: int, job: dict[str, Any]) -> dict[str, Any]:
@@ -74,18 +81,20 @@ def write(memory: int, job: dict[str, Any]) -> list[int]:
     """
     path = Path(job["file"])
     path.parent.mkdir(parents=True, exist_ok=True)
-    checksums, at = [], 0
-    with (
-        mmap.mmap(memory, sum(job["parts"]), prot=mmap.PROT_READ) as mapped,
-        memoryview(mapped) as view,
-        path.open("xb", buffering=0) as file,
-    ):
+    checksums, at, reported = [], 0, time.monotonic()
+    # Not closed here: the traceback of a failed write still holds slices of the mapping, so closing
+    # it would replace the operating system's reason with a BufferError.
+    view = memoryview(mmap.mmap(memory, sum(job["parts"]), prot=mmap.PROT_READ))
+    with path.open("xb", buffering=0) as file:
         for size in job["parts"]:
             checksum = 0
             for start in range(at, at + size, PIECE_BYTES):
-                with view[start : min(start + PIECE_BYTES, at + size)] as piece:
-                    checksum = zlib.crc32(piece, checksum)
-                    write_all(file, piece)
+                piece = view[start : min(start + PIECE_BYTES, at + size)]
+                checksum = zlib.crc32(piece, checksum)
+                write_all(file, piece)
+                if time.monotonic() - reported > PROGRESS_S:
+                    reported = time.monotonic()
+                    send({"written": start})
             checksums.append(checksum)
             at += size
         os.fsync(file.fileno())

@@ -59,10 +59,16 @@ def write_model(folder: Path, mark: Callable[[], bytes], save: Callable[[Path], 
     if first_does(lambda: made.is_file() and made.read_bytes() == mark()):
         return folder
     aside = folder.with_name("model.partial")
-    first_does(lambda: shutil.rmtree(aside, ignore_errors=True))
+    first_does(lambda: _clear(aside))
     save(aside)
     first_does(lambda: _publish(aside, folder, mark()))
     return folder
+
+
+def _clear(aside: Path) -> None:
+    if aside.is_symlink():  # never write through a link under the predictable name
+        aside.unlink()
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _publish(aside: Path, folder: Path, mark: bytes) -> None:

@@ -1,5 +1,6 @@
 """A run from its last checkpoint to its result: steps, evaluations, the trained model."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import nan
@@ -11,6 +12,7 @@ import torch
 from attrs import evolve, field, frozen
 
 from ms_parallel.cluster.agreement import StopRequest, first_does
+from ms_parallel.cluster.process import is_first
 from ms_parallel.cluster.watch import position
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
@@ -23,7 +25,7 @@ from ms_parallel.pipeline.step_file import write_step
 from ms_parallel.planner.found_schedule import FoundSchedule
 from ms_parallel.progress import RunDisplay, Throughput, duration
 from ms_parallel.training.course.checkpoints import RunCheckpoints, Standing, Stream
-from ms_parallel.training.course.policy import Policy, check_lost, reason
+from ms_parallel.training.course.policy import Policy, check_lost, check_outcome, reason
 from ms_parallel.training.course.step_log import StepLog
 from ms_parallel.training.dataset import SHARDS
 from ms_parallel.training.held_out import HeldOut
@@ -32,6 +34,8 @@ from ms_parallel.training.options import Options
 from ms_parallel.training.result import Result, printable, write_model
 from ms_parallel.training.shares.row_shares import RowShares
 from ms_parallel.training.tokenizer import run_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @frozen(kw_only=True)
@@ -86,20 +90,35 @@ class Run:
         if self.found is not None:
             self._note_schedule(self.found)
         if self.held_out is None and self.options.hold_out and self._built_here:
-            self.show.note(
-                f"warning: hold_out = {self.options.hold_out:g} leaves too little text for a"
-                " held-out loss, so none is measured; raise it, or give more documents"
+            self._warn(
+                f"hold_out = {self.options.hold_out:g} leaves too little text for a held-out loss,"
+                " so none is measured; raise it, or give more documents"
             )
         self.checkpoints.resume()
 
+    def _warn(self, text: str) -> None:
+        """Log a warning once for all processes, whether or not progress is shown."""
+        if is_first():
+            logger.warning(text)
+
     def complete(self) -> Result:
-        """Make the steps that are left; at the end, write the model and a sample of its text."""
+        """Make the steps that are left; at the end, write the model and a sample of its text.
+
+        Raises:
+            DivergenceError: the run reached its last step without a usable model.
+        """
         options, resumed = self.options, self.engine.step
         try:
             finished = self.go()
         finally:
             if self.step_log.audits is not None:
                 self.step_log.audits.draw()
+        if finished:
+            try:
+                check_outcome(self.standing, self.engine.step, self.engine.optimizer.taken)
+            except DivergenceError:
+                self.emit("end", {"step": self.engine.step, "finished": 0})
+                raise
         folder = self._write_model() if finished else None
         sample, prompt = None, options.sample_prompt
         if finished and prompt is not None:
@@ -207,7 +226,8 @@ class Run:
         update = self._update(next(self.stream))
         pace.step(update.tokens)
         standing = self.standing
-        standing.loss = update.loss
+        if update.skipped != "no_targets":
+            standing.loss = update.loss
         standing.tokens += update.tokens
         standing.seconds += monotonic() - began
         self.step_log.step(self.engine.step, update, pace)
@@ -269,7 +289,7 @@ class Run:
     def _log_skipped(self, step: int, update: Update, remedy: str) -> None:
         back = self.engine.step if remedy == "roll_back" else step
         done = f"went back to step {back}" if back < step else "step skipped"
-        self.show.note(f"step {step}: {reason(update)}; {'stopped' if remedy == 'stop' else done}")
+        self._warn(f"step {step}: {reason(update)}; {'stopped' if remedy == 'stop' else done}")
         scale = self.engine.scaler
         self.emit(
             "skipped",

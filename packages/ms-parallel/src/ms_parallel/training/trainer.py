@@ -265,7 +265,7 @@ class DistributedTrainer:
         if not self._settled.async_checkpoints:
             return None
         root = self._settled.output_dir / "checkpoints"
-        return BackgroundSaver(root, self._settled.keep_checkpoints)
+        return BackgroundSaver(root, self._settled.keep_checkpoints, self._settled.timeout_s)
 
 
 def _find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedule | None:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ms_parallel.errors import ModelError
-from ms_parallel.files.untrusted import read_json
+from ms_parallel.files.untrusted import check_file, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -93,6 +93,7 @@ class WeightFolder:
     def _header(self, file: str) -> Any:
         if file not in self._open:
             path = self.folder / file
+            check_file(path, error=ModelError)
             try:
                 # Checks the header's length, and its offsets against the file's size.
                 self._open[file] = safe_open(path, framework="pt")

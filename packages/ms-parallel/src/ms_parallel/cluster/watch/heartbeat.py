@@ -28,6 +28,7 @@ from ms_parallel.interruption import launcher_is_gone
 RANKS_A_SECOND = 1000
 """Records that the store has to take in a second."""
 STORE_TIMEOUT = timedelta(seconds=5)
+RESUMES = "rerun the same command to resume from the last complete checkpoint"
 DYING_S = 0.2
 """Time in which a process that was killed closes all that it had open, one after the other."""
 LOST = (dist.DistError, OSError, RuntimeError, ValueError)
@@ -78,6 +79,8 @@ class Heartbeat:
     def speaks_first(self, what: str) -> bool:
         """Return whether this rank is to say why the run ends: the first that asks, for all.
 
+        Without the store nobody can agree, so one rank of each machine does.
+
         Args:
             what: `mistake` or `loss`; a mistake explains the losses that follow from it.
         """
@@ -87,7 +90,7 @@ class Heartbeat:
                 return False
             return int(store.add(f"{self.prefix}/said-{what}", 1)) == 1
         except LOST:
-            return self.rank == 0
+            return os.environ.get("LOCAL_RANK", "0") == "0"
 
     def has_spoken(self) -> None:
         """Let the other ranks end: torchrun stops all when the first has ended."""
@@ -133,8 +136,14 @@ class Heartbeat:
         except LOST:
             # The ranks are ending, or lost the store's machine, which they find by themselves. To
             # connect again here would keep the interpreter from ending.
+            lost = time.monotonic()
             while not self._ended.wait(self.interval_s):
                 _end_if_orphaned()
+                # Whoever waits for rank 0 to act has no timeout of its own.
+                if not position.patient:
+                    lost = time.monotonic()
+                elif self.rank and time.monotonic() - lost > self.timeout_s:
+                    self._end(lost_contact(self.rank))
 
     def _send(self, store: Any) -> None:
         store.set(self._key(self.rank), msgspec.json.encode(position.record(self.rank)))
@@ -159,7 +168,8 @@ class Heartbeat:
 
     def _end(self, reason: str) -> None:
         if self.speaks_first("loss"):
-            _say(f"{reason}: {self.who_is_missing()}")
+            missing = self.who_is_missing()
+            _say(f"{reason}: {missing}" if missing else f"{reason}; {RESUMES}")
             self.has_spoken()
         else:
             self.wait_until_spoken()
@@ -206,6 +216,12 @@ class _Silence:
         if value != self._last or not self.began:
             self._last, self._since, self.warned, self.began = value, now, False, True
         return now - self._since
+
+
+def lost_contact(rank: int) -> str:
+    """Describe the loss of the launcher's store, which is on rank 0's machine."""
+    host, port = _place()
+    return f"rank {rank} lost contact with rank 0's machine ({host}:{port})"
 
 
 def _place() -> tuple[str, int]:

@@ -1,6 +1,7 @@
 """The checkpoints of a run: written, found again, and taken over."""
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
@@ -21,6 +22,8 @@ from ms_parallel.events import OnEvent
 from ms_parallel.files.untrusted import decoding
 from ms_parallel.progress import RunDisplay
 from ms_parallel.training.options import Options
+
+logger = logging.getLogger(__name__)
 
 
 class Stream(Protocol):
@@ -176,7 +179,7 @@ class RunCheckpoints:
 
     def _set_aside(self, step: int, damage: DamageError) -> None:
         aside = checkpoint.set_aside(self.root, step)
-        self.show.note(f"warning: {damage}; kept as {aside.name}, the one before it is taken")
+        logger.warning("%s; kept as %s, resuming from the checkpoint before it", damage, aside.name)
         self.emit("damaged_checkpoint", {"step": step, "problem": str(damage)})
 
     def _load(self, folder: Path, manifest: checkpoint.Manifest) -> RunMetadata:

@@ -5,8 +5,9 @@ by them. A spike lies further above the median of the updates before it than the
 """
 
 from collections.abc import Sequence
+from math import isfinite
 from statistics import median
-from typing import Literal
+from typing import Literal, Protocol
 
 from attrs import frozen
 
@@ -22,6 +23,14 @@ ROLL_BACKS = 10
 NORMAL, LEAST = 1.4826, 0.01
 """The standard deviation in times of the median distance, for normal numbers; and the least
 distance that counts, as a share of the median."""
+
+
+class RunProgress(Protocol):
+    """What `check_outcome` reads of a run's progress."""
+
+    loss: float | None
+    held_out_loss: float | None
+    skipped: dict[str, int]
 
 
 @frozen(kw_only=True)
@@ -93,4 +102,34 @@ def check_lost(in_a_row: int, roll_backs: int, last: Update) -> None:
         raise DivergenceError(
             f"rolled back {ROLL_BACKS} times to one checkpoint: {reason(last)}; lower"
             " learning_rate and start from an earlier checkpoint"
+        )
+
+
+def check_outcome(progress: RunProgress, steps: int, performed: int) -> None:
+    """Refuse to call a run that reached its last step a success if it has no usable model.
+
+    Args:
+        progress: losses and skipped updates of the whole run.
+        steps: updates of the whole run, skipped ones included.
+        performed: updates that changed the weights.
+
+    Raises:
+        DivergenceError: the last loss or the held-out loss is not finite, or most updates were
+            skipped.
+    """
+    if not steps:
+        return
+    # Overflows in float16 only lower the loss scale; a run may begin with a dozen.
+    skipped = sum(count for why, count in progress.skipped.items() if why != "overflow")
+    problem = ""
+    if not performed or 2 * skipped > steps:
+        problem = f"{steps - performed} of {steps} steps were skipped"
+    elif progress.held_out_loss is not None and not isfinite(progress.held_out_loss):
+        problem = f"the held-out loss is {progress.held_out_loss}"
+    elif progress.loss is None or not isfinite(progress.loss):
+        problem = "the loss of the last step is not finite"
+    if problem:
+        raise DivergenceError(
+            f"step {steps}: {problem}, so no model is written; lower learning_rate and restart in"
+            " another output_dir, or raise steps if only the last batches are bad"
         )

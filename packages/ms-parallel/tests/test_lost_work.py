@@ -1,0 +1,257 @@
+"""Runs whose disk, writer, data or network fails end with one line and the right exit code."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from background_runs import KEPT, state_of
+from launching import (
+    checkpoints,
+    environment,
+    events,
+    signal_process,
+    train,
+    training,
+    wait_for,
+    write_corpus,
+    write_run,
+)
+
+from ms_parallel import CheckpointError, DistributedTrainer, LaunchError, ModelError, checkpoint
+from ms_parallel.checkpoint.background import BackgroundSaver
+from ms_parallel.errors import DamageError, DivergenceError, FolderError
+from ms_parallel.files.durable import write_file
+from ms_parallel.files.run_folder import locked
+from ms_parallel.training.course.checkpoints import Standing
+from ms_parallel.training.course.policy import check_outcome
+from ms_parallel.weights.folder import WeightFolder
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shards that one short run has built."""
+    run = write_run(
+        tmp_path_factory.mktemp("build") / "run.toml",
+        write_corpus(tmp_path_factory.mktemp("data") / "corpus"),
+        steps=1,
+    )
+    assert train(run, 1).returncode == 0
+    return run.with_suffix("") / "shards"
+
+
+def writer_of(process: int) -> int:
+    """The process that writes checkpoints for a training process; 0 if there is none."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (entry / "cmdline").read_bytes()
+            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (OSError, ValueError):
+            continue
+        if b"writing_process" in line and parent == process:
+            return int(entry.name)
+    return 0
+
+
+def test_a_stopped_checkpoint_writer_ends_the_run_and_is_named(
+    shards: Path, tmp_path: Path
+) -> None:
+    """SIGSTOP of the writing process: exit code 1 and its rank, instead of waiting forever."""
+    run = write_run(
+        tmp_path / "run.toml",
+        shards,
+        steps=100_000,
+        checkpoint_every=3,
+        async_checkpoints=True,
+        timeout_s=4.0,
+    )
+    with training(run, 1) as started:
+        wait_for(lambda: checkpoints(run), started)
+        writer = writer_of(started.pid)
+        assert writer
+        signal_process(writer, signal.SIGSTOP)
+        assert started.wait(120) == 1
+    log = run.with_suffix(".log").read_text()
+    assert "rank 0: the process that writes checkpoints made no progress for" in log
+    assert "Traceback" not in log
+    assert not Path(f"/proc/{writer}").exists()
+
+
+def test_a_full_disk_during_a_background_save_is_reported_as_such(tmp_path: Path) -> None:
+    """A real refusal in the midst of a write, by a limit of the file size."""
+    saver = BackgroundSaver(tmp_path / "checkpoints", KEPT)
+    saver.save(1, state_of(1), facts={}, note=lambda: None)
+    saver.finish()
+    assert saver.process is not None
+    limit = "import resource, sys; resource.prlimit(int(sys.argv[1]), 1, (900, 900))"
+    subprocess.run(
+        [sys.executable, "-c", limit, str(saver.process._process.pid)], check=True, timeout=60
+    )
+    saver.save(2, state_of(2), facts={}, note=lambda: None)
+    with pytest.raises(CheckpointError, match=r"File too large; free some space"):
+        saver.finish()
+    saver.close()
+    assert checkpoint.all_steps(tmp_path / "checkpoints") == [1]
+
+
+def test_a_background_save_on_a_full_file_system_ends_with_exit_code_2(
+    shards: Path, tmp_path: Path
+) -> None:
+    """A tmpfs of 300 kB: one line that names the full disk; with space the run completes."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = shutil.which("mount")
+    options = ["-t", "tmpfs", "-o", "size=300k", "tmpfs", str(small)]
+    if mount is None or subprocess.run([mount, *options], capture_output=True).returncode:
+        pytest.skip("needs root and a mount namespace that allows tmpfs")
+    try:
+        run = write_run(
+            tmp_path / "run.toml",
+            shards,
+            output_dir=str(small / "run"),
+            checkpoint_every=1,
+            async_checkpoints=True,
+        )
+        done = train(run, 1)
+    finally:
+        subprocess.run(["umount", str(small)], check=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "No space left on device; free some space" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_diverged_run_exits_1_and_writes_no_model(shards: Path, tmp_path: Path) -> None:
+    """Steps that are skipped to the end are no success; neither is calling the command again."""
+    run = write_run(tmp_path / "run.toml", shards, steps=10, learning_rate=1e9, progress=False)
+    for _ in range(2):
+        done = train(run, 1)
+        assert done.returncode == 1, done.stdout
+        assert re.search(r"step 10: \d+ of 10 steps were skipped, so no model", done.stderr)
+        assert not (run.with_suffix("") / "model").exists()
+    assert [event["finished"] for event in events(run, "end")] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("facts", "performed", "problem"),
+    [
+        ({"loss": 2.0, "held_out_loss": float("nan")}, 10, "the held-out loss is nan"),
+        ({"loss": None}, 10, "the loss of the last step is not finite"),
+        ({"loss": 2.0, "skipped": {"nonfinite": 6}}, 4, "6 of 10 steps were skipped"),
+        ({"loss": 2.0, "skipped": {"overflow": 10}}, 0, "10 of 10 steps were skipped"),
+    ],
+)
+def test_success_needs_finite_losses_and_performed_steps(
+    facts: dict[str, object], performed: int, problem: str
+) -> None:
+    """Overflows of float16 alone are no failure while some steps were performed."""
+    with pytest.raises(DivergenceError, match=problem):
+        check_outcome(Standing(**facts), 10, performed)  # type: ignore[arg-type]
+    check_outcome(Standing(loss=2.0, skipped={"overflow": 9}), 10, 1)
+
+
+def test_warnings_do_not_depend_on_the_progress_setting(shards: Path, tmp_path: Path) -> None:
+    """A damaged checkpoint is reported on standard error though nothing else is shown."""
+    run = write_run(tmp_path / "run.toml", shards, progress=False)
+    assert train(run, 1).returncode == 0
+    path = run.with_suffix("") / "checkpoints" / "step-00000012" / "rank-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    done = train(run, 1)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "step-00000012/rank-00000.safetensors" in done.stderr
+
+
+def test_a_pipe_in_place_of_a_weight_file_is_refused(tmp_path: Path) -> None:
+    """Opening it would wait forever for somebody to write."""
+    os.mkfifo(tmp_path / "x.safetensors")
+    index = {"metadata": {}, "weight_map": {"a": "x.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"x\.safetensors: not a file"):
+        WeightFolder(tmp_path).shape("a")
+
+
+def test_a_pipe_in_place_of_a_checkpoint_file_is_refused(tmp_path: Path) -> None:
+    """It counts as damage, so that a run takes the checkpoint before it."""
+    state = state_of(1)
+    checkpoint.save(tmp_path / "one", state, step=1, facts={})
+    path = tmp_path / "one" / "rank-00000.safetensors"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DamageError, match="not a file"):
+        checkpoint.load(tmp_path / "one", checkpoint.read_manifest(tmp_path / "one"), state)
+
+
+def test_planted_links_are_not_followed(tmp_path: Path) -> None:
+    """Neither the lock nor a temporary file overwrites the target of a link under its name."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "lock").symlink_to(victim)
+    with (
+        pytest.raises(FolderError, match="lock is a symbolic link"),
+        locked(tmp_path / "lock", what="a folder"),
+    ):
+        pass
+    (tmp_path / "file.partial").symlink_to(victim)
+    write_file(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert not (tmp_path / "file").is_symlink()
+    assert victim.read_text() == "precious"
+
+
+def test_a_rank_that_loses_rank_0_and_its_store_prints_one_line(
+    shards: Path, tmp_path: Path
+) -> None:
+    """Started by hand, rank 0 holds the store; after its SIGKILL the other rank still says why."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    run = write_run(tmp_path / "run.toml", shards, steps=100_000, timeout_s=20.0)
+    command = [sys.executable, "-m", "ms_parallel", "train", str(run)]
+    ranks = [
+        subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(
+                RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+            ),
+        )
+        for rank in range(2)
+    ]
+    try:
+        first, second = ranks
+        wait_for(lambda: checkpoints(run), first)  # type: ignore[arg-type]
+        first.kill()
+        _, said = second.communicate(timeout=120)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait(timeout=60)
+    assert second.returncode == 1
+    lines = [line for line in said.splitlines() if line.startswith("ms-parallel: ")]
+    assert len(lines) == 1, said
+    assert "rank 1 lost contact with rank 0's machine (127.0.0.1:" in lines[0]
+
+
+def test_a_trainer_alone_is_refused_where_a_launcher_started_several(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """RANK and WORLD_SIZE without a place to meet are no reason to train alone."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for given in ({"RANK": "0"}, {}):
+        monkeypatch.delenv("RANK", raising=False)
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(LaunchError, match="WORLD_SIZE is 2 and"):
+            DistributedTrainer("llama", output_dir=tmp_path / "run").train(tmp_path, steps=1)
