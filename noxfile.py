@@ -466,6 +466,13 @@ def bench(session: nox.Session, package: str) -> None:
 
 
 @shared_job
+def sweep(session: nox.Session) -> None:
+    """Compare every causal model of transformers with the engine; give model types for some."""
+    script = "packages/ms-parallel/benchmarks/transformers_sweep.py"
+    run_shared(session, "python", script, *session.posargs, env=ONE_THREAD)
+
+
+@shared_job
 def plan(session: nox.Session) -> None:
     """Hold plans against every split of drawn models, run by real processes; minutes a pair."""
     script = "packages/ms-parallel/benchmarks/planning.py"

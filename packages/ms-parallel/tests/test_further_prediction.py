@@ -5,7 +5,6 @@ the positions of one text, a transformer block over them, and the shared head, w
 t_i+k+1.
 """
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
