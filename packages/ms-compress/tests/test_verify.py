@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -16,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import VOCABULARY, decoder, llama, qwen3
 from mutants import GGUF, mutate_gguf, mutate_onnx, mutate_safetensors
 
-from ms_compress import ExportError, VerifyError, export, qat, verify
+from ms_compress import ExportError, LayerError, VerifyError, export, qat, verify
 from ms_compress.deployment.verification import check_weights, probe
+from ms_compress.quantisation.layers import PreparedLinear
 from ms_compress.targets.target import open_runtime
 
 UNASKED = (2, 5)
@@ -156,6 +158,29 @@ def test_inputs_that_are_rounded_may_fall_on_either_side_of_a_border(
     found = verify(turned(model), folder, "ct")
     rounded = name == "ct.w8a8"
     assert (found.mean > 1e-4 * found.spread) == rounded
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_inputs_that_transformers_rounds_otherwise_are_refused(
+    guarded: bool, tmp_path: Path
+) -> None:
+    """Shared experts get (B * S, K), for which compressed-tensors keeps one scale."""
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4}
+    inner = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    torch.manual_seed(5)
+    config = transformers.Qwen2MoeConfig(**sizes, **heads, **inner, num_experts_per_tok=2)
+    model = transformers.Qwen2MoeForCausalLM(config).eval()
+    qat(model, "ct.w8a8", exceptions=["*.mlp.gate", "*.mlp.experts"])
+    if guarded:
+        with pytest.raises(LayerError, match=r"shared_expert\S+: ct\.w8a8 .*as an exception"):
+            export(model, tmp_path / "out")
+        return
+    for layer in model.modules():
+        if isinstance(layer, PreparedLinear):
+            layer.input_ndim = None  # verification alone must notice
+    with pytest.raises(VerifyError, match=r"shared_expert\S+ otherwise than training"):
+        export(model, tmp_path / "out", verify=True)
 
 
 def test_an_export_that_fails_its_check_leaves_nothing(

@@ -1,28 +1,34 @@
 """Verification: a folder, read by its own runtime, is the model that was exported.
 
-Each tensor must be the model's, bit for bit, as the format's own library reads it. That the runtime
-does with them what training did is asked by the logits of a probe, in which the order of sums may
-differ. Where inputs are rounded, one that lies on the border between two codes may fall on either
-side of it and move all that follows, so there more is allowed. A model of narrower weights is
-compared as float32 has it, which is what runtimes compute in.
+1. Each tensor must equal the model's, bit for bit, as the format's own library reads it.
+2. Each prepared layer must give what training gives for the very input that the runtime gave it:
+   the same codes of the input, and so the same products. Only the order of their sum may differ,
+   which bounds the difference (`sum_bound`). Rounding inputs by another rule exceeds it.
+3. The logits of a probe must agree. Here a tolerance is needed: a value on the border between two
+   codes may fall on either side and move all that follows.
+
+A model of narrower weights is compared in float32, which runtimes compute in.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from attrs import evolve, frozen
+from attrs import asdict, evolve, frozen
 from torch import Tensor, nn
 
 from ms_compress.errors import ExportError, VerifyError
+from ms_compress.files.tokenizer_source import TokenizerSource
 from ms_compress.files.untrusted import check_path
 from ms_compress.models.logits import model_logits, vocabulary_of
 from ms_compress.models.whole_model import WholeModel
 from ms_compress.models.wrappers import unwrapped
 from ms_compress.quantisation.layers import prepared_layers
-from ms_compress.quantisation.rounding import Quantised
-from ms_compress.targets.target import Reader, Target, TextRuntime, find_target
+from ms_compress.quantisation.rounding import Quantised, round_activations
+from ms_compress.quantisation.scheme import Activations
+from ms_compress.targets.target import LayerRun, Reader, Target, TextRuntime, find_target
 from ms_compress.targets.tokenizer_json import encoder
 from ms_compress.text_ends import read_tokenizer, text_ends
 
@@ -38,9 +44,14 @@ TEXTS = (
 """Which tokenizers cut at different places; the first is written on."""
 PROBE_ROWS = 2
 PROBE_POSITIONS = 48
+HEAD_EMBEDDING = "model.embed_tokens"
+"""The layer whose weight a tied head multiplies with."""
+EPS = torch.finfo(torch.float32).eps
 HALF = (torch.bfloat16, torch.float16)
 ROUNDED_INPUTS = 0.02
-"""Tolerance where inputs are rounded, in units of the logits' spread."""
+"""Tolerance of logits where inputs are rounded, in units of their spread."""
+SUM_ERROR = 8.0
+"""Standard deviations of a float32 sum's rounding error that are allowed."""
 
 
 @frozen(kw_only=True)
@@ -54,6 +65,12 @@ class Agreement:
     """Standard deviation of the model's own logits."""
     argmax: float
     """Share of positions at which both find the same token likeliest."""
+    layers: int = 0
+    """Number of prepared layers compared one by one; 0 where the runtime does not show them."""
+    prepared: int = 0
+    """Number of prepared layers. Layers that the probe never reaches are not compared."""
+    layer_error: float = 0.0
+    """Largest difference of a layer's output, as a share of what the order of sums may cause."""
     generated: tuple[int, ...] = ()
     """Tokens of a text that the runtime wrote on by itself, the model's own likeliest; none where
     the folder has no tokenizer."""
@@ -92,6 +109,8 @@ def verify(
     with _in_float32(model):
         expected = model_logits(model, tokens)
     found = compare(expected, runtime.logits(tokens))
+    layers = check_layers(model, folder, runtime, tokens)
+    found = evolve(found, **asdict(layers))
     limit = _limit(model, find_target(target))
     if not found.mean <= limit * found.spread:
         raise VerifyError(
@@ -103,6 +122,95 @@ def verify(
         return found
     margin = max(1e-3, 10 * limit) * found.spread
     return evolve(found, generated=check_text(model, folder, runtime, margin))
+
+
+@frozen(kw_only=True)
+class LayerAgreement:
+    """Comparison of prepared layers one by one, in the terms of `Agreement`."""
+
+    layers: int
+    prepared: int
+    layer_error: float
+
+
+def check_layers(
+    model: nn.Module, folder: str | Path, runtime: TextRuntime, tokens: Tensor
+) -> LayerAgreement:
+    """Compare what the runtime's linear layers computed with what training computes.
+
+    Args:
+        model: the one that was exported. If several processes hold it, all of them must call.
+        folder: for messages.
+        runtime: opened on it.
+        tokens: (B, S) int64.
+
+    Raises:
+        VerifyError: a layer's output differs by more than another order of summing explains.
+        ExportError: the runtime cannot run.
+    """
+    whole = WholeModel(model)
+    prepared = {e.module for e in whole.tensors.values() if e.scheme is not None}
+    prepared &= {e.module for e in whole.tensors.values() if e.kind == "linear"} | (
+        {HEAD_EMBEDDING} if whole.is_tied else set()
+    )
+    seen: dict[str, float] = {}
+
+    def visit(run: LayerRun) -> None:
+        entry = whole.tensors.get(f"{run.name}.weight")
+        if entry is None or run.name not in prepared:
+            return
+        weight = whole.read(entry.name)
+        bias = whole.read(f"{run.name}.bias") if f"{run.name}.bias" in whole.tensors else None
+        if isinstance(weight, Quantised):  # the first process has it, and compares
+            share = _layer_error(run, weight, bias, entry.activations)
+            seen[run.name] = max(seen.get(run.name, 0.0), share)
+            if not share <= 1.0:
+                raise VerifyError(
+                    f"{folder}: {runtime.name} computes {run.name} otherwise than training does:"
+                    f" for its input of shape {tuple(run.x.shape)} the outputs are {share:.3g}"
+                    " times as far apart as the order of sums explains; name the layer as an"
+                    " exception and export again"
+                )
+
+    if hasattr(runtime, "visit_layers"):  # not every runtime can show its layers
+        with whole.collective:
+            runtime.visit_layers(tokens, visit)
+    return LayerAgreement(
+        layers=len(seen), prepared=len(prepared), layer_error=max(seen.values(), default=0.0)
+    )
+
+
+def _layer_error(
+    run: LayerRun, weight: Quantised, bias: object, activations: Activations | None
+) -> float:
+    """Return the largest difference of a layer's output over what is allowed of it."""
+    x, w = run.x, weight.weight().double()
+    rounded = (x if activations is None else round_activations(x, activations)).double()
+    expected = rounded @ w.T
+    allowed = sum_bound(rounded, w)
+    if isinstance(bias, Tensor) and run.has_bias:
+        expected, allowed = expected + bias.double(), allowed + EPS * bias.double().abs()
+    if run.input_group is not None:
+        # Rounding to the nearest of 255 codes moves an input by half a step at most.
+        groups = x.double().abs().unflatten(-1, (-1, run.input_group))
+        half_step = (groups.amax(-1, keepdim=True) / 127 / 2).expand_as(groups).flatten(-2)
+        allowed = allowed + half_step @ w.T.abs()
+    apart = (run.out.double() - expected).abs()
+    return float((apart / allowed.clamp_min(torch.finfo(torch.float32).tiny)).max())
+
+
+def sum_bound(x: Tensor, weight: Tensor) -> Tensor:
+    """Return how far a float32 product x · weightᵀ may be from the exact one, (..., N).
+
+    Rounding errors of K sums are nearly independent, so their total is within a few times
+    sqrt(K) · u · Σ|x·w| (Higham and Mary 2019, doi:10.1137/18M1226312), far below the certain bound
+    K · u · Σ|x·w|.
+
+    Args:
+        x: (..., K), as the layer multiplies it.
+        weight: (N, K).
+    """
+    return SUM_ERROR * math.sqrt(x.shape[-1]) * EPS / 2 * (x.abs() @ weight.T.abs())
 
 
 def check_text(
@@ -124,7 +232,7 @@ def check_text(
     """
     files, reference = read_tokenizer(folder), encoder(folder)
     ends = text_ends(files, {}, vocabulary_of(model)).ends
-    for text in (*TEXTS, *(f"a{each.content}b" for each in files.added.values())):
+    for text in (*TEXTS, *_around_added(files)):
         expected, got = reference(text), runtime.encode(text)
         if got != expected:
             raise VerifyError(
@@ -149,6 +257,13 @@ def check_text(
             " it again"
         )
     return tuple(made)
+
+
+def _around_added(files: TokenizerSource) -> Iterator[str]:
+    """Yield texts with each added token inside a word and between spaces."""
+    for each in files.added.values():
+        yield f"a{each.content}b"
+        yield f"a {each.content} b"
 
 
 def check_weights(model: nn.Module, folder: str | Path, target: str) -> None:

@@ -80,13 +80,15 @@ def qat(
     for name, layer in chosen:
         # The two uses of a tied weight may lie on two stages: it keeps the scheme's own scales.
         shared = output.is_tied and (isinstance(layer, nn.Embedding) or name == output.layer)
-        prepare_layer(
+        prepared = prepare_layer(
             layer,
             name,
             how,
             activations=how.activations if activations else None,
             learned_scales=learned_scales and not shared,
         )
+        if _runs_as_is_in_transformers(model, name):
+            prepared.input_ndim = how.input_ndim
     if head and _is_staged(model) and getattr(model, "last", True):
         _round_head_input(model, dict(chosen))
     return model
@@ -198,6 +200,12 @@ class _HeadInput:
     def __call__(self, norm: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         how = self.head.rule.activations
         return output if how is None else fake_input(output, how)
+
+
+def _runs_as_is_in_transformers(model: nn.Module, name: str) -> bool:
+    """Return whether the layer's caller is a module of transformers, which deployment runs too."""
+    kinds = type(model.get_submodule(name.rpartition(".")[0])).__mro__
+    return any(kind.__module__.startswith("transformers.") for kind in kinds)
 
 
 def _is_staged(model: nn.Module) -> bool:

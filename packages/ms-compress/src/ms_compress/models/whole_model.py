@@ -38,6 +38,8 @@ class WholeModel:
         for stage in stages:
             check_merged(stage)
             drop_gathered(stage)
+        self.stages = tuple(stages)
+        """Without the wrappers around them."""
         self.config = _config(stages[0])
         self._device = next(stages[0].parameters()).device
         self.collective = CollectiveWork(self._device)

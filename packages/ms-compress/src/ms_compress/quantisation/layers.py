@@ -35,6 +35,9 @@ class Prepared(nn.Module):
     own_mask: Tensor | None
     """The mask, on whatever device it was last used. No buffer: it outlives `to_empty`, and what
     is stored are the zeros themselves."""
+    input_ndim: int | None
+    """Number of dims that every input must have, None for any. compressed-tensors keeps one input
+    scale per index of the first two dims, which is one per token for (B, S, K) alone."""
     computed_in: torch.dtype | None
     """Dtype of the weight in the last forward. Under mixed precision it is narrower than the stored
     one, and codes are those of the narrower weight: export rounds likewise."""
@@ -133,6 +136,13 @@ class PreparedLinear(Prepared, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., K) to (..., N)."""
+        if self.input_ndim not in (None, x.ndim) and self.activations is not None:
+            raise LayerError(
+                f"{self.layer_name}: {self.scheme} rounds inputs of shape (B, S, K) with one scale"
+                f" per token, and this layer's input is {tuple(x.shape)}, for which"
+                " compressed-tensors shares scales between tokens; name the layer as an exception,"
+                f" such as {_pattern(self.layer_name)!r}"
+            )
         if isinstance(self.weight, DTensor):
             return _split_linear(self, x)
         self.computed_in = self.weight.dtype
@@ -182,7 +192,7 @@ def prepare_layer(
         # The same object under a subclass, as fully_shard does: hooks, ties and names stay.
         layer.__class__ = KINDS[type(layer)]
         layer.scheme = layer.activations = layer.own_mask = None  # type: ignore[assignment]
-        layer.computed_in = None  # type: ignore[assignment]
+        layer.computed_in = layer.input_ndim = None  # type: ignore[assignment]
     assert isinstance(layer, Prepared)
     layer.quantising, layer.layer_name = True, name
     if scheme is not None:
@@ -286,6 +296,11 @@ def _factor(weight: Tensor, scheme: Scheme) -> nn.Parameter:
     if not isinstance(weight, DTensor):
         return nn.Parameter(zeros)
     return nn.Parameter(_laid_out(zeros, weight, (weight.shape[0], weight.shape[1] // group)))
+
+
+def _pattern(name: str) -> str:
+    """Return a pattern that matches this layer in every block."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _part(mask: Tensor, weight: Tensor) -> Tensor:

@@ -69,6 +69,9 @@ class Scheme:
     embeddings: bool = True
     """Whether its target also reads embeddings in this scheme."""
     activations: Activations | None = None
+    input_ndim: int | None = None
+    """Dims of an input for which the runtime's activation scales are those of `activations`;
+    None: of any input."""
 
     def __attrs_post_init__(self) -> None:
         if self.high - self.low >= 2**self.bits:

@@ -25,6 +25,24 @@ Reader = Callable[[str], Tensor]
 """Reads the tensor of a Hugging Face name as float32; a KeyError if it is not there."""
 
 
+@frozen(kw_only=True, eq=False)
+class LayerRun:
+    """Input and output of one linear layer, as a runtime computed them."""
+
+    name: str
+    x: Tensor
+    """(..., K) float32."""
+    out: Tensor
+    """(..., N) float32."""
+    has_bias: bool = True
+    """Whether `out` includes the bias, if the layer has one."""
+    input_group: int | None = None
+    """The runtime rounds inputs to 8 bits in groups of this size, which training left out."""
+
+
+LayerVisit = Callable[[LayerRun], object]
+
+
 class Runtime(Protocol):
     """A model as its deployment runtime computes it."""
 
@@ -44,6 +62,10 @@ class TextRuntime(Runtime, Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Return tokens of a text; special tokens in it are recognised, and none is added."""
+        ...
+
+    def visit_layers(self, tokens: Tensor, visit: LayerVisit) -> None:
+        """Run tokens (B, S) int64 and call `visit` for each linear layer that the runtime shows."""
         ...
 
     def ends(self) -> frozenset[int]:

@@ -1,6 +1,7 @@
 """Reading folders of compressed-tensors by its own library: tensors, and what the folder says."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from ms_compress.errors import ExportError
 from ms_compress.models.config_file import quantization
 from ms_compress.targets import safetensors_folder
 from ms_compress.targets.ct.write import FILE
+from ms_compress.targets.libraries import library_errors
 from ms_compress.targets.target import Contents, Reader
+
+LIBRARY = "the compressed-tensors library"
 
 
 def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
@@ -21,12 +25,13 @@ def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
     from compressed_tensors.compressors import unpack_from_int32
     from compressed_tensors.quantization import QuantizationConfig, dequantize
 
-    said = QuantizationConfig.model_validate(quantization(folder))
-    (group,) = said.config_groups.values()
+    with library_errors(folder / "config.json", LIBRARY):
+        said = QuantizationConfig.model_validate(quantization(folder))
+        (group,) = said.config_groups.values()
 
     def read(name: str) -> Tensor:
         module = name.removesuffix(".weight")
-        with safe_open(folder / FILE, framework="pt") as file:
+        with _errors(folder / FILE), safe_open(folder / FILE, framework="pt") as file:
             names = set(file.keys())
             if f"{module}.weight_scale" not in names:
                 return _get(file, name).float()
@@ -37,10 +42,23 @@ def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
             else:
                 codes = _get(file, name)
             scales = _get(file, f"{module}.weight_scale")
-        out: Tensor = dequantize(codes, scales, args=group.weights, dtype=torch.float32)
+            out: Tensor = dequantize(codes, scales, args=group.weights, dtype=torch.float32)
         return out
 
     return read
+
+
+@contextmanager
+def _errors(path: Path) -> Iterator[None]:
+    """Turn errors of the libraries into one line, but let a missing tensor be a KeyError."""
+    missing = None
+    with library_errors(path, LIBRARY):
+        try:
+            yield
+        except KeyError as error:
+            missing = error
+    if missing is not None:
+        raise missing
 
 
 def _get(file: Any, name: str) -> Tensor:

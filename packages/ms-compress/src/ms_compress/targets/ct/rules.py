@@ -40,6 +40,8 @@ W8A8 = evolve(
     low=-128,
     high=127,
     activations=EACH_TOKEN,
+    # `compute_dynamic_scales_and_zp` reduces all dims but the first two.
+    input_ndim=3,
 )
 SCHEMES = (INT4_G32, INT3_G32, W8A8)
 GROUPED = {"ct.int4": INT4_G32, "ct.int3": INT3_G32}

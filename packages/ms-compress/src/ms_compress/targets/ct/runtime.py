@@ -1,19 +1,20 @@
 """transformers as the runtime of compressed-tensors."""
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from io import StringIO
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ms_compress.errors import ExportError
+from ms_compress.errors import CompressError, ExportError
 from ms_compress.models.config_file import quantization, read_config
 from ms_compress.targets.libraries import import_library, library_errors
+from ms_compress.targets.target import LayerRun, LayerVisit
 
 PURPOSE = "reading compressed-tensors needs transformers and compressed-tensors"
 
@@ -44,8 +45,35 @@ class TransformersRuntime:
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         """Return logits (B, S, V) float32 of tokens (B, S) int64."""
-        logits: Tensor = self.model(tokens, use_cache=False).logits
+        with library_errors(self._folder, "transformers", "run it"):
+            logits: Tensor = self.model(tokens, use_cache=False).logits
         return logits.float()
+
+    @torch.no_grad()
+    def visit_layers(self, tokens: Tensor, visit: LayerVisit) -> None:
+        """Call `visit` for each linear layer of a forward; see `TextRuntime`."""
+        found: list[Exception] = []
+
+        def see(name: str) -> Callable[..., None]:
+            def look(layer: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
+                try:
+                    visit(LayerRun(name=name, x=inputs[0].float(), out=out.float()))
+                except CompressError as error:
+                    found.append(error)
+                    raise
+
+            return look
+
+        with ExitStack() as hooks:
+            for name, layer in self.model.named_modules():
+                if isinstance(layer, nn.Linear):
+                    hooks.enter_context(layer.register_forward_hook(see(name)))
+            try:
+                self.logits(tokens)
+            except ExportError:
+                if found:
+                    raise found[0] from None
+                raise
 
     @torch.no_grad()
     def decode(self, tokens: list[int], steps: int) -> tuple[float, float]:
@@ -67,13 +95,14 @@ class TransformersRuntime:
     def ends(self) -> frozenset[int]:
         """Return the tokens at which the runtime ends a text by itself."""
         said = self.model.generation_config.eos_token_id
-        return frozenset(said if isinstance(said, list) else [] if said is None else [said])
+        with library_errors(self._folder / "generation_config.json", "transformers"):
+            return frozenset(said if isinstance(said, list) else [] if said is None else [said])
 
     @torch.no_grad()
     def generate(self, tokens: list[int], most: int) -> list[int]:
         """Return the likeliest next tokens until one ends the text, `most` of them at most."""
         given = torch.tensor([tokens])
-        with _quiet():
+        with library_errors(self._folder, "transformers", "generate"), _quiet():
             out = self.model.generate(
                 given,
                 attention_mask=torch.ones_like(given),

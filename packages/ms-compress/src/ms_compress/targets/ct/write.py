@@ -19,8 +19,10 @@ from ms_compress.files.durable import sync_folder, write_synced
 from ms_compress.files.safetensors_file import TensorEntry, WeightFile
 from ms_compress.models.decoder_config import check_deployable
 from ms_compress.models.head import HEAD
+from ms_compress.models.logits import model_logits
 from ms_compress.models.shards import WholeTensor
 from ms_compress.models.whole_model import WholeModel
+from ms_compress.quantisation.layers import prepared_layers
 from ms_compress.quantisation.rounding import Quantised
 from ms_compress.quantisation.scheme import Activations, Scheme
 from ms_compress.targets.target import Assets
@@ -42,6 +44,7 @@ def check(model: WholeModel, assets: Assets) -> None:
                 f"{entry.module}: compressed-tensors holds no quantised embedding that"
                 " transformers reads; prepare the model without embeddings, and untie the head"
             )
+    _check_input_shapes(model)
     quantised = [entry for entry in model.tensors.values() if entry.scheme is not None]
     rounding = [entry.module for entry in quantised if entry.activations is not None]
     plain = [entry.module for entry in quantised if entry.activations is None]
@@ -50,6 +53,28 @@ def check(model: WholeModel, assets: Assets) -> None:
             f"{rounding[0]} rounds its input and {plain[0]} does not; one scheme is written for all"
             " layers: prepare them alike"
         )
+
+
+def _check_input_shapes(model: WholeModel) -> None:
+    """Refuse layers whose inputs transformers rounds otherwise than one scale per token.
+
+    Raises:
+        LayerError: names the first one.
+    """
+    rounding = {e.module for e in model.tensors.values() if e.activations is not None}
+    for name in sorted(rounding):
+        # transformers gives it (B, 1, S, K); ms-parallel's own module gives it (B, S, K).
+        if model.config.get("model_type") == "deepseek_v3" and name.endswith(".kv_b_proj"):
+            raise LayerError(
+                f"{name}: its input in transformers is of shape (B, 1, S, K), for which"
+                " compressed-tensors shares activation scales between tokens; name the layer as an"
+                " exception, such as '*.kv_b_proj'"
+            )
+    (stage, *others) = model.stages
+    whole = not others and getattr(stage, "first", True) and getattr(stage, "last", True)
+    layers = [layer for _, layer in prepared_layers(stage)]
+    if whole and any(layer.input_ndim is not None and layer.activations for layer in layers):
+        model_logits(stage, torch.zeros(1, 2, dtype=torch.int64))  # layers refuse other inputs
 
 
 def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) -> None:

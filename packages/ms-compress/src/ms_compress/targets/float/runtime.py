@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ms_compress.errors import ExportError
 from ms_compress.targets.libraries import import_library
 
 
@@ -22,7 +23,12 @@ class TorchRuntime:
         from ms_parallel.weights import load_model
 
         self.cache: Any = KeyValueCache
-        self.model: Any = load_model(folder)
+        from ms_parallel.errors import ParallelError
+
+        try:
+            self.model: Any = load_model(folder)
+        except ParallelError as error:
+            raise ExportError(str(error)) from error
         self.model.train(False)
 
     @torch.no_grad()

@@ -14,23 +14,28 @@ from ms_compress.targets.gguf.write import FILE, library
 from ms_compress.targets.libraries import library_errors
 from ms_compress.targets.target import Contents, Reader
 
+LIBRARY = "the gguf library"
+
 
 def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
     """Return what reads the tensors of a folder; names and the order of rows are undone."""
     gguf = library()
     config = decoder_config(document, "GGUF")
-    file = gguf.GGUFReader(folder / FILE)
-    found = {tensor.name: tensor for tensor in file.tensors}
-    said = file.fields["general.architecture"].contents()
-    architecture = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == said)
-    names = gguf.get_tensor_name_map(architecture, config.layers)
+    path = folder / FILE
+    with library_errors(path, LIBRARY):
+        file = gguf.GGUFReader(path)
+        found = {tensor.name: tensor for tensor in file.tensors}
+        said = file.fields["general.architecture"].contents()
+        known = {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}
+        names = gguf.get_tensor_name_map(known[said], config.layers)
     rotated = {"q_proj": config.heads, "k_proj": config.key_heads} if said == "llama" else {}
 
     def read(name: str) -> Tensor:
         tensor = found[names.get_name(name, (".weight", ".bias"))]
-        rows = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
         heads = rotated.get(name.split(".")[-2])
-        return rows if heads is None else rows[_halves(len(rows), heads)]
+        with library_errors(path, LIBRARY):
+            rows = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+            return rows if heads is None else rows[_halves(len(rows), heads)]
 
     return read
 
@@ -50,7 +55,7 @@ def contents(folder: Path) -> Contents:
         ExportError: the file cannot be read.
     """
     gguf = library()
-    with library_errors(folder / FILE, "the gguf library"):
+    with library_errors(folder / FILE, LIBRARY):
         file = gguf.GGUFReader(folder / FILE)
         kinds: Counter[str] = Counter()
         for tensor in file.tensors:

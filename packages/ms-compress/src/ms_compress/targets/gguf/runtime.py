@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ms_compress.errors import ExportError
 from ms_compress.targets.libraries import import_library
+from ms_compress.targets.target import LayerVisit
 
 FLOAT32 = 0
 """ggml's number of the type."""
@@ -78,6 +79,9 @@ class LlamaRuntime:
             rows.append(torch.from_numpy(self._feed(context, row, 0, every=True)))
             self.library.llama_free(context)
         return torch.stack(rows)
+
+    def visit_layers(self, tokens: Tensor, visit: LayerVisit) -> None:
+        """Do nothing: llama.cpp's Python package shows no layer's values."""
 
     def decode(self, tokens: list[int], steps: int) -> tuple[float, float]:
         """Measure the seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""

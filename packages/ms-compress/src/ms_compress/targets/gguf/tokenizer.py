@@ -26,6 +26,8 @@ SPLITS = {
 """Names that llama.cpp has for the regular expression of a pre-tokenizer, and `ignore_merges`."""
 NO_MERGES = ["\u0120 \u0120"]
 """llama.cpp wants one at least; what two spaces would be merged to is no token."""
+STRIPS = ("lstrip", "rstrip", "single_word")
+"""Settings of an added token that llama.cpp does not have."""
 ENDS = ("eos", "eot", "eom")
 """The keys under which llama.cpp takes tokens that end a text."""
 
@@ -105,6 +107,14 @@ def check_tokenizer(files: TokenizerSource, ends: TextEnds, vocabulary: int) -> 
             f"{files.path}: it changes text by {normalizer.type!r} before splitting it,"
             " which llama.cpp does not; train a tokenizer without"
         )
+    for token in files.document.get("added_tokens") or []:
+        # llama.cpp finds added tokens wherever they stand and keeps the spaces next to them.
+        if flag := next((name for name in STRIPS if token.get(name)), None):
+            raise ExportError(
+                f"{files.path}: the added token {token['content']!r} has {flag}=true, which a GGUF"
+                " file cannot hold, so llama.cpp would read texts otherwise; set it to false, or"
+                " choose a ct or ort scheme"
+            )
     check_fits(files, vocabulary)
     _split(files)
     if not 0 < len(ends.ends) <= len(ENDS):

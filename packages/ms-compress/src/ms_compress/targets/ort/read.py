@@ -13,6 +13,7 @@ from ms_compress.targets.libraries import library_errors
 from ms_compress.targets.ort.write import FILE, library
 from ms_compress.targets.target import Contents, Reader
 
+LIBRARY = "the onnx library"
 NOT_WEIGHTS = {"MatMulNBits": (2, 3), "GatherBlockQuantized": (2, 3), "GroupQueryAttention": (7, 8)}
 """Inputs that are scales, zero points and rotary tables."""
 
@@ -20,13 +21,18 @@ NOT_WEIGHTS = {"MatMulNBits": (2, 3), "GatherBlockQuantized": (2, 3), "GroupQuer
 def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
     """Return what reads the tensors of a folder; codes are unpacked and scaled."""
     onnx = library()
-    graph = onnx.load(folder / FILE, load_external_data=False).graph
-    found = {constant.name: constant for constant in graph.initializer}
+    path = folder / FILE
+    with library_errors(path, LIBRARY):
+        graph = onnx.load(path, load_external_data=False).graph
+        _check_external(path, graph)
+        found = {constant.name: constant for constant in graph.initializer}
 
     def array(name: str) -> Tensor:
-        alone = onnx.TensorProto()
-        alone.CopyFrom(found[name])  # or the graph would keep what is read
-        return torch.from_numpy(onnx.numpy_helper.to_array(alone, str(folder)).copy())
+        constant = found[name]
+        with library_errors(path, LIBRARY):
+            alone = onnx.TensorProto()
+            alone.CopyFrom(constant)  # or the graph would keep what is read
+            return torch.from_numpy(onnx.numpy_helper.to_array(alone, str(folder)).copy())
 
     def read(name: str) -> Tensor:
         module = name.removesuffix(".weight")
@@ -40,7 +46,8 @@ def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
             return value
         codes = torch.stack((value & 15, value >> 4), dim=-1).float() - 8
         scales = array(f"{module}.scales")
-        return (codes.view(*scales.shape, -1) * scales[..., None]).flatten(1)
+        with library_errors(path, LIBRARY):  # of shapes that do not fit together
+            return (codes.view(*scales.shape, -1) * scales[..., None]).flatten(1)
 
     return read
 
@@ -52,7 +59,7 @@ def contents(folder: Path) -> Contents:
         ExportError: the file cannot be read, or its data are cut off.
     """
     onnx, path = library(), folder / FILE
-    with library_errors(path, "the onnx library"):
+    with library_errors(path, LIBRARY):
         graph = onnx.load(path, load_external_data=False).graph
         node = next((each for each in graph.node if each.op_type == "MatMulNBits"), None)
         said = {} if node is None else {each.name: each.i for each in node.attribute}

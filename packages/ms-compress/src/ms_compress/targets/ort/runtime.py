@@ -13,7 +13,13 @@ from torch import Tensor
 from ms_compress.errors import ExportError
 from ms_compress.files.untrusted import read_json
 from ms_compress.targets.libraries import import_library, library_errors
+from ms_compress.targets.target import LayerRun, LayerVisit
 from ms_compress.targets.tokenizer_json import encoder
+
+ROUNDS_INPUTS = 4
+"""The accuracy_level of MatMulNBits at which inputs are rounded to 8 bits."""
+KEPT = ("key", "value")
+"""What the cache holds of a layer."""
 
 
 class OnnxRuntime:
@@ -50,7 +56,8 @@ class OnnxRuntime:
         path = self.folder / "generation_config.json"
         found = read_json(path, dict[str, Any], error=ExportError) if path.is_file() else {}
         said = found.get("eos_token_id")
-        return frozenset(said if isinstance(said, list) else [] if said is None else [said])
+        with library_errors(path, "onnxruntime", "take its ends"):
+            return frozenset(said if isinstance(said, list) else [] if said is None else [said])
 
     def generate(self, tokens: list[int], most: int) -> list[int]:
         """Return the likeliest next tokens until one ends the text, `most` of them at most."""
@@ -86,6 +93,49 @@ class OnnxRuntime:
         """Return logits (B, S, V) float32 of tokens (B, S) int64."""
         out = self._run(tokens.numpy(), self._empty(len(tokens)))
         return torch.from_numpy(out[0])
+
+    def visit_layers(self, tokens: Tensor, visit: LayerVisit) -> None:
+        """Call `visit` for each MatMulNBits, in a session whose graph also returns its values."""
+        onnxruntime = import_library(
+            "onnxruntime", extra="ort", purpose="running ONNX needs onnxruntime"
+        )
+        onnx = import_library("onnx", extra="ort", purpose="ONNX files need the onnx library")
+        with library_errors(self.folder, "onnxruntime"):
+            model = onnx.load(self.folder / "model.onnx", load_external_data=False)
+            products = [node for node in model.graph.node if node.op_type == "MatMulNBits"]
+            there = {each.name for each in model.graph.output}
+            shown = dict.fromkeys(n for node in products for n in (node.input[0], node.output[0]))
+            kind = onnx.TensorProto.FLOAT
+            model.graph.output.extend(
+                onnx.helper.make_tensor_value_info(name, kind, None)
+                for name in shown
+                if name not in there
+            )
+            options = onnxruntime.SessionOptions()
+            options.log_severity_level = 4
+            options.add_session_config_entry(
+                "session.model_external_initializers_file_folder_path", str(self.folder.absolute())
+            )
+            session = onnxruntime.InferenceSession(
+                model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
+            names = [f"past_key_values.{n}.{k}" for n in range(self.layers) for k in KEPT]
+            feed = dict(zip(names, self._empty(len(tokens)), strict=True))
+            feed["input_ids"] = tokens.numpy()
+            feed["attention_mask"] = np.ones(tuple(tokens.shape), dtype=np.int64)
+            values = dict(zip(shown, session.run(list(shown), feed), strict=True))
+        for node in products:
+            x, out = (torch.from_numpy(values[name]) for name in (node.input[0], node.output[0]))
+            said = {each.name: each.i for each in node.attribute}
+            rounds = said.get("accuracy_level", 0) == ROUNDS_INPUTS
+            run = LayerRun(
+                name=node.input[1].removesuffix(".codes").removesuffix(".rows"),
+                x=x,
+                out=out,
+                has_bias=not node.output[0].endswith(".product"),
+                input_group=said.get("block_size") if rounds else None,
+            )
+            visit(run)
 
     def decode(self, tokens: list[int], steps: int) -> tuple[float, float]:
         """Measure the seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
