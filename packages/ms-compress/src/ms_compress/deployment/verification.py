@@ -192,7 +192,7 @@ def _layer_error(
         expected, allowed = expected + bias.double(), allowed + EPS * bias.double().abs()
     if run.input_group is not None:
         # Rounding to the nearest of 255 codes moves an input by half a step at most.
-        groups = x.double().abs().unflatten(-1, (-1, run.input_group))
+        groups = x.double().abs().view(*x.shape[:-1], -1, run.input_group)
         half_step = (groups.amax(-1, keepdim=True) / 127 / 2).expand_as(groups).flatten(-2)
         allowed = allowed + half_step @ w.T.abs()
     apart = (run.out.double() - expected).abs()

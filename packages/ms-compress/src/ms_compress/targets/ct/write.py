@@ -19,7 +19,7 @@ from ms_compress.files.durable import sync_folder, write_synced
 from ms_compress.files.safetensors_file import TensorEntry, WeightFile
 from ms_compress.models.decoder_config import check_deployable
 from ms_compress.models.head import HEAD
-from ms_compress.models.logits import model_logits
+from ms_compress.models.logits import evaluating
 from ms_compress.models.shards import WholeTensor
 from ms_compress.models.whole_model import WholeModel
 from ms_compress.quantisation.layers import prepared_layers
@@ -74,7 +74,10 @@ def _check_input_shapes(model: WholeModel) -> None:
     whole = not others and getattr(stage, "first", True) and getattr(stage, "last", True)
     layers = [layer for _, layer in prepared_layers(stage)]
     if whole and any(layer.input_ndim is not None and layer.activations for layer in layers):
-        model_logits(stage, torch.zeros(1, 2, dtype=torch.int64))  # layers refuse other inputs
+        keyless = {"use_cache": False} if hasattr(stage.config, "to_dict") else {}
+        device = next(stage.parameters()).device
+        with evaluating(stage), torch.no_grad():  # layers refuse inputs of other shapes
+            stage(torch.zeros(1, 2, dtype=torch.int64, device=device), **keyless)
 
 
 def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) -> None:
