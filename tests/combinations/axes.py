@@ -21,13 +21,13 @@ COMMANDS = (
     *(f"ms-align {name}" for name in ("sft", "reward", "dpo", "ppo", "grpo", "rloo")),
     *(f"ms-compress {name}" for name in ("qat", "prune", "distill")),
 )
-LAYOUTS = [UNSET, *({axis: 2} for axis in ("data", "tensor", "pipeline", "context", "expert"))]
+LAYOUTS = [UNSET, *({axis: 2} for axis in ("data", "tensor", "pipeline", "context"))]
 
 VALUES: dict[str, dict[str, list[Any]]] = {
     "ms-parallel train": {
         "model": ["llama", "qwen3_moe", "deepseek_v3", "gemma3_text", "gpt_oss", "@foreign"],
         "dataset": ["@texts", "@shards"],
-        "layout": [*LAYOUTS, {"data": 2, "replicate": 2}],
+        "layout": [*LAYOUTS, {"data": 2, "expert": 2}, {"data": 2, "replicate": 2}],
         "optimizer": ["AdamW", "Muon", "SGD", "Adafactor"],
         "learning_rate_decay": ["cosine", "linear", "wsd"],
         "balance": [UNSET, "step", "sequence", "bias", "none"],
@@ -89,11 +89,11 @@ VALUES: dict[str, dict[str, list[Any]]] = {
     "ms-compress": {
         "model": ["@llama", "@qwen3_moe"],
         "tokenizer": [UNSET],
-        "scheme": ["ct.int4_g32", "ct.int8", "gguf.q4_0", "gguf.q8_0", "ort.matmulnbits"],
+        "scheme": ["ct.int4_g32", "ct.w8a8", "gguf.q4_0", "gguf.q8_0", "ort.matmulnbits"],
         "pattern": ["2:4", 0.5],
         "teacher": [UNSET, "@llama"],
         "float_steps": [0, 1],
-        "exceptions": [[], ["down_proj"]],
+        "exceptions": [[], ["*.down_proj"]],
         "layers": [UNSET, 1],
         "inner": [UNSET, 32],
         "dataset": ["@tokens", "@shards"],

@@ -1,6 +1,7 @@
 """Tiny models and data that the runs of the arrays read."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,12 @@ def write_inputs(folder: Path) -> Path:
         model = build_model(architecture(name, {**MODELS[name], "vocab_size": BYTES}))
         initialise(model, seed=0)
         save_model(model, folder / name)  # type: ignore[arg-type]
-        model = build_model(architecture(name, {**MODELS[name], "vocab_size": VOCABULARY}))
+        wider = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+        sizes = {**MODELS[name], **wider, "vocab_size": VOCABULARY}
+        model = build_model(architecture(name, sizes))
         initialise(model, seed=0)
         save_model(model, folder / f"compress_{name}")  # type: ignore[arg-type]
+        shutil.copy(tokenizer, folder / f"compress_{name}" / "tokenizer.json")
     sizes = {"vocab_size": BYTES, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
     ids = {"bos_token_id": 1, "eos_token_id": 2}
     t.GPT2LMHeadModel(t.GPT2Config(**sizes, **ids)).save_pretrained(folder / "gpt2")

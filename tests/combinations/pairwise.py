@@ -63,6 +63,13 @@ class Array:
         if len(found) == 1:
             self.open = {pair for pair in self.open if found[0] not in pair}
 
+    def allow(self, found: Pair) -> None:
+        """Forget a refused combination, and cover its pairs like others."""
+        self.refused.discard(found)
+        if len(found) <= 2:
+            whole = {pair for pair in self.total if set(found) <= set(pair)}
+            self.open |= {pair for pair in whole - self.trained if pair not in self.refused}
+
     def allowed(self, row: Row) -> bool:
         """Return whether a (partial) row holds no combination that is known to be refused."""
         return not any(all(row.get(a) == i for a, i in each) for each in self.refused)

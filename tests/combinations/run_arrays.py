@@ -31,6 +31,8 @@ from processes import ProcessesFailedError, run_processes  # noqa: E402
 LAUNCH = HERE / "launch.py"
 REFUSED = HERE / "refused"
 """What is known to be refused, a file for each command."""
+COVERAGE = HERE / "coverage.json"
+"""Counts of the last whole run of each command."""
 PAGE = ROOT / "docs" / "reference" / "refused-combinations.md"
 TIMEOUT_S = 300.0
 RESUMED_SHARE = 8
@@ -153,7 +155,8 @@ class Runner:
         place = self.folder / f"{self.count}"
         settings = settings_of(self.command, row, self.inputs)
         layout = settings.get("layout") or {}
-        world = math.prod(n for axis, n in layout.items() if axis != "replicate")
+        # Replicas and expert ranks are among the data ranks.
+        world = math.prod(n for axis, n in layout.items() if axis not in ("replicate", "expert"))
         out, log = place / "out", place / "log"
         if resumed:
             settings |= {"checkpoint_every": 1}
@@ -214,8 +217,9 @@ class Runner:
     def cause(self, row: Row, refused: Outcome) -> list[tuple[str, int]]:
         """Find the few values of a refused row that are refused by themselves, the rest plain.
 
-        Those of the keys that the line names are tried first. A plain value that is a part of the
-        cause, as where a setting needs another one, is found by changing it.
+        Those of the keys that the line names are tried first. A value that is a part of the cause
+        although the plain one is refused as well, as where a setting needs another one, is found by
+        trying all values of its key.
         """
 
         def same(trial: Row) -> bool:
@@ -224,18 +228,25 @@ class Runner:
 
         plain = dict.fromkeys(row, 0)
         active = [axis for axis in row if row[axis]]
-        named = [axis for axis in active if axis in refused.line] or active
-        kept = named if same(plain | {axis: row[axis] for axis in named}) else active
-        for axis in list(kept):
-            less = [each for each in kept if each != axis]
-            if same(plain | {each: row[each] for each in less}):
-                kept = less
+        named = [axis for axis in active if axis in refused.line]
+        kept = active
+        for few in (named, [*{*named, "layout"} & {*active}]):
+            if same(plain | {axis: row[axis] for axis in few}):
+                kept = few
+                break
+        before: list[str] = []
+        while before != kept:
+            before = kept
+            for axis in before:
+                less = [each for each in kept if each != axis]
+                if same(plain | {each: row[each] for each in less}):
+                    kept = less
         items = [(axis, row[axis]) for axis in kept]
         others = [axis for axis in row if axis not in kept and axis in refused.line]
-        for axis in others if len(items) < 2 else ():
+        for axis in others:
             trial = plain | dict(items)
             if not all(same(trial | {axis: i}) for i in range(1, len(self.axes[axis]))):
-                items.append((axis, 0))
+                items.append((axis, row[axis]))
         return items
 
 
@@ -250,14 +261,16 @@ def judged(command: str, codes: list[int], errors: list[str], events: Path) -> O
 
     happened = read_events(events)
     steps = [each for each in happened if each.get("kind") == "step"]
-    told = [line for line in errors[0].splitlines() if line.startswith(package_of(command) + ": ")]
+    begin = re.compile(rf"{package_of(command)}(?: \(process \d+\))?: ")  # a line per process
+    lines = [line for each in errors for line in each.splitlines()]
+    told = sorted({begin.sub("", line) for line in lines if begin.match(line)})
     text = "\n".join(errors)
     if "Traceback" in text:
         return Outcome(kind="failed", line=" | ".join(text.strip().splitlines()[-3:])[-500:])
     if set(codes) == {2}:
         if len(told) != 1:
             return Outcome(kind="failed", line=f"refused in {len(told)} lines: {text[-300:]}")
-        line = told[0].partition(": ")[2]
+        line = told[0]
         if steps:
             return Outcome(kind="failed", line=f"refused after {len(steps)} steps: {line}")
         return Outcome(kind="refused", line=line)
@@ -340,6 +353,14 @@ def run_array(
     total, failures, runs = len(array.open), [], 0
     with tempfile.TemporaryDirectory() as name:
         runner = Runner(command, inputs, Path(name))
+        for items in sorted(reasons) if budget_s == math.inf else ():
+            found = runner.outcome(dict.fromkeys(axes, 0) | dict(items))
+            if found.kind != "refused":  # not any more, or only beside other settings: find out
+                del reasons[items]
+                array.allow(items)
+            else:
+                reasons[items] = without_paths(found.line, inputs)
+                save(command, listed(axes, reasons))
         while time.monotonic() - began < budget_s and (row := array.next()) is not None:
             runs += 1
             found = runner.check(row)
@@ -402,6 +423,11 @@ def read_refused(command: str) -> list[dict[str, Any]]:
     return json.loads(file.read_text()) if file.exists() else []
 
 
+def read_coverage() -> dict[str, dict[str, int]]:
+    """Counts of the last whole run of each command."""
+    return json.loads(COVERAGE.read_text()) if COVERAGE.exists() else {}
+
+
 def write_refused(command: str, refused: list[dict[str, Any]]) -> None:
     """Keep what was refused for the next runs and for the page."""
     REFUSED.mkdir(exist_ok=True)
@@ -409,17 +435,27 @@ def write_refused(command: str, refused: list[dict[str, Any]]) -> None:
     refused_file(command).write_text(f"[\n{lines}\n]\n")
 
 
-def write_page(results: Mapping[str, list[dict[str, Any]]]) -> str:
-    """The page of refused combinations."""
+def write_page(
+    results: Mapping[str, list[dict[str, Any]]], coverage: Mapping[str, dict[str, int]]
+) -> str:
+    """The page of refused combinations, and of how many pairs the last whole run covered."""
     lines = [
         "# Refused combinations",
         "",
-        "`nox -s combinations` tries every pair of values of the keys of a run file. These pairs"
-        " are refused before the first step, with exit code 2 and the line shown; all others"
-        " train.",
+        "`nox -s combinations` tries every pair of values of the keys of a run file. A pair trains,"
+        " or it is refused before the first step with exit code 2 and one line, shown here.",
     ]
     for command, refused in results.items():
         lines += ["", f"## {command}", ""]
+        if command in coverage:
+            counts = coverage[command]
+            lines += [
+                f"{counts['covered']} of {counts['pairs']} pairs covered in {counts['runs']} runs,"
+                f" {counts['failed']} failures.",
+                "",
+            ]
+        else:
+            lines += ["Not run in full yet.", ""]
         if not refused:
             lines.append("None.")
             continue
@@ -471,7 +507,12 @@ def main() -> int:
             results.append(found)
             if whole:
                 write_refused(command, found["refused"])
-                PAGE.write_text(write_page({each: read_refused(each) for each in COMMANDS}))
+                counts = {key: found[key] for key in ("runs", "pairs", "covered", "seconds")}
+                coverage = read_coverage() | {command: counts | {"failed": len(found["failures"])}}
+                COVERAGE.write_text(json.dumps(coverage, indent=1, sort_keys=True) + "\n")
+                PAGE.write_text(
+                    write_page({each: read_refused(each) for each in COMMANDS}, coverage)
+                )
     names = ("runs", "pairs", "covered", "refused", "failed", "s")
     print(f"\n{'command':20}", *(f"{name:>8}" for name in names))
     for each in results:
