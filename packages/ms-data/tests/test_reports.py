@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pyarrow
@@ -52,9 +53,13 @@ def test_a_split_that_is_empty_is_told(tmp_path: Path) -> None:
         assert shown["warnings"] == list(made.warnings)
 
 
-def test_a_folder_of_any_depth_is_read(tmp_path: Path) -> None:
-    """Python's own walk needs a stack as deep as the folders."""
-    place = os.open(tmp_path, os.O_RDONLY)
+def test_a_folder_of_any_depth_is_read() -> None:
+    """Python's own walk needs a stack as deep as the folders.
+
+    So does pytest's cleanup, even in later runs: the folder is kept out of `tmp_path`.
+    """
+    root = Path(tempfile.mkdtemp())
+    place = os.open(root, os.O_RDONLY)
     for _ in range(1500):
         os.mkdir("d", dir_fd=place)
         place, before = os.open("d", os.O_RDONLY, dir_fd=place), place
@@ -62,9 +67,9 @@ def test_a_folder_of_any_depth_is_read(tmp_path: Path) -> None:
     os.close(os.open("deep.txt", os.O_CREAT | os.O_WRONLY, dir_fd=place))
     os.close(place)
     try:
-        assert len(find_corpus(tmp_path).files) == 1
-    finally:  # pytest could not remove it
-        subprocess.run(["rm", "-rf", str(tmp_path / "d")], check=True)
+        assert len(find_corpus(root).files) == 1
+    finally:
+        subprocess.run(["rm", "-rf", str(root)], check=True)
 
 
 def test_a_stream_that_lives_to_the_end_of_the_interpreter_is_silent(tmp_path: Path) -> None:

@@ -85,12 +85,11 @@ def engine_teacher(model: Any) -> Callable[[Mapping[str, Tensor]], Head]:
 
     @torch.no_grad()
     def of(batch: Mapping[str, Tensor]) -> Head:
-        hidden = model.finish(
-            model.blocks(
-                model.embed(batch["tokens"]),
-                positions=batch.get("positions"),
-                documents=batch.get("documents"),
-            )
+        hidden = model(
+            batch["tokens"],
+            positions=batch.get("positions"),
+            documents=batch.get("documents"),
+            logits=False,
         )
 
         def head(part: slice) -> Tensor:

@@ -50,6 +50,6 @@ class TorchRuntime:
 
     def _next(self, tokens: Tensor, cache: Any) -> Tensor:
         """Return the likeliest token after the last one, (1, 1); the head sees that one alone."""
-        hidden = self.model.blocks(self.model.embed(tokens), cache=cache)
-        out: Tensor = self.model.head(self.model.finish(hidden[:, -1:])).argmax(-1)
+        hidden = self.model(tokens, cache=cache, logits=False)  # (1, S, H), normalized
+        out: Tensor = self.model.head(hidden[:, -1:]).argmax(-1)
         return out
