@@ -26,7 +26,7 @@ from ms_align.rewards.sandbox.run import run_in
 
 LIMITS = Limits(wall_s=20.0, cpu_s=5, memory_mib=256)
 SECRET = "a secret of the trainer"
-IPC_KEY = 0x6D73616C
+IPC_KEY = 0x6D730000 | os.getpid() & 0xFFFF  # two runs at once share the kernel's tables
 
 _VICTIM = f"""
 import ctypes, sys, time

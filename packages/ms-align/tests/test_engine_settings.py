@@ -16,6 +16,7 @@ from small_models import decoder, gpt2, llama
 from ms_align import ConfigError, DPOTrainer, GRPOTrainer, LoraOptions, RewardTrainer, SFTTrainer
 from ms_align.cli import main
 from ms_align.engines.options import HONORED
+from ms_align.errors import ModelError
 from ms_parallel import load_model, save_model
 
 OTHER: dict[str, Any] = {
@@ -195,6 +196,17 @@ def test_an_adapter_whose_base_is_not_there_is_refused(sets: Path, tmp_path: Pat
     path.write_text(path.read_text().replace(str(sets / "model"), "no/such/folder"))
     with pytest.raises(Exception, match="base_model_name_or_path must be the folder"):
         losses(str(tmp_path / "run/adapter"), sets, tmp_path / "again")
+
+
+def test_an_adapter_that_is_for_itself_is_refused(sets: Path, tmp_path: Path) -> None:
+    """One line, for a folder that names itself and for two that name each other."""
+    for name, base in (("a", "../a"), ("b", "../c"), ("c", "../b")):
+        (tmp_path / name).mkdir()
+        text = json.dumps({"base_model_name_or_path": base})
+        (tmp_path / name / "adapter_config.json").write_text(text)
+    for name in ("a", "b"):
+        with pytest.raises(ModelError, match="must lead to a model, and leads back"):
+            losses(str(tmp_path / name), sets, tmp_path / "run")
 
 
 @pytest.mark.parametrize("lora", [8, True, "rank", {"rang": 4}, {"rank": "x"}, [4]])

@@ -48,8 +48,23 @@ def adapter_base(folder: Path) -> Path | None:
     """Return the folder of the model that an adapter's folder is for; None if it is no adapter's.
 
     Raises:
-        ModelError: adapter_config.json names no folder that is there.
+        ModelError: adapter_config.json names no folder that is there, or adapters name each other
+            in a circle.
     """
+    base = _named_base(folder)
+    seen, following = {folder.resolve()}, base
+    while following is not None:  # an adapter may be for a model that has one itself
+        if following.resolve() in seen:
+            raise ModelError(
+                f"{folder / ADAPTER}: base_model_name_or_path must lead to a model, and leads back "
+                f"to {following}; set it to the folder of the model that the adapter is for"
+            )
+        seen.add(following.resolve())
+        following = _named_base(following)
+    return base
+
+
+def _named_base(folder: Path) -> Path | None:
     path = folder / ADAPTER
     if not path.is_file() or (folder / "config.json").is_file():
         return None

@@ -110,11 +110,11 @@ def read_bytes(
     Raises:
         error: there is no such file, it cannot be read, or it is larger.
     """
-    with decoding(path, error=error), open_file(path, error=error) as file:
+    with decoding(path, error=error), BufferedReader(open_file(path, error=error)) as file:
         size = os.fstat(file.fileno()).st_size
         fits = size <= limit_bytes
         # Never the whole limit: a reader takes the memory that it is asked for.
-        content = BufferedReader(file).read(size) if fits else b""
+        content = file.read(size) if fits else b""
     if not fits:
         raise error(
             f"{_shown(path)}: larger than {limit_bytes / 2**20:g} MiB, which no such file is"
