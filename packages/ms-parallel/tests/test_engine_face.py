@@ -75,6 +75,99 @@ def test_a_loss_logs_statistics_of_the_whole_batch(groups: Groups) -> None:
     assert engine.update(batch, WithStatistics()).statistics["value"] < 0.0
 
 
+BATCH = {"tokens": torch.ones(2, 16, dtype=torch.int64)}
+BATCH["targets"] = BATCH["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"tokens": None, "targets": None, "input_ids": torch.ones(2, 16).long()}, "no 'tokens'"),
+        ({"targets": None}, "has no 'targets', which the loss reads"),
+        ({"targets": torch.ones(2, 8).long()}, "targets and tokens must have the same shape"),
+        ({"targets": torch.ones(2, 16)}, "targets must be integers, not float32"),
+        ({"tokens": torch.rand(2, 16)}, "tokens must be integers, not float32"),
+        ({"tokens": torch.ones(2, 16, dtype=torch.bool)}, "tokens must be integers, not bool"),
+        ({"tokens": torch.ones(16).long()}, "tokens must have 2 dims, not 1"),
+        ({"documents": torch.zeros(2, 16)}, "documents must be integers, not float32"),
+        ({"positions": torch.zeros(16).long()}, "positions and tokens must have the same shape"),
+        ({"weights": torch.ones(2)}, "weights and tokens must have the same shape"),
+        ({"advantages": torch.ones(3)}, "advantages must have the 2 rows of tokens"),
+        ({"advantages": 1.0}, "advantages must have the 2 rows of tokens"),
+        ({"tokens": [[1, 2], [3]]}, "'tokens' as list, which is not an array of numbers"),
+        ({"tokens": "a text"}, "'tokens' as str, which is not an array of numbers"),
+    ],
+)
+def test_a_batch_that_is_not_one_is_refused_in_one_line(
+    groups: Groups, change: dict[str, Any], problem: str
+) -> None:
+    """It names what a batch has, and the keys, shapes and dtypes of this one."""
+    engine = build({}, groups)
+    batch = {name: value for name, value in {**BATCH, **change}.items() if value is not None}
+    with pytest.raises(ModelError) as refused:
+        engine.update(batch, NextTokenLoss())
+    said = str(refused.value)
+    assert problem in said
+    assert "a batch has tokens (B, S) int64" in said
+    assert "\n" not in said
+    if "'tokens' as" not in said:
+        for name, value in batch.items():
+            shape = tuple(torch.as_tensor(value).shape)
+            assert f"{name} {shape} {str(torch.as_tensor(value).dtype)[6:]}" in said
+    assert engine.step == 0
+    if "targets" in batch:  # which a function of the logits need not read
+        with pytest.raises(ModelError, match="a batch has tokens"):
+            engine.evaluate(batch, lambda output, _: output.logits())
+
+
+def test_a_key_that_a_function_reads_and_the_batch_lacks_is_named(groups: Groups) -> None:
+    """Keys of other mappings stay a KeyError: that is a fault of the function."""
+    engine = build({}, groups)
+    with pytest.raises(ModelError, match="has no 'rewards', which the loss reads"):
+        engine.evaluate(BATCH, lambda _, batch: batch["rewards"])
+    other: dict[str, Tensor] = {}
+    with pytest.raises(KeyError, match="tokens"):
+        engine.evaluate(BATCH, lambda *_: other["tokens"])
+
+
+def test_integers_of_any_width_are_tokens(groups: Groups) -> None:
+    """Arrays of a data loader are often uint16 or int32."""
+    engine = build({}, groups)
+    expected = engine.evaluate(BATCH, lambda output, _: output.logits())
+    for dtype in (torch.uint16, torch.int32, torch.uint8):
+        narrow = {"tokens": BATCH["tokens"].to(dtype)}
+        assert torch.equal(engine.evaluate(narrow, lambda output, _: output.logits()), expected)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("a text", "prompts must be a list of prompts"),
+        (["a text"], "prompt 0 must be a list of token ids.*str 'a text'"),
+        ([1, 2], "prompt 0 must be a list of token ids"),
+        ([[1], [0.5]], r"prompt 1 must be .*a tensor \(1,\) float32"),
+        ([[[1]]], r"prompt 0 must be .*a tensor \(1, 1\) int64"),
+    ],
+)
+def test_prompts_that_are_not_rows_of_tokens_are_refused(
+    groups: Groups, prompts: Any, message: str
+) -> None:
+    """Texts above all, which have to be encoded first."""
+    with pytest.raises(ModelError, match=message):
+        build({}, groups).generate(prompts, max_new_tokens=1)
+
+
+def test_prompts_may_be_a_tensor(groups: Groups) -> None:
+    """Its rows are the prompts."""
+    engine = build({}, groups)
+    lists = engine.generate([[1, 2], [3, 4]], max_new_tokens=3, temperature=0.0)
+    assert engine.generate(torch.tensor([[1, 2], [3, 4]]), max_new_tokens=3, temperature=0.0) == (
+        lists
+    )
+    with pytest.raises(ConfigError, match="max_new_tokens must be a whole number"):
+        engine.generate([[1]], max_new_tokens=1.5)  # type: ignore[arg-type]
+
+
 def test_a_head_that_was_not_asked_for_is_named(groups: Groups) -> None:
     """With what would give one."""
     with pytest.raises(ModelError, match=r"no head 'value'; start it with heads=\{'value': 1\}"):

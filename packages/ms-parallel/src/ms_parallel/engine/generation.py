@@ -1,7 +1,7 @@
 """Continues prompts token by token, with a key-value cache, under any layout."""
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.loss import Output
-from ms_parallel.errors import ConfigError
+from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models.batch import Batch, check_tokens
 from ms_parallel.models.cache import KeyValueCache
-from ms_parallel.settings import number, whole
+from ms_parallel.settings import number, shown, whole
 from ms_parallel.split.part import drop_gathered
 
 
@@ -82,9 +82,15 @@ def generate(
     the token's place alone, so another layout draws the same.
 
     Raises:
-        ConfigError: a prompt is empty or holds what is no token of the model, or there is none.
+        ModelError: a prompt is not a row of integers.
+        ConfigError: a prompt is empty or holds what is no token of the model, or there is none, or
+            `max_new_tokens` is not a whole number.
     """
-    window = _Window(prompts, engine.sequence_parts)
+    if type(max_new_tokens) is not int or max_new_tokens < 0:
+        raise ConfigError(
+            f"max_new_tokens must be a whole number of at least 0, got {shown(max_new_tokens)}"
+        )
+    window = _Window(_rows_of(prompts), engine.sequence_parts)
     caches = {stage: KeyValueCache() for stage in engine.stages}
     written: list[Tensor] = []
     done = torch.zeros(len(prompts), dtype=torch.bool)
@@ -115,6 +121,33 @@ def stops_of(config: Any, stop_token: int | Collection[int] | str | None) -> Col
     """List the tokens that end a row; those that a configuration names for `"eos"`."""
     chosen: Any = config.eos_token_id if stop_token == "eos" else stop_token
     return () if chosen is None else (chosen,) if isinstance(chosen, int) else tuple(chosen)
+
+
+def _rows_of(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """List the tokens of each prompt, given as lists, arrays or tensors."""
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise ModelError(
+            "prompts must be a list of prompts, each a list of token ids, got"
+            f" {type(prompts).__name__}; encode texts with the model's tokenizer"
+        )
+    return [_row_of(prompt, index) for index, prompt in enumerate(prompts)]
+
+
+def _row_of(prompt: Any, index: int) -> list[int]:
+    try:
+        tokens = torch.as_tensor(prompt)
+    except (TypeError, ValueError, RuntimeError):
+        got = f"{type(prompt).__name__} {shown(prompt)}"
+    else:
+        integers = not (tokens.is_floating_point() or tokens.is_complex())
+        if tokens.ndim == 1 and (not len(tokens) or (integers and tokens.dtype != torch.bool)):
+            row: list[int] = tokens.tolist()
+            return row
+        got = f"a tensor {tuple(tokens.shape)} {str(tokens.dtype).removeprefix('torch.')}"
+    raise ModelError(
+        f"prompt {index} must be a list of token ids, (S,) integers, got {got}; encode texts with"
+        " the model's tokenizer"
+    )
 
 
 class _Window:

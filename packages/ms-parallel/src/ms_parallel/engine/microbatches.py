@@ -1,6 +1,7 @@
 """Cuts a data rank's rows into microbatches, and weighs them among all rows."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -10,8 +11,19 @@ from torch import Tensor
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.loss import Loss, LossWithStatistics
-from ms_parallel.errors import ConfigError
-from ms_parallel.models.batch import Batch, check_tokens, cut_rows
+from ms_parallel.errors import ConfigError, ModelError
+from ms_parallel.models.batch import PICTURES, Batch, check_tokens, cut_rows
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16)
+CONTRACT = (
+    "a batch has tokens (B, S) int64, and as needed targets (B, S) int64 (already shifted, -100"
+    " where there is no loss), positions and documents (B, S) integers, weights (B, S), and other"
+    " tensors with B rows"
+)
+SHIFTED = (
+    "; pass input_ids as tokens and, as targets, labels shifted left by one with -100 in the last"
+    " column"
+)
 
 
 def cut_batch(
@@ -33,10 +45,12 @@ def cut_batch(
         vocabulary: tokens that the model knows; None where it does not say.
 
     Raises:
+        ModelError: a key is missing, or a tensor has another shape or dtype than the Batch seam
+            says.
         ConfigError: there are no rows, the sequence does not divide over those ranks, or the
             vocabulary does not hold a token.
     """
-    tensors = {name: torch.as_tensor(value) for name, value in batch.items()}
+    tensors = _checked_tensors(batch)
     count, length = tensors["tokens"].shape
     size = size or count
     if not count:
@@ -47,6 +61,73 @@ def cut_batch(
     if "positions" not in tensors:
         tensors["positions"] = torch.arange(length).expand(count, length)
     return [cut_rows(tensors, start, start + size) for start in range(0, count, size)]
+
+
+def _checked_tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Convert a batch to tensors of the shapes and dtypes that `CONTRACT` says; reads no values."""
+    if not isinstance(batch, Mapping):
+        raise ModelError(f"{CONTRACT}; got {type(batch).__name__} instead of a mapping")
+    tensors = {}
+    for name, value in batch.items():
+        try:
+            tensors[name] = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ModelError(
+                f"{CONTRACT}; got {name!r} as {type(value).__name__}, which is not an array of"
+                f" numbers: {' '.join(str(error).split())[:200]}"
+            ) from error
+    problem = _batch_problem(tensors)
+    if problem is not None:
+        remedy = SHIFTED if "input_ids" in tensors and "tokens" not in tensors else ""
+        raise ModelError(f"{problem}: {CONTRACT}; got {describe_batch(tensors)}{remedy}")
+    return tensors | {n: tensors[n].long() for n in ("tokens", "targets") if n in tensors}
+
+
+def _batch_problem(tensors: Mapping[str, Tensor]) -> str | None:
+    tokens = tensors.get("tokens")
+    if tokens is None:
+        return "the batch has no 'tokens'"
+    if tokens.ndim != 2:
+        return f"tokens must have 2 dims, not {tokens.ndim}"
+    for name in ("tokens", "targets", "positions", "documents"):
+        if name in tensors and tensors[name].dtype not in INTEGERS:
+            return f"{name} must be integers, not {_dtype(tensors[name])}"
+    for name in ("targets", "positions", "documents", "weights"):
+        if name in tensors and tensors[name].shape != tokens.shape:
+            return f"{name} and tokens must have the same shape"
+    for name, value in tensors.items():
+        if name not in PICTURES and value.shape[:1] != tokens.shape[:1]:
+            return f"{name} must have the {len(tokens)} rows of tokens"
+    return None
+
+
+def describe_batch(batch: Batch) -> str:
+    """List keys, shapes and dtypes, for messages."""
+    parts = [f"{name} {tuple(value.shape)} {_dtype(value)}" for name, value in batch.items()]
+    return ", ".join(parts) or "an empty batch"
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+@contextmanager
+def reading(batch: Batch) -> Iterator[None]:
+    """Name the key and the batch where a loss reads a key that the batch does not have.
+
+    Raises:
+        ModelError: in place of the KeyError.
+    """
+    try:
+        yield
+    except KeyError as error:
+        key = error.args[0] if error.args else None
+        if not isinstance(key, str) or key in batch:
+            raise
+        raise ModelError(
+            f"the batch has no {key!r}, which the loss reads: {CONTRACT}; got"
+            f" {describe_batch(batch)}"
+        ) from error
 
 
 def check_length(what: str, length: int, **parts: int) -> None:
@@ -71,7 +152,10 @@ def measure(
     microbatches: Sequence[Batch], loss: Loss | LossWithStatistics, sum_over_rows: SumOverRows
 ) -> tuple[float, int]:
     """Return the loss weight and the tokens of the global batch, given this data rank's part."""
-    local = [(loss.weight(each), each["tokens"].numel()) for each in microbatches]
+    local = []
+    for microbatch in microbatches:
+        with reading(microbatch):
+            local.append((loss.weight(microbatch), microbatch["tokens"].numel()))
     weight, tokens = sum_over_rows(torch.tensor(local, dtype=torch.float64)).tolist()
     return weight, round(tokens)
 

@@ -12,7 +12,7 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.further import HasFurther, depths_of, divisors, further_shares
 from ms_parallel.engine.heads import heads_of
 from ms_parallel.engine.loss import Loss, LossWithStatistics, Output
-from ms_parallel.engine.microbatches import cut_batch
+from ms_parallel.engine.microbatches import cut_batch, reading
 from ms_parallel.engine.options import EngineOptions
 from ms_parallel.engine.output import HeadOutput, LogitsOutput
 from ms_parallel.engine.reduction import Reduction
@@ -91,9 +91,10 @@ class StageRunner:
         Raises:
             ConfigError: there are no rows, the sequence does not divide over the axes that split
                 it, or a token is outside the vocabulary.
-            ModelError: the batch has pictures, and the model reads text alone.
+            ModelError: a key is missing, a tensor has another shape or dtype than the Batch seam
+                says, or the batch has pictures and the model reads text alone.
         """
-        if not self.own and PATCHES in batch:
+        if not self.own and isinstance(batch, Mapping) and PATCHES in batch:
             raise ModelError(
                 f"the batch has pictures, and {self.config.model_type} reads text alone; give the"
                 " engine a SeeingModel, or leave pictures out of the data"
@@ -132,7 +133,8 @@ class StageRunner:
             """Return the share of the loss to differentiate, and note the microbatch's result."""
             batch, row_split = batches[number], row_splits[number]
             output = partial(self.output, row_split=row_split, reduction=reduction)
-            total, metrics = _with_metrics(loss(output(hidden), batch))
+            with reading(batch):
+                total, metrics = _with_metrics(loss(output(hidden), batch))
             share = total / weight
             mtp_losses = share.new_zeros(0)
             objective = share
@@ -174,12 +176,15 @@ class StageRunner:
         batches = [self._to_device(microbatch) for microbatch in microbatches]
         whole = caches is not None
         row_splits = [None if whole else self.splitter.split(each) for each in microbatches]
+
+        def apply(number: int, hidden: Tensor) -> Tensor:
+            with reading(batches[number]):
+                return function(self.output(hidden, row_splits[number]), batches[number])
+
         return self.runtime.run(
             self.tables.forwards(len(batches)),
             batches,
-            lambda number, hidden: function(
-                self.output(hidden, row_splits[number]), batches[number]
-            ),
+            apply,
             caches=caches,
             row_splits=row_splits,
         )
