@@ -5,8 +5,8 @@ import os
 import socket
 import subprocess
 import sys
+from copy import copy
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import pytest
@@ -25,7 +25,15 @@ from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss, Output
 from ms_parallel.engine.optimizer import learning_rate
 from ms_parallel.engine.optimizers.adamw import AdamWConfig
-from ms_parallel.errors import ConfigError, LaunchError, ParallelError, ScheduleError
+from ms_parallel.entry import exit_code
+from ms_parallel.errors import (
+    ConfigError,
+    LaunchError,
+    ModelError,
+    ParallelError,
+    ScheduleError,
+    StageError,
+)
 from ms_parallel.models import build_model
 from ms_parallel.models.batch import Batch
 from ms_parallel.operators import linear_cross_entropy
@@ -201,14 +209,27 @@ def test_the_same_layout_twice_gives_the_same_bits(layout: str) -> None:
 
 def test_a_stage_that_raises_ends_the_others_too() -> None:
     """Each rank names the stage, rank and microbatch, also one that waits for one that waits."""
-    began = monotonic()
+    # run_processes ends what waits longer; the time-out of a message is 600 s.
     for found in run_processes(3, FAULTS, "raise_on_last_stage", check=False, timeout_s=60):
         said = found["failed"].strip().splitlines()[-1]
         assert said.endswith(
             "StageError: stage 2 on rank 2 failed at 2F1, microbatch 1: RuntimeError: a fault of"
             " this test"
         )
-    assert monotonic() - began < 30.0, "the time-out of a message is 600 s"
+
+
+def test_an_error_of_a_stage_keeps_its_class_on_every_rank() -> None:
+    """`except ModelError` catches it, and it has the exit code of a ModelError."""
+    error = StageError.of("ModelError", "stage 0 on rank 0 failed")
+    assert isinstance(error, ModelError)
+    assert isinstance(error, StageError)
+    assert exit_code(error) == exit_code(ModelError())
+    again = copy(error)
+    assert isinstance(again, ModelError)
+    assert str(again) == "stage 0 on rank 0 failed"
+    for name in ("RuntimeError", "StageError", "Any", ""):
+        assert type(StageError.of(name, "a text")) is StageError
+    assert exit_code(StageError.of("RuntimeError", "a text")) == 1
 
 
 def test_every_process_skips_when_one_stage_is_not_finite() -> None:

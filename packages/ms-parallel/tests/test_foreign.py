@@ -248,6 +248,26 @@ def test_what_cannot_be_split_says_why() -> None:
     assert "publishes no pipeline plan" in refusal("gpt2", "pipeline=2", head_dim=None)
 
 
+@pytest.mark.parametrize(("width", "refused"), [(8, True), (0, False)])
+def test_stages_that_need_more_than_hidden_states_are_refused_when_built(
+    width: int, refused: bool
+) -> None:
+    """Gemma 4's blocks take per-layer inputs that the first stage's weights compute."""
+    sizes = {
+        "vocab_size_per_layer_input": VOCABULARY,
+        "global_head_dim": 8,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": width,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    }
+    config = TransformersModel(CONFIG_MAPPING["gemma4_text"](**{**SIZES, **sizes}))
+    if not refused:
+        family_of(config).check_layout(config, Layout(pipeline=2))
+        return
+    with pytest.raises(ModelError, match=r"which weights of another stage compute; set pipeline=1"):
+        family_of(config).check_layout(config, Layout(pipeline=2))
+
+
 def test_a_configuration_says_all_that_ours_say_to_whoever_runs_it() -> None:
     """But for the sizes that only our own blocks are built from."""
     built_from = {"head_dim", "intermediate_size", "key_value_heads", "num_attention_heads"}

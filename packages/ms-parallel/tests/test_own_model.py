@@ -15,8 +15,16 @@ from own_models import PLAN, Mine, refusals
 from processes import run_processes
 from runs import VOCABULARY, global_batch
 
-from ms_parallel import AdamWConfig, ConfigError, Engine, Layout, ModelError, NextTokenLoss
-from ms_parallel.split.own_model import LanguageModel
+from ms_parallel import (
+    AdamWConfig,
+    ConfigError,
+    Engine,
+    Layout,
+    ModelError,
+    ModelPlan,
+    NextTokenLoss,
+)
+from ms_parallel.split.own_model import LanguageModel, check_stages
 
 CHILD = Path(__file__).with_name("own_models.py")
 STEPS, FEW = 6, 3
@@ -146,6 +154,56 @@ def test_a_module_that_would_compute_something_else_is_refused() -> None:
         engine.generate([[1, 2]], max_new_tokens=2)
     with pytest.raises(ModelError, match="did not fill its cache"):
         Engine(Mine(), device="cpu").generate([[1, 2]], max_new_tokens=2)
+
+
+class Chain(nn.Module):
+    """Blocks in a row; `between` applies tanh outside of them."""
+
+    def __init__(self, between: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.between = between
+
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """(B, S) to (B, S, V)."""
+        x: Tensor = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x).tanh() if self.between else block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+CHAIN = ModelPlan(blocks="blocks.*", cuts=(0, 1, 2, 3), embedding=("embed",), head=("head",))
+
+
+def test_stages_that_would_compute_something_else_are_refused_when_built() -> None:
+    """An operation between blocks would run in each stage; inside a block it runs once."""
+    halves = [range(2), range(2, 4)]
+    check_stages(Chain(between=False), CHAIN, halves)
+    with pytest.raises(ModelError, match=r"computes something between its blocks.*pipeline=1"):
+        check_stages(Chain(between=True), CHAIN, halves)
+
+
+def test_the_trial_of_stages_leaves_the_module_as_it_is() -> None:
+    """Its blocks, mode and weights; the stages of the trial share the weights."""
+    chain = Chain(between=False).train()
+    before = {name: value.clone() for name, value in chain.state_dict().items()}
+    check_stages(chain, CHAIN, [range(1), range(1, 4)])
+    assert chain.training
+    assert all(isinstance(block, nn.Linear) for block in chain.blocks)
+    assert all(torch.equal(before[name], value) for name, value in chain.state_dict().items())
+    assert all(parameter.grad is None for parameter in chain.parameters())
+
+
+def test_a_forward_without_documents_is_warned_of_when_the_engine_is_built(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Before the first row with two documents, which may come late."""
+    Engine(Chain(between=False), device="cpu")
+    assert "takes no documents" not in caplog.text
+    Engine(Rude(VOCABULARY), device="cpu")
+    assert "Rude.forward takes no documents: an update is refused as soon as" in caplog.text
 
 
 def test_frozen_weights_stay_as_they_are() -> None:

@@ -1,6 +1,6 @@
 """Every error this package raises on purpose; each is also the builtin that fits."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class ParallelError(Exception):
@@ -51,9 +51,29 @@ class ScheduleError(ParallelError, ValueError):
 
 
 class StageError(ParallelError, RuntimeError):
-    """A pipeline stage that raised in mid-step: names stage, rank and microbatch, on every rank."""
+    """A pipeline stage that raised in mid-step: names stage, rank and microbatch, on every rank.
+
+    If an error of this package was raised, the StageError is an instance of its class too, on
+    every rank, and has its exit code.
+    """
 
     exit_code: ClassVar[int] = 1
+
+    @classmethod
+    def of(cls, name: str, text: str) -> "StageError":
+        """Make the error for a class of this module by name; other names give a plain one."""
+        original = globals().get(name)
+        if not (isinstance(original, type) and issubclass(original, ParallelError)):
+            return cls(text)
+        if issubclass(cls, original):
+            return cls(text)
+        members = {"exit_code": original.exit_code, "__module__": __name__}
+        combined: type[StageError] = type(name, (original, cls), members)
+        return combined(text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let a combined class, which no module holds, pass between processes."""
+        return StageError.of, (type(self).__name__, str(self))
 
 
 class WriteError(CheckpointError):

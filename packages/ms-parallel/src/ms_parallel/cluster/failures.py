@@ -22,6 +22,9 @@ LOST = re.compile(
 )
 """What torch says when another process is gone."""
 
+ORIGINAL = re.compile(r", microbatch \S+: (\w+): ")
+"""The class of the original error in the message that the failing rank leaves."""
+
 
 def explain(error: Exception, action: Action, groups: Groups) -> Exception:
     """Say which stage failed first, and leave it for the other ranks if it was this one's.
@@ -34,8 +37,9 @@ def explain(error: Exception, action: Action, groups: Groups) -> Exception:
         groups: the layout's processes.
 
     Returns:
-        What to raise: a `StageError` that names the stage which failed first, the same on all
-        ranks; or `error` itself where there are no stages, or a process was lost without a word.
+        What to raise: a `StageError` that names the stage which failed first and keeps the class of
+        an error of this package, the same on all ranks; or `error` itself where there are no
+        stages, or a process was lost and left no message.
     """
     if groups.layout.pipeline == 1 or isinstance(error, StageError):
         return error
@@ -48,7 +52,8 @@ def explain(error: Exception, action: Action, groups: Groups) -> Exception:
             f"{action.microbatch}: {type(error).__name__}: {' '.join(str(error).split())}"
         )
         _leave(first)
-    return StageError(first)
+    name = ORIGINAL.search(first)
+    return StageError.of(name[1] if name else "", first)
 
 
 def _key() -> str:

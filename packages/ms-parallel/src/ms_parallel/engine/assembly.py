@@ -26,7 +26,7 @@ from ms_parallel.models.staged import StagedModel
 from ms_parallel.settings import a_path
 from ms_parallel.split.data_axis import Sharding
 from ms_parallel.split.memory.recompute_choice import Recompute
-from ms_parallel.split.own_model import WHOLE, OwnModelConfig, build_own, check_own
+from ms_parallel.split.own_model import WHOLE, OwnModelConfig, build_own, check_own, check_stages
 from ms_parallel.split.stages import build_stage, cut_layers
 from ms_parallel.weights.initial import initialise
 from ms_parallel.weights.load import has_weights, load_weights
@@ -153,6 +153,8 @@ def build_stages(
     }
     layers = cut_layers(config.num_hidden_layers, len(placement), plan.cuts, split)
     if isinstance(model, nn.Module):
+        if len(placement) > 1:
+            check_stages(model, plan, layers)
         here = {n: layers[n] for n, home in enumerate(placement) if home == groups.place.pipeline}
         own = build_own(model, plan, here, groups, prepare=prepare, **how)
         return cast(dict[int, StagedModel], own)

@@ -61,7 +61,7 @@ from ms_parallel.split.context.splitter import Splitter
 from ms_parallel.split.data_axis import ACTIVATIONS, MOMENTS
 from ms_parallel.split.memory.budget import Budget
 from ms_parallel.split.memory.recompute_choice import budget_bytes
-from ms_parallel.split.own_model import OwnModelConfig
+from ms_parallel.split.own_model import OwnModelConfig, check_generates, warn_of_no_documents
 from ms_parallel.split.part import drop_gathered, is_whole_here
 from ms_parallel.split.precision import warn_of_slow_bfloat16
 from ms_parallel.split.precision_choice import precision_name
@@ -101,6 +101,8 @@ class Engine:
         if own := isinstance(model, nn.Module):
             check_audit(chosen, "a module of your own, which cannot be built a second time")
         self.groups = chosen.groups or connect(layout, device=chosen.device)
+        if isinstance(model, nn.Module) and dist.get_rank() == 0:
+            warn_of_no_documents(model)
         if self.groups.layout != layout:
             self.groups = lay_mesh(layout, self.device, self.groups.devices)
         if chosen.mixed_precision is True and dist.get_rank() == 0:
@@ -344,6 +346,9 @@ class Engine:
         Returns:
             The new tokens of each row, without the prompt, on every process of the data rank.
         """
+        if self.runner.own:
+            for stage in cast(Mapping[int, nn.Module], self.stages).values():
+                check_generates(stage)
         return generate(
             self.runner,
             prompts,

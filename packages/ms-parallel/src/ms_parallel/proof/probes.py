@@ -80,7 +80,11 @@ def probe_packing(engine: Engine, batch: Batch, tolerance: float) -> Iterator[Co
 
 
 def probe_generation(engine: Engine, batch: Batch) -> tuple[Check, ...] | Counterexample:
-    """Check a cache's greedy tokens against one whole forward; return () where there is none."""
+    """Check greedy tokens generated with a cache against one forward of the whole rows.
+
+    Returns () for a model that cannot generate. In a pipeline that is known before the first
+    stage runs only for a forward without `cache`, so ask one process first.
+    """
     prompts = [row[:_PROMPT].tolist() for row in my_rows(batch, engine.groups)["tokens"]]
     try:
         made = engine.generate(

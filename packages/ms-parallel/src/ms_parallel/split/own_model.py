@@ -7,7 +7,8 @@ process.
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, Protocol
 
@@ -28,6 +29,11 @@ from ms_parallel.split.memory.recompute_choice import Recompute, check_recompute
 from ms_parallel.split.precision_choice import MixedPrecision
 from ms_parallel.split.sharding import shard_model
 from ms_parallel.split.tensor_parallel import split_model
+
+logger = logging.getLogger(__name__)
+
+TRIAL_TOLERANCE = 1e-5
+"""Relative; the same operations on the same weights differ by a few roundings at most."""
 
 WHOLE = ModelPlan()
 """The plan of a module that nothing is known of: one unit of sharding."""
@@ -111,14 +117,47 @@ class OwnStage(Around):
         return made
 
 
+def takes(module: nn.Module, name: str) -> bool:
+    """Return whether a module's forward takes a keyword argument."""
+    inner = module.inner if isinstance(module, OwnStage) else module
+    named = inspect.signature(inner.forward).parameters
+    return name in named or any(each.kind is each.VAR_KEYWORD for each in named.values())
+
+
+def check_generates(module: nn.Module) -> None:
+    """Check that a module takes a cache: before a pipeline starts, so that all ranks agree.
+
+    Raises:
+        ModelError: it does not.
+    """
+    if not takes(module, "cache"):
+        raise ModelError(
+            f"{_name(module)}.forward takes no cache, without which it cannot generate;"
+            " take cache=None, a KeyValueCache"
+        )
+
+
+def warn_of_no_documents(module: nn.Module) -> None:
+    """Warn where a module cannot tell documents in packed rows apart, before any row has two."""
+    if not takes(module, "documents"):
+        logger.warning(
+            "%s.forward takes no documents: an update is refused as soon as a row has more than"
+            " one, and TokenStream and `ms-parallel train` always send them; take documents=None"
+            " and mask attention by it, or leave 'documents' out of the batch",
+            _name(module),
+        )
+
+
+def _name(module: nn.Module) -> str:
+    return type(module.inner if isinstance(module, OwnStage) else module).__name__
+
+
 def call_own(module: nn.Module, tokens: Tensor, **context: Any) -> Tensor:
     """Call a module with as much of positions, documents, cache, pictures as its forward names."""
     if isinstance(module, OwnStage):
         stage: Tensor = module(tokens, **context)
         return stage
-    named = inspect.signature(module.forward).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in named.values())
-    passed = {name: value for name, value in context.items() if takes_any or name in named}
+    passed = {name: value for name, value in context.items() if takes(module, name)}
     _check_passed(module, context, passed)
     cache = passed.get("cache")
     held = cache.length if cache is not None else 0
@@ -144,11 +183,8 @@ def _check_passed(module: nn.Module, context: Mapping[str, Any], passed: Mapping
             f"{type(module).__name__}.forward takes no pictures, and the batch has some; take"
             " pictures=None, or leave them out of the data"
         )
-    if "cache" not in passed and cache is not None:
-        raise ModelError(
-            f"{type(module).__name__}.forward takes no cache, without which it cannot generate;"
-            " take cache=None, a KeyValueCache"
-        )
+    if cache is not None:
+        check_generates(module)
     if (
         "documents" not in passed
         and documents is not None
@@ -157,6 +193,49 @@ def _check_passed(module: nn.Module, context: Mapping[str, Any], passed: Mapping
         raise ModelError(
             f"{type(module).__name__}.forward takes no documents, so that attention would cross"
             " them in packed rows; take documents=None, or leave them out of the batch"
+        )
+
+
+def check_stages(module: nn.Module, plan: ModelPlan, layers: Sequence[range]) -> None:
+    """Check that the stages of a module, one after another, compute what the whole module does.
+
+    Each stage runs the module's own forward around its blocks, so an operation between blocks
+    (`x = block(x).tanh()`) would run once in each stage. Tries a row of 8 tokens with the module's
+    own weights, which the stages share, before they are split.
+
+    Args:
+        module: whole.
+        plan: names its blocks and ends.
+        layers: block numbers of each stage, in order.
+
+    Raises:
+        ModelError: the logits differ, or a stage does not run.
+    """
+    device = next(module.parameters()).device
+    tokens = torch.tensor([[0, 1] * 4], device=device)
+    context = {
+        "positions": torch.arange(8, device=device)[None],
+        "documents": torch.zeros(1, 8, dtype=torch.int32, device=device),
+        "cache": None,
+    }
+    shared = {id(each): each for each in (*module.parameters(), *module.buffers())}
+    whole = deepcopy(module, dict(shared)).eval()
+    try:
+        with torch.no_grad():
+            expected = call_own(whole, tokens, **context)
+    except Exception:  # it needs other inputs, such as pictures; the first update shows it
+        return
+    hidden = tokens
+    for part in layers:
+        stage = OwnStage(deepcopy(module, dict(shared)), plan, part).eval()
+        with torch.enable_grad():  # by gradients a stage knows what an earlier one's weights made
+            hidden = call_own(stage, hidden, **context).detach()
+    apart = float((hidden - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+    if not apart <= TRIAL_TOLERANCE:
+        raise ModelError(
+            f"pipeline stages of {type(module).__name__} must compute the logits of the whole"
+            f" module, and differ by {apart:.1e} in a trial: its forward computes something between"
+            " its blocks; move that into the blocks, or set pipeline=1"
         )
 
 

@@ -92,6 +92,8 @@ def _check_layout(config: TransformersModel, layout: Layout) -> None:
             f"pipeline={layout.pipeline} has more stages than the {config.num_hidden_layers} layers"
             f" of {kind}; values that fit: 1 to {config.num_hidden_layers}"
         )
+    if layout.pipeline > 1:
+        check_trial(config, staged=True)
     if layout.tensor > 1:
         _check_tensor(config, plan, layout.tensor)
 

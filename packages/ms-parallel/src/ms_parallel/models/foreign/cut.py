@@ -82,8 +82,8 @@ class _Leave(_StandIn):
             for tensor in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     raise ModelError(
-                        f"blocks are given {name!r} beside their hidden states, which weights of"
-                        " another stage have made; set pipeline=1"
+                        f"blocks take input {name!r} next to their hidden states, which weights of"
+                        " another stage compute; set pipeline=1"
                     )
         raise _LeftError(hidden)
 

@@ -5,7 +5,9 @@ version. So the same kind of model is built small, with all its settings but siz
 are compared with those of transformers alone.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,8 +27,12 @@ DTYPES = (torch.float32, torch.float64)
 
 
 @lru_cache(maxsize=64)
-def check_trial(config: TransformersModel) -> None:
+def check_trial(config: TransformersModel, *, staged: bool = False) -> None:
     """Check that a small model of this kind has the logits that transformers computes.
+
+    Args:
+        config: of the real model.
+        staged: run the small model in as many pipeline stages as its plan allows.
 
     Passes where transformers itself runs no small model of these settings, as there is nothing to
     compare with.
@@ -45,12 +51,15 @@ def check_trial(config: TransformersModel) -> None:
             expected: Tensor = model(tokens, use_cache=False, return_dict=True).logits
         except Exception:  # transformers rejects settings in many ways; nothing to compare with
             return
-        found = _ours(small, model, tokens)
+        cuts = plan_of(small).cuts if staged else (0,)
+        layers = [range(*ends) for ends in pairwise((*cuts, small.num_hidden_layers))]
+        found = _ours(small, model, tokens, layers)
     apart = float((found - expected).abs().max()) / max(1.0, float(expected.abs().max()))
     if not apart <= TOLERANCE:
+        remedy = "set pipeline=1" if staged else "train this model with transformers"
         raise ModelError(
-            f"logits of {config.model_type} differ from those of transformers by {apart:.1e} in a"
-            " trial at a small size; train this model with transformers"
+            f"logits of {config.model_type}{' in pipeline stages' if staged else ''} differ from"
+            f" those of transformers by {apart:.1e} in a trial at a small size; {remedy}"
         )
 
 
@@ -66,23 +75,29 @@ def _reference(small: TransformersModel) -> Any:
     return model
 
 
-def _ours(small: TransformersModel, model: Any, tokens: Tensor) -> Tensor:
-    """Compute logits by our stage with the weights of transformers' model."""
-    layers = range(small.num_hidden_layers)
-    stage = TransformersStage(built(small), small, plan_of(small), layers, operators)
-    stage.to_empty(device="cpu")
+def _ours(small: TransformersModel, model: Any, tokens: Tensor, layers: Sequence[range]) -> Tensor:
+    """Compute logits by our stages with the weights of transformers' model."""
     weights = model.state_dict(keep_vars=True)
-    for name, value in named_weights(stage):
-        # Experts' gate and up are one parameter there, and two matrices of one here.
-        value.copy_(weights[name].view(value.shape))
-    try:
-        logits: Tensor = stage.eval()(tokens)
-    except ModelError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())[:160]
-        raise ModelError(
-            f"{small.model_type} does not run with the attention here"
-            f" ({type(error).__name__}: {reason}); train this model with transformers"
-        ) from error
-    return logits
+    hidden = tokens
+    for part in layers:
+        stage = TransformersStage(built(small), small, plan_of(small), part, operators)
+        stage.to_empty(device="cpu")
+        for name, value in named_weights(stage):
+            # Experts' gate and up are one parameter there, and two matrices of one here.
+            value.copy_(weights[name].view(value.shape))
+        try:
+            # With gradients, by which a stage knows what weights of an earlier one computed.
+            with torch.enable_grad():
+                hidden = stage.eval()(hidden).detach()
+        except ModelError:
+            raise
+        except Exception as error:
+            reason = " ".join(str(error).split())[:160]
+            what, remedy = "the attention here", "train this model with transformers"
+            if len(layers) > 1:
+                what, remedy = "pipeline stages", "set pipeline=1"
+            raise ModelError(
+                f"{small.model_type} does not run with {what}"
+                f" ({type(error).__name__}: {reason}); {remedy}"
+            ) from error
+    return hidden
