@@ -5,10 +5,12 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from ms_kernels.checking import compare
+from ms_kernels.checking import check, compare
 from ms_kernels.core.choice import obstacle_to
 from ms_kernels.core.dispatch import describe_call
+from ms_kernels.core.launches import TableKey
 from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
+from ms_kernels.operators.attention import triton as attention_triton
 
 from .truth import TRUTHS
 
@@ -224,3 +226,18 @@ def test_inputs_stay_as_they_were(implementation):
     written = {argument.name for argument in contract.arguments if argument.mutated}
     for name, tensor in tensors.items():
         assert torch.equal(tensor, before[name]) == (name not in written)
+
+
+def test_a_finding_names_the_sizes_of_its_trial():
+    """Two trials with the same options differ in their sizes, and say so."""
+    told = {each.options for each in check(["attention"], ["reference"])}
+    assert {"", "D=24, Dv=8", "window=7, D=8, Dv=24"} <= told
+
+
+def test_tiles_of_attention_are_never_narrower_than_assemblers_get_right():
+    """Some ptxas miscompile products of 16 columns for sm_90 (see `NARROWEST`)."""
+    key = TableKey("sm_90", torch.bfloat16)
+    for width, values in ((24, 8), (8, 24), (16, 16), (1, 1)):
+        for kernel in attention_triton.TUNED:
+            constants = attention_triton._constants(kernel, key, width, values)
+            assert min(constants["BD"], constants["BV"]) >= 32

@@ -24,7 +24,7 @@ class Finding:
     device: str
     dtype: str
     options: str
-    """Options that are not at their defaults, and optional arguments that were left out."""
+    """Options and sizes that are not the example's, and optional arguments that were left out."""
     part: str
     """``"result"`` or ``"gradient of NAME"``; ``""`` when the backend does not take the call."""
     share: float
@@ -102,7 +102,7 @@ def _attempt(
         "device": str(device),
         "dtype": describe(dtype),
         "options": ", ".join(
-            [f"{name}={value}" for name, value in options.items()]
+            [f"{name}={value}" for name, value in {**options, **variant.dims}.items()]
             + [f"no {name}" for name in without]
         ),
     }

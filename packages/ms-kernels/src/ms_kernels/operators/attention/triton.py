@@ -16,6 +16,14 @@ from ms_kernels.core.plan import is_wanted
 from ms_kernels.operators.attention.contract import CONTRACT, MaskOptions
 
 LOG2_E = 1.4426950408889634
+NARROWEST = 32
+"""Least width of a tile of features.
+
+`tl.dot` takes 16, but ptxas 12.8, which Triton 3.6 comes with, compiles some products of 16
+columns for sm_90 into reads outside shared memory: on an H100, bfloat16 and float16 heads of 24
+features with values of 8 gave wrong results or an illegal memory access. ptxas 12.9 and 13.0 make
+a correct kernel of the same code.
+"""
 
 
 def _by_width(*values: tuple[int, int, int, int]) -> Defaults:
@@ -146,7 +154,7 @@ def _reach(options: MaskOptions, keys: Tensor) -> int:
 
 def _constants(kernel: TunedKernel, key: TableKey, width: int, values: int) -> dict[str, int]:
     """Return the constants of a launch for heads of `width` features, and `values` of a value."""
-    features, own = (max(power_of_two(each), 16) for each in (width, values))
+    features, own = (max(power_of_two(each), NARROWEST) for each in (width, values))
     same = {"SAME": width == values}
     return {**kernel.values(key, width), **same, "BD": features, "BV": own}
 
