@@ -131,6 +131,50 @@ def test_a_slow_destination_holds_up_neither_the_training_nor_its_end(
     assert "queue is full" in caplog.text
 
 
+HANGS = """
+import sys, time
+from ms_profile.trackers import Tracker
+
+class Hangs:
+    title, measures_system = "Hangs", False
+    def check(self): pass
+    def open(self, start):
+        if sys.argv[1] == "open": time.sleep(36000)
+        return self
+    def write(self, points):
+        if sys.argv[1] == "write": time.sleep(36000)
+    def close(self, outcome): time.sleep(36000)
+
+tracker = Tracker(Hangs(), close_timeout_s=0.5, waits=sys.argv[2] == "waits")
+for step in range(13_000):
+    tracker("step", {"step": step})
+if sys.argv[3] == "close":
+    tracker.close()
+    print("closed", tracker.lost, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("hangs", "waits", "ends"),
+    [
+        ("write", "drops", "close"),
+        ("write", "waits", "close"),
+        ("open", "waits", "exit"),
+        ("close", "drops", "exit"),
+    ],
+)
+def test_a_process_ends_though_a_destination_hangs_for_hours(
+    hangs: str, waits: str, ends: str
+) -> None:
+    """Handing over, closing and leaving the process are bounded, and what was lost is counted."""
+    command = [sys.executable, "-c", HANGS, hangs, waits, ends]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "Hangs takes no events" in done.stderr
+    if ends == "close":
+        assert int(done.stdout.split()[1]) >= 12_000
+
+
 def test_a_run_is_closed_though_more_waits_at_its_end_than_the_queue_holds() -> None:
     """As where a long file is read faster than it is shown: all of it arrives, then the end."""
     there = Remembering(hangs_s=0.1)

@@ -52,7 +52,9 @@ class Tracker:
         system_interval_s: seconds between points of the process's memory and processor time;
             None for none. A destination that measures them itself is given none.
         close_timeout_s: how long closing waits for what is not written yet.
-        waits: wait for a destination that is slow instead of dropping events: not for a training.
+        waits: wait for room in the queue of a slow destination instead of dropping events; not for
+            a training. A destination that takes nothing for `close_timeout_s` is given up: what
+            its queue cannot hold is dropped and counted.
 
     Raises:
         TrackerError: no destination is given, one of them lacks its library, or the name would
@@ -80,7 +82,8 @@ class Tracker:
         self._also, self._pid, self._timeout_s = tuple(also), os.getpid(), close_timeout_s
         self._outcome: Outcome | None = None
         self._closed = False
-        self._feeds = [_Feed(each, start, system_interval_s, waits) for each in destinations]
+        wait_s = close_timeout_s if waits else 0.0
+        self._feeds = [_Feed(each, start, system_interval_s, wait_s) for each in destinations]
         atexit.register(self.close, _at_exit=True)
 
     def __call__(self, kind: str, fields: Mapping[str, Value], /) -> None:
@@ -142,14 +145,15 @@ class _Feed:
         destination: Destination,
         start: RunStart,
         system_interval_s: float | None,
-        waits: bool,
+        wait_s: float,
     ) -> None:
-        self._waits = waits
+        self._wait_s = wait_s
         self.destination, self.start, self.lost = destination, start, 0
         self._queue: queue.Queue[Point | None] = queue.Queue(MOST_WAITING)
         self._outcome: Outcome | None = None
         self._run: OpenRun | None = None
         self._warned = False
+        self._stuck = False
         self._tried_s = -RETRY_S
         self._step: int | None = None
         measured = None if destination.measures_system else system_interval_s
@@ -157,14 +161,16 @@ class _Feed:
         self._thread: threading.Thread | None = None
 
     def put(self, point: Point) -> None:
-        """Hand over a point, without waiting unless that was asked for."""
+        """Hand over a point; wait at most `wait_s` for room, and not again while it is stuck."""
         if self._thread is None:
             name = f"ms-profile-{self.destination.title}"
             self._thread = threading.Thread(target=self._work, daemon=True, name=name)
             self._thread.start()
         try:
-            self._queue.put(point, block=self._waits)
+            self._queue.put(point, block=self._wait_s > 0 and not self._stuck, timeout=self._wait_s)
+            self._stuck = False
         except queue.Full:
+            self._stuck = True
             self.lost += 1
             self._warn("its queue is full")
 
