@@ -11,12 +11,20 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from processes import Command
 
+from ms_align import ConfigError, SFTTrainer
+from ms_data import build, inspect
+
+from .instruction_sets import instruction_rows, preference_rows
 from .layout_run import run
+from .uneven_run import run_uneven
 
 SCRIPT = Path(__file__).with_name("layout_run.py")
+UNEVEN = Path(__file__).with_name("uneven_run.py")
 
 
-def run_under(layout: dict[str, int], sets: Path, place: Path) -> dict[str, list[float]]:
+def run_under(
+    layout: dict[str, int], sets: Path, place: Path, script: Path = SCRIPT
+) -> dict[str, list[float]]:
     """What the first of two real processes tells."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -29,7 +37,7 @@ def run_under(layout: dict[str, int], sets: Path, place: Path) -> dict[str, list
     }
     started = [
         Command(
-            [str(SCRIPT), str(sets), str(place), json.dumps(layout)],
+            [str(script), str(sets), str(place), json.dumps(layout)],
             environment={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             imports=("ms_align.trainers.sft", "ms_parallel.engine.engine", "ms_data"),
         )
@@ -62,3 +70,48 @@ def test_sft_and_dpo_do_under_a_layout_what_one_process_does(
         # first steps, of ±learning rate, carry on what rounding makes of gradients near 0.
         tolerance = 1e-4 if "grad_norm" in name else 1e-5
         assert split[name] == pytest.approx(values, rel=tolerance, abs=tolerance), name
+
+
+def build_few(sets: Path, place: Path) -> None:
+    """Folders `few` and `few_pairs` with one held-out row and one held-out pair."""
+    for name, rows in (("few", instruction_rows("copy", 30)), ("few_pairs", preference_rows(30))):
+        path = place / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+        for percent in range(1, 20):  # which documents are held out depends on their text
+            out = place / f"{name}-{percent}"
+            build(
+                path,
+                tokenizer=sets / "tokenizer.json",
+                out=out,
+                chat=sets / "chat.jinja",
+                pairs=name == "few_pairs",
+                hold_out=percent / 100,
+            )
+            if "held_out" in (splits := inspect(out).splits):
+                break
+        assert splits["held_out"].documents == 1
+        out.rename(place / name)
+
+
+@pytest.mark.timeout(300)
+def test_ranks_without_rows_or_targets_change_nothing(sets: Path, tmp_path: Path) -> None:
+    """One held-out row for two ranks, and a first batch whose targets are all on one rank."""
+    build_few(sets, tmp_path)
+    (tmp_path / "alone").mkdir()
+    for name in ("few", "few_pairs"):
+        (tmp_path / "alone" / name).symlink_to(tmp_path / name)
+    alone = run_uneven(sets, tmp_path / "alone", None)
+    split = run_under({"data": 2}, sets, tmp_path, UNEVEN)
+    assert {"sft evaluate held_out_loss", "dpo evaluate held_out_loss"} <= alone.keys()
+    assert split.keys() == alone.keys()
+    for name, values in alone.items():
+        tolerance = 1e-4 if "grad_norm" in name else 1e-5  # as above
+        assert split[name] == pytest.approx(values, rel=tolerance, abs=tolerance), name
+
+
+@pytest.mark.parametrize("layout", [{"data": 0}, {"expert": 2}, {"data": "x"}, {"date": 2}])
+def test_a_layout_that_cannot_be_is_refused_in_one_line(layout: dict[str, object]) -> None:
+    """As an error of this package."""
+    with pytest.raises(ConfigError) as refused:
+        _ = SFTTrainer(model="folder", steps=1, layout=layout).processes
+    assert "\n" not in str(refused.value)

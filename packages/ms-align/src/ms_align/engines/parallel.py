@@ -31,10 +31,10 @@ def layout_of(given: "Layout | Mapping[str, int]") -> "Layout":
     """Build ms-parallel's layout from a table of ranks by axis.
 
     Raises:
-        ConfigError: ms-parallel is not installed, or has no such axis.
+        ConfigError: ms-parallel is not installed, has no such axis, or refuses the sizes.
     """
     try:
-        from ms_parallel import Layout
+        from ms_parallel import Layout, ParallelError
     except ImportError as error:
         raise ConfigError(
             "a layout needs ms-parallel; install it with `pip install ms-align[parallel]`"
@@ -45,7 +45,10 @@ def layout_of(given: "Layout | Mapping[str, int]") -> "Layout":
     for name in given:
         if name not in axes:
             raise ConfigError(f"layout has no axis {name!r}; {nearest(name, axes)}")
-    return Layout(**given)
+    try:
+        return Layout(**given)
+    except ParallelError as error:
+        raise ConfigError(str(error)) from error
 
 
 def start_parallel(
