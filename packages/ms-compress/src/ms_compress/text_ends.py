@@ -12,15 +12,17 @@ from typing import Any
 import msgspec
 from attrs import frozen
 
-from ms_compress.errors import ExportError
+from ms_compress.errors import ConfigError, ExportError
 from ms_compress.files.tokenizer_source import (
     KNOWN_ENDS,
     ROLES,
+    TOKENIZER,
     TokenizerSource,
     json_text,
     read_beside,
     read_source,
     token_text,
+    tokenizer_difference,
 )
 
 GENERATION = "generation_config.json"
@@ -114,6 +116,32 @@ def check_fits(files: TokenizerSource, vocabulary: int) -> None:
             f"{files.path}: token {last} is beyond the model's vocabulary of {vocabulary}; is it"
             " this model's tokenizer?"
         )
+
+
+def check_same_tokenizer(folders: Mapping[str, str | Path | None], *, remedy: str) -> None:
+    """Refuse folders whose token ids do not mean the same; see `tokenizer_difference`.
+
+    Args:
+        folders: folders of models or shards, or tokenizer.json files, by the name of their setting.
+            None, or one without a tokenizer.json, is not compared.
+        remedy: end of the message, such as "build the data with the model's tokenizer".
+
+    Raises:
+        ConfigError: one of them differs from the first that has a tokenizer.json.
+        ExportError: a tokenizer.json is damaged.
+    """
+    first = None
+    for name, folder in folders.items():
+        if folder is None or not (Path(folder, TOKENIZER).is_file() or Path(folder).is_file()):
+            continue
+        if first is None:
+            first = (name, folder)
+            continue
+        difference = tokenizer_difference(first[1], folder, error=ExportError)
+        if difference is not None:
+            raise ConfigError(
+                f"{first[0]} and {name} must have the same tokenizer: {difference}; {remedy}"
+            )
 
 
 def text_files(files: TokenizerSource | None, ends: TextEnds) -> dict[str, bytes]:

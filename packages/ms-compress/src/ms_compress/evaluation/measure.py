@@ -20,6 +20,7 @@ from ms_compress.evaluation.perplexity import perplexity
 from ms_compress.report import Report, Result
 from ms_compress.targets.footprint import Footprint, footprint
 from ms_compress.targets.target import Runtime, open_runtime
+from ms_compress.text_ends import check_same_tokenizer
 from ms_compress.training.corpus import held_out
 
 REPORTED = ("title", "sequence_length", "prefill_tokens", "decode_tokens", "rounds", "threads")
@@ -45,8 +46,10 @@ def evaluate(evaluation: Evaluation, *, progress: Progress | None = None) -> Rep
 
     Raises:
         ExportError: a folder cannot be read, or its runtime is not installed.
+        ConfigError: the dataset or a folder has another tokenizer than the baseline.
         DataError: the text cannot be used.
     """
+    _check_tokenizers(evaluation)
     text = held_out(
         evaluation.dataset,
         sequence_length=evaluation.sequence_length,
@@ -78,6 +81,19 @@ def evaluate(evaluation: Evaluation, *, progress: Progress | None = None) -> Rep
             for one, value in zip(opened, values, strict=True)
         ),
     )
+
+
+def _check_tokenizers(evaluation: Evaluation) -> None:
+    """Refuse folders that would read the dataset's token ids as another text."""
+    dataset = Path(evaluation.dataset)
+    compared: dict[str, str | Path | None] = {
+        "baseline": evaluation.baseline,
+        "dataset": dataset if dataset.is_dir() else None,
+    }
+    for name, folders in evaluation.models.items():
+        for folder in [folders] if isinstance(folders, str | Path) else folders:
+            compared[f"{name!r} ({folder})"] = folder
+    check_same_tokenizer(compared, remedy="compare folders of one tokenizer")
 
 
 def _folders(evaluation: Evaluation) -> list[tuple[str, Footprint]]:

@@ -5,11 +5,30 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ms_compress.commands.options import ModelRun
+from ms_compress.commands.options import ModelRun, QatRun, SchemeRun
 from ms_compress.errors import ConfigError
 from ms_compress.models.logits import check_tokens
+from ms_compress.text_ends import check_same_tokenizer
 from ms_compress.training.corpus import read_batch, read_tokens
 from ms_compress.training.loop import IGNORED
+
+
+def check_tokenizers(options: ModelRun) -> None:
+    """Refuse a dataset or a teacher of another tokenizer, before anything is loaded.
+
+    Raises:
+        ConfigError: the token ids of two folders do not mean the same.
+        ExportError: a tokenizer.json is damaged.
+    """
+    explicit = options.tokenizer if isinstance(options, SchemeRun) else None
+    model = {"tokenizer": explicit} if explicit else {"model": options.model}
+    # A dataset that is one file is of token ids alone, or rendered by the model's own tokenizer.
+    if options.dataset is not None and options.dataset.is_dir():
+        remedy = "build the dataset with the model's tokenizer"
+        check_same_tokenizer({**model, "dataset": options.dataset}, remedy=remedy)
+    if isinstance(options, QatRun):
+        remedy = "use a teacher of the model's tokenizer"
+        check_same_tokenizer({**model, "teacher": options.teacher}, remedy=remedy)
 
 
 def training_rows(options: ModelRun, model: nn.Module) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import DistillRun
-from ms_compress.jobs.dataset import training_rows
+from ms_compress.jobs.dataset import check_tokenizers, training_rows
 from ms_compress.jobs.loading import load, save
 from ms_compress.jobs.output import run_output
 from ms_compress.jobs.training import outcome_of, train
@@ -14,6 +14,7 @@ def run(options: DistillRun) -> Outcome:
     with run_output("distill", options) as place:
         if place.finished:
             return place.already()
+        check_tokenizers(options)
         teacher = load(options.model)
         text = training_rows(options, teacher)
         student = cut_student(teacher, layers=options.layers, inner=options.inner)

@@ -4,7 +4,7 @@ from torch import nn
 
 from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import PruneRun
-from ms_compress.jobs.dataset import training_rows
+from ms_compress.jobs.dataset import check_tokenizers, training_rows
 from ms_compress.jobs.loading import load, save
 from ms_compress.jobs.methods import calibrate
 from ms_compress.jobs.output import run_output
@@ -18,6 +18,7 @@ def run(options: PruneRun) -> Outcome:
     with run_output("prune", options) as place:
         if place.finished:
             return place.already()
+        check_tokenizers(options)
         model = load(options.model)
         trains = options.retrain or options.method == "gradual"
         text = training_rows(options, model) if trains else None

@@ -5,7 +5,7 @@ from torch import nn
 from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import QatRun
 from ms_compress.errors import ConfigError
-from ms_compress.jobs.dataset import training_rows
+from ms_compress.jobs.dataset import check_tokenizers, training_rows
 from ms_compress.jobs.finish import check_exportable, finish
 from ms_compress.jobs.loading import check_finite, load
 from ms_compress.jobs.methods import prepare, round_by_gptq
@@ -24,6 +24,7 @@ def run(options: QatRun) -> Outcome:
     with run_output("qat", options) as place:
         if place.finished:
             return place.already()
+        check_tokenizers(options)
         model = load(options.model)
         check_exportable(model, options)
         teacher = _teacher(model, options)

@@ -4,6 +4,7 @@ from torch import nn
 
 from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import QuantizeRun
+from ms_compress.jobs.dataset import check_tokenizers
 from ms_compress.jobs.finish import check_exportable, finish
 from ms_compress.jobs.loading import load
 from ms_compress.jobs.methods import prepare, round_by_gptq
@@ -16,6 +17,7 @@ def run(options: QuantizeRun) -> Outcome:
     with run_output("quantize", options) as place:
         if place.finished:
             return place.already()
+        check_tokenizers(options)
         model = load(options.model)
         check_exportable(model, options)
         _round(model, options)
