@@ -21,7 +21,9 @@ def check_tokenizers(options: ModelRun) -> None:
         ExportError: a tokenizer.json is damaged.
     """
     explicit = options.tokenizer if isinstance(options, SchemeRun) else None
-    model = {"tokenizer": explicit} if explicit else {"model": options.model}
+    model: dict[str, str | Path | None] = (
+        {"tokenizer": explicit} if explicit else {"model": options.model}
+    )
     # A dataset that is one file is of token ids alone, or rendered by the model's own tokenizer.
     if options.dataset is not None and options.dataset.is_dir():
         remedy = "build the dataset with the model's tokenizer"

@@ -33,7 +33,12 @@ def load(folder: str | Path) -> nn.Module:
         import ms_parallel
     except ImportError:
         return _load_with_transformers(path)
-    model: nn.Module = ms_parallel.load_model(path, device=_best_device())
+    from ms_parallel.errors import ModelError
+
+    try:
+        model: nn.Module = ms_parallel.load_model(path, device=_best_device())
+    except ModelError as error:
+        raise ExportError(str(error)) from error
     check_finite(model)
     return model
 
