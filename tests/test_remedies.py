@@ -21,7 +21,7 @@ BESIDE = {
     *("--nproc-per-node", "--standalone", "aoti_load_package", "named_modules"),
     *("generation_config", "tokenizer_config", "eos_token", "max_gen_toks", "self_attn"),
     *("full_attention", "sliding_attention", "partial_rotary_factor", "quant_method"),
-    *("flatten_indices", "merge_and_unload", "stdlib", "post_processor"),
+    *("flatten_indices", "merge_and_unload", "stdlib", "post_processor", "kv_b_proj"),
 }
 """What torch, torchrun, other libraries, their files and the corpus of ms-data call so."""
 QUOTED = re.compile(r"`([^`]+)`")

@@ -18,13 +18,14 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 FRONT = re.compile(r"\A---\ntranslates:\n((?:  - .*\n)*)---\n")
 INCLUDE = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
+GENERATED = {"refused-combinations.md", "transformers.md"}
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
 def pages() -> list[Path]:
-    """The English pages that are translated, or should be."""
-    found = (path for path in sorted(DOCS.rglob("*.md")) if not path.name.endswith(".zh.md"))
-    return [path for path in found if path.parent.name != "api"]
+    """The English pages that are translated, or should be; generated ones are English only."""
+    english = (path for path in sorted(DOCS.rglob("*.md")) if not path.name.endswith(".zh.md"))
+    return [path for path in english if path.parent.name != "api" and path.name not in GENERATED]
 
 
 def translation_of(page: Path) -> Path:
