@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ms_profile.log.secrets import MASK, mask_secrets
+from ms_profile.log.secrets import MASK, mask_secrets, mask_text
 
 SECRET = "s3cr3t-value"
 
@@ -31,6 +31,8 @@ SECRET = "s3cr3t-value"
         ["--auth", SECRET],
         ["--data", f"s3://user:{SECRET}@host/bucket"],
         ["--data", f"https://host/x?a=1&access_token={SECRET}&b=2"],
+        ["--data", f"https://host/x?X-Amz-Signature={SECRET}"],
+        ["--data", f"https://host/x?sv=1&sig={SECRET}"],
         ["-H", f"Authorization: Bearer {SECRET}"],
         ["--headers", f'{{"api_key": "{SECRET}"}}'],
         ["--model", f"hf_{SECRET}"],
@@ -55,6 +57,47 @@ def test_names_that_only_look_alike_are_left_alone() -> None:
         "time: 3",
     )  # fmt: skip
     assert mask_secrets(arguments) == arguments
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"ConnectionError: https://user:{SECRET}@host/path is not there",
+        f"401 for url: https://host/x?page=2&access_token={SECRET}",
+        f"TypeError: login(api_key='{SECRET}', retries=3)",
+        f"ValueError: HF_TOKEN={SECRET}, which has expired",
+        f"Unauthorized: Authorization: Bearer {SECRET}",
+        f"bad token hf_{SECRET}",
+    ],
+)
+def test_a_secret_in_an_error_message_is_masked(text: str) -> None:
+    """The rest of the message stays."""
+    masked = mask_text(text)
+    assert SECRET not in masked
+    assert MASK in masked
+    assert masked[:6] == text[:6]
+
+
+def test_ordinary_error_messages_are_left_alone() -> None:
+    """Settings, counts and addresses without a secret are no secrets."""
+    text = "ValueError: lr=0.1, max_new_tokens=64 at https://host/x?page=2; see train.py:3"
+    assert mask_text(text) == text
+
+
+def test_the_error_of_a_failed_script_is_stored_without_its_secrets(tmp_path: Path) -> None:
+    """Neither the rank's manifest nor the event log nor the report has it."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\nraise ConnectionError(f'https://user:{sys.argv[2]}@host is not there')\n"
+    )
+    command = [sys.executable, "-m", "ms_profile", "run", "--train-script", str(script)]
+    command += ["--output-dir", str(tmp_path / "run"), "--", "--api-key", SECRET]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+    (manifest,) = (tmp_path / "run" / "ranks").glob("*.json")
+    assert f"https://{MASK}@host is not there" in manifest.read_text()
 
 
 def test_neither_manifest_nor_report_holds_a_secret(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from typing import Final
 
 MASK: Final = "***"
-LAST_WORDS: Final = frozenset({"key", "keys", "token", "tokens", "auth", "authorization", "pat"})
+LAST_WORDS: Final = frozenset(
+    {"key", "keys", "token", "tokens", "auth", "authorization", "pat", "sig", "signature"}
+)
 """Words that mark a secret where a name ends in them: `api-key`, but not `num-key-value-heads`."""
 ANY_WORDS: Final = frozenset(
     {"apikey", "password", "passwords", "passwd", "passphrase", "pwd", "secret", "secrets",
@@ -18,6 +20,7 @@ NAME: Final = re.compile(r"[-+~]{0,2}[A-Za-z][\w.\-/]*")
 WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 USER: Final = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 PARAMETER: Final = re.compile(r"([?&;])([^=&;?#\s]+)=([^&;#\s]*)")
+SETTING: Final = re.compile(r"""(?<![\w\-.?&;])([A-Za-z][\w\-.]*)=("[^"]*"|'[^']*'|[^\s,;)&]+)""")
 BEARER: Final = re.compile(r"(?i)\b(bearer|basic)\s+\S+")
 KNOWN: Final = re.compile(
     r"\b(sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|AKIA|AIza|eyJ[\w-]+\.eyJ)[\w.\-]{8,}"
@@ -53,18 +56,25 @@ def mask_secrets(arguments: Sequence[str]) -> tuple[str, ...]:
         if separator and NAME.fullmatch(name) and is_secret_name(name):
             masked.append(f"{name}={MASK}")
         else:
-            masked.append(_mask_text(argument))
+            masked.append(mask_text(argument))
         named = argument.startswith("-") and not separator and NAME.fullmatch(argument)
         pending = bool(named) and is_secret_name(argument)
     return tuple(masked)
 
 
-def _mask_text(text: str) -> str:
-    """Mask what is a secret by its form, whatever it is called."""
+def mask_text(text: str) -> str:
+    """Return a text, such as an error message, with its secrets replaced by `***`.
+
+    Masks user names and passwords in URLs, `name=value` and `name: value` where the name is that
+    of a secret, bearer tokens, and tokens of a known form.
+    """
     text = USER.sub(MASK, text)
     text = PARAMETER.sub(
         lambda found: f"{found[1]}{found[2]}={MASK}" if is_secret_name(found[2]) else found[0],
         text,
+    )
+    text = SETTING.sub(
+        lambda found: f"{found[1]}={MASK}" if is_secret_name(found[1]) else found[0], text
     )
     text = BEARER.sub(lambda found: f"{found[1]} {MASK}", text)
     # A header or setting within one argument: `Authorization: X`, `{"api_key": "X"}`.

@@ -21,7 +21,7 @@ from ms_profile.log.manifest import (
     ring_path,
     write_whole,
 )
-from ms_profile.log.secrets import mask_secrets
+from ms_profile.log.secrets import mask_secrets, mask_text
 from ms_profile.metrics import Collect, collected_for
 from ms_profile.recording.cpu_wait import CpuWait
 from ms_profile.recording.import_hook import when_imported
@@ -97,6 +97,7 @@ class Session:
         if self._finished:
             return
         self._finished = True
+        error = None if error is None else mask_text(error)
         OPEN.remove(self)
         self._finish_recording()
         self._cpu_wait.close()

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 from ms_profile.errors import TrackerError, number_in_environment
+from ms_profile.log.secrets import mask_text
 from ms_profile.trackers.destination import Destination, OpenRun, Outcome, Point, RunStart, Value
 from ms_profile.trackers.events import OnEvent, point_of
 from ms_profile.trackers.system import SystemMeter
@@ -254,4 +255,5 @@ def _check_name(name: str) -> None:
 
 
 def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    # Masked before it is cut: a server's address may hold a password.
+    return f"{type(error).__name__}: {mask_text(' '.join(str(error).split()))[:300]}"
