@@ -7,6 +7,8 @@ is one cell of the table. Run it with `nox -s sweep`, or for some classes:
     python benchmarks/transformers_sweep.py llama qwen3_next --checks logits gradients
 """
 
+# ruff: noqa: RUF001 - one of its pages is Chinese
+
 import argparse
 import json
 import os
@@ -16,6 +18,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -50,6 +53,8 @@ NEW_TOKENS = 6
 TIMEOUT_S = 240.0
 LAYOUTS = ("data=2", "tensor=2", "pipeline=2", "context=2", "data=2,expert=2")
 PROCESSES = 2
+UNSET: Mapping[str, Mapping[str, int]] = {"deepseek_v2": {"num_experts_per_tok": 2}}
+"""Settings without which transformers' own default does not run."""
 REFUSALS = (ParallelError, ms_align.AlignError)
 COARSE = ("engine", "logits", "packed", "gradients", "load_model", "save", "generate", "align")
 SGD = {
@@ -149,13 +154,14 @@ def scatter(model: Any, seed: int) -> None:
             value.add_(drawn * 0.1)
 
 
-def small_config(kind: str, folder: Path | None = None) -> TransformersModel:
+def small_config(kind: str) -> TransformersModel:
     """Return the small configuration of a model type."""
-    return small_model(TransformersModel({"model_type": kind}), layers=LAYERS, spread=SPREAD)
+    document = {"model_type": kind, **UNSET.get(kind, {})}
+    return small_model(TransformersModel(document), layers=LAYERS, spread=SPREAD)
 
 
-def prepare(kind: str, folder: Path) -> None:
-    """Write the folder `begin` of a model type, and what transformers computes from it."""
+def random_model(kind: str) -> Any:
+    """Build transformers' own small model of a type with random weights."""
     settings = small_config(kind).settings
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager")
@@ -163,8 +169,19 @@ def prepare(kind: str, folder: Path) -> None:
     scatter(model, 1)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
-    model.save_pretrained(folder / "begin")
-    batch = batch_of(settings.vocab_size)
+    return model
+
+
+def prepare_weights(kind: str, folder: Path) -> float:
+    """Write the folder `begin` of a model type."""
+    random_model(kind).save_pretrained(folder / "begin")
+    return 0.0
+
+
+def prepare_reference(kind: str, folder: Path) -> float:
+    """Write what transformers computes from the weights of `begin`."""
+    model = random_model(kind)
+    batch = batch_of(model.config.get_text_config().vocab_size)
     kept: dict[str, Tensor] = {}
     with torch.no_grad():
         kept["logits"] = model(batch["tokens"], use_cache=False, return_dict=True).logits
@@ -202,6 +219,7 @@ def prepare(kind: str, folder: Path) -> None:
             grad = parameter.grad
             parameter.copy_(torch.zeros_like(parameter) if grad is None else grad)
     model.save_pretrained(folder / "gradients")
+    return 0.0
 
 
 def reference(folder: Path) -> dict[str, Tensor]:
@@ -239,6 +257,12 @@ def logits_of(engine: Any, batch: Mapping[str, Tensor]) -> Tensor:
 def check_engine(kind: str, folder: Path) -> float:
     """Build an engine: decides whether a class is taken."""
     engine_of(folder)
+    return 0.0
+
+
+def check_build(kind: str, folder: Path) -> float:
+    """Build an engine with fresh weights, where there is no folder."""
+    Engine(small_config(kind), device="cpu")
     return 0.0
 
 
@@ -477,28 +501,39 @@ def collect(children: Sequence[tuple[int, Path]], limit_s: float) -> Cell:
     return min(cells, key=lambda cell: order.index(cell.state))
 
 
+def load_class(kind: str) -> None:
+    """Import a model type's code, so that the processes of its checks need not."""
+    try:
+        settings = transformers.AutoConfig.for_model(kind).get_text_config()
+        transformers.AutoModelForCausalLM._model_mapping[type(settings)]
+    except Exception:  # its checks meet it again, and report it
+        return
+
+
 def sweep_class(kind: str, checks: Sequence[str], limit_s: float) -> dict[str, Cell]:
     """Run all checks of one model type."""
     cells: dict[str, Cell] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
-        def build() -> float:
-            Engine(small_config(kind), device="cpu")
-            return 0.0
+        def alone(act: Callable[[str, Path], float]) -> Cell:
+            return collect([run(lambda: judge(act, kind, folder), folder)], limit_s)
 
-        built = collect([run(lambda: judge(lambda *_: build(), kind, folder), folder)], limit_s)
-        if built.state != "right":
-            return {"engine": built}
-
-        def prepared(kind: str, folder: Path) -> float:
-            prepare(kind, folder)
-            return 0.0
-
-        made = collect([run(lambda: judge(prepared, kind, folder), folder)], limit_s)
-        if made.state != "right":
-            return {"engine": Cell(state="unchecked", why=made.why)}
+        written = alone(prepare_weights)
+        if written.state != "right":
+            # Transformers has no small model to compare with; ours may still refuse it in a line.
+            built = alone(check_build)
+            unchecked = Cell(state="unchecked", why=written.why)
+            return {"engine": unchecked if built.state == "right" else built}
+        cells["engine"] = alone(check_engine)
+        if cells["engine"].state != "right":
+            return cells
+        computed = alone(prepare_reference)
+        if computed.state != "right":
+            return {"engine": Cell(state="unchecked", why=computed.why)}
         for check in checks:
+            if check == "engine":
+                continue
             act = CHECKS[check]
             if "=" not in check:
                 ended = [run(lambda act=act: judge(act, kind, folder), folder)]
@@ -521,9 +556,129 @@ def sweep_class(kind: str, checks: Sequence[str], limit_s: float) -> dict[str, C
                     for rank in range(PROCESSES)
                 ]
             cells[check] = collect(ended, limit_s)
-            if check == "engine" and cells[check].state != "right":
-                break
     return cells
+
+
+# The results file, and the pages made from it.
+
+
+def read_results(file: Path | None) -> dict[str, dict[str, Any]]:
+    """Read cells of finished classes, by model type and check."""
+    if file is None or not file.exists():
+        return {}
+    document: dict[str, Any] = json.loads(file.read_text())
+    return dict(document["cells"])
+
+
+def write_results(file: Path, cells: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write cells with the date and the versions that they were computed with."""
+    document = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "torch": torch.__version__.partition("+")[0],
+        "transformers": transformers.__version__,
+        "cells": dict(sorted(cells.items())),
+    }
+    new = file.with_name(f"{file.name}.new")
+    new.write_text(json.dumps(document, indent=1))
+    new.replace(file)
+
+
+def is_taken(row: Mapping[str, Any]) -> bool:
+    """Return whether an engine was built from the folder."""
+    return bool(row["engine"]["state"] == "right")
+
+
+def results_table(cells: Mapping[str, Mapping[str, Any]], header: str) -> list[str]:
+    """Write one line per model type: number of right checks, and all other cells with reasons."""
+    lines = [header, "|---|---|---|---|"]
+    for kind, row in cells.items():
+        others = [
+            f"{name}: {cell['state']}: {cell['why']}" if name != "engine" else cell["why"]
+            for name, cell in row.items()
+            if cell["state"] != "right"
+        ]
+        right = sum(cell["state"] == "right" for cell in row.values())
+        state = "taken" if is_taken(row) else row["engine"]["state"]
+        text = "<br>".join(line.replace("|", "\\|").replace("<", "&lt;") for line in others)
+        lines.append(f"| `{kind}` | {state} | {right} | {text} |")
+    return lines
+
+
+def write_pages(file: Path, page: Path) -> None:
+    """Write the English page of a results file, and the Chinese one next to it."""
+    document = json.loads(file.read_text())
+    cells: dict[str, dict[str, Any]] = document["cells"]
+    taken = [row for row in cells.values() if is_taken(row)]
+    ran = [name for name in CHECKS if any(name in row for row in taken)]
+    missing = [name for name in CHECKS if name not in ran]
+    states = Counter(cell["state"] for row in cells.values() for cell in row.values())
+    engines = Counter(row["engine"]["state"] for row in cells.values())
+    left = sorted(set(causal_classes()) - set(cells))
+    names = ", ".join(f"`{name}`" for name in ran)
+    absent = ", ".join(f"`{name}`" for name in missing)
+    rest = ", ".join(f"`{name}`" for name in left)
+    checked = states["right"] + states["wrong"]
+    english = [
+        "# Models of transformers",
+        "",
+        "`nox -s sweep` builds every causal language model of transformers at a small size with"
+        " random weights and compares ms-parallel and ms-align with transformers in float32. A"
+        " model is taken, or refused with one line.",
+        "",
+        f"Run on {document['date']} with transformers {document['transformers']} and torch"
+        f" {document['torch']}, on CPU.",
+        "",
+        "| count | value |",
+        "|---|---|",
+        f"| model types | {len(cells)} |",
+        f"| taken | {engines['right']} |",
+        f"| refused | {engines['refused']} |",
+        f"| unchecked (transformers does not run the small model) | {engines['unchecked']} |",
+        f"| cells compared with transformers | {checked} |",
+        f"| cells refused, of models that are taken | {states['refused'] - engines['refused']} |",
+        f"| raw exceptions | {states['raw']} |",
+        f"| wrong | {states['wrong']} |",
+        "",
+        f"Cells that ran: {names}.",
+        *(["", f"Cells not yet run for all types: {absent}."] if missing else []),
+        *(["", f"Model types not yet run: {rest}."] if left else []),
+        "",
+        "A cell is right if it differs by at most 1e-5 of the largest value, or of 1 if that is"
+        " larger.",
+        "",
+        *results_table(cells, "| model type | engine | right cells | refusals and differences |"),
+    ]
+    chinese = [
+        "# transformers 的模型",
+        "",
+        "`nox -s sweep` 用随机权重构建 transformers 的每一种因果语言模型（小尺寸），并在 float32"
+        " 下把 ms-parallel 和 ms-align 的结果与 transformers 比较。每种模型要么被接受（taken），"
+        "要么用一行文字说明拒绝的原因（refused）。",
+        "",
+        f"运行日期：{document['date']}；transformers {document['transformers']}，torch"
+        f" {document['torch']}，CPU。",
+        "",
+        "| 计数 | 值 |",
+        "|---|---|",
+        f"| 模型类型 | {len(cells)} |",
+        f"| 接受 | {engines['right']} |",
+        f"| 拒绝 | {engines['refused']} |",
+        f"| 未检查（transformers 不能运行小模型） | {engines['unchecked']} |",
+        f"| 与 transformers 比较过的单元 | {checked} |",
+        f"| 已接受模型中被拒绝的单元 | {states['refused'] - engines['refused']} |",
+        f"| 原始异常 | {states['raw']} |",
+        f"| 错误 | {states['wrong']} |",
+        "",
+        f"已运行的单元：{names}。",
+        *(["", f"尚未对所有类型运行的单元：{absent}。"] if missing else []),
+        *(["", f"尚未运行的模型类型：{rest}。"] if left else []),
+        "",
+        "单元的差异不超过最大值（小于 1 时取 1）的 1e-5 即为正确。",
+        "",
+        *results_table(cells, "| 模型类型 | 引擎 | 正确单元 | 拒绝与差异 |"),
+    ]
+    page.write_text("\n".join(english) + "\n")
+    page.with_suffix(".zh.md").write_text("\n".join(chinese) + "\n")
 
 
 def main() -> int:
@@ -533,20 +688,25 @@ def main() -> int:
     parser.add_argument("--checks", nargs="*", default=list(CHECKS), choices=list(CHECKS))
     parser.add_argument("--coarse", action="store_true", help="leave out layouts and prove")
     parser.add_argument("--json", type=Path, help="file for the cells; finished classes are kept")
+    parser.add_argument("--page", type=Path, help="write the pages of --json, and run nothing")
     parser.add_argument("--timeout-s", type=float, default=TIMEOUT_S)
     options = parser.parse_args()
+    if options.page is not None:
+        if options.json is None:
+            parser.error("--page needs --json, the results file")
+        write_pages(options.json, options.page)
+        return 0
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
     checks = COARSE if options.coarse else options.checks
     kinds = options.kinds or sorted(causal_classes())
-    table: dict[str, dict[str, Any]] = {}
-    if options.json and options.json.exists():
-        table = json.loads(options.json.read_text())
+    table = read_results(options.json)
     for kind in kinds:
         if kind in table and not options.kinds:
             continue
         began = monotonic()
+        load_class(kind)
         cells = sweep_class(kind, checks, options.timeout_s)
         table[kind] = {**table.get(kind, {}), **{n: asdict(cell) for n, cell in cells.items()}}
         shown = Counter(cell.state for cell in cells.values())
@@ -555,7 +715,7 @@ def main() -> int:
             if cell.state != "right":
                 print(f"    {name}: {cell.state}: {cell.why[:300]}", flush=True)
         if options.json:
-            options.json.write_text(json.dumps(table, indent=1))
+            write_results(options.json, table)
     bad = [
         1 for row in table.values() for cell in row.values() if cell["state"] in ("wrong", "raw")
     ]

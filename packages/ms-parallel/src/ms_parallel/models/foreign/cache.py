@@ -4,7 +4,12 @@ from typing import Any
 
 from torch import Tensor
 
+from ms_parallel.errors import ModelError
 from ms_parallel.models.cache import KeyValueCache
+
+
+class UnknownCacheError(ModelError, AttributeError):
+    """A model uses its cache in a way that ours does not support."""
 
 
 class BlockCache:
@@ -28,3 +33,14 @@ class BlockCache:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many positions are held."""
         return self.held.length
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse everything else; `hasattr` and `getattr` with a default see no such attribute.
+
+        Raises:
+            UnknownCacheError: always.
+        """
+        raise UnknownCacheError(
+            f"this model asks its cache for {name!r}, which is not supported here; generate with"
+            " transformers"
+        )

@@ -226,4 +226,14 @@ def _related(settings: Any, small: Mapping[str, Any], written: Mapping[str, str]
         changed[name] = max(1, heads // 2) if grouped else heads
     if type(small.get("qk_head_dim")) is int:
         changed["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
+    rotary = getattr(settings, "qk_rope_head_dim", None)
+    if rotary is not None and getattr(settings, "head_dim", None) == rotary:
+        changed["head_dim"] = small["qk_rope_head_dim"]  # only the rotary part has a table
+    if getattr(settings, "attention_hidden_size", None) == 2 * settings.hidden_size:
+        # Zamba2: attention over a hidden state and the embedding next to it.
+        changed["attention_hidden_size"] = 2 * small["hidden_size"]
+        changed["attention_head_dim"] = 2 * small["hidden_size"] // small[heads_name]
+        changed["mamba_headdim"] = (
+            int(small["mamba_expand"] * small["hidden_size"]) // small["n_mamba_heads"]
+        )
     return changed

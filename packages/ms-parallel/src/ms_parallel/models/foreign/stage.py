@@ -4,6 +4,7 @@ Shapes: B rows, S positions, H hidden, V vocabulary.
 """
 
 import copy
+import inspect
 from typing import Any
 
 import torch
@@ -48,6 +49,9 @@ class TransformersStage(Around):
         self.config = config
         own = self.__dict__
         own["base"], own["plan"] = model.base_model, plan
+        # Renamed in transformers 5.24, which warns of the old name.
+        named = inspect.signature(model.base_model.forward).parameters
+        own["cache_name"] = "cache" if "cache" in named else "past_key_values"
         own["drawn"] = Fresh(model, plan)
         own["gate"], own["now"] = cut(model, plan, layers), Now()
         keep_tables_float32(model)
@@ -148,8 +152,8 @@ class TransformersStage(Around):
                 lambda: self.base(
                     input_ids=tokens,
                     position_ids=positions,
-                    past_key_values=None if cache is None else BlockCache(cache),
                     use_cache=cache is not None,
+                    **{self.cache_name: None if cache is None else BlockCache(cache)},
                 ),
                 None if self.first else x,
             )
