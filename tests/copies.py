@@ -20,6 +20,7 @@ COPIES = {
     "files/untrusted.py": ("align", "compress", "data", "kernels", "parallel", "profile"),
     "interruption.py": ("align", "parallel"),
     "progress.py": ("align", "parallel"),
+    "secret_text.py": ("align", "compress", "data", "kernels", "parallel", "profile"),
     "settings/__init__.py": ("align", "compress", "data", "parallel"),
     "settings/keys.py": ("align", "compress", "data", "parallel"),
     "settings/run_file.py": ("align", "compress", "data", "parallel"),

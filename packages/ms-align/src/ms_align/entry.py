@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from .files.untrusted import check_path
+from .secret_text import without_secrets
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -131,6 +132,6 @@ def exit_code(error: BaseException) -> int | None:
 
 
 def one_line(text: str) -> str:
-    """Put a text on one line that a terminal prints as it is: no line ends, no escapes."""
-    joined = " ".join(text.split())
+    """Put a text on one line that a terminal prints as it is: no line ends, escapes or secrets."""
+    joined = without_secrets(" ".join(text.split()))
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in joined)

@@ -14,6 +14,7 @@ from attrs import field, frozen
 from torch import Tensor, nn
 
 from ms_align.errors import ConfigError, RewardError
+from ms_align.secret_text import without_secrets
 
 Failure = Literal["stop", "skip", "penalise"]
 """What a failing reward does: end the run, leave the sample out, or give it a fixed reward."""
@@ -254,7 +255,9 @@ def _short(given: Any) -> str:
 
 
 def _raised(error: Exception) -> str:
-    return f"raised {type(error).__name__}: {' '.join(str(error).split())[:120]}"
+    # Errors of HTTP clients print the address with its key; this line goes into events.jsonl.
+    text = without_secrets(" ".join(str(error).split()))
+    return f"raised {type(error).__name__}: {text[:120]}"
 
 
 def _line(name: str, sample: Sample, index: int, what: str) -> str:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from attrs import field, frozen
+from attrs import field, fields, frozen, has
 
 from ms_align import processes
 from ms_align.errors import AlignError, FolderError
 from ms_align.files.run_folder import Change, hold, inside, locked, owner_of
+from ms_align.secret_text import without_secrets
 
 WRITES = ("checkpoints", "model", "adapter")
 """What every kind of run writes into its folder."""
@@ -87,15 +88,28 @@ class Ownership:
             (folder / "run.json").unlink(missing_ok=True)
 
 
-def plain(settings: object) -> dict[str, Any]:
-    """Give the settings of an attrs instance that change a result, as JSON holds them."""
+def plain(settings: Any) -> dict[str, Any]:
+    """Give the settings of an attrs instance that change a result, as JSON holds them.
+
+    Objects of a caller, such as a client of a reward server, are given by name: their fields may
+    hold keys and passwords.
+    """
+    values = {each.name: _value(getattr(settings, each.name)) for each in fields(type(settings))}
     # As they are read back: a tuple would not equal the list that it was written as.
-    found = msgspec.json.decode(msgspec.json.encode(settings, enc_hook=_named), type=dict[str, Any])
+    found = msgspec.json.decode(msgspec.json.encode(values), type=dict[str, Any])
     return {name: value for name, value in found.items() if name not in NOT_SETTINGS}
 
 
-def _named(value: Any) -> str:
-    """Give a path, or the name of what JSON does not hold or of its class."""
-    if isinstance(value, Path):
-        return str(value)
+def _value(value: Any) -> Any:
+    """Give plain values and tables of settings as they are, and the name of anything else."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str | Path):
+        return without_secrets(str(value))
+    if isinstance(value, Mapping):
+        return {str(key): _value(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_value(each) for each in value]
+    if has(type(value)) and type(value).__module__.partition(".")[0] in ("ms_align", "ms_parallel"):
+        return {each.name: _value(getattr(value, each.name)) for each in fields(type(value))}
     return str(getattr(value, "__qualname__", type(value).__qualname__))

@@ -10,7 +10,6 @@ import errno
 import fcntl
 import hashlib
 import os
-import shlex
 import socket
 import stat
 import sys
@@ -194,7 +193,8 @@ def locked(
                 time.sleep(POLL_S)
             if _is_named(descriptor, lock):
                 break
-        words = f"process {os.getpid()} on {socket.gethostname()}: {_command()}\n"
+        # Without the arguments of the command, which may hold keys and passwords.
+        words = f"process {os.getpid()} on {socket.gethostname()}: {''.join(sys.argv[:1])[:200]}\n"
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, ", ".join(filter(None, (kind, words))).encode(errors="replace"), 0)
         if not stays:
@@ -291,7 +291,3 @@ def digest_of(sealed: msgspec.Struct) -> str:
 
 def _text(value: Any) -> str:
     return "not given" if value is None else msgspec.json.encode(value).decode()
-
-
-def _command() -> str:
-    return shlex.join(sys.argv)[:200]
