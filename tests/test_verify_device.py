@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import verify_device
-from verify_device import Part, compare, left_out, main, parts_of, perform
+from verify_device import Part, compare, left_out, main, parts_of, perform, run_parts
 from verify_report import Outcome, Report, facts
 
 pytest.importorskip("torch")
@@ -137,6 +137,38 @@ def test_every_part_says_what_it_shows_and_what_is_left_out_is_told() -> None:
     told = list(left_out("npu", 1, quick=True))
     assert "every layout and the links: there is one device" in told
     assert "tests that need a device, and figures: --quick" in told
+
+
+def test_a_budget_stops_what_is_slow_and_what_needs_it_and_nothing_else(tmp_path: Path) -> None:
+    """Each part gets at most half of the time left; what was stopped counts as not run."""
+    quick = (sys.executable, "-c", "print('done')")
+    parts = [
+        Part("slow", (sys.executable, "-c", "import time; time.sleep(3600)"), 3600),
+        Part("needs it", quick, 60, needs=("slow",)),
+        Part("quick", quick, 60),
+    ]
+    report = Report(
+        tmp_path,
+        facts("cpu", 1),
+        planned=[part.name for part in parts],
+        left_out=[],
+        command="x",
+        began=datetime(2026, 1, 2, 3, 4, tzinfo=UTC),
+    )
+    run_parts(parts, report, tmp_path, budget_s=20)
+    record = json.loads((tmp_path / "report.json").read_text())
+    assert [(each["name"], each["held"]) for each in record["outcomes"]] == [("quick", True)]
+    assert record["not_run"] == ["slow", "needs it"]
+    assert not report.holds()
+
+
+def test_every_part_that_another_needs_comes_before_it() -> None:
+    """So that a budget leaves out whole chains, never a part's ground."""
+    for device, count in (("cpu", 2), ("cuda", 8)):
+        seen: set[str] = set()
+        for part in parts_of(device, count, quick=False):
+            assert {*part.needs} <= seen, part.name
+            seen.add(part.name)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
     python tools/verify_device.py --out report             # the machine's best accelerator
     python tools/verify_device.py --out report --quick     # without benchmarks and tests
+    python tools/verify_device.py --out report --budget-s 600   # the most valuable parts first
     python tools/verify_device.py --out report --device cpu --quick
 
 It needs a clone of the repository with the libraries installed in this Python, and no network. Each
@@ -9,8 +10,11 @@ part runs in a process of its own with a limit of time, so that one that hangs o
 itself. `report/report.md` is for people, `report/report.json` holds all that was printed. Nothing
 but versions, the device's name and what the parts print is written; look before you send it.
 
-Exit code 0 when all parts held, 1 when one did not, 2 where the device is not there, 130 where it
-was stopped by Ctrl-C; the report then tells what had run.
+With `--budget-s`, a part may take at most half of the time that is left, so that a slow one leaves
+time for others; a part that this limit stops, and what needs it, count as not run.
+
+Exit code 0 when all parts held, 1 when one did not or was not run, 2 where the device is not
+there, 130 where it was stopped by Ctrl-C; the report then tells what had run.
 """
 
 import argparse
@@ -24,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +37,8 @@ from verify_inputs import write_inputs
 from verify_report import Outcome, Report, facts
 
 ROOT = Path(__file__).resolve().parents[1]
+LEAST_S = 2.0
+"""Seconds of the budget that starting another part needs."""
 ENDING_S = 60.0
 """How long a part whose time is up has to end its own processes."""
 TOLERANCE = 1e-3
@@ -58,6 +64,10 @@ except ProcessLookupError:
 run.wait()
 sys.exit(subprocess.call(sys.argv[1:]))
 """
+CPU, CPU_EXPERTS, TALKS, CPU_TUNING = (
+    *("CPU, one process", "CPU, experts", "conversations", "CPU, tuning"),
+)
+"""Names of parts that others need."""
 HIDDEN = ("env", "CUDA_VISIBLE_DEVICES=", "ASCEND_RT_VISIBLE_DEVICES=", "HIP_VISIBLE_DEVICES=")
 """Before a command, so that it finds no accelerator."""
 
@@ -75,6 +85,8 @@ class Part(NamedTuple):
     """The folder of the run whose losses are held against the CPU's; empty for none."""
     against: str = "cpu"
     """The folder of the CPU's run."""
+    needs: tuple[str, ...] = ()
+    """Parts that must have run before."""
 
 
 def main() -> int:
@@ -87,6 +99,7 @@ def main() -> int:
     parser.add_argument("--device", help="such as npu, cuda or cpu; by default the best there is")
     parser.add_argument("--processes", type=int, default=0, help="by default all, at most 8")
     parser.add_argument("--quick", action="store_true", help="no benchmarks and no tests")
+    parser.add_argument("--budget-s", type=positive, help="seconds for all parts together")
     options = parser.parse_args()
     device, count = device_of(options.device)
     if device is None:
@@ -111,12 +124,7 @@ def main() -> int:
         began=datetime.now(UTC),
     )
     try:
-        for number, part in enumerate(parts, 1):
-            sys.stdout.write(f"{number}/{len(parts)} {part.name} ... ")
-            sys.stdout.flush()
-            outcome = perform(part, out / "work")
-            report.add(outcome)
-            sys.stdout.write(f"{'held' if outcome.held else 'DID NOT HOLD'}\n")
+        run_parts(parts, report, out / "work", options.budget_s)
     except KeyboardInterrupt:
         sys.stdout.write("stopped\n")
         return 130
@@ -124,6 +132,39 @@ def main() -> int:
         sys.stdout.write(f"{report.verdict()}\n")
         sys.stdout.write(f"send back {out / 'report.md'} and report.json beside it\n")
     return 0 if report.holds() else 1
+
+
+def positive(text: str) -> float:
+    """Parse a positive number of seconds."""
+    seconds = float(text)
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ValueError(text)
+    return seconds
+
+
+def run_parts(
+    parts: Sequence[Part], report: Report, place: Path, budget_s: float | None = None
+) -> None:
+    """Run parts in order, each reported as it ends, within `budget_s` seconds in all."""
+    began_s = time.monotonic()
+    skipped: set[str] = set()
+    for number, part in enumerate(parts, 1):
+        limited = part
+        if budget_s is not None:
+            left_s = budget_s - (time.monotonic() - began_s)
+            if left_s < LEAST_S or skipped.intersection(part.needs):
+                skipped.add(part.name)
+                continue
+            limited = part._replace(limit_s=min(part.limit_s, left_s / 2))
+        sys.stdout.write(f"{number}/{len(parts)} {part.name} ... ")
+        sys.stdout.flush()
+        outcome = perform(limited, place)
+        if outcome.code is None and limited.limit_s < part.limit_s:
+            skipped.add(part.name)
+            sys.stdout.write(f"not run: stopped after {limited.limit_s:.0f} s by --budget-s\n")
+            continue
+        report.add(outcome)
+        sys.stdout.write(f"{'held' if outcome.held else 'DID NOT HOLD'}\n")
 
 
 def device_of(asked: str | None) -> tuple[str | None, int]:
@@ -139,24 +180,31 @@ def device_of(asked: str | None) -> tuple[str | None, int]:
 
 
 def parts_of(device: str, processes: int, *, quick: bool) -> Iterator[Part]:
-    """Everything to run, what others need first."""
+    """Everything to run: what others need first, then what says most in the least time."""
     python = sys.executable
     tool = driver_tool(device)
     if tool:
         yield Part("what the driver says", tool, 60, "driver and devices")
     doctor = (python, "-m", "ms_parallel", "doctor")
     yield Part("doctor", doctor, 300, "versions, devices, memory, and what may be wrong with them")
-    yield from training_parts(device, processes)
+    check = (python, "-m", "ms_kernels", "check", "--device", device)
+    shows = "each backend, forward and backward, within its limit of error"
+    yield Part("operators beside float64", check, 3600, shows)
+    yield from training_parts(device)
     if is_here("ms_align"):
         yield from aligning_parts(device)
     if is_here("ms_compress"):
         words = (python, "-m", "ms_compress", "qat", "rounded.toml")
-        yield Part(f"{device}, rounded weights", words, 900, "training with rounded weights ends")
+        yield Part(
+            f"{device}, rounded weights",
+            words,
+            900,
+            "training with rounded weights ends",
+            needs=(CPU,),
+        )
     if is_here("ms_profile"):
         yield from recording_parts(device, processes)
-    check = (python, "-m", "ms_kernels", "check", "--device", device)
-    shows = "each backend, forward and backward, within its limit of error"
-    yield Part("operators beside float64", check, 3600, shows)
+    yield from layout_parts(device, processes)
     if quick:
         return
     if is_here("pytest"):
@@ -200,33 +248,53 @@ def driver_tool(device: str) -> tuple[str, ...] | None:
     return tool if tool and shutil.which(tool[0]) else None
 
 
-def training_parts(device: str, processes: int) -> Iterator[Part]:
-    """Training in one process and on every axis, whole and killed, dense and of experts."""
+def training_parts(device: str) -> Iterator[Part]:
+    """Training in one process, whole and killed, dense and of experts."""
     base = "the losses that others are held against"
-    yield Part("CPU, one process", train(1, "cpu", "cpu"), 900, base, "cpu")
+    yield Part(CPU, train(1, "cpu", "cpu"), 900, base, "cpu")
     shows = f"losses of six steps, within {TOLERANCE:g} of the CPU's"
-    yield Part(f"{device}, one process", train(1, device, "one"), 900, shows, "one")
+    yield Part(f"{device}, one process", train(1, device, "one"), 900, shows, "one", needs=(CPU,))
     half = (*train(1, device, "half"), "--set", "mixed_precision=true")
-    yield Part(f"{device}, bfloat16", half, 900, "half precision: finite losses", "half", "half")
+    yield Part(
+        f"{device}, bfloat16", half, 900, "half precision: finite losses", "half", "half", (CPU,)
+    )
     kernels = (*train(1, device, "kernels"), "--set", "ops=ms_kernels")
-    yield Part(f"{device}, ms-kernels", kernels, 900, f"our operators: {shows}", "kernels")
+    yield Part(
+        f"{device}, ms-kernels", kernels, 900, f"our operators: {shows}", "kernels", needs=(CPU,)
+    )
     often = ("--set", "checkpoint_every=1")
     killed = (sys.executable, "-c", KILLED, *train(1, device, "killed"), *often)
     name = f"{device}, killed and gone on with"
-    yield Part(name, killed, 900, "after kill -9 the losses of an undisturbed run", "killed")
+    yield Part(
+        name, killed, 900, "after kill -9 the losses of an undisturbed run", "killed", needs=(CPU,)
+    )
     ours = "cpu-experts"
-    yield Part("CPU, experts", (*train(1, "cpu", ours), *EXPERTS), 900, base, ours, ours)
+    yield Part(CPU_EXPERTS, (*train(1, "cpu", ours), *EXPERTS), 900, base, ours, ours, (CPU,))
     one = (*train(1, device, "experts"), *EXPERTS)
-    yield Part(f"{device}, experts", one, 900, f"a mixture of experts: {shows}", "experts", ours)
+    yield Part(
+        f"{device}, experts",
+        one,
+        900,
+        f"a mixture of experts: {shows}",
+        "experts",
+        ours,
+        (CPU_EXPERTS,),
+    )
+
+
+def layout_parts(device: str, processes: int) -> Iterator[Part]:
+    """Training on every axis, against one process on the CPU."""
+    shows = f"losses of six steps, within {TOLERANCE:g} of the CPU's"
     for axes in layouts(processes):
         name = ", ".join(f"{axis}={ranks}" for axis, ranks in axes.items())
         ranks = math.prod(n for axis, n in axes.items() if axis != "expert")
         sets = [part for axis, n in axes.items() for part in ("--set", f"layout.{axis}={n}")]
         more = EXPERTS if "expert" in axes else ()
         words = (*train(ranks, device, "-".join(axes)), *sets, *more)
-        against = ours if more else "cpu"
+        against = "cpu-experts" if more else "cpu"
+        needs = (CPU_EXPERTS,) if more else (CPU,)
         proves = f"collectives of {ranks} processes: {shows}"
-        yield Part(f"{device}, {name}", words, 900, proves, "-".join(axes), against)
+        yield Part(f"{device}, {name}", words, 900, proves, "-".join(axes), against, needs)
 
 
 def layouts(processes: int) -> Iterator[dict[str, int]]:
@@ -249,16 +317,18 @@ def aligning_parts(device: str) -> Iterator[Part]:
     python = sys.executable
     build = ("--tokenizer", "cpu/tokenizer.json", "--chat-template", "chat.jinja", "--out", "chats")
     words = (python, "-m", "ms_data", "build", "chats.jsonl", *build)
-    yield Part("conversations", words, 300, "the data of tuning")
+    yield Part(TALKS, words, 300, "the data of tuning", needs=(CPU,))
     tune = (python, "-m", "ms_align", "sft", "tuning.toml")
     ours = "cpu-tuning"
     words = (*HIDDEN, *tune, "--set", f"output_dir={ours}")
-    yield Part("CPU, tuning", words, 900, "the losses that tuning is held against", ours, ours)
+    yield Part(
+        CPU_TUNING, words, 900, "the losses that tuning is held against", ours, ours, (TALKS,)
+    )
     shows = f"losses of six steps, within {TOLERANCE:g} of the CPU's"
-    yield Part(f"{device}, tuning", tune, 900, shows, "tuning", ours)
+    yield Part(f"{device}, tuning", tune, 900, shows, "tuning", ours, (CPU_TUNING,))
     ppo = (python, "-m", "ms_align", "ppo", "ppo.toml")
     shows = "rollouts, rewards and updates: finite losses"
-    yield Part(f"{device}, PPO", ppo, 900, shows, "ppo", "ppo")
+    yield Part(f"{device}, PPO", ppo, 900, shows, "ppo", "ppo", (TALKS,))
 
 
 def recording_parts(device: str, processes: int) -> Iterator[Part]:
@@ -267,7 +337,8 @@ def recording_parts(device: str, processes: int) -> Iterator[Part]:
     record = ("--train-script", "layers.py", "--output-dir", "recorded", "--overwrite")
     yield Part(f"{device}, recorded", (*profile, "run", *record), 600, "a script is recorded")
     report = (*profile, "report", "recorded")
-    yield Part("report", report, 600, "the device's own trace is read")
+    recorded = f"{device}, recorded"
+    yield Part("report", report, 600, "the device's own trace is read", needs=(recorded,))
     backend = {"npu": "hccl", "cuda": "nccl"}.get(device, "gloo")
     if processes > 1:
         link = ("link", "--nproc-per-node", str(processes), "--backend", backend)

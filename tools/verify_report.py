@@ -76,6 +76,10 @@ class Report:
         more = f"; {waiting} not run" if waiting else ""
         return f"{held} of {len(self.planned)} parts held{more}"
 
+    def _waiting(self) -> list[str]:
+        done = {each.name for each in self.outcomes}
+        return [name for name in self.planned if name not in done]
+
     def _failed(self) -> list[Outcome]:
         return [each for each in self.outcomes if not each.held]
 
@@ -85,7 +89,7 @@ class Report:
             "command": self.command,
             "began": self.began.isoformat(timespec="seconds"),
             "left_out": list(self.left_out),
-            "not_run": list(self.planned[len(self.outcomes) :]),
+            "not_run": self._waiting(),
             "outcomes": [each._asdict() for each in self.outcomes],
         }
         (self.out / "report.json").write_text(json.dumps(record, indent=1))
@@ -96,7 +100,7 @@ class Report:
         yield from (f"# {self.facts['device']}: {self.verdict()}", "")
         yield f"`{self.command}`, begun {self.began:%Y-%m-%d %H:%M} UTC, {seconds:.0f} s of work."
         yield from self._list("Did not hold", [f"{e.name}: {e.note}" for e in self._failed()])
-        yield from self._list("Not run", self.planned[len(self.outcomes) :])
+        yield from self._list("Not run", self._waiting())
         yield from self._list("Left out", self.left_out)
         yield from ("", "## What to send", "")
         yield (
