@@ -72,3 +72,11 @@ def test_generation_uses_no_deprecated_argument_of_transformers() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         assert len(generate("stablelm")) == 3
+
+
+@pytest.mark.parametrize("kind", ["got_ocr2", "gemma3"])
+def test_the_text_part_of_a_model_with_other_inputs_becomes_small(kind: str) -> None:
+    """Its sizes are in a configuration within the configuration."""
+    settings = small_model(TransformersModel({"model_type": kind})).settings
+    assert (settings.hidden_size, settings.vocab_size) == (32, 48)
+    assert settings.num_hidden_layers <= 4

@@ -136,6 +136,10 @@ def small_model(
         ModelError: transformers rejects the small sizes.
     """
     settings = config.settings
+    if config.model_type != settings.model_type:
+        # The text part of a model that takes other inputs too: its sizes are in `text_config`.
+        config = TransformersModel(settings)
+        settings = config.settings
     written: Mapping[str, str] = getattr(settings, "attribute_map", None) or {}
     given: dict[str, Any] = settings.to_dict()
     count, chosen = config.num_hidden_layers, _layers(given, config.num_hidden_layers, layers)
