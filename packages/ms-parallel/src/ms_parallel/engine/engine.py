@@ -36,6 +36,7 @@ from ms_parallel.engine.reduction import Reduction, SummedReduction
 from ms_parallel.engine.report import Skipped, StepTotals, Update
 from ms_parallel.engine.reproducible.check import check_reproducible, kept_apart
 from ms_parallel.engine.reproducible.reduction import OrderedReduction
+from ms_parallel.engine.row_check import RowCheck
 from ms_parallel.engine.rules.grouped import GroupedOptimizer
 from ms_parallel.engine.stage_runner import StageRunner
 from ms_parallel.engine.state import SCALE, align_kinds, load_state, state_of
@@ -43,7 +44,7 @@ from ms_parallel.engine.trainable import Trainable
 from ms_parallel.engine.updates.auditor import Auditor
 from ms_parallel.engine.updates.loss_scale import LossScaler
 from ms_parallel.engine.updates.settings import check_audit
-from ms_parallel.errors import ModelError, ParallelError
+from ms_parallel.errors import ConfigError, ModelError, ParallelError
 from ms_parallel.files.untrusted import check_path
 from ms_parallel.models.batch import Batch
 from ms_parallel.models.family import family_of
@@ -146,6 +147,7 @@ class Engine:
         self.reduction = self._reduction()
         mixture = getattr(self.config, "mixture", None)
         self.balancer = Balancer(self.stages, mixture, self.groups, balance_of(chosen))
+        self.row_check = RowCheck(self.groups)
         self.scaler = LossScaler(chosen.scaling)
         self.auditor = self._auditor() if chosen.audit_every else None
         self.adapters: Adapters | None = None
@@ -210,17 +212,20 @@ class Engine:
 
         Args:
             batch: tensors or arrays (b, S) as in the Batch seam; all processes of one data rank
-                pass the same.
+                pass the same, and data ranks different ones, which is checked.
             loss: summed over microbatches, divided once by its weight over the global batch.
             refuse: called with the loss and the gradient's norm, which are finite and the same on
                 every process, before the weights change; True skips the update.
 
         Raises:
-            ConfigError: there are no rows, or the sequence does not divide over `tensor`.
+            ConfigError: there are no rows, the sequence does not divide over `tensor`, data ranks
+                were given the same rows, or processes of one data rank different ones.
             ParallelError: the gradient is not finite and `on_nonfinite="raise"`.
         """
         microbatches = self.runner.microbatches(batch, self.reduction.microbatch_size)
-        weight, tokens = self.reduction.count(microbatches, loss)
+        counts = self.reduction.count(microbatches, loss)
+        weight, tokens = counts.weight, counts.tokens
+        self.row_check.begin(counts.local, counts.of_data_ranks)
         rate = learning_rate(self.optimizer.taken, self.optimizer.config)
         scale = self.scaler.factor
         loss_scale = scale if self.scaler.settings else None
@@ -242,7 +247,14 @@ class Engine:
         gradients = self.scaler.unscale(self.reduction.gradients())
         mtp = depths_of(self.config, loss)
         # One all-reduce, then the step's only wait for the device.
-        totals = self.reduction.totals(results, len(metrics), mtp, gradients)
+        totals = self.reduction.totals(
+            results, len(metrics), mtp, gradients, self.row_check.terms()
+        )
+        try:
+            self.row_check.settle(totals.row_terms)
+        except ConfigError:
+            self.trained.zero_grad()
+            raise
         skipped = self._skip_reason(totals, refuse)
         if totals.grad_norm == 0.0 and self.step == 0 and dist.get_rank() == 0:
             logger.warning(
@@ -311,8 +323,13 @@ class Engine:
 
         Returns:
             The result for this data rank's rows, on every process of that data rank.
+
+        Raises:
+            ConfigError: its processes were given different rows.
         """
-        results = self.runner.forward(self.runner.microbatches(batch), function)
+        microbatches = self.runner.microbatches(batch)
+        self.row_check.compare_within(microbatches)
+        results = self.runner.forward(microbatches, function)
         for stage in self.stages.values():
             drop_gathered(stage)
         return self.runner.share(torch.cat(results) if results else None)
@@ -345,6 +362,9 @@ class Engine:
 
         Returns:
             The new tokens of each row, without the prompt, on every process of the data rank.
+
+        Raises:
+            ConfigError: its processes were given different prompts, or a prompt has no token.
         """
         if self.runner.own:
             for stage in cast(Mapping[int, nn.Module], self.stages).values():
@@ -352,6 +372,7 @@ class Engine:
         return generate(
             self.runner,
             prompts,
+            compare=self.row_check.compare_within,
             max_new_tokens=max_new_tokens,
             sampling=Sampling(**sampling),
             stops=stops_of(self.config, stop_token),

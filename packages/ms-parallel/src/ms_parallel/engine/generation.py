@@ -74,17 +74,20 @@ def generate(
     max_new_tokens: int,
     sampling: Sampling,
     stops: Collection[int] = (),
+    compare: Callable[[Sequence[Batch]], None] | None = None,
 ) -> list[list[int]]:
     """Generate the tokens after each prompt, without it, up to the first of `stops`, included.
 
     All processes of one data rank pass the same prompts; every data rank as many, of any length.
     Random numbers depend on the seed, on the prompt's place among those of all data ranks and on
-    the token's place alone, so another layout draws the same.
+    the token's place alone, so another layout draws the same. `compare` checks that the prompts are
+    the same.
 
     Raises:
         ModelError: a prompt is not a row of integers.
-        ConfigError: a prompt is empty or holds what is no token of the model, or there is none, or
-            `max_new_tokens` is not a whole number.
+        ConfigError: a prompt is empty or holds what is no token of the model, there is none,
+            processes of one data rank pass different prompts, or `max_new_tokens` is not a whole
+            number.
     """
     if type(max_new_tokens) is not int or max_new_tokens < 0:
         raise ConfigError(
@@ -98,6 +101,8 @@ def generate(
     batch, held = window.first(), window.width
     if engine.vocabulary is not None:
         check_tokens(batch, engine.vocabulary)
+    if compare is not None:
+        compare([batch])
     for index in range(max_new_tokens):
         logits = _forward(engine, batch, caches, at=window.width - 1 if index == 0 else 0)
         for cache in caches.values():

@@ -148,29 +148,31 @@ SumOverRows = Callable[[Tensor], Tensor]
 """Sums (microbatches here, n) float64 CPU values over the global batch, to (n,)."""
 
 
-def measure(
-    microbatches: Sequence[Batch], loss: Loss | LossWithStatistics, sum_over_rows: SumOverRows
-) -> tuple[float, int]:
-    """Return the loss weight and the tokens of the global batch, given this data rank's part."""
-    local = []
+def measure(microbatches: Sequence[Batch], loss: Loss | LossWithStatistics) -> Tensor:
+    """Return the loss weight and the tokens of each microbatch here, (n, 2) float64 on the CPU."""
+    counts = []
     for microbatch in microbatches:
         with reading(microbatch):
-            local.append((loss.weight(microbatch), microbatch["tokens"].numel()))
-    weight, tokens = sum_over_rows(torch.tensor(local, dtype=torch.float64)).tolist()
-    return weight, round(tokens)
+            counts.append((loss.weight(microbatch), microbatch["tokens"].numel()))
+    return torch.tensor(counts, dtype=torch.float64)
 
 
-def sum_over_rows(numbers: Tensor, groups: Groups) -> Tensor:
-    """Add up float64 numbers on the CPU, each over the processes that read other rows.
+def gather_over_rows(numbers: Tensor, groups: Groups) -> Tensor:
+    """Gather float64 numbers (n,) on the CPU from each data rank, to (data ranks, n).
 
-    They travel as two float32 words each, as not every device has float64 collectives, and are
-    added here: a sum of the words would round to float32.
+    They travel as two float32 words each, as not every device has float64 collectives; whole
+    numbers below 2^48 arrive exactly.
     """
     count = groups.place.count
     if count == 1:
-        return numbers
+        return numbers[None]
     coarse = numbers.float()
     words = torch.stack((coarse, (numbers - coarse).float())).to(groups.wire)
     parts = [torch.empty_like(words) for _ in range(count)]
     dist.all_gather(parts, words, group=groups.group("rows"))
-    return torch.stack(parts).cpu().double().sum((0, 1))
+    return torch.stack(parts).cpu().double().sum(1)
+
+
+def sum_over_rows(numbers: Tensor, groups: Groups) -> Tensor:
+    """Add up float64 numbers on the CPU, each over the data ranks."""
+    return gather_over_rows(numbers, groups).sum(0)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ms_parallel.engine.gradients import reduce_gradients
 from ms_parallel.engine.loss import Loss, LossWithStatistics
-from ms_parallel.engine.microbatches import measure, sum_over_rows
-from ms_parallel.engine.report import MicrobatchResult, StepTotals
+from ms_parallel.engine.microbatches import gather_over_rows, measure, sum_over_rows
+from ms_parallel.engine.report import MicrobatchResult, StepCounts, StepTotals
+from ms_parallel.engine.row_check import TERMS, fingerprint
 from ms_parallel.engine.trainable import Trainable
 from ms_parallel.models.batch import Batch
 from ms_parallel.pipeline.runtime import Take
@@ -24,10 +25,8 @@ class Reduction(Protocol):
     take: Take | None
     """Collects each microbatch's gradients. None: autograd and FSDP sum them in `param.grad`."""
 
-    def count(
-        self, microbatches: Sequence[Batch], loss: Loss | LossWithStatistics
-    ) -> tuple[float, int]:
-        """Return (loss weight, tokens) of the global batch; every process calls it."""
+    def count(self, microbatches: Sequence[Batch], loss: Loss | LossWithStatistics) -> StepCounts:
+        """Count the global batch and gather its checksums; every process calls it."""
 
     def sum_over_rows(self, values: Tensor) -> Tensor:
         """Sum (microbatches here, n) float64 CPU values over the global batch, to (n,)."""
@@ -47,6 +46,7 @@ class Reduction(Protocol):
         metrics: int,
         mtp: int,
         gradients: dict[str, Tensor],
+        row_terms: Tensor,
     ) -> StepTotals:
         """Sum results and squared gradients over the global batch in one all-reduce.
 
@@ -55,6 +55,7 @@ class Reduction(Protocol):
             metrics: number of the loss's statistics.
             mtp: number of multi-token-prediction losses.
             gradients: this process's part of each.
+            row_terms: `RowCheck.terms`, (TERMS,) on the CPU.
         """
 
 
@@ -71,11 +72,19 @@ class SummedReduction:
     def __init__(self, trained: Trainable) -> None:
         self.trained, self.groups = trained, trained.groups
 
-    def count(
-        self, microbatches: Sequence[Batch], loss: Loss | LossWithStatistics
-    ) -> tuple[float, int]:
-        """Return (loss weight, tokens) of the global batch; every process calls it."""
-        return measure(microbatches, loss, self.sum_over_rows)
+    def count(self, microbatches: Sequence[Batch], loss: Loss | LossWithStatistics) -> StepCounts:
+        """Count the global batch and gather its checksums; every process calls it."""
+        local = measure(microbatches, loss).sum(0)
+        rows = fingerprint(microbatches, float(local[0]))
+        numbers = torch.cat((local, local.new_tensor(rows.numbers)))
+        gathered = gather_over_rows(numbers, self.groups)
+        weight, tokens, *_ = gathered.sum(0).tolist()
+        return StepCounts(
+            weight=weight,
+            tokens=round(tokens),
+            local=rows,
+            of_data_ranks=[(code, distinct) for code, distinct in gathered[:, 2:].long().tolist()],
+        )
 
     def sum_over_rows(self, values: Tensor) -> Tensor:
         """Sum (microbatches here, n) float64 CPU values over the global batch, to (n,)."""
@@ -102,11 +111,13 @@ class SummedReduction:
         metrics: int,
         mtp: int,
         gradients: dict[str, Tensor],
+        row_terms: Tensor,
     ) -> StepTotals:
         """Sum results and squared gradients over all processes in one all-reduce."""
-        local = torch.zeros(2 + metrics + mtp, device=self.groups.device)
+        local = torch.zeros(2 + metrics + mtp + TERMS, device=self.groups.device)
         local[0] = self.trained.squared_norm(gradients)
         if results and self.groups.place.speaks_for_rows:  # one process per row adds its results
-            local[1:] = torch.stack([result.values for result in results]).sum(0)
+            local[1:-TERMS] = torch.stack([result.values for result in results]).sum(0)
+        local[-TERMS:].copy_(row_terms, non_blocking=True)
         squared_norm, *sums = self.groups.all_reduce(local).tolist()
-        return StepTotals.of(squared_norm, sums, metrics)
+        return StepTotals.of(squared_norm, sums[:-TERMS], metrics, sums[-TERMS:])

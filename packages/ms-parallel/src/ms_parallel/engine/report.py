@@ -9,6 +9,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from ms_parallel.engine.balance.balancer import ExpertLoad
+from ms_parallel.engine.row_check import Fingerprint
 from ms_parallel.engine.updates.audit import Audit
 from ms_parallel.split.context.splitter import ContextLoad
 
@@ -33,6 +34,19 @@ class MicrobatchResult:
 
 
 @frozen(kw_only=True)
+class StepCounts:
+    """Counts of the global batch, taken before the forward pass."""
+
+    weight: float
+    """Loss weight: divisor of the summed loss."""
+    tokens: int
+    local: Fingerprint
+    """Checksums of this process's rows."""
+    of_data_ranks: Sequence[tuple[int, int]]
+    """`Fingerprint.numbers` of each data rank's rows."""
+
+
+@frozen(kw_only=True)
 class StepTotals:
     """Sums over the global batch, on the host; the same on every process."""
 
@@ -40,9 +54,17 @@ class StepTotals:
     loss: float
     metrics: tuple[float, ...]
     mtp_losses: tuple[float, ...]
+    row_terms: tuple[float, ...]
+    """Sums of `RowCheck.terms`; 0 unless rows look wrong."""
 
     @classmethod
-    def of(cls, squared_norm: float, sums: Sequence[float], metrics: int) -> "StepTotals":
+    def of(
+        cls,
+        squared_norm: float,
+        sums: Sequence[float],
+        metrics: int,
+        row_terms: Sequence[float],
+    ) -> "StepTotals":
         """Build from the gradients' sum of squares and the sum of `MicrobatchResult.values`."""
         loss, *rest = sums
         return cls(
@@ -50,6 +72,7 @@ class StepTotals:
             loss=loss,
             metrics=tuple(rest[:metrics]),
             mtp_losses=tuple(rest[metrics:]),
+            row_terms=tuple(row_terms),
         )
 
 

@@ -150,7 +150,7 @@ def trial_bytes(engine: Any, loss: Loss, rows: int, length: int) -> int | None:
     text = torch.randint(0, size, (rows, length + 1), generator=generator)
     batch = {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
     microbatches = engine.runner.microbatches(batch)
-    weight, _ = engine.reduction.count(microbatches, loss)
+    weight = engine.reduction.count(microbatches, loss).weight
     peak = _Peak(engine.device)
     try:
         engine.runner.forward_backward(microbatches, loss, weight, engine.reduction)

@@ -95,7 +95,7 @@ def _step(engine: Engine, batch: Batch) -> None:
     """Run the passes of one step and drop the gradients; there is no optimizer."""
     loss, rows = NextTokenLoss(), len(batch["tokens"]) // MICROBATCHES
     microbatches = engine.runner.microbatches(batch, rows)
-    weight, _ = engine.reduction.count(microbatches, loss)
+    weight = engine.reduction.count(microbatches, loss).weight
     engine.runner.forward_backward(microbatches, loss, weight, engine.reduction)
     for parameter in engine.parameters.values():
         parameter.grad = None

@@ -22,7 +22,8 @@ def whole_gradients(engine: Engine, batch: Mapping[str, Tensor]) -> tuple[float,
     """
     loss = NextTokenLoss()
     rows = engine.runner.microbatches(my_rows(batch, engine.groups))
-    weight, tokens = engine.reduction.count(rows, loss)
+    counts = engine.reduction.count(rows, loss)
+    weight, tokens = counts.weight, counts.tokens
     with engine.balancer.accounting(tokens):
         results = engine.runner.forward_backward(rows, loss, weight, engine.reduction)
     engine.balancer.collect(tokens)

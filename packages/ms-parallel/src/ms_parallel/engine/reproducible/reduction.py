@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from ms_parallel.engine.gradients import add_tied
 from ms_parallel.engine.loss import Loss, LossWithStatistics
 from ms_parallel.engine.microbatches import measure
-from ms_parallel.engine.report import MicrobatchResult, StepTotals
+from ms_parallel.engine.report import MicrobatchResult, StepCounts, StepTotals
 from ms_parallel.engine.reproducible.gradients import RowGradients
 from ms_parallel.engine.reproducible.norm import FixedNorm
 from ms_parallel.engine.reproducible.rows import Rows
 from ms_parallel.engine.reproducible.tree import fold
+from ms_parallel.engine.row_check import TERMS, fingerprint
 from ms_parallel.engine.trainable import Trainable
 from ms_parallel.models.batch import Batch
 from ms_parallel.pipeline.runtime import Take
@@ -45,13 +46,16 @@ class OrderedReduction:
         self.norm = FixedNorm(trained.parameters, trained.counted)
         self.rows = Rows(groups=trained.groups, counts=(0,))
 
-    def count(
-        self, microbatches: Sequence[Batch], loss: Loss | LossWithStatistics
-    ) -> tuple[float, int]:
-        """Return (loss weight, tokens) of the global batch, and expect this many rows."""
-        self.rows = Rows.meet(len(microbatches), self.groups)
+    def count(self, microbatches: Sequence[Batch], loss: Loss | LossWithStatistics) -> StepCounts:
+        """Count the global batch and gather its checksums, and expect this many rows."""
+        counts = measure(microbatches, loss)
+        local = fingerprint(microbatches, float(counts[:, 0].sum()))
+        self.rows, of_data_ranks = Rows.meet(len(microbatches), self.groups, local)
         self.row_gradients.begin(self.rows)
-        return measure(microbatches, loss, self.rows.sum)
+        weight, tokens = self.rows.sum(counts).tolist()
+        return StepCounts(
+            weight=weight, tokens=round(tokens), local=local, of_data_ranks=of_data_ranks
+        )
 
     def sum_over_rows(self, values: Tensor) -> Tensor:
         """Sum (rows here, n) float64 CPU values over the global batch, to (n,)."""
@@ -83,12 +87,14 @@ class OrderedReduction:
         metrics: int,
         mtp: int,
         gradients: dict[str, Tensor],
+        row_terms: Tensor,
     ) -> StepTotals:
         """Sum results and squared gradients over all rows in the order of the tree."""
         squares = self.norm.squares(gradients, self.groups.device)
         values = [each.values for each in results] if self.groups.place.speaks_for_rows else []
         placed = self.rows.placed(values, 1 + metrics + mtp, squares)
-        self.groups.all_reduce(joined := torch.cat((squares, placed.flatten())))
+        terms = row_terms.to(squares, non_blocking=True)
+        self.groups.all_reduce(joined := torch.cat((squares, placed.flatten(), terms)))
         squared_norm = float(fold(joined[: self.norm.length]))
-        sums = fold(joined[self.norm.length :].view_as(placed).t().contiguous())
-        return StepTotals.of(squared_norm, sums.tolist(), metrics)
+        sums = fold(joined[self.norm.length : -TERMS].view_as(placed).t().contiguous())
+        return StepTotals.of(squared_norm, sums.tolist(), metrics, joined[-TERMS:].tolist())

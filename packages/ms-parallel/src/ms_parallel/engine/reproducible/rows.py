@@ -10,6 +10,7 @@ from torch import Tensor
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.microbatches import sum_over_rows
 from ms_parallel.engine.reproducible.tree import fold
+from ms_parallel.engine.row_check import Fingerprint
 
 
 @frozen(kw_only=True)
@@ -21,16 +22,19 @@ class Rows:
     """Rows of each data rank; they follow one another in the global batch."""
 
     @classmethod
-    def meet(cls, count: int, groups: Groups) -> "Rows":
-        """Learn how many rows the others have; all processes call it."""
+    def meet(
+        cls, count: int, groups: Groups, local: Fingerprint
+    ) -> "tuple[Rows, list[tuple[int, int]]]":
+        """Learn the number and the checksums of each data rank's rows; all processes call it."""
         ranks = groups.place.count
-        counts = [count]
+        facts = [[count, *local.numbers]]
         if ranks > 1:
-            mine = torch.tensor([count], device=groups.device)
+            mine = torch.tensor(facts[0], device=groups.device)
             every = [torch.empty_like(mine) for _ in range(ranks)]
             dist.all_gather(every, mine, group=groups.group("rows"))
-            counts = [int(each) for each in every]
-        return cls(groups=groups, counts=tuple(counts))
+            facts = torch.stack(every).tolist()
+        rows = cls(groups=groups, counts=tuple(count for count, *_ in facts))
+        return rows, [(everything, distinct) for _, everything, distinct in facts]
 
     @property
     def total(self) -> int:

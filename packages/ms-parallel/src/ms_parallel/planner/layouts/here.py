@@ -354,10 +354,10 @@ def _step(engine: Engine, batch: Batch) -> _Took:
     engine.runner.runtime.recorder = recorder
     began = clock()
     microbatches = engine.runner.microbatches(batch)
-    weight, _ = engine.reduction.count(microbatches, loss)
+    weight = engine.reduction.count(microbatches, loss).weight
     results = engine.runner.forward_backward(microbatches, loss, max(1.0, weight), engine.reduction)
     gradients = engine.reduction.gradients()
-    engine.reduction.totals(results, 0, 0, gradients)
+    engine.reduction.totals(results, 0, 0, gradients, engine.row_check.terms())
     # Whatever stands where sums were not received: the update is made, at a rate of nothing.
     engine.trained.step(gradients, 1.0, 0.0)
     engine.trained.zero_grad()

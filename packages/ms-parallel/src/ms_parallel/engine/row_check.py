@@ -1,0 +1,295 @@
+"""Checks that data ranks read different rows, and that the ranks within one read the same rows.
+
+Neither mistake shows in a loss: data ranks that repeat each other train on fewer rows than
+configured, and pipeline, tensor or context ranks with different rows train on a mixture. Checksums
+of the local rows travel in messages that a step sends anyway: those of the data ranks with the
+count of targets, and numbers that cancel within each data rank with the gradient norm. Only the
+first update, and one whose checksums raise a suspicion, gathers the checksums of all processes.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+
+import torch
+import torch.distributed as dist
+from attrs import evolve, frozen
+from torch import Tensor
+
+from ms_parallel.cluster.groups import Groups
+from ms_parallel.cluster.layout import AXES, row_axes
+from ms_parallel.errors import ConfigError
+from ms_parallel.models.batch import IGNORED, PATCHES, Batch
+
+logger = logging.getLogger(__name__)
+
+SHARED = ("tokens", "targets", "documents")
+"""Members that must agree within a data rank. Floats may differ there in their last bits."""
+TERMS = 3
+"""Numbers that a step adds to its sum over all processes."""
+SAMPLED_PATCHES = 64
+"""Picture patches in a checksum; hashing all of them would cost milliseconds per step."""
+
+
+@frozen(kw_only=True)
+class Fingerprint:
+    """Checksums of one process's local rows, below 2^48 each; 0 if they are not on the CPU."""
+
+    shared: int = 0
+    """Of `SHARED`, to compare within a data rank."""
+    everything: int = 0
+    """Of all members, to compare between data ranks; 0 without targets."""
+    distinct: int = 0
+    """Different rows with targets: 0, 1, or 2 for several."""
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """Numbers that data ranks exchange."""
+        return self.everything, self.distinct
+
+
+def fingerprint(microbatches: Sequence[Batch], weight: float) -> Fingerprint:
+    """Compute the checksums of a process's rows; they are not looked at on an accelerator.
+
+    Args:
+        microbatches: local rows.
+        weight: their loss weight; rows without weight may repeat.
+    """
+    if not all(_is_on_host(rows["tokens"]) for rows in microbatches):
+        return Fingerprint()
+    digest = blake2b(digest_size=6)
+    for rows in microbatches:
+        for name in SHARED:
+            _add(digest, name, rows)
+    shared = int.from_bytes(digest.digest(), "little") or 1
+    if not weight:
+        return Fingerprint(shared=shared)
+    for rows in microbatches:
+        for name in sorted(set(rows).difference(SHARED)):
+            _add(digest, name, rows)
+    return Fingerprint(
+        shared=shared,
+        everything=int.from_bytes(digest.digest(), "little") or 1,
+        distinct=_distinct(microbatches),
+    )
+
+
+class RowCheck:
+    """Comparison of the rows that processes pass to one engine.
+
+    Args:
+        groups: process groups of the layout.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self.local = Fingerprint()
+        self.axes = [
+            axis for axis in AXES if axis not in row_axes() and getattr(groups.layout, axis) > 1
+        ]
+        """Axes whose ranks read the same rows."""
+        self.is_fake = dist.get_backend() == "fake"
+        """Whether collectives send nothing, as in a planner's trial of a layout."""
+        self.passed_first = self.is_fake or groups.layout.world_size == 1
+        self.warned = False
+        self.suspicion = False
+
+    def begin(self, local: Fingerprint, of_data_ranks: Sequence[tuple[int, int]]) -> None:
+        """Compare the rows at the start of an update; the first time, those of all processes.
+
+        Args:
+            local: of this process.
+            of_data_ranks: `Fingerprint.numbers` of each data rank.
+
+        Raises:
+            ConfigError: on every process, if the rows of the first update are wrong.
+        """
+        self.local = local
+        if not self.passed_first:
+            self._compare_all()
+            self.passed_first = True
+            self.suspicion = False
+            return
+        repeated, several = _repeated(dict(enumerate(of_data_ranks)))
+        self.suspicion = not self.is_fake and bool(repeated) and (several or not self.warned)
+
+    def terms(self) -> Tensor:
+        """Return numbers (TERMS,) whose sum over all processes is 0 unless rows look wrong.
+
+        The first rank of a data rank adds its checksum once for each of the others, which subtract
+        theirs. Whole numbers whose sums stay below 2^24 are exact in float32 in any order.
+        """
+        terms = torch.zeros(TERMS)
+        terms[0] = float(self.suspicion)
+        layout, place = self.groups.layout, self.groups.place
+        others = layout.world_size // place.count - 1
+        if others and not self.is_fake:
+            # Hashed with the data rank, or the rows of two swapped data ranks would cancel.
+            digest = blake2b(f"{place.rank}/{self.local.shared}".encode(), digest_size=8).digest()
+            limit = max(2**23 // layout.world_size, 2)
+            first = all(getattr(place, axis) == 0 for axis in self.axes)
+            for slot, part in enumerate((digest[:4], digest[4:]), start=1):
+                number = int.from_bytes(part, "little") % limit
+                terms[slot] = float(number * others if first else -number)
+        return terms
+
+    def settle(self, total: Sequence[float]) -> None:
+        """Compare the rows of all processes if the sum of their `terms` is not 0.
+
+        Raises:
+            ConfigError: on every process, if the rows are wrong.
+        """
+        if not self.is_fake and any(total):
+            self._compare_all()
+
+    def compare_within(self, microbatches: Sequence[Batch]) -> None:
+        """Compare the rows of the processes of this data rank, which all call this.
+
+        Raises:
+            ConfigError: on each of them, if they differ.
+        """
+        if not self.axes or self.is_fake:
+            return
+        shared = fingerprint(microbatches, 0.0).shared
+        facts = self._facts(evolve(self.local, shared=shared))
+        for axis in self.axes:
+            facts = _gather(facts, self.groups, axis)
+        _check_agreement(_decode(facts))
+
+    def _compare_all(self) -> None:
+        members = _decode(_gather(self._facts(self.local), self.groups, None))
+        _check_agreement(members)
+        of_data_ranks: dict[int, tuple[int, int]] = {}
+        for member in members:
+            of_data_ranks.setdefault(member.data_rank, member.rows.numbers)
+        repeated, several = _repeated(of_data_ranks)
+        if not repeated:
+            return
+        ranks = ", ".join(map(str, repeated[:8])) + (", ..." if len(repeated) > 8 else "")
+        text = (
+            f"data ranks must read different rows, and data ranks {ranks} were given the same rows;"
+            " read each data rank's own: TokenStream(..., place=groups.place), with the"
+            " engine's groups"
+        )
+        with_rows = [rank for rank, (_, distinct) in of_data_ranks.items() if distinct]
+        if several or (not self.passed_first and len(repeated) == len(with_rows)):
+            raise ConfigError(text)
+        if not self.warned and dist.get_rank() == 0:
+            logger.warning("%s (a single row may repeat by chance)", text)
+        self.warned = True
+
+    def _facts(self, local: Fingerprint) -> Tensor:
+        """Encode a fingerprint as (1, 9) float32 words: every wire carries those exactly."""
+        facts = [dist.get_rank(), self.groups.place.rank, local.distinct]
+        facts += [*_words(local.shared), *_words(local.everything)]
+        return torch.tensor([facts], dtype=torch.float32)
+
+
+@frozen(kw_only=True)
+class _Member:
+    """Rows of one process."""
+
+    rank: int
+    data_rank: int
+    rows: Fingerprint
+
+
+def _decode(facts: Tensor) -> list[_Member]:
+    return [
+        _Member(
+            rank=rank,
+            data_rank=data_rank,
+            rows=Fingerprint(
+                shared=_number(words[:3]), everything=_number(words[3:]), distinct=distinct
+            ),
+        )
+        for rank, data_rank, distinct, *words in facts.long().tolist()
+    ]
+
+
+def _words(number: int) -> list[int]:
+    """Split a number below 2^48 into three of 16 bits."""
+    return [(number >> shift) & 0xFFFF for shift in (0, 16, 32)]
+
+
+def _number(words: Sequence[int]) -> int:
+    return sum(word << shift for word, shift in zip(words, (0, 16, 32), strict=True))
+
+
+def _gather(facts: Tensor, groups: Groups, axis: str | None) -> Tensor:
+    """Gather the facts (n, 9) of the processes along an axis, or of all."""
+    group = None if axis is None else groups.group(axis)
+    local = facts.to(groups.wire)
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, local, group=group)
+    return torch.cat(parts).cpu()
+
+
+def _check_agreement(members: Sequence[_Member]) -> None:
+    """Check that the processes of each data rank have the same rows.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    firsts: dict[int, _Member] = {}
+    for member in members:
+        if not member.rows.shared:  # on an accelerator
+            continue
+        first = firsts.setdefault(member.data_rank, member)
+        if first.rows.shared != member.rows.shared:
+            raise ConfigError(
+                f"all processes of a data rank must be given the same rows, and ranks {first.rank}"
+                f" and {member.rank} of data rank {member.data_rank} were given different ones;"
+                " read rows by data rank, not by process: TokenStream(..., place=groups.place),"
+                " with the engine's groups"
+            )
+
+
+def _repeated(of_data_ranks: Mapping[int, tuple[int, int]]) -> tuple[list[int], bool]:
+    """Return the data ranks that were given the same rows, and whether those are several rows.
+
+    A group with several different rows goes before one with a single row, a larger one before a
+    smaller one.
+    """
+    owners: dict[tuple[int, int], list[int]] = {}
+    for data_rank, numbers in of_data_ranks.items():
+        if numbers[1]:
+            owners.setdefault(numbers, []).append(data_rank)
+    groups = [(distinct > 1, ranks) for (_, distinct), ranks in owners.items() if len(ranks) > 1]
+    several, ranks = max(groups, key=lambda group: (group[0], len(group[1])), default=(False, []))
+    return ranks, several
+
+
+def _is_on_host(value: Tensor) -> bool:
+    return type(value) is Tensor and value.device.type == "cpu"
+
+
+def _add(digest: "blake2b", name: str, rows: Batch) -> None:
+    """Add a member of a batch to a checksum."""
+    value = rows.get(name)
+    if value is None or not _is_on_host(value):
+        return
+    if name == PATCHES:
+        value = value[:: max(1, len(value) // SAMPLED_PATCHES)]
+    if not value.is_floating_point() and not value.is_complex():
+        value = value.to(torch.int64)  # int32 tokens are the same rows
+    digest.update(f"{name}{tuple(value.shape)}".encode())
+    contents = value.detach().contiguous().flatten().view(torch.uint8)
+    digest.update(memoryview(contents.numpy()))
+
+
+def _distinct(microbatches: Sequence[Batch]) -> int:
+    """Count the different rows that have targets, up to 2; rows without any are padding."""
+    first: Tensor | None = None
+    for rows in microbatches:
+        tokens = rows["tokens"]
+        counted = torch.ones_like(tokens, dtype=torch.bool)
+        for name, ignored in (("targets", IGNORED), ("weights", 0)):
+            value = rows.get(name)
+            if value is not None and _is_on_host(value) and value.shape == tokens.shape:
+                counted &= value != ignored
+        for row in tokens[counted.flatten(1).any(1)]:
+            first = row if first is None else first
+            if not torch.equal(row, first):
+                return 2
+    return 1
