@@ -275,7 +275,7 @@ def _add(digest: "blake2b", name: str, rows: Batch) -> None:
         value = value.to(torch.int64)  # int32 tokens are the same rows
     digest.update(f"{name}{tuple(value.shape)}".encode())
     contents = value.detach().contiguous().flatten().view(torch.uint8)
-    digest.update(memoryview(contents.numpy()))
+    digest.update(contents.numpy().tobytes())
 
 
 def _distinct(microbatches: Sequence[Batch]) -> int:
