@@ -36,9 +36,9 @@ class Fingerprint:
     """Checksums of one process's local rows, below 2^48 each; 0 if they are not on the CPU."""
 
     shared: int = 0
-    """Of `SHARED`, to compare within a data rank."""
+    """Checksum of `SHARED`, to compare within a data rank."""
     everything: int = 0
-    """Of all members, to compare between data ranks; 0 without targets."""
+    """Checksum of all members, to compare between data ranks; 0 without targets."""
     distinct: int = 0
     """Different rows with targets: 0, 1, or 2 for several."""
 
