@@ -1,11 +1,28 @@
 """What lies beside exported weights: the tokenizer, and how texts begin and end."""
 
+import re
 from pathlib import Path
 from typing import Any
 
-from ms_compress.files.durable import write_synced
+from ms_compress.errors import ExportError
+from ms_compress.files.durable import write_file, write_synced
+from ms_compress.files.tokenizer_source import json_text, read_beside
+from ms_compress.files.untrusted import read_bytes
 from ms_compress.targets.target import Assets
-from ms_compress.text_ends import check_fits, read_tokenizer, text_ends, text_files
+from ms_compress.text_ends import GENERATION, check_fits, read_tokenizer, text_ends, text_files
+
+LICENSES = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY|COPYING)([-_.].*)?", re.IGNORECASE)
+"""Names of license files, which go with whatever is made from a model."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
 
 
 def read_assets(
@@ -37,3 +54,27 @@ def write_assets(assets: Assets, folder: Path) -> None:
     for name, content in text_files(assets.tokenizer, assets.ends).items():
         (folder / name).unlink(missing_ok=True)  # a model's library may have written its own
         write_synced(folder / name, content)
+
+
+def carry_files(source: Path, folder: Path, *, tokenizer: bool = True) -> None:
+    """Copy a base model's license and tokenizer files and generation settings to a new folder.
+
+    Files that are there already stay as they are; so do generation settings that it has.
+
+    Args:
+        source: folder of the base model.
+        folder: the new model's.
+        tokenizer: False copies only license files, where the new model has another tokenizer.
+
+    Raises:
+        ExportError: a file cannot be read.
+        WriteError: the folder cannot be written.
+    """
+    for path in sorted(source.iterdir()):
+        wanted = LICENSES.fullmatch(path.name) or (tokenizer and path.name in TOKENIZER_FILES)
+        if wanted and path.is_file() and not (folder / path.name).exists():
+            write_file(folder / path.name, read_bytes(path, error=ExportError))
+    if tokenizer and (source / GENERATION).is_file():
+        settings = read_beside(source, GENERATION, error=ExportError)
+        own = read_beside(folder, GENERATION, error=ExportError)
+        write_file(folder / GENERATION, json_text({**settings, **own}))

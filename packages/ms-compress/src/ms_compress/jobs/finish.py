@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import SchemeRun
+from ms_compress.deployment.assets import carry_files
 from ms_compress.deployment.export import check_export, export
 from ms_compress.errors import ExportError
 from ms_compress.figures import figure
@@ -43,19 +45,39 @@ def finish(
     model: nn.Module, options: SchemeRun, place: RunOutput, losses: Sequence[float] = ()
 ) -> Outcome:
     """Export a model, and say where it lies."""
+    left = float_layers(model)
+
+    def complete(aside: Path) -> None:
+        carry_files(options.model, aside, tokenizer=options.tokenizer is None)
+        place.seal(aside)
+
     folder = export(
         model,
         options.output_dir,
         verify=options.verify,
         tokenizer=_tokenizer(options),
-        on_written=place.seal,
+        on_written=complete,
     )
     place.end()
     size = sum(path.stat().st_size for path in folder.iterdir())
     checked = ", verified in its runtime" if options.verify else ""
     result = f"{options.scheme}, {figure(size / 1e6, 3)} MB{checked}"
-    facts = {"scheme": str(options.scheme), "size_bytes": size, "verified": options.verify}
+    facts: dict[str, Any] = {
+        "scheme": str(options.scheme),
+        "size_bytes": size,
+        "verified": options.verify,
+    }
+    facts |= {"float_layers": left, "float_layer_count": len(left)}
     return outcome_of(folder, result, losses, **facts)
+
+
+def float_layers(model: nn.Module) -> list[str]:
+    """Return the names of linear layers, the output head included, whose weights stay in float."""
+    return [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and getattr(layer, "scheme", None) is None
+    ]
 
 
 def _tokenizer(options: SchemeRun) -> Path | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ms_compress.deployment.assets import read_assets, write_assets
+from ms_compress.deployment.assets import carry_files, read_assets, write_assets
 from ms_compress.errors import ConfigError, DivergedError, ExportError
 from ms_compress.files.durable import write_file, writing
 from ms_compress.files.untrusted import check_parts
@@ -64,23 +64,27 @@ def _load_with_transformers(path: Path) -> nn.Module:
 def save(model: nn.Module, folder: Path, *, beside: Path, last: Callable[[Path], object]) -> None:
     """Write a model's stored weights as a Hugging Face folder, whole or not at all.
 
+    They get the base model's dtype, though they are trained in float32.
+
     Args:
         model: of ms-parallel or transformers.
         folder: must not exist.
-        beside: the folder of the model that it was made from, whose tokenizer goes with it.
+        beside: the folder of the model that it was made from, whose tokenizer, license and
+            generation settings go with it.
         last: is given the folder once all else is in it, before it has its name.
 
     Raises:
         ExportError: the folder exists or cannot be written, or a value is NaN or infinite.
     """
     check_finite(model, failed=True)
+    dtype = _stored_dtype(beside)
     with new_folder(folder) as aside, writing(folder):
         if hasattr(model.config, "to_dict"):
-            model.save_pretrained(aside)  # type: ignore[operator]
+            (model if dtype is None else model.to(dtype)).save_pretrained(aside)  # type: ignore[operator]
         else:
             import ms_parallel
 
-            ms_parallel.save_model(model, aside)  # type: ignore[arg-type]
+            ms_parallel.save_model(model, aside, dtype=dtype)  # type: ignore[arg-type]
         _write_assets(aside, beside)
         last(aside)
 
@@ -116,3 +120,11 @@ def _write_assets(folder: Path, source: Path) -> None:
         text = json.dumps(config, indent=2, sort_keys=True)
         write_file(folder / "config.json", text.encode() + b"\n")
     write_assets(assets, folder)
+    carry_files(source, folder)
+
+
+def _stored_dtype(folder: Path) -> torch.dtype | None:
+    """Return the dtype that a folder's config.json states; None if it states none."""
+    config = read_config(folder)
+    dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None

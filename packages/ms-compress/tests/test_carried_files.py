@@ -1,0 +1,88 @@
+"""What a base folder holds besides weights is in each folder that is made from it."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+from chats import write_tokenizer
+from folders import model, write_run
+
+from ms_compress.cli import main
+from ms_parallel.weights import save_model
+
+COMMANDS = {
+    "prune": "pattern=2:4",
+    "distill": "layers=1",
+    "qat": "scheme=ct.int4_g32",
+    "quantize": "scheme=ort.matmulnbits",
+    "export": "scheme=gguf.q4_0",
+}
+CARRIED = {
+    "LICENSE": "free\n",
+    "NOTICE.txt": "notice\n",
+    "special_tokens_map.json": '{"eos_token": "<|endoftext|>"}\n',
+    "added_tokens.json": "{}\n",
+    "chat_template.jinja": "{{ messages }}",
+}
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    """A run file whose base folder is of bfloat16, with all files that models come with."""
+    file = write_run(tmp_path)
+    base = tmp_path / "base"
+    save_model(model(), base, dtype=torch.bfloat16)
+    write_tokenizer(base)
+    for name, text in CARRIED.items():
+        (base / name).write_text(text)
+    settings = {"temperature": 0.6, "do_sample": True, "eos_token_id": 0}
+    (base / "generation_config.json").write_text(json.dumps(settings))
+    return file
+
+
+@pytest.mark.parametrize("tokenizer", [True, False])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_files_and_settings_of_the_base_folder_are_carried(
+    command: str, tokenizer: bool, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """License, tokenizer, chat template and generation settings; also without a tokenizer.json."""
+    base, out = run_file.parent / "base", run_file.parent / "out"
+    if not tokenizer:
+        if command == "export":
+            pytest.skip("llama.cpp needs a tokenizer.json")
+        (base / "tokenizer.json").unlink()
+    arguments = ["--set", COMMANDS[command], "--set", f"model={base}", "--json"]
+    assert main([command, str(run_file), *arguments]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    for name, text in CARRIED.items():
+        assert (out / name).read_text() == text, name
+    settings = json.loads((out / "tokenizer_config.json").read_text())
+    assert settings["eos_token"] == "<|endoftext|>"
+    generation = json.loads((out / "generation_config.json").read_text())
+    assert (generation["temperature"], generation["do_sample"]) == (0.6, True)
+    if command in ("prune", "distill"):
+        tensors = load_file(out / "model.safetensors")
+        assert {each.dtype for each in tensors.values()} == {torch.bfloat16}
+        config = json.loads((out / "config.json").read_text())
+        assert "bfloat16" in (config.get("dtype"), config.get("torch_dtype"))
+    else:
+        assert facts["float_layer_count"] == len(facts["float_layers"])
+        assert all("head" in name for name in facts["float_layers"])
+
+
+def test_layers_that_stay_in_float_are_named(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exceptions, by the layers' own names."""
+    arguments = ["scheme=ct.int4_g32", 'exceptions=["*.layers.1.mlp.*"]', "method=rtn"]
+    more = [part for each in arguments for part in ("--set", each)]
+    assert main(["quantize", str(run_file), *more, "--json"]) == 0
+    names = json.loads(capsys.readouterr().out)["float_layers"]
+    assert {name for name in names if "layers" in name} == {
+        f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")
+    }
