@@ -182,6 +182,14 @@ def test_the_first_place_that_names_an_end_holds(
         ("tokenizer.json", {"pre_tokenizer": {"type": "Whitespace"}}, "no name for how it splits"),
         ("tokenizer.json", {"pre_tokenizer": [1]}, "pre_tokenizer is damaged"),
         ("tokenizer.json", {"added_tokens": [{"id": "a"}]}, "its vocabulary is damaged"),
+        *(
+            (
+                "tokenizer.json",
+                {"added_tokens": [{"id": 0, "content": END, "special": True, flag: True}]},
+                flag,
+            )
+            for flag in ("lstrip", "rstrip", "single_word")
+        ),
         ("tokenizer_config.json", {"chat_template": 5}, "chat_template is no text"),
         ("generation_config.json", {"eos_token_id": 999}, "which is no token of the model's"),
         ("generation_config.json", {"eos_token_id": [1, 2, 3, 4]}, "4 tokens end a text"),

@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import VOCABULARY, decoder, llama, qwen3
+from models import VOCABULARY, decoder, deepseek, llama, qwen3
 from mutants import GGUF, mutate_gguf, mutate_onnx, mutate_safetensors
 
 from ms_compress import ExportError, LayerError, VerifyError, export, qat, verify
+from ms_compress.deployment.export import check_export
 from ms_compress.deployment.verification import check_weights, probe
 from ms_compress.quantisation.layers import PreparedLinear
 from ms_compress.targets.target import open_runtime
@@ -181,6 +182,13 @@ def test_inputs_that_transformers_rounds_otherwise_are_refused(
             layer.input_ndim = None  # verification alone must notice
     with pytest.raises(VerifyError, match=r"shared_expert\S+ otherwise than training"):
         export(model, tmp_path / "out", verify=True)
+
+
+def test_a_layer_whose_inputs_transformers_gives_another_shape_is_refused() -> None:
+    """`kv_b_proj` of DeepSeek V3 gets (B, 1, S, K)."""
+    model = qat(deepseek(), "ct.w8a8", exceptions=["*.mlp.gate", "*.mlp.experts*"])
+    with pytest.raises(LayerError, match=r"kv_b_proj: its input .*as an exception"):
+        check_export(model, "ct.w8a8")
 
 
 def test_an_export_that_fails_its_check_leaves_nothing(
