@@ -191,6 +191,14 @@ def test_a_layer_whose_inputs_transformers_gives_another_shape_is_refused() -> N
         check_export(model, "ct.w8a8")
 
 
+def test_a_level_that_rounds_inputs_is_allowed_their_rounding(tmp_path: Path) -> None:
+    """At accuracy_level=4 onnxruntime rounds inputs to 8 bits, which training left out."""
+    model = qat(decoder(), "ort.matmulnbits")
+    found = verify(model, export(model, tmp_path / "out", verify=True, accuracy_level=4), "ort")
+    assert found.rounds_inputs
+    assert 1e-4 * found.spread < found.mean <= 0.02 * found.spread
+
+
 def test_an_export_that_fails_its_check_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

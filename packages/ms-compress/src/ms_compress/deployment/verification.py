@@ -71,6 +71,8 @@ class Agreement:
     """Number of prepared layers. Layers that the probe never reaches are not compared."""
     layer_error: float = 0.0
     """Largest difference of a layer's output, as a share of what the order of sums may cause."""
+    rounds_inputs: bool = False
+    """The runtime rounds inputs to 8 bits that training did not, as at accuracy_level=4."""
     generated: tuple[int, ...] = ()
     """Tokens of a text that the runtime wrote on by itself, the model's own likeliest; none where
     the folder has no tokenizer."""
@@ -112,6 +114,8 @@ def verify(
     layers = check_layers(model, folder, runtime, tokens)
     found = evolve(found, **asdict(layers))
     limit = _limit(model, find_target(target))
+    if found.rounds_inputs:
+        limit = max(limit, ROUNDED_INPUTS)
     if not found.mean <= limit * found.spread:
         raise VerifyError(
             f"{folder}: its runtime's logits are off by {found.mean:.3g} on average, where the"
@@ -131,6 +135,7 @@ class LayerAgreement:
     layers: int
     prepared: int
     layer_error: float
+    rounds_inputs: bool
 
 
 def check_layers(
@@ -154,11 +159,14 @@ def check_layers(
         {HEAD_EMBEDDING} if whole.is_tied else set()
     )
     seen: dict[str, float] = {}
+    groups: set[int] = set()
 
     def visit(run: LayerRun) -> None:
         entry = whole.tensors.get(f"{run.name}.weight")
         if entry is None or run.name not in prepared:
             return
+        if run.input_group is not None:
+            groups.add(run.input_group)
         weight = whole.read(entry.name)
         bias = whole.read(f"{run.name}.bias") if f"{run.name}.bias" in whole.tensors else None
         if isinstance(weight, Quantised):  # the first process has it, and compares
@@ -176,7 +184,10 @@ def check_layers(
         with whole.collective:
             runtime.visit_layers(tokens, visit)
     return LayerAgreement(
-        layers=len(seen), prepared=len(prepared), layer_error=max(seen.values(), default=0.0)
+        layers=len(seen),
+        prepared=len(prepared),
+        layer_error=max(seen.values(), default=0.0),
+        rounds_inputs=bool(groups),
     )
 
 
