@@ -264,9 +264,8 @@ class Engine:
         audit = None
         if self.auditor and self.auditor.is_due(self.step + 1) and isfinite(totals.grad_norm):
             audit = self.auditor.audit(microbatches, loss, weight, tokens, totals.loss, gradients)
-        if skipped is None:
-            self.trained.step(gradients, totals.grad_norm, rate)
-            self.balancer.settle(load)
+        self.trained.step(None if skipped else gradients, totals.grad_norm, rate)
+        self.balancer.settle(None if skipped else load)
         self.trained.zero_grad()
         if skipped in (None, "overflow"):
             self.scaler.settle(overflow=skipped is not None)

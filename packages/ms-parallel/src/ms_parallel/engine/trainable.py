@@ -84,10 +84,13 @@ class Trainable:
         """Sum of squares of what is counted on this process, a float32 scalar."""
         return squared_norm([gradients[name] for name in self.counted], self.groups.device)
 
-    def step(self, gradients: Mapping[str, Tensor], norm: float, rate: float) -> None:
-        """Clip gradients of this L2 norm in place, and update the parameters."""
+    def step(self, gradients: Mapping[str, Tensor] | None, norm: float, rate: float) -> None:
+        """Clip gradients of this L2 norm in place, and update the parameters.
+
+        None skips the update; torch's optimizer hooks, by which profilers count steps, still run.
+        """
         limit = self.optimizer.config.max_grad_norm
-        if limit is not None and norm > limit:
+        if gradients is not None and limit is not None and norm > limit:
             scale(list(gradients.values()), limit / (norm + 1e-6))
         self.optimizer.step(gradients, rate)
 
