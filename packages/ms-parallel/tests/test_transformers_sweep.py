@@ -17,8 +17,8 @@ from ms_parallel.models import TransformersModel
 from ms_parallel.models.foreign.small import small_model
 
 SWEEP = Path(__file__).parents[1] / "benchmarks" / "transformers_sweep.py"
-SAMPLE = ("stablelm", "lfm2", "olmo2")
-"""Attention with partial rotary tables, convolutions, and a family of our own."""
+SAMPLE = ("stablelm", "lfm2", "zamba2")
+"""Attention with partial rotary tables, convolutions, and hybrid layers that take two masks."""
 CELLS = 8
 """Coarse checks of a class."""
 

@@ -20,6 +20,8 @@ from ms_parallel.models.foreign.experts import CountedRouter
 from ms_parallel.operators.protocol import Ops
 
 MASK, HIDDEN = "attention_mask", "hidden_states"
+MASKS = (MASK, "causal_mask")
+"""Parameters of blocks through which a mask reaches attention; hybrid layers have both."""
 
 
 class Now:
@@ -122,17 +124,17 @@ class _Given:
     def __init__(self, block: nn.Module, now: Now, mixers: list[Apart]) -> None:
         self.routers = [each for each in block.modules() if isinstance(each, CountedRouter)]
         names = list(inspect.signature(block.forward).parameters)
-        self.place = names.index(MASK) if MASK in names else None
+        self.places = {mask: names.index(mask) for mask in MASKS if mask in names}
         self.now, self.mixers, self.before = now, mixers, 0
 
     def give(self, block: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Hand a block the documents, before it runs."""
-        now, place = self.now, self.place
-        at = place if place is not None and place < len(args) else None
-        documents = (
-            now.documents if now.running else args[at] if at is not None else named.get(MASK)
-        )
-        if place is None and documents is not None:
+        now, places = self.now, self.places
+        documents = now.documents
+        if not now.running:  # recomputed: as the first forward was given
+            at = places.get(MASK, len(args))
+            documents = args[at] if at < len(args) else named.get(MASK)
+        if MASK not in places and documents is not None:
             raise ModelError(
                 f"{type(block).__name__} takes no attention_mask, so that attention would cross"
                 " documents in packed rows; leave documents out of the batch"
@@ -143,9 +145,13 @@ class _Given:
         for router in self.routers:
             router.documents = documents
             router.rows = len(args[0] if args else named[HIDDEN])
-        if at is not None:
-            return (*args[:at], documents, *args[at + 1 :]), named
-        return args, named if place is None else {**named, MASK: documents}
+        given = list(args)
+        for mask, at in places.items():
+            if at < len(args):
+                given[at] = documents
+            else:
+                named = {**named, mask: documents}
+        return tuple(given), named
 
     def check(self, block: nn.Module, *_: Any) -> None:
         """Check that a block that ran asked for our attention, or is known to mix otherwise."""
