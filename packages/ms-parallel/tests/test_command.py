@@ -143,12 +143,12 @@ def test_the_template_trains_when_its_dataset_is_filled_in(
 
 @pytest.mark.parametrize("share", [1e-9, 0.0])
 def test_a_run_that_holds_too_little_out_says_so(
-    corpus: Path, tmp_path: Path, share: float, capsys: pytest.CaptureFixture[str]
+    corpus: Path, tmp_path: Path, share: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was to measure a held-out loss and measures none; who asks for none hears nothing."""
     run = write_run(tmp_path / "run.toml", corpus, hold_out=share, steps=1)
     assert main(["train", str(run), "--set", f"output_dir={tmp_path / 'out'}"]) == 0
-    said = "leaves too little text for a held-out loss" in "".join(capsys.readouterr())
+    said = "leaves too little text for a held-out loss" in caplog.text
     assert said is (share > 0)
 
 

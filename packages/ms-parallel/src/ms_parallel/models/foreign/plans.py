@@ -137,11 +137,12 @@ def _tensor(model: Any, prefix: str) -> dict[str, Style]:
     if not published:
         return {}
     styles: dict[str, Style] = {}
-    split = _split_parents(published, prefix)
+    split = _split_parents(model, published, prefix)
     for name, value in model.named_parameters():
         parameter = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         module = parameter.rpartition(".")[0]
-        parent, _, own = module.rpartition(".")
+        inside = name.rpartition(".")[0]
+        parent, _, own = inside.rpartition(".")
         for pattern in (parameter, module):
             style = published.get(pattern.removeprefix(f"{prefix}."))
             if style is not None:
@@ -151,16 +152,23 @@ def _tensor(model: Any, prefix: str) -> dict[str, Style]:
             continue
         if parent in split and own in ON_SPLIT_FEATURES:
             styles[module] = "heads"  # each rank has the gradient of its features; they are summed
-        elif parent in split or module in split:
+        elif parent in split or inside in split:
             styles[parameter] = cast(Style, UNNAMED)  # partial or whole gradient: unknown
         else:
             styles[module] = "replicated"
     return styles
 
 
-def _split_parents(published: Mapping[str, str], prefix: str) -> set[str]:
-    """List modules with a child that splits its output and one that takes split input."""
+def _split_parents(model: Any, published: Mapping[str, str], prefix: str) -> set[str]:
+    """List modules with a child that splits its output and one that takes split input.
+
+    Only children that the module has count: a layer of experts shares its name and its plan with
+    the dense ones, and its router runs next to nothing that is split.
+    """
     styles: dict[str, set[str]] = {}
-    for pattern, style in published.items():
-        styles.setdefault(f"{prefix}.{pattern}".rpartition(".")[0], set()).add(style)
+    for name, _ in model.named_parameters():
+        for path in (name, name.rpartition(".")[0]):
+            pattern = re.sub(r"\.\d+(?=\.|$)", ".*", path).removeprefix(f"{prefix}.")
+            if pattern in published:
+                styles.setdefault(path.rpartition(".")[0], set()).add(published[pattern])
     return {parent for parent, found in styles.items() if {"colwise", "rowwise"} <= found}
