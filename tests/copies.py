@@ -14,6 +14,7 @@ COPIES = {
     "events.py": ("align", "parallel"),
     "files/durable.py": ("align", "compress", "data", "parallel"),
     "entry.py": ("align", "compress", "data", "kernels", "parallel", "profile"),
+    "files/model_name.py": ("align", "compress", "parallel"),
     "files/run_folder.py": ("align", "compress", "parallel"),
     "files/safetensors_file.py": ("compress", "parallel"),
     "files/tokenizer_source.py": ("align", "compress", "parallel"),

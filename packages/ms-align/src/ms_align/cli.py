@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ms_align import __version__
 from ms_align.commands.command import COMMANDS, Command
+from ms_align.commands.early import check_early
 from ms_align.entry import DONE, CommandParser, file_argument, perform
 from ms_align.interruption import end_with_launcher
 from ms_align.settings.run_file import add_run_file, read_settings
@@ -86,6 +87,7 @@ def _init(command: Command, out: Path | None) -> int:
 def _run(options: argparse.Namespace) -> int:
     where = str(options.run_file)
     settings = read_settings(where, options.set)
+    check_early(options.command, settings, where)
     run = options.command.perform
     if not options.json:
         return int(run(settings, where)["code"])

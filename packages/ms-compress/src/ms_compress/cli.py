@@ -10,6 +10,8 @@ import msgspec
 from ms_compress import __version__
 from ms_compress.commands import COMMANDS, Command
 from ms_compress.entry import CommandParser, file_argument, perform
+from ms_compress.errors import ConfigError
+from ms_compress.files.model_name import missing_model
 from ms_compress.settings.run_file import add_run_file, build, read_settings, refuse_renamed
 from ms_compress.settings.template import help_text, write_template
 
@@ -29,7 +31,11 @@ def _run(options: argparse.Namespace) -> int:
     settings = read_settings(options.run_file, options.set)
     settings |= {flag: True for flag in command.flags if getattr(options, flag)}
     refuse_renamed(settings, RENAMED, where=options.run_file)
-    outcome = command.run(build(command.options, settings, where=options.run_file))
+    run: Any = build(command.options, settings, where=options.run_file)
+    model = getattr(run, "model", None)
+    if model is not None and (problem := missing_model(str(model))) is not None:
+        raise ConfigError(f"{options.run_file}: model must be a local folder: {problem}")
+    outcome = command.run(run)
     if options.json:
         sys.stdout.write(msgspec.json.encode(outcome.facts).decode() + "\n")
     else:

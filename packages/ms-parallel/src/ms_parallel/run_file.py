@@ -11,9 +11,11 @@ from attrs import field, fields, frozen
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError
 from ms_parallel.files.durable import write_file, writing
+from ms_parallel.files.model_name import missing_model
 from ms_parallel.files.toml_text import toml_text
 from ms_parallel.planner.record.plan_file import Plan
 from ms_parallel.settings import a_path, nearest
+from ms_parallel.settings.keys import groups_of
 from ms_parallel.settings.run_file import override, read_settings, refuse_renamed
 from ms_parallel.training.options import Length, Options
 
@@ -65,6 +67,8 @@ def _run_file(settings: dict[str, Any]) -> RunFile:
     for key in ("model", "dataset"):
         if not isinstance(settings.get(key), str):
             raise ConfigError(f"{key} is missing; give a text, such as {key} = {EXAMPLES[key]!r}")
+    if (problem := missing_model(settings["model"])) is not None:
+        raise ConfigError(f"model must be an architecture or a local folder: {problem}")
     dataset = settings.pop("dataset")
     length = Length(**{key: settings.pop(key) for key in LENGTH if key in settings})
     renamed = {KEYS.get(key, key): value for key, value in settings.items()}
@@ -117,9 +121,9 @@ def _check_keys(settings: dict[str, Any]) -> None:
 
 def _unknown(key: str, known: Sequence[str]) -> str:
     """Say which known key is nearest, and look into the tables too."""
-    from ms_parallel.models.decoder_config import DecoderConfig
-
-    inside = {setting.name: f"model_config.{setting.name}" for setting in fields(DecoderConfig)}
+    # Read from the source, as importing the class would import torch.
+    groups = groups_of("models.decoder_config:DecoderConfig")
+    inside = {each.name: f"model_config.{each.name}" for group in groups for each in group.keys}
     inside |= {axis.name: f"layout.{axis.name}" for axis in fields(Layout)}
     if key in inside:
         return f"unknown key {key!r}; did you mean {inside[key]!r}?"

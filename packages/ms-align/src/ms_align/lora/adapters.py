@@ -363,6 +363,12 @@ def _matching(model: nn.Module, targets: str | tuple[str, ...]) -> list[str]:
         found = [name for name in linear if ends_with(name, targets)]
     if not found:
         have = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
+        if any(type(module).__name__ == "Conv1D" for module in model.modules()):
+            raise ConfigError(
+                f"lora needs torch.nn.Linear layers, and {type(model).__name__} uses transformers'"
+                " Conv1D (as GPT-2 does); leave lora out and train all weights, or use another"
+                " model"
+            )
         raise ConfigError(f"no linear layer matches targets {targets!r}; the model has: {have}")
     return found
 

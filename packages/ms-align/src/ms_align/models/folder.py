@@ -16,6 +16,7 @@ from torch import nn
 from ms_align import processes
 from ms_align.errors import ConfigError, ModelError, NonFiniteError
 from ms_align.files.durable import write_file, writing
+from ms_align.files.model_name import missing_model
 from ms_align.files.tokenizer_source import json_text
 from ms_align.files.untrusted import check_parts, check_path, read_json
 from ms_align.models.finite import check_module, first_not_finite
@@ -120,6 +121,8 @@ def load_model(folder: str | Path, *, device: str | None = None) -> nn.Module:
     """
     check_path("a model", folder, error=ModelError)
     path = Path(folder)
+    if (problem := missing_model(str(folder))) is not None:
+        raise ModelError(f"the model must be a local folder: {problem}")
     if not (path / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json; give the folder of a model")
     place = pick_device(device)

@@ -36,6 +36,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """Print what is known; 1 where the layout is refused."""
+    from ms_parallel.errors import ConfigError
+    from ms_parallel.files.model_name import missing_model
+
+    if (problem := missing_model(options.model)) is not None:
+        raise ConfigError(f"MODEL must be an architecture or a local folder: {problem}")
     found = explain(options.layout, options.model, **_given(options))
     if options.json:
         print_json(found)

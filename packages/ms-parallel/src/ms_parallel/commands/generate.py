@@ -31,8 +31,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """Print the prompt and its continuation up to the end of the document."""
-    from ms_parallel.engine.engine import Engine
     from ms_parallel.errors import ConfigError
+    from ms_parallel.files.model_name import missing_model
+
+    if (problem := missing_model(str(options.model))) is not None:
+        raise ConfigError(f"MODEL must be a local folder: {problem}")
+    from ms_parallel.engine.engine import Engine
     from ms_parallel.training.optional import data_package
 
     if options.max_new_tokens < 1:

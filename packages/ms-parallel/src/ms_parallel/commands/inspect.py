@@ -1,5 +1,6 @@
 """`ms-parallel inspect`: say what a run will be."""
 
+import logging
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
@@ -7,6 +8,8 @@ from msgspec.structs import asdict
 
 from ms_parallel.command_line import GIB, add_json, print_json
 from ms_parallel.settings.run_file import add_run_file
+
+logger = logging.getLogger(__name__)
 
 CATEGORIES = ("weights", "gradients", "moments", "activations", "buffers")
 HELP = "say what a run will be: parameters, memory of each rank, layout"
@@ -20,21 +23,31 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_json(parser)
 
 
+def _is_there(dataset: str) -> bool:
+    return dataset == "stdlib" or Path(dataset).exists()
+
+
 def run(options: Namespace) -> int:
     """Print the facts of a run without starting it."""
     from ms_parallel.run_file import read_run_file
+
+    run = read_run_file(options.run_file, options.set)  # before torch is imported
     from ms_parallel.training.fitting import layout_of
     from ms_parallel.training.inspection import inspect
     from ms_parallel.training.memory import run_memory
     from ms_parallel.training.microbatch_size import settled
 
-    run = read_run_file(options.run_file, options.set)
     candidates = (Path(run.dataset), run.options.output_dir / "shards")
     shards = next((folder for folder in candidates if (folder / "index.json").is_file()), None)
     layout = layout_of(run.options)
     settings = settled(
         run.options, layout, lambda rows: run_memory(run.options, layout, shards, rows)
     )
+    if shards is None and not _is_there(run.dataset):
+        logger.warning(
+            "dataset %r does not exist; train needs a folder of shards, raw text, or 'stdlib'",
+            run.dataset,
+        )
     facts = inspect(settings, layout, shards)
     memory = run_memory(settings, layout, shards)
     if options.json:

@@ -50,12 +50,13 @@ def run(options: Namespace) -> int:
     """Plan, print what was found, and write the run file if asked."""
     from pathlib import Path
 
+    from ms_parallel.run_file import read_run_file, write_planned
+
+    run = read_run_file(options.run_file, options.set)  # before torch is imported
     from ms_parallel.planner.cluster import read_cluster
     from ms_parallel.planner.record.plan_file import FILE, write_plan
-    from ms_parallel.run_file import read_run_file, write_planned
     from ms_parallel.training.planning.plan import plan
 
-    run = read_run_file(options.run_file, options.set)
     cluster = read_cluster(options.cluster)
     candidates = (Path(run.dataset), run.options.output_dir / "shards")
     shards = next((folder for folder in candidates if (folder / "index.json").is_file()), None)

@@ -31,6 +31,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     """Prove a model; print the proof or the smallest counterexample; return 1 unless it holds."""
     from ms_parallel.errors import ConfigError
+    from ms_parallel.files.model_name import missing_model
+
+    if (problem := missing_model(options.model)) is not None:
+        raise ConfigError(f"MODEL must be an architecture or a local folder: {problem}")
     from ms_parallel.files.durable import write_file
     from ms_parallel.proof.page import draw_page
     from ms_parallel.proof.prove import prove

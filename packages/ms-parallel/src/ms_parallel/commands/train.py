@@ -27,11 +27,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     """Train, or resume, and print the result."""
     end_with_launcher()
-    from ms_parallel.cluster.process import is_first
     from ms_parallel.run_file import read_run_file
+
+    run = read_run_file(options.run_file, options.set)  # before torch is imported
+    from ms_parallel.cluster.process import is_first
     from ms_parallel.training.trainer import DistributedTrainer
 
-    run = read_run_file(options.run_file, options.set)
     trainer = DistributedTrainer.from_options(run.options)
     stdout = sys.stderr if options.json else sys.stdout
     with contextlib.redirect_stdout(stdout):

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ms_parallel.errors import ConfigError, ModelError
+from ms_parallel.files.model_name import missing_model
 from ms_parallel.files.untrusted import check_path, read_json
 from ms_parallel.models.config import ModelConfig, TokenId, token_ids
 from ms_parallel.models.family import families, family_of, foreign
@@ -52,6 +53,8 @@ def architecture(
     if known is None:
         known = _named(_spelled(str(name_or_folder)))
     if known is None:
+        if (problem := missing_model(str(name_or_folder))) is not None:
+            raise ConfigError(f"unknown architecture: {problem}")
         remedy = nearest(str(name_or_folder), architectures())
         raise ConfigError(
             f"unknown architecture {str(name_or_folder)[:200]!r}; {remedy}"

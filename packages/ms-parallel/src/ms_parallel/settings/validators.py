@@ -19,6 +19,8 @@ Check = Callable[[Any, "Attribute[Any]", Any], None]
 MOST = 10**12
 """More than any count of steps, tokens or samples; what is greater is a slip of the hand."""
 SHOWN_CHARACTERS = 200
+CUTOFF = 0.65
+"""Similarity of a suggestion: 'bf16' finds 'bfloat16' (0.67), 'steps' not 'float_steps' (0.63)."""
 WRITTEN_IN_FILES = (str, bool, int, float, bytes, list, tuple, Mapping, date, time)
 """What a run file can hold."""
 
@@ -134,7 +136,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Return the remedy for an unknown word: the nearest known one, or all of them."""
     known = sorted(known)
     lower = {one.lower(): one for one in known}
-    near = get_close_matches(word.lower(), lower, n=1, cutoff=0.4)
+    near = get_close_matches(word.lower(), lower, n=1, cutoff=CUTOFF)
     return f"did you mean {lower[near[0]]!r}?" if near else f"known: {', '.join(known)}"
 
 

@@ -1,0 +1,59 @@
+"""Mistakes in a run file are reported before torch is imported, which takes seconds."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CALL = """
+import sys
+from ms_align.cli import main
+code = main(sys.argv[1:])
+print(code, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "content", "message"),
+    [
+        ("sft RUN", None, "cannot be read"),
+        ("reward RUN", None, "cannot be read"),
+        ("dpo RUN", None, "cannot be read"),
+        ("ppo RUN", None, "cannot be read"),
+        ("grpo RUN", None, "cannot be read"),
+        ("generate RUN", None, "cannot be read"),
+        ("evaluate RUN", None, "cannot be read"),
+        (
+            "sft RUN",
+            'model="Qwen/Qwen3-0.6B"\ndataset="x"\nepochs=1\n',
+            "not a local folder, and names of the Hugging Face Hub are not downloaded",
+        ),
+        ("sft RUN", 'model="/no/where"\ndataset="x"\nepochs=1\n', "'/no/where' does not exist"),
+        ("sft RUN", 'modle="x"\n', "unknown key 'modle'; did you mean 'model'?"),
+        (
+            "grpo RUN",
+            'model="."\ndataset="x"\nreward_model="no_such:right"\n',
+            "'no_such:right' cannot be imported: No module named 'no_such'",
+        ),
+        (
+            "ppo RUN",
+            'model="."\ndataset="x"\nreward_model={a="/no/where"}\n',
+            "reward_model must be a local folder",
+        ),
+    ],
+)
+def test_a_mistake_is_reported_before_torch_is_imported(
+    command: str, content: str | None, message: str, tmp_path: Path
+) -> None:
+    """A missing file, an unknown key, a missing folder: one line and exit code 2."""
+    run_file = tmp_path / "RUN.toml"
+    if content is not None:
+        run_file.write_text(content)
+    words = command.replace("RUN", str(run_file)).split()
+    done = subprocess.run(
+        [sys.executable, "-c", CALL, *words], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.stdout == "2 False\n", done.stderr
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
