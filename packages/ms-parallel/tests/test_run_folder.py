@@ -144,7 +144,10 @@ def test_changed_settings_are_told_and_those_that_cannot_are_refused(
 
 
 def test_a_checkpoint_without_a_manifest_is_set_aside(
-    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shards: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The run goes on from the one before, over the step whose folder stood in its way."""
     run = write_run(tmp_path / "run.toml", shards, steps=12)
@@ -153,10 +156,9 @@ def test_a_checkpoint_without_a_manifest_is_set_aside(
     (checkpoints / "step-00000012" / "checkpoint.json").unlink()
     capsys.readouterr()
     assert main(["train", str(run)]) == 0
-    said = capsys.readouterr().out
-    assert "checkpoint.json: cannot be read: No such file" in said
-    assert "kept as step-00000012.damaged-1" in said
-    assert "goes on from" in said
+    assert "checkpoint.json: cannot be read: No such file" in caplog.text
+    assert "kept as step-00000012.damaged-1" in caplog.text
+    assert "goes on from" in capsys.readouterr().out
     assert checkpoint.complete_steps(checkpoints) == [6, 9, 12]
 
 
