@@ -165,12 +165,12 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_layers_are_found_by_name_expression_or_all() -> None:
-    """gpt2's are no nn.Linear, which is said."""
+    """GPT-2 has no nn.Linear layers, so adding LoRA to it is refused."""
     assert len(add_lora(decoder(), LoraOptions(targets=("q_proj",))).adapters()) == 2
     assert len(add_lora(decoder(), LoraOptions(targets=r".*layers\.1\..*proj")).adapters()) == 7
     everything = add_lora(llama(), LoraOptions(targets="all-linear")).adapters()
     assert len(everything) == 14
-    with pytest.raises(ConfigError, match="no linear layer matches"):
+    with pytest.raises(ConfigError, match="needs torch.nn.Linear layers, and GPT2LMHeadModel uses"):
         add_lora(gpt2())
     with pytest.raises(ConfigError, match="has adapters already"):
         add_lora(add_lora(decoder()))
