@@ -83,6 +83,27 @@ def test_metadata_names_the_address_that_is_given_and_else_none(
     assert (ROOT / "packages" / NAME / "pyproject.toml").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        (None, "see optimizers, [PyTorch](https://pytorch.org) and [above](#limits) "),
+        (
+            "https://example.org/ms",
+            "see [optimizers](https://example.org/ms/blob/HEAD/docs/a.md#b), "
+            "[PyTorch](https://pytorch.org) and [above](#limits) "
+            "![plot](https://example.org/ms/blob/HEAD/docs/a.svg)",
+        ),
+    ],
+)
+def test_a_released_readme_has_no_relative_link(address: str | None, expected: str) -> None:
+    """A package index shows the README alone."""
+    readme = (
+        "see [optimizers](../../docs/a.md#b), [PyTorch](https://pytorch.org) and [above](#limits) "
+        "![plot](../../docs/a.svg)"
+    )
+    assert release.for_index(readme, NAME, address) == expected
+
+
 @pytest.mark.parametrize("text", ["", "ms", "http://example.org", "https://", 'https://a/"\n[x]'])
 def test_an_address_that_is_none_is_refused(text: str) -> None:
     """Before anything is built."""

@@ -14,6 +14,8 @@ all is in order, 1 with a line for each thing that is not.
 """
 
 import argparse
+import posixpath
+import re
 import shutil
 import subprocess
 import sys
@@ -101,14 +103,37 @@ def check(name: str, out: Path, address: str | None = None) -> list[str]:
 
 
 def source_of(name: str, address: str | None, copy: Path) -> Path:
-    """Return the folder to build from: the tree's, or a copy whose metadata names an address."""
+    """Return a copy of a library's folder to build from.
+
+    Its README has no relative links, which an index cannot follow, and its metadata names the
+    repository's address if there is one.
+    """
     source = ROOT / "packages" / name
-    if address is None:
-        return source
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "dist", "build"))
-    with (copy / "pyproject.toml").open("a") as file:
-        file.write(f'\n[project.urls]\nRepository = "{address}"\n')
+    readme = copy / "README.md"
+    readme.write_text(for_index(readme.read_text(), name, address))
+    if address is not None:
+        with (copy / "pyproject.toml").open("a") as file:
+            file.write(f'\n[project.urls]\nRepository = "{address}"\n')
     return copy
+
+
+def for_index(readme: str, name: str, address: str | None) -> str:
+    """Make relative links of a README absolute, or plain text where there is no address.
+
+    Pictures without an address are left out.
+    """
+
+    def absolute(match: re.Match[str]) -> str:
+        bang, text, target = match.groups()
+        if target.startswith(("https://", "#")):
+            return match[0]
+        if address is None:
+            return "" if bang else text
+        path = posixpath.normpath(f"packages/{name}/{target}")
+        return f"{bang}[{text}]({address}/blob/HEAD/{path})"
+
+    return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", absolute, readme)
 
 
 def project_of(name: str) -> dict[str, object]:
