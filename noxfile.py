@@ -318,12 +318,6 @@ def sizes(session: nox.Session) -> None:
     run_shared(session, "python", "tools/sizes.py")
 
 
-@job
-def copies(session: nox.Session) -> None:
-    """Copy the code that several packages need from shared_source/ into each of them."""
-    session.run("python", "tests/copies.py")
-
-
 @shared_job
 def fuzz(session: nox.Session) -> None:
     """Damage the files that commands read, 3,000 times, within limits; `-- --seed 7`.

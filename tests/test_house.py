@@ -109,6 +109,14 @@ def test_the_chinese_page_says_what_the_english_one_does() -> None:
     assert len(rows[0]) == len(rows[1])
 
 
+def test_every_shared_file_is_linked_by_packages_that_need_it() -> None:
+    """Each link in a package leads to a file of shared_source/, and no such file is unused."""
+    shared = ROOT / "shared_source"
+    links = [path for path in ROOT.glob("packages/*/**/*.py") if path.is_symlink()]
+    targets = {path.resolve() for path in links if path.name != "hatch_build.py"}
+    assert targets == set(shared.rglob("*.py"))
+
+
 SOURCES = {
     package: ROOT / "packages" / package / "src" / module_of(package) for package in PACKAGES
 }

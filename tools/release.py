@@ -245,12 +245,15 @@ def wrong_files(sdist: Path, wheel: Path, name: str) -> list[str]:
         if path.is_file() and "__pycache__" not in path.parts
     }
     with tarfile.open(sdist) as archive:
-        packed = {path.partition("/")[2] for path in archive.getnames()}
+        packed = {each.name.partition("/")[2] for each in archive if each.isfile()}
+        links = sorted(each.name for each in archive if not each.isfile())
     found = [f"the wheel lacks {path}" for path in sorted(ours - shipped)]
     strange = {path for path in shipped - ours if ".dist-info/" not in path}
     found += [f"the wheel holds {path}" for path in sorted(strange)]
     needed = ("README.md", "LICENSE", "pyproject.toml", f"src/{module}/py.typed")
     found += [f"the sdist lacks {path}" for path in needed if path not in packed]
+    found += [f"the sdist lacks src/{path}" for path in sorted(ours) if f"src/{path}" not in packed]
+    found += [f"{path} in the sdist is not a regular file" for path in links]
     licensed = any(path.endswith("/licenses/LICENSE") for path in shipped)
     return found if licensed else [*found, "the wheel lacks its licence"]
 

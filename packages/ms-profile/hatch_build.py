@@ -1,0 +1,1 @@
+../../tools/hatch_build.py
