@@ -1,4 +1,4 @@
-"""What the oracle draws, as the table that `ms-parallel explain` and README show.
+"""The combinations that the oracle draws, as the table of `ms-parallel explain` and the docs.
 
 python packages/ms-parallel/tests/combinations_table.py      # writes both
 """
@@ -17,7 +17,7 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.proof.combinations import TABLE, ProvedPairs, count_pairs, features_of, pair_name
 
 PACKAGE = Path(__file__).parent.parent
-README = PACKAGE / "README.md"
+PAGE = PACKAGE.parents[1] / "docs" / "parallel" / "proofs.md"
 FILE = PACKAGE / "src" / "ms_parallel" / "proof" / TABLE
 COLUMNS = ("data", "tensor", "pipeline", "context", "expert", "replicate")
 BEGIN, END = "<!-- combinations: made by tests/combinations_table.py -->", "<!-- /combinations -->"
@@ -38,7 +38,7 @@ def encoded(found: ProvedPairs) -> bytes:
 
 
 def table(found: ProvedPairs) -> str:
-    """The table in README."""
+    """The table of the page, in Markdown."""
     features = {name for pair in found.pairs for name in pair.split(" x ")}
     rows = [*COLUMNS, *sorted(features - set(COLUMNS))]
     lines = [f"| | {' | '.join(COLUMNS)} |", "|---|" + "---|" * len(COLUMNS)]
@@ -53,19 +53,19 @@ def table(found: ProvedPairs) -> str:
 
 
 def between(text: str) -> str:
-    """A text with the marks that stand around it in README."""
+    """A text between the marks of the page."""
     return f"{BEGIN}\n{text}\n{END}"
 
 
-def readme_table(text: str) -> str:
-    """What stands in a README between the marks."""
+def page_table(text: str) -> str:
+    """The text between the marks of the page."""
     found = re.search(re.escape(between("WHOLE")).replace("WHOLE", "(.*?)"), text, re.DOTALL)
-    assert found, f"{README} has no marks of the table"
+    assert found, f"{PAGE} has no marks of the table"
     return found[1]
 
 
 if __name__ == "__main__":
     made = counted()
     FILE.write_bytes(encoded(made))
-    old = README.read_text()
-    README.write_text(old.replace(between(readme_table(old)), between(table(made))))
+    old = PAGE.read_text()
+    PAGE.write_text(old.replace(between(page_table(old)), between(table(made))))

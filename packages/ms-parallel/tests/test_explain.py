@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from combinations_table import FILE, README, counted, encoded, readme_table, table
+from combinations_table import FILE, PAGE, counted, encoded, page_table, table
 from processes import run_command
 
 from ms_parallel.cluster.connection import connect
@@ -18,10 +18,10 @@ from ms_parallel.errors import ConfigError, LayoutError
 
 
 def test_the_tables_are_what_the_oracle_draws() -> None:
-    """In the package and in README; `python tests/combinations_table.py` writes both."""
+    """In the package and in the docs; `python tests/combinations_table.py` writes both."""
     found = counted()
     assert FILE.read_bytes() == encoded(found)
-    assert readme_table(README.read_text()) == table(found)
+    assert page_table(PAGE.read_text()) == table(found)
 
 
 def test_what_a_layout_uses_is_counted_pair_by_pair() -> None:
