@@ -34,7 +34,7 @@ class Throughput:
         self.settled = False
         """Whether the rate is that of steps after the first."""
 
-    def step(self, tokens: int) -> None:
+    def count(self, tokens: int) -> None:
         """Count a step that has just finished."""
         self._steps.append((monotonic(), tokens))
         if not self.settled and len(self._steps) == 3:
@@ -76,7 +76,7 @@ class RunDisplay:
         self._bar: Progress | None = None
         self._task = TaskID(0)
 
-    def step(self, step: int, metrics: Mapping[str, float], throughput: Throughput) -> None:
+    def show_step(self, step: int, metrics: Mapping[str, float], throughput: Throughput) -> None:
         """Show that step number `step` (from 1) is made: its metrics, the rate and time left."""
         if not self._active:
             return

@@ -25,7 +25,7 @@ SEAMS = {
     "training events": ("ms-parallel", "ms_parallel.events:OnEvent"),
     "loss": ("ms-parallel", "ms_parallel.engine.loss:Loss"),
     "engine": ("ms-align", "ms_align.engines.protocol:Engine"),
-    "update": ("ms-align", "ms_align.engines.protocol:Update"),
+    "step_report": ("ms-align", "ms_align.engines.protocol:StepReport"),
     "adapters": ("ms-align", "ms_align.engines.protocol:Adapters"),
     "generator": ("ms-align", "ms_align.generation.responses:Generator"),
     "reward": ("ms-align", "ms_align.rewards.scoring:Reward"),

@@ -73,7 +73,7 @@ def losses(ops: Ops | None) -> list[float]:
     engine = Engine(architecture("llama", sizes), ops=ops, device="cpu")
     tokens = torch.tensor(list((__doc__ or "").encode()[: 4 * 65])).view(4, 65)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    return [engine.update(batch, NextTokenLoss()).loss for _ in range(6)]
+    return [engine.step(batch, NextTokenLoss()).loss for _ in range(6)]
 
 
 def main(arguments: list[str] | None = None) -> None:

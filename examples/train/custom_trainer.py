@@ -77,11 +77,11 @@ def main(arguments: list[str] | None = None) -> None:
     with events, Recorder(options.folder / "rank-0.ring") as recorder:
         recorder.attach()
         for batch in recorder.batches(stream):
-            update = engine.update(batch, NextTokenLoss())
-            events("step", {"step": engine.step, "loss": update.loss})
-            if engine.step % 10 == 0:
-                print(f"step {engine.step:>4}  loss {update.loss:.3f}", flush=True)
-            if engine.step == options.steps:
+            update = engine.step(batch, NextTokenLoss())
+            events("step", {"step": engine.step_count, "loss": update.loss})
+            if engine.step_count % 10 == 0:
+                print(f"step {engine.step_count:>4}  loss {update.loss:.3f}", flush=True)
+            if engine.step_count == options.steps:
                 break
 
     losses = [event.fields["loss"] for event in read_events(options.folder / "events")]

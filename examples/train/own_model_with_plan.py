@@ -85,7 +85,7 @@ def losses(layout: Layout, text: bytes) -> list[float]:
     found = []
     for batch in rows:
         own = batch.chunk(engine.data_ranks)[engine.data_rank]
-        update = engine.update({"tokens": own[:, :-1], "targets": own[:, 1:]}, NextTokenLoss())
+        update = engine.step({"tokens": own[:, :-1], "targets": own[:, 1:]}, NextTokenLoss())
         found.append(update.loss)
     return found
 

@@ -104,4 +104,4 @@ def imitate(policy: nn.Module, rows: Sequence[dict[str, str]], *, steps: int, se
         targets[index, start : len(text) - 1] = torch.tensor(text[start + 1 :])
     for _ in range(steps):
         chosen = torch.randint(len(rows), (128,), generator=chance)
-        engine.update({"tokens": tokens[chosen], "targets": targets[chosen]}, Imitation())
+        engine.step({"tokens": tokens[chosen], "targets": targets[chosen]}, Imitation())

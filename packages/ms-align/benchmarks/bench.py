@@ -80,8 +80,8 @@ def ppo(policy: torch.nn.Module, prompts: list[list[int]]) -> None:
         "rollout": lambda: generate(prompts, sampling),
         "reference's log-probabilities": lambda: logprobs_of(engine, rows, 1.0),
         "values": lambda: values_of(value, rows),
-        "policy's update, an epoch": lambda: engine.update(batch, PPOLoss()),
-        "value's update, an epoch": lambda: value.update(batch, ValueLoss()),
+        "policy's update, an epoch": lambda: engine.step(batch, PPOLoss()),
+        "value's update, an epoch": lambda: value.step(batch, ValueLoss()),
     }
     for name, work in parts.items():
         print(f"PPO, {BATCH} x ({PROMPT} + {RESPONSE}): {name} {best(work) * 1e3:.0f} ms")
@@ -95,7 +95,7 @@ def tuning(policy: torch.nn.Module) -> None:
     tokens = torch.randint(8192, (4, 512))
     batch = {"tokens": tokens, "positions": positions, "documents": documents, "targets": tokens}
     engine = LocalEngine(policy, OptimizerOptions())
-    seconds = best(lambda: engine.update(batch, SFTLoss()))
+    seconds = best(lambda: engine.step(batch, SFTLoss()))
     print(f"packed tuning, 4 x 512: {2048 / seconds:.0f} tokens/s")
 
 

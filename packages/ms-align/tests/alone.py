@@ -38,7 +38,7 @@ def main() -> None:
 
     rows["old_logprobs"] = torch.full((1, 3), logprob() / 2)
     before = logprob()
-    engine.update(rows, PolicyLoss(clip_high=9.0))
+    engine.step(rows, PolicyLoss(clip_high=9.0))
     check(logprob() > before, "a rewarded response becomes likelier")
     command = [sys.executable, "-I", "-m", "ms_align", "--help"]
     check(subprocess.run(command, capture_output=True).returncode == 0, "the command answers")

@@ -80,7 +80,7 @@ def test_only_adapters_learn() -> None:
     before = {name: value.clone() for name, value in model.named_parameters()}
     engine = LocalEngine(adapted, OptimizerOptions(learning_rate=1e-2))
     batch = {"tokens": TOKENS, "targets": TOKENS.roll(-1, 1)}
-    losses = [engine.update(batch, SFTLoss()).loss for _ in range(8)]
+    losses = [engine.step(batch, SFTLoss()).loss for _ in range(8)]
     assert losses[-1] < losses[0]
     assert all("lora_" in name for name in engine.parameters)
     for name, value in model.named_parameters():

@@ -69,7 +69,7 @@ def test_packed_rows_give_the_loss_and_gradient_of_each_sample_alone(sets: Path)
         kept = (batch["targets"] >= 0).any(1)
         batch = {name: value[kept] for name, value in batch.items()}
         engine = LocalEngine(model, OptimizerOptions(max_grad_norm=None))
-        results.append(engine.update(batch, SFTLoss()))
+        results.append(engine.step(batch, SFTLoss()))
     assert results[0].loss == pytest.approx(results[1].loss, rel=1e-5)
     assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=1e-5)
 
@@ -101,7 +101,7 @@ def test_task_weights_are_given_or_learnt(sets: Path, tmp_path: Path) -> None:
         (alone, SFTLoss(tasks=2, per_row=True)),
     ):
         engine = LocalEngine(decoder(), OptimizerOptions(max_grad_norm=None))
-        update = engine.update(given, loss)
+        update = engine.step(given, loss)
         norms.append(update.grad_norm * loss.weight(given))
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     trainer = SFTTrainer(**quiet(tmp_path, 4), uncertainty=True, uncertainty_rate=0.5)

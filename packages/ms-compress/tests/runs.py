@@ -106,7 +106,7 @@ def _trained(groups: Groups, scheme: str, folder: str, sparse: bool) -> dict[str
         generator = torch.Generator().manual_seed(step)
         text = torch.randint(0, VOCABULARY, (4, 17), generator=generator)[mine]
         batch = {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
-        losses.append(engine.update(batch, NextTokenLoss()).loss)
+        losses.append(engine.step(batch, NextTokenLoss()).loss)
     out = export(list(engine.stages.values()), Path(folder))
     files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in out.iterdir()}
     return {"losses": losses, "files": files}

@@ -301,8 +301,8 @@ def test_mixed_precision_is_deployed_with_the_codes_it_trained(tmp_path: Path) -
         prepare=lambda stage: qat(stage, "ct.int4_g32"),
     )
     text = tokens()
-    engine.update({"tokens": text[:, :-1], "targets": text[:, 1:]}, NextTokenLoss())
-    engine.update({"tokens": text[:, :-1], "targets": text[:, 1:]}, NextTokenLoss())
+    engine.step({"tokens": text[:, :-1], "targets": text[:, 1:]}, NextTokenLoss())
+    engine.step({"tokens": text[:, :-1], "targets": text[:, 1:]}, NextTokenLoss())
     folder = export(list(engine.stages.values()), tmp_path / "out")
     stored = load_file(folder / "model.safetensors")
     name, how = "model.layers.1.mlp.up_proj", scheme("ct.int4_g32")

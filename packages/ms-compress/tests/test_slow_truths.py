@@ -315,7 +315,7 @@ def test_an_engine_learns_its_teacher(tmp_path: Path) -> None:
     loss: Any = DistillationLoss(teacher=engine_teacher(teacher), chunk=5)
     with torch.no_grad():
         first = distillation_loss(model()(batch["tokens"]), teacher(batch["tokens"]))
-    losses = [engine.update(batch, loss).loss for _ in range(60)]
+    losses = [engine.step(batch, loss).loss for _ in range(60)]
     assert losses[0] == pytest.approx(float(first), rel=1e-4)
     assert losses[-1] < 0.5 * losses[0]
 
@@ -367,5 +367,5 @@ def with_the_engine(folder: Path, wanted: dict[str, Tensor], batch: dict[str, Te
     settings = AdamWConfig(learning_rate=3e-3, weight_decay=0.1, warmup_steps=1, decay_steps=50)
     engine = Engine(folder, optimizer=settings, prepare=prepare)
     for _ in range(50):
-        engine.update(batch, NextTokenLoss())
+        engine.step(batch, NextTokenLoss())
     return engine.stages[0]

@@ -44,7 +44,7 @@ def main() -> int:
     batch["targets"] = batch["tokens"].roll(-1, 1)
 
     def step() -> None:
-        engine.update(batch, NextTokenLoss())
+        engine.step(batch, NextTokenLoss())
 
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         saver = BackgroundSaver(Path(name), 2)
@@ -77,7 +77,7 @@ def alternate(
 
     def saved() -> None:
         step()
-        saver.save(engine.step, engine.state_dict(), facts={}, note=lambda: None)
+        saver.save(engine.step_count, engine.state_dict(), facts={}, note=lambda: None)
         saver.poll()
 
     found = timed(saved)

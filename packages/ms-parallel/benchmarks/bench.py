@@ -176,7 +176,7 @@ def measure(size: str, steps: int, device: str) -> dict[str, float | str]:
     loop, loss = PlainLoop(plain), NextTokenLoss()
     data = batches(config.vocab_size, rows, length, engine.device)
     for index in range(6):  # also warms up
-        ours, theirs = (engine.update(data[index % 4], loss).loss, loop.step(data[index % 4]))
+        ours, theirs = (engine.step(data[index % 4], loss).loss, loop.step(data[index % 4]))
         if abs(ours - theirs) > 1e-5 * theirs:
             raise SystemExit(f"step {index}: losses differ, {ours} and {theirs}")
     # On one CPU thread its own time is what a step costs; the wall clock also counts neighbours.
@@ -184,7 +184,7 @@ def measure(size: str, steps: int, device: str) -> dict[str, float | str]:
     ratios, own, other = [], [], []
     for index in range(steps):
         batch = data[index % 4]
-        pair = [lambda: engine.update(batch, loss), lambda: loop.step(batch)]  # noqa: B023
+        pair = [lambda: engine.step(batch, loss), lambda: loop.step(batch)]  # noqa: B023
         times = [0.0, 0.0]
         for which in (0, 1) if index % 2 else (1, 0):
             start = clock()

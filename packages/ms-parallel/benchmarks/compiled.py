@@ -37,7 +37,7 @@ def engine(width: int, compiled: bool) -> Engine:
 def timed(one: Engine, batch: dict[str, Tensor]) -> tuple[float, float, float]:
     """Loss, wall and processor seconds of a step."""
     wall, processor = perf_counter(), process_time()
-    loss = one.update(batch, NextTokenLoss()).loss
+    loss = one.step(batch, NextTokenLoss()).loss
     return loss, perf_counter() - wall, process_time() - processor
 
 

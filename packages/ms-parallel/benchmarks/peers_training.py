@@ -92,7 +92,7 @@ class Ours:
     def step(self, index: int) -> float:
         """One update; the loss."""
         rows = self.updates[index]
-        update = self.engine.update({"tokens": rows[:, :-1], "targets": rows[:, 1:]}, self.loss)
+        update = self.engine.step({"tokens": rows[:, :-1], "targets": rows[:, 1:]}, self.loss)
         return float(update.loss)
 
 

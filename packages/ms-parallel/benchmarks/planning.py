@@ -207,7 +207,7 @@ def steps(job: dict[str, Any], settings: dict[str, Any], groups: Groups, count: 
     for _ in range(1 + count):
         dist.barrier()
         began = perf_counter()
-        engine.update(batch, NextTokenLoss())
+        engine.step(batch, NextTokenLoss())
         dist.barrier()
         times.append(perf_counter() - began)
     del engine
@@ -229,10 +229,10 @@ def most_held(job: dict[str, Any], split: dict[str, Any]) -> dict[str, int]:
         groups = connect(Layout(**split["layout"]), device="cpu")
         engine, batch = started(job, split["settings"], groups)
         with freed_here():
-            engine.update(batch, NextTokenLoss())
+            engine.step(batch, NextTokenLoss())
             for _ in range(UPDATES):
                 with record_function("update"):
-                    engine.update(batch, NextTokenLoss())
+                    engine.step(batch, NextTokenLoss())
     events = watched.profiler.kineto_results.events()
     taken = [(each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]"]
     taken += [(each.start_ns(), 0) for each in events if each.name() == "update"]

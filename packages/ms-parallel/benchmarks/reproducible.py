@@ -48,7 +48,7 @@ def steps(size: str, ranks: int) -> tuple[Callable[[], None], Callable[[], None]
     made = []
     for asked in (False, True):
         engine = Engine(config, Layout(data=ranks), reproducible=asked)
-        made.append(lambda engine=engine: engine.update(batch, NextTokenLoss()))
+        made.append(lambda engine=engine: engine.step(batch, NextTokenLoss()))
     return made[0], made[1]
 
 

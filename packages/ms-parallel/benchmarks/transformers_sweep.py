@@ -351,7 +351,7 @@ def two_updates(engine: Engine, folder: Path, saved: Path) -> float:
     rows = len(batch["tokens"]) // engine.data_ranks
     own = slice(engine.data_rank * rows, (engine.data_rank + 1) * rows)
     mine = {name: value[own] for name, value in batch.items()}
-    made = [engine.update(mine, NextTokenLoss()) for _ in range(UPDATES)]
+    made = [engine.step(mine, NextTokenLoss()) for _ in range(UPDATES)]
     most = near("loss", torch.tensor([each.loss for each in made]), expected["losses"])
     norm = torch.tensor(made[0].grad_norm)
     scale = max(1.0, float(expected["norm"]))
@@ -418,7 +418,7 @@ def check_align(kind: str, folder: Path) -> float:
 def check_fresh(kind: str, folder: Path) -> float:
     """Train from fresh weights: the first gradient is finite and not 0, for every weight."""
     engine = Engine(small_config(kind), device="cpu", optimizer=SGD)
-    update = engine.update(batch_of(engine.config.vocab_size), NextTokenLoss())
+    update = engine.step(batch_of(engine.config.vocab_size), NextTokenLoss())
     if not update.grad_norm > 0.0:
         raise WrongError(f"the first gradient norm of fresh weights is {update.grad_norm}")
     return 0.0

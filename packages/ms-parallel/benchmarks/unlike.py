@@ -107,7 +107,7 @@ def stages(rank: int) -> dict[str, Any]:
         seconds = []
         for _ in range(1 + COUNTED):
             began = time.monotonic()
-            engine.update(batch, NextTokenLoss())
+            engine.step(batch, NextTokenLoss())
             seconds.append(time.monotonic() - began)
         told[name] = median(seconds[1:])
     return told

@@ -31,7 +31,7 @@ def main() -> None:
     engine = Engine(architecture("llama", sizes), Layout(), device="cpu")
     tokens = torch.arange(64).reshape(2, 32)
     batch = {"tokens": tokens, "targets": tokens.roll(-1, 1)}
-    losses = [engine.update(batch, NextTokenLoss()).loss for _ in range(5)]
+    losses = [engine.step(batch, NextTokenLoss()).loss for _ in range(5)]
     check(losses[-1] < losses[0], "training lowers the loss")
     with tempfile.TemporaryDirectory() as folder:
         (model,) = engine.stages.values()

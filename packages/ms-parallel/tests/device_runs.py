@@ -22,7 +22,7 @@ def measured(layout: str) -> dict[str, Any]:
     found = search_schedule(tiny(**SETTINGS), groups, rows=4, sequence_length=16, microbatch_size=1)
     engine = build(SETTINGS, groups, schedule=found.staged, microbatch_size=1)
     batch = my_rows(global_batch(0, rows), groups)
-    update, recorder = engine.recorded_update(batch, NextTokenLoss())
+    update, recorder = engine.record_step(batch, NextTokenLoss())
     step = recorded_step(recorder, groups, 0)
     assert step is not None
     return {"loss": update.loss, "times": [len(times) for times in step.times_ns]}

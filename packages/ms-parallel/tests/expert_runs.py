@@ -54,7 +54,7 @@ def loads(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         losses, counts, balance = [], [], []
         for step in range(job["steps"]):
             batch = my_rows(global_batch(step, rows=ROWS), engine.groups)
-            update = engine.update(batch, NextTokenLoss())
+            update = engine.step(batch, NextTokenLoss())
             assert update.experts is not None
             losses.append(update.loss)
             counts.append(update.experts.counts.tolist())
@@ -77,7 +77,7 @@ def balance_gradients(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             _watch(name, router, rows, first)
         counts = engine.balancer.counts
         counts.copy_(torch.arange(counts.numel()).view(counts.shape) % 7 + 1)
-        engine.update(my_rows(global_batch(0, rows=ROWS), engine.groups), Nothing())
+        engine.step(my_rows(global_batch(0, rows=ROWS), engine.groups), Nothing())
         found.append(rows)
     return found
 
@@ -129,7 +129,7 @@ def interrupted(jobs: list[dict[str, Any]], folder: str) -> list[dict[str, Any]]
 
 
 def _more(engine: Engine, step: int, rows: int = ROWS) -> dict[str, Any]:
-    update = engine.update(my_rows(global_batch(step, rows=rows), engine.groups), NextTokenLoss())
+    update = engine.step(my_rows(global_batch(step, rows=rows), engine.groups), NextTokenLoss())
     assert update.experts is not None
     return {
         "loss": update.loss,

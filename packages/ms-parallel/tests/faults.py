@@ -59,7 +59,7 @@ class Faulty(NextTokenLoss):
 def raise_on_last_stage() -> None:
     """The other stages must not wait for ever, though their own time-outs are far away."""
     engine = build({}, connect(Layout(pipeline=3), device="cpu", timeout_s=600))
-    engine.update(global_batch(0), Faulty())
+    engine.step(global_batch(0), Faulty())
 
 
 class NotFinite(NextTokenLoss):
@@ -74,7 +74,7 @@ def not_finite_on_last_stage() -> tuple[bool, bool]:
     """Whether the update was skipped, and whether all local weights kept their bits."""
     engine = build({}, connect(Layout(pipeline=2), device="cpu", timeout_s=60))
     before = {name: p.detach().clone() for name, p in engine.parameters.items()}
-    update = engine.update(global_batch(0), NotFinite())
+    update = engine.step(global_batch(0), NotFinite())
     same = all(torch.equal(before[name], p) for name, p in engine.parameters.items())
     return update.skipped, same
 

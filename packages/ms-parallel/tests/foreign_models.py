@@ -150,7 +150,7 @@ def curves(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             found.append({"refused": str(error)})
             continue
         losses = [
-            engine.update(my_rows(global_batch(step), groups), NextTokenLoss()).loss
+            engine.step(my_rows(global_batch(step), groups), NextTokenLoss()).loss
             for step in range(job["steps"])
         ]
         if "save" in job:
@@ -184,7 +184,7 @@ def gradient_of(folder: str, layout: str, name: str) -> list[float]:
     engine = Engine(TransformersModel(folder), **options)
     tokens = torch.arange(3, 27)[None]
     before = whole_of(engine.parameters[name].detach()).clone()
-    update = engine.update({"tokens": tokens, "targets": tokens.roll(-1, 1)}, NextTokenLoss())
+    update = engine.step({"tokens": tokens, "targets": tokens.roll(-1, 1)}, NextTokenLoss())
     after = whole_of(engine.parameters[name].detach())
     return [update.grad_norm, float((before - after).sum())]
 

@@ -31,7 +31,7 @@ def overflowing(engine: Engine, steps: tuple[int, ...]) -> None:
     """Let the gradient of a block's output overflow in float16 at some steps, here alone."""
 
     def grown(output: Tensor) -> Tensor:
-        if engine.step in steps and output.requires_grad:
+        if engine.step_count in steps and output.requires_grad:
             output.register_hook(lambda gradient: gradient * 1e30)
         return output
 
@@ -54,7 +54,7 @@ def courses(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         course, losses, kept = [], [], []
         for step in range(job["steps"]):
             before = [local_part(each).clone() for each in engine.state_dict().values()]
-            update = engine.update(my_rows(global_batch(step), groups), NextTokenLoss())
+            update = engine.step(my_rows(global_batch(step), groups), NextTokenLoss())
             after = [local_part(each) for each in engine.state_dict().values()]
             kept.append(_unchanged(engine, before, after))
             course.append([update.loss_scale, update.skipped, update.learning_rate])
@@ -106,12 +106,12 @@ def audits(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 lambda stage: next(iter(stage.model.layers.values())).mlp.down_proj,
                 lambda output, factor=factor: output * factor,
             )
-        first = engine.update(my_rows(global_batch(0), groups), NextTokenLoss())
+        first = engine.step(my_rows(global_batch(0), groups), NextTokenLoss())
         assert first.audit is None
         for name, parameter in plain.parameters.items():
             with torch.no_grad():
                 local_part(parameter).copy_(local_part(engine.parameters[name]))
-        audit = engine.update(my_rows(global_batch(1), groups), NextTokenLoss()).audit
+        audit = engine.step(my_rows(global_batch(1), groups), NextTokenLoss()).audit
         loss = plain.update(my_rows(global_batch(1), groups), NextTokenLoss()).loss
         assert audit is not None
         found.append(
@@ -136,5 +136,5 @@ def norms(jobs: list[dict[str, Any]]) -> list[list[float]]:
         options = {"mixed_precision": True, "microbatch_size": job["microbatch_size"]}
         engine = build({}, groups, **options, **job["options"])
         batches = (my_rows(global_batch(step, rows=8), groups) for step in range(3))
-        found.append([engine.update(each, NextTokenLoss()).grad_norm for each in batches])
+        found.append([engine.step(each, NextTokenLoss()).grad_norm for each in batches])
     return found

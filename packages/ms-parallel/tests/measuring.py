@@ -34,7 +34,7 @@ def searched(layout: str, steps: int) -> dict[str, Any]:
     untouched = torch.equal(before, torch.random.get_rng_state())
     engine = build(SETTINGS, groups, schedule=found.staged, microbatch_size=1)
     batches = (my_rows(global_batch(step, 4 * groups.layout.data), groups) for step in range(steps))
-    losses = [engine.update(batch, NextTokenLoss()).loss for batch in batches]
+    losses = [engine.step(batch, NextTokenLoss()).loss for batch in batches]
     whole = engine.evaluate(my_rows(global_batch(9, 4 * groups.layout.data), groups), token_losses)
     told = engine.generate([[3, 5, 7]], max_new_tokens=3, temperature=0.0)
     return {
@@ -60,7 +60,7 @@ def one_process(rows: int, steps: int) -> list[float]:
     torch.set_num_threads(1)
     engine = build(SETTINGS, connect(Layout(), device="cpu"), microbatch_size=1)
     batches = (global_batch(step, rows) for step in range(steps))
-    return [engine.update(batch, NextTokenLoss()).loss for batch in batches]
+    return [engine.step(batch, NextTokenLoss()).loss for batch in batches]
 
 
 def layer_facts(recompute: str) -> dict[str, list[float]]:
@@ -82,7 +82,7 @@ def recorded(schedule: str, path: str, shift_ns: int) -> dict[str, Any]:
     groups = connect(Layout(pipeline=2), device="cpu", timeout_s=60)
     engine = build(SETTINGS, groups, schedule=schedule, microbatch_size=2)
     plain = train(build(SETTINGS, groups, schedule=schedule, microbatch_size=2), 1)[0][0]
-    update, recorder = engine.recorded_update(global_batch(0), NextTokenLoss())
+    update, recorder = engine.record_step(global_batch(0), NextTokenLoss())
     step = recorded_step(recorder, engine.groups, 0)
     assert step is not None
     if groups.place.pipeline == 0:

@@ -86,7 +86,7 @@ def states(jobs: list[dict[str, Any]], steps: int = 2) -> list[dict[str, Any]]:
             engine = build(job["settings"], groups, **options)
             for step in range(steps):
                 batch = my_rows(global_batch(step, rows=8), groups)
-                engine.update(batch, NextTokenLoss())
+                engine.step(batch, NextTokenLoss())
             state = {name: local_part(each).detach() for name, each in engine.parameters.items()}
             known = known or {name: part.clone() for name, part in state.items()}
             same[kind] = all(torch.equal(part, known[name]) for name, part in state.items())
@@ -285,7 +285,7 @@ def counted(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
         batch["documents"], batch["positions"] = packed(rows, job["length"], job.get("lengths"))
         del batch["weights"]
         mine = my_rows(batch, groups)
-        engine.update(mine, NextTokenLoss())
+        engine.step(mine, NextTokenLoss())
         runtime = engine.runner.runtime = CountingRuntime(engine.runner.runtime)
         microbatches = [
             {name: each.clone() for name, each in batch.items()}  # memory of its own
@@ -338,7 +338,7 @@ def offloaded(jobs: list[dict[str, Any]], device: str | None = None) -> list[dic
         groups = connect(Layout.parse(job["layout"]), device=device, timeout_s=120)
         engine = build(job["settings"], groups, **job["options"])
         losses = [
-            engine.update(my_rows(global_batch(step), groups), NextTokenLoss()).loss
+            engine.step(my_rows(global_batch(step), groups), NextTokenLoss()).loss
             for step in range(2)
         ]
         state = {name: whole_of(part.detach()).cpu() for name, part in engine.parameters.items()}
@@ -379,7 +379,7 @@ def compiled(jobs: list[dict[str, Any]], backend: str | None = None) -> list[lis
             engine = build(job.get("settings", {}), groups, compile=chosen, **job["options"])
             both.append(
                 [
-                    engine.update(my_rows(global_batch(step), groups), NextTokenLoss()).loss
+                    engine.step(my_rows(global_batch(step), groups), NextTokenLoss()).loss
                     for step in range(3)
                 ]
             )

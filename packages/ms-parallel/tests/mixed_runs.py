@@ -35,7 +35,7 @@ def weights(
                 each.mul_(1 + number * drift)
         engine.state_dict()
     updates = [
-        engine.update(my_rows(global_batch(step, rows), engine.groups), NextTokenLoss())
+        engine.step(my_rows(global_batch(step, rows), engine.groups), NextTokenLoss())
         for step in range(steps)
     ]
     return {

@@ -110,7 +110,7 @@ def with_z(jobs: list[dict[str, Any]], coefficient: float) -> list[dict[str, Any
     for job in jobs:
         groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)
         engine = build(job["settings"], groups, **job.get("options", {}))
-        update = engine.update(my_rows(global_batch(0), groups), NextTokenLoss(0.3, coefficient))
+        update = engine.step(my_rows(global_batch(0), groups), NextTokenLoss(0.3, coefficient))
         found.append({"loss": update.loss, "norm": update.grad_norm})
     return found
 

@@ -131,9 +131,9 @@ def curve(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if step == job.get("keep"):
                 folder = Path(job["folder"])
                 state = engine.state_dict()
-                checkpoints.save(folder, state, step=engine.step, facts={})
+                checkpoints.save(folder, state, step=engine.step_count, facts={})
                 engine.load_state_dict({name: value.clone() for name, value in state.items()})
-            losses.append(engine.update(my_rows(global_batch(step), groups), NextTokenLoss()).loss)
+            losses.append(engine.step(my_rows(global_batch(step), groups), NextTokenLoss()).loss)
         rows = my_rows(global_batch(99), groups)
         answer = engine.evaluate(rows, lambda output, _: output.logits()[:, -1])
         found.append({"losses": losses, "sum": float(answer.sum()), "data": groups.place.data})

@@ -50,7 +50,7 @@ def losses(layout: str, steps: int) -> list[float]:
     size = 3 if groups.layout.pipeline > 1 else None
     engine = build(FOUR, groups, microbatch_size=size)
     batches = (my_rows(global_batch(step, rows=12), groups) for step in range(steps))
-    return [engine.update(batch, NextTokenLoss()).loss for batch in batches]
+    return [engine.step(batch, NextTokenLoss()).loss for batch in batches]
 
 
 def most_held(schedule: str) -> int:
@@ -68,5 +68,5 @@ def most_held(schedule: str) -> int:
         most = max(most, sum(entry() is not None for entry in alive))
 
     next(iter(layers.children())).register_forward_hook(watch)
-    engine.update(global_batch(0, rows=8), NextTokenLoss())
+    engine.step(global_batch(0, rows=8), NextTokenLoss())
     return most

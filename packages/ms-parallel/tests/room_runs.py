@@ -173,7 +173,7 @@ def trained(
             engine = Engine(config, groups=groups, **engine_settings(options, split, 8))
             try_out(engine, asked, split, predict)
             for _ in range(updates):
-                engine.update({"tokens": text[:, :-1], "targets": text[:, 1:]}, NextTokenLoss())
+                engine.step({"tokens": text[:, :-1], "targets": text[:, 1:]}, NextTokenLoss())
         except ConfigError as error:
             return {"refused": str(error)}
         except (MemoryError, RuntimeError) as error:

@@ -52,7 +52,7 @@ def updates(layout: str, steps: list[list[int]], rows: int, **options: Any) -> l
     for numbers in steps:
         batch = global_batch(numbers[dist.get_rank()], rows=rows)
         before = weights(model)
-        text = said(lambda batch=batch: model.update(batch, NextTokenLoss()))
+        text = said(lambda batch=batch: model.step(batch, NextTokenLoss()))
         changed = not all(map(torch.equal, before, weights(model)))
         results.append([text, changed])
     return results
@@ -64,17 +64,17 @@ def within(layout: str, **options: Any) -> dict[str, Any]:
     same = my_rows(global_batch(0), model.groups)
     other = my_rows(global_batch(dist.get_rank()), model.groups)
     results: dict[str, Any] = {
-        "first": said(lambda: model.update(other, NextTokenLoss())),
-        "same": said(lambda: model.update(same, NextTokenLoss())),
+        "first": said(lambda: model.step(other, NextTokenLoss())),
+        "same": said(lambda: model.step(same, NextTokenLoss())),
     }
     before = weights(model)
-    results["later"] = said(lambda: model.update(other, NextTokenLoss()))
+    results["later"] = said(lambda: model.step(other, NextTokenLoss()))
     results["evaluate"] = said(lambda: model.evaluate(other, token_losses))
     prompts = [[5 + dist.get_rank()], [7]]
     results["generate"] = said(lambda: model.generate(prompts, max_new_tokens=2))
     results["unchanged"] = all(map(torch.equal, before, weights(model)))
     after = [
-        said(lambda: model.update(same, NextTokenLoss())),
+        said(lambda: model.step(same, NextTokenLoss())),
         said(lambda: model.evaluate(same, token_losses)),
         said(lambda: model.generate([[5], [7]], max_new_tokens=2)),
     ]
@@ -92,7 +92,7 @@ def streams(folder: str) -> list[str]:
         rows = {name: np.asarray(value) for name, value in batch.items()}
         for name in ("tokens", "targets"):  # into the tiny model's vocabulary
             rows[name] = np.where(rows[name] < 0, rows[name], rows[name] % VOCABULARY)
-        results.append(said(lambda model=model, rows=rows: model.update(rows, NextTokenLoss())))
+        results.append(said(lambda model=model, rows=rows: model.step(rows, NextTokenLoss())))
     return results
 
 
@@ -103,7 +103,7 @@ def messages(layout: str, **options: Any) -> list[dict[str, int]]:
     for step in range(3):
         batch = my_rows(global_batch(step), model.groups)
         with MessageLog() as log:
-            model.update(batch, NextTokenLoss())
+            model.step(batch, NextTokenLoss())
         kinds: Counter[str] = Counter()
         for message, count in log.messages.items():
             kinds[message.kind] += count
@@ -119,5 +119,5 @@ def padded(layout: str) -> list[str]:
         batch = global_batch(0)
         if empty:
             batch["targets"].fill_(-100)
-        results.append(said(lambda batch=batch: model.update(batch, NextTokenLoss())))
+        results.append(said(lambda batch=batch: model.step(batch, NextTokenLoss())))
     return results

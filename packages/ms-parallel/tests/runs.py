@@ -132,7 +132,7 @@ def train(engine: Engine, steps: int) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of `steps` updates."""
     losses, norms = [], []
     for step in range(steps):
-        update = engine.update(my_rows(global_batch(step), engine.groups), NextTokenLoss())
+        update = engine.step(my_rows(global_batch(step), engine.groups), NextTokenLoss())
         losses.append(update.loss)
         norms.append(update.grad_norm)
     return losses, norms
@@ -209,7 +209,7 @@ def save_and_answer(
         engine = build(settings, connect(Layout.parse(layout), device=device, timeout_s=120))
         train(engine, 2)
         save_model(list(engine.stages.values()), Path(folder, f"{layout} model"))
-        checkpoint.save(Path(folder, layout), engine.state_dict(), step=engine.step, facts={})
+        checkpoint.save(Path(folder, layout), engine.state_dict(), step=engine.step_count, facts={})
         found.append({**answers(engine), "next": train(engine, 2)})
     return found
 
@@ -231,7 +231,7 @@ def load_and_answer(
         found.append(
             {
                 **answers(engine),
-                "step": engine.step,
+                "step": engine.step_count,
                 "next": train(engine, 2),
                 "losses of the folder": read_losses,
             }

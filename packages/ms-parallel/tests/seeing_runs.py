@@ -91,4 +91,4 @@ def curve(kind: str, shards: str, size: int | None) -> list[float]:
         model, groups=groups, plan=model.plan, optimizer=OPTIMIZER, microbatch_size=size
     )
     rows = batch_of(Path(shards), place=groups.place)
-    return [engine.update(rows, NextTokenLoss()).loss for _ in range(3)]
+    return [engine.step(rows, NextTokenLoss()).loss for _ in range(3)]

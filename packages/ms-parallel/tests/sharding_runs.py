@@ -97,7 +97,7 @@ def held_bytes(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
         engine.runner.runtime._perform = watched  # type: ignore[method-assign]
         for step in range(3, 6):
             calls[0] = 0
-            engine.update(my_rows(global_batch(step), engine.groups), NextTokenLoss())
+            engine.step(my_rows(global_batch(step), engine.groups), NextTokenLoss())
         counts["between"] = min(between)
         del engine, perform, watched
         found.append(counts)

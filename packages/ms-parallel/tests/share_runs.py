@@ -52,7 +52,7 @@ def engines(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for course in job["shares"]:
             engine = Engine(tiny(num_key_value_heads=4), groups=groups, **options)
             updates = [
-                engine.update(
+                engine.step(
                     rows_of(global_batch(step, sum(shares)), shares, groups.place.rank),
                     NextTokenLoss(),
                 )

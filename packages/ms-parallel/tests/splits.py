@@ -38,8 +38,8 @@ def whole_gradients(engine: Engine, rows: int) -> dict[str, list[float]]:
                 ).full_tensor()
             found[name] = whole.clone()
 
-    engine.trained.step = keep  # type: ignore[method-assign,assignment]
-    engine.update(my_rows(global_batch(0, rows=rows), engine.groups), NextTokenLoss())
+    engine.trained.apply = keep  # type: ignore[method-assign,assignment]
+    engine.step(my_rows(global_batch(0, rows=rows), engine.groups), NextTokenLoss())
     assert found.keys() == engine.parameters.keys()  # else nothing would be compared
     return {name: gradient.flatten().tolist() for name, gradient in found.items()}
 
@@ -100,7 +100,7 @@ def collectives(settings: dict[str, Any], table: str, rows: int) -> dict[str, An
         seen[f"{len(seen)} {action}"] = [name for name, holds in facts.items() if holds]
 
     runtime._perform = watched  # type: ignore[method-assign]
-    engine.update(my_rows(global_batch(0, rows=rows), groups), NextTokenLoss())
+    engine.step(my_rows(global_batch(0, rows=rows), groups), NextTokenLoss())
     return {"gradients": gradients, "seen": seen}
 
 

@@ -44,7 +44,7 @@ def compared(slow: dict[str, float], steps: int) -> dict[str, Any]:
         losses, seconds = [], []
         for step in range(steps):
             began = time.monotonic()
-            losses.append(engine.update(global_batch(step, ROWS), NextTokenLoss()).loss)
+            losses.append(engine.step(global_batch(step, ROWS), NextTokenLoss()).loss)
             seconds.append(time.monotonic() - began)
         told[name] = {"losses": losses, "seconds": median(seconds[1:])}
     return told

@@ -117,12 +117,12 @@ def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was(
     engine = build({}, groups)
     train(engine, 2)
     before = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
-    update = engine.update(global_batch(0), NotFinite(value))
+    update = engine.step(global_batch(0), NotFinite(value))
     assert update.skipped
     after = engine.state_dict()
     assert all(torch.equal(before[n], after[n]) for n in before if n != "engine.step")
-    assert engine.step == 3
-    assert not engine.update(global_batch(0), NextTokenLoss()).skipped
+    assert engine.step_count == 3
+    assert not engine.step(global_batch(0), NextTokenLoss()).skipped
 
 
 def test_a_gradient_that_is_not_finite_raises_if_asked(groups: Groups) -> None:
@@ -130,7 +130,7 @@ def test_a_gradient_that_is_not_finite_raises_if_asked(groups: Groups) -> None:
     engine = build({}, groups, on_nonfinite="raise")
     before = engine.parameters["model.norm.weight"].clone()
     with pytest.raises(ParallelError, match="update 0: loss nan"):
-        engine.update(global_batch(0), NotFinite(math.nan))
+        engine.step(global_batch(0), NotFinite(math.nan))
     assert torch.equal(before, engine.parameters["model.norm.weight"])
 
 
@@ -140,7 +140,7 @@ def test_a_batch_without_targets_is_skipped(groups: Groups) -> None:
     batch = global_batch(0)
     batch["targets"].fill_(-100)
     before = engine.parameters["lm_head.weight"].clone()
-    assert engine.update(batch, NextTokenLoss()).skipped
+    assert engine.step(batch, NextTokenLoss()).skipped
     assert torch.equal(before, engine.parameters["lm_head.weight"])
 
 
@@ -148,7 +148,7 @@ def test_batches_of_arrays_are_taken_too(groups: Groups) -> None:
     """Arrays in, the same loss out."""
     batch = global_batch(0)
     arrays = {name: value.numpy() for name, value in batch.items()}
-    losses = [build({}, groups).update(b, NextTokenLoss()).loss for b in (batch, arrays)]
+    losses = [build({}, groups).step(b, NextTokenLoss()).loss for b in (batch, arrays)]
     assert losses[0] == losses[1]
 
 
@@ -165,7 +165,7 @@ def test_a_number_that_is_no_token_of_the_model_is_refused_with_its_row(
     says = f"row 2 of {name} has {number}, and the model has a vocabulary of {VOCABULARY}"
     for each in (engine, Engine(build_model(tiny()))):
         with pytest.raises(ConfigError, match=says):
-            each.update(batch, NextTokenLoss())
+            each.step(batch, NextTokenLoss())
         with pytest.raises(ConfigError, match=says):
             each.evaluate(batch, lambda output, rows: output.token_losses(rows["targets"]))
         with pytest.raises(ConfigError, match=f"row 1 of tokens has {number}"):
@@ -176,7 +176,7 @@ def test_a_number_that_is_no_token_of_the_model_is_refused_with_its_row(
 def test_settings_that_do_not_fit_are_named(groups: Groups) -> None:
     """Rows, optimizer, schedule, recompute and layout each say what to change."""
     with pytest.raises(ConfigError, match="a batch of 0 rows"):
-        build({}, groups).update(global_batch(0, rows=0), NextTokenLoss())
+        build({}, groups).step(global_batch(0, rows=0), NextTokenLoss())
     with pytest.raises(ConfigError, match="needs measured costs; call search_schedule first"):
         build({}, groups, schedule="search")
     with pytest.raises(ConfigError, match="optimizer is 'adammw'; did you mean 'AdamW'"):

@@ -67,12 +67,12 @@ def test_a_loss_logs_statistics_of_the_whole_batch(groups: Groups) -> None:
         "entropy": float(-(log_p.exp() * log_p).sum(-1).mean()),
         "value": 0.0,
     }
-    update = engine.update(batch, WithStatistics())
+    update = engine.step(batch, WithStatistics())
     # float32 sums of some fifty numbers: 1e-6 is a dozen roundings.
     assert update.statistics == pytest.approx(expected, rel=1e-6)
     assert update.loss == pytest.approx(expected["loss"], rel=1e-6)
     assert update.skipped is None
-    assert engine.update(batch, WithStatistics()).statistics["value"] < 0.0
+    assert engine.step(batch, WithStatistics()).statistics["value"] < 0.0
 
 
 BATCH = {"tokens": torch.ones(2, 16, dtype=torch.int64)}
@@ -105,7 +105,7 @@ def test_a_batch_that_is_not_one_is_refused_in_one_line(
     engine = build({}, groups)
     batch = {name: value for name, value in {**BATCH, **change}.items() if value is not None}
     with pytest.raises(ModelError) as refused:
-        engine.update(batch, NextTokenLoss())
+        engine.step(batch, NextTokenLoss())
     said = str(refused.value)
     assert problem in said
     assert "a batch has tokens (B, S) int64" in said
@@ -114,7 +114,7 @@ def test_a_batch_that_is_not_one_is_refused_in_one_line(
         for name, value in batch.items():
             shape = tuple(torch.as_tensor(value).shape)
             assert f"{name} {shape} {str(torch.as_tensor(value).dtype)[6:]}" in said
-    assert engine.step == 0
+    assert engine.step_count == 0
     if "targets" in batch:  # which a function of the logits need not read
         with pytest.raises(ModelError, match="a batch has tokens"):
             engine.evaluate(batch, lambda output, _: output.logits())
@@ -178,7 +178,7 @@ def test_an_update_without_targets_says_so_and_has_no_numbers(groups: Groups) ->
     """NaN, as a loss of zero would be a perfect one."""
     batch = global_batch(0)
     batch["targets"].fill_(-100)
-    update = build({}, groups, heads={"value": 1}).update(batch, WithStatistics())
+    update = build({}, groups, heads={"value": 1}).step(batch, WithStatistics())
     assert update.skipped == "no_targets"
     numbers = [update.loss, update.grad_norm, *update.statistics.values()]
     assert all(number != number for number in numbers)
@@ -190,11 +190,11 @@ def test_hooks_on_torch_optimizers_see_each_update(groups: Groups) -> None:
     handle = register_optimizer_step_post_hook(lambda optimizer, *_: seen.append(optimizer))
     try:
         engine = build({}, groups)
-        engine.update(global_batch(0), NextTokenLoss())
-        engine.update({**global_batch(1), "weights": torch.full((4, 16), 1e38)}, NextTokenLoss())
+        engine.step(global_batch(0), NextTokenLoss())
+        engine.step({**global_batch(1), "weights": torch.full((4, 16), 1e38)}, NextTokenLoss())
         empty = global_batch(2)
         empty["targets"].fill_(-100)
-        engine.update(empty, NextTokenLoss())
+        engine.step(empty, NextTokenLoss())
     finally:
         handle.remove()
     assert seen == [engine.optimizer] * 2
@@ -244,7 +244,7 @@ def test_adapters_are_trained_and_nothing_else(groups: Groups) -> None:
     engine.adapt(Shifts)
     assert isinstance(engine.adapters, Shifts)
     assert list(engine.parameters) == ["model.norm.vector"]
-    losses = [engine.update(global_batch(0), NextTokenLoss()).loss for _ in range(3)]
+    losses = [engine.step(global_batch(0), NextTokenLoss()).loss for _ in range(3)]
     assert losses[2] < losses[0]
     (stage,) = engine.stages.values()
     after = {name.replace("norm.base", "norm"): value for name, value in stage.named_parameters()}
@@ -265,12 +265,12 @@ def test_weights_that_a_checkpoint_brings_are_not_drawn(
 ) -> None:
     """An engine with unset weights draws none, and trains on as the one that was saved."""
     first = build({}, groups)
-    first.update(global_batch(0), NextTokenLoss())
+    first.step(global_batch(0), NextTokenLoss())
     state = {name: value.clone() for name, value in first.state_dict().items()}
     monkeypatch.setattr(assembly, "initialise", None)  # to call it would raise
     second = build({}, groups, weights="unset")
     second.load_state_dict(state)
-    updates = [engine.update(global_batch(1), NextTokenLoss()) for engine in (first, second)]
+    updates = [engine.step(global_batch(1), NextTokenLoss()) for engine in (first, second)]
     assert updates[0] == updates[1]
 
 

@@ -302,7 +302,7 @@ def test_a_folder_of_a_family_that_we_lack_is_built_by_transformers(
     theirs("stablelm").save_pretrained(tmp_path)
     engine = Engine(tmp_path, device="cpu")
     assert isinstance(engine.config, TransformersModel)
-    assert engine.update(global_batch(0), NextTokenLoss()).loss > 0
+    assert engine.step(global_batch(0), NextTokenLoss()).loss > 0
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setitem(sys.modules, "transformers.models.auto.modeling_auto", None)
     with pytest.raises(ModelError, match="and what transformers builds, where it is installed"):

@@ -129,8 +129,8 @@ def test_losses_and_gradients_equal_a_loop_over_documents(
         )
     )
     found: dict[str, Tensor] = {}
-    engine.trained.step = lambda gradients, norm, rate: found.update(gradients)  # type: ignore
-    update = engine.update(batch, NextTokenLoss())
+    engine.trained.apply = lambda gradients, norm, rate: found.update(gradients)  # type: ignore
+    update = engine.step(batch, NextTokenLoss())
     assert update.loss == pytest.approx(float(first.detach()), rel=1e-6)
     assert update.mtp_losses == pytest.approx([float(each.detach()) for each in further], rel=1e-6)
     assert (update.mtp_losses[-1] == 0) == (packing == "of two tokens")
@@ -200,7 +200,7 @@ def test_without_weight_the_layers_stay_as_they_are() -> None:
     """No loss of theirs, no gradient, and the same first loss."""
     config = tiny(**settings("glm4_moe", 1))
     both = [
-        Engine(config, device="cpu").update(global_batch(0), NextTokenLoss(weight))
+        Engine(config, device="cpu").step(global_batch(0), NextTokenLoss(weight))
         for weight in (0.0, 0.3)
     ]
     assert both[0].loss == both[1].loss
@@ -273,8 +273,8 @@ def test_hidden_states_of_a_depth_are_like_the_models() -> None:
     """The loss reaches every weight of a layer that predicts further."""
     engine = Engine(tiny(**settings("deepseek_v3", 1, n_group=1, topk_group=1)), device="cpu")
     found: dict[str, Tensor] = {}
-    engine.trained.step = lambda gradients, norm, rate: found.update(gradients)  # type: ignore
-    engine.update(global_batch(0), NextTokenLoss())
+    engine.trained.apply = lambda gradients, norm, rate: found.update(gradients)  # type: ignore
+    engine.step(global_batch(0), NextTokenLoss())
     own = {name for name in found if name.startswith("model.layers.3.")}
     assert own
     assert all(found[name].any() for name in own)

@@ -91,11 +91,11 @@ def test_a_skipped_update_moves_neither_schedule_nor_moments(groups: Groups) -> 
     """The rate of the next update is that which the skipped one would have had."""
     engine = build({}, groups, mixed_precision="float16")
     overflowing(engine, (1,))
-    updates = [engine.update(global_batch(step), NextTokenLoss()) for step in range(3)]
+    updates = [engine.step(global_batch(step), NextTokenLoss()) for step in range(3)]
     assert [update.skipped for update in updates] == [None, "overflow", None]
     assert updates[1].learning_rate == updates[2].learning_rate > updates[0].learning_rate
     assert updates[2].loss_scale == updates[1].loss_scale / 2  # type: ignore[operator]
-    assert engine.step == 3
+    assert engine.step_count == 3
 
 
 def test_the_scale_comes_back_from_a_checkpoint(groups: Groups) -> None:
@@ -122,7 +122,7 @@ def test_every_gradient_carries_the_scale(groups: Groups, family: str) -> None:
     options = {"router_z_coefficient": 0.1, "balance_coefficient": 0.5, "balance": "sequence"}
     norms = [
         build(FAMILIES[family], groups, **options, **more)
-        .update(global_batch(0), NextTokenLoss(z_coefficient=0.01))
+        .step(global_batch(0), NextTokenLoss(z_coefficient=0.01))
         .grad_norm
         for more in (
             {},
@@ -248,9 +248,9 @@ def test_groups_are_halves_of_layers_and_modules_outside_of_them() -> None:
 def test_audits_are_drawn_with_their_alarms(groups: Groups, tmp_path: Path) -> None:
     """One page: a cell for each group and audit, the alarms in words, no script."""
     engine = build({}, groups, mixed_precision="float16", audit_every=1)
-    audits = {1: engine.update(global_batch(0), NextTokenLoss()).audit}
+    audits = {1: engine.step(global_batch(0), NextTokenLoss()).audit}
     plant(engine, lambda stage: stage.model.layers["1"].mlp.up_proj, lambda output: output * 1.05)
-    audits[2] = engine.update(global_batch(1), NextTokenLoss()).audit
+    audits[2] = engine.step(global_batch(1), NextTokenLoss()).audit
     page = draw_audits({step: audit for step, audit in audits.items() if audit})
     assert "2 audits, 1 with an alarm" in page
     assert page.count("<rect") == 2 * len(audits[1].groups)  # type: ignore[union-attr]

@@ -21,7 +21,7 @@ rows = torch.ones(4, 128, dtype=torch.int64)
 faults = []
 for _ in range(8):
     began = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    engine.update({"tokens": rows, "targets": rows}, NextTokenLoss())
+    engine.step({"tokens": rows, "targets": rows}, NextTokenLoss())
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - began)
 print(json.dumps(faults))
 """

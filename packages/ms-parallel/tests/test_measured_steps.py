@@ -60,7 +60,7 @@ def counted(layout: Layout, **settings: Any) -> dict[Message, int]:
     with fake_groups(layout, torch.device("cpu")) as groups:
         engine = Engine(architecture("llama", MODEL), groups=groups, microbatch_size=1, **settings)
         with MessageLog() as log:
-            engine.update(rows(2), NextTokenLoss())
+            engine.step(rows(2), NextTokenLoss())
     return log.messages
 
 

@@ -52,7 +52,7 @@ def trained(groups: Groups, settings: dict[str, Any], **options: Any) -> Engine:
     torch.set_num_threads(1)
     engine = build(settings, groups, **options)
     for step in range(2):
-        engine.update(global_batch(step), NextTokenLoss())
+        engine.step(global_batch(step), NextTokenLoss())
     return engine
 
 
@@ -120,9 +120,9 @@ def test_longer_batches_are_measured_anew(groups: Groups) -> None:
     assert budget is not None
     before = kinds_of(engine)
     assert set(before) != {"full"}
-    engine.update(global_batch(2, length=8), NextTokenLoss())
+    engine.step(global_batch(2, length=8), NextTokenLoss())
     assert kinds_of(engine) == before
-    engine.update(global_batch(2, length=64), NextTokenLoss())
+    engine.step(global_batch(2, length=64), NextTokenLoss())
     assert set(kinds_of(engine)) == {"full"}
     assert budget.peak_bytes <= 100 * KIB
 
@@ -141,7 +141,7 @@ def test_experts_are_chosen_once(groups: Groups, monkeypatch: pytest.MonkeyPatch
         calls.clear()
         engine = trained(groups, FAMILIES["olmoe"], recompute=kind)
         assert len(calls) == 2 * 2 * 3, kind  # updates, microbatches, layers
-        load = engine.update(global_batch(2), NextTokenLoss()).experts
+        load = engine.step(global_batch(2), NextTokenLoss()).experts
         assert load is not None
         assert load.counts.sum(1).tolist() == [4 * 16 * 2] * 3
 

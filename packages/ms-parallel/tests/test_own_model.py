@@ -147,9 +147,9 @@ def test_a_module_that_would_compute_something_else_is_refused() -> None:
     engine = Engine(Rude(VOCABULARY), device="cpu")
     batch = global_batch(0)
     with pytest.raises(ModelError, match="takes no documents, so that attention would cross them"):
-        engine.update(batch, NextTokenLoss())
+        engine.step(batch, NextTokenLoss())
     alone = {name: batch[name] for name in ("tokens", "targets")}
-    assert engine.update(alone, NextTokenLoss()).loss > 0
+    assert engine.step(alone, NextTokenLoss()).loss > 0
     with pytest.raises(ModelError, match="takes no cache, without which it cannot generate"):
         engine.generate([[1, 2]], max_new_tokens=2)
     with pytest.raises(ModelError, match="did not fill its cache"):
@@ -212,7 +212,7 @@ def test_frozen_weights_stay_as_they_are() -> None:
     mine.embed.requires_grad_(False)
     before = mine.embed.weight.clone()
     engine = Engine(mine, device="cpu", optimizer=AdamWConfig(warmup_steps=0))
-    engine.update(global_batch(0), NextTokenLoss())
+    engine.step(global_batch(0), NextTokenLoss())
     assert torch.equal(mine.embed.weight, before)
     assert not any(name.startswith("embed") for name in engine.state_dict())
 

@@ -80,7 +80,7 @@ def tables_of(engine: Engine, recorded: Recorded) -> list[Tensor]:
         for name, module in stage.named_modules():
             if name.endswith("rotary_emb"):
                 module.register_forward_hook(keep)
-    engine.update(my_rows(global_batch(0), engine.groups), NextTokenLoss())
+    engine.step(my_rows(global_batch(0), engine.groups), NextTokenLoss())
     return seen
 
 
@@ -108,7 +108,7 @@ def test_tables_stay_float32_in_every_family(family: str, ops: str, precision: A
     assert {table.dtype for table in tables} == {torch.float32}
     assert not any(map(is_rounded, tables))
     half, full = (
-        make(mixed_precision=each).update(global_batch(0), NextTokenLoss()).loss
+        make(mixed_precision=each).step(global_batch(0), NextTokenLoss()).loss
         for each in (precision, False)
     )
     assert half == pytest.approx(full, rel=0.01)
@@ -125,7 +125,7 @@ def losses(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         engine = build(job["settings"], groups, ops=recorded, **job["options"])
         tables = tables_of(engine, recorded)
         exact = all(each.dtype == torch.float32 and not is_rounded(each) for each in tables)
-        again = engine.update(my_rows(global_batch(1), groups), NextTokenLoss())
+        again = engine.step(my_rows(global_batch(1), groups), NextTokenLoss())
         found.append({"tables": len(tables), "exact": exact, "loss": again.loss})
     return found
 
@@ -168,7 +168,7 @@ def test_a_rotation_at_position_100_000_rounds_once(ops: str, dtype: torch.dtype
         settings, connect(Layout(), device="cpu"), ops=recorded, mixed_precision=precision
     )
     batch = at_positions((0, 1, 4_095, 65_537, 99_999, 100_000))
-    engine.update(batch, NextTokenLoss())
+    engine.step(batch, NextTokenLoss())
     compared = 0
     cos, sin = rotary_tables(engine.config.ropes[0], batch["positions"])
     for before, after in recorded.turned:
@@ -191,7 +191,7 @@ def test_a_rotation_in_a_model_of_transformers_rounds_once() -> None:
         lambda _, __, output: projected.append(output.detach())
     )
     stage.model.rotary_emb.register_forward_hook(lambda _, __, output: tables.append(output))
-    engine.update(at_positions((0, 1, 4_095, 65_537, 99_999, 100_000)), NextTokenLoss())
+    engine.step(at_positions((0, 1, 4_095, 65_537, 99_999, 100_000)), NextTokenLoss())
     (cos, sin), width = tables[0], 8
     before, after = projected[0].unflatten(-1, (-1, width)), recorded.attended[0][0]
     assert before.dtype == after.dtype == torch.bfloat16

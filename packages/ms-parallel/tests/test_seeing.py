@@ -139,7 +139,7 @@ def test_the_loss_of_packed_rows_is_that_of_each_sample_alone(
         weights = {name: value.detach().clone() for name, value in seeing.named_parameters()}
         assert plain.load_state_dict(weights, strict=False).unexpected_keys == []
         expected = alone(plain, shards)
-        losses.append(engine.update(batch_of(shards), NextTokenLoss()).loss)
+        losses.append(engine.step(batch_of(shards), NextTokenLoss()).loss)
         assert losses[-1] == pytest.approx(expected, abs=1e-5)
     assert losses[-1] < losses[0]
     moved = {name for name, value in seeing.named_parameters() if (value != weights[name]).any()}
@@ -152,7 +152,7 @@ def test_two_processes_have_the_losses_of_one(shards: Path, size: int | None) ->
     torch.set_num_threads(1)
     model = SeeingModel(tiny("qwen3_vl", shards))
     engine = Engine(model, Layout(), device="cpu", plan=model.plan, optimizer=OPTIMIZER)
-    one = [engine.update(batch_of(shards), NextTokenLoss()).loss for _ in range(3)]
+    one = [engine.step(batch_of(shards), NextTokenLoss()).loss for _ in range(3)]
     both = run_processes(
         2, CHILD, "curve", kind="qwen3_vl", shards=str(shards), size=size, timeout_s=200
     )
@@ -169,7 +169,7 @@ def test_other_positions_give_another_loss(shards: Path) -> None:
 
     def loss(**changed: Any) -> float:
         weights = {name: value.clone() for name, value in engine.state_dict().items()}
-        found = engine.update({**batch, **changed}, NextTokenLoss()).loss
+        found = engine.step({**batch, **changed}, NextTokenLoss()).loss
         engine.load_state_dict(weights)
         return found
 
@@ -198,6 +198,6 @@ def test_a_model_of_text_alone_refuses_pictures(shards: Path) -> None:
     config = transformers.Qwen2Config(**{**TEXT, "vocab_size": 300, "rope_parameters": None})
     engine = Engine(TransformersModel(config.to_dict()), Layout(), device="cpu")
     with pytest.raises(ModelError, match="reads text alone; give the engine a SeeingModel"):
-        engine.update(batch_of(shards), NextTokenLoss())
+        engine.step(batch_of(shards), NextTokenLoss())
     with pytest.raises(ModelError, match="not known to see"):
         SeeingModel(torch.nn.Linear(2, 2))

@@ -72,7 +72,7 @@ def by_hand(run: Any) -> bool:
     for number in range(1, 15):
         batch = next(run.stream)
         if number not in (7, 8):
-            run.engine.update(batch, NextTokenLoss(run.options.mtp_weight))
+            run.engine.step(batch, NextTokenLoss(run.options.mtp_weight))
     return False
 
 

@@ -195,8 +195,8 @@ def test_progress_is_lines_without_a_terminal(
     monkeypatch.setattr("ms_parallel.progress.monotonic", lambda: next(clock))
     show, pace = RunDisplay(total=25, every=10, active=True), Throughput()
     for step in range(1, 26):
-        pace.step(100)
-        show.step(step, {"loss": 2.5}, pace)
+        pace.count(100)
+        show.show_step(step, {"loss": 2.5}, pace)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
     assert lines[0] == "step 1/25  loss 2.5000"
@@ -213,10 +213,10 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
         show, pace = RunDisplay(total=3, every=1, active=True), Throughput()
         silent = RunDisplay(total=3, every=1, active=False)
         monkeypatch.undo()
-        pace.step(100)
-        pace.step(100)
-        silent.step(2, {"loss": 9.5}, pace)
-        show.step(3, {"loss": 2.5}, pace)
+        pace.count(100)
+        pace.count(100)
+        silent.show_step(2, {"loss": 9.5}, pace)
+        show.show_step(3, {"loss": 2.5}, pace)
         show.close()
         shown = b""
         while b"left" not in shown:

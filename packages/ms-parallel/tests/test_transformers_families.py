@@ -98,7 +98,7 @@ def test_a_tied_head_keeps_its_bias(kind: str, settings: dict[str, Any], tmp_pat
     logits = engine.evaluate(BATCH, lambda output, _: output.logits())
     with torch.no_grad():
         assert torch.allclose(logits, model(TOKENS).logits, atol=1e-5)
-    assert engine.update(BATCH, NextTokenLoss()).grad_norm > 0
+    assert engine.step(BATCH, NextTokenLoss()).grad_norm > 0
     engine.save(tmp_path / "saved")
     before, after = (load_file(tmp_path / at / "model.safetensors") for at in ("begin", "saved"))
     assert before.keys() == after.keys()
@@ -109,7 +109,7 @@ def test_fresh_weights_of_gemma4_learn() -> None:
     """Its persistent buffer `layer_scalar` is 1, not 0, which would cut off every layer."""
     config = small_model(TransformersModel({"model_type": "gemma4_text"}))
     engine = Engine(config, device="cpu")
-    assert engine.update(BATCH, NextTokenLoss()).grad_norm > 0.1
+    assert engine.step(BATCH, NextTokenLoss()).grad_norm > 0.1
     scalars = [
         value
         for stage in engine.stages.values()
@@ -205,7 +205,7 @@ def test_a_first_gradient_of_zero_is_reported(caplog: pytest.LogCaptureFixture) 
     with torch.no_grad():
         for value in engine.parameters.values():
             value.zero_()
-    assert engine.update(BATCH, NextTokenLoss()).grad_norm == 0
+    assert engine.step(BATCH, NextTokenLoss()).grad_norm == 0
     assert "the first gradient is exactly 0" in caplog.text
 
 

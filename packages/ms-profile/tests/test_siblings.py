@@ -25,7 +25,7 @@ layout = Layout.parse(__import__("sys").argv[1])
 engine = Engine(architecture("llama", sizes), layout, device="cpu", microbatch_size=1)
 tokens = torch.randint(64, (2, 16))
 for _ in range({UPDATES}):
-    engine.update({{"tokens": tokens, "targets": tokens}}, NextTokenLoss())
+    engine.step({{"tokens": tokens, "targets": tokens}}, NextTokenLoss())
 """
 
 

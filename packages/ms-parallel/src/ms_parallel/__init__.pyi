@@ -7,7 +7,7 @@ from .engine.optimizers.adamw import AdamWConfig
 from .engine.optimizers.muon import MuonConfig
 from .engine.optimizers.sgd import SGDConfig
 from .engine.optimizers.torch_class import TorchConfig
-from .engine.report import Update
+from .engine.report import StepReport
 from .engine.updates.settings import LossScale
 from .errors import (
     CheckpointError,
@@ -54,8 +54,8 @@ __all__ = [
     "SGDConfig",
     "ScheduleError",
     "StageError",
+    "StepReport",
     "TorchConfig",
-    "Update",
     "__version__",
     "load_model",
     "save_model",

@@ -24,8 +24,8 @@ from ms_align.models.language_model import check_tokens, language_model
 
 
 @frozen(kw_only=True)
-class LocalUpdate:
-    """What one update did."""
+class LocalStepReport:
+    """Result of one optimizer step."""
 
     loss: float = math.nan
     grad_norm: float = math.nan
@@ -79,7 +79,7 @@ class LocalEngine:
         self.options = optimizer or OptimizerOptions()
         self.microbatch_size = microbatch_size
         self.on_nonfinite = on_nonfinite
-        self.step = 0
+        self.step_count = 0
         """Updates asked for so far, skipped ones included."""
         self.device = next(model.parameters()).device
         self.heads = nn.ModuleDict(self._build(dict(heads or {}), head_offsets))
@@ -134,7 +134,7 @@ class LocalEngine:
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
         return self._optimizer
 
-    def update(self, batch: Mapping[str, Any], loss: Loss) -> LocalUpdate:
+    def step(self, batch: Mapping[str, Any], loss: Loss) -> LocalStepReport:
         """Take one step of the optimizer on a batch.
 
         Raises:
@@ -144,11 +144,11 @@ class LocalEngine:
         microbatches = self._microbatches(batch)
         weight = sum(loss.weight(microbatch) for microbatch in microbatches)
         tokens = int(torch.as_tensor(batch["tokens"]).numel())
-        rate = self.options.rate(self.step)
-        self.step += 1
+        rate = self.options.rate(self.step_count)
+        self.step_count += 1
         names = loss.statistics
         if weight <= 0.0:
-            return LocalUpdate(
+            return LocalStepReport(
                 learning_rate=rate,
                 tokens=tokens,
                 skipped="no_targets",
@@ -171,10 +171,10 @@ class LocalEngine:
         optimizer.zero_grad(set_to_none=True)
         if not finite and self.on_nonfinite == "raise":
             raise NonFiniteError(
-                f"update {self.step - 1}: loss {total / weight}, gradient norm {norm}: not finite; "
-                "weights are unchanged; lower learning_rate or look at this batch"
+                f"update {self.step_count - 1}: loss {total / weight}, gradient norm {norm}: not"
+                " finite; weights are unchanged; lower learning_rate or look at this batch"
             )
-        return LocalUpdate(
+        return LocalStepReport(
             loss=total / weight,
             grad_norm=norm,
             learning_rate=rate,
@@ -248,7 +248,7 @@ class LocalEngine:
 
         Weights that take no gradient are the model's own and are not in it.
         """
-        state: dict[str, Tensor] = {"engine.step": torch.tensor(self.step)}
+        state: dict[str, Tensor] = {"engine.step": torch.tensor(self.step_count)}
         held = self.optimizer.state
         for name, parameter in self.parameters.items():
             state[name] = parameter.detach()
@@ -272,7 +272,7 @@ class LocalEngine:
         for name, tensor in own.items():
             if name != "engine.step":
                 tensor.copy_(state[name])
-        self.step = int(state["engine.step"])
+        self.step_count = int(state["engine.step"])
 
     def _forward(self, batch: Batch) -> LocalOutput:
         hidden = self.model.hidden(batch["tokens"], batch.get("positions"), batch.get("documents"))

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ms_align.losses.protocol import Batch, Loss, Output
 
 
-class Update(Protocol):
-    """What one update did; the same on every process."""
+class StepReport(Protocol):
+    """Result of one optimizer step; the same on every process."""
 
     @property
     def loss(self) -> float:
@@ -89,7 +89,7 @@ class Engine(Protocol):
     def adapters(self) -> Adapters | None:
         """The adapters that are trained; None where the model's own weights are."""
 
-    def update(self, batch: Mapping[str, Any], loss: Loss, /) -> Update:
+    def step(self, batch: Mapping[str, Any], loss: Loss, /) -> StepReport:
         """Take one optimizer step on the global batch, of which `batch` is this rank's rows."""
 
     def evaluate(

@@ -11,7 +11,7 @@ from attrs import define, field
 from torch import Tensor
 
 from ms_align import processes
-from ms_align.engines.protocol import Engine, Update
+from ms_align.engines.protocol import Engine, StepReport
 from ms_align.engines.reference import Reference
 from ms_align.errors import ConfigError, NothingToLearnError
 from ms_align.generation.responses import Generator, Responses
@@ -66,17 +66,17 @@ class RolloutLearner:
     def __attrs_post_init__(self) -> None:
         self.kl_coeff = self.options.kl_coeff
 
-    def update(self, log: RunLog) -> tuple[Update, Mapping[str, float]]:
+    def update(self, log: RunLog) -> tuple[StepReport, Mapping[str, float]]:
         """Update the weights once, after a rollout where the last one is used up."""
         if not self.order:
             self._roll_out(log)
         batch = self._minibatch(self.order.pop(0))
         coefficient = self.kl_coeff if self.options.kl_in == "loss" else 0.0
-        update = self.policy.update(batch, self.algorithm.loss(coefficient))
+        update = self.policy.step(batch, self.algorithm.loss(coefficient))
         statistics = {**self.metrics, **update.statistics}
         value_loss = self.algorithm.value_loss()
         if value_loss is not None and self.value is not None:
-            of_value = self.value.update(batch, value_loss)
+            of_value = self.value.step(batch, value_loss)
             statistics |= {"value_loss": of_value.loss, **of_value.statistics}
         return update, statistics
 

@@ -17,7 +17,7 @@ from attrs import asdict, define, field, frozen
 from torch import nn
 
 from ms_align import processes
-from ms_align.engines.protocol import Update
+from ms_align.engines.protocol import StepReport
 from ms_align.errors import CheckpointError, ConfigError, DamageError, NonFiniteError
 from ms_align.events import JsonLines, OnEvent
 from ms_align.processes import StopRequest
@@ -64,7 +64,7 @@ class Notice:
 class Learner(Protocol):
     """What a trainer gives the loop."""
 
-    def update(self, log: RunLog) -> tuple[Update, Mapping[str, float]]:
+    def update(self, log: RunLog) -> tuple[StepReport, Mapping[str, float]]:
         """Update the weights once, with whatever must come before it; return it and what to log."""
 
     def evaluate(self, log: RunLog) -> Mapping[str, float]:
@@ -216,7 +216,7 @@ class Loop:
             self.at.nonfinite += update.skipped == "nonfinite"
             if update.skipped != "no_targets":
                 self.at.loss = update.loss
-            throughput.step(update.tokens)
+            throughput.count(update.tokens)
             self._log_step(update, statistics, throughput, log)
             self._check_finite(update, skipped)
             began = monotonic()
@@ -238,11 +238,15 @@ class Loop:
         return finished
 
     def _log_step(
-        self, update: Update, statistics: Mapping[str, float], throughput: Throughput, log: RunLog
+        self,
+        update: StepReport,
+        statistics: Mapping[str, float],
+        throughput: Throughput,
+        log: RunLog,
     ) -> None:
         facts = {"loss": update.loss, **statistics}
         shown = dict(list(facts.items())[:SHOWN])
-        self.show.step(self.at.step, shown, throughput)
+        self.show.show_step(self.at.step, shown, throughput)
         log.event(
             "step",
             {
@@ -255,7 +259,7 @@ class Loop:
             },
         )
 
-    def _check_finite(self, update: Update, skipped: int) -> None:
+    def _check_finite(self, update: StepReport, skipped: int) -> None:
         if skipped:
             why = SKIPPED[update.skipped or "nonfinite"]
             if processes.rank() == 0:

@@ -8,7 +8,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from ms_align.engines.protocol import Engine, Update
+from ms_align.engines.protocol import Engine, StepReport
 from ms_align.errors import ConfigError, NothingToLearnError
 from ms_align.losses.learnt_weights import Uncertainty
 from ms_align.losses.protocol import Batch, Output
@@ -179,7 +179,7 @@ class SFTLearner(OfflineLearner):
         batch["row_weights"] = np.array(weights[own], np.float32)
         return batch
 
-    def observe(self, update: Update, log: RunLog) -> Mapping[str, float]:
+    def observe(self, update: StepReport, log: RunLog) -> Mapping[str, float]:
         """Take in what an update says of its tasks, and log it; the losses of those that came."""
         if not self._tasks:
             return update.statistics

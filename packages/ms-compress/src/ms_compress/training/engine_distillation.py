@@ -36,7 +36,7 @@ class DistillationLoss:
     """A loss: the mean divergence from a teacher over the targets of the global batch.
 
     It follows `ms_parallel.engine.loss.Loss`:
-    `Engine.update(batch, DistillationLoss(teacher=...))`.
+    `Engine.step(batch, DistillationLoss(teacher=...))`.
     """
 
     teacher: Callable[[Mapping[str, Tensor]], Head]

@@ -33,7 +33,7 @@ from ms_parallel.engine.loss import Loss, LossWithStatistics, Output
 from ms_parallel.engine.optimizer import learning_rate
 from ms_parallel.engine.options import EngineOptions
 from ms_parallel.engine.reduction import Reduction, SummedReduction
-from ms_parallel.engine.report import Skipped, StepTotals, Update
+from ms_parallel.engine.report import Skipped, StepReport, StepTotals
 from ms_parallel.engine.reproducible.check import check_reproducible, kept_apart
 from ms_parallel.engine.reproducible.reduction import OrderedReduction
 from ms_parallel.engine.row_check import RowCheck
@@ -69,6 +69,11 @@ from ms_parallel.split.precision_choice import precision_name
 from ms_parallel.weights.save import save_model
 
 logger = logging.getLogger(__name__)
+
+
+def always(loss: float, grad_norm: float) -> bool:
+    """Accept every step."""
+    return True
 
 
 class Engine:
@@ -109,8 +114,8 @@ class Engine:
         if chosen.mixed_precision is True and dist.get_rank() == 0:
             warn_of_slow_bfloat16(self.device)
         self.ops: Ops = chosen.ops or operators
-        self.step = 0
-        """Updates asked for so far, skipped ones included."""
+        self.step_count = 0
+        """Steps so far, including skipped ones."""
         self.tables = ScheduleTables(chosen.schedule, layout.pipeline)
         self.placement = self.tables.placement
         """Pipeline rank of each stage."""
@@ -201,25 +206,25 @@ class Engine:
         (stage,) = self.stages.values()
         return stage if all(map(is_whole_here, stage.parameters())) else None
 
-    def update(
+    def step(
         self,
         batch: Mapping[str, Any],
         loss: Loss | LossWithStatistics,
         *,
-        refuse: Callable[[float, float], bool] | None = None,
-    ) -> Update:
-        """Take one step of the optimizer; `batch` is this data rank's rows of the global batch.
+        accept: Callable[[float, float], bool] = always,
+    ) -> StepReport:
+        """Take one optimizer step on this data rank's rows of the global batch.
 
         Args:
-            batch: tensors or arrays (b, S) as in the Batch seam; all processes of one data rank
-                pass the same, and data ranks different ones, which is checked.
+            batch: tensors or arrays (b, S) of the Batch interface; the same on all processes of a
+                data rank, and different rows on different data ranks, which is checked.
             loss: summed over microbatches, divided once by its weight over the global batch.
-            refuse: called with the loss and the gradient's norm, which are finite and the same on
-                every process, before the weights change; True skips the update.
+            accept: called with the loss and the gradient norm, both finite and the same on every
+                process, before weights change; False skips the step.
 
         Raises:
             ConfigError: there are no rows, the sequence does not divide over `tensor`, data ranks
-                were given the same rows, or processes of one data rank different ones.
+                got the same rows, or processes of one data rank got different rows.
             ParallelError: the gradient is not finite and `on_nonfinite="raise"`.
         """
         microbatches = self.runner.microbatches(batch, self.reduction.microbatch_size)
@@ -231,8 +236,8 @@ class Engine:
         loss_scale = scale if self.scaler.settings else None
         metrics = loss.statistics if isinstance(loss, LossWithStatistics) else ()
         if weight == 0.0:
-            self.step += 1
-            return Update(
+            self.step_count += 1
+            return StepReport(
                 learning_rate=rate,
                 tokens=tokens,
                 skipped="no_targets",
@@ -255,27 +260,28 @@ class Engine:
         except ConfigError:
             self.trained.zero_grad()
             raise
-        skipped = self._skip_reason(totals, refuse)
-        if totals.grad_norm == 0.0 and self.step == 0 and dist.get_rank() == 0:
+        skipped = self._skip_reason(totals, accept)
+        if totals.grad_norm == 0.0 and self.step_count == 0 and dist.get_rank() == 0:
             logger.warning(
                 "the first gradient is exactly 0, so nothing is learned; check the loss weights,"
                 " frozen parameters and initial weights"
             )
         audit = None
-        if self.auditor and self.auditor.is_due(self.step + 1) and isfinite(totals.grad_norm):
+        if self.auditor and self.auditor.is_due(self.step_count + 1) and isfinite(totals.grad_norm):
             audit = self.auditor.audit(microbatches, loss, weight, tokens, totals.loss, gradients)
-        self.trained.step(None if skipped else gradients, totals.grad_norm, rate)
+        self.trained.apply(None if skipped else gradients, totals.grad_norm, rate)
         self.balancer.settle(None if skipped else load)
         self.trained.zero_grad()
         if skipped in (None, "overflow"):
             self.scaler.settle(overflow=skipped is not None)
         if skipped == "nonfinite" and self.options.on_nonfinite == "raise":
             raise ParallelError(
-                f"update {self.step}: loss {totals.loss}, gradient norm {totals.grad_norm}: not"
-                " finite; weights are unchanged; lower the learning rate or look at this batch"
+                f"update {self.step_count}: loss {totals.loss}, gradient norm"
+                f" {totals.grad_norm}: not finite; weights are unchanged; lower the learning rate"
+                " or look at this batch"
             )
-        self.step += 1
-        return Update(
+        self.step_count += 1
+        return StepReport(
             loss=totals.loss,
             grad_norm=totals.grad_norm,
             learning_rate=rate,
@@ -290,27 +296,27 @@ class Engine:
         )
 
     def _skip_reason(
-        self, totals: StepTotals, refuse: Callable[[float, float], bool] | None
+        self, totals: StepTotals, accept: Callable[[float, float], bool]
     ) -> Skipped | None:
         """Decide whether to skip the step; the same on every process, as the totals are."""
         if not (isfinite(totals.loss) and isfinite(totals.grad_norm)):
             return "overflow" if self.scaler.may_overflow(totals.loss) else "nonfinite"
-        return "refused" if refuse is not None and refuse(totals.loss, totals.grad_norm) else None
+        return None if accept(totals.loss, totals.grad_norm) else "refused"
 
-    def recorded_update(
+    def record_step(
         self,
         batch: Mapping[str, Any],
         loss: Loss | LossWithStatistics,
         *,
-        refuse: Callable[[float, float], bool] | None = None,
-    ) -> tuple[Update, Recorder]:
-        """Perform `update` and record what this rank computed when; every process calls it.
+        accept: Callable[[float, float], bool] = always,
+    ) -> tuple[StepReport, Recorder]:
+        """Take a step and record when this rank computed what; every process calls it.
 
-        `ms_parallel.pipeline.gathering.recorded_step` gathers those of all ranks.
+        `ms_parallel.pipeline.gathering.recorded_step` gathers the recordings of all ranks.
         """
         recorder = self.runner.runtime.recorder = Recorder(self.device)
         try:
-            return self.update(batch, loss, refuse=refuse), recorder
+            return self.step(batch, loss, accept=accept), recorder
         finally:
             self.runner.runtime.recorder = None
 
@@ -432,7 +438,7 @@ class Engine:
         Where devices are of several kinds, all processes call this: it makes copies equal again.
         """
         beside = self._beside()
-        state = state_of(self.trained, self.step, beside)
+        state = state_of(self.trained, self.step_count, beside)
         align_kinds(state, self.trained, beside, self.groups)
         return state
 
@@ -443,7 +449,7 @@ class Engine:
             CheckpointError: names or shapes are not this engine's.
         """
         beside = self._beside()
-        self.step = load_state(self.trained, state, beside)
+        self.step_count = load_state(self.trained, state, beside)
         self.scaler.load(beside[SCALE])
 
     def _beside(self) -> dict[str, Tensor]:

@@ -77,7 +77,7 @@ class StepTotals:
 
 
 @frozen(kw_only=True)
-class Update:
+class StepReport:
     """Result of one optimizer step; the same on every process."""
 
     loss: float = nan
@@ -90,7 +90,7 @@ class Update:
     skipped: Skipped | None = None
     """Why weights, optimizer state and the learning rate schedule are unchanged: no position had a
     target; the gradient was not finite; it overflowed in float16, and the loss scale is lower now;
-    or `refuse` returned True. None if the step was taken."""
+    or `accept` returned False. None if the step was taken."""
     loss_scale: float | None = None
     """Factor on the loss in float16; None in other precisions."""
     statistics: Mapping[str, float] = field(factory=dict)

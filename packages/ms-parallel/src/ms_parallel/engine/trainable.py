@@ -84,7 +84,7 @@ class Trainable:
         """Sum of squares of what is counted on this process, a float32 scalar."""
         return squared_norm([gradients[name] for name in self.counted], self.groups.device)
 
-    def step(self, gradients: Mapping[str, Tensor] | None, norm: float, rate: float) -> None:
+    def apply(self, gradients: Mapping[str, Tensor] | None, norm: float, rate: float) -> None:
         """Clip gradients of this L2 norm in place, and update the parameters.
 
         None skips the update; torch's optimizer hooks, by which profilers count steps, still run.

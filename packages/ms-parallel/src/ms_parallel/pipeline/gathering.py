@@ -9,7 +9,7 @@ def recorded_step(recorder: Recorder, groups: Groups, step: int) -> RecordedStep
     """Gather what all ranks of this pipeline have recorded; every process calls it.
 
     Args:
-        recorder: of `Engine.recorded_update`.
+        recorder: of `Engine.record_step`.
         groups: the layout's processes.
         step: updates made before this one.
 

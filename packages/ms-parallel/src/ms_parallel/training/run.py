@@ -16,7 +16,7 @@ from ms_parallel.cluster.process import is_first
 from ms_parallel.cluster.watch import position
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
-from ms_parallel.engine.report import Update
+from ms_parallel.engine.report import StepReport
 from ms_parallel.engine.updates.stopwatch import Stopwatch
 from ms_parallel.errors import DivergenceError
 from ms_parallel.events import OnEvent
@@ -107,7 +107,7 @@ class Run:
         Raises:
             DivergenceError: the run reached its last step without a usable model.
         """
-        options, resumed = self.options, self.engine.step
+        options, resumed = self.options, self.engine.step_count
         try:
             finished = self.go()
         finally:
@@ -115,9 +115,9 @@ class Run:
                 self.step_log.audits.draw()
         if finished:
             try:
-                check_outcome(self.standing, self.engine.step, self.engine.optimizer.taken)
+                check_outcome(self.standing, self.engine.step_count, self.engine.optimizer.taken)
             except DivergenceError:
-                self.emit("end", {"step": self.engine.step, "finished": 0})
+                self.emit("end", {"step": self.engine.step_count, "finished": 0})
                 raise
         folder = self._write_model() if finished else None
         sample, prompt = None, options.sample_prompt
@@ -125,10 +125,10 @@ class Run:
             sample = self.generate(prompt, max_new_tokens=options.sample_tokens)
             self.show.note(f"sample:\n{printable(prompt + sample)}")
         self._note_end(folder, resumed)
-        self.emit("end", {"step": self.engine.step, "finished": int(finished)})
+        self.emit("end", {"step": self.engine.step_count, "finished": int(finished)})
         standing = self.standing
         return Result(
-            step=self.engine.step,
+            step=self.engine.step_count,
             finished=finished,
             stopped_by=None if finished else self.stop.signal_name,
             loss=nan if standing.loss is None else standing.loss,
@@ -166,7 +166,7 @@ class Run:
 
     def _note_end(self, folder: Path | None, resumed: int) -> None:
         """Say how the run, which went on at step `resumed`, has ended."""
-        step = self.engine.step
+        step = self.engine.step_count
         if folder is None:
             self.show.note(
                 f"stopped by {self.stop.signal_name} at step {step} of {self.total}; a checkpoint"
@@ -193,16 +193,16 @@ class Run:
         if self.shares.measured:
             between = self.engine.groups.layout.shards > 1
             runner.stopwatch = Stopwatch(runner.runtime, self.engine.device, between=between)
-        if self.engine.step == 0:
+        if self.engine.step_count == 0:
             self.evaluate()
         with self.stop.listening():
-            while self.engine.step < self.total:
+            while self.engine.step_count < self.total:
                 update = self._step(pace)
                 self.checkpoints.poll()
                 trouble = self._mend(update, trouble)
                 if trouble.went_back:
                     continue
-                step, began = self.engine.step, monotonic()
+                step, began = self.engine.step_count, monotonic()
                 last = step == self.total
                 if last or _due(step, options.evaluate_every):
                     self.evaluate()
@@ -218,50 +218,50 @@ class Run:
                 pace.pause(monotonic() - began)
         return True
 
-    def _step(self, pace: Throughput) -> Update:
+    def _step(self, pace: Throughput) -> StepReport:
         began = monotonic()
-        position.step, position.activity = self.engine.step + 1, "update"
+        position.step, position.activity = self.engine.step_count + 1, "update"
         # Random numbers follow from seed and step, so that a checkpoint need not hold their state.
-        torch.manual_seed((self.options.seed * 1_000_003 + self.engine.step) % 2**63)
+        torch.manual_seed((self.options.seed * 1_000_003 + self.engine.step_count) % 2**63)
         update = self._update(next(self.stream))
-        pace.step(update.tokens)
+        pace.count(update.tokens)
         standing = self.standing
         if update.skipped != "no_targets":
             standing.loss = update.loss
         standing.tokens += update.tokens
         standing.seconds += monotonic() - began
-        self.step_log.step(self.engine.step, update, pace)
+        self.step_log.log(self.engine.step_count, update, pace)
         watch = self.engine.runner.stopwatch
-        if watch and self.shares.settle(self.engine.step, watch.seconds, self.stream):
+        if watch and self.shares.settle(self.engine.step_count, watch.seconds, self.stream):
             standing.shares = list(self.shares.rows)
-            self.show.note(f"step {self.engine.step}: {self.shares.changed()}")
+            self.show.note(f"step {self.engine.step_count}: {self.shares.changed()}")
         return update
 
-    def _update(self, batch: Mapping[str, Any]) -> Update:
+    def _update(self, batch: Mapping[str, Any]) -> StepReport:
         """Perform one update, recorded if it is due."""
         loss = NextTokenLoss(self.options.mtp_weight, self.options.z_coefficient)
 
-        def refuse(value: float, norm: float) -> bool:
-            return self.policy.refuses(value, norm, self.standing.recent)
+        def accept(value: float, norm: float) -> bool:
+            return not self.policy.refuses(value, norm, self.standing.recent)
 
-        if not _due(self.engine.step + 1, self.options.record_every):
-            return self.engine.update(batch, loss, refuse=refuse)
-        step = self.engine.step
-        update, recorder = self.engine.recorded_update(batch, loss, refuse=refuse)
+        if not _due(self.engine.step_count + 1, self.options.record_every):
+            return self.engine.step(batch, loss, accept=accept)
+        step = self.engine.step_count
+        update, recorder = self.engine.record_step(batch, loss, accept=accept)
         recorded = recorded_step(recorder, self.engine.groups, step)
         if recorded is not None:
-            name = f"step-{self.engine.step:08}.json"
+            name = f"step-{self.engine.step_count:08}.json"
             path = self.options.output_dir / "timelines" / name
             first_does(lambda: write_step(path, recorded))
         return update
 
-    def _mend(self, update: Update, trouble: "Trouble") -> "Trouble":
+    def _mend(self, update: StepReport, trouble: "Trouble") -> "Trouble":
         """Do about an update what the policy says; the same on every process.
 
         Raises:
             DivergenceError: it says to stop, or the run is lost.
         """
-        standing, step = self.standing, self.engine.step
+        standing, step = self.standing, self.engine.step_count
         if update.skipped is None:
             standing.recent.append((update.loss, update.grad_norm))
             del standing.recent[: -self.options.spike_window]
@@ -286,8 +286,8 @@ class Run:
         check_lost(found.in_a_row, found.roll_backs, update)
         return found
 
-    def _log_skipped(self, step: int, update: Update, remedy: str) -> None:
-        back = self.engine.step if remedy == "roll_back" else step
+    def _log_skipped(self, step: int, update: StepReport, remedy: str) -> None:
+        back = self.engine.step_count if remedy == "roll_back" else step
         done = f"went back to step {back}" if back < step else "step skipped"
         self._warn(f"step {step}: {reason(update)}; {'stopped' if remedy == 'stop' else done}")
         scale = self.engine.scaler
@@ -310,7 +310,7 @@ class Run:
         if self.held_out is None:
             return None
         position.activity = "held-out evaluation"
-        loss, step = self.held_out.loss(self.engine.evaluate), self.engine.step
+        loss, step = self.held_out.loss(self.engine.evaluate), self.engine.step_count
         self.standing.held_out_loss, self.standing.held_out_step = loss, step
         if step == 0:
             self.standing.first_held_out_loss = loss

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from attrs import evolve, field, frozen
 
-from ms_align.engines.protocol import Engine, Update
+from ms_align.engines.protocol import Engine, StepReport
 from ms_align.errors import ConfigError, NothingToLearnError
 from ms_align.generation.sampling import Sampling
 from ms_align.losses.protocol import Loss
@@ -244,7 +244,7 @@ class OfflineLearner(ABC):
         """Take the next batch, with all that the loss reads."""
         return next_batch(self.data.stream)
 
-    def observe(self, update: Update, log: RunLog) -> Mapping[str, float]:
+    def observe(self, update: StepReport, log: RunLog) -> Mapping[str, float]:
         """Learn from an update's statistics, and return what of them is logged."""
         return update.statistics
 
@@ -255,11 +255,11 @@ class OfflineLearner(ABC):
     def load_extra_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - most have none
         """Go to where `state` was taken."""
 
-    def update(self, log: RunLog) -> tuple[Update, Mapping[str, float]]:
+    def update(self, log: RunLog) -> tuple[StepReport, Mapping[str, float]]:
         """Update the weights once."""
         batch = self.next_batch()
         self.ends.look(batch)
-        update = self.engine.update(batch, self.loss())
+        update = self.engine.step(batch, self.loss())
         if update.skipped == "no_targets":
             raise NothingToLearnError(self.no_targets.format(step=self.step + 1))
         self.step += 1

@@ -83,7 +83,7 @@ class AdamWRule:
         """The mean of the gradient, and of its square."""
         return {"exp_avg": self.first, "exp_avg_sq": self.second}
 
-    def step(self, gradients: Mapping[str, Tensor], rate: float, taken: int) -> None:
+    def apply(self, gradients: Mapping[str, Tensor], rate: float, taken: int) -> None:
         """Update the parameters in place."""
         parts = {name: local_part(parameter) for name, parameter in self.parameters.items()}
         held = [name for name, part in parts.items() if part.numel()]

@@ -149,7 +149,7 @@ class MuonRule:
         """The mean of the gradient."""
         return {"momentum": self.momentum}
 
-    def step(self, gradients: Mapping[str, Tensor], rate: float, taken: int) -> None:
+    def apply(self, gradients: Mapping[str, Tensor], rate: float, taken: int) -> None:
         """Update the parameters in place."""
         config = self.share.config
         ahead = {}

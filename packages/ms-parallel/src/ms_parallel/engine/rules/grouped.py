@@ -55,7 +55,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         if gradients is None:
             return
         for rule in self.rules:
-            rule.step(gradients, rate, self.taken)
+            rule.apply(gradients, rate, self.taken)
         self.taken += 1
 
 

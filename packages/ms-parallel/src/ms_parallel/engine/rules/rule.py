@@ -42,7 +42,7 @@ class Rule(Protocol):
     def whole(self) -> Moments:
         """Tensors of another shape, of which a process has all or nothing."""
 
-    def step(self, gradients: Mapping[str, Tensor], rate: float, taken: int) -> None:
+    def apply(self, gradients: Mapping[str, Tensor], rate: float, taken: int) -> None:
         """Update the parameters in place.
 
         Args:

@@ -45,7 +45,7 @@ class Kept:
                     found.setdefault(key, {})[name] = value
         return found
 
-    def step(
+    def apply(
         self, gradients: Mapping[str, Tensor], rate: float, weight_decay: float, taken: int
     ) -> None:
         """Update the tensors in place."""
@@ -129,10 +129,10 @@ class PartsRule:
         """The rest, such as counts of steps."""
         return self._states(beside=False)
 
-    def step(self, gradients: Mapping[str, Tensor], rate: float, taken: int) -> None:
+    def apply(self, gradients: Mapping[str, Tensor], rate: float, taken: int) -> None:
         """Update the parameters in place."""
         rate *= self.share.rate
-        self.kept.step(gradients, rate, self.share.weight_decay, taken)
+        self.kept.apply(gradients, rate, self.share.weight_decay, taken)
 
     def _states(self, *, beside: bool) -> Moments:
         return {
@@ -176,13 +176,13 @@ class OwnersRule:
         """What the owner keeps."""
         return self.kept.states()
 
-    def step(self, gradients: Mapping[str, Tensor], rate: float, taken: int) -> None:
+    def apply(self, gradients: Mapping[str, Tensor], rate: float, taken: int) -> None:
         """Update the parameters in place."""
         chosen = {name: gradients[name] for name in self.parameters}
         weights, slopes = (self.exchange.gather(each) for each in (self._local(), chosen))
         for (name, _), tensor in weights.items():
             self.kept.tensors[name].copy_(tensor)
-        self.kept.step(
+        self.kept.apply(
             {name: slope for (name, _), slope in slopes.items()},
             rate * self.share.rate,
             self.share.weight_decay,

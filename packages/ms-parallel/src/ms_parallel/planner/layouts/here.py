@@ -359,7 +359,7 @@ def _step(engine: Engine, batch: Batch) -> _Took:
     gradients = engine.reduction.gradients()
     engine.reduction.totals(results, 0, 0, gradients, engine.row_check.terms())
     # Whatever stands where sums were not received: the update is made, at a rate of nothing.
-    engine.trained.step(gradients, 1.0, 0.0)
+    engine.trained.apply(gradients, 1.0, 0.0)
     engine.trained.zero_grad()
     if engine.device.type != "cpu":
         torch.accelerator.synchronize()

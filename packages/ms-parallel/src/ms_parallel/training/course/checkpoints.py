@@ -45,7 +45,7 @@ class Stream(Protocol):
 class Saved(Protocol):
     """What the checkpoints are of."""
 
-    step: int
+    step_count: int
     config: Any
     groups: Groups
 
@@ -125,9 +125,11 @@ class RunCheckpoints:
             except DamageError as error:
                 self._pass_over(manifest.step, error)
                 continue
-            if self.engine.step < self.total:
-                self.show.note(f"goes on from {folder} (step {self.engine.step} of {self.total})")
-            self.emit("resume", {"step": self.engine.step, "checkpoint": str(folder)})
+            if self.engine.step_count < self.total:
+                self.show.note(
+                    f"goes on from {folder} (step {self.engine.step_count} of {self.total})"
+                )
+            self.emit("resume", {"step": self.engine.step_count, "checkpoint": str(folder)})
             return
 
     def go_back(self) -> bool:
@@ -153,7 +155,7 @@ class RunCheckpoints:
     def _last_whole(self) -> tuple[Path, checkpoint.Manifest] | None:
         checkpoint.sweep(self.root)
         steps = checkpoint.all_steps(self.root)
-        if steps and not self.options.resume and self.engine.step == 0:
+        if steps and not self.options.resume and self.engine.step_count == 0:
             raise CheckpointError(
                 f"{self.root} holds checkpoints and resume is off; choose another"
                 " output_dir, or delete them"
@@ -209,9 +211,9 @@ class RunCheckpoints:
 
     def mark(self) -> bytes:
         """Return the mark of a finished run's model: its step and the digest of its checkpoint."""
-        manifest = checkpoint.step_folder(self.root, self.engine.step) / MANIFEST
+        manifest = checkpoint.step_folder(self.root, self.engine.step_count) / MANIFEST
         digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
-        return msgspec.json.encode({"step": self.engine.step, "checkpoint": digest})
+        return msgspec.json.encode({"step": self.engine.step_count, "checkpoint": digest})
 
     def save(self) -> None:
         """Write a checkpoint of this step and let the oldest go; or begin to, beside the training.
@@ -219,7 +221,7 @@ class RunCheckpoints:
         Raises:
             CheckpointError: it cannot be written; those before it are whole.
         """
-        step, began = self.engine.step, monotonic()
+        step, began = self.engine.step_count, monotonic()
         position.activity = "checkpoint"
         folder = checkpoint.step_folder(self.root, step)
         facts = {

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from attrs import frozen
 
-from ms_parallel.engine.report import Update
+from ms_parallel.engine.report import StepReport
 from ms_parallel.errors import DivergenceError
 
 Remedy = Literal["skip", "roll_back", "stop"]
@@ -65,7 +65,7 @@ class Policy:
         losses, norms = [each[0] for each in recent], [each[1] for each in recent]
         return self.is_spike(loss, losses) or self.is_spike(norm, norms)
 
-    def remedy(self, update: Update) -> Remedy | None:
+    def remedy(self, update: StepReport) -> Remedy | None:
         """Choose the remedy for an update; None if it was performed, or an overflow is mended."""
         if update.skipped == "nonfinite":
             return self.on_nonfinite
@@ -74,7 +74,7 @@ class Policy:
         return None
 
 
-def reason(update: Update) -> str:
+def reason(update: StepReport) -> str:
     """Say in words what was wrong with an update."""
     loss, norm = f"loss {update.loss:.4g}", f"gradient norm {update.grad_norm:.4g}"
     return {
@@ -87,7 +87,7 @@ def reason(update: Update) -> str:
     }[update.skipped or "no_targets"]
 
 
-def check_lost(in_a_row: int, roll_backs: int, last: Update) -> None:
+def check_lost(in_a_row: int, roll_backs: int, last: StepReport) -> None:
     """End a run that only ever skips, or rolls back.
 
     Raises:

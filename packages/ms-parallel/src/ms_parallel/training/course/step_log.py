@@ -3,7 +3,7 @@
 from attrs import asdict, frozen
 
 from ms_parallel.engine.balance.balancer import ExpertLoad
-from ms_parallel.engine.report import Update
+from ms_parallel.engine.report import StepReport
 from ms_parallel.events import OnEvent
 from ms_parallel.progress import RunDisplay, Throughput
 from ms_parallel.training.course.audits import Audits
@@ -22,9 +22,9 @@ class StepLog:
     audits: Audits | None
     """None on all but the first process."""
 
-    def step(self, step: int, update: Update, pace: Throughput) -> None:
+    def log(self, step: int, update: StepReport, pace: Throughput) -> None:
         """Log an update, and what was measured with it."""
-        self.show.step(step, {"loss": update.loss}, pace)
+        self.show.show_step(step, {"loss": update.loss}, pace)
         scale = {} if update.loss_scale is None else {"loss_scale": update.loss_scale}
         self.emit(
             "step",
