@@ -21,7 +21,7 @@ SEAMS = {
     "place": ("ms-data", "ms_data.streams.share:StreamPlace"),
     "reader": ("ms-data", "ms_data.corpus.reader:Reader"),
     "operators": ("ms-parallel", "ms_parallel.operators.protocol:Ops"),
-    "training stream": ("ms-parallel", "ms_parallel.training.course.checkpoints:Stream"),
+    "training stream": ("ms-parallel", "ms_parallel.training.checkpoints:Stream"),
     "training events": ("ms-parallel", "ms_parallel.events:OnEvent"),
     "loss": ("ms-parallel", "ms_parallel.engine.loss:Loss"),
     "engine": ("ms-align", "ms_align.engines.protocol:Engine"),

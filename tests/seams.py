@@ -22,7 +22,7 @@ from ms_parallel import DistributedTrainer, Engine, Layout
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.events import OnEvent
 from ms_parallel.operators import Ops
-from ms_parallel.training.course.checkpoints import Stream
+from ms_parallel.training.checkpoints import Stream
 from ms_profile.trackers import TensorBoard, Tracker
 
 default_operators: Ops = ms_parallel.operators

@@ -9,7 +9,7 @@ from runs import build, global_batch, my_rows, tiny, train
 
 from ms_parallel import DistributedTrainer, Engine, Layout, NextTokenLoss
 from ms_parallel.cluster.connection import connect
-from ms_parallel.pipeline.gathering import recorded_step
+from ms_parallel.pipeline.recorder import recorded_step
 from ms_parallel.planner.tuning import search_schedule
 
 SETTINGS = {"num_hidden_layers": 4, "num_key_value_heads": 4, "vocab_size": 48}

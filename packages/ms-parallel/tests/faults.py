@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ms_parallel.cluster import connection
 from ms_parallel.cluster import endings as exits
-from ms_parallel.cluster.agreement import first_does
+from ms_parallel.cluster.agreement import run_on_rank_zero
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.watch import Heartbeat, position
@@ -182,10 +182,10 @@ def _stay_away(how: str) -> None:
 def rank_0_stops_while_it_acts() -> str:
     """Rank 0 acts for the others, who wait for as long as it takes; then it is stopped."""
     connection.join(Layout(data=2), timeout_s=60)
-    first_does(lambda: None)
+    run_on_rank_zero(lambda: None)
     assert Heartbeat.running is not None
     Heartbeat.running.timeout_s = 2.0
-    first_does(lambda: _stay_away("stopped"))
+    run_on_rank_zero(lambda: _stay_away("stopped"))
     return "came back"
 
 

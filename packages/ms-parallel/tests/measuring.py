@@ -16,8 +16,7 @@ from ms_parallel import DistributedTrainer
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.loss import NextTokenLoss
-from ms_parallel.pipeline.gathering import recorded_step
-from ms_parallel.pipeline.recorder import offset_ns
+from ms_parallel.pipeline.recorder import offset_ns, recorded_step
 from ms_parallel.pipeline.step_file import write_step
 from ms_parallel.planner.tuning import measure_segments, search_schedule
 from ms_parallel.schedules import SegmentCosts

@@ -21,7 +21,7 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.updates.audit import Audit, Compared, Levels
 from ms_parallel.engine.updates.auditor import group_of
 from ms_parallel.engine.updates.loss_scale import LossScaler
-from ms_parallel.training.course.audit_page import draw_audits
+from ms_parallel.training.audit_page import draw_audits
 from ms_parallel.training.options import Options
 
 RUNS = Path(__file__).parent / "half_precision_runs.py"

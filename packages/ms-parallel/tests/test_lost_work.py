@@ -31,8 +31,8 @@ from ms_parallel.checkpoint.background import BackgroundSaver
 from ms_parallel.errors import DamageError, DivergenceError, FolderError
 from ms_parallel.files.durable import write_file
 from ms_parallel.files.run_folder import locked
-from ms_parallel.training.course.checkpoints import Standing
-from ms_parallel.training.course.policy import check_outcome
+from ms_parallel.training.checkpoints import RunProgress
+from ms_parallel.training.recovery import check_outcome
 from ms_parallel.weights.folder import WeightFolder
 
 
@@ -153,8 +153,8 @@ def test_success_needs_finite_losses_and_performed_steps(
 ) -> None:
     """Overflows of float16 alone are no failure while some steps were performed."""
     with pytest.raises(DivergenceError, match=problem):
-        check_outcome(Standing(**facts), 10, performed)  # type: ignore[arg-type]
-    check_outcome(Standing(loss=2.0, skipped={"overflow": 9}), 10, 1)
+        check_outcome(RunProgress(**facts), 10, performed)  # type: ignore[arg-type]
+    check_outcome(RunProgress(loss=2.0, skipped={"overflow": 9}), 10, 1)
 
 
 def test_warnings_do_not_depend_on_the_progress_setting(shards: Path, tmp_path: Path) -> None:

@@ -22,8 +22,7 @@ from test_kill_and_resume import assert_the_same, kill_one
 from ms_parallel import ConfigError
 from ms_parallel.cli import main
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.training.shares.apportion import seconds_of, share_out
-from ms_parallel.training.shares.row_shares import RowShares
+from ms_parallel.training.shares.row_shares import RowShares, seconds_of, share_out
 from ms_parallel.training.shares.setting import check_shares
 
 RUNS = Path(__file__).with_name("share_runs.py")

@@ -14,7 +14,7 @@ from trouble_runs import SETTINGS, troubled
 
 from ms_parallel import DistributedTrainer
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.training.course.policy import ROLL_BACKS, Policy
+from ms_parallel.training.recovery import ROLL_BACKS, Policy
 
 RUNS = Path(__file__).parent / "trouble_runs.py"
 SPIKE, NOT_FINITE = 40.0, math.inf
@@ -55,7 +55,7 @@ def test_a_roll_back_passes_over_the_batches_since_the_checkpoint(
         **{**SETTINGS, "output_dir": tmp_path / "b", "on_event": lambda *_: None}
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ms_parallel.training.run.Run.go", by_hand)
+        patch.setattr("ms_parallel.training.run.Run.take_steps", by_hand)
         other.train(shards, steps=12)
     run = other._run
     assert run is not None

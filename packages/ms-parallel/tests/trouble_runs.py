@@ -10,6 +10,7 @@ import torch.distributed as dist
 from launching import MODEL, RUN
 from torch import Tensor
 
+from ms_data import TokenStream
 from ms_parallel import DistributedTrainer, NextTokenLoss, ParallelError
 from ms_parallel.engine.loss import Output
 from ms_parallel.models.batch import Batch
@@ -39,18 +40,21 @@ class Planted(NextTokenLoss):
 @contextmanager
 def planting(factors: Mapping[int, float]) -> Iterator[None]:
     """Multiply the losses of some batches, by their number in the data from 1 on."""
-    kept, loss = runs.Run._update, runs.NextTokenLoss
+    next_batch, loss = TokenStream.__next__, runs.NextTokenLoss
 
-    def update(self: runs.Run, batch: Mapping[str, Any]) -> Any:
-        number = self.stream.state_dict()["consumed_samples"] // self.options.batch_size
+    def planted(self: TokenStream) -> Any:
+        batch = next_batch(self)
+        number = self.state_dict()["consumed_samples"] // self.batch_size
         Planted.factor = factors.get(number, 1.0)
-        return kept(self, batch)
+        return batch
 
-    runs.Run._update, runs.NextTokenLoss = update, Planted  # type: ignore[method-assign,misc]
+    TokenStream.__next__ = planted  # type: ignore[method-assign]
+    runs.NextTokenLoss = Planted  # type: ignore[misc]
     try:
         yield
     finally:
-        runs.Run._update, runs.NextTokenLoss = kept, loss  # type: ignore[method-assign,misc]
+        TokenStream.__next__ = next_batch  # type: ignore[method-assign]
+        runs.NextTokenLoss = loss  # type: ignore[misc]
 
 
 def troubled(
@@ -81,8 +85,8 @@ def troubled(
         "skipped": [fields for kind, fields in told if kind == "skipped"],
         "steps": [[fields["step"], fields["loss"]] for kind, fields in told if kind == "step"],
         "taken": run.engine.optimizer.taken,
-        "counts": run.standing.skipped,
-        "rolled_back": run.standing.rolled_back,
+        "counts": run.progress.skipped,
+        "rolled_back": run.progress.rolled_back,
         "weights": {
             name: whole_of(parameter.detach()).double().norm().item()
             for name, parameter in run.engine.parameters.items()

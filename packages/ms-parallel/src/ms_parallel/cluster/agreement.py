@@ -22,7 +22,7 @@ PATIENCE = timedelta(days=30)
 """The first process may take as long as it needs; if it dies, waiting ends at once."""
 
 
-def first_does(action: Callable[[], T]) -> T:
+def run_on_rank_zero(action: Callable[[], T]) -> T:
     """Act on rank 0 while the others wait as long as it takes; give all its result or its error.
 
     Args:

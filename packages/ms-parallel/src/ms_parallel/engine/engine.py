@@ -312,7 +312,7 @@ class Engine:
     ) -> tuple[StepReport, Recorder]:
         """Take a step and record when this rank computed what; every process calls it.
 
-        `ms_parallel.pipeline.gathering.recorded_step` gathers the recordings of all ranks.
+        `ms_parallel.pipeline.recorder.recorded_step` gathers the recordings of all ranks.
         """
         recorder = self.runner.runtime.recorder = Recorder(self.device)
         try:

@@ -1,7 +1,6 @@
 """Forwards and backwards of this process's stages, under any layout and in any precision."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -18,7 +17,7 @@ from ms_parallel.engine.output import HeadOutput, LogitsOutput
 from ms_parallel.engine.reduction import Reduction
 from ms_parallel.engine.report import MicrobatchResult
 from ms_parallel.engine.updates.loss_scale import scale_gradient
-from ms_parallel.engine.updates.stopwatch import Stopwatch
+from ms_parallel.engine.updates.stopwatch import NoStopwatch, Stopwatch
 from ms_parallel.errors import ModelError
 from ms_parallel.models.batch import PATCHES, Batch
 from ms_parallel.models.cache import KeyValueCache
@@ -72,7 +71,7 @@ class StageRunner:
             for number, stage in modules.items()
         }
         self.runtime = Runtime(modules, groups, calls, options.sharding)
-        self.stopwatch: Stopwatch | None = None
+        self.stopwatch: NoStopwatch | Stopwatch = NoStopwatch()
         """Times a step's forwards and backwards, for sharing rows between unequal ranks."""
 
     @property
@@ -153,8 +152,7 @@ class StageRunner:
         schedule = self.tables.training(len(batches))
         if self.budget is not None:
             self.budget.begin(batches)
-        timer = self.stopwatch and self.stopwatch.of([len(batch["tokens"]) for batch in batches])
-        with timer or nullcontext():
+        with self.stopwatch.of([len(batch["tokens"]) for batch in batches]):
             self.runtime.run(
                 schedule, batches, compute_loss, row_splits=row_splits, take=reduction.take
             )

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ms_parallel.cluster.groups import Groups
+from ms_parallel.pipeline.step_file import RecordedStep
 from ms_parallel.schedules.table.schedule import Schedule
 
 ECHOES = 16
@@ -71,6 +72,28 @@ class Recorder:
             first, *events = self.events
             marks = [self.origin_ns + round(1e6 * first.elapsed_time(each)) for each in events]
         return list(zip(marks[::2], marks[1::2], strict=True))
+
+
+def recorded_step(recorder: Recorder, groups: Groups, step: int) -> RecordedStep | None:
+    """Gather the recordings of all ranks of this pipeline; every process calls it.
+
+    Args:
+        recorder: recorder of `Engine.record_step`.
+        groups: process groups of the layout.
+        step: steps taken before this one.
+
+    Returns:
+        The step; None if nothing had a loss.
+    """
+    if recorder.schedule is None:
+        return None
+    return RecordedStep(
+        step=step,
+        layout=str(groups.layout),
+        name=recorder.schedule.name,
+        table=recorder.schedule.to_csv(),
+        times_ns=tuple(map(tuple, gather_times(recorder, groups))),
+    )
 
 
 def gather_times(recorder: Recorder, groups: Groups) -> list[list[tuple[int, int]]]:

@@ -21,7 +21,7 @@ NS_PER_MS = 1_000_000
 class RecordedStep(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="timeline.v1"
 ):
-    """One update, as `pipeline.gathering` gathers it."""
+    """One update, as `pipeline.recorder` gathers it."""
 
     step: int
     """Updates made before this one."""

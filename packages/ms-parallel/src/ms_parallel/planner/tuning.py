@@ -8,7 +8,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ms_parallel.cluster.agreement import first_does
+from ms_parallel.cluster.agreement import run_on_rank_zero
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
@@ -172,7 +172,7 @@ def search_schedule(
         )
         return msgspec.json.encode(found)
 
-    return msgspec.json.decode(first_does(encoded), type=FoundSchedule)
+    return msgspec.json.decode(run_on_rank_zero(encoded), type=FoundSchedule)
 
 
 def conditions_of(

@@ -7,7 +7,7 @@ import torch
 
 from ms_parallel import checkpoint
 from ms_parallel.cluster import process
-from ms_parallel.cluster.agreement import first_does
+from ms_parallel.cluster.agreement import run_on_rank_zero
 from ms_parallel.cluster.layout import Layout, Place
 from ms_parallel.cluster.rest import RestOnData
 from ms_parallel.engine.assembly import check_devices, sharded_layout
@@ -294,7 +294,7 @@ def _optimizer(options: Options, total: int) -> OptimizerConfig:
 
 def _weights(options: Options) -> Literal["initial", "unset"] | Path:
     """Choose what the engine begins with: nothing where a checkpoint is loaded next."""
-    if first_does(lambda: checkpoint.was_begun(options.output_dir / "checkpoints")):
+    if run_on_rank_zero(lambda: checkpoint.was_begun(options.output_dir / "checkpoints")):
         return "unset"
     folder = options.model_folder
     return folder if folder is not None and has_weights(folder) else "initial"

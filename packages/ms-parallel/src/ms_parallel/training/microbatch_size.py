@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from attrs import evolve
 
-from ms_parallel.cluster.agreement import first_does, sums
+from ms_parallel.cluster.agreement import run_on_rank_zero, sums
 from ms_parallel.cluster.device import pick_device
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.loss import NextTokenLoss
@@ -75,7 +75,7 @@ def settled(
     _heed_limits(options)
     if options.microbatch_size != AUTO:
         return options
-    known = first_does(lambda: _known(options, layout))
+    known = run_on_rank_zero(lambda: _known(options, layout))
     if known is not None:
         return evolve(options, microbatch_size=known.rows)
     limit = _agreed(limit_bytes(options))
@@ -84,7 +84,7 @@ def settled(
     def largest() -> int:
         return largest_predicted(sizes, limit, lambda rows: max(r.total for r in predict(rows)))[0]
 
-    size = first_does(largest)
+    size = run_on_rank_zero(largest)
     return evolve(options, microbatch_size=size)
 
 
@@ -104,12 +104,12 @@ def try_out(
     Raises:
         ConfigError: not even the smallest fits.
     """
-    if options.microbatch_size != AUTO or first_does(lambda: _known(options, layout)):
+    if options.microbatch_size != AUTO or run_on_rank_zero(lambda: _known(options, layout)):
         return None
     rows = options.batch_size // layout.readers
     most = engine.runner.microbatch_size or rows
     sizes = [size for size in sizes_of(rows, layout.pipeline) if size <= most]
-    predicted = first_does(
+    predicted = run_on_rank_zero(
         lambda: between(
             sizes, *(max(r.total for r in predict(size)) for size in (sizes[0], sizes[-1]))
         )
@@ -145,7 +145,7 @@ def _written(
         counted_bytes=counted,
         limit_bytes=limit,
     )
-    first_does(lambda: write_microbatch(options.output_dir / FILE, found))
+    run_on_rank_zero(lambda: write_microbatch(options.output_dir / FILE, found))
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from attrs import fields
 
 from ms_parallel import checkpoint
-from ms_parallel.cluster.agreement import first_does
+from ms_parallel.cluster.agreement import run_on_rank_zero
 from ms_parallel.engine.optimizer import named_optimizer
 from ms_parallel.errors import ConfigError
 from ms_parallel.files.run_folder import SEAL, hold, inside, owner_of
@@ -80,7 +80,7 @@ def held(
             stack.callback(_leave_nothing, folder)
             return [str(change) for change in changes]
 
-        yield first_does(take)
+        yield run_on_rank_zero(take)
 
 
 def _leave_nothing(folder: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from attrs import frozen
 
-from ms_parallel.cluster.agreement import first_does
+from ms_parallel.cluster.agreement import run_on_rank_zero
 from ms_parallel.files.durable import publish, write_synced, writing
 
 
@@ -56,12 +56,12 @@ def write_model(folder: Path, mark: Callable[[], bytes], save: Callable[[Path], 
         save: writes it to a folder; every process calls it.
     """
     made = folder / "training.json"
-    if first_does(lambda: made.is_file() and made.read_bytes() == mark()):
+    if run_on_rank_zero(lambda: made.is_file() and made.read_bytes() == mark()):
         return folder
     aside = folder.with_name("model.partial")
-    first_does(lambda: _clear(aside))
+    run_on_rank_zero(lambda: _clear(aside))
     save(aside)
-    first_does(lambda: _publish(aside, folder, mark()))
+    run_on_rank_zero(lambda: _publish(aside, folder, mark()))
     return folder
 
 

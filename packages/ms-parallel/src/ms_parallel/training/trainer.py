@@ -9,7 +9,7 @@ from typing import Any
 from attrs import asdict, evolve
 
 from ms_parallel.checkpoint.background import BackgroundSaver
-from ms_parallel.cluster.agreement import first_does
+from ms_parallel.cluster.agreement import run_on_rank_zero
 from ms_parallel.cluster.connection import connect, join
 from ms_parallel.cluster.endings import end_scripts_plainly
 from ms_parallel.cluster.layout import Layout
@@ -17,6 +17,7 @@ from ms_parallel.cluster.process import is_first, rank
 from ms_parallel.cluster.slurm import adopt_scheduler
 from ms_parallel.engine.assembly import sharded_layout
 from ms_parallel.engine.engine import Engine
+from ms_parallel.engine.updates.stopwatch import Stopwatch
 from ms_parallel.errors import ConfigError
 from ms_parallel.events import JsonLines
 from ms_parallel.files.untrusted import check_path
@@ -27,9 +28,8 @@ from ms_parallel.planner.tuning import conditions_of, search_schedule
 from ms_parallel.progress import RunDisplay
 from ms_parallel.signature import takes
 from ms_parallel.split.precision_choice import MixedPrecision
-from ms_parallel.training.course.audits import Audits
-from ms_parallel.training.course.checkpoints import RunCheckpoints, Standing
-from ms_parallel.training.course.step_log import StepLog
+from ms_parallel.training.audits import Audits
+from ms_parallel.training.checkpoints import RunCheckpoints, RunProgress
 from ms_parallel.training.dataset import prepare
 from ms_parallel.training.fitting import (
     build_engine,
@@ -46,8 +46,11 @@ from ms_parallel.training.options import AUTO, Length, Options
 from ms_parallel.training.ownership import held
 from ms_parallel.training.planning.auto_layout import with_layout
 from ms_parallel.training.planning.questions import ask_memory
+from ms_parallel.training.recording import RecordedSteps
+from ms_parallel.training.recovery import Policy, Recovery
 from ms_parallel.training.result import Result
-from ms_parallel.training.run import Run
+from ms_parallel.training.run import Run, TakeStep
+from ms_parallel.training.step_log import StepLog
 
 
 class DistributedTrainer:
@@ -129,14 +132,13 @@ class DistributedTrainer:
             held(options, dataset_path, epochs=epochs, steps=steps) as changes,
             self._events() as emit,
         ):
-            self._shards = first_does(lambda: prepare(dataset_path, options))
+            self._shards = run_on_rank_zero(lambda: prepare(dataset_path, options))
             self._settled = with_layout(options, self._shards, emit)
             run = self._assemble(layout_of(self._settled), length, emit)
             try:
-                run.note_changes(changes)
-                run.begin()
-                self._run = run
-                return run.complete()
+                run.resume(changes)
+                self._run, resumed = run, run.engine.step_count
+                return run.finish(run.take_steps(), resumed)
             finally:
                 run.checkpoints.close()
                 run.show.close()
@@ -201,12 +203,39 @@ class DistributedTrainer:
             )
         engine, found, options = self._engine(config, layout, total, emit)
         rows = layout.readers * (microbatch(options, layout) or 1)
-        standing = Standing()
+        shares = row_shares(options, layout, place, emit)
+        if shares.measured:
+            between = engine.groups.layout.shards > 1
+            engine.runner.stopwatch = Stopwatch(
+                engine.runner.runtime, engine.device, between=between
+            )
+        progress = RunProgress()
         show = RunDisplay(
             total=total, every=options.log_every, active=options.progress and is_first()
         )
+        checkpoints = RunCheckpoints(
+            engine=engine,
+            stream=stream,
+            progress=progress,
+            options=options,
+            total=total,
+            show=show,
+            emit=emit,
+            beside=self._beside(),
+        )
+        policy = Policy(
+            on_nonfinite=options.on_nonfinite,
+            on_spike=options.on_spike,
+            factor=options.spike_factor,
+            window=options.spike_window,
+        )
+        take_step: TakeStep = engine.step
+        if options.record_every is not None:
+            folder = options.output_dir / "timelines"
+            take_step = RecordedSteps(engine=engine, every=options.record_every, folder=folder).step
         return Run(
             engine=engine,
+            take_step=take_step,
             stream=stream,
             shards=self._shards,
             held_out=HeldOut.find(
@@ -223,18 +252,16 @@ class DistributedTrainer:
             show=show,
             emit=emit,
             step_log=self._step_log(total, show, emit),
-            checkpoints=RunCheckpoints(
+            checkpoints=checkpoints,
+            progress=progress,
+            recovery=Recovery(
+                policy=policy,
                 engine=engine,
-                stream=stream,
-                standing=standing,
-                options=options,
-                total=total,
-                show=show,
+                checkpoints=checkpoints,
+                progress=progress,
                 emit=emit,
-                beside=self._beside(),
             ),
-            standing=standing,
-            shares=row_shares(options, layout, place, emit),
+            shares=shares,
         )
 
     def _engine(
@@ -294,7 +321,7 @@ def _find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedu
         own["sharding"] = options.sharding
     conditions = conditions_of(config, groups, rows, options.sequence_length, size, cap, own)
     path = options.output_dir / FILE
-    known = first_does(lambda: read_found(path))
+    known = run_on_rank_zero(lambda: read_found(path))
     if known is not None and known.conditions == conditions:
         return known
     found = search_schedule(
@@ -307,5 +334,5 @@ def _find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedu
         ops=operators_of(options.ops),
         **own,
     )
-    first_does(lambda: write_found(path, found))
+    run_on_rank_zero(lambda: write_found(path, found))
     return found

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 from attrs import evolve
 
-from ms_parallel.cluster.agreement import first_does
+from ms_parallel.cluster.agreement import run_on_rank_zero
 from ms_parallel.cluster.device import pick_device
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.process import world_size
@@ -40,7 +40,7 @@ def with_layout(options: Options, shards: Path, emit: OnEvent) -> Options:
     """
     if options.parallel_config != AUTO:
         return options
-    known = first_does(lambda: _known(options))
+    known = run_on_rank_zero(lambda: _known(options))
     found = known or _planned(options, shards)
     best = found.best[0]
     emit(
@@ -74,7 +74,7 @@ def _planned(options: Options, shards: Path) -> Plan:
             logger.warning("warning: constants of the plan are %s", found.constants)
         return found
 
-    return first_does(choose)
+    return run_on_rank_zero(choose)
 
 
 def _cluster(options: Options) -> Cluster | None:

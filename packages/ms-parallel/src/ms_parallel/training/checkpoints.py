@@ -14,7 +14,7 @@ from torch import Tensor
 from ms_parallel import checkpoint
 from ms_parallel.checkpoint.background import BackgroundSaver
 from ms_parallel.checkpoint.manifest import MANIFEST
-from ms_parallel.cluster.agreement import first_does
+from ms_parallel.cluster.agreement import run_on_rank_zero
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.watch import position
 from ms_parallel.errors import CheckpointError, DamageError
@@ -56,37 +56,37 @@ class Saved(Protocol):
         """Take over what `state_dict` gave."""
 
 
-class Standing(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How far a run has come; goes into each checkpoint."""
+class RunProgress(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Progress of a run over all launches; part of each checkpoint."""
 
     loss: float | None = None
-    """Loss of the last step's batch; None before the first, and where it is not finite."""
+    """Loss of the last step's batch; None before the first step, or if it is not finite."""
     tokens: int = 0
     """Tokens trained on."""
     seconds: float = 0.0
-    """Time in steps, over all launches."""
+    """Time spent in steps."""
     first_held_out_loss: float | None = None
     """Loss on held-out text before the first step."""
     held_out_loss: float | None = None
     """Loss on held-out text at the last evaluation."""
     held_out_step: int | None = None
     skipped: dict[str, int] = {}
-    """Updates that were not performed, by why."""
+    """Number of skipped steps by reason."""
     rolled_back: int = 0
-    """Times that the run went back to a checkpoint."""
+    """Number of roll-backs to a checkpoint."""
     recent: list[tuple[float, float]] = []
-    """Loss and gradient norm of the last updates that were performed, for what is a spike."""
+    """Loss and gradient norm of the last steps that were taken; spikes are judged by them."""
     shares: list[int] = []
-    """Rows of each data rank, where they were shared out by speed."""
+    """Rows of each data rank, if they are assigned by measured speed."""
 
 
 class RunMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What each checkpoint of a run holds beside its tensors."""
+    """Contents of a checkpoint in addition to tensors."""
 
     model: dict[str, Any]
     layout: str
     stream: dict[str, Any]
-    standing: Standing
+    progress: RunProgress = msgspec.field(name="standing")
 
 
 @frozen(kw_only=True)
@@ -95,7 +95,7 @@ class RunCheckpoints:
 
     engine: Saved
     stream: Stream
-    standing: Standing
+    progress: RunProgress
     options: Options
     total: int
     """Steps of the whole run."""
@@ -118,7 +118,7 @@ class RunCheckpoints:
         Raises:
             CheckpointError: it is of another model, all are damaged, or `resume` is False.
         """
-        while found := first_does(self._last_whole):
+        while found := run_on_rank_zero(self._last_whole):
             folder, manifest = found
             try:
                 self._take(folder, manifest)
@@ -141,12 +141,12 @@ class RunCheckpoints:
             False where there is none yet, and nothing was changed.
         """
         self.finish()
-        found = first_does(lambda: self._last_whole() if self._any() else None)
+        found = run_on_rank_zero(lambda: self._last_whole() if self._any() else None)
         if found is None:
             return False
         folder, manifest = found
         facts = self._load(folder, manifest)
-        self.standing.recent = list(facts.standing.recent)
+        self.progress.recent = list(facts.progress.recent)
         return True
 
     def _any(self) -> bool:
@@ -177,7 +177,7 @@ class RunCheckpoints:
         return None
 
     def _pass_over(self, step: int, damage: DamageError) -> None:
-        first_does(lambda: self._set_aside(step, damage))
+        run_on_rank_zero(lambda: self._set_aside(step, damage))
 
     def _set_aside(self, step: int, damage: DamageError) -> None:
         aside = checkpoint.set_aside(self.root, step)
@@ -196,8 +196,8 @@ class RunCheckpoints:
     def _take(self, folder: Path, manifest: checkpoint.Manifest) -> None:
         facts = self._load(folder, manifest)
         self.stream.load_state_dict(facts.stream)
-        for name in Standing.__struct_fields__:
-            setattr(self.standing, name, getattr(facts.standing, name))
+        for name in RunProgress.__struct_fields__:
+            setattr(self.progress, name, getattr(facts.progress, name))
 
     def _check_model(self, folder: Path, there: Mapping[str, Any]) -> None:
         here = model_facts(self.engine)
@@ -228,7 +228,7 @@ class RunCheckpoints:
             "model": model_facts(self.engine),
             "layout": str(self.engine.groups.layout),
             "stream": self.stream.state_dict(),
-            "standing": msgspec.to_builtins(self.standing),
+            "standing": msgspec.to_builtins(self.progress),
         }
 
         def note() -> None:
@@ -240,7 +240,7 @@ class RunCheckpoints:
             self.beside.save(step, state, facts=facts, note=note)
             return
         checkpoint.save(folder, state, step=step, facts=facts)
-        first_does(lambda: self._settle(step))
+        run_on_rank_zero(lambda: self._settle(step))
         note()
 
     def poll(self) -> None:

@@ -9,7 +9,7 @@ from ms_parallel.engine.updates.audit import Audit, Compared, Levels
 from ms_parallel.events import OnEvent
 from ms_parallel.files.durable import write_file, writing
 from ms_parallel.progress import RunDisplay
-from ms_parallel.training.course.audit_page import draw_audits
+from ms_parallel.training.audit_page import draw_audits
 
 FILE, PAGE = "audits.jsonl", "audits.html"
 

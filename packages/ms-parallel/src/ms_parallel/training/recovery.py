@@ -1,0 +1,206 @@
+"""Response to bad steps: skip them, roll back to a checkpoint, or stop the run.
+
+Losses and gradient norms are sums over all processes, the same on each, so every process decides
+the same. A spike is far above the median of the steps before it, in units of their median distance.
+"""
+
+import logging
+from collections.abc import Sequence
+from math import isfinite
+from statistics import median
+from typing import Literal
+
+from attrs import define, frozen
+
+from ms_parallel.cluster.process import is_first
+from ms_parallel.engine.engine import Engine
+from ms_parallel.engine.report import StepReport
+from ms_parallel.errors import DivergenceError
+from ms_parallel.events import OnEvent
+from ms_parallel.training.checkpoints import RunCheckpoints, RunProgress
+
+logger = logging.getLogger(__name__)
+
+Remedy = Literal["skip", "roll_back", "stop"]
+REMEDIES = ("skip", "roll_back", "stop")
+IN_A_ROW = 20
+"""Consecutive skipped steps after which a run is ended."""
+ROLL_BACKS = 10
+"""Roll-backs to one checkpoint after which a run is ended."""
+NORMAL, LEAST = 1.4826, 0.01
+"""Standard deviation over median distance of normal numbers; smallest distance that counts, as a
+fraction of the median."""
+
+
+@frozen(kw_only=True)
+class Policy:
+    """Settings of a run for bad steps."""
+
+    on_nonfinite: Remedy
+    on_spike: Remedy | Literal["ignore"]
+    factor: float
+    """Standard deviations above the median from which a number is a spike."""
+    window: int
+    """Steps in the median; nothing is a spike before there are this many."""
+
+    def is_spike(self, value: float, before: Sequence[float]) -> bool:
+        """Whether a number is far above those before it.
+
+        >>> usual = [2.0, 2.1, 1.9, 2.0]
+        >>> policy = Policy(on_nonfinite="skip", on_spike="skip", factor=10.0, window=4)
+        >>> policy.is_spike(2.4, usual), policy.is_spike(3.0, usual)
+        (False, True)
+        """
+        if len(before) < self.window:
+            return False
+        middle = median(before)
+        apart = NORMAL * median(abs(each - middle) for each in before)
+        return value > middle + self.factor * max(apart, LEAST * abs(middle))
+
+    def refuses(self, loss: float, norm: float, recent: Sequence[Sequence[float]]) -> bool:
+        """Whether a step of this loss and gradient norm is a spike after those of `recent`."""
+        if self.on_spike == "ignore":
+            return False
+        losses, norms = [each[0] for each in recent], [each[1] for each in recent]
+        return self.is_spike(loss, losses) or self.is_spike(norm, norms)
+
+    def remedy(self, report: StepReport) -> Remedy | None:
+        """Remedy for a step; None if it was taken, or skipped for an overflow in float16."""
+        if report.skipped == "nonfinite":
+            return self.on_nonfinite
+        if report.skipped == "refused":
+            return "skip" if self.on_spike == "ignore" else self.on_spike
+        return None
+
+
+@define(kw_only=True)
+class Recovery:
+    """Applies the policy of a run to its steps; the same on every process."""
+
+    policy: Policy
+    engine: Engine
+    checkpoints: RunCheckpoints
+    progress: RunProgress
+    emit: OnEvent
+    skipped_in_a_row: int = 0
+    """Consecutive steps that the policy skipped."""
+    roll_backs: int = 0
+    """Roll-backs since the last checkpoint was saved."""
+
+    def accept(self, loss: float, grad_norm: float) -> bool:
+        """Whether to take a finite step: it is not a spike, or spikes are ignored."""
+        return not self.policy.refuses(loss, grad_norm, self.progress.recent)
+
+    def roll_back(self, report: StepReport) -> bool:
+        """Handle a step, and return whether the run is back at a checkpoint.
+
+        Raises:
+            DivergenceError: the policy is to stop, or the run only skips or rolls back.
+        """
+        progress, step = self.progress, self.engine.step_count
+        if report.skipped is None:
+            progress.recent.append((report.loss, report.grad_norm))
+            del progress.recent[: -self.policy.window]
+            self.skipped_in_a_row = 0
+            return False
+        remedy = self.policy.remedy(report)
+        progress.skipped[report.skipped] = progress.skipped.get(report.skipped, 0) + 1
+        if remedy == "stop":
+            self._log(step, report, "stop")
+            self.checkpoints.finish()
+            raise DivergenceError(
+                f"step {step}: {reason(report)}; the run was to stop at this, its last checkpoint"
+                " is whole; lower learning_rate, or let such steps be skipped"
+            )
+        rolled_back = remedy == "roll_back" and self.checkpoints.go_back()
+        self._log(step, report, "roll_back" if rolled_back else "skip")
+        if rolled_back:
+            progress.rolled_back += 1
+            self.roll_backs += 1
+            self.skipped_in_a_row = 0
+        else:
+            self.skipped_in_a_row += bool(remedy)
+        check_lost(self.skipped_in_a_row, self.roll_backs, report)
+        return rolled_back
+
+    def _log(self, step: int, report: StepReport, remedy: Remedy) -> None:
+        step_after = self.engine.step_count if remedy == "roll_back" else step
+        done = f"went back to step {step_after}" if step_after < step else "step skipped"
+        if is_first():
+            done = "stopped" if remedy == "stop" else done
+            logger.warning("step %d: %s; %s", step, reason(report), done)
+        scale = self.engine.scaler
+        self.emit(
+            "skipped",
+            {
+                "step": step,
+                "reason": str(report.skipped),
+                "remedy": remedy,
+                "loss": report.loss,
+                "grad_norm": report.grad_norm,
+                "skipped": self.progress.skipped[str(report.skipped)],
+                "step_after": step_after,
+                **({"loss_scale": scale.factor} if scale.settings else {}),
+            },
+        )
+
+
+def reason(report: StepReport) -> str:
+    """Describe why a step was skipped."""
+    loss, norm = f"loss {report.loss:.4g}", f"gradient norm {report.grad_norm:.4g}"
+    return {
+        "no_targets": "nothing had a loss",
+        "nonfinite": f"gradient is not finite ({loss}, {norm})",
+        "overflow": f"gradient overflowed at a loss scale of {report.loss_scale:g}"
+        if report.loss_scale
+        else "",
+        "refused": f"{loss} and {norm} are a spike",
+    }[report.skipped or "no_targets"]
+
+
+def check_lost(in_a_row: int, roll_backs: int, last: StepReport) -> None:
+    """End a run that only skips or only rolls back.
+
+    Raises:
+        DivergenceError: too many skipped steps in a row, or roll-backs to one checkpoint.
+    """
+    if in_a_row >= IN_A_ROW:
+        raise DivergenceError(
+            f"{in_a_row} steps in a row were skipped: {reason(last)}; lower learning_rate and start"
+            " from an earlier checkpoint"
+        )
+    if roll_backs > ROLL_BACKS:
+        raise DivergenceError(
+            f"rolled back {ROLL_BACKS} times to one checkpoint: {reason(last)}; lower"
+            " learning_rate and start from an earlier checkpoint"
+        )
+
+
+def check_outcome(progress: RunProgress, steps: int, performed: int) -> None:
+    """Refuse to call a run that reached its last step a success if it has no usable model.
+
+    Args:
+        progress: losses and skipped steps of the whole run.
+        steps: steps of the whole run, including skipped ones.
+        performed: steps that changed the weights.
+
+    Raises:
+        DivergenceError: the last loss or the held-out loss is not finite, or most steps were
+            skipped.
+    """
+    if not steps:
+        return
+    # Overflows in float16 only lower the loss scale; a run may begin with a dozen.
+    skipped = sum(count for why, count in progress.skipped.items() if why != "overflow")
+    problem = ""
+    if not performed or 2 * skipped > steps:
+        problem = f"{steps - performed} of {steps} steps were skipped"
+    elif progress.held_out_loss is not None and not isfinite(progress.held_out_loss):
+        problem = f"the held-out loss is {progress.held_out_loss}"
+    elif progress.loss is None or not isfinite(progress.loss):
+        problem = "the loss of the last step is not finite"
+    if problem:
+        raise DivergenceError(
+            f"step {steps}: {problem}, so no model is written; lower learning_rate and restart in"
+            " another output_dir, or raise steps if only the last batches are bad"
+        )
