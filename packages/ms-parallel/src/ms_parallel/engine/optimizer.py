@@ -4,7 +4,7 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -258,6 +258,11 @@ class OptimizerConfig(ABC):
         for pattern in self.groups:
             self._of_group(pattern)
 
+    @cached_property
+    def schedule(self) -> Decay:
+        """Decay of the learning rate after the warm-up."""
+        return decay_of(self.decay)
+
     @abstractmethod
     def rules(self, held: "Held") -> "list[Rule]":
         """Build the rules that update the parameters of a process.
@@ -310,4 +315,4 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
     span = max(config.decay_steps - config.warmup_steps, 1)
     passed = min((step - config.warmup_steps) / span, 1.0)
     floor = config.final_ratio
-    return peak * (floor + (1.0 - floor) * decay_of(config.decay).share_left(passed))
+    return peak * (floor + (1.0 - floor) * config.schedule.share_left(passed))

@@ -65,6 +65,10 @@ class StageRunner:
         self.budget = budget
         self.microbatch_size = options.microbatch_size
         self.own = isinstance(config, OwnModelConfig)
+        self.sequence_parts = groups.layout.tensor if plan.split_sequence else 1
+        """Number of parts into which the tensor axis splits a sequence between blocks."""
+        self.vocabulary: int | None = config.vocab_size or None
+        """Vocabulary size; None for a user's own module that does not say."""
         modules = cast(Mapping[int, nn.Module], stages)
         calls = {
             number: partial(call_own, stage) if self.own else partial(stage, logits=False)
@@ -73,16 +77,6 @@ class StageRunner:
         self.runtime = Runtime(modules, groups, calls, options.sharding)
         self.stopwatch: NoStopwatch | Stopwatch = NoStopwatch()
         """Times a step's forwards and backwards, for sharing rows between unequal ranks."""
-
-    @property
-    def sequence_parts(self) -> int:
-        """Number of parts into which the tensor axis splits a sequence between blocks."""
-        return self.groups.layout.tensor if self.plan.split_sequence else 1
-
-    @property
-    def vocabulary(self) -> int | None:
-        """Vocabulary size; None for a user's own module that does not say."""
-        return self.config.vocab_size or None
 
     def microbatches(self, batch: Mapping[str, Any], size: int | None = None) -> list[Batch]:
         """Cut this data rank's rows into microbatches of `size` (default: `microbatch_size`) rows.

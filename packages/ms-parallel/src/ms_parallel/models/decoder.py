@@ -56,21 +56,23 @@ class Decoder(StagedModel):
         )
         self.config: DecoderConfig = config
         self.ropes = config.ropes
+        self.grows = any(rope.length_limit is not None for rope in config.ropes)
+        """Whether angles depend on the lengths of documents."""
+        self.embedding_scale, self.logit_divisor = config.embedding_scale, config.logit_divisor
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed tokens, (B, S) int64 to (B, S, H), scaled where the family scales it."""
         hidden = super().embed(tokens)
-        scale = self.config.embedding_scale
-        if scale is None:
+        if self.embedding_scale is None:
             return hidden
-        # Rounded to the weights' dtype; `full` is made on the device, without waiting for it.
-        return hidden * torch.full((), scale, dtype=hidden.dtype, device=hidden.device)
+        # Rounded to the weights' dtype; `full` builds it on the device, without a host sync.
+        scale = torch.full((), self.embedding_scale, dtype=hidden.dtype, device=hidden.device)
+        return hidden * scale
 
     def finish(self, hidden: Tensor) -> Tensor:
         """Apply the final norm, (B, S, H) to (B, S, H), divided as the family divides logits."""
-        divisor = self.config.logit_divisor
         normed = super().finish(hidden)
-        return normed if divisor == 1.0 else normed / divisor
+        return normed if self.logit_divisor == 1.0 else normed / self.logit_divisor
 
     def context(
         self,
@@ -81,7 +83,7 @@ class Decoder(StagedModel):
     ) -> RotaryContext:
         """Make the blocks' context: rotary tables of the positions, documents and cache."""
         ends = None
-        if any(rope.length_limit is not None for rope in self.ropes):
+        if self.grows:
             ends = document_ends(positions, documents)
             held = cache.length if cache is not None else 0
             for rope in self.ropes:

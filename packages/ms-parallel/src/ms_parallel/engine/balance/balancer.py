@@ -139,11 +139,12 @@ class Balancer:
             tokens: of the whole update.
             scale: what all gradients of the update are multiplied by.
         """
-        documents, rate, z_rate = Documents(), 0.0, 0.0
-        if self.layers:
-            each = len(self.layers) * tokens
-            rate = (self.balance.coefficient or 0.0) * self.counts.shape[1] / each
-            z_rate = self.balance.z_coefficient / each
+        if not self.layers:  # a dense model
+            yield
+            return
+        documents, each = Documents(), len(self.layers) * tokens
+        rate = (self.balance.coefficient or 0.0) * self.counts.shape[1] / each
+        z_rate = self.balance.z_coefficient / each
         known = bool(self.counts.any())
         for row, router in self.rows.items():
             load = None

@@ -1,0 +1,111 @@
+"""Collectives and host synchronizations of one optimizer step, for each kind of layout.
+
+The device is the rig's, which computes as a CPU does, so copies from it to the host are seen. The
+model has two layers. The host waits once at the end of a step, for the loss and the gradient norm;
+with several data ranks also before the first forward, for the number of targets on each.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from ms_rig import run_on_rig
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+RUNS = Path(__file__).parent / "step_runs.py"
+SPLIT = {"microbatch_size": 1}
+"""Four microbatches in one process, two on each of two data ranks."""
+MOE = "qwen3_moe"
+Expected = tuple[str, str, dict[str, Any], dict[str, int]]
+"""Layout, family (empty: dense), settings of the engine, counts."""
+
+ONE_PROCESS: list[Expected] = [
+    ("data=1", "", {}, {"host sync": 1}),
+    ("data=1", "", SPLIT, {"host sync": 1}),
+    ("data=1", "", {"mixed_precision": "float16"}, {"host sync": 1}),
+    # The load of the experts and the sums of their losses.
+    ("data=1", MOE, {}, {"host sync": 3}),
+    # Results and norms are added in one order on the host.
+    ("data=1", "", {"reproducible": True}, {"host sync": 3}),
+    # The audit's own sums.
+    ("data=1", "", {"audit_every": 2, "mixed_precision": True}, {"host sync": 2}),
+]
+TWO_PROCESSES: list[Expected] = [
+    # Weights are gathered for each microbatch; gradients are reduced after the last one.
+    (
+        "data=2",
+        "",
+        SPLIT,
+        {"all_gather": 8, "reduce_scatter": 3, "all_reduce": 1, "host sync": 2},
+    ),
+    # The count of targets, the gradients in one message, the totals.
+    (
+        "data=2",
+        "",
+        {**SPLIT, "sharding": "replicate"},
+        {"all_gather": 1, "all_reduce": 2, "host sync": 2},
+    ),
+    (
+        "data=2",
+        "",
+        {**SPLIT, "sharding": "zero1"},
+        {"all_gather": 4, "reduce_scatter": 3, "all_reduce": 1, "host sync": 2},
+    ),
+    # Gradients are reduced after each of the two microbatches.
+    (
+        "data=2",
+        "",
+        {**SPLIT, "sharding": "zero2"},
+        {"all_gather": 4, "reduce_scatter": 6, "all_reduce": 1, "host sync": 2},
+    ),
+    (
+        "data=2",
+        "",
+        {"reproducible": True},
+        {"all_gather": 9, "all_to_all": 1, "all_reduce": 1, "host sync": 5},
+    ),
+    # Every microbatch gathers and scatters the sequence around each half of a layer.
+    (
+        "tensor=2",
+        "",
+        SPLIT,
+        {"all_gather": 40, "reduce_scatter": 40, "all_reduce": 10, "host sync": 1},
+    ),
+    # An activation and its gradient per microbatch.
+    ("pipeline=2", "", SPLIT, {"send": 4, "receive": 4, "all_reduce": 1, "host sync": 1}),
+    (
+        "context=2",
+        "",
+        SPLIT,
+        {"all_gather": 23, "reduce_scatter": 11, "all_reduce": 1, "host sync": 1},
+    ),
+    # Tokens travel to their experts and back; the host reads how many go where.
+    (
+        "data=2,expert=2",
+        MOE,
+        SPLIT,
+        {"all_gather": 11, "reduce_scatter": 4, "all_to_all": 20, "all_reduce": 3, "host sync": 8},
+    ),
+]
+
+
+def check(processes: int, expected: list[Expected]) -> None:
+    """Compare the counts of a step on every process."""
+    jobs = [
+        {"layout": layout, "family": family, "engine": engine}
+        for layout, family, engine, _ in expected
+    ]
+    for counts in run_on_rig(processes, RUNS, "counted", jobs=jobs):
+        told = [(*job[:3], count) for job, count in zip(expected, counts, strict=True)]
+        assert told == expected
+
+
+def test_a_step_in_one_process_sends_nothing_and_waits_for_the_device_once() -> None:
+    """More often only with experts, in one order of sums, or with an audit."""
+    check(1, ONE_PROCESS)
+
+
+def test_a_step_of_two_processes_has_these_collectives() -> None:
+    """Whichever axis they are on; totals are one all-reduce."""
+    check(2, TWO_PROCESSES)
