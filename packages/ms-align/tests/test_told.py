@@ -1,5 +1,6 @@
 """What a run knows of its data it says: counts, ends of answers, empty held-out splits."""
 
+import gzip
 import json
 import shutil
 import sys
@@ -205,6 +206,14 @@ def test_the_base_folders_settings_and_license_are_kept(tmp_path: Path) -> None:
         assert (out / "model/special_tokens_map.json").is_file()
 
 
+class Chats(ByteTokenizer):
+    """Has a chat template."""
+
+    def encode_messages(self, messages: Any) -> list[int]:
+        """One token, the number of messages."""
+        return [len(messages)]
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -216,20 +225,61 @@ def test_the_base_folders_settings_and_license_are_kept(tmp_path: Path) -> None:
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
     ],
 )
-def test_messages_that_a_template_would_not_print_are_refused(
-    message: dict[str, Any], tmp_path: Path
-) -> None:
-    """In a list and in a file, which may be one array of rows; a tool call needs no content."""
-
-    class Chats(ByteTokenizer):
-        """Has a chat template."""
-
-        def encode_messages(self, messages: Any) -> list[int]:
-            return [len(messages)]
-
-    (tmp_path / "prompts.json").write_text(json.dumps([message, message]))
-    for prompts in ([[message]], tmp_path / "prompts.json"):
-        with pytest.raises(DataError, match="message 0 must"):
-            read_prompts(prompts, Chats())
+def test_messages_that_a_template_would_not_print_are_refused(message: dict[str, Any]) -> None:
+    """A tool call needs no content."""
+    with pytest.raises(DataError, match="message 0 must"):
+        read_prompts([[message]], Chats())
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
     assert read_prompts([[{"role": "user", "content": "hi"}, call]], Chats())[0].tokens == (2,)
+
+
+HI = {"role": "user", "content": "hi"}
+PROMPTS: dict[str, list[Any]] = {
+    "rows": [{"prompt": "a [b]", "answer": 1}, {"prompt": [HI, HI, HI]}],
+    "texts": ["a [b]", "c"],
+    "tokens": [[1, 2], [3]],
+    "chats": [[HI], [HI, HI]],
+}
+
+
+@pytest.mark.parametrize("entries", PROMPTS.values(), ids=PROMPTS)
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
+def test_a_file_of_prompts_is_lines_or_one_array(
+    entries: list[Any], packed: bool, tmp_path: Path
+) -> None:
+    """Whatever it is called: each way of writing it gives the prompts of the list itself."""
+    expected = read_prompts(entries, Chats())
+    lines = [json.dumps(entry) for entry in entries]
+    for number, text in enumerate(
+        ["\n".join(lines), json.dumps(entries), "\ufeff\n" + json.dumps(entries, indent=1)]
+    ):
+        path = tmp_path / f"{number}.JSON"
+        path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
+        assert read_prompts(path, Chats()) == expected
+    (tmp_path / "answers.json").write_text(json.dumps(list(range(len(entries)))))
+    answered = read_prompts(entries, Chats(), tmp_path / "answers.json")
+    assert [prompt.answer for prompt in answered] == [str(n) for n in range(len(entries))]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"prompt,answer\na,b\n", "must be JSON, one entry per line or one array"),
+        (b"PAR1\0\0", "must be JSON, one entry per line or one array"),
+        (b"\x1f\x8b\x08\0", "damaged gzip file"),
+        (gzip.compress(b'{"prompt": "a"}')[:-9], "damaged gzip file"),
+        (b'[\n{"prompt": "a"},\n{"pro', "truncated"),
+        (b'{"prompt": "a"}\n{"pro', "line 2: .*truncated"),
+        (b'[{"from": "human", "value": "hi"}]', r"entry 0 has keys \['from', 'value'\]"),
+        (b" \n", "is empty"),
+        (b"[]", "is empty"),
+    ],
+)
+def test_a_file_that_is_not_prompts_is_refused_in_one_line(
+    content: bytes, problem: str, tmp_path: Path
+) -> None:
+    """Tables, packed or cut files, rows with other keys, and nothing at all."""
+    (tmp_path / "prompts.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=problem) as raised:
+        read_prompts(tmp_path / "prompts.jsonl", Chats())
+    assert "\n" not in str(raised.value)

@@ -1,5 +1,6 @@
 """An exported folder reads, ends and answers as the model that it was made from."""
 
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -8,10 +9,19 @@ from typing import Any
 import gguf
 import pytest
 import tokenizers
+import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parent))
-from chats import ANSWER, END, QUESTION, TEMPLATE, write_conversations, write_taught
+from chats import (
+    ANSWER,
+    END,
+    QUESTION,
+    TEMPLATE,
+    write_conversations,
+    write_taught,
+    write_tokenizer,
+)
 from models import decoder
 from readme_blocks import printed
 
@@ -19,6 +29,7 @@ from ms_compress import ExportError, VerifyError, export, qat, verify
 from ms_compress.cli import main
 from ms_compress.targets.target import open_runtime
 from ms_compress.text_ends import read_tokenizer, text_ends
+from ms_compress.training.corpus import read_batch
 from ms_parallel import load_model
 
 PROMPT = [{"role": "user", "content": QUESTION}]
@@ -243,3 +254,15 @@ def test_verify_refuses_a_runtime_that_writes_another_text(
     monkeypatch.setattr(OnnxRuntime, "generate", lambda self, tokens, most: [9] * most)
     with pytest.raises(VerifyError, match="onnxruntime wrote token 9 as the text's"):
         verify(model, folder, "ort")
+
+
+@pytest.mark.parametrize("name", ["rows.json", "ROWS.JSON", "rows.json.gz", "rows"])
+def test_conversations_are_known_by_content_and_not_by_name(name: str, tmp_path: Path) -> None:
+    """One array of rows, packed or not, gives the tokens of the same rows in JSON Lines."""
+    chats = write_conversations(tmp_path / "chats.jsonl", count=4)
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    rows = json.dumps([json.loads(line) for line in chats.read_text().splitlines()]).encode()
+    (tmp_path / name).write_bytes(gzip.compress(rows) if name.endswith("gz") else rows)
+    expected = read_batch(chats, count=4, length=48, chat=folder)
+    found = read_batch(tmp_path / name, count=4, length=48, chat=folder)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)

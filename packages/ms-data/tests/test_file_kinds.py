@@ -20,6 +20,7 @@ import zstandard
 from ms_data import CorpusError, SettingError, train_tokenizer
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.find import find_corpus
+from ms_data.corpus.unpacking import array_items
 
 TEXT = "To be, or not to be: that is the question.\n" * 20
 
@@ -149,23 +150,98 @@ def test_text_in_another_encoding_is_named_and_not_taken_for_binary(
     assert _read(find_corpus(tmp_path, skip_invalid=True))[0] == ["other"]
 
 
-def test_a_json_file_of_rows_is_not_one_document(tmp_path: Path) -> None:
-    """An array of rows, or a row a line, is refused with what makes it JSON Lines."""
-    rows = [{"text": "one"}, {"text": "two"}]
-    (tmp_path / "array.json").write_text(json.dumps(rows, indent=1))
-    (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "package.json").write_text('{\n "name": "x"\n}\n')
-    (tmp_path / "list.json").write_text('[{"name": "x"}]')
-    with pytest.raises(CorpusError, match=r"array\.json holds an array of rows; .*jq"):
-        _read(find_corpus(tmp_path / "array.json"))
-    with pytest.raises(CorpusError, match=r"lines\.json holds a JSON object a line; name it"):
-        _read(find_corpus(tmp_path / "lines.json"))
-    with pytest.raises(CorpusError, match="an array of rows"):
-        _read(find_corpus(tmp_path / "list.json"))
-    with pytest.raises(CorpusError, match=r"array\.json holds"):
-        _read(find_corpus(tmp_path))
-    texts, _ = _read(find_corpus(tmp_path, skip_invalid=True))
-    assert texts == ['[{"name": "x"}]', '{\n "name": "x"\n}\n']
+ROWS = [{"text": 'one "[{,}]" \\'}, {"text": "two"}, {"text": "3\n", "more": [[1], {"a": []}]}]
+TEXTS = [str(row["text"]) for row in ROWS]
+
+
+@pytest.mark.parametrize("name", ["a.json", "A.JSON", "a.jsonl", "a.json.gz", "A.JSON.ZST", "rows"])
+@pytest.mark.parametrize(
+    "written",
+    [
+        json.dumps(ROWS),
+        "\ufeff" + json.dumps(ROWS, indent=1) + "\n",
+        "[" + " ,\n".join(map(json.dumps, ROWS)) + "]",
+        "\n".join(map(json.dumps, ROWS)),
+    ],
+    ids=["array", "indented", "item per line", "lines"],
+)
+def test_rows_of_json_are_read_whatever_their_file_is_called(
+    written: str, name: str, tmp_path: Path
+) -> None:
+    """One array of rows, or a row per line; named, or in a folder; also as parsed rows."""
+    content = written.encode()
+    if name.lower().endswith("gz"):
+        content = gzip.compress(content)
+    if name.lower().endswith("zst"):
+        content = zstandard.ZstdCompressor().compress(content)
+    (tmp_path / name).write_bytes(content)
+    for corpus in (tmp_path, tmp_path / name):
+        assert _read(find_corpus(corpus))[0] == TEXTS
+        parsed = find_corpus(corpus, parse=lambda row: str(row["text"]).upper())
+        assert _read(parsed)[0] == [text.upper() for text in TEXTS]
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 1 << 20])
+def test_items_of_an_array_do_not_depend_on_the_blocks(block: int) -> None:
+    """Compare with a decoder of the whole; an item beyond the limit is None, others follow it."""
+    text = json.dumps([*ROWS, {"text": "x" * 200}, 5, "]", {"text": "\\\\"}], indent=1).encode()
+    blocks = (text[at : at + block] for at in range(0, len(text), block))
+    items = [item and json.loads(item) for item in array_items(blocks, 100)]
+    assert items == [*ROWS, None, 5, "]", {"text": "\\\\"}]
+
+
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [
+        ('[{"text": "one"}, {"text": "tw', "the array has no end"),
+        ('[{"text": "one"}] [{"text": "two"}]', "more text follows"),
+        ('[{"text": "one"}, {"text": tw}]', "item 2: malformed JSON"),
+        ('[{"text": "one"}, {"name": "two"}]', "item 2: .*--text-column"),
+        ('[{"text": "one"}, 7]', "item 2: "),
+        ('[{"name": "one"}]', "item 1: .*--text-column"),
+        ('{"name": "one"}\n{"name": "two"}', ":1: .*--text-column"),
+    ],
+)
+def test_rows_that_cannot_be_read_are_refused_with_their_place(
+    written: str, problem: str, tmp_path: Path
+) -> None:
+    """A file of rows is never one document, and a damaged array is never a shorter one."""
+    (tmp_path / "a.json").write_text(written)
+    with pytest.raises(CorpusError, match=problem):
+        _read(find_corpus(tmp_path / "a.json"))
+
+
+def test_json_without_rows_of_text_is_one_document(tmp_path: Path) -> None:
+    """Settings, lists and logs in a folder, and an object in a file that the user named."""
+    texts = {
+        "list.json": '[{"name": "x"}]',
+        "log.txt": "[{ warning\n",
+        "package.json": '{\n "name": "x"\n}\n',
+        "words.json": '["a", "b"]',
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    assert _read(find_corpus(tmp_path))[0] == list(texts.values())
+    assert _read(find_corpus(tmp_path / "package.json"))[0] == [texts["package.json"]]
+
+
+def test_an_array_takes_no_more_memory_than_its_rows(tmp_path: Path) -> None:
+    """100 MiB of rows of 1 MiB are read within 24 MiB."""
+    row = json.dumps({"text": "x" * (1 << 20)})
+    with (tmp_path / "a.json").open("w") as file:
+        file.write("[" + ",".join([row] * 100) + "]")
+    script = (
+        "import re, sys; from ms_data.corpus.find import find_corpus\n"
+        "status = lambda: open('/proc/self/status').read()\n"
+        "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+) kB', status())[1])\n"
+        "before = peak()\n"
+        "print(sum(1 for _ in find_corpus(sys.argv[1]).documents()), peak() - before)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "a.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    count, grown = map(int, done.stdout.split())
+    assert count == 100
+    assert grown < 24 << 10
 
 
 def test_a_document_beyond_the_limit_is_refused_with_its_file(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 """Prompts to learn from: read, checked, and handed out in an order that can be gone back to."""
 
+import codecs
+import gzip
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from attrs import field, frozen
 
@@ -14,6 +17,7 @@ from ms_align.seeds import seed_of
 from ms_align.tokenizer import Tokenizer
 
 LARGEST_FILE_BYTES = 1 << 36
+GZIP = b"\x1f\x8b"
 MOST_TOKENS = 2**31
 """More than any vocabulary has; tokenizers take no greater number."""
 
@@ -42,7 +46,8 @@ def read_prompts(
 
     Args:
         dataset: texts, lists of tokens, lists of chat messages, or mappings with a key `prompt`
-            that holds one of these; or the path of a JSON Lines file of them.
+            that holds one of these; or the path of a file of them: JSON Lines or one JSON array,
+            plain or packed by gzip.
         tokenizer: needed for texts and messages.
         responses: the known answer to each prompt, texts in the same order; by default the key
             `answer` of each mapping, if it has one.
@@ -56,7 +61,7 @@ def read_prompts(
         raise DataError(f"{what} is empty; give at least one prompt")
     answers: list[Any] | None = None
     if responses is not None:
-        answers = _entries(responses, "response_dataset")
+        answers = _entries(responses, "response_dataset", prompts=False)
         if len(answers) != len(entries):
             raise DataError(
                 f"response_dataset has {len(answers)} entries and {what} {len(entries)}; give "
@@ -71,20 +76,53 @@ def read_prompts(
     return prompts
 
 
-def _entries(dataset: str | Path | Iterable[Any], what: str) -> list[Any]:
+def _entries(dataset: str | Path | Iterable[Any], what: str, *, prompts: bool = True) -> list[Any]:
     if not isinstance(dataset, str | Path):
         if not isinstance(dataset, Iterable):
-            raise DataError(f"{what} is {dataset!r}; give a JSON Lines file or a list")
+            raise DataError(f"{what} is {dataset!r}; give a file of JSON or a list")
         return list(dataset)
     check_path(what, dataset, error=DataError)
     path = Path(dataset)
-    lines = read_bytes(path, error=DataError, limit_bytes=LARGEST_FILE_BYTES).splitlines()
-    entries = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            where = f"{path} line {number}"
-            entries.append(decode_json(line, Any, where=where, error=DataError))
-    return entries
+    content = read_bytes(path, error=DataError, limit_bytes=LARGEST_FILE_BYTES)
+    if content.startswith(GZIP):
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{path}: damaged gzip file ({error}); fetch it again") from error
+    content = content.removeprefix(codecs.BOM_UTF8)
+    if not content.strip():
+        return []
+    if not content.lstrip().startswith((b"[", b"{", b'"')):
+        raise DataError(
+            f"{path} must be JSON, one entry per line or one array of them, plain or packed by "
+            f"gzip, and begins with {content.lstrip()[:20]!r}; convert it"
+        )
+    lines = [(number, line) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
+    # Lines may be arrays as well: each a chat, or the tokens of a prompt.
+    if content.lstrip().startswith(b"[") and not _is_json(lines[0][1]):
+        rows: list[Any] = decode_json(content, list, where=path, error=DataError)
+        return rows
+    entries: list[Any] = [
+        decode_json(line, Any, where=f"{path} line {number}", error=DataError)
+        for number, line in lines
+    ]
+    only: Any = entries[0] if len(entries) == 1 else None
+    return only if isinstance(only, list) and not (prompts and _is_prompt(only)) else entries
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        msgspec.json.decode(line, type=msgspec.Raw)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
+
+
+def _is_prompt(items: Sequence[Any]) -> bool:
+    """Return whether an array is one prompt, tokens or a chat, and not an array of prompts."""
+    return bool(items) and all(
+        isinstance(item, int) or (isinstance(item, Mapping) and "role" in item) for item in items
+    )
 
 
 def _prompt(entry: Any, answer: Any, tokenizer: Tokenizer | None, where: str) -> Prompt:
@@ -143,8 +181,7 @@ def _check_messages(messages: Sequence[Mapping[str, Any]], where: str) -> None:
         if not isinstance(message.get("role"), str):
             raise DataError(
                 f"{where}: message {number} must have `role` and `content`, got keys "
-                f"{sorted(map(str, message))}; rename them, and write a file of rows as JSON "
-                "Lines, one row a line"
+                f"{sorted(map(str, message))}; rename them"
             )
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):

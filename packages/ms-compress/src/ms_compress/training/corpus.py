@@ -6,6 +6,7 @@ holds one conversation from its first token on, and its loss is that of the answ
 runtime reads it alike, as none has to know where in a row another conversation begins.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
@@ -21,8 +22,8 @@ from ms_compress.errors import ConfigError, DataError
 from ms_compress.files.untrusted import read_json
 from ms_compress.targets.libraries import import_library
 
-LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson")
-"""How the names of instruction sets end."""
+TOKEN_LISTS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*(?:\[|\]|-?\d|$)")
+"""How a JSON list of lists of tokens begins; every other file is read by ms-data."""
 LIMIT_BYTES = 2**32
 Token = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Rows = dict[str, Tensor]
@@ -153,12 +154,10 @@ def _conversations_in(dataset: str | Path, chat: str | Path | None) -> Iterator[
 
 
 def _is_instruction_set(path: Path) -> bool:
-    """Return whether a file is an instruction set, by its name or because it begins with `{`."""
-    if path.name.endswith(LINES):
-        return True
+    """Return whether a file is an instruction set, by how it begins and not by its name."""
     try:
         with path.open("rb") as file:
-            return file.read(4096).lstrip().startswith(b"{")
+            return TOKEN_LISTS.match(file.read(4096)) is None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 

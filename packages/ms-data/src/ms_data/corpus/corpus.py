@@ -20,6 +20,7 @@ from ms_data.corpus.file_kinds import HEAD_BYTES, NotText, foreign_encoding, kin
 from ms_data.corpus.places import Place, RemoteFile, file_info, open_place
 from ms_data.corpus.reader import TOO_LONG, Found, Invalid, OpenFile, Reader, ReadOptions, Row
 from ms_data.corpus.readers import READERS, reader_of
+from ms_data.corpus.readers.json_lines import holds_rows
 from ms_data.corpus.unpacking import PACKINGS, unpacked
 from ms_data.errors import CorpusError, SettingError, TokenizerError
 
@@ -233,10 +234,12 @@ class Corpus:
         found = self.reader or reader_of(file.name, file.head)
         if found is not None:
             return found
+        if holds_rows(file, self.options):
+            return READERS["json_lines"]
         if self.options.parse is not None:
             raise CorpusError(
-                f"{file.path}: not JSON Lines, nor a table; give files that end in .jsonl with a "
-                "row a line (an array becomes that with `jq -c '.[]'`)"
+                f"{file.path}: it must be JSON Lines, a JSON array of rows, or a table; write one "
+                "row per line to a file that ends in .jsonl"
             )
         return READERS["text"]
 

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,6 +72,68 @@ def lines_of(blocks: Iterator[bytes], limit: int) -> Iterator[bytes | None]:
         yield None
     elif tail := b"".join(rest):
         yield tail
+
+
+class JSONArrayError(ValueError):
+    """A file that is not one whole JSON array."""
+
+
+_JSON_MARK = re.compile(rb'["\[\]{},]')
+_JSON_STRING_BODY = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+
+
+def array_items(blocks: Iterator[bytes], limit: int) -> Iterator[bytes | None]:
+    """Yield the JSON text of each item of an array, or None for one of more than `limit` bytes.
+
+    Only brackets and strings are looked at, so a malformed item does not end the reading.
+
+    Raises:
+        JSONArrayError: the array has no end, or more than white space follows it.
+    """
+    parts: list[bytes] = []  # of the item, from earlier blocks
+    size = 0  # bytes of the parts
+    text = b""
+    begin = at = depth = 0  # where the item begins, how far it is scanned, nesting
+    quoted = too_long = ended = False
+    for block in blocks:
+        parts.append(text[begin:at])
+        size += at - begin
+        if size > limit:
+            parts, size, too_long = [], 0, depth > 0
+        text = text[at:] + block
+        begin = at = 0
+        while not ended:
+            if quoted:
+                body = _JSON_STRING_BODY.match(text, at)
+                assert body is not None, "it also matches the empty string"
+                at = body.end()
+                if text[at : at + 1] != b'"':
+                    break  # the string continues in the next block
+                quoted, at = False, at + 1
+            mark = _JSON_MARK.search(text, at)
+            if mark is None:
+                at = len(text)
+                break
+            at = mark.end()
+            if mark[0] == b'"':
+                quoted = True
+            elif mark[0] in b"[{":
+                depth += 1
+                if depth == 1:
+                    parts, size, begin = [], 0, at
+            elif mark[0] in b"]}":
+                depth -= 1
+                ended = depth <= 0
+            if ended or (depth == 1 and mark[0] == b","):
+                item = b"".join((*parts, text[begin : at - 1])).strip()
+                yield None if too_long or len(item) > limit else item
+                parts, size, begin, too_long = [], 0, at, False
+        if ended and text[at:].strip():
+            raise JSONArrayError("more text follows the end of the array")
+        if ended:
+            at = len(text)
+    if not ended:
+        raise JSONArrayError("the array has no end")
 
 
 class Content:
