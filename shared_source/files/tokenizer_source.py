@@ -11,6 +11,9 @@ from attrs import field, frozen
 from .untrusted import decode_json, read_bytes, read_json, read_text
 
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+NAMED_TEMPLATES, LEGACY_TEMPLATE = "additional_chat_templates", "chat_template.json"
+DEFAULT = "default"
+"""Name of the chat template that is used where none is named."""
 ROLES = ("bos_token", "eos_token", "pad_token")
 KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
 """Names of the token that ends a text, most likely first, where nothing says which it is."""
@@ -52,8 +55,8 @@ class TokenizerSource:
     """Each token's text by its id, the added ones included."""
     settings: Document = field(factory=dict)
     """The JSON of tokenizer_config.json; empty if there is none."""
-    template: str | None = None
-    """The text of chat_template.jinja."""
+    templates: Mapping[str, str] = field(factory=dict)
+    """The chat templates by name; see `read_templates`."""
 
     def files(self, roles: Mapping[str, int | None]) -> dict[str, bytes]:
         """Return the files of a folder with this tokenizer, by name.
@@ -65,8 +68,54 @@ class TokenizerSource:
         for role, token in roles.items():
             if settings.get(role) is None and token in self.texts:
                 settings[role] = self.texts[token]
-        found = {TOKENIZER: self.content, SETTINGS: json_text(settings)}
-        return found if self.template is None else {**found, TEMPLATE: self.template.encode()}
+        return {
+            TOKENIZER: self.content,
+            SETTINGS: json_text(settings),
+            **template_files(self.templates),
+        }
+
+
+def read_templates(folder: Path, settings: Document, *, error: type[Exception]) -> dict[str, str]:
+    """Read the chat templates of a tokenizer's folder by name, from the files as transformers does.
+
+    chat_template.jinja is the one named `default`, additional_chat_templates/NAME.jinja are the
+    others. Without any of these it is tokenizer_config.json that counts, which holds one template
+    or a list of named ones, and last chat_template.json, which processors wrote.
+
+    Args:
+        folder: the tokenizer's.
+        settings: the JSON of its tokenizer_config.json.
+        error: raised where a file is damaged.
+    """
+    paths = {path.stem: path for path in sorted(folder.glob(f"{NAMED_TEMPLATES}/*.jinja"))}
+    if os.path.isfile(folder / TEMPLATE):
+        paths = {DEFAULT: folder / TEMPLATE, **paths}
+    if paths:
+        return {name: read_text(path, error=error) for name, path in paths.items()}
+    where, value = SETTINGS, settings.get("chat_template")
+    if value is None:
+        where, value = LEGACY_TEMPLATE, read_beside(folder, LEGACY_TEMPLATE, error=error)
+        value = value.get("chat_template")
+    named = value if isinstance(value, dict) else {} if value is None else {DEFAULT: value}
+    if isinstance(value, list):
+        try:
+            named = {one["name"]: one["template"] for one in value}
+        except (TypeError, KeyError):
+            named = {DEFAULT: value}
+    if not all(isinstance(text, str) for text in (*named, *named.values())):
+        raise error(
+            f"{folder / where}: chat_template must be a text or a list of `name` and `template`; "
+            "fetch it again"
+        )
+    return named
+
+
+def template_files(templates: Mapping[str, str]) -> dict[str, bytes]:
+    """Return the files that `read_templates` reads, by their names below the folder."""
+    return {
+        TEMPLATE if name == DEFAULT else f"{NAMED_TEMPLATES}/{name}.jinja": text.encode()
+        for name, text in templates.items()
+    }
 
 
 def read_source(given: str | Path, *, error: type[Exception]) -> TokenizerSource:
@@ -78,13 +127,13 @@ def read_source(given: str | Path, *, error: type[Exception]) -> TokenizerSource
     path = _tokenizer_file(given)
     if not os.path.isfile(path):
         raise error(f"{str(path)[-200:]}: there is no such tokenizer; give a tokenizer.json")
-    template = path.with_name(TEMPLATE)
+    settings = read_beside(path.parent, SETTINGS, error=error)
     return decode_source(
         read_bytes(path, error=error),
         path,
         error=error,
-        settings=read_beside(path.parent, SETTINGS, error=error),
-        template=read_text(template, error=error) if os.path.isfile(template) else None,
+        settings=settings,
+        templates=read_templates(path.parent, settings, error=error),
     )
 
 

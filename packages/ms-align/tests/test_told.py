@@ -188,6 +188,8 @@ def test_the_base_folders_settings_and_license_are_kept(tmp_path: Path) -> None:
     settings = {"padding_side": "left", "model_max_length": 4096, "eos_token": "<|endoftext|>"}
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     (model / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates/rag.jinja").write_text("{{ documents }}")
     (model / "LICENSE").write_text("free")
     (model / "NOTICE.txt").write_text("of whom")
     shutil.rmtree(data)
@@ -201,6 +203,8 @@ def test_the_base_folders_settings_and_license_are_kept(tmp_path: Path) -> None:
         config = json.loads((out / "model/tokenizer_config.json").read_text())
         assert {name: config.get(name) for name in settings} == settings
         assert (out / "model/chat_template.jinja").read_text() == TEMPLATE
+        more = out / "model/additional_chat_templates/rag.jinja"
+        assert more.read_text() == "{{ documents }}"
         assert (out / "model/LICENSE").read_text() == "free"
         assert (out / "model/NOTICE.txt").is_file()
         assert (out / "model/special_tokens_map.json").is_file()

@@ -28,6 +28,7 @@ CARRIED = {
     "special_tokens_map.json": '{"eos_token": "<|endoftext|>"}\n',
     "added_tokens.json": "{}\n",
     "chat_template.jinja": "{{ messages }}",
+    "additional_chat_templates/rag.jinja": "{{ documents }}",
 }
 
 
@@ -39,6 +40,7 @@ def run_file(tmp_path: Path) -> Path:
     save_model(model(), base, dtype=torch.bfloat16)
     write_tokenizer(base)
     for name, text in CARRIED.items():
+        (base / name).parent.mkdir(exist_ok=True)
         (base / name).write_text(text)
     settings = {"temperature": 0.6, "do_sample": True, "eos_token_id": 0}
     (base / "generation_config.json").write_text(json.dumps(settings))

@@ -201,7 +201,7 @@ def test_the_first_place_that_names_an_end_holds(
             )
             for flag in ("lstrip", "rstrip", "single_word")
         ),
-        ("tokenizer_config.json", {"chat_template": 5}, "chat_template is no text"),
+        ("tokenizer_config.json", {"chat_template": 5}, "chat_template must be a text"),
         ("generation_config.json", {"eos_token_id": 999}, "which is no token of the model's"),
         ("generation_config.json", {"eos_token_id": [1, 2, 3, 4]}, "4 tokens end a text"),
         ("generation_config.json", {"eos_token_id": "x"}, "give the number of a token"),

@@ -170,7 +170,59 @@ def test_templates_are_found_where_tokenizers_keep_them(tmp_path: Path) -> None:
         ChatTemplate.load(tmp_path / "broken.jinja")
 
 
-@pytest.mark.parametrize("value", [3, {"default": "x"}, ["x"], [{"name": "default"}]])
+A, B, C = "A{{ messages[0].content }}", "B", "C"
+NAMED = [{"name": "default", "template": A}, {"name": "rag", "template": B}]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"chat_template.jinja": A},
+        {"chat_template.jinja": A, "additional_chat_templates/rag.jinja": B},
+        {"additional_chat_templates/default.jinja": A, "additional_chat_templates/rag.jinja": B},
+        {"tokenizer_config.json": {"chat_template": A}},
+        {"tokenizer_config.json": {"chat_template": NAMED}},
+        {"tokenizer_config.json": {"chat_template": C}, "chat_template.jinja": A},
+        {"tokenizer_config.json": {"chat_template": NAMED}, "chat_template.jinja": A},
+        {
+            "tokenizer_config.json": {"chat_template": C},
+            "additional_chat_templates/default.jinja": A,
+        },
+    ],
+)
+def test_templates_are_chosen_as_transformers_chooses_them(
+    files: dict[str, Any], tmp_path: Path
+) -> None:
+    """By name, out of every file that may hold one; compare with AutoTokenizer."""
+    from transformers import AutoTokenizer
+
+    folder = write_tokenizer(tmp_path / "model", C)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    contents = {"tokenizer_config.json": {}, **files}
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        is_text = isinstance(content, str)
+        (folder / name).write_text(content if is_text else json.dumps(settings | content))
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert ChatTemplate.load(folder).source == theirs.get_chat_template() == A
+    for name in ("rag", "default"):
+        if isinstance(theirs.chat_template, dict):
+            assert ChatTemplate.load(folder, name=name).source == theirs.chat_template[name]
+        elif name == "rag":
+            with pytest.raises(TokenizerError, match="no template named 'rag'"):
+                ChatTemplate.load(folder, name=name)
+
+
+def test_the_template_of_a_processor_is_read_where_there_is_no_other(tmp_path: Path) -> None:
+    """chat_template.json, which processors wrote before there was chat_template.jinja."""
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": A}))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert ChatTemplate.load(tmp_path).source == A
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": B}))
+    assert ChatTemplate.load(tmp_path).source == B
+
+
+@pytest.mark.parametrize("value", [3, {"default": 3}, ["x"], [{"name": "default"}]])
 def test_a_template_of_another_shape_is_refused_with_its_file(tmp_path: Path, value: Any) -> None:
     """Text, or a list of names and templates."""
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))

@@ -17,6 +17,7 @@ from attrs import evolve, field, frozen
 from ms_align.errors import DataError, ModelError
 from ms_align.files.durable import write_file
 from ms_align.files.tokenizer_source import (
+    DEFAULT,
     KNOWN_ENDS,
     ROLES,
     SETTINGS,
@@ -26,10 +27,12 @@ from ms_align.files.tokenizer_source import (
     end_of_documents,
     json_text,
     read_beside,
+    read_templates,
     source_difference,
+    template_files,
     token_text,
 )
-from ms_align.files.untrusted import decode_json, decoding, read_bytes, read_json, read_text
+from ms_align.files.untrusted import decode_json, decoding, read_bytes, read_json
 from ms_align.settings import shown
 from ms_align.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 
@@ -230,6 +233,7 @@ def complete(folder: Path, tokenizer: TokenizerFiles | None, *, base: Path | Non
             if LICENSES.fullmatch(path.name) and path.is_file():
                 files[path.name] = read_bytes(path, error=ModelError)
     for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         write_file(folder / name, content)
 
 
@@ -267,9 +271,10 @@ def _read(folder: Path) -> TokenizerFiles:
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", SETTINGS):
         config |= read_beside(folder, name, error=DataError)
-    template = config.pop("chat_template", None)
-    if (folder / TEMPLATE).is_file():
-        template = read_text(folder / TEMPLATE, error=DataError)
+    templates = read_templates(folder, config, error=DataError)
+    config.pop("chat_template", None)
+    template = templates.pop(DEFAULT, None)
+    files |= template_files(templates)
     ends = (*_ends_in(folder, "config.json"), *_ends_in(folder, GENERATION))
     found = TokenizerFiles(files=files, config=config)
     if TOKENIZER in files:
@@ -278,7 +283,7 @@ def _read(folder: Path) -> TokenizerFiles:
             files[TOKENIZER], config=config, end_of_text=end, where=folder / TOKENIZER
         )
     every = tuple(dict.fromkeys((*found.ends, *ends)))
-    return evolve(found, files=files, chat_template=token_text(template), ends=every)
+    return evolve(found, files=files, chat_template=template, ends=every)
 
 
 def _ends_in(folder: Path, name: str) -> list[int]:

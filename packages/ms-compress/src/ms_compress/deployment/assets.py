@@ -22,6 +22,8 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
 )
 
 
@@ -52,6 +54,7 @@ def read_assets(
 def write_assets(assets: Assets, folder: Path) -> None:
     """Write the tokenizer's files, and how a text is generated."""
     for name, content in text_files(assets.tokenizer, assets.ends).items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).unlink(missing_ok=True)  # a model's library may have written its own
         write_synced(folder / name, content)
 
@@ -72,8 +75,12 @@ def carry_files(source: Path, folder: Path, *, tokenizer: bool = True) -> None:
     """
     for path in sorted(source.iterdir()):
         wanted = LICENSES.fullmatch(path.name) or (tokenizer and path.name in TOKENIZER_FILES)
-        if wanted and path.is_file() and not (folder / path.name).exists():
-            write_file(folder / path.name, read_bytes(path, error=ExportError))
+        if not wanted or (folder / path.name).exists():
+            continue
+        for file in sorted(path.glob("*.jinja")) if path.is_dir() else [path]:
+            copy = folder / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            write_file(copy, read_bytes(file, error=ExportError))
     if tokenizer and (source / GENERATION).is_file():
         settings = read_beside(source, GENERATION, error=ExportError)
         own = read_beside(folder, GENERATION, error=ExportError)

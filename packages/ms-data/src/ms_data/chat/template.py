@@ -83,8 +83,8 @@ class ChatTemplate:
         """Read a template.
 
         Args:
-            path: a tokenizer's folder, with `chat_template.jinja` or a `tokenizer_config.json`
-                that holds the template; or a Jinja file.
+            path: a tokenizer's folder, with `chat_template.jinja`, or a `tokenizer_config.json` or
+                `chat_template.json` that holds the template; or a Jinja file.
             name: which template, where there are several; by default the one named `default`.
             today: see `ChatTemplate`.
 
@@ -287,10 +287,15 @@ def _from_folder(folder: Path, name: str | None) -> tuple[str, dict[str, Any]]:
     """Read the template and the special tokens of a tokenizer's folder."""
     path = folder / "tokenizer_config.json"
     config = _read_config(path) if path.exists() else {}
+    files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if (folder / "chat_template.jinja").exists():
-        templates = {"default": _read_template(folder / "chat_template.jinja")}
-        for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
-            templates[path.stem] = _read_template(path)
+        files = {"default": folder / "chat_template.jinja", **files}
+    legacy = folder / "chat_template.json"
+    if files:
+        templates = {name: _read_template(path) for name, path in files.items()}
+    elif config.get("chat_template") is None and legacy.exists():
+        # Processors wrote it before there was chat_template.jinja.
+        templates = _named(_read_config(legacy).get("chat_template"))
     else:
         templates = _named(config.get("chat_template"))
     wanted = name or "default"
@@ -330,6 +335,8 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _named(value: Any) -> dict[str, str]:
     if isinstance(value, str):
         return {"default": value}
+    if isinstance(value, dict) and all(isinstance(one, str) for one in value.values()):
+        return value
     if value is None:
         return {}
     if not isinstance(value, list) or not all(

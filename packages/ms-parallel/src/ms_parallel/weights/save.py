@@ -266,6 +266,7 @@ def _publish(folder: Path, files: Mapping[str, _File], texts: Mapping[str, bytes
     """Take the old model away, then bring the new one in, what makes it loadable last."""
     aside = folder / _ASIDE
     for name, content in texts.items():
+        (aside / name).parent.mkdir(exist_ok=True)
         write_synced(aside / name, content)
     names = [*texts, *files]
     if len(files) > 1:
@@ -278,9 +279,10 @@ def _publish(folder: Path, files: Mapping[str, _File], texts: Mapping[str, bytes
         old.unlink(missing_ok=True)
     sync_folder(folder)
     for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
         (aside / name).replace(folder / name)
     sync_folder(folder)
-    aside.rmdir()
+    shutil.rmtree(aside)
 
 
 def _generation(config: ModelConfig) -> dict[str, object]:

@@ -58,9 +58,10 @@ def add_tokenizer(
     first, last = _added_around(files)
     writer.add_add_bos_token(ends.begin is not None and first == ends.begin)
     writer.add_add_eos_token(last is not None and last in ends.ends)
-    template = files.settings.get("chat_template") if files.template is None else files.template
-    if template is not None:
-        writer.add_chat_template(template)
+    if files.templates:
+        # The writer has the default under its plain key, and the others under their names.
+        named = [{"name": name, "template": text} for name, text in files.templates.items()]
+        writer.add_chat_template(named)
 
 
 def add_placeholders(writer: Any, gguf: Any, ends: TextEnds, vocabulary: int) -> None:
