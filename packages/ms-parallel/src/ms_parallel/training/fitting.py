@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from attrs import fields
 
 from ms_parallel import checkpoint
 from ms_parallel.cluster import process
@@ -17,6 +18,7 @@ from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.engine.microbatches import check_length
 from ms_parallel.engine.optimizer import OptimizerConfig, optimizer_of
 from ms_parallel.engine.reproducible.check import check_reproducible
+from ms_parallel.engine.settings import EngineSettings
 from ms_parallel.errors import ConfigError
 from ms_parallel.events import OnEvent
 from ms_parallel.models.family import family_of
@@ -34,24 +36,6 @@ from ms_parallel.training.shares.setting import check_shares
 from ms_parallel.training.tokenizer import with_ends
 from ms_parallel.weights.load import has_weights
 
-PASSED_ON = (
-    "mixed_precision",
-    "loss_scale",
-    "audit_every",
-    "recompute",
-    "compile",
-    "sharding",
-    "offload",
-    "reproducible",
-    "context_attention",
-    "context_balance",
-    "balance",
-    "balance_coefficient",
-    "balance_bias_rate",
-    "router_z_coefficient",
-    "seed",
-)
-"""Settings of a run that its engine has under the same names."""
 GIB = 1 << 30
 VOCABULARY_MULTIPLE = 64
 """A model's vocabulary is rounded up to it, so that many values of `tensor` divide it."""
@@ -223,7 +207,7 @@ def engine_settings(
         "schedule": found.staged if found else schedule,
         "microbatch_size": microbatch(options, layout),
         "ops": operators_of(options.ops),
-        **{name: getattr(options, name) for name in PASSED_ON},
+        **{each.name: getattr(options, each.name) for each in fields(EngineSettings)},
         "device": options.wanted_device,
     }
 

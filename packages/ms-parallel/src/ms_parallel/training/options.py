@@ -11,19 +11,23 @@ from attrs import field, fields, frozen
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.mixed.devices import Devices, devices_of
 from ms_parallel.cluster.rest import RestOnData
-from ms_parallel.engine.balance.settings import method
 from ms_parallel.engine.optimizer import betas, check_takes, decay, optimizer_of
-from ms_parallel.engine.updates.settings import check_loss_scale, loss_scale_of
+from ms_parallel.engine.settings import (
+    BAD_STEPS,
+    EXECUTION,
+    MODEL,
+    OPTIMIZATION,
+    OUTPUT,
+    RAW_TEXT,
+    EngineSettings,
+)
 from ms_parallel.errors import ConfigError
 from ms_parallel.events import OnEvent
 from ms_parallel.pipeline.choice import SEARCH
 from ms_parallel.schedules.generators.registry import GENERATORS
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.settings import a_path, as_path, flag, nearest, number, one_of, shown, text, whole
-from ms_parallel.split.context.kinds import BALANCES, KINDS, ContextKind
-from ms_parallel.split.context.kinds import Balance as ContextBalance
-from ms_parallel.split.data_axis import OFFLOADS, SHARDINGS, Offload, Sharding
-from ms_parallel.split.memory.recompute_choice import Recompute, budget_bytes, recompute_setting
+from ms_parallel.split.memory.recompute_choice import budget_bytes
 from ms_parallel.split.precision_choice import MixedPrecision, mixed_precision
 from ms_parallel.training.shares.setting import Shares, as_tuple, check_kind
 
@@ -98,24 +102,11 @@ def _schedule(instance: Any, attribute: Any, value: Any) -> None:
         raise ConfigError(f"schedule is {value!r}; {nearest(value, names)} Or name a CSV file")
 
 
-def _loss_scale(instance: Any, attribute: Any, value: Any) -> None:
-    check_loss_scale(loss_scale_of(value), instance.mixed_precision)
-
-
 def _microbatch(instance: Any, attribute: Any, value: Any) -> None:
     if value != AUTO:
         if isinstance(value, str):
             raise ConfigError(f"{attribute.name} is {shown(value)}; give a number, or 'auto'")
         whole(optional=True)(instance, attribute, value)
-
-
-def _recompute(instance: Any, attribute: Any, value: Any) -> None:
-    recompute_setting(instance, attribute, value)
-    if budget_bytes(value) is not None and instance.schedule == SEARCH:
-        raise ConfigError(
-            f"recompute={value!r} chooses by what the schedule keeps at once, and schedule='search'"
-            " by what blocks keep; name the schedule, or set recompute to selective or full"
-        )
 
 
 def _optimizer(instance: Any, attribute: Any, value: Any) -> None:
@@ -125,174 +116,188 @@ def _optimizer(instance: Any, attribute: Any, value: Any) -> None:
 
 
 @frozen(eq=False)
-class Essentials:
-    """The settings that `DistributedTrainer` takes by place too."""
+class _Positional(EngineSettings):
+    """Settings that `DistributedTrainer` also takes by position."""
 
-    model_arch: str = field(converter=_text, validator=a_path())
+    model_arch: str = field(converter=_text, validator=a_path(), metadata=MODEL)
     """`llama`, `mistral`, `qwen2`, `qwen3`, or a folder with a Hugging Face config.json."""
-    parallel_config: Parallel = field(default=None, converter=_layout)
-    """Axes such as `{"tensor_parallel": 2}`, of which data may be `"rest"`: what the others leave;
-    None puts all processes on `data`, and `auto` plans the layout for these machines."""
-    optimizer: str | Mapping[str, Any] = field(default="AdamW", validator=_optimizer)
-    """`AdamW`, `Muon`, `SGD`, `Adafactor` or an elementwise class of torch.optim; or a table of the
-    `name` and its own settings, such as momentum = 0.95."""
-    mixed_precision: MixedPrecision = field(default=False, converter=mixed_precision)
-    """Compute in bfloat16 (true) or `float16`; weights, moments and sums stay float32."""
+    parallel_config: Parallel = field(default=None, converter=_layout, metadata=MODEL)
+    """Layout: a table of axes such as `{"tensor_parallel": 2}`, in which data may be `"rest"` for
+    all remaining processes; or `auto`, planned for these machines. None: all processes on data."""
+    optimizer: str | Mapping[str, Any] = field(
+        default="AdamW", validator=_optimizer, metadata=OPTIMIZATION
+    )
+    """`AdamW`, `Muon`, `SGD`, `Adafactor` or an elementwise class of torch.optim; or a table of its
+    `name` and settings, such as momentum = 0.95."""
+    mixed_precision: MixedPrecision = field(  # again, to be positional
+        default=False, converter=mixed_precision, metadata=EXECUTION
+    )
 
 
 @frozen(kw_only=True, eq=False)
-class Options(Essentials):
-    """All that a training run is made of but its dataset and length; the keys of a run file.
+class Options(_Positional):
+    """Settings of a training run: the keys of a run file, without dataset and length.
 
     Raises:
-        ConfigError: a value is of the wrong kind or out of range.
-        LayoutError: the layout is not one.
+        ConfigError: a value has the wrong type or is out of range.
+        LayoutError: the layout is invalid.
     """
 
-    output_dir: Path = field(
-        default=Path("runs/train"), converter=as_path, validator=a_path(written="folder")
+    cluster: Path | None = field(
+        default=None, converter=as_path, validator=a_path(optional=True), metadata=MODEL
     )
-    """Where shards, checkpoints, events and the trained model go. The same folder resumes."""
-    cluster: Path | None = field(default=None, converter=as_path, validator=a_path(optional=True))
-    """The cluster file for `parallel_config = "auto"`; None measures these machines."""
-    model_config: dict[str, Any] = field(factory=dict, converter=_model_config)
-    """Settings of the model to change, by the names of Hugging Face's config.json."""
-    sequence_length: int = field(default=512, validator=whole(least=2))
-    """Tokens in a sample."""
-    batch_size: int = field(default=8, validator=whole(most=MOST_ROWS))
-    """Samples in one update, over all processes."""
-    microbatch_size: int | Literal["auto"] | None = field(default=None, validator=_microbatch)
-    """Samples of one data rank that pass at once; None for all, or with a pipeline for the most
-    that leave twice as many microbatches as ranks; `auto` for the most that fit into memory."""
-    memory_gib: float | None = field(default=None, validator=number(least=1e-6, optional=True))
-    """Most memory of a rank for `microbatch_size = "auto"`; None for what its device has free."""
-    learning_rate: float = field(default=3e-4, validator=number())
-    """The highest rate, after the warm-up."""
-    warmup_steps: int | None = field(default=None, validator=whole(least=0, optional=True))
-    """Updates over which the rate rises; None for a twentieth of all."""
-    learning_rate_decay: str | Mapping[str, Any] = field(default="cosine", validator=decay)
-    """How the rate falls to its end at the last update: `cosine`, `linear` or `wsd`, which falls
-    over the last fifth; or a table of the `name` and its settings, such as share = 0.1."""
-    final_learning_rate_ratio: float = field(default=0.1, validator=number(most=1.0))
-    """Where the decay ends, as a share of learning_rate."""
-    weight_decay: float = field(default=0.1, validator=number())
-    """Decay of matrices; norms and biases are never decayed."""
-    betas: tuple[float, float] = field(default=(0.9, 0.95), converter=betas)
-    """Decay of the first and second moment of AdamW, also beside Muon."""
-    epsilon: float = field(default=1e-8, validator=number(least=1e-30))
-    """Guard of AdamW, also beside Muon, against division by zero."""
-    max_grad_norm: float | None = field(default=1.0, validator=number(least=1e-30, optional=True))
-    """Gradients of a greater norm are scaled down to it; None never scales."""
-    loss_scale: Mapping[str, Any] | None = field(default=None, validator=_loss_scale)
-    """How the loss is scaled in float16: a table of initial (65536), growth_interval (2000) and
-    hysteresis (1)."""
-    audit_every: int | None = field(default=None, validator=whole(optional=True))
-    """Steps between audits: the same batch again in float32, compared; None for none."""
+    """Cluster file for `parallel_config = "auto"`. None: measure these machines."""
+    model_config: dict[str, Any] = field(factory=dict, converter=_model_config, metadata=MODEL)
+    """Model settings to change, by their names in Hugging Face's config.json."""
+
+    learning_rate: float = field(default=3e-4, validator=number(), metadata=OPTIMIZATION)
+    """Peak learning rate, reached after the warm-up."""
+    warmup_steps: int | None = field(
+        default=None, validator=whole(least=0, optional=True), metadata=OPTIMIZATION
+    )
+    """Steps of linear warm-up. None: 5% of all steps."""
+    learning_rate_decay: str | Mapping[str, Any] = field(
+        default="cosine", validator=decay, metadata=OPTIMIZATION
+    )
+    """Learning rate decay until the last step: `cosine`, `linear` or `wsd` (over the last fifth);
+    or a table of its `name` and settings, such as share = 0.1."""
+    final_learning_rate_ratio: float = field(
+        default=0.1, validator=number(most=1.0), metadata=OPTIMIZATION
+    )
+    """Learning rate at the end of the decay, as a fraction of learning_rate."""
+    weight_decay: float = field(default=0.1, validator=number(), metadata=OPTIMIZATION)
+    """Weight decay of matrices; norms and biases are never decayed."""
+    betas: tuple[float, float] = field(default=(0.9, 0.95), converter=betas, metadata=OPTIMIZATION)
+    """Betas of AdamW, including the AdamW that Muon uses for vectors."""
+    epsilon: float = field(default=1e-8, validator=number(least=1e-30), metadata=OPTIMIZATION)
+    """Epsilon of AdamW, including the AdamW that Muon uses for vectors."""
+    max_grad_norm: float | None = field(
+        default=1.0, validator=number(least=1e-30, optional=True), metadata=OPTIMIZATION
+    )
+    """Clip gradients to this global L2 norm. None: no clipping."""
+    batch_size: int = field(default=8, validator=whole(most=MOST_ROWS), metadata=OPTIMIZATION)
+    """Samples per step over all processes."""
+    sequence_length: int = field(default=512, validator=whole(least=2), metadata=OPTIMIZATION)
+    """Tokens per sample."""
+    mtp_weight: float = field(default=0.3, validator=number(), metadata=OPTIMIZATION)
+    """Weight of the multi-token-prediction loss, for models with such layers; 0 does not train
+    them."""
+    z_coefficient: float = field(default=0.0, validator=number(), metadata=OPTIMIZATION)
+    """Weight of the z-loss: the mean squared logsumexp of the logits, which keeps them from
+    drifting; PaLM used 1e-4."""
+
     on_nonfinite: Literal["skip", "roll_back", "stop"] = field(
-        default="skip", validator=one_of("skip", "roll_back", "stop")
+        default="skip", validator=one_of("skip", "roll_back", "stop"), metadata=BAD_STEPS
     )
-    """What is done where a loss or gradient is not finite: `skip` the step, `roll_back` to the
-    newest complete checkpoint and go on with the data that follow, or `stop`."""
+    """Response to a loss or gradient that is not finite: `skip` the step, `roll_back` to the newest
+    complete checkpoint and continue with the next data, or `stop`."""
     on_spike: Literal["ignore", "skip", "roll_back", "stop"] = field(
-        default="ignore", validator=one_of("ignore", "skip", "roll_back", "stop")
+        default="ignore",
+        validator=one_of("ignore", "skip", "roll_back", "stop"),
+        metadata=BAD_STEPS,
     )
-    """The same for a loss or gradient norm far above those before, and `ignore`."""
-    spike_factor: float = field(default=12.0, validator=number(least=1.0))
-    """A number is a spike that lies above the median by so many standard deviations, which are
-    measured by the median distance."""
-    spike_window: int = field(default=100, validator=whole(least=4, most=10_000))
-    """Steps that the median is of; before there are so many nothing is a spike."""
-    schedule: str | Path | Schedule = field(default="1f1b", validator=_schedule)
-    """How microbatches pass through pipeline stages: a generator's name, a CSV file, a Schedule,
-    or `search`, which measures this model on these processes and finds the best."""
+    """Response to a loss or gradient norm far above the previous ones; `ignore` takes the step."""
+    spike_factor: float = field(default=12.0, validator=number(least=1.0), metadata=BAD_STEPS)
+    """Standard deviations above the median from which a number is a spike, estimated from the
+    median distance."""
+    spike_window: int = field(
+        default=100, validator=whole(least=4, most=10_000), metadata=BAD_STEPS
+    )
+    """Steps in the median; nothing is a spike before there are this many."""
+
+    microbatch_size: int | Literal["auto"] | None = field(
+        default=None, validator=_microbatch, metadata=EXECUTION
+    )
+    """Samples per forward pass on each data rank; `auto`: as many as fit into memory. None: all at
+    once, or with a pipeline the most that leave twice as many microbatches as ranks."""
+    memory_gib: float | None = field(
+        default=None, validator=number(least=1e-6, optional=True), metadata=EXECUTION
+    )
+    """Memory limit per rank for `microbatch_size = "auto"`, in GiB. None: the device's free
+    memory."""
+    shares: Shares = field(
+        default="equal", converter=as_tuple, validator=check_kind, metadata=EXECUTION
+    )
+    """Rows of the batch per data rank: `equal`; a list such as [8, 4]; or `measured`, by the speed
+    of each rank, repeatedly, which needs sharding `replicate` or `zero1`."""
+    schedule: str | Path | Schedule = field(default="1f1b", validator=_schedule, metadata=EXECUTION)
+    """Pipeline schedule: a generator's name, a CSV file, a Schedule, or `search`, which measures
+    this model on these processes and finds the best."""
     schedule_memory_gib: float | tuple[float, ...] | None = field(
-        default=None, converter=as_tuple, validator=_of_each_rank
+        default=None, converter=as_tuple, validator=_of_each_rank, metadata=EXECUTION
     )
-    """Most memory of activations on a rank for `search`, or a list of that on each pipeline rank;
-    None for as much as 1F1B takes."""
-    record_every: int | None = field(default=None, validator=whole(optional=True))
-    """Steps between recordings of what each pipeline rank computed when; None records nothing."""
-    recompute: Recompute = field(default="none", validator=_recompute)
-    """What blocks run again in the backward pass instead of keeping it: `none`, `selective` all but
-    matrix products and attention, `attention`, `full`; or the most that a rank's blocks may keep,
-    such as `8GiB`, by which each block's is chosen."""
-    compile: bool = field(default=False, validator=flag)
-    """Compile the training of each block with torch.compile; not with tensor, context or expert
-    ranks, experts, other recompute than `full`, or schedules that split backwards."""
-    sharding: Sharding = field(default="auto", validator=one_of(*SHARDINGS))
-    """What data and context ranks share out: `replicate` nothing, `zero1` moments, `zero2` also
-    gradients, `zero3` also weights; `auto` weights, or with a pipeline moments."""
-    shares: Shares = field(default="equal", converter=as_tuple, validator=check_kind)
-    """Rows of the batch that data ranks take: `equal`, `measured` by the speed of each, again and
-    again, which needs sharding `replicate` or `zero1`, or the rows of each, such as [8, 4]."""
-    offload: Offload = field(default="none", validator=one_of(*OFFLOADS))
-    """What lies in the machine's memory and not its device's: `moments` of AdamW, which visit the
-    device in an update, `activations` that forwards keep for their backward, or `all`."""
-    context_attention: ContextKind = field(default="auto", validator=one_of(*KINDS))
-    """How attention sees rows that context ranks share out: `all_gather` of keys and values,
-    `ulysses`, `ring`, `ulysses_ring`, or `auto`, which sends least."""
-    context_balance: ContextBalance = field(default="balanced", validator=one_of(*BALANCES))
-    """How context ranks share out a row: `balanced` by the cost of attention, or `zig-zag`."""
-    mtp_weight: float = field(default=0.3, validator=number())
-    """Weight of the mean loss of the layers that predict further than the next token, where the
-    model has any; 0 leaves them as they are."""
-    z_coefficient: float = field(default=0.0, validator=number())
-    """Weight of the mean square of the logits' logsumexp over the vocabulary, which is part of the
-    loss in training and keeps logits from drifting; 1e-4 in PaLM."""
-    balance: str | None = field(default=None, validator=method)
-    """How the load of experts is balanced: `step`, a loss by the loads of the update before;
-    `sequence`, by those of each document; `bias`, or `none`. None for the model's own way."""
-    balance_coefficient: float | None = field(default=None, validator=number(optional=True))
-    """Weight of the balance loss, E · sum of f · P; None for config.json's router_aux_loss_coef."""
-    balance_bias_rate: float = field(default=1e-3, validator=number())
-    """How far `bias` moves the bias of an expert in one update."""
-    router_z_coefficient: float = field(default=0.0, validator=number())
-    """Weight of the mean square of the routers' logsumexp, which keeps their logits small."""
-    ops: str = field(default="torch", validator=one_of("torch", "ms_kernels"))
-    """Whose operators the model uses; `ms_kernels` needs the extra `kernels`."""
-    device: str | None = field(default=None, validator=_device)
-    """`cpu` or an accelerator; None for the machine's best."""
-    devices: Devices | None = field(default=None, converter=devices_of, validator=_devices)
-    """Where ranks compute on unlike devices, the ranks of each: a table such as `cpu = "0-3"` and
-    `"npu:0" = "4"`; `npu` alone numbers those of a machine. None for `device` on all."""
-    reproducible: bool = field(default=False, validator=flag)
-    """The same weights to the bit on any number of data ranks, however they share out weights and
-    whichever stages there are: rows pass one at a time, and are added up in one order."""
-    seed: int = field(default=0, validator=whole(least=0, most=2**63 - 1))
-    """Seed of the fresh weights and of the order of samples."""
-    evaluate_every: int | None = field(default=None, validator=whole(optional=True))
-    """Steps between evaluations on held-out text; None for the first and last step alone."""
-    evaluate_batches: int = field(default=8, validator=whole())
-    """Batches of held-out text in one evaluation, at most."""
-    checkpoint_every: int | None = field(default=100, validator=whole(optional=True))
-    """Steps between checkpoints; None for the last step alone."""
-    async_checkpoints: bool = field(default=False, validator=flag)
-    """Write checkpoints in a process of each rank beside the training, which goes on once its part
-    of the state is copied."""
-    keep_checkpoints: int = field(default=3, validator=whole())
-    """Checkpoints that are kept; more than one lets a damaged one be passed over."""
-    resume: bool = field(default=True, validator=flag)
-    """Go on from the last complete checkpoint of output_dir; False refuses if there is one."""
-    hold_out: float = field(default=0.02, validator=number(below=1.0))
-    """Share of documents kept for evaluation, when raw text is built into shards."""
-    vocab_size: int = field(default=8192, validator=whole(least=257))
-    """Tokens of the tokenizer that is trained, when raw text is built without one."""
-    tokenizer: Path | None = field(default=None, converter=as_path, validator=a_path(optional=True))
-    """A `tokenizer.json` for raw text; None trains one."""
-    text_column: str = field(default="text", validator=text())
-    """The member of a JSON line that holds the text."""
-    sample_prompt: str | None = field(default=None, validator=text(optional=True))
-    """Text that the trained model goes on writing at the end; None writes none."""
-    sample_tokens: int = field(default=96, validator=whole())
-    """Tokens of that sample, at most."""
-    log_every: int = field(default=10, validator=whole())
-    """Steps between lines of progress where there is no terminal."""
-    progress: bool = field(default=True, validator=flag)
-    """Show progress on standard output, on rank 0."""
-    timeout_s: float = field(default=600.0, validator=number(least=1.0, most=1e7))
+    """Limit on activations per rank for `search`, in GiB, or a list of limits by pipeline rank.
+    None: as much as 1F1B needs."""
+    ops: str = field(default="torch", validator=one_of("torch", "ms_kernels"), metadata=EXECUTION)
+    """Operators of the model: `torch`, or `ms_kernels`, which needs the extra `kernels`."""
+    device: str | None = field(default=None, validator=_device, metadata=EXECUTION)
+    """`cpu` or an accelerator. None: the machine's best."""
+    devices: Devices | None = field(
+        default=None, converter=devices_of, validator=_devices, metadata=EXECUTION
+    )
+    """Devices of different kinds: a table of the ranks on each, such as `cpu = "0-3"` and
+    `"npu:0" = "4"`; `npu` alone numbers the devices of a machine. None: `device` on all ranks."""
+    timeout_s: float = field(
+        default=600.0, validator=number(least=1.0, most=1e7), metadata=EXECUTION
+    )
     """Seconds after which a silent process counts as lost."""
+
+    tokenizer: Path | None = field(
+        default=None, converter=as_path, validator=a_path(optional=True), metadata=RAW_TEXT
+    )
+    """A `tokenizer.json` for raw text. None: train one."""
+    vocab_size: int = field(default=8192, validator=whole(least=257), metadata=RAW_TEXT)
+    """Vocabulary size of the tokenizer that is trained if none is given."""
+    hold_out: float = field(default=0.02, validator=number(below=1.0), metadata=RAW_TEXT)
+    """Fraction of documents that is held out for evaluation when raw text is built into shards."""
+    text_column: str = field(default="text", validator=text(), metadata=RAW_TEXT)
+    """Field of a JSON line that holds the text."""
+
+    output_dir: Path = field(
+        default=Path("runs/train"),
+        converter=as_path,
+        validator=a_path(written="folder"),
+        metadata=OUTPUT,
+    )
+    """Folder for shards, checkpoints, events and the trained model. The same folder resumes."""
+    resume: bool = field(default=True, validator=flag, metadata=OUTPUT)
+    """Resume from the last complete checkpoint of output_dir; false: fail if there is one."""
+    checkpoint_every: int | None = field(
+        default=100, validator=whole(optional=True), metadata=OUTPUT
+    )
+    """Steps between checkpoints. None: only after the last step."""
+    async_checkpoints: bool = field(default=False, validator=flag, metadata=OUTPUT)
+    """Write checkpoints in a background process per rank; training continues once the state is
+    copied."""
+    keep_checkpoints: int = field(default=3, validator=whole(), metadata=OUTPUT)
+    """Number of checkpoints to keep; with more than one, a damaged one can be passed over."""
+    evaluate_every: int | None = field(
+        default=None, validator=whole(optional=True), metadata=OUTPUT
+    )
+    """Steps between evaluations on held-out text. None: only before the first and after the last
+    step."""
+    evaluate_batches: int = field(default=8, validator=whole(), metadata=OUTPUT)
+    """Maximum number of held-out batches per evaluation."""
+    record_every: int | None = field(default=None, validator=whole(optional=True), metadata=OUTPUT)
+    """Steps between recordings of when each pipeline rank computes what. None: never."""
+    sample_prompt: str | None = field(default=None, validator=text(optional=True), metadata=OUTPUT)
+    """Prompt that the trained model continues at the end. None: no sample."""
+    sample_tokens: int = field(default=96, validator=whole(), metadata=OUTPUT)
+    """Maximum number of tokens in that sample."""
+    log_every: int = field(default=10, validator=whole(), metadata=OUTPUT)
+    """Steps between progress lines if there is no terminal."""
+    progress: bool = field(default=True, validator=flag, metadata=OUTPUT)
+    """Show progress on standard output of rank 0."""
     on_event: OnEvent | None = field(default=None)
-    """Called on rank 0 with each event; None writes JSON lines to output_dir/events.jsonl."""
+    """Called on rank 0 with each event. None: write JSON lines to output_dir/events.jsonl."""
+
+    def __attrs_post_init__(self) -> None:
+        if budget_bytes(self.recompute) is not None and self.schedule == SEARCH:
+            raise ConfigError(
+                f"recompute={self.recompute!r} chooses by what the schedule keeps at once, and"
+                " schedule='search' by what blocks keep; name the schedule, or set recompute to"
+                " selective or full"
+            )
 
     @property
     def wanted_device(self) -> Devices | str | None:

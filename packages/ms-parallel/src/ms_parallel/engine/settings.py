@@ -1,0 +1,96 @@
+"""Settings that an engine and a training run share, each declared once; imports no torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import field, frozen
+
+from ms_parallel.engine.balance.settings import method
+from ms_parallel.engine.updates.settings import LossScale, check_loss_scale, loss_scale_of
+from ms_parallel.settings import flag, number, one_of, whole
+from ms_parallel.split.context.kinds import BALANCES, KINDS, ContextKind
+from ms_parallel.split.context.kinds import Balance as ContextBalance
+from ms_parallel.split.data_axis import OFFLOADS, SHARDINGS, Offload, Sharding
+from ms_parallel.split.memory.recompute_choice import Recompute, recompute_setting
+from ms_parallel.split.precision_choice import MixedPrecision, mixed_precision
+
+GROUPS = (
+    "model, data and layout",
+    "optimization",
+    "bad steps",
+    "experts",
+    "execution",
+    "raw text",
+    "output",
+)
+"""Headings of `--help`, `init` and the reference page, in their order."""
+MODEL, OPTIMIZATION, BAD_STEPS, EXPERTS, EXECUTION, RAW_TEXT, OUTPUT = (
+    {"group": title} for title in GROUPS
+)
+"""Field metadata: the heading of a setting."""
+
+
+def _loss_scale(instance: Any, attribute: Any, value: Any) -> None:
+    check_loss_scale(loss_scale_of(value), instance.mixed_precision)
+
+
+@frozen(kw_only=True)
+class EngineSettings:
+    """Settings that `Engine` and `DistributedTrainer` both take.
+
+    Raises:
+        ConfigError: a value has the wrong type or is out of range.
+    """
+
+    mixed_precision: MixedPrecision = field(
+        default=False, converter=mixed_precision, metadata=EXECUTION
+    )
+    """Compute in bfloat16 (true) or `float16`. Weights, optimizer state and reductions stay
+    float32."""
+    loss_scale: LossScale | Mapping[str, Any] | None = field(
+        default=None, validator=_loss_scale, metadata=EXECUTION
+    )
+    """Loss scaling in float16: a table of initial (65536), growth_interval (2000) and hysteresis
+    (1)."""
+    audit_every: int | None = field(
+        default=None, validator=whole(optional=True), metadata=EXECUTION
+    )
+    """Recompute every N-th step in float32 and report the difference. None: never."""
+    recompute: Recompute = field(default="none", validator=recompute_setting, metadata=EXECUTION)
+    """Activation checkpointing: `none`, `selective` (recompute all but matrix products and
+    attention), `attention`, `full`, or a memory limit per rank such as `8GiB`, by which the mode of
+    each block is chosen."""
+    compile: bool = field(default=False, validator=flag, metadata=EXECUTION)
+    """Compile the training of each block with torch.compile. Not with tensor, context or expert
+    ranks, experts, recompute other than `full`, or schedules that split backwards."""
+    sharding: Sharding = field(default="auto", validator=one_of(*SHARDINGS), metadata=EXECUTION)
+    """What data and context ranks shard: `replicate` nothing, `zero1` optimizer state, `zero2` also
+    gradients, `zero3` also weights; `auto` weights, or optimizer state with a pipeline."""
+    offload: Offload = field(default="none", validator=one_of(*OFFLOADS), metadata=EXECUTION)
+    """Keep AdamW `moments`, saved `activations`, or `all` of these in host memory."""
+    reproducible: bool = field(default=False, validator=flag, metadata=EXECUTION)
+    """Bitwise the same weights for any number of data ranks, sharding and pipeline: rows are
+    computed one at a time and summed in a fixed order."""
+    context_attention: ContextKind = field(
+        default="auto", validator=one_of(*KINDS), metadata=EXECUTION
+    )
+    """Attention over rows that are split over context ranks: `all_gather` of keys and values,
+    `ulysses`, `ring`, `ulysses_ring`, or `auto`, which sends least."""
+    context_balance: ContextBalance = field(
+        default="balanced", validator=one_of(*BALANCES), metadata=EXECUTION
+    )
+    """Split of a row over context ranks: `balanced` by the cost of attention, or `zig-zag`."""
+    balance: str | None = field(default=None, validator=method, metadata=EXPERTS)
+    """Load balancing of experts: `step`, a loss by the loads of the previous step; `sequence`, by
+    those of each document; `bias`; or `none`. None: as the model's configuration says."""
+    balance_coefficient: float | None = field(
+        default=None, validator=number(optional=True), metadata=EXPERTS
+    )
+    """Weight of the balance loss, E · sum of f · P. None: router_aux_loss_coef of config.json."""
+    balance_bias_rate: float = field(default=1e-3, validator=number(), metadata=EXPERTS)
+    """Change of an expert's bias per step with `bias`."""
+    router_z_coefficient: float = field(default=0.0, validator=number(), metadata=EXPERTS)
+    """Weight of the mean squared logsumexp of the routers, which keeps their logits small."""
+    seed: int = field(default=0, validator=whole(least=0, most=2**63 - 1), metadata=OPTIMIZATION)
+    """Random seed of initial weights and of the order of samples; both are the same under every
+    layout."""
