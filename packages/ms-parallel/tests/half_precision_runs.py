@@ -112,7 +112,7 @@ def audits(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             with torch.no_grad():
                 local_part(parameter).copy_(local_part(engine.parameters[name]))
         audit = engine.step(my_rows(global_batch(1), groups), NextTokenLoss()).audit
-        loss = plain.update(my_rows(global_batch(1), groups), NextTokenLoss()).loss
+        loss = plain.step(my_rows(global_batch(1), groups), NextTokenLoss()).loss
         assert audit is not None
         found.append(
             {

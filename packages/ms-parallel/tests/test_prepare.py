@@ -52,7 +52,7 @@ def test_what_a_preparation_adds_begins_at_zero_and_learns(tmp_path: Path) -> No
     plain = Engine(CONFIG, Layout(), device="cpu")
     engine = Engine(CONFIG, Layout(), device="cpu", prepare=prepare)
     loss = NextTokenLoss()
-    assert engine.step(batch, loss).loss == plain.update(batch, loss).loss
+    assert engine.step(batch, loss).loss == plain.step(batch, loss).loss
     engine.step(batch, loss)
     added = [p for name, p in engine.parameters.items() if name.endswith("gain")]
     assert len(added) == 2
