@@ -3,7 +3,7 @@
 A system call that is not in a short list is refused (`inside.syscalls`). No file is opened but for
 reading beneath the interpreter's library and the system's. Time, memory, threads and output are
 limited. A response and its tests are two processes: the first one gives values, the second one
-compares them, and only its word is a verdict. `packages/ms-align/README.md` says what is promised,
+compares them, and only its word is a verdict. `docs/align/rewards.md` says what is promised,
 and what is not.
 """
 
