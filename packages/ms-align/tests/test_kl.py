@@ -6,6 +6,7 @@ of logits for each prefix. Expectations are sums over all nine, in float64, with
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
