@@ -88,8 +88,8 @@ def test_pairs_that_are_left_out_are_counted(
     model, data = shards(tmp_path, rows, pairs=True)
     train(DPOTrainer, model, data, tmp_path / "out", steps=1)
     (said,) = events(tmp_path / "out", "left_out")
-    assert (said["left_out"], said["pairs"]) == (10, 40)
-    assert "10 of 40 pairs are left out" in capfd.readouterr().out
+    assert (said["left_out"], said["cut_off"], said["pairs"]) == (10, 0, 40)
+    assert "of 40 pairs, 10 are left out" in capfd.readouterr().out
 
 
 OUTSIDE = (

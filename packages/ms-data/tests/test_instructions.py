@@ -285,6 +285,24 @@ def test_long_samples_are_cut_off_or_in_parts_and_counted(place: Path) -> None:
         assert learnt == whole if long == "split" else 0 < learnt < whole
 
 
+def test_pairs_that_are_cut_off_or_left_out_are_counted(place: Path) -> None:
+    """Compare with the pairs themselves, for rows that hold few of them, most, and all."""
+    samples = Samples(place / "pairs")
+    pairs = [samples.pair(number)[:2] for number in range(len(samples))]
+    lengths = [max(len(part.tokens) for part in parts) - 1 for parts in pairs]
+    begins = [max(int(part.loss_mask.argmax()) for part in parts) for parts in pairs]
+    counts = []
+    for length in range(min(begins), max(lengths) + 8, 8):
+        learnt = [min(part.loss_mask[1 : length + 1].sum() for part in parts) for parts in pairs]
+        left_out = sum(not count for count in learnt)
+        cut_off = sum(bool(c) and n > length for c, n in zip(learnt, lengths, strict=True))
+        stream = PreferenceStream(place / "pairs", sequence_length=length, batch_size=2)
+        assert (stream.left_out, stream.cut_off) == (left_out, cut_off)
+        counts.append((left_out, cut_off))
+    assert all(counts[0])
+    assert counts[-1] == (0, 0)
+
+
 def test_weighting_by_sample_gives_each_the_same_sum(place: Path) -> None:
     """One a sample, however long its answer; one a token otherwise."""
     for weighting in ("sample", "token"):

@@ -75,7 +75,9 @@ class PreferenceStream(BatchStream[PreferenceBatch]):
         self.samples = Samples(folder, split, kind="preferences")
         self.folders = (dataset_folder(folder),)
         """Where the pairs lie, with the tokenizer that made them."""
-        self._kept = [one for one in range(len(self.samples)) if self._fits(one)]
+        self.cut_off = 0
+        """Pairs of an epoch one of whose parts is longer and loses its last tokens."""
+        self._kept = [number for number in range(len(self.samples)) if self._fits(number)]
         self.left_out = len(self.samples) - len(self._kept)
         """Pairs of an epoch that are left out, as a part has no target in this length."""
         if not self._kept:
@@ -131,10 +133,12 @@ class PreferenceStream(BatchStream[PreferenceBatch]):
         self._drawn = count(position["consumed_pairs"])
 
     def _fits(self, number: int) -> bool:
+        """Return whether both parts of a pair have targets within a row; count it if cut off."""
         if int(self.samples.sizes[number]) <= self.sequence_length:
             return True
-        pair = self.samples.pair(number)
-        return all(
-            bool(part.loss_mask[1 : self.sequence_length + 1].any())
-            for part in (pair.chosen, pair.rejected)
-        )
+        # A row of S tokens has S targets, so the sample that fills it has one token more.
+        stop = self.sequence_length + 1
+        parts = self.samples.pair(number)[:2]
+        fits = all(bool(part.loss_mask[1:stop].any()) for part in parts)
+        self.cut_off += fits and any(len(part.tokens) > stop for part in parts)
+        return fits

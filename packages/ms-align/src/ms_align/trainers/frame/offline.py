@@ -59,14 +59,16 @@ def data_notices(data: TrainingData, evaluate_every: int | None) -> list[Notice]
             )
         )
     left_out = getattr(data.stream, "left_out", 0)
-    if left_out:
+    cut_off = getattr(data.stream, "cut_off", 0)
+    if left_out or cut_off:
         pairs = left_out + getattr(data.stream, "pairs_per_epoch", 0)
         notices.append(
             Notice(
                 kind="left_out",
-                fields={"left_out": left_out, "pairs": pairs},
-                line=f"warning: {left_out} of {pairs} pairs are left out, as one of their answers "
-                "does not begin within sequence_length; raise it to learn from them",
+                fields={"left_out": left_out, "cut_off": cut_off, "pairs": pairs},
+                line=f"warning: of {pairs} pairs, {left_out} are left out, as one of their answers "
+                f"does not begin within sequence_length, and {cut_off} are cut off at it; raise it "
+                "to train on them",
             )
         )
     return notices
