@@ -415,6 +415,29 @@ def test_a_commands_run_is_shown_from_its_events(tmp_path: Path) -> None:
     assert "line 6 is no event" in again.stderr
 
 
+def test_no_secret_of_a_run_file_or_event_reaches_a_destination(tmp_path: Path) -> None:
+    """Settings, and events without a step, are masked: whoever has the link sees them."""
+    secret = "s3cr3t-value"
+    run = tmp_path / "run"
+    run.mkdir()
+    begin = {"kind": "begin", "time_s": 100.0, "reward_url": f"https://me:{secret}@host/score"}
+    lines = [
+        begin | {"api_key": secret},
+        {"kind": "step", "time_s": 101.0, "step": 0, "loss": 1.0},
+    ]
+    (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "RUN.toml").write_text(
+        f'rate = 0.1\n[reward]\napi_key = "{secret}"\nurl = "https://host/x?access_token={secret}"\n'
+    )
+    given = [str(run), "--to", f"tensorboard={tmp_path / 'tb'}"]
+    given += ["--settings", str(tmp_path / "RUN.toml")]
+    subprocess.run([*COMMAND, *given], capture_output=True, text=True, check=True)
+    content = b"".join(path.read_bytes() for path in (tmp_path / "tb").rglob("*tfevents*"))
+    assert b"reward.api_key | ***" in content
+    assert b"begin/api_key | ***" in content
+    assert secret.encode() not in content
+
+
 def test_a_run_is_followed_to_its_end(tmp_path: Path) -> None:
     """Lines that come later are shown, also one that was written in two parts."""
     lines = [json.dumps(line) + "\n" for line in LINES]

@@ -11,7 +11,7 @@ from attrs import field, fields, frozen, has
 from ms_align import processes
 from ms_align.errors import AlignError, FolderError
 from ms_align.files.run_folder import Change, hold, inside, locked, owner_of
-from ms_align.secret_text import without_secrets
+from ms_align.secret_text import without_secret, without_secrets
 
 WRITES = ("checkpoints", "model", "adapter")
 """What every kind of run writes into its folder."""
@@ -107,7 +107,10 @@ def _value(value: Any) -> Any:
     if isinstance(value, str | Path):
         return without_secrets(str(value))
     if isinstance(value, Mapping):
-        return {str(key): _value(each) for key, each in value.items()}
+        return {
+            str(key): without_secret(str(key), each) if isinstance(each, str) else _value(each)
+            for key, each in value.items()
+        }
     if isinstance(value, list | tuple | set | frozenset):
         return [_value(each) for each in value]
     if has(type(value)) and type(value).__module__.partition(".")[0] in ("ms_align", "ms_parallel"):

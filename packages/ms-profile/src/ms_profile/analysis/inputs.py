@@ -12,7 +12,7 @@ from attrs import field, frozen
 
 from ms_profile.errors import ProfileError, TraceError
 from ms_profile.log.manifest import RankManifest, read_ranks, read_run
-from ms_profile.log.secrets import mask_secrets
+from ms_profile.secret_text import mask_arguments
 from ms_profile.vendors import VENDORS
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ def describe_run(
     saved = max((len(rank.traces) for rank in ranks), default=0) if place == folder else 1
     return RunDescription(
         name=folder.name if place == folder else f"{folder.name}/{place.relative_to(folder)}",
-        command=shlex.join((run.script, *mask_secrets(run.arguments))),
+        command=shlex.join((run.script, *mask_arguments(run.arguments))),
         started_wall_ns=run.started_wall_ns,
         metrics=run.metrics,
         steps=max((rank.steps for rank in ranks), default=None),

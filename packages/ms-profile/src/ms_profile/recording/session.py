@@ -21,12 +21,12 @@ from ms_profile.log.manifest import (
     ring_path,
     write_whole,
 )
-from ms_profile.log.secrets import mask_secrets, mask_text
 from ms_profile.metrics import Collect, collected_for
 from ms_profile.recording.cpu_wait import CpuWait
 from ms_profile.recording.import_hook import when_imported
 from ms_profile.recording.plan import Plan, ProcessRank, versions
 from ms_profile.recording.recorder import Recorder
+from ms_profile.secret_text import mask_arguments, without_secrets
 
 if TYPE_CHECKING:
     from ms_profile.recording.tracer import Tracer
@@ -97,7 +97,7 @@ class Session:
         if self._finished:
             return
         self._finished = True
-        error = None if error is None else mask_text(error)
+        error = None if error is None else without_secrets(error)
         OPEN.remove(self)
         self._finish_recording()
         self._cpu_wait.close()
@@ -161,7 +161,7 @@ class Session:
             world_size=self._own.world_size,
             metrics=self._plan.metrics,
             script=str(self._plan.script.resolve()),
-            arguments=mask_secrets(self._plan.arguments),
+            arguments=mask_arguments(self._plan.arguments),
             started_wall_ns=time.time_ns(),
             schedule=self._plan.schedule,
             versions=versions(),

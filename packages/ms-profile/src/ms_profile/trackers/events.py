@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Protocol
 
+from ms_profile.secret_text import without_secret
 from ms_profile.trackers.destination import Point, Value
 
 
@@ -33,7 +34,9 @@ def point_of(kind: str, fields: Mapping[str, Value], *, wall_s: float) -> Point:
         if name == "step" and step is not None:
             continue
         if isinstance(value, str):
-            texts[f"{kind}/{name}"] = value
+            # Events without a step hold settings, which every viewer of a tracker sees.
+            shown = without_secret(name, value) if step is None else value
+            texts[f"{kind}/{name}"] = shown
         elif isinstance(value, int | float):
             numbers[f"{kind}/{name}"] = value
     return Point(kind=kind, step=step, wall_s=wall_s, numbers=numbers, texts=texts)

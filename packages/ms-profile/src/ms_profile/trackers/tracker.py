@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 from ms_profile.errors import TrackerError, number_in_environment
-from ms_profile.log.secrets import mask_text
+from ms_profile.secret_text import without_secret, without_secrets
 from ms_profile.trackers.destination import Destination, OpenRun, Outcome, Point, RunStart, Value
 from ms_profile.trackers.events import OnEvent, point_of
 from ms_profile.trackers.system import SystemMeter
@@ -47,7 +47,7 @@ class Tracker:
     Args:
         destinations: `TensorBoard`, `Wandb`, `MLflow`, or any `Destination`.
         name: of the run; None leaves it to the destination.
-        settings: shown with the run, such as the keys of its run file.
+        settings: shown with the run, such as the keys of its run file; secrets are masked.
         also: called with each event at once, in the training's thread, and with its errors: an
             `EventLog`, or a `JsonLines` in place of the one that `on_event=` replaces.
         system_interval_s: seconds between points of the process's memory and processor time;
@@ -78,7 +78,11 @@ class Tracker:
             destination.check()
         if name is not None:
             _check_name(name)
-        start = RunStart(name=name, settings=dict(settings or {}), step=None)
+        shown = {
+            key: without_secret(key, value) if isinstance(value, str) else value
+            for key, value in (settings or {}).items()
+        }
+        start = RunStart(name=name, settings=shown, step=None)
         self._active = number_in_environment("RANK", 0) == 0
         self._also, self._pid, self._timeout_s = tuple(also), os.getpid(), close_timeout_s
         self._outcome: Outcome | None = None
@@ -256,4 +260,4 @@ def _check_name(name: str) -> None:
 
 def _line(error: Exception) -> str:
     # Masked before it is cut: a server's address may hold a password.
-    return f"{type(error).__name__}: {mask_text(' '.join(str(error).split()))[:300]}"
+    return f"{type(error).__name__}: {without_secrets(' '.join(str(error).split()))[:300]}"
