@@ -183,8 +183,8 @@ def test_sizes_count_the_weights_that_models_have() -> None:
     for model, billions in {"llama3-8b": 8.03, "llama3-70b": 70.6, "llama3-405b": 405.9}.items():
         assert runs[model].weights / 1e9 == pytest.approx(billions, rel=2e-3)
     deepseek = runs["deepseek-v3"]
-    assert evolve(deepseek, prediction_layers=0).weights / 1e9 == pytest.approx(671, rel=2e-3)
-    assert evolve(deepseek, prediction_layers=0).active_weights / 1e9 == pytest.approx(37, rel=0.03)
+    assert evolve(deepseek, mtp_layers=0).weights / 1e9 == pytest.approx(671, rel=2e-3)
+    assert evolve(deepseek, mtp_layers=0).active_weights / 1e9 == pytest.approx(37, rel=0.03)
 
 
 @pytest.mark.parametrize("name", [each for each in architectures() if each != "transformer-xl"])

@@ -26,10 +26,10 @@ from ms_parallel.engine.assembly import (
 )
 from ms_parallel.engine.balance.balancer import Balancer
 from ms_parallel.engine.balance.settings import Balance, balance_of
-from ms_parallel.engine.further import depths_of
 from ms_parallel.engine.generation import Sampling, generate, stops_of
 from ms_parallel.engine.heads import thaw_heads
 from ms_parallel.engine.loss import Loss, LossWithStatistics, Output
+from ms_parallel.engine.mtp import mtp_depths
 from ms_parallel.engine.optimizer import learning_rate
 from ms_parallel.engine.options import EngineOptions
 from ms_parallel.engine.reduction import Reduction, SummedReduction
@@ -250,7 +250,7 @@ class Engine:
             )
         load = self.balancer.collect(tokens)
         gradients = self.scaler.unscale(self.reduction.gradients())
-        mtp = depths_of(self.config, loss)
+        mtp = mtp_depths(self.config, loss)
         # One all-reduce, then the step's only wait for the device.
         totals = self.reduction.totals(
             results, len(metrics), mtp, gradients, self.row_check.terms()

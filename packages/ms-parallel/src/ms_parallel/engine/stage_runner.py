@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ms_parallel.cluster.groups import Groups
-from ms_parallel.engine.further import HasFurther, depths_of, divisors, further_shares
 from ms_parallel.engine.heads import heads_of
 from ms_parallel.engine.loss import Loss, LossWithStatistics, Output
 from ms_parallel.engine.microbatches import cut_batch, reading
+from ms_parallel.engine.mtp import MTPLoss, mtp_depths, mtp_divisors, mtp_losses_of
 from ms_parallel.engine.options import EngineOptions
 from ms_parallel.engine.output import HeadOutput, LogitsOutput
 from ms_parallel.engine.reduction import Reduction
@@ -116,8 +116,8 @@ class StageRunner:
         Returns:
             A result per microbatch, in order; empty away from the last stage.
         """
-        mtp_depths = depths_of(self.config, loss)
-        mtp_weights = divisors(microbatches, mtp_depths, reduction.sum_over_rows)
+        depths = mtp_depths(self.config, loss)
+        divisors = mtp_divisors(microbatches, depths, reduction.sum_over_rows)
         batches = [self._to_device(microbatch) for microbatch in microbatches]
         row_splits = [self.splitter.split(microbatch) for microbatch in microbatches]
         results: dict[int, MicrobatchResult] = {}
@@ -131,10 +131,10 @@ class StageRunner:
             share = total / weight
             mtp_losses = share.new_zeros(0)
             objective = share
-            if mtp_depths:
+            if depths:
                 last = self.stages[len(self.tables.placement) - 1]
-                mtp_losses = further_shares(last, hidden, batch, mtp_weights, output, row_split)
-                mtp = cast(HasFurther, loss).mtp_weight * mtp_losses.mean()
+                mtp_losses = mtp_losses_of(last, hidden, batch, divisors, output, row_split)
+                mtp = cast(MTPLoss, loss).mtp_weight * mtp_losses.mean()
                 objective = share + (mtp - mtp.detach())  # the reported loss excludes MTP
             results[number] = MicrobatchResult(
                 loss=share.detach(),

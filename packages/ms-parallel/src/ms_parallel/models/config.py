@@ -84,7 +84,7 @@ class ModelConfig:
         return None
 
     @property
-    def prediction_layers(self) -> int:
+    def mtp_layers(self) -> int:
         """Layers behind the last one, each of which predicts one token further."""
         return 0
 

@@ -238,24 +238,24 @@ def read_config(folder: Path) -> ModelConfig:
     except (ModelError, ConfigError) as error:
         raise ModelError(f"{path}: {error}") from error
     ends = _ends_of_generation(folder / GENERATION) or {}
-    without = {"num_nextn_predict_layers": 0} if _lacks_prediction_layers(config, folder) else {}
+    without = {"num_nextn_predict_layers": 0} if _lacks_mtp_layers(config, folder) else {}
     changes = {**ends, **without}
     return cast(ModelConfig, evolve(cast(Any, config), **changes)) if changes else config
 
 
-def _lacks_prediction_layers(config: ModelConfig, folder: Path) -> bool:
+def _lacks_mtp_layers(config: ModelConfig, folder: Path) -> bool:
     """Return whether a folder's weights stop before the prediction layers of its config.json.
 
     Transformers drops these layers when it loads a model, and keeps their number when it saves it.
     """
-    if not config.prediction_layers:
+    if not config.mtp_layers:
         return False
     names = _tensor_names(folder)
-    layers = (config.num_hidden_layers + at for at in range(config.prediction_layers))
+    layers = (config.num_hidden_layers + at for at in range(config.mtp_layers))
     after = tuple(f"model.layers.{layer}." for layer in layers)
     if not names or any(name.startswith(after) for name in names):
         return False
-    _warn_of_dropped_layers(str(folder), config.prediction_layers)
+    _warn_of_dropped_layers(str(folder), config.mtp_layers)
     return True
 
 

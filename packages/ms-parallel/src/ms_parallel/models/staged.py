@@ -96,10 +96,10 @@ class StagedModel(nn.Module, ABC):
             # Drawing its weight on meta, which nobody reads, would import torch's compiler: 0.7 s.
             if not self.model.embed_tokens.weight.is_meta:
                 self.model.embed_tokens.reset_parameters()
-        further = config.prediction_layers if last else 0
-        behind = range(config.num_hidden_layers, config.num_hidden_layers + further)
-        self.model.layers = nn.ModuleDict({str(i): block(i) for i in (*layers, *behind)})
-        if further and not first:
+        mtp = config.mtp_layers if last else 0
+        mtp_layers = range(config.num_hidden_layers, config.num_hidden_layers + mtp)
+        self.model.layers = nn.ModuleDict({str(i): block(i) for i in (*layers, *mtp_layers)})
+        if mtp and not first:
             size = config.vocab_size, config.hidden_size
             self.model.next_embed_tokens = nn.Embedding(*size, _weight=torch.empty(size))
         if last:
@@ -157,7 +157,7 @@ class StagedModel(nn.Module, ABC):
         """Apply the final norm, (B, S, H) to (B, S, H)."""
         return self.model.norm(hidden)  # type: ignore[operator,no-any-return]
 
-    def further(
+    def mtp_states(
         self,
         hidden: Tensor,
         tokens: Tensor,
@@ -182,7 +182,7 @@ class StagedModel(nn.Module, ABC):
         context = self.context(positions, documents, None, row_split)
         embed: Any = self.embed if self.first else self.model.next_embed_tokens
         first = self.config.num_hidden_layers
-        for number in range(first, first + self.config.prediction_layers):
+        for number in range(first, first + self.config.mtp_layers):
             tokens = torch.cat((tokens[:, 1:], tokens[:, -1:]), 1)
             layer: Any = self.model.layers[str(number)]  # type: ignore[index]
             own = tokens if row_split is None else row_split.mine(tokens)

@@ -18,9 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from ms_parallel.cluster.device import pick_device
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
-from ms_parallel.engine.further import depths_of, further_shares
 from ms_parallel.engine.gradients import messages
 from ms_parallel.engine.loss import Loss, NextTokenLoss
+from ms_parallel.engine.mtp import mtp_depths, mtp_losses_of
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.planner.fake_cluster import fake_groups, fake_pipeline
 from ms_parallel.planner.rank_memory import RankMemory
@@ -336,10 +336,10 @@ def _loss(
     total: Any = found
     if isinstance(total, tuple):
         total = total[0]
-    depths = depths_of(engine.config, loss)
+    depths = mtp_depths(engine.config, loss)
     if depths:
         last = engine.stages[len(engine.placement) - 1]
-        total = total + further_shares(last, hidden, batch, [1.0] * depths, output, row_split).sum()
+        total = total + mtp_losses_of(last, hidden, batch, [1.0] * depths, output, row_split).sum()
     return total
 
 

@@ -131,7 +131,7 @@ def _check(model: StagedModel, weights: WeightFolder) -> dict[str, list[WeightSl
         behind = f"model.layers.{model.config.num_hidden_layers}."
         dropped = not any(name.startswith(behind) for name in weights.names)
         remedy = "is it complete, and of this architecture?"
-        if model.config.prediction_layers and dropped:
+        if model.config.mtp_layers and dropped:
             remedy = "set num_nextn_predict_layers to 0 where its layers were dropped"
         raise ModelError(
             f"{weights.folder} lacks {len(missing)} of {len(tensors)} tensors, first"

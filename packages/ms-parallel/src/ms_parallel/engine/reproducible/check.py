@@ -59,4 +59,4 @@ def kept_apart(
 def _is_plain(config: ModelConfig, prepared: bool) -> bool:
     """Return whether the model is one of our families as it comes, with only the head tied."""
     foreign = isinstance(config, OwnModelConfig | TransformersModel)
-    return not (prepared or foreign or config.prediction_layers)
+    return not (prepared or foreign or config.mtp_layers)

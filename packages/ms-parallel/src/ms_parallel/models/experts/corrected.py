@@ -15,7 +15,7 @@ from ms_parallel.models.config import above_zero, size
 from ms_parallel.models.decoder_config import DecoderConfig
 from ms_parallel.models.experts.choice import Choice, Mixture
 from ms_parallel.models.experts.mixture import STYLES, MixtureOfExperts
-from ms_parallel.models.parts import prediction
+from ms_parallel.models.parts import mtp
 from ms_parallel.models.parts.block import Block
 from ms_parallel.models.parts.feed_forward import FeedForward
 from ms_parallel.models.plan import Style
@@ -104,7 +104,7 @@ class CorrectedConfig(DecoderConfig):
         return Mixture(layers=tuple(filter(self.has_experts, layers)), choice=choice)
 
     @property
-    def prediction_layers(self) -> int:
+    def mtp_layers(self) -> int:
         """Layers behind the last one, each of which predicts one token further."""
         return self.num_nextn_predict_layers
 
@@ -127,7 +127,7 @@ def block(
         ops: Operators.
         attention: As `Block` takes it.
     """
-    kind = Block if layer < config.num_hidden_layers else prediction.PredictionLayer
+    kind = Block if layer < config.num_hidden_layers else mtp.MTPLayer
     mlp: nn.Module = FeedForward(config, ops)
     if config.has_experts(layer):
         inner, choice = config.moe_intermediate_size, config.mixture.choice

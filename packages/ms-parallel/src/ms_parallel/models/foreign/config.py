@@ -199,7 +199,7 @@ class TransformersModel:
         return "text_config" in self.document
 
     @property
-    def prediction_layers(self) -> int:
+    def mtp_layers(self) -> int:
         """Layers that predict further tokens, which transformers does not train."""
         return 0
 

@@ -245,7 +245,7 @@ def head_seconds(rank: Rank) -> tuple[float, float]:
     forward = rank.moved((2 + 6 + 8) * wide)
     dtype = rank.settings.dtype
     multiply = product.flops / rank.rate(dtype)
-    passes = 1 + sizes.prediction_layers
+    passes = 1 + sizes.mtp_layers
     return passes * (multiply + forward), passes * (2 * multiply + rank.moved(14 * wide))
 
 

@@ -38,7 +38,7 @@ def decoder_sizes(config: ModelConfig) -> DecoderSizes:
             experts=experts,
             latents=latents,
             window=_window(config),
-            prediction_layers=config.prediction_layers,
+            mtp_layers=config.mtp_layers,
         )
         for gated in (True, False)
     }

@@ -62,7 +62,7 @@ class DecoderSizes:
     latents: Latents | None = None
     window: int | None = field(default=None, validator=whole(optional=True))
     """Positions that a token sees at most; None for all before it."""
-    prediction_layers: int = field(default=0, validator=_number)
+    mtp_layers: int = field(default=0, validator=_number)
     """Further layers, each with one more pass of the head."""
 
     @property
@@ -74,12 +74,12 @@ class DecoderSizes:
     def expert_layers(self) -> int:
         """Layers with experts."""
         first = self.layers if self.experts is None else self.experts.first_layer
-        return max(0, self.layers - first) + (self.prediction_layers if self.experts else 0)
+        return max(0, self.layers - first) + (self.mtp_layers if self.experts else 0)
 
     @property
     def dense_layers(self) -> int:
         """Layers without."""
-        return self.layers + self.prediction_layers - self.expert_layers
+        return self.layers + self.mtp_layers - self.expert_layers
 
     @property
     def attention_weights(self) -> int:
@@ -122,7 +122,7 @@ class DecoderSizes:
     def weights(self) -> int:
         """All of them."""
         return (
-            (self.layers + self.prediction_layers) * self.attention_weights
+            (self.layers + self.mtp_layers) * self.attention_weights
             + self.dense_layers * self.dense_weights
             + self.expert_layers * (self.expert_weights + self.shared_weights)
             + self.vocabulary * self.hidden * (1 if self.tied else 2)
@@ -133,10 +133,10 @@ class DecoderSizes:
         """Weights in matrices that one token passes; the embedding is none."""
         chosen = 0 if self.experts is None else self.experts.chosen / self.experts.count
         return (
-            (self.layers + self.prediction_layers) * self.attention_weights
+            (self.layers + self.mtp_layers) * self.attention_weights
             + self.dense_layers * self.dense_weights
             + self.expert_layers * (int(self.expert_weights * chosen) + self.shared_weights)
-            + self.vocabulary * self.hidden * (1 + self.prediction_layers)
+            + self.vocabulary * self.hidden * (1 + self.mtp_layers)
         )
 
     def token_flops(self, sequence: int, *, causal: bool) -> float:
@@ -150,7 +150,7 @@ class DecoderSizes:
             causal: count only pairs that a token sees, which are half of them.
         """
         pair = 6 * self.heads * (self.head_dim + self.values_dim)
-        layers = self.layers + self.prediction_layers
+        layers = self.layers + self.mtp_layers
         seen = self.seen(sequence) if causal else sequence
         return 6.0 * self.active_weights + layers * pair * seen
 

@@ -143,7 +143,7 @@ def _stages(
         first = (layout.pipeline - more) // 2
         for place in range(first, first + more):
             layers[place] += 1
-    layers[-1] += sizes.prediction_layers
+    layers[-1] += sizes.mtp_layers
     stages = [(count, 0.0) for count in layers[:-1]] + [(layers[-1], 1.0)]
     if not settings.mirrored:
         return stages
@@ -200,7 +200,7 @@ def _message_seconds(rank: Rank) -> float:
 def _rank_weights(rank: Rank, layers: float) -> tuple[float, float]:
     """Count the weights of a rank's pipeline and tensor place: of experts, and of all the rest."""
     sizes, layout = rank.sizes, rank.layout
-    total = sizes.layers + sizes.prediction_layers
+    total = sizes.layers + sizes.mtp_layers
     experts = layers * sizes.expert_layers / total * sizes.expert_weights / layout.expert
     ends = sizes.vocabulary * sizes.hidden * (1 if layout.pipeline > 1 or sizes.tied else 2)
     dense = layers * (

@@ -20,7 +20,7 @@ from ms_parallel.models.experts.corrected import (
 )
 from ms_parallel.models.experts.mixture import weight_rules
 from ms_parallel.models.parts.latent_attention import LatentAttention, styles
-from ms_parallel.models.parts.prediction import with_prediction
+from ms_parallel.models.parts.mtp import with_mtp_layers
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.positions.document import ONE_ROPE
 from ms_parallel.operators.protocol import Ops
@@ -85,7 +85,7 @@ def _block(config: DeepseekV3Config, layer: int, ops: Ops) -> nn.Module:
 
 
 def _plan(config: DeepseekV3Config) -> ModelPlan:
-    return with_prediction(plan_with(config, modules={**styles(config), **MODULES}), config)
+    return with_mtp_layers(plan_with(config, modules={**styles(config), **MODULES}), config)
 
 
 class _Positions:

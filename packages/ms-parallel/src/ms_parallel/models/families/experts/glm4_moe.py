@@ -13,7 +13,7 @@ from ms_parallel.models.experts.corrected import (
     block,
 )
 from ms_parallel.models.experts.mixture import weight_rules
-from ms_parallel.models.parts.prediction import with_prediction
+from ms_parallel.models.parts.mtp import with_mtp_layers
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.positions.document import OneRope
 from ms_parallel.settings import flag
@@ -45,7 +45,7 @@ class Glm4MoeConfig(CorrectedConfig):
 
 
 def _plan(config: Glm4MoeConfig) -> ModelPlan:
-    return with_prediction(plan_with(config, modules=MODULES), config)
+    return with_mtp_layers(plan_with(config, modules=MODULES), config)
 
 
 FAMILY = DenseFamily(

@@ -33,7 +33,7 @@ _MODULES: Mapping[str, Style] = {
 """How the tensor axis splits what a block does not have, by names in the layer."""
 
 
-class PredictionLayer(Block):
+class MTPLayer(Block):
     """A block that joins hidden states with embeddings of the tokens to come.
 
     Args:
@@ -61,18 +61,18 @@ class PredictionLayer(Block):
         return self.shared_head.norm(hidden)  # type: ignore[operator,no-any-return]
 
 
-def with_prediction(plan: ModelPlan, config: ModelConfig) -> ModelPlan:
+def with_mtp_layers(plan: ModelPlan, config: ModelConfig) -> ModelPlan:
     """Add a model's prediction layers, if it has any, to the plan of its other parts.
 
     Its folder holds embedding and head once more for each of them.
     """
-    if not config.prediction_layers:
+    if not config.mtp_layers:
         return plan
     embedding, copy = "model.embed_tokens.weight", "model.next_embed_tokens.weight"
     first = config.num_hidden_layers
     repeated = tuple(
         (weight, f"model.layers.{layer}.{name}")
-        for layer in range(first, first + config.prediction_layers)
+        for layer in range(first, first + config.mtp_layers)
         for weight, name in (
             (embedding, "embed_tokens.weight"),
             ("lm_head.weight", "shared_head.head.weight"),

@@ -1,8 +1,8 @@
-"""The loss of layers that predict tokens further ahead than the next one.
+"""Multi-token-prediction (MTP) loss (DeepSeek-V3, section 2.2).
 
-At depth k position i predicts token i+k+1 from tokens up to i+k, all of one document. The mean over
-depths of each one's mean over its own targets, times a weight, is added to the loss: a depth
-without targets, as in rows of short documents, adds nothing.
+At depth k, position i predicts token i+k+1 from tokens up to i+k of the same document. Each depth's
+loss is the mean over its own targets; their mean over depths, times a weight, is added to the loss.
+A depth without targets, as with short documents, adds nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,26 +18,26 @@ from ms_parallel.models.staged import RowSplit, StagedModel
 
 
 @runtime_checkable
-class HasFurther(Protocol):
-    """A loss that a model's prediction layers have too."""
+class MTPLoss(Protocol):
+    """A loss that also trains MTP layers."""
 
     @property
     def mtp_weight(self) -> float:
-        """Weight of the mean over depths; 0 leaves the layers out."""
+        """Weight of the mean over depths; 0 does not train the layers."""
 
 
-def depths_of(config: Any, loss: object) -> int:
-    """Count the layers of a model that predict further; 0 unless the loss asks for them."""
-    asked = isinstance(loss, HasFurther) and loss.mtp_weight > 0
-    return getattr(config, "prediction_layers", 0) if asked else 0
+def mtp_depths(config: Any, loss: object) -> int:
+    """Number of MTP layers to train; 0 unless the loss has a weight for them."""
+    asked = isinstance(loss, MTPLoss) and loss.mtp_weight > 0
+    return getattr(config, "mtp_layers", 0) if asked else 0
 
 
-def further_targets(batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
-    """Shift targets (B, S) to a depth, -100 where there is none, and their weights (B, S).
+def mtp_targets(batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
+    """Targets (B, S) of a depth, -100 where there are none, and their weights (B, S).
 
     Args:
-        batch: its targets are those of the next token.
-        depth: from 1 on.
+        batch: has the targets of the next token.
+        depth: MTP depth, from 1.
     """
     targets, documents = batch["targets"], batch.get("documents")
     weights = batch.get("weights")
@@ -57,36 +57,38 @@ def further_targets(batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
     return shifted, moved * counted
 
 
-def divisors(microbatches: Sequence[Batch], depths: int, sum_over_rows: SumOverRows) -> list[float]:
-    """Sum the weight of each depth's targets in the global batch, of which these are a part."""
+def mtp_divisors(
+    microbatches: Sequence[Batch], depths: int, sum_over_rows: SumOverRows
+) -> list[float]:
+    """Total target weight of each depth over the global batch; every process calls it."""
     if not depths:
         return []
     local = torch.zeros(len(microbatches), depths, dtype=torch.float64)
     for row, microbatch in zip(local, microbatches, strict=True):
         for depth in range(depths):
-            row[depth] = further_targets(microbatch, depth + 1)[1].sum().double()
+            row[depth] = mtp_targets(microbatch, depth + 1)[1].sum().double()
     return sum_over_rows(local).tolist()
 
 
-def further_shares(
+def mtp_losses_of(
     stage: StagedModel,
     hidden: Tensor,
     batch: Batch,
-    of_depths: Sequence[float],
+    divisors: Sequence[float],
     output: Callable[[Tensor], Output],
     row_split: RowSplit | None = None,
 ) -> Tensor:
-    """Compute a microbatch's share (depths,) of the mean loss of each prediction layer.
+    """Compute a microbatch's share (depths,) of the mean loss of each MTP layer.
 
     Args:
         stage: the last.
         hidden: its finished hidden states.
         batch: the microbatch.
-        of_depths: as `divisors` gives them.
+        divisors: as returned by `mtp_divisors`.
         output: makes of finished hidden states what token losses are asked of.
         row_split: where processes share out the rows.
     """
-    made = stage.further(
+    made = stage.mtp_states(
         hidden,
         batch["tokens"],
         positions=batch["positions"],
@@ -94,8 +96,8 @@ def further_shares(
         row_split=row_split,
     )
     shares = []
-    for depth, (states, divisor) in enumerate(zip(made, of_depths, strict=True), 1):
-        targets, weights = further_targets(batch, depth)
+    for depth, (states, divisor) in enumerate(zip(made, divisors, strict=True), 1):
+        targets, weights = mtp_targets(batch, depth)
         total = (output(states).token_losses(targets) * weights).sum()
         shares.append(total / divisor if divisor else total * 0.0)
     return torch.stack(shares)

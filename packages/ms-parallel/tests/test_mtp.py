@@ -20,9 +20,9 @@ from processes import run_processes
 from runs import FAMILIES, global_batch, tiny
 
 from ms_parallel.engine.engine import Engine
-from ms_parallel.engine.further import divisors, further_targets
 from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.engine.microbatches import sum_over_rows
+from ms_parallel.engine.mtp import mtp_divisors, mtp_targets
 from ms_parallel.errors import ConfigError, ModelError
 from ms_parallel.models.batch import Batch
 from ms_parallel.models.parts.block import Block
@@ -60,7 +60,7 @@ def documents_of(batch: Batch) -> Iterator[dict[str, Tensor]]:
 
 def slowly(model: StagedModel, batch: Batch) -> list[Tensor]:
     """The mean loss of each depth, the model's own first, a document and a position at a time."""
-    depths = model.config.prediction_layers
+    depths = model.config.mtp_layers
     sums = [torch.zeros(()) for _ in range(depths + 1)]
     counts = [0.0] * (depths + 1)
     for text in documents_of(batch):
@@ -186,11 +186,11 @@ def test_targets_of_a_depth_stay_inside_their_document() -> None:
         (2, [3, -100, -100, -100, 7, -100, -100], [2, 0, 0, 0, 6, 0, 0]),
         (9, [-100] * 7, [0] * 7),
     ):
-        found = further_targets(batch, depth)
+        found = mtp_targets(batch, depth)
         assert found[0].tolist() == [targets]
         assert found[1].tolist() == [weights]
     groups: Any = type("One", (), {"place": type("Place", (), {"count": 1})})
-    assert divisors([batch, batch], 2, lambda values: sum_over_rows(values.sum(0), groups)) == [
+    assert mtp_divisors([batch, batch], 2, lambda values: sum_over_rows(values.sum(0), groups)) == [
         28.0,
         16.0,
     ]
@@ -260,7 +260,7 @@ def test_a_folder_without_these_layers_loads_without_them(tmp_path: Path) -> Non
         load_model(tmp_path)
     none = {name: values for name, values in some.items() if ".layers.4." not in name}
     save_file(none, tmp_path / "model.safetensors", {"format": "pt"})
-    assert load_model(tmp_path).config.prediction_layers == 0
+    assert load_model(tmp_path).config.mtp_layers == 0
 
 
 def test_a_tied_head_is_refused() -> None:
