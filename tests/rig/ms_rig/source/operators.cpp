@@ -410,6 +410,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", TORCH_FN(set_whole));
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_part));
   m.impl("record_stream", TORCH_FN(record_stream));
+  // On a device without a kernel of its own, torch computes these by other formulas than on the
+  // CPU, which differ by one rounding.
+  for (const auto* name : {"silu_backward", "mish_backward"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&compute>());
+  }
 }
 
 } // namespace rig
