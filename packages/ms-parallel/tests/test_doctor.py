@@ -249,6 +249,15 @@ WARNINGS: list[tuple[str, str, list[Plant], str]] = [
      "96 cores, 40.0 of which others keep busy"),
     ("processors", "links", [measured("pairs", 1, bandwidth_gb_per_s=0.1)],
      "they move 0.10 GB/s, and like pairs 1.10 GB/s"),
+    ("processors", "links", [measured("pairs", n, latency_us=200_546.0) for n in range(6)],
+     "the smallest message takes 200.5 ms one way"),
+    ("processors", "links", [measured("pairs", 3, latency_us=9_000.0)],
+     "the smallest message takes 9.0 ms one way"),
+    ("infiniband", "links", [measured("pairs", 3, latency_us=50_000.0)],
+     "the smallest message takes 50.0 ms one way"),
+    ("processors", "links", [
+        measured("pairs", number, bandwidth_gb_per_s=0.01) for number in range(6)
+    ], "they move 0.01 GB/s, less than half of what Ethernet of 1 Gb/s carries"),
     ("processors", "packages", [machine(rank, packages={"ms-data": None}) for rank in range(4)],
      "ms-data is not installed"),
 ]  # fmt: skip

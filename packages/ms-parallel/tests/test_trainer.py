@@ -13,6 +13,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from doctor_recordings import processors
 from launching import MODEL, RUN, train, write_run
 
 from ms_parallel import DistributedTrainer, Engine, Layout, load_model
@@ -253,7 +254,7 @@ def test_inspect_counts_what_is_built(tmp_path: Path) -> None:
     options = trainer(tmp_path, vocab_size=320, batch_size=8).options
     one = inspect(options, Layout())
     assert one.parameters == 320 * 32 * 2 + 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48 + 64) + 32
-    assert one.ranks[0].state_bytes == 16 * one.parameters
+    assert one.ranks[0].parameters == one.parameters
     four = inspect(options, Layout(pipeline=2, data=2))
     assert sum(rank.parameters for rank in four.ranks) == one.parameters
     assert four.picture == "\n".join(
@@ -262,18 +263,39 @@ def test_inspect_counts_what_is_built(tmp_path: Path) -> None:
     assert picture(Layout(tensor=2)).endswith("[0 1]")
 
 
-@pytest.mark.parametrize("arguments", [["inspect", "RUN"], ["doctor"]])
-def test_facts_are_printed_for_people_and_as_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    """Both print; --json prints one JSON object.
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(data=128),
+        Layout(pipeline=64, data=512, tensor=8),
+        Layout(pipeline=4, data=8, context=8, tensor=8),
+        Layout(data=8, expert=4, context=2, tensor=2),
+    ],
+    ids=str,
+)
+def test_a_layout_of_any_size_is_drawn_in_lines_that_fit_a_terminal(layout: Layout) -> None:
+    """The first and the last ranks are there."""
+    drawn = picture(layout)
+    assert max(map(len, drawn.splitlines())) <= 120
+    assert len(drawn.splitlines()) <= 20
+    assert drawn.splitlines()[1].split()[2].startswith("[0")
+    assert drawn.endswith(f"{layout.world_size - 1}]")
 
-    The doctor exits with 1 where a machine is not sound, as a container of small /dev/shm.
+
+@pytest.mark.parametrize("command", ["inspect", "doctor"])
+def test_facts_are_printed_for_people_and_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """Both print and end with exit code 0; --json prints one JSON object.
+
+    The doctor reads a recording of sound machines: this one may have faults.
     """
-    run = str(write_run(tmp_path / "run.toml", Path("corpus")))
-    arguments = [run if word == "RUN" else word for word in arguments]
-    codes = (0, 1) if arguments == ["doctor"] else (0,)
-    assert main(arguments) in codes
-    assert capsys.readouterr().out
-    assert main([*arguments, "--json"]) in codes
+    arguments = {
+        "inspect": [str(write_run(tmp_path / "run.toml", Path("corpus")))],
+        "doctor": ["--from", str(processors(tmp_path))],
+    }[command]
+    printed = {"inspect": "memory of a rank", "doctor": "0 failures, 0 warnings"}[command]
+    assert main([command, *arguments]) == 0
+    assert printed in capsys.readouterr().out
+    assert main([command, *arguments, "--json"]) == 0
     assert isinstance(json.load(io.StringIO(capsys.readouterr().out)), dict)

@@ -33,7 +33,7 @@ def run(options: Namespace) -> int:
 
     run = read_run_file(options.run_file, options.set)  # before torch is imported
     from ms_parallel.training.fitting import layout_of
-    from ms_parallel.training.inspection import inspect
+    from ms_parallel.training.inspection import inspect, listed
     from ms_parallel.training.memory import run_memory
     from ms_parallel.training.microbatch_size import settled
 
@@ -66,10 +66,10 @@ def run(options: Namespace) -> int:
             f" {facts.context.zig_zag_imbalance:.3f}\n"
         )
     if facts.experts is not None:
-        groups = " | ".join(" ".join(map(str, ranks)) for ranks in facts.experts.groups)
         print(
-            f"experts of a layer: {facts.experts.experts}, {facts.experts.each} a rank, each"
-            f" sharded over {facts.experts.shards}; shared out by ranks {groups}\n"
+            f"experts of a layer: {facts.experts.experts}, {facts.experts.each} per rank, each"
+            f" sharded over {facts.experts.shards}\n"
+            f"groups of ranks that share them: {listed(facts.experts.groups)}\n"
         )
     print("memory of a rank at its peak, predicted, GiB")
     print(f"  {'':11}  {'  '.join(f'{name:>11}' for name in CATEGORIES)}  {'all':>11}  layers")

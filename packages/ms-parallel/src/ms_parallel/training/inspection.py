@@ -1,5 +1,9 @@
-"""Estimates what a run will be: parameters, memory of each rank, where each rank stands."""
+"""Facts of a run before it starts: parameters, layers of each stage, ranks of the layout.
 
+Memory is predicted in `ms_parallel.training.memory` alone.
+"""
+
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +20,26 @@ from ms_parallel.schedules.checks.verify import verify
 from ms_parallel.split.context.assignment import document_starts
 from ms_parallel.split.context.kinds import HeadSizes, choose, traders
 from ms_parallel.split.context.splitter import ContextLoad, share_out, windows_of
-from ms_parallel.split.data_axis import EACH
-from ms_parallel.split.memory.recompute_choice import budget_bytes
 from ms_parallel.split.stages import cut_layers
 from ms_parallel.training.fitting import first_documents, fit_model, microbatch
 from ms_parallel.training.options import Options
 
 FLOAT32_BYTES, BFLOAT16_BYTES = 4, 2
-STATE_FLOATS = 4
-"""A weight, its gradient and its two moments."""
 MOST_DRAWN = 512
-"""Ranks in a picture."""
-ACTIVATION_BYTES = 34
-"""Bytes that a block keeps a position and hidden unit in bfloat16, attention scores apart:
-Korthikanti et al., "Reducing Activation Recomputation", 2022, table 2."""
+"""Ranks of expert groups that are listed."""
+LINE = 110
+"""Longest line of a picture."""
+MOST_COLUMNS, MOST_ROWS = 16, 16
+"""Data ranks and pipeline stages of a picture, and ranks of a cell."""
 
 
 class RankInspection(msgspec.Struct, frozen=True, kw_only=True):
-    """What one pipeline rank's stages put on each of its processes. All sizes are estimates."""
+    """Layers and parameters of one pipeline rank's stages."""
 
     pipeline: int
     layers: int
     parameters: int
-    """Parameters of its stages, counted whole though the rank may hold a part of each."""
-    state_bytes: int
-    """Its share of weights, gradients and moments."""
-    gathered_bytes: int
-    """What it holds beside its share between the microbatches of an update: weights that stay
-    gathered, and gradients that stay whole."""
-    activation_bytes: int
-    """Kept for the backward pass by the microbatches in flight."""
+    """Parameters of its stages, counted in full although a process may hold a shard of each."""
 
 
 class ExpertInspection(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,17 +97,9 @@ def inspect(options: Options, layout: Layout, shards: Path | None = None) -> Ins
     tables = ScheduleTables(_schedule_of(options, layout, count), layout.pipeline)
     schedule = tables.training(count)
     stages = cut_layers(config.num_hidden_layers, schedule.stages, plan.cuts, tables.layers)
-    most = verify(schedule).peak_activations
+    verify(schedule)
     ranks = [
-        _rank(
-            rank,
-            [stages[stage] for stage in schedule.stages_of(rank)],
-            shapes,
-            options=options,
-            layout=layout,
-            config=config,
-            positions=size * options.sequence_length * most[rank],
-        )
+        _rank(rank, [stages[stage] for stage in schedule.stages_of(rank)], shapes, config)
         for rank in range(layout.pipeline)
     ]
     return Inspection(
@@ -174,53 +160,15 @@ def _schedule_of(options: Options, layout: Layout, microbatches: int) -> Choice:
 
 
 def _rank(
-    rank: int,
-    stages: list[range],
-    shapes: dict[str, torch.Size],
-    *,
-    options: Options,
-    layout: Layout,
-    config: Any,
-    positions: int,
+    rank: int, stages: list[range], shapes: dict[str, torch.Size], config: Any
 ) -> RankInspection:
-    """Describe the rank that has these stages and holds `positions` for the backward at most."""
-    plan = model_plan(config)
-    held = whole = own = 0
-    for name, shape in shapes.items():
-        if any(_stage_has(name, layers, config) for layers in stages):
-            whole += shape.numel()
-            split = layout.tensor if plan.split_dim(name) is not None else 1
-            held += -(-shape.numel() // (split * layout.shards))
-            if layout.expert > 1 and plan.style(name).startswith("expert"):
-                split *= layout.expert
-            own += -(-shape.numel() // split)
-    width = BFLOAT16_BYTES if options.mixed_precision else FLOAT32_BYTES
-    position_bytes = config.hidden_size * ACTIVATION_BYTES * width // BFLOAT16_BYTES
-    if options.recompute == "full" or budget_bytes(options.recompute):
-        position_bytes = config.hidden_size * width
-    layers = sum(map(len, stages))
-    return RankInspection(
-        pipeline=rank,
-        layers=layers,
-        parameters=whole,
-        state_bytes=held * STATE_FLOATS * FLOAT32_BYTES,
-        gathered_bytes=_gathered(own, held, width, options, layout),
-        activation_bytes=positions * position_bytes * layers // len(stages) // layout.row_parts,
+    """Count the layers and parameters of a rank's stages."""
+    parameters = sum(
+        shape.numel()
+        for name, shape in shapes.items()
+        if any(_stage_has(name, layers, config) for layers in stages)
     )
-
-
-def _gathered(own: int, held: int, width: int, options: Options, layout: Layout) -> int:
-    """Count the bytes beside a share of `held` parameters, where the shares of all are `own`."""
-    if options.reproducible:  # sums of 1, 2, 4, ... rows, each as much as all weights
-        rows = options.batch_size // layout.readers
-        sums = own * FLOAT32_BYTES * rows.bit_length() - held * FLOAT32_BYTES
-        sharded = layout.shards > 1 or options.mixed_precision
-        return sums + (own * width if sharded and options.sharding != "zero3" else 0)
-    if layout.shards == 1 and not options.mixed_precision:
-        return 0
-    weights = 0 if options.sharding == "zero3" else own * width
-    gradients = 0 if options.sharding in EACH else (own - held) * FLOAT32_BYTES
-    return weights + gradients
+    return RankInspection(pipeline=rank, layers=sum(map(len, stages)), parameters=parameters)
 
 
 def _stage_has(name: str, layers: range, config: Any) -> bool:
@@ -234,9 +182,10 @@ def _stage_has(name: str, layers: range, config: Any) -> bool:
 
 
 def picture(layout: Layout) -> str:
-    """Draw the ranks of a layout: a row a pipeline stage, a column a data rank.
+    """Draw the ranks of a layout: a row per pipeline stage, a column per data rank.
 
-    Ranks that share out the same rows stand in [], context ranks between bars.
+    Ranks that share the same rows are in brackets, context ranks between bars. Of layouts wider
+    than a line only the first and last data ranks are drawn.
 
     >>> print(picture(Layout(pipeline=2, data=2)))
                 data 0  data 1
@@ -245,18 +194,71 @@ def picture(layout: Layout) -> str:
     >>> print(picture(Layout(data=2, context=2, tensor=2)))
                 data 0       data 1
     pipeline 0  [0 1 | 2 3]  [4 5 | 6 7]
+    >>> print(picture(Layout(pipeline=2, data=64, tensor=2)))
+                data 0     data 1     ...  data 63
+    pipeline 0  [0 1]      [2 3]      ...  [126 127]
+    pipeline 1  [128 129]  [130 131]  ...  [254 255]
     """
-    if layout.world_size > MOST_DRAWN:
-        return f"{layout.world_size:,} ranks, too many to draw"
-    cells: dict[tuple[int, int], list[str]] = {}
-    for rank in range(layout.world_size):
-        place = layout.place(rank)
-        shown = f"| {rank}" if place.context > 0 and place.tensor == 0 else str(rank)
-        cells.setdefault((place.pipeline, place.rank), []).append(shown)
-    rows = [["", *(f"data {reader}" for reader in range(layout.readers))]]
-    for stage in range(layout.pipeline):
-        ranks = (" ".join(cells[stage, reader]) for reader in range(layout.readers))
-        rows.append([f"pipeline {stage}", *(f"[{each}]" for each in ranks)])
-    widths = [max(len(row[column]) for row in rows) for column in range(layout.readers + 1)]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
+    stages = _ends(range(layout.pipeline), MOST_ROWS)
+    table: list[str] = []
+    for columns, ranks in ((MOST_COLUMNS, MOST_COLUMNS), (3, MOST_COLUMNS), (3, 1)):
+        table = _table(layout, _ends(range(layout.readers), columns), stages, ranks)
+        if max(map(len, table)) <= LINE:
+            break
+    return "\n".join(table)
+
+
+def _table(
+    layout: Layout, readers: Sequence[int | None], stages: Sequence[int | None], most: int
+) -> list[str]:
+    """Lines of a table of the ranks; None is drawn as dots, cells of over `most` as ranges."""
+    size = layout.world_size // layout.pipeline // layout.readers  # ranks that share rows
+    rows = [["", *("..." if reader is None else f"data {reader}" for reader in readers)]]
+    for stage in stages:
+        if stage is None:
+            rows.append(["...", *("" for _ in readers)])
+            continue
+        first = stage * layout.readers
+        cells = (
+            "..."
+            if reader is None
+            else f"[{_cell((first + reader) * size, size, layout.tensor, most)}]"
+            for reader in readers
+        )
+        rows.append([f"pipeline {stage}", *cells])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(readers) + 1)]
+    lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+    return [line.rstrip() for line in lines]
+
+
+def _cell(first: int, size: int, tensor: int, most: int) -> str:
+    """Ranks from `first`, context ranks between bars; a range if there are more than `most`."""
+    if size > most:
+        return f"{first} to {first + size - 1}"
+    ranks = range(first, first + size)
+    parts = (ranks[start : start + tensor] for start in range(0, size, tensor))
+    return " | ".join(" ".join(map(str, part)) for part in parts)
+
+
+def _ends(values: Sequence[int], most: int) -> list[int | None]:
+    """All values, or the first and the last of them around None."""
+    if len(values) <= most:
+        return [*values]
+    return [*values[: most - 1], None, values[-1]]
+
+
+def listed(groups: Sequence[Sequence[int]]) -> str:
+    """Groups of ranks in one line, with dots where there are many.
+
+    >>> listed([[0, 1], [2, 3]])
+    '0 1 | 2 3'
+    >>> listed([range(64), range(64, 128)])
+    '0 1 ... 63 | 64 65 ... 127'
+    """
+
+    def line(ranks: Sequence[int]) -> str:
+        shown = _ends(ranks, len(ranks) if len(ranks) <= 8 else 3)
+        return " ".join("..." if rank is None else str(rank) for rank in shown)
+
+    shown = _ends(range(len(groups)), 4)
+    return " | ".join("..." if number is None else line(groups[number]) for number in shown)

@@ -16,13 +16,22 @@ LEAST_OF_OTHERS = 0.33
 """Least share of the median of like pairs; shared processors alone spread gloo's by about two."""
 
 
+MOST_LATENCY_US = 5_000.0
+"""Longest one-way latency of the smallest message that is not reported. A switched network takes
+under 100 microseconds and busy processors add about a millisecond; this is a distance of 1,000 km
+or a shaped, virtual or failing link."""
+LEAST_GB_PER_S = 0.05
+"""Least rate that is not reported, where the rate of the link is not known: half of what Ethernet
+of 1 Gb/s carries."""
+
+
 @check(
     "links",
     "messages between ranks go at the rates of their links",
     needs=lambda examined: bool(examined.measured.pairs),
 )
 def links(examined: Examined) -> Iterator[Finding]:
-    """Compare pairs with their link, and with pairs that lie as far apart."""
+    """Compare pairs with their link, with pairs as far apart, and with absolute limits."""
     nodes = {one.machine.rank: (one.machine.node, one.machine.host) for one in examined.ranks}
     pairs = examined.measured.pairs
     for far in (False, True):
@@ -34,6 +43,8 @@ def links(examined: Examined) -> Iterator[Finding]:
             at = examined.rank(pair.first)
             where = f"ranks {pair.first} and {pair.second}"
             rate = _link_gb_per_s(examined, pair) if far else None
+            if pair.latency_us > MOST_LATENCY_US:
+                yield _late(pair, at, where)
             if rate is not None and pair.bandwidth_gb_per_s < LEAST_SHARE * rate:
                 yield _slow(examined, pair, at, where, rate)
             elif pair.bandwidth_gb_per_s < LEAST_OF_OTHERS * usual:
@@ -46,6 +57,30 @@ def links(examined: Examined) -> Iterator[Finding]:
                     remedy="run the doctor again on quiet machines; if it stays, look at what the"
                     " two share: a switch, a slot, a processor",
                 )
+            elif pair.bandwidth_gb_per_s < LEAST_GB_PER_S:
+                yield warning(
+                    at,
+                    where,
+                    what=f"they move {pair.bandwidth_gb_per_s:.3g} GB/s, less than half of what"
+                    " Ethernet of 1 Gb/s carries",
+                    why="gradients of a billion float32 parameters need"
+                    f" {4 / pair.bandwidth_gb_per_s:,.0f} s per step at this rate",
+                    remedy="choose the interface of a faster network (GLOO_SOCKET_IFNAME,"
+                    " NCCL_SOCKET_IFNAME), and measure the link with iperf3",
+                )
+
+
+def _late(pair: Pair, at: Recording, where: str) -> Finding:
+    return warning(
+        at,
+        where,
+        what=f"the smallest message takes {pair.latency_us / 1e3:,.1f} ms one way; above"
+        f" {MOST_LATENCY_US / 1e3:g} ms is too slow for training",
+        why="every collective waits that long at least twice, and a step has many of them",
+        remedy="compare with ping; use machines of one site and the interface of their fastest"
+        " network (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), or put the slow link between data"
+        " or pipeline ranks only",
+    )
 
 
 def _slow(examined: Examined, pair: Pair, at: Recording, where: str, rate: float) -> Finding:
