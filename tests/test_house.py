@@ -144,3 +144,21 @@ def test_no_docstring_begins_with_of(folder: str) -> None:
         if re.match(r'\s*r?"""Of\b', line)
     ]
     assert found == []
+
+
+PRIVATE_OF_TORCH = re.compile(
+    r"\btorch\.(\w+\.)*_[a-z]\w+|from torch(\.\w+)*\._|_get_fsdp_state|_unsharded_param"
+)
+
+
+def test_private_names_of_torch_are_in_one_file_of_ms_parallel() -> None:
+    """A new version of torch is then checked in one place."""
+    sources = SOURCES["ms-parallel"]
+    found = [
+        f"{path.relative_to(sources)}:{number}: {line.strip()}"
+        for path in sorted(sources.rglob("*.py"))
+        if path.name != "torch_private.py"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if PRIVATE_OF_TORCH.search(line) and "getLogger" not in line
+    ]
+    assert found == []

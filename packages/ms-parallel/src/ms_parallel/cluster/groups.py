@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ms_parallel.cluster.layout import AXES, Layout, Place, row_axes, token_axes
 from ms_parallel.cluster.mixed.devices import Devices
 from ms_parallel.cluster.mixed.kinds import HOST, KindGroups, alone_on, meet_kinds
+from ms_parallel.torch_private import unflatten_mesh
 
 
 @frozen(kw_only=True)
@@ -126,13 +127,13 @@ def lay_mesh(layout: Layout, device: torch.device, devices: Devices | None = Non
     replicas, shards = None, tokens
     if layout.replicate > 1:
         sizes = (layout.replicate, layout.shards)
-        replicas, shards = _apart(tokens, sizes, ("replicas", "shards"))
+        replicas, shards = unflatten_mesh(tokens, sizes, ("replicas", "shards"))
     if mixed:
         shards = alone_on(device)
     expert_shards, experts = shards, None
     if layout.expert > 1:
         sizes = (layout.expert_shards, layout.expert)
-        expert_shards, experts = _apart(shards, sizes, ("expert_shards", "expert"))
+        expert_shards, experts = unflatten_mesh(shards, sizes, ("expert_shards", "expert"))
     return Groups(
         layout=layout,
         place=layout.place(dist.get_rank()),
@@ -147,14 +148,6 @@ def lay_mesh(layout: Layout, device: torch.device, devices: Devices | None = Non
         devices=devices,
         kinds=meet_kinds(layout, devices, device) if devices and mixed else None,
     )
-
-
-def _apart(
-    mesh: DeviceMesh, sizes: tuple[int, int], names: tuple[str, str]
-) -> tuple[DeviceMesh, DeviceMesh]:
-    """Split one axis in two, the second of neighbours."""
-    both = mesh._unflatten(0, sizes, names)
-    return both[names[0]], both[names[1]]
 
 
 def _joined(name: str, axes: tuple[str, ...], mesh: DeviceMesh, layout: Layout) -> DeviceMesh:

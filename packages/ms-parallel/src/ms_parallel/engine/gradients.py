@@ -9,6 +9,7 @@ from torch import Tensor
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.split.part import local_gradient
+from ms_parallel.torch_private import foreach_mul_, foreach_norm
 
 BUCKET_BYTES = 32 << 20
 """Gradients that travel in one message, unless one alone is more."""
@@ -121,10 +122,10 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Sum of squares of all elements, a float32 scalar."""
     if not gradients:
         return torch.zeros((), device=device)
-    norms = torch._foreach_norm(list(gradients))
+    norms = foreach_norm(list(gradients))
     return torch.stack(norms).float().square().sum()
 
 
 def scale(gradients: Sequence[Tensor], factor: float) -> None:
     """Multiply all in place."""
-    torch._foreach_mul_(list(gradients), factor)
+    foreach_mul_(list(gradients), factor)

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from ms_parallel.torch_private import unset_fake_temporarily
 
 WORTH_IT = 64
 """Mean length of documents below which so many small calls cost more than one masked one."""

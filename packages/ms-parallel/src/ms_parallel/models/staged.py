@@ -17,6 +17,7 @@ from ms_parallel.errors import ModelError
 from ms_parallel.models.cache import KeyValueCache
 from ms_parallel.models.config import ModelConfig
 from ms_parallel.operators.losses import capped
+from ms_parallel.torch_private import is_persistent
 
 
 class RowSplit(Protocol):
@@ -246,5 +247,5 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(path, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+            if is_persistent(module, name.rpartition(".")[2]):
                 yield name, buffer

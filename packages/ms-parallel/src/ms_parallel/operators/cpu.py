@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
+
+from ms_parallel.torch_private import FakeTensor, flash_attention, flash_attention_backward
 
 
 def widen(x: Tensor) -> Tensor:
@@ -152,9 +153,7 @@ class _WithSinks(torch.autograd.Function):
     ) -> Tensor:
         """Attend with sinks; return (B, Hq, Sq, D)."""
         out: Tensor
-        out, kept = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
-        )
+        out, kept = flash_attention(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
         sinks = sinks.to(kept.dtype)[:, None]
         out = (out * (kept - sinks).sigmoid().unsqueeze(-1)).to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, mask, out, torch.logaddexp(kept, sinks))
@@ -166,7 +165,7 @@ class _WithSinks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients of q, k, v and the sinks."""
         q, k, v, sinks, mask, out, kept = ctx.saved_tensors
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        found = flash_attention_backward(
             grad, q, k, v, out, kept, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
         )
         slopes = (grad.to(kept.dtype) * out).sum(-1)

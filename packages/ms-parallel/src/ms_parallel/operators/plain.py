@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ms_parallel.operators import cpu
+from ms_parallel.torch_private import unset_fake_temporarily
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:

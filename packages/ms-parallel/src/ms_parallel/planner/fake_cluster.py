@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ms_parallel.cluster.groups import Groups, lay_mesh
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.assembly import sharded_layout
 from ms_parallel.split.data_axis import Sharding
+from ms_parallel.torch_private import fake_store
 
 META = torch.device("meta")
 
@@ -25,7 +25,7 @@ def fake_world(size: int) -> Iterator[None]:
     meeting anew for each.
     """
     assert not dist.is_initialized(), "this process has met others already"
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=size)
     try:
         yield
     finally:

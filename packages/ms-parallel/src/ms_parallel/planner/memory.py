@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 from attrs import frozen
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from ms_parallel.cluster.device import pick_device
@@ -38,6 +37,7 @@ from ms_parallel.split.memory.gathered import (
 from ms_parallel.split.memory.recompute import RecomputedBlock, recomputed_blocks
 from ms_parallel.split.memory.recompute_choice import KINDS, Recompute, budget_bytes
 from ms_parallel.split.part import local_part
+from ms_parallel.torch_private import FakeTensorMode
 
 UNUSED = BlockCosts(kept_bytes=(0,) * len(KINDS), work=(0,) * len(KINDS))
 """Costs of a block that no forward passes, such as a layer that predicts further without a loss."""

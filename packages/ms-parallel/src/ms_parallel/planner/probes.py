@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.config import ModelConfig
@@ -22,6 +21,7 @@ from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.schedules.table.segments import SegmentCosts
 from ms_parallel.split.memory.recompute import recomputed_blocks
 from ms_parallel.split.part import local_part
+from ms_parallel.torch_private import AsyncCollectiveTensor
 
 MICROBATCHES = 3
 """Microbatches of a step: the first gathers sharded weights and the last sums gradients, so one

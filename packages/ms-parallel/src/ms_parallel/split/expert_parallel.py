@@ -19,6 +19,7 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.models.experts.grouped import Back, Experts
 from ms_parallel.models.experts.kept import decide
 from ms_parallel.operators.cpu import has_no_values
+from ms_parallel.torch_private import unsafe_view
 
 
 def split_experts(model: nn.Module, groups: Groups) -> None:
@@ -45,7 +46,7 @@ def split_experts(model: nn.Module, groups: Groups) -> None:
 
 def _no_view(_: nn.Module, inputs: object, out: Tensor) -> Tensor:
     """Return the same values, not as a view: FSDP warns that it could lose its hook at one."""
-    same: Tensor = torch.ops.aten._unsafe_view(out, out.shape)
+    same: Tensor = unsafe_view(out, out.shape)
     return same
 
 

@@ -6,6 +6,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ms_parallel.torch_private import box_offsets, spec_of, with_spec
+
 
 @frozen(kw_only=True, eq=False)
 class Part:
@@ -31,8 +33,7 @@ def part_of(tensor: Tensor) -> Part:
     """
     if not isinstance(tensor, DTensor):
         return Part(local=tensor, offsets=(0,) * tensor.ndim)
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    return Part(local=tensor.to_local(), offsets=tuple(chunk.offsets))
+    return Part(local=tensor.to_local(), offsets=box_offsets(tensor))
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -55,7 +56,7 @@ def laid_out_like(tensor: Tensor, local: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return local
     if local.device != tensor.to_local().device:  # which `from_local` would copy
-        return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return with_spec(local, spec_of(tensor))
     return DTensor.from_local(
         local,
         tensor.device_mesh,

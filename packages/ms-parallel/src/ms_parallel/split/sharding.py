@@ -14,6 +14,12 @@ from ms_parallel.split.data_axis import EACH, Sharding
 from ms_parallel.split.expert_parallel import shard_dim
 from ms_parallel.split.precision import cast_hidden_states, precision_policy
 from ms_parallel.split.precision_choice import MixedPrecision
+from ms_parallel.torch_private import (
+    end_fsdp_backward,
+    fsdp_parameters,
+    gathered_weight,
+    start_fsdp_streams,
+)
 
 
 def shard_model(
@@ -73,7 +79,7 @@ def _wrap(module: nn.Module, settings: dict[str, Any]) -> None:
 def gather_weights(model: nn.Module) -> None:
     """Begin to gather sharded weights; the next forward or backward waits for them."""
     if isinstance(model, FSDPModule):
-        model._get_fsdp_state()._lazy_init()  # before the first forward there are no streams yet
+        start_fsdp_streams(model)  # before the first forward there are no streams yet
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard(async_op=True)
@@ -120,7 +126,7 @@ def after_weight_gradients(
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 _widen_gradients(module)
-        model._get_fsdp_state()._root_post_backward_final_callback()
+        end_fsdp_backward(model)
 
 
 def _widen_gradients(module: FSDPModule) -> None:
@@ -129,7 +135,6 @@ def _widen_gradients(module: FSDPModule) -> None:
     FSDP2 leaves that to the backward that sums, and there all have one dtype. Here some have been
     widened already behind an earlier backward, such as those of norms.
     """
-    group = module._get_fsdp_state()._fsdp_param_group
-    for each in group.fsdp_params if group else ():
-        if each.unsharded_accumulated_grad is None and hasattr(each, "_unsharded_param"):
+    for each in fsdp_parameters(module):
+        if each.unsharded_accumulated_grad is None and gathered_weight(each) is not None:
             each.to_accumulated_grad_if_needed()

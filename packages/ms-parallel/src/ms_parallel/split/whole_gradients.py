@@ -6,6 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from ms_parallel.torch_private import fsdp_parameters, gathered_weight
+
 
 def take_gradients(stage: nn.Module, names: Mapping[int, str]) -> dict[str, Tensor]:
     """Take from each parameter its gradient of this process's tokens alone.
@@ -24,7 +26,7 @@ def take_gradients(stage: nn.Module, names: Mapping[int, str]) -> dict[str, Tens
             found[name], parameter.grad = parameter.grad, None
     for held in _sharded(stage):
         name = names.get(id(held.sharded_param))
-        whole = getattr(held, "_unsharded_param", None)  # there is none before the first forward
+        whole = gathered_weight(held)
         summed, held.unsharded_accumulated_grad = held.unsharded_accumulated_grad, None
         gradient = summed
         if whole is not None and whole.grad is not None:
@@ -39,8 +41,4 @@ def _sharded(stage: nn.Module) -> Iterator[Any]:
     """Yield what FSDP holds of each parameter that it shards."""
     for module in stage.modules():
         if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            one = getattr(state, "_fsdp_param_group", None)
-            groups = getattr(state, "_fsdp_param_groups", [one] if one else [])
-            for group in groups:
-                yield from group.fsdp_params
+            yield from fsdp_parameters(module)

@@ -99,9 +99,9 @@ def devices_of(value: Any) -> Devices | None:
 
 
 def _check_name(name: Any) -> None:
-    import torch  # here, so that `--help` needs none
+    from ms_parallel.torch_private import privateuse1_name  # here, as `--help` imports no torch
 
-    known = (*KINDS, torch._C._get_privateuse1_backend_name())
+    known = (*KINDS, privateuse1_name())
     match = NAME.fullmatch(name) if isinstance(name, str) else None
     if match is None:
         raise ConfigError(f"devices names {_shown(name)}, which is no device; such as 'npu:0'")

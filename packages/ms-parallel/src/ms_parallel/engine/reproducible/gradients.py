@@ -17,13 +17,14 @@ from ms_parallel.engine.reproducible.rows import Rows
 from ms_parallel.engine.reproducible.tree import Node, RowTree, nodes_of
 from ms_parallel.split.part import local_part, part_of
 from ms_parallel.split.whole_gradients import take_gradients
+from ms_parallel.torch_private import foreach_add_
 
 Sums = dict[str, Tensor]
 """Gradients by name, as whole as the parameters."""
 
 
 def _add(first: Sums, second: Sums) -> Sums:
-    torch._foreach_add_(list(first.values()), list(second.values()))
+    foreach_add_(list(first.values()), list(second.values()))
     return first
 
 

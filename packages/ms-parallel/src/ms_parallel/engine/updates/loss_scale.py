@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ms_parallel.engine.updates.settings import LEAST, LossScale
+from ms_parallel.torch_private import foreach_mul_
 
 
 class LossScaler:
@@ -50,7 +51,7 @@ class LossScaler:
     def unscale(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Divide gradients by the scale, in place."""
         if self.factor != 1.0:
-            torch._foreach_mul_(list(gradients.values()), 1.0 / self.factor)
+            foreach_mul_(list(gradients.values()), 1.0 / self.factor)
         return gradients
 
     def settle(self, *, overflow: bool) -> None:

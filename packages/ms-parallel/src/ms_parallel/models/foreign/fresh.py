@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ms_parallel.errors import ModelError
 from ms_parallel.models.foreign.around import Around
 from ms_parallel.models.plan import ModelPlan
+from ms_parallel.torch_private import is_persistent
 
 INITIALISED = "_is_hf_initialized"
 """Transformers' mark of what its rules are to leave alone."""
@@ -116,7 +117,7 @@ class Fresh:
                     buffer.fill_(torch.nan)
             self.rule(module)
             for name, buffer in buffers.items():
-                computed = name in module._non_persistent_buffers_set
+                computed = not is_persistent(module, name)
                 known = buffer.is_meta or not buffer.is_floating_point()
                 if computed and not known and bool(buffer.isnan().any()):
                     raise ModelError(

@@ -16,6 +16,7 @@ from ms_parallel.models.foreign.around import Around
 from ms_parallel.models.foreign.attention import registered
 from ms_parallel.models.foreign.packing import Now, keep_apart
 from ms_parallel.models.plan import ModelPlan
+from ms_parallel.torch_private import tree_leaves
 
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """The `model_type` of those whose pictures, positions and pictures' places are known here."""
@@ -102,6 +103,6 @@ class SeeingModel(Around):
         grid = torch.tensor([[1, merge, merge]], device=weight.device)
         found = self.inner.model.get_image_features(patches, grid)
         features = (found.pooler_output, getattr(found, "deepstack_features", None) or ())
-        tensors = torch.utils._pytree.tree_leaves(features)
+        tensors = tree_leaves(features)
         zero: Tensor = torch.stack([each.sum() for each in tensors]).sum() * 0.0
         return zero

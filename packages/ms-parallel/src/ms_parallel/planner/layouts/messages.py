@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  # it is private
     _resolve_process_group,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ms_parallel.planner.cluster import Cluster
 from ms_parallel.planner.roofline.collectives import Collective, collective_s
+from ms_parallel.torch_private import TorchDispatchMode
 
 
 @frozen

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
 from ms_parallel.models.spans import attend_in_spans, document_lengths
@@ -14,6 +13,7 @@ from ms_parallel.split.context.assignment import QueryRange, query_ranges
 from ms_parallel.split.context.blocks import Scores
 from ms_parallel.split.context.exchange import Spans, gathered, reordered, traded
 from ms_parallel.split.context.ring import Meeting, Ring, meetings_of, ring_attention
+from ms_parallel.torch_private import unset_fake_temporarily
 
 Operator = Callable[..., Tensor]
 

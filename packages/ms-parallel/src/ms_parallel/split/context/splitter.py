@@ -17,6 +17,7 @@ from ms_parallel.split.context.assignment import (
 )
 from ms_parallel.split.context.kinds import Balance, ContextKind, HeadSizes, choose, traders
 from ms_parallel.split.context.rows import RowExchange, SharedRows
+from ms_parallel.torch_private import unflatten_mesh
 
 
 @frozen(kw_only=True)
@@ -76,8 +77,7 @@ class Splitter:
             if 1 < trading < self.count:
                 sizes = (self.count // trading, trading)
                 names = ("context_positions", "context_heads")
-                both = mesh._unflatten(0, sizes, names)
-                positions, heads = both[names[0]], both[names[1]]
+                positions, heads = unflatten_mesh(mesh, sizes, names)
             self.exchanges[kind] = RowExchange(
                 whole=mesh, heads=heads, positions=positions, ring=kind.endswith("ring")
             )

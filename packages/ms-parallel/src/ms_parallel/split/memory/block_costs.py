@@ -9,17 +9,21 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed._composable.checkpoint_activation import checkpoint
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ms_parallel.split.memory.recompute_choice import KINDS
 from ms_parallel.split.memory.selective import is_kept
 from ms_parallel.split.part import local_part
+from ms_parallel.torch_private import (
+    AsyncCollectiveTensor,
+    TorchDispatchMode,
+    checkpoint,
+    fsdp_parameters,
+    gathered_weight,
+    tree_leaves,
+)
 
 WORK_OF_A_BYTE = 8
 """What writing a byte of a result counts as, in floating-point operations: operators that are not
@@ -163,11 +167,10 @@ def storages(values: Any, *, floating: bool = False) -> dict[int, int]:
 def weights_of(module: nn.Module) -> dict[int, int]:
     """Count the bytes of a module's weights, of those that FSDP has gathered too, as `storages`."""
     gathered = [
-        getattr(each, "_unsharded_param", None)
+        gathered_weight(each)
         for part in module.modules()
         if isinstance(part, FSDPModule)
-        for group in [part._get_fsdp_state()._fsdp_param_group]
-        for each in (group.fsdp_params if group else ())
+        for each in fsdp_parameters(part)
     ]
     return storages([*module.parameters(), *gathered])
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ms_parallel.split.data_axis import EACH, Sharding
+from ms_parallel.torch_private import fsdp_owner, fsdp_parameters, fsdp_shards, fsdp_size
 
 FLOAT32_BYTES = 4
 
@@ -99,20 +100,18 @@ def gathered_stage(stage: nn.Module, *, split_head: bool) -> GatheredStage:
 
 
 def _weights_of(module: FSDPModule) -> WholeWeights:
-    group = module._get_fsdp_state()._fsdp_param_group
-    if group is None:
+    parameters = fsdp_parameters(module)
+    if not parameters:
         return WholeWeights(count=0, buffered=0)
-    count = sum(each._orig_size.numel() for each in group.fsdp_params)
-    shards = group.mesh_info.shard_mesh_size  # type: ignore[attr-defined]
-    return WholeWeights(count=count, buffered=count if shards > 1 else 0)
+    count = sum(map(fsdp_size, parameters))
+    return WholeWeights(count=count, buffered=count if fsdp_shards(module) > 1 else 0)
 
 
 def _linear(module: FSDPModule) -> int:
-    group = module._get_fsdp_state()._fsdp_param_group
     return sum(
-        each._orig_size.numel()
-        for each in (group.fsdp_params if group else ())
-        if isinstance(each._module_info.module, nn.Linear)
+        fsdp_size(each)
+        for each in fsdp_parameters(module)
+        if isinstance(fsdp_owner(each), nn.Linear)
     )
 
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ms_parallel.split.memory.block_costs import weights_of
+from ms_parallel.torch_private import local_of, spec_of
 
 SMALLEST_BYTES = 4096
 """Tensors below it stay: a copy takes longer to begin than they take to send."""
@@ -51,8 +52,8 @@ def offloading(stage: nn.Module) -> Iterator[None]:
     sent: dict[tuple[Any, ...], tuple[Any, _Away]] = {}
 
     def keep(tensor: Tensor) -> Tensor | _Away:
-        spec = tensor._spec if isinstance(tensor, DTensor) else None
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        spec = spec_of(tensor) if isinstance(tensor, DTensor) else None
+        local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
         if type(local) is not Tensor or local.device.type == "cpu":
             return tensor
         if local.nbytes < SMALLEST_BYTES or _is_weight(tensor):

@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable.checkpoint_activation import checkpoint
 
 from ms_parallel.errors import ConfigError
 from ms_parallel.models.experts.kept import keeping
@@ -16,6 +15,7 @@ from ms_parallel.models.plan import ModelPlan
 from ms_parallel.split.memory.block_costs import BlockCosts, measure_block, storages
 from ms_parallel.split.memory.recompute_choice import Recompute, budget_bytes, check_recompute
 from ms_parallel.split.memory.selective import KeptResults, keeping_results, using_results
+from ms_parallel.torch_private import checkpoint
 
 ATTENTION = ("self_attn", "self_attention", "attention", "attn", "linear_attn", "mixer")
 """What blocks call their attention, or what stands in its place."""
