@@ -25,7 +25,7 @@ from processes import run_command
 from ms_parallel import __version__
 from ms_parallel.cli import main
 from ms_parallel.run_file import known_keys
-from ms_parallel.run_template import GROUPS, template
+from ms_parallel.run_template import key_groups, template
 
 
 def python(*words: str, **options: object) -> "subprocess.CompletedProcess[str]":
@@ -105,13 +105,13 @@ def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_help_of_train_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     """Grouped, with defaults; and no key is without a group."""
-    listed = [name for names in GROUPS.values() for name in names]
+    listed = [key.name for group in key_groups() for key in group.keys]
     assert sorted(listed) == sorted(known_keys())
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     said = capsys.readouterr().out
     assert all(f"\n    {name}" in said for name in listed)
-    assert "learning_rate = 0.0003  The highest rate" in said
+    assert "learning_rate = 0.0003  Peak learning rate" in said
 
 
 def test_the_template_trains_when_its_dataset_is_filled_in(
