@@ -3,10 +3,12 @@
 import atexit
 import errno
 import os
+import shlex
 import socket
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +18,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from ms_parallel.cluster.device import Wanted, pick_device
 from ms_parallel.cluster.groups import Groups, lay_mesh
-from ms_parallel.cluster.launch_line import launch_command
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.mixed.devices import Devices
 from ms_parallel.cluster.mixed.kinds import HOST
@@ -28,6 +29,8 @@ from ms_parallel.errors import LaunchError
 from ms_parallel.interruption import end_with_launcher
 
 SETTLE_S = 0.2
+CPU_SHARE = 4
+"""Processes a core, where a layout is only tried."""
 
 
 def connect(layout: Layout, *, device: Wanted = None, timeout_s: float = 600.0) -> Groups:
@@ -156,3 +159,32 @@ def _why_not(error: Exception, number: int, timeout_s: float) -> str:
             " start rank 0 too, or choose a free MASTER_PORT for all ranks"
         )
     return f"the processes did not meet at {host}:{port} within {timeout_s:g} s ({reason})"
+
+
+def launch_command(processes: int) -> str:
+    """Say which line to type; on each of several hosts where one has too few devices or cores."""
+    words = shlex.join([*_program(), *sys.argv[1:]])
+    room = _processes_a_host()
+    if processes <= room:
+        return f"type: torchrun --standalone --nproc-per-node {processes} {words}"
+    each = max(n for n in range(1, room + 1) if processes % n == 0)
+    return (
+        f"this host has room for {room}; on each of {processes // each} hosts type: torchrun"
+        f" --nnodes {processes // each} --nproc-per-node {each} --rdzv-backend c10d"
+        f" --rdzv-endpoint FIRST_HOST:29500 {words}"
+    )
+
+
+def _program() -> list[str]:
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return ["-m", spec.name.removesuffix(".__main__")]
+    if Path(sys.argv[0]).name == "ms-parallel":
+        return ["-m", "ms_parallel"]
+    return [sys.argv[0] or "train.py"]
+
+
+def _processes_a_host() -> int:
+    """Count one process a device; without an accelerator four a core, which is slow but works."""
+    return torch.accelerator.device_count() or CPU_SHARE * len(os.sched_getaffinity(0))

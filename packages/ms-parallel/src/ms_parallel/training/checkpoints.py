@@ -9,14 +9,13 @@ from typing import Any, Protocol
 
 import msgspec
 from attrs import asdict, frozen
-from torch import Tensor
 
 from ms_parallel import checkpoint
 from ms_parallel.checkpoint.background import BackgroundSaver
 from ms_parallel.checkpoint.manifest import MANIFEST
 from ms_parallel.cluster.agreement import run_on_rank_zero
-from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.watch import position
+from ms_parallel.engine.engine import Engine
 from ms_parallel.errors import CheckpointError, DamageError
 from ms_parallel.events import OnEvent
 from ms_parallel.files.untrusted import decoding
@@ -40,20 +39,6 @@ class Stream(Protocol):
 
     def share_out(self, shares: Sequence[int], /) -> None:
         """Take as many rows of the batches that follow as this data rank's of `shares`."""
-
-
-class Saved(Protocol):
-    """What the checkpoints are of."""
-
-    step_count: int
-    config: Any
-    groups: Groups
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return weights, moments and counters by name."""
-
-    def load_state_dict(self, state: Mapping[str, Tensor], /) -> None:
-        """Take over what `state_dict` gave."""
 
 
 class RunProgress(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -93,7 +78,7 @@ class RunMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class RunCheckpoints:
     """Where a run's checkpoints lie, and what goes into them."""
 
-    engine: Saved
+    engine: Engine
     stream: Stream
     progress: RunProgress
     options: Options
@@ -282,7 +267,7 @@ def metadata_of(folder: Path, manifest: checkpoint.Manifest) -> RunMetadata:
         return msgspec.convert(manifest.facts, RunMetadata)
 
 
-def model_facts(engine: Saved) -> dict[str, Any]:
+def model_facts(engine: Engine) -> dict[str, Any]:
     """List what tells models apart, as JSON gives it back; no weight depends on token numbers."""
     facts = asdict(engine.config)
     return {

@@ -1,24 +1,27 @@
 """A training run: resume, take steps with evaluations and checkpoints, write the model."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from math import nan
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import torch
 from attrs import field, frozen
 
-from ms_parallel.cluster.agreement import StopRequest
+from ms_parallel.cluster.agreement import StopRequest, run_on_rank_zero
 from ms_parallel.cluster.process import is_first
 from ms_parallel.cluster.watch import position
 from ms_parallel.engine.engine import Engine
-from ms_parallel.engine.loss import NextTokenLoss
+from ms_parallel.engine.loss import Loss, NextTokenLoss
 from ms_parallel.engine.report import StepReport
 from ms_parallel.errors import DivergenceError
 from ms_parallel.events import OnEvent
+from ms_parallel.pipeline.recorder import recorded_step
+from ms_parallel.pipeline.step_file import write_step
 from ms_parallel.planner.found_schedule import FoundSchedule
 from ms_parallel.progress import RunDisplay, Throughput, duration
 from ms_parallel.training.checkpoints import RunCheckpoints, RunProgress, Stream
@@ -36,6 +39,31 @@ logger = logging.getLogger(__name__)
 
 TakeStep = Callable[..., StepReport]
 """`Engine.step`, or `RecordedSteps.step`."""
+
+
+@frozen(kw_only=True)
+class RecordedSteps:
+    """Steps of an engine, of which every N-th writes when each pipeline rank computed what."""
+
+    engine: Engine
+    every: int
+    """Steps between recordings."""
+    folder: Path
+    """Folder of the files."""
+
+    def step(
+        self, batch: Mapping[str, Any], loss: Loss, *, accept: Callable[[float, float], bool]
+    ) -> StepReport:
+        """Take a step as `Engine.step` does; record it if it is due."""
+        engine, taken = self.engine, self.engine.step_count
+        if (taken + 1) % self.every:
+            return engine.step(batch, loss, accept=accept)
+        report, recorder = engine.record_step(batch, loss, accept=accept)
+        recorded = recorded_step(recorder, engine.groups, taken)
+        if recorded is not None:
+            path = self.folder / f"step-{taken + 1:08}.json"
+            run_on_rank_zero(lambda: write_step(path, recorded))
+        return report
 
 
 @frozen(kw_only=True)

@@ -46,10 +46,9 @@ from ms_parallel.training.options import AUTO, Length, Options
 from ms_parallel.training.ownership import held
 from ms_parallel.training.planning.auto_layout import with_layout
 from ms_parallel.training.planning.questions import ask_memory
-from ms_parallel.training.recording import RecordedSteps
 from ms_parallel.training.recovery import Policy, Recovery
 from ms_parallel.training.result import Result
-from ms_parallel.training.run import Run, TakeStep
+from ms_parallel.training.run import RecordedSteps, Run, TakeStep
 from ms_parallel.training.step_log import StepLog
 
 

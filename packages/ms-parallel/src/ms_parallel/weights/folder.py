@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -127,3 +128,11 @@ class WeightFolder:
 def _short(path: Path) -> str:
     text = str(path)
     return text if len(text) <= 300 else f"{text[:150]}...{text[-150:]}"
+
+
+def is_finite(values: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Return whether all values are finite, also once converted to `dtype`; copy nothing."""
+    if not values.numel():
+        return True
+    extremes = torch.stack(torch.aminmax(values.detach()))  # a NaN makes both of them NaN
+    return bool(extremes.to(dtype or values.dtype).isfinite().all())

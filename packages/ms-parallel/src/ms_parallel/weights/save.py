@@ -30,8 +30,7 @@ from ms_parallel.models.staged import StagedModel, named_weights
 from ms_parallel.models.tokenizer_files import TokenizerFiles, read_tokenizer
 from ms_parallel.models.weight_names import WeightSlice
 from ms_parallel.split.part import drop_gathered, part_of, whole_of
-from ms_parallel.weights.finite import is_finite
-from ms_parallel.weights.folder import INDEX, SINGLE
+from ms_parallel.weights.folder import INDEX, SINGLE, is_finite
 
 T = TypeVar("T")
 

@@ -7,12 +7,12 @@ which rows but by rounding: only how long a step takes does.
 import heapq
 from collections.abc import Sequence
 from statistics import median
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from ms_parallel.events import OnEvent
+from ms_parallel.training.checkpoints import Stream
 from ms_parallel.training.shares.setting import Shares
 
 WINDOW = 4
@@ -23,13 +23,6 @@ GAIN = 0.05
 """Shares change where that makes a step this much shorter, so that noise does not move them."""
 SLOW = 0.8
 """A rank is slow whose speed is below this part of the median rank's."""
-
-
-class Sharing(Protocol):
-    """A stream whose rows can be shared out anew."""
-
-    def share_out(self, shares: Sequence[int], /) -> None:
-        """Take as many rows of the batches that follow as this reader's of `shares`."""
 
 
 class RowShares:
@@ -68,7 +61,7 @@ class RowShares:
         self._seconds: list[float] = []
         self._to_skip = WARM_UP
 
-    def begin(self, stream: Sharing, before: Sequence[int] = ()) -> None:
+    def begin(self, stream: Stream, before: Sequence[int] = ()) -> None:
         """Share out the rows of a stream, as an interrupted run did where that still fits."""
         fits = len(before) == len(self.rows) and sum(before) == self.batch_size
         if self.measured and fits and min(before) >= 1:
@@ -76,7 +69,7 @@ class RowShares:
         if len(set(self.rows)) > 1:
             stream.share_out(self.rows)
 
-    def settle(self, step: int, seconds: float, stream: Sharing) -> bool:
+    def settle(self, step: int, seconds: float, stream: Stream) -> bool:
         """Take in how long this process's rows of an update took; all processes call it.
 
         Args:
