@@ -146,7 +146,7 @@ def test_the_scale_halves_doubles_and_waits() -> None:
     scaler = LossScaler(LossScale(initial=4.0, growth_interval=2, hysteresis=2))
     factors = []
     for overflow in (True, True, False, False, True, True, True, True, True, True):
-        scaler.settle(overflow=overflow)
+        scaler.adjust(overflow=overflow)
         factors.append(scaler.factor)
     assert factors == [4, 2, 2, 4, 4, 2, 2, 1, 1, 1]
     assert not scaler.may_overflow(1.0)

@@ -69,16 +69,16 @@ def test_noise_moves_no_shares_and_a_slow_rank_does() -> None:
     shares = Told("measured", 24, rank=0, count=2, emit=lambda kind, fields: told.append(kind))
     shares.begin(stream)
     shares.seconds = (1.0, 1.03)
-    assert not any(shares.settle(step, 1.0, stream) for step in range(1, 12))
+    assert not any(shares.rebalance(step, 1.0, stream) for step in range(1, 12))
     shares.seconds = (1.0, 2.0)
-    assert next(step for step in range(12, 20) if shares.settle(step, 1.0, stream)) == 13
+    assert next(step for step in range(12, 20) if shares.rebalance(step, 1.0, stream)) == 13
     assert stream.given == shares.rows == (16, 8)
     assert told == ["shares"]
     assert shares.changed() == "rows of the data ranks by their speed: 16 (12/s), 8 (6/s)"
     shares.seconds = (1.4, 1.4)  # what these speeds make of the new shares
-    assert not any(shares.settle(step, 1.0, stream) for step in range(20, 40))
+    assert not any(shares.rebalance(step, 1.0, stream) for step in range(20, 40))
     shares.seconds = (1.4, 0.7)  # the slow rank has recovered, and takes half of the rows' time
-    assert next(step for step in range(40, 50) if shares.settle(step, 1.0, stream)) >= 40
+    assert next(step for step in range(40, 50) if shares.rebalance(step, 1.0, stream)) >= 40
     assert stream.given == (12, 12)
     assert shares.slow_ranks == (1,)
     assert "data rank 1 was slow" in str(shares.report())

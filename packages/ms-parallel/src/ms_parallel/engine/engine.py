@@ -41,7 +41,7 @@ from ms_parallel.engine.rules.grouped import GroupedOptimizer
 from ms_parallel.engine.stage_runner import StageRunner
 from ms_parallel.engine.state import SCALE, align_kinds, load_state, state_of
 from ms_parallel.engine.trainable import Trainable
-from ms_parallel.engine.updates.auditor import Auditor
+from ms_parallel.engine.updates.auditor import Auditor, NoAuditor
 from ms_parallel.engine.updates.loss_scale import LossScaler
 from ms_parallel.engine.updates.settings import check_audit
 from ms_parallel.errors import ConfigError, ModelError, ParallelError
@@ -154,7 +154,7 @@ class Engine:
         self.balancer = Balancer(self.stages, mixture, self.groups, balance_of(chosen))
         self.row_check = RowCheck(self.groups)
         self.scaler = LossScaler(chosen.scaling)
-        self.auditor = self._auditor() if chosen.audit_every else None
+        self.auditor = self._auditor() if chosen.audit_every else NoAuditor()
         self.adapters: Adapters | None = None
         """What is trained instead of the model's own weights; see `adapt`."""
 
@@ -229,13 +229,13 @@ class Engine:
         """
         microbatches = self.runner.microbatches(batch, self.reduction.microbatch_size)
         counts = self.reduction.count(microbatches, loss)
-        weight, tokens = counts.weight, counts.tokens
-        self.row_check.begin(counts.local, counts.of_data_ranks)
+        tokens = counts.tokens
+        self.row_check.check_counts(counts.local, counts.of_data_ranks)
         rate = learning_rate(self.optimizer.taken, self.optimizer.config)
         scale = self.scaler.factor
         loss_scale = scale if self.scaler.settings else None
         metrics = loss.statistics if isinstance(loss, LossWithStatistics) else ()
-        if weight == 0.0:
+        if counts.weight == 0.0:
             self.step_count += 1
             return StepReport(
                 learning_rate=rate,
@@ -244,11 +244,11 @@ class Engine:
                 loss_scale=loss_scale,
                 statistics=dict.fromkeys(metrics, nan),
             )
-        with self.balancer.accounting(tokens, scale), self.reduction.numerics():
+        with self.balancer.count_tokens(tokens, scale), self.reduction.numerics():
             results = self.runner.forward_backward(
-                microbatches, loss, weight, self.reduction, scale
+                microbatches, loss, counts.weight, self.reduction, scale
             )
-        load = self.balancer.collect(tokens)
+        load = self.balancer.expert_load(tokens)
         gradients = self.scaler.unscale(self.reduction.gradients())
         mtp = mtp_depths(self.config, loss)
         # One all-reduce, then the step's only wait for the device.
@@ -256,7 +256,7 @@ class Engine:
             results, len(metrics), mtp, gradients, self.row_check.terms()
         )
         try:
-            self.row_check.settle(totals.row_terms)
+            self.row_check.check_totals(totals.row_terms)
         except ConfigError:
             self.trained.zero_grad()
             raise
@@ -266,14 +266,14 @@ class Engine:
                 "the first gradient is exactly 0, so nothing is learned; check the loss weights,"
                 " frozen parameters and initial weights"
             )
-        audit = None
-        if self.auditor and self.auditor.is_due(self.step_count + 1) and isfinite(totals.grad_norm):
-            audit = self.auditor.audit(microbatches, loss, weight, tokens, totals.loss, gradients)
+        audit = self.auditor.audit(
+            self.step_count + 1, microbatches, loss, counts, totals, gradients
+        )
         self.trained.apply(None if skipped else gradients, totals.grad_norm, rate)
-        self.balancer.settle(None if skipped else load)
+        self.balancer.update_bias(None if skipped else load)
         self.trained.zero_grad()
         if skipped in (None, "overflow"):
-            self.scaler.settle(overflow=skipped is not None)
+            self.scaler.adjust(overflow=skipped is not None)
         if skipped == "nonfinite" and self.options.on_nonfinite == "raise":
             raise ParallelError(
                 f"update {self.step_count}: loss {totals.loss}, gradient norm"

@@ -94,8 +94,8 @@ class RowCheck:
         self.warned = False
         self.suspicion = False
 
-    def begin(self, local: Fingerprint, of_data_ranks: Sequence[tuple[int, int]]) -> None:
-        """Compare the rows at the start of an update; the first time, those of all processes.
+    def check_counts(self, local: Fingerprint, of_data_ranks: Sequence[tuple[int, int]]) -> None:
+        """Compare the rows before a step's forward; in the first step, those of all processes.
 
         Args:
             local: of this process.
@@ -133,7 +133,7 @@ class RowCheck:
                 terms[slot] = float(number * others if first else -number)
         return terms
 
-    def settle(self, total: Sequence[float]) -> None:
+    def check_totals(self, total: Sequence[float]) -> None:
         """Compare the rows of all processes if the sum of their `terms` is not 0.
 
         Raises:

@@ -24,9 +24,9 @@ def whole_gradients(engine: Engine, batch: Mapping[str, Tensor]) -> tuple[float,
     rows = engine.runner.microbatches(my_rows(batch, engine.groups))
     counts = engine.reduction.count(rows, loss)
     weight, tokens = counts.weight, counts.tokens
-    with engine.balancer.accounting(tokens):
+    with engine.balancer.count_tokens(tokens):
         results = engine.runner.forward_backward(rows, loss, weight, engine.reduction)
-    engine.balancer.collect(tokens)
+    engine.balancer.expert_load(tokens)
     total = torch.zeros((), device=engine.device)
     if results and engine.groups.place.speaks_for_rows:
         total += torch.stack([result.loss for result in results]).sum()

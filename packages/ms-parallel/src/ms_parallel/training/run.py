@@ -135,7 +135,7 @@ class Run:
                 progress.seconds += monotonic() - began
                 throughput.count(report.tokens)
                 self.step_log.log(step, report, throughput)
-                if self.shares.settle(step, engine.runner.stopwatch.seconds, self.stream):
+                if self.shares.rebalance(step, engine.runner.stopwatch.seconds, self.stream):
                     progress.shares = list(self.shares.rows)
                     self.show.note(f"step {step}: {self.shares.changed()}")
                 self.checkpoints.poll()

@@ -132,7 +132,7 @@ class Balancer:
         return other
 
     @contextmanager
-    def accounting(self, tokens: int, scale: float = 1.0) -> Iterator[None]:
+    def count_tokens(self, tokens: int, scale: float = 1.0) -> Iterator[None]:
         """Count forwards and backwards inside the block, and bring the losses' gradients along.
 
         Args:
@@ -168,8 +168,8 @@ class Balancer:
             self._close()
             raise
 
-    def collect(self, tokens: int) -> ExpertLoad | None:
-        """Sum over all processes what the update's tokens chose; all of them call it."""
+    def expert_load(self, tokens: int) -> ExpertLoad | None:
+        """Routing of the step's tokens, summed over all processes; all of them call it."""
         if not self.layers:
             return None
         device = self.groups.device
@@ -197,8 +197,8 @@ class Balancer:
         )
 
     @torch.no_grad()
-    def settle(self, load: ExpertLoad | None) -> None:
-        """Keep the counts of an update that was performed, and move the bias by them.
+    def update_bias(self, load: ExpertLoad | None) -> None:
+        """Store the counts of a step and adjust the bias by them; None for a skipped step.
 
         An expert's bias rises by the rate where fewer tokens chose it than the mean, and falls
         where more did; as whole numbers, sign(total - E · count).

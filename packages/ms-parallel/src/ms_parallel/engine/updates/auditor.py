@@ -7,6 +7,7 @@ Nothing of the engine's own stages takes part, neither their casts nor what hang
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from ms_parallel.engine.balance.balancer import Balancer
 from ms_parallel.engine.gradients import reduce_gradients
 from ms_parallel.engine.loss import Loss, LossWithStatistics
 from ms_parallel.engine.reduction import SummedReduction
+from ms_parallel.engine.report import StepCounts, StepTotals
 from ms_parallel.engine.stage_runner import StageRunner
 from ms_parallel.engine.trainable import Trainable
 from ms_parallel.engine.updates.audit import LEVELS, Audit, Compared
@@ -25,6 +27,13 @@ from ms_parallel.split.part import laid_out_like, local_part
 
 GROUP = re.compile(r"(.*\blayers\.\d+\.[^.]+|.*(?=\.[^.]+$))")
 """The part of the model that a parameter belongs to: half a layer, or a module outside of them."""
+
+
+class NoAuditor:
+    """Audits no step; the default."""
+
+    def audit(self, *step: object) -> None:
+        """Return no audit."""
 
 
 class Auditor:
@@ -59,29 +68,30 @@ class Auditor:
         dist.all_gather_object(found, mine)
         return list(dict.fromkeys(name for names in found for name in names))
 
-    def is_due(self, step: int) -> bool:
-        """Return whether this step is audited, counted from 1."""
-        return step % self.every == 0
-
     def audit(
         self,
+        step: int,
         microbatches: Sequence[Batch],
         loss: Loss | LossWithStatistics,
-        weight: float,
-        tokens: int,
-        mine: float,
+        counts: StepCounts,
+        totals: StepTotals,
         gradients: Mapping[str, Tensor],
-    ) -> Audit:
-        """Compute the update again, and compare; every process calls it.
+    ) -> Audit | None:
+        """Compute a step again in float32 and compare; every process calls it.
 
         Args:
+            step: number of the step, from 1.
             microbatches: this data rank's rows.
-            loss: of each.
-            weight: what their sum is divided by.
-            tokens: of the global batch.
-            mine: the loss in the engine's precision.
-            gradients: this process's parts, unscaled and not clipped.
+            loss: loss of each microbatch.
+            counts: counts of the global batch.
+            totals: loss and gradient norm in the engine's precision.
+            gradients: this process's part of each, unscaled and not clipped.
+
+        Returns:
+            The comparison; None if no audit is due or the gradient is not finite.
         """
+        if step % self.every or not isfinite(totals.grad_norm):
+            return None
         runner, trained = self.build(), self.trained
         parameters = {
             name: parameter
@@ -89,9 +99,11 @@ class Auditor:
             for name, parameter in adopt(stage, self.stages[number], trained).items()
         }
         balancer = self.balancer.beside(runner.stages)
-        with balancer.accounting(tokens):
-            results = runner.forward_backward(microbatches, loss, weight, SummedReduction(trained))
-        balancer.collect(tokens)
+        with balancer.count_tokens(counts.tokens):
+            results = runner.forward_backward(
+                microbatches, loss, counts.weight, SummedReduction(trained)
+            )
+        balancer.expert_load(counts.tokens)
         groups = trained.groups
         exact = reduce_gradients(
             {name: parameters[name] for name in trained.parameters},
@@ -104,7 +116,7 @@ class Auditor:
         if results and groups.place.speaks_for_rows:
             facts[0] = torch.stack([result.loss for result in results]).sum()
         self._compare(gradients, exact, facts[1:].view(-1, 3))
-        return self._audit(mine, groups, facts)
+        return self._audit(totals.loss, groups, facts)
 
     def _compare(
         self, gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor], sums: Tensor

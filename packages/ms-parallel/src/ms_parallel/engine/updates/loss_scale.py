@@ -54,7 +54,7 @@ class LossScaler:
             foreach_mul_(list(gradients.values()), 1.0 / self.factor)
         return gradients
 
-    def settle(self, *, overflow: bool) -> None:
+    def adjust(self, *, overflow: bool) -> None:
         """Move the scale after an update that was performed, or skipped for an overflow."""
         if self.settings is None:
             return

@@ -69,8 +69,8 @@ class RowShares:
         if len(set(self.rows)) > 1:
             stream.share_out(self.rows)
 
-    def settle(self, step: int, seconds: float, stream: Stream) -> bool:
-        """Take in how long this process's rows of an update took; all processes call it.
+    def rebalance(self, step: int, seconds: float, stream: Stream) -> bool:
+        """Record the time of a step and reassign rows if that pays; all processes call it.
 
         Args:
             step: the update's.
