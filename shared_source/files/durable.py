@@ -140,8 +140,8 @@ def writing(path: Path, *, remedy: str = "choose another place") -> Iterator[Non
 def whole_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield an empty folder that gets the name `folder` if all goes well, and else is removed.
 
-    What a killed process left there is removed first. Keep other writers out with
-    `run_folder.locked`.
+    A killed process leaves the old folder or none; what else it left is removed first. Keep other
+    writers out with `run_folder.locked`.
 
     Raises:
         WriteError: `folder` is there and `overwrite` is not given, or it cannot be written.
@@ -156,12 +156,26 @@ def whole_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
         yield aside
         with writing(folder):
             sync_tree(aside)
-            if folder.exists():
-                shutil.rmtree(folder)
-            publish(aside, folder)
+            _take_place_of(folder, aside)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+def _take_place_of(folder: Path, aside: Path) -> None:
+    """Put `aside` in the place of `folder`, which is never there in part: that could be opened."""
+    old = folder.with_name(f"{folder.name}.replaced")
+    shutil.rmtree(old, ignore_errors=True)
+    replaced = folder.is_dir() and not folder.is_symlink()
+    if replaced:
+        folder.rename(old)
+    try:
+        publish(aside, folder)
+    except BaseException:
+        if replaced:
+            old.rename(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _aside(path: Path) -> Path:

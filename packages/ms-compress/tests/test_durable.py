@@ -12,7 +12,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from forks import die, ended, started
+from forks import die, die_at_change, ended, started
 from models import decoder
 
 from ms_compress import ExportError, export, qat
@@ -60,6 +60,75 @@ def test_what_a_killed_writer_left_is_no_obstacle(tmp_path: Path) -> None:
         (aside / "whole").touch()
     assert [path.name for path in out.iterdir()] == ["whole"]
     assert list(tmp_path.iterdir()) == [out]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a folder by name."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_a_writer_killed_at_any_change_leaves_the_old_folder_or_none(tmp_path: Path) -> None:
+    """Also while the old one is removed, part of which would still open; the next one completes."""
+    out = tmp_path / "out"
+    names = ("config.json", "model.safetensors", "tokenizer.json")
+
+    def write(text: str, kill_at: int | None = None) -> None:
+        if kill_at is not None:
+            die_at_change(kill_at)
+        with new_folder(out, overwrite=True) as aside:
+            for name in names:
+                (aside / name).write_text(text)
+
+    states = []
+    for number in range(100):
+        write("old")
+        status = forked(lambda number=number: write("new", number))
+        states.append(contents(out) if out.exists() else {})
+        assert states[-1] in ({}, dict.fromkeys(names, b"old"), dict.fromkeys(names, b"new"))
+        write("newest")
+        assert contents(out) == dict.fromkeys(names, b"newest")
+        assert list(tmp_path.iterdir()) == [out]
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+    assert status == 0
+    assert [state for at, state in enumerate(states) if state not in states[:at]] == [
+        dict.fromkeys(names, b"old"),
+        {},
+        dict.fromkeys(names, b"new"),
+    ]
+
+
+@pytest.mark.parametrize("target", ["ct.int4_g32", "gguf.q4_0", "ort.matmulnbits"])
+def test_an_export_killed_midway_is_the_old_one_or_none_and_completes_again(
+    target: str, tmp_path: Path
+) -> None:
+    """Killed before every third change of files, while it replaces an export of another model."""
+    old, new = (qat(decoder(seed), target) for seed in (1, 2))
+    out = tmp_path / "out"
+    export(new, tmp_path / "expected")
+    expected = contents(tmp_path / "expected")
+    export(old, out)
+    before = contents(out)
+
+    def killed(number: int) -> None:
+        die_at_change(number)
+        export(new, out, overwrite=True)
+
+    outcomes = set()
+    for number in range(0, 300, 3):
+        status = forked(lambda number=number: killed(number))
+        found = contents(out) if out.exists() else {}
+        assert found in (before, {}, expected)
+        outcomes.add(status)
+        if found != before:
+            export(new, out, overwrite=True)
+            assert contents(out) == expected
+            export(old, out, overwrite=True)
+        if status == 0:
+            break
+    assert outcomes == {0, -signal.SIGKILL}
+    assert {path.name for path in tmp_path.iterdir()} == {"expected", "out"}
 
 
 def test_a_lock_whose_name_was_removed_is_none(
