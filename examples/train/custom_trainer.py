@@ -77,10 +77,10 @@ def main(arguments: list[str] | None = None) -> None:
     with events, Recorder(options.folder / "rank-0.ring") as recorder:
         recorder.attach()
         for batch in recorder.batches(stream):
-            update = engine.step(batch, NextTokenLoss())
-            events("step", {"step": engine.step_count, "loss": update.loss})
+            report = engine.step(batch, NextTokenLoss())
+            events("step", {"step": engine.step_count, "loss": report.loss})
             if engine.step_count % 10 == 0:
-                print(f"step {engine.step_count:>4}  loss {update.loss:.3f}", flush=True)
+                print(f"step {engine.step_count:>4}  loss {report.loss:.3f}", flush=True)
             if engine.step_count == options.steps:
                 break
 

@@ -85,8 +85,8 @@ def losses(layout: Layout, text: bytes) -> list[float]:
     found = []
     for batch in rows:
         own = batch.chunk(engine.data_ranks)[engine.data_rank]
-        update = engine.step({"tokens": own[:, :-1], "targets": own[:, 1:]}, NextTokenLoss())
-        found.append(update.loss)
+        report = engine.step({"tokens": own[:, :-1], "targets": own[:, 1:]}, NextTokenLoss())
+        found.append(report.loss)
     return found
 
 
