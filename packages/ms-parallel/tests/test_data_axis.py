@@ -130,8 +130,11 @@ def test_what_lies_in_memory_between_microbatches_is_what_each_way_keeps() -> No
         (rank,) = run_memory(options, Layout(data=2))
         before = rank.weights + rank.moments
         assert found["before"] == pytest.approx(before, rel=0.05), name
-        # Copies gather nothing: their buffers are the messages in which gradients are summed.
-        gathered = 0 if name == "replicate" else rank.buffers
+        # Between microbatches, weights stay gathered unless copied or zero3; the other half of the
+        # gradients stays too where they are summed once per update.
+        weights = 0 if name in ("replicate", "zero3") else 2 * rank.weights
+        gradients = rank.gradients if name in ("auto", "zero1") else 0
+        gathered = weights + gradients
         between = before + rank.gradients + gathered
         assert found["between"] == pytest.approx(between, rel=0.05), name
 
