@@ -4,7 +4,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from ms_kernels.core.plan import is_wanted, unwanted
+from ms_kernels.core.plan import needs_grad, absent_grad
 from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators import CONTRACTS
 from ms_kernels.operators.attention.contract import visible
@@ -34,14 +34,14 @@ def _rms_fake(x, weight, eps):
 
 
 def _rms_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, wanted: int, eps: float
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, grad_mask: int, eps: float
 ) -> tuple[Tensor, Tensor]:
     values, slope, r = _array(x), _array(grad), _array(scale)[..., None]
-    grad_x, grad_weight = unwanted(x), unwanted(weight)
-    if is_wanted(wanted, 0):
+    grad_x, grad_weight = absent_grad(x), absent_grad(weight)
+    if needs_grad(grad_mask, 0):
         pull = (slope * _array(weight) * values).mean(-1, keepdims=True)
         grad_x = _new(r * slope * _array(weight) - r**3 * values * pull, x)
-    if is_wanted(wanted, 1):
+    if needs_grad(grad_mask, 1):
         parts = (slope * values * r).reshape(-1, values.shape[-1])
         grad_weight = _new(parts.sum(0), weight)
     return grad_x, grad_weight
@@ -52,7 +52,7 @@ rms_norm = opaque(
     "numpy",
     forward=_rms_forward,
     fake=_rms_fake,
-    kept={"scale": "..."},
+    intermediates={"scale": "..."},
     backward=_rms_backward,
     saves=("x", "weight", "scale"),
 )
@@ -77,13 +77,13 @@ def _add_backward(
     summed: Tensor,
     weight: Tensor,
     scale: Tensor,
-    wanted: int,
+    grad_mask: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_x, grad_weight = _rms_backward(grad, summed, weight, scale, 1 | (wanted >> 1), eps)
+    grad_x, grad_weight = _rms_backward(grad, summed, weight, scale, 1 | (grad_mask >> 1), eps)
     grad_x = grad_x if grad_summed is None else grad_x + grad_summed
-    second = grad_x.clone() if is_wanted(wanted, 1) else unwanted(grad_x)
-    return grad_x if is_wanted(wanted, 0) else unwanted(grad_x), second, grad_weight
+    second = grad_x.clone() if needs_grad(grad_mask, 1) else absent_grad(grad_x)
+    return grad_x if needs_grad(grad_mask, 0) else absent_grad(grad_x), second, grad_weight
 
 
 add_rms_norm = opaque(
@@ -91,7 +91,7 @@ add_rms_norm = opaque(
     "numpy",
     forward=_add_forward,
     fake=_add_fake,
-    kept={"scale": "..."},
+    intermediates={"scale": "..."},
     backward=_add_backward,
     saves=("summed", "weight", "scale"),
 )
@@ -121,7 +121,7 @@ def _attend_backward(
     v: Tensor,
     documents: Tensor | None,
     sinks: Tensor | None,
-    wanted: int,
+    grad_mask: int,
     causal: bool,
     window: int | None,
     scale: float | None,
@@ -154,7 +154,7 @@ def _attend_backward(
         -(missing * mean).sum((0, 3, 4)).reshape(-1),
     )
     return tuple(
-        _new(each, q) if is_wanted(wanted, place) else unwanted(like)
+        _new(each, q) if needs_grad(grad_mask, place) else absent_grad(like)
         for place, (each, like) in enumerate(zip(found, (q, k, v, q[0, 0, :, 0]), strict=True))
     )
 

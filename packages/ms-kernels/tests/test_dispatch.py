@@ -102,7 +102,7 @@ def test_what_runs_is_what_explain_says(monkeypatch):
             for each in operator.implementations
         )
         monkeypatch.setitem(OPERATORS, name, evolve(operator, implementations=watched))
-    monkeypatch.setattr(dispatch, "_kept", {})
+    monkeypatch.setattr(dispatch, "_cache", {})
     for operator, contract in CONTRACTS.items():
         for rows, dtype in itertools.product((1, 128), (torch.float32, torch.bfloat16)):
             tensors = contract.draw(sized(contract, rows), dtype=dtype)
@@ -173,17 +173,17 @@ def test_explain_refuses_what_does_not_exist():
 
 def test_kept_decisions_cannot_fill_the_memory(monkeypatch):
     """Ever new shapes are forgotten in time."""
-    monkeypatch.setattr(dispatch, "KEPT", 16)
-    monkeypatch.setattr(dispatch, "_kept", {})
+    monkeypatch.setattr(dispatch, "MAX_CACHED", 16)
+    monkeypatch.setattr(dispatch, "_cache", {})
     weight = torch.ones(8)
     for rows in range(100):
         rms_norm(torch.ones(rows, 8), weight)
-        assert len(dispatch._kept) <= 16
+        assert len(dispatch._cache) <= 16
 
 
 def test_a_call_like_one_before_is_not_checked_again(monkeypatch):
     """The second call is looked up; a call that differs in any property that is read is decided."""
-    monkeypatch.setattr(dispatch, "_kept", {})
+    monkeypatch.setattr(dispatch, "_cache", {})
     decided, decide = [], dispatch.decide
 
     def counted(call):

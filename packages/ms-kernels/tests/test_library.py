@@ -65,14 +65,14 @@ def test_opcheck_holds(name):
 
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm"])
 def test_opcheck_holds_for_the_backward_pass(name):
-    """It is an operator of its own; unwanted gradients are empty."""
+    """It is an operator of its own; absent_grad gradients are empty."""
     backward = getattr(torch.ops.ms_kernels, f"{name}_numpy_backward").default
     x, weight = torch.randn(6, 8), torch.randn(8)
     given = (x, weight, torch.rand(6)) if name == "rms_norm" else (None, x, weight, torch.rand(6))
-    for wanted in range(4):
+    for grad_mask in range(4):
         torch.library.opcheck(
             backward,
-            (torch.randn(6, 8), *given, wanted, 1e-6),
+            (torch.randn(6, 8), *given, grad_mask, 1e-6),
             test_utils=("test_schema", "test_faketensor"),
         )
 

@@ -1,4 +1,4 @@
-"""Fused operators with one typed face and many backends, each proved against a reference."""
+"""Fused operators with one typed API and several backends, each tested against a reference."""
 
 from typing import Any
 
@@ -13,6 +13,6 @@ __all__ = sorted([*_names, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for, and torch with it, when it is first asked for."""
+    """Import a public name, and torch with it, on first access."""
     with without_numpy_warning():
         return _resolve(name)

@@ -1,4 +1,4 @@
-"""Which backend calls get: force one, or ask why one is taken."""
+"""Backend selection: force a backend, or ask why one is chosen."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,46 +14,47 @@ from ms_kernels.operators import BACKENDS, CONTRACTS
 
 
 def contract_of(name: str) -> Contract:
-    """Return an operator's contract by its name.
+    """Return the contract of an operator.
 
     Raises:
-        BackendError: when there is none.
+        BackendError: if no operator has this name.
     """
     if name not in CONTRACTS:
-        raise BackendError(f"there is no operator {name!r}; there are {', '.join(CONTRACTS)}")
+        raise BackendError(f"unknown operator {name!r}; use one of {', '.join(CONTRACTS)}")
     return CONTRACTS[name]
 
 
 def check_backends(names: Iterable[str]) -> None:
-    """Refuse names that are no backend's.
+    """Check that every name is a known backend.
 
     Raises:
-        BackendError: when there is no such backend.
+        BackendError: if a name is unknown.
     """
     for name in names:
         if name not in BACKENDS:
-            raise BackendError(f"there is no backend {name!r}; there are {', '.join(BACKENDS)}")
+            raise BackendError(f"unknown backend {name!r}; use one of {', '.join(BACKENDS)}")
 
 
 @contextmanager
 def use_backend(*names: str) -> Iterator[None]:
-    """Take only the named backends, in this order, for the calls within.
+    """Use only the named backends, in this order of preference, inside the `with` block.
 
-    The first that can take a call gets it, whether or not a tuning table says that it pays.
+    The first backend that supports a call runs it, even if a tuning table says that it is slower
+    at that size.
 
-    It holds for the current thread or task. A block that is recomputed in a backward pass runs
-    outside, unless the backward pass runs inside as well.
+    The setting is local to the current thread or async task. Blocks recomputed in a backward pass
+    are outside the `with` block unless the backward pass is inside it too.
 
     Args:
-        names: such as ``"reference"``, or ``"cpu", "reference"``; a call that none of them
-            takes raises.
+        names: backends such as ``"reference"``, or ``"cpu", "reference"``. A call that none of
+            them supports raises BackendError.
 
     Raises:
-        BackendError: when there is no such backend.
+        BackendError: if a name is unknown, or none is given.
     """
     check_backends(names)
     if not names:
-        raise BackendError(f"use_backend needs a name; there are {', '.join(BACKENDS)}")
+        raise BackendError(f"use_backend needs at least one of {', '.join(BACKENDS)}")
     token = PREFERRED.set(names)
     try:
         yield
@@ -62,32 +63,30 @@ def use_backend(*names: str) -> Iterator[None]:
 
 
 def explain(op: str, *tensors: Tensor | None, **arguments: Any) -> Choice:
-    """Say which implementation a call gets and why, without performing it.
+    """Report which implementation a call would use and why, without running it.
 
     Args:
         op: name of the operator, such as ``"rms_norm"``.
-        *tensors: its tensor arguments in the order of its signature, here or by name. Tensors on
-            the ``meta`` device will do; what counts are shape, dtype, device and strides.
-        **arguments: its other arguments, by name.
+        *tensors: tensor arguments in signature order, or by keyword. Only shape, dtype, device
+            and strides matter, so tensors on the ``meta`` device work.
+        **arguments: the remaining arguments, by name.
 
     Returns:
-        The choice: `backend`, `verdicts` with a reason for each implementation considered, and
-        `launches`, the block sizes and the like that its kernels run with, and which table of
-        which chip says so.
+        The choice: the `backend`, a `verdict` with a reason for each implementation considered,
+        and the `launches`, i.e. each kernel's launch parameters and the chip's table they are from.
 
     Raises:
-        ArgumentError: when an argument does not fit the contract.
-        BackendError: when there is no such operator, or no backend takes the call.
+        ArgumentError: if an argument violates the contract.
+        BackendError: if the operator is unknown, or no backend supports the call.
     """
     contract = contract_of(op)
-    given = dict(zip((each.name for each in contract.arguments), tensors, strict=False))
-    given |= arguments
-    names = [each.name for each in contract.arguments]
-    names += [each.name for each in contract.options]
-    for name in given:
+    tensor_names = [argument.name for argument in contract.arguments]
+    names = [*tensor_names, *(option.name for option in contract.options)]
+    values = dict(zip(tensor_names, tensors, strict=False)) | arguments
+    for name in values:
         if name not in names:
-            raise ArgumentError(op, name, "no argument of it", f"one of {', '.join(names)}")
-    places = tuple(given.get(each.name) for each in contract.arguments)
-    options = tuple(given.get(each.name, each.default) for each in contract.options)
-    call = describe_call(contract, places, options)
+            raise ArgumentError(op, name, "not one of its arguments", f"one of {', '.join(names)}")
+    arguments_in_order = tuple(values.get(name) for name in tensor_names)
+    options = tuple(values.get(option.name, option.default) for option in contract.options)
+    call = describe_call(contract, arguments_in_order, options)
     return with_launches(decide(call), call, contract.bind(call))

@@ -27,7 +27,7 @@ REALS = (torch.float32, *HALVES)
 
 def empty(call: Call) -> str | None:
     """Decline empty tensors, which CANN's kernels refuse or leave undefined."""
-    for each in call.given:
+    for each in call.present:
         if 0 in each.shape:
             return f"takes no empty tensor, and one is of shape {describe(each.shape)}"
     return None
@@ -35,7 +35,7 @@ def empty(call: Call) -> str | None:
 
 def same_dtype(call: Call) -> str | None:
     """Decline empty tensors, and a weight (the last tensor) of another dtype than the first's."""
-    x, *_, weight = call.given
+    x, *_, weight = call.present
     if weight.dtype != x.dtype:
         return f"takes a weight of {describe(x.dtype)}, as x is, not {describe(weight.dtype)}"
     return empty(call)

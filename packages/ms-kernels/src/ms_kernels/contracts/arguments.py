@@ -1,4 +1,4 @@
-"""The parts of a contract: tensor arguments, options, costs, and sizes to measure at."""
+"""Parts of a contract: tensor arguments, options, cost models, and sizes to measure at."""
 
 from collections.abc import Callable, Mapping
 from math import prod
@@ -11,11 +11,11 @@ from torch import Tensor
 from ms_kernels.contracts.call import FLOATING, INDICES, Dims
 
 Draw = Callable[[tuple[int, ...], Dims, torch.Generator], Tensor]
-"""Makes an example on the CPU from its shape and all sizes of the call."""
+"""Generates an example CPU tensor from its shape and all sizes of the call."""
 
 
 def symbols_of(text: str) -> tuple[str, ...]:
-    """Split symbols that are given as one string."""
+    """Split a string of symbols, such as ``"B S H"``."""
     return tuple(text.split())
 
 
@@ -24,46 +24,46 @@ class Argument:
     """A tensor argument of an operator."""
 
     name: str
-    """Its name in the public function."""
+    """Parameter name in the public function."""
     dims: tuple[str, ...] = field(converter=symbols_of)
-    """Symbols of its sizes, given as one string."""
+    """Symbols of its sizes, written as one string."""
     dtypes: tuple[torch.dtype, ...] = FLOATING
-    """Dtypes that fit."""
+    """Allowed dtypes."""
     like: str | None = None
-    """The argument whose dtype it must share."""
+    """Name of the argument whose dtype it must match."""
     optional: bool = False
     """Whether None may be passed."""
     differentiable: bool = True
     """Whether the operator has a gradient with respect to it."""
     mutated: bool = False
-    """Whether the operator writes its result into it; then it returns None."""
+    """Whether the operator writes its result to it and returns None."""
     draw: Draw | None = None
-    """Makes an example; normal numbers where it is None."""
+    """Generates example values. None: standard normal."""
 
 
 def indices(name: str, dims: str, draw: Draw) -> Argument:
-    """Return an argument of whole numbers that name something: classes, experts, places."""
+    """Return an argument of integer indices, such as classes, experts or positions."""
     return Argument(name=name, dims=dims, dtypes=INDICES, differentiable=False, draw=draw)
 
 
 @frozen(kw_only=True)
 class Option:
-    """A plain Python argument of an operator."""
+    """A non-tensor argument of an operator."""
 
     name: str
-    """Its name in the public function."""
+    """Parameter name in the public function."""
     default: object
-    """What it is when not given."""
+    """Default value."""
     holds: Callable[[Any], bool]
-    """Whether a value is allowed."""
+    """Predicate for allowed values."""
     fits: str
-    """The values that are allowed, in words."""
+    """Allowed values, in words, for error messages."""
     trials: tuple[object, ...] = ()
-    """Other values that proofs should try."""
+    """More values to test."""
     kind: Any = field()
-    """Its Python type, for torch's schema of an operator; that of the default if left out."""
+    """Python type, for the torch operator's schema. Default: the type of `default`."""
     changing: bool = False
-    """Whether it differs from call to call, as a step does: no decision may depend on it."""
+    """Whether it changes on every call, like a step; backend selection must not depend on it."""
 
     @kind.default
     def _kind(self) -> Any:
@@ -71,32 +71,32 @@ class Option:
 
 
 class Work(NamedTuple):
-    """The least that an operator must do: its roofline."""
+    """Minimum memory traffic and arithmetic of an operator, for its roofline."""
 
     size_bytes: int
-    """Bytes that must cross the memory bus: each input once, each output once."""
+    """Bytes of memory traffic: each input and output once."""
     flops: int
-    """Floating point operations, a fused multiply-add counted as two."""
+    """Floating-point operations; a fused multiply-add counts as two."""
 
 
 Cost = Callable[[Dims, int], Work]
-"""The least work of one pass, from sizes and bytes per element."""
+"""Minimum work of one pass, from sizes and bytes per element."""
 
 
 def no_cost(dims: Dims, itemsize: int) -> Work:
-    """Return no work: there is no such pass."""
+    """Return zero work, for a pass that does not exist."""
     return Work(0, 0)
 
 
 def streaming(dims: str, *, tensors: int, flops: int, weights: int = 0, row_bytes: int = 0) -> Cost:
-    """Return the cost of an operator that passes over its rows once.
+    """Return the cost of an operator that reads its rows once.
 
     Args:
-        dims: symbols of a row-wise tensor, such as ``"... H"``; the last is a row's width.
-        tensors: how many of that shape are read or written.
-        flops: operations for each element.
-        weights: how many tensors of one row's width are read or written.
-        row_bytes: bytes for each row besides.
+        dims: symbols of a row-wise tensor, such as ``"... H"``; the last is the row width.
+        tensors: number of tensors of that shape that are read or written.
+        flops: operations per element.
+        weights: number of vectors of one row's width that are read or written.
+        row_bytes: additional bytes per row.
     """
     *leading, width = dims.split()
 
@@ -110,19 +110,19 @@ def streaming(dims: str, *, tensors: int, flops: int, weights: int = 0, row_byte
 
 
 class Ladder(NamedTuple):
-    """Sizes at which a tuner compares implementations, small to large."""
+    """Series of growing sizes at which a tuner compares implementations."""
 
     sizes: Mapping[str, int]
-    """Sizes that stay; one given for a symbol that grows is its unit."""
+    """Fixed sizes; for a growing symbol, its increment."""
     grows: tuple[str, ...]
     """Symbols whose size grows."""
 
 
 @frozen(kw_only=True)
 class Model:
-    """An operator as a library for the CPU holds it, at the options' defaults, in float32."""
+    """How an operator is exported to a CPU library: float32, default options."""
 
     free: tuple[str, ...]
-    """Symbols of the sizes that are not compiled in; ``S`` stands for ``Sq`` and ``Sk`` alike."""
+    """Symbols that stay dynamic; ``S`` means ``Sq`` and ``Sk``, always equal."""
     sizes: Mapping[str, int] = field(factory=dict)
-    """Sizes that are compiled in, where they differ from the contract's example."""
+    """Static sizes that differ from the contract's example."""

@@ -1,4 +1,4 @@
-"""Describes one use of an operator without its data, for checks and choices."""
+"""Metadata of one operator call, without data: input of checks and backend selection."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -6,27 +6,27 @@ from typing import Any, NamedTuple
 import torch
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Dtypes that every reference takes; float64 exists for gradient checks."""
+"""Dtypes that every reference supports; float64 is for gradient checks."""
 
 ACCUMULATED = (torch.float32, torch.float64)
 """Dtypes of tables and statistics that must not be rounded to half precision."""
 
 INDICES = (torch.int64, torch.int32)
-"""Dtypes of classes, tokens, experts and places."""
+"""Dtypes of class, token, expert and position indices."""
 
 Dims = Mapping[str, int]
 """Sizes by symbol; ``"..."`` is the product of the leading dims."""
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums over `dtype` are kept: float32, or float64 for float64."""
+    """Return the accumulation dtype: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # TensorMeta and Call are NamedTuples, not attrs classes, because torch.compile traces their
 # construction without a graph break.
 class TensorMeta(NamedTuple):
-    """A tensor without its data."""
+    """Metadata of one tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class TensorMeta(NamedTuple):
 
     @property
     def contiguous(self) -> bool:
-        """Whether its elements stand one after another, the last dim fastest."""
+        """Whether the strides are those of a contiguous row-major tensor."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != expected:
@@ -47,34 +47,34 @@ class TensorMeta(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One use of an operator, without its data."""
+    """One operator call, without data."""
 
     operator: str
     tensors: tuple[TensorMeta | None, ...]
-    """One for each of the contract's arguments, in order; None where it was left out."""
+    """One per argument of the contract, in order; None if omitted."""
     options: tuple[Any, ...]
-    """One for each of the contract's options, in order."""
+    """One per option of the contract, in order."""
     compiling: bool = False
     """Whether torch.compile is tracing this call."""
     chip: str = ""
-    """Name of the chip it runs on, for tuning tables."""
+    """Chip it runs on, for tuning tables."""
     transformed: bool = False
     """Whether a torch.func transform or forward-mode differentiation is active."""
 
     @property
-    def given(self) -> list[TensorMeta]:
-        """The tensors that were passed."""
-        return [each for each in self.tensors if each is not None]
+    def present(self) -> list[TensorMeta]:
+        """The tensors that are not None."""
+        return [tensor for tensor in self.tensors if tensor is not None]
 
     @property
     def elements(self) -> int:
-        """Elements of all arguments together."""
+        """Total number of elements of all arguments."""
         total = 0
-        for each in self.given:
-            product = 1
-            for size in each.shape:
-                product *= size
-            total += product
+        for tensor in self.present:
+            numel = 1
+            for size in tensor.shape:
+                numel *= size
+            total += numel
         return total
 
     @property
@@ -91,7 +91,7 @@ class Call(NamedTuple):
 
 
 def describe(value: torch.dtype | Sequence[int | str]) -> str:
-    """Write a dtype or a shape as users write it: ``bfloat16``, ``(2, 3)``."""
+    """Format a dtype or a shape as users write it: ``bfloat16``, ``(2, 3)``."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return f"({', '.join([str(size) for size in value])}{',' if len(value) == 1 else ''})"

@@ -1,9 +1,8 @@
-"""The contract of an operator as a value: arguments, limits, cost, tolerance and reference.
+"""An operator's contract: arguments, limits, cost, tolerances and reference.
 
-Sizes are named by symbols, written as in ``"B S Hq D"``. A symbol that stands in two arguments
-must have one size; ``...`` stands for any number of leading dims. Everything that is checked is
-checked here, from shapes, dtypes, devices and strides alone: `Contract.bind` is a pure function
-of a `Call`, so that its answer may be kept and asked for again at no cost.
+Sizes are named by symbols, as in ``"B S Hq D"``. A symbol has the same size in all arguments;
+``...`` matches any number of leading dims. All checks use shapes, dtypes, devices and strides only:
+`Contract.bind` is a pure function of a `Call`, so its result can be cached.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +27,7 @@ from ms_kernels.errors import ArgumentError, shown
 
 
 class Variant(NamedTuple):
-    """A further call that proofs try: some options are only right at other sizes."""
+    """An extra call for tests: some options are valid only at other sizes."""
 
     options: Mapping[str, Any]
     dims: Dims
@@ -40,54 +39,54 @@ def _no_rules(dims: Dims, options: Mapping[str, Any]) -> Iterable[tuple[str, str
 
 @frozen(kw_only=True)
 class Contract:
-    """One operator: everything a backend must agree with and a caller may rely on."""
+    """Everything that a backend must implement and a caller may rely on."""
 
     name: str
     """Name of the public function."""
     summary: str
-    """What it computes, in one line."""
+    """One-line description."""
     arguments: tuple[Argument, ...]
     """Tensor arguments, in order."""
     options: tuple[Option, ...] = ()
-    """Other arguments, in order."""
+    """Non-tensor arguments, in order."""
     returns: str
     """Shapes and dtypes of the results, in words."""
     results: Mapping[str, str] = field(factory=dict)
-    """Names and dims of the results; an option may leave the last one out, or its dims."""
+    """Names and dims of the results; an option may omit the last one or change its dims."""
     wide: bool = False
-    """Whether results are float32 (float64 for float64), whatever the arguments are."""
+    """Whether results are float32 (float64 for float64) for all argument dtypes."""
     splits: tuple[str, ...] = ()
-    """Symbols along which the operator falls into pieces that know nothing of each other, so that
-    each process may hold a piece; those that must be cut together stand in one string."""
+    """Symbols along which the operator is independent and may be sharded; symbols that must be
+    sharded together share one string."""
     positive: tuple[str, ...] = field(converter=symbols_of)
-    """Symbols whose size may not be 0; the others are rows, of which there may be none."""
+    """Symbols whose size must be at least 1; all others may be 0."""
     rules: Callable[[Dims, Mapping[str, Any]], Iterable[tuple[str, str]]] = _no_rules
-    """Limits across arguments: yields (argument, what would fit) for each that is broken."""
+    """Constraints across arguments: yields (argument, what is allowed) per violation."""
     check_values: Callable[..., None] | None = None
-    """Refuses numbers that no backend refuses, before it runs; takes tensors, then options."""
+    """Rejects bad values before a backend runs; takes tensors, then options."""
     explain_error: Callable[..., None] | None = None
-    """Raises what is wrong with the numbers, if anything, once a backend failed; takes the same."""
+    """Raises a precise error for bad values after a backend failed; same arguments."""
     forward: Cost
-    """Least work of the forward pass, from sizes and bytes per element."""
+    """Minimum work of the forward pass, from sizes and bytes per element."""
     backward: Cost = no_cost
-    """Least work of the backward pass; none where there is no gradient."""
+    """Minimum work of the backward pass; zero without a gradient."""
     tolerance: Tolerances = ROUNDED_ONCE
-    """How far results and gradients may lie from the truth."""
+    """Allowed error of results and gradients."""
     example: Dims
-    """Sizes of an ordinary small call, for which no backend is too large."""
+    """Sizes of a typical small call that every backend supports."""
     follows: Mapping[str, str] = field(factory=dict)
-    """Symbols that have the size of another one where only that one is given."""
+    """Symbols that default to the size of another symbol."""
     reference: Callable[..., Any]
-    """The slow truth, in plain torch."""
+    """Slow reference in plain torch."""
     variants: tuple[Variant, ...] = ()
-    """Calls that proofs try beside the example and the options' trials."""
+    """Extra calls for tests."""
     ladders: tuple[Ladder, ...] = ()
     """Sizes at which a tuner compares implementations."""
     model: Model | None = None
-    """What a library for the CPU holds; None for nothing."""
+    """Export to a CPU library. None: not exported."""
 
     changing: tuple[tuple[int, Option], ...] = field(init=False, repr=False)
-    """Options that no decision depends on, with their places."""
+    """Options that change on every call, with their indices."""
 
     @changing.default
     def _changing(self) -> tuple[tuple[int, Option], ...]:
@@ -95,19 +94,19 @@ class Contract:
 
     @property
     def mutates(self) -> bool:
-        """Whether it works in place: it returns None and has no gradient."""
+        """Whether it is in-place: it returns None and has no gradient."""
         return any(argument.mutated for argument in self.arguments)
 
     @property
     def defaults(self) -> tuple[Any, ...]:
-        """Each option's default, in order."""
+        """Default of each option, in order."""
         return tuple(option.default for option in self.options)
 
     def check_option(self, option: Option, value: object) -> None:
-        """Refuse a value that an option may not have.
+        """Check the value of an option.
 
         Raises:
-            ArgumentError: naming the option, its value and what fits.
+            ArgumentError: naming the option, its value and the allowed values.
         """
         if not option.holds(value):
             raise ArgumentError(self.name, option.name, shown(value), option.fits)
@@ -116,7 +115,7 @@ class Contract:
         """Check `call` and return the size of each symbol.
 
         Raises:
-            ArgumentError: naming the first argument that does not fit, what it is and what fits.
+            ArgumentError: naming the first invalid argument, its value and the allowed values.
         """
         sizes: dict[str, Any] = {}
         first = call.tensors[0]
@@ -130,9 +129,9 @@ class Contract:
                 fits = f"on {first.device}, as {self.arguments[0].name} is"
                 raise self._refusal(argument, f"on {meta.device}", fits)
             self._bind_shape(argument, meta, sizes)
-            if argument.mutated and _lies_on_itself(meta):
-                got = f"of strides {describe(meta.strides)}, several elements in one place"
-                raise self._refusal(argument, got, "written element by element")
+            if argument.mutated and _overlaps_itself(meta):
+                got = f"of strides {describe(meta.strides)}, with elements that share memory"
+                raise self._refusal(argument, got, "without overlapping elements")
         options = {}
         for option, value in zip(self.options, call.options, strict=True):
             self.check_option(option, value)
@@ -158,23 +157,23 @@ class Contract:
             raise self._refusal(argument, describe(meta.dtype), fits)
 
     def _bind_shape(self, argument: Argument, meta: TensorMeta, sizes: dict[str, Any]) -> None:
-        """Give each symbol of `argument` its size, or check it against the one it has."""
-        names, shape, known = argument.dims, meta.shape, dict(sizes)
+        """Bind the symbols of `argument` in `sizes`, or check them against earlier arguments."""
+        names, shape, bound = argument.dims, meta.shape, dict(sizes)
         if names[0] == "..." and len(shape) >= len(names) - 1:
             names = names[1:]
             leading = shape[: len(shape) - len(names)]
             shape = shape[len(leading) :]
             if sizes.setdefault("...", leading) != leading:
-                raise self._misshapen(argument, meta, known)
+                raise self._shape_error(argument, meta, bound)
         if len(shape) != len(names):
-            raise self._misshapen(argument, meta, known)
+            raise self._shape_error(argument, meta, bound)
         for name, size in zip(names, shape, strict=True):
             if sizes.setdefault(name, size) != size:
-                raise self._misshapen(argument, meta, known)
+                raise self._shape_error(argument, meta, bound)
             if size == 0 and name in self.positive:
-                raise self._misshapen(argument, meta, {}, f" with {name} at least 1")
+                raise self._shape_error(argument, meta, {}, f" with {name} at least 1")
 
-    def _misshapen(
+    def _shape_error(
         self, argument: Argument, meta: TensorMeta, sizes: Mapping[str, Any], limit: str = ""
     ) -> ArgumentError:
         fits = f"of shape {_form(argument.dims, sizes)}{limit}"
@@ -189,9 +188,9 @@ class Contract:
         return "None"
 
     def _sizes(self, dims: Dims) -> dict[str, int]:
-        """Return all sizes of a call: those given, what follows from them, the example's."""
-        followed = {name: dims[other] for name, other in self.follows.items() if other in dims}
-        return {**self.example, **followed, **dims}
+        """Complete the sizes of a call from `follows` and the example."""
+        following = {name: dims[other] for name, other in self.follows.items() if other in dims}
+        return {**self.example, **following, **dims}
 
     def call(
         self,
@@ -203,14 +202,14 @@ class Contract:
         without: Iterable[str] = (),
         chip: str = "",
     ) -> Call:
-        """Describe a call on contiguous tensors, on a device that need not be here.
+        """Describe a call on contiguous tensors; the device need not exist.
 
         Args:
-            dims: sizes by symbol; those left out are taken from `example`.
-            dtype: dtype of the arguments that may have it.
-            device: where the tensors would be.
-            options: those that are not at their defaults.
-            without: names of optional arguments to leave out.
+            dims: sizes by symbol; missing ones are taken from `example`.
+            dtype: dtype of the arguments that allow it.
+            device: device of the tensors.
+            options: options that differ from their defaults.
+            without: names of optional arguments to omit.
             chip: name of the chip, for tuning tables.
         """
         sizes = self._sizes(dims)
@@ -218,11 +217,11 @@ class Contract:
         for argument in self.arguments:
             shape = tuple(sizes[name] for name in argument.dims)
             strides = torch.empty(shape, device="meta").stride()
-            free = argument is self.arguments[0] or dtype in argument.dtypes
-            fitting = dtype if free else argument.dtypes[0]
-            meta = TensorMeta(shape, fitting, torch.device(device), strides, True)
+            allowed = argument is self.arguments[0] or dtype in argument.dtypes
+            argument_dtype = dtype if allowed else argument.dtypes[0]
+            meta = TensorMeta(shape, argument_dtype, torch.device(device), strides, True)
             tensors.append(None if argument.name in without else meta)
-        values = tuple((options or {}).get(each.name, each.default) for each in self.options)
+        values = tuple((options or {}).get(option.name, option.default) for option in self.options)
         return Call(self.name, tuple(tensors), values, chip=chip)
 
     def draw(
@@ -233,17 +232,17 @@ class Contract:
         device: torch.device | str = "cpu",
         seed: int = 0,
     ) -> dict[str, Tensor]:
-        """Make example arguments of the given sizes, the same on every machine.
+        """Generate example arguments, the same on every machine.
 
         Args:
-            dims: sizes by symbol; those left out are taken from `example`.
-            dtype: dtype of the arguments that may have it.
-            device: where the arguments go after they were drawn on the CPU.
-            seed: seed of the numbers.
+            dims: sizes by symbol; missing ones are taken from `example`.
+            dtype: dtype of the arguments that allow it.
+            device: device of the arguments; values are generated on the CPU.
+            seed: random seed.
         """
         generator = torch.Generator().manual_seed(seed)
         sizes = self._sizes(dims)
-        drawn = {}
+        tensors = {}
         for argument in self.arguments:
             shape = tuple(sizes[name] for name in argument.dims)
             if argument.draw is None:
@@ -252,12 +251,12 @@ class Contract:
                 tensor = argument.draw(shape, sizes, generator)
             if tensor.is_floating_point():
                 tensor = tensor.to(dtype if dtype in argument.dtypes else argument.dtypes[0])
-            drawn[argument.name] = tensor.to(device)
-        return drawn
+            tensors[argument.name] = tensor.to(device)
+        return tensors
 
 
-def _lies_on_itself(meta: TensorMeta) -> bool:
-    """Return whether two elements may share memory, as those of an expanded tensor do."""
+def _overlaps_itself(meta: TensorMeta) -> bool:
+    """Whether two elements may share memory, as in an expanded tensor."""
     reach = 0
     pairs = zip(meta.strides, meta.shape, strict=True)
     for stride, size in sorted((pair for pair in pairs if pair[1] != 1), key=lambda pair: pair[0]):
@@ -277,7 +276,7 @@ def _count(size: int | tuple[int, ...]) -> int:
 
 
 def _form(names: Sequence[str], sizes: Mapping[str, Any]) -> str:
-    """Write what a shape must look like, known sizes as numbers and others as symbols."""
+    """Format the expected shape, with bound sizes as numbers and others as symbols."""
     words: list[str] = []
     for name in names:
         if name == "..." and name in sizes:

@@ -1,6 +1,6 @@
-"""Refuses arguments that share memory with one that an operator writes.
+"""Rejects arguments that share memory with an argument that the operator writes.
 
-Addresses are the host's knowledge, so that no accelerator is waited for.
+Only addresses are compared, so the accelerator is never synchronized.
 """
 
 from collections.abc import Sequence
@@ -15,37 +15,36 @@ from ms_kernels.contracts.transforms import transforms_active
 from ms_kernels.errors import ArgumentError
 
 Layout = tuple[int, tuple[int, ...], tuple[int, ...], int]
-"""Address, shape, strides and size of an element of a tensor that has elements."""
+"""Address, shape, strides and itemsize of a non-empty tensor."""
 
 
 def check_overlaps(contract: Contract, tensors: Sequence[Tensor]) -> None:
-    """Refuse an argument that shares memory with one that is written.
+    """Reject an argument that shares memory with a mutated one.
 
-    While torch.compile traces, and of tensors without addresses, only the same tensor given twice
-    is found.
+    Under torch.compile, and for tensors without an address, only passing the same tensor twice is
+    detected.
 
     Raises:
         ArgumentError: naming the later of the two.
     """
-    known = [_layout(each) for each in tensors]
-    for place, argument in enumerate(contract.arguments):
-        for earlier in range(place):
-            before = contract.arguments[earlier]
-            if not (argument.mutated or before.mutated):
+    layouts = [_layout(tensor) for tensor in tensors]
+    for index, argument in enumerate(contract.arguments):
+        for earlier_index, earlier in enumerate(contract.arguments[:index]):
+            if not (argument.mutated or earlier.mutated):
                 continue
-            one, other = known[earlier], known[place]
-            if tensors[earlier] is tensors[place]:
-                raise _shared(contract, before, argument)
-            if one is not None and other is not None and _touch(one, other):
-                raise _shared(contract, before, argument)
+            a, b = layouts[earlier_index], layouts[index]
+            if tensors[earlier_index] is tensors[index]:
+                raise _overlap_error(contract, earlier, argument)
+            if a is not None and b is not None and _overlap(a, b):
+                raise _overlap_error(contract, earlier, argument)
 
 
-def _shared(contract: Contract, before: Argument, argument: Argument) -> ArgumentError:
+def _overlap_error(contract: Contract, earlier: Argument, argument: Argument) -> ArgumentError:
     return ArgumentError(
         contract.name,
         argument.name,
-        f"in the memory of {before.name}",
-        "a tensor of its own, since one of them is written",
+        f"in the memory of {earlier.name}",
+        "a separate tensor, since one of them is written",
     )
 
 
@@ -59,17 +58,17 @@ def _layout(tensor: Tensor) -> Layout | None:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.element_size()
 
 
-def _touch(one: Layout, other: Layout) -> bool:
-    """Return whether two tensors have a byte in common."""
-    if one[0] >= _end(other) or other[0] >= _end(one):
+def _overlap(a: Layout, b: Layout) -> bool:
+    """Whether two tensors share a byte."""
+    if a[0] >= _end(b) or b[0] >= _end(a):
         return False
-    # Two columns of one buffer lie in each other's range and touch nowhere: look closely.
-    least = min(one[0], other[0])
-    return _share_bytes((one[0] - least, *one[1:]), (other[0] - least, *other[1:]))
+    # The address ranges of two columns of one buffer overlap, but no byte is shared.
+    start = min(a[0], b[0])
+    return _share_bytes((a[0] - start, *a[1:]), (b[0] - start, *b[1:]))
 
 
 def _end(layout: Layout) -> int:
-    """Return the address after the last byte."""
+    """Address after the last byte."""
     start, shape, strides, itemsize = layout
     last = 0
     for size, stride in zip(shape, strides, strict=True):
@@ -78,16 +77,16 @@ def _end(layout: Layout) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _share_bytes(one: Layout, other: Layout) -> bool:
-    """Mark every byte of one tensor, and look whether one of the other's is marked."""
-    marks = torch.zeros(max(_end(one), _end(other)), dtype=torch.bool)
-    for place in _bytes(marks, one):
-        place.fill_(True)
-    return any(bool(place.any()) for place in _bytes(marks, other))
+def _share_bytes(a: Layout, b: Layout) -> bool:
+    """Mark all bytes of one tensor, then check whether the other has a marked byte."""
+    marks = torch.zeros(max(_end(a), _end(b)), dtype=torch.bool)
+    for view in _byte_views(marks, a):
+        view.fill_(True)
+    return any(bool(view.any()) for view in _byte_views(marks, b))
 
 
-def _bytes(marks: Tensor, layout: Layout) -> list[Tensor]:
-    """Return views of the marks of each first byte, each second byte, ... of the elements."""
+def _byte_views(marks: Tensor, layout: Layout) -> list[Tensor]:
+    """Views of `marks` for byte 0, byte 1, ... of all elements."""
     start, shape, strides, itemsize = layout
-    wide = [stride * itemsize for stride in strides]
-    return [marks.as_strided(shape, wide, start + place) for place in range(itemsize)]
+    byte_strides = [stride * itemsize for stride in strides]
+    return [marks.as_strided(shape, byte_strides, start + byte) for byte in range(itemsize)]

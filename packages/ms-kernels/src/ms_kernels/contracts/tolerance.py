@@ -1,10 +1,10 @@
-"""Tolerances: how far a result may lie from the reference in float64, given the same inputs.
+"""Tolerances between a result and the float64 reference on the same inputs.
 
-A backend that accumulates in float32 and rounds its result once is off by half a unit in the
-last place of the dtype (``eps / 2``), plus what float32 lost on the way: sums of up to about
-1,000 terms in float32 lose less than ``1e-5`` of the largest partial sum. The relative numbers
-below allow two roundings (``eps``) where there is one, the absolute ones are for results that
-are small because larger terms cancelled, at inputs of order one.
+A backend that accumulates in float32 and rounds its result once is off by half a unit in the last
+place of the dtype (``eps / 2``), plus the float32 accumulation error: sums of up to about 1,000
+terms lose less than ``1e-5`` of the largest partial sum. The relative tolerances allow two
+roundings (``eps``). The absolute ones cover results that are small because larger terms cancelled,
+for inputs of order one.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class Tolerance(NamedTuple):
 
 
 class Tolerances(NamedTuple):
-    """How far an operator may lie from the truth, by dtype."""
+    """Tolerances of an operator's results and gradients, by dtype."""
 
     results: Mapping[torch.dtype, Tolerance]
     gradients: Mapping[torch.dtype, Tolerance]
@@ -52,7 +52,7 @@ _GRADIENTS = MappingProxyType(
 def _cancelling(
     like: Mapping[torch.dtype, Tolerance], bfloat16: float, float16: float
 ) -> Mapping[torch.dtype, Tolerance]:
-    """Return other absolute tolerances in half precision, where more terms cancel."""
+    """Replace the absolute tolerances in half precision, for results where more terms cancel."""
     absolute = {torch.bfloat16: bfloat16, torch.float16: float16}
     wider = {dtype: like[dtype]._replace(absolute=limit) for dtype, limit in absolute.items()}
     return MappingProxyType({**like, **wider})
@@ -61,21 +61,21 @@ def _cancelling(
 ROUNDED_ONCE = Tolerances(_RESULTS, _GRADIENTS)
 """Sums in float32, and one rounding of the result."""
 
-# Fused attention rounds the probabilities to the inputs' dtype before it multiplies them by v:
-# off by eps / 2 of Σ p·|v|, whatever cancels in Σ p·v. At |v| up to 4 that is 2 eps at worst, one
-# eps of a sum of independent roundings. Backward it rounds p, its gradient (a product over D
-# features, of order sqrt(D)) and the saved result: four times as much in the same sense.
+# Fused attention rounds the probabilities to the inputs' dtype before multiplying by v: an error
+# of eps / 2 of Σ p·|v|, even if Σ p·v cancels. For |v| up to 4 that is 2 eps in the worst case, 1
+# eps for independent roundings. Backward rounds p, its gradient (a dot product over D features, of
+# order sqrt(D)) and the saved result: four times as much.
 ATTENTION = Tolerances(_cancelling(_RESULTS, 2**-7, 2**-10), _cancelling(_GRADIENTS, 2**-5, 2**-8))
-"""Probabilities are rounded before they meet the values."""
+"""For probabilities that are rounded before the product with v."""
 
-# A residual sum is rounded before it is used, so each row's part of a weight's gradient is off by
-# up to eps / 2 of itself. Over R rows of order one these add up at random to eps / 2 · sqrt(R):
-# at 256 rows, 8 eps; twice that for the farthest of a few hundred features.
+# A residual sum is rounded before use, so each row's term of a weight gradient is off by up to
+# eps / 2. Over R rows of order one these errors add up to eps / 2 · sqrt(R) at random: 8 eps for
+# 256 rows, and twice that for the worst of a few hundred features.
 SUMMED = Tolerances(_RESULTS, _cancelling(_GRADIENTS, 2**-3, 2**-6))
-"""A residual sum is rounded before it is used."""
+"""For a residual sum that is rounded before use."""
 
-# A gradient of logits is rounded to the inputs' dtype before it meets hidden or weight: off by up
-# to eps / 2 of itself, which is about -1 at the target, times the row's own gradient. Against
-# numbers up to 4 and rows' gradients up to 4 that is 8 eps at worst, 4 eps of what is likely.
+# Logit gradients are rounded to the inputs' dtype before the product with hidden or weight: an
+# error of up to eps / 2 relative to a gradient of about -1 at the target, times the row's own
+# gradient. With values and row gradients up to 4 that is 8 eps in the worst case, 4 eps typically.
 LOGITS = Tolerances(_RESULTS, _cancelling(_GRADIENTS, 2**-5, 2**-8))
-"""A gradient of logits is rounded before it meets hidden or weight."""
+"""For logit gradients that are rounded before the product with hidden or weight."""

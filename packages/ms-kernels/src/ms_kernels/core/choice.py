@@ -1,6 +1,6 @@
-"""Chooses the implementation that a call gets, and says why, as a pure function of the call.
+"""Chooses the implementation for a call, with reasons, as a pure function of the call.
 
-Nothing is timed and nothing is remembered, so that every rank of a run takes the same one.
+Nothing is timed or remembered, so every rank of a run makes the same choice.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,41 +18,40 @@ from ms_kernels.errors import BackendError
 
 @frozen(kw_only=True)
 class Implementation:
-    """One backend's way to perform one operator."""
+    """One backend's implementation of one operator."""
 
     operator: str
-    """Name of the contract it fulfils."""
+    """Name of the operator's contract."""
     backend: str
     """Name of the backend, such as ``"cpu"``."""
     run: Callable[..., Any]
-    """Takes the contract's arguments, then its options, all by position."""
+    """Function of the contract's arguments, then its options, all positional."""
     devices: frozenset[str] | None = None
-    """Device types it runs on; None for any."""
+    """Supported device types. None: any."""
     dtypes: tuple[torch.dtype, ...] | None = None
-    """Dtypes of the first argument that it takes; None for all that the contract allows."""
+    """Supported dtypes of the first argument. None: all that the contract allows."""
     subclasses: bool = False
-    """Whether it takes DTensor and other tensor subclasses."""
+    """Whether it supports DTensor and other tensor subclasses."""
     transforms: bool = False
-    """Whether torch.func (grad, vmap, jvp, ...) and forward-mode AD can look into it."""
+    """Whether torch.func (grad, vmap, jvp, ...) and forward-mode AD can trace through it."""
     refuses: Callable[[Call], str | None] = lambda call: None
-    """Why it cannot or should not take a call, or None if it can."""
+    """Reason why it does not support a call, or None if it does."""
     merit: str
-    """Why it is preferred to those after it."""
+    """Why it is preferred to the implementations after it."""
     version: int = 1
-    """Raised when its results or its speed change: tuning tables of an older one then count for
-    nothing."""
+    """Version of its results and speed. Tuning table entries for another version are ignored."""
     pays_from: int = 0
-    """Elements, of all arguments together, from which on it is worth while on a chip without a
-    tuning table; 0 where it always is, and no tuner measures it."""
+    """Total elements of all arguments from which it is faster than the next implementation, on a
+    chip without a tuning table. 0: always, and tuners do not measure it."""
     tuned: tuple[TunedKernel, ...] = ()
-    """Kernels whose launch parameters stand in tuning tables."""
+    """Kernels whose launch parameters are in tuning tables."""
     entries: Callable[[str, str], Iterable[Entry]] = lambda chip, dtype: ()
-    """Kernels that a library for a GPU holds, from chip and dtype."""
+    """Kernels for an ahead-of-time compiled GPU library, given chip and dtype."""
 
 
 @frozen(kw_only=True)
 class Verdict:
-    """What was decided about one implementation."""
+    """Decision about one implementation, with its reason."""
 
     backend: str
     taken: bool
@@ -61,34 +60,34 @@ class Verdict:
 
 @frozen(kw_only=True)
 class Choice:
-    """The implementation that a call gets, with the reasons for and against each."""
+    """Chosen implementation of a call, with a verdict on every candidate."""
 
     operator: str
     device: str
     dtype: str
     implementation: Implementation
     verdicts: tuple[Verdict, ...]
-    """In the order in which they were considered."""
+    """One per candidate, in the order considered."""
     launches: tuple[Launch, ...] = ()
-    """What the kernels of the one taken run with, where `explain` was asked."""
+    """Launch parameters of the chosen implementation's kernels; filled in by `explain` only."""
 
     @property
     def backend(self) -> str:
-        """Name of the backend taken."""
+        """Name of the chosen backend."""
         return self.implementation.backend
 
 
 def with_launches(choice: Choice, call: Call, dims: Mapping[str, int]) -> Choice:
-    """Return `choice` with the parameters that its kernels run with.
+    """Return `choice` with the launch parameters of its kernels.
 
     Args:
-        choice: for `call`.
-        call: already checked against its contract.
-        dims: the sizes of its symbols.
+        choice: the choice made for `call`.
+        call: the call, already checked against its contract.
+        dims: size of each symbol in the call.
     """
     launches = tuple(
-        launch_of(each, call.chip, choice.dtype, tuple(dims[name] for name in each.sizes))
-        for each in choice.implementation.tuned
+        launch_of(kernel, call.chip, choice.dtype, tuple(dims[name] for name in kernel.sizes))
+        for kernel in choice.implementation.tuned
     )
     return evolve(choice, launches=launches)
 
@@ -96,9 +95,9 @@ def with_launches(choice: Choice, call: Call, dims: Mapping[str, int]) -> Choice
 def first_fit(
     call: Call, implementations: Sequence[Implementation], preferred: Sequence[str] | None = None
 ) -> Implementation | None:
-    """Return the first implementation that fits `call`: what `choose` takes, without the reasons.
+    """Return the first implementation that supports `call`: the one `choose` picks.
 
-    torch.compile traces this one without a graph break.
+    It gathers no reasons, so that torch.compile can trace it without a graph break.
     """
     for candidate in _candidates(call.operator, implementations, preferred):
         if _objection(candidate, call, preferred) is None:
@@ -109,43 +108,44 @@ def first_fit(
 def choose(
     call: Call, implementations: Sequence[Implementation], preferred: Sequence[str] | None = None
 ) -> Choice:
-    """Take the first implementation that fits `call`, and say why each was taken or not.
+    """Choose the first implementation that supports `call`, with a verdict on each candidate.
 
     Args:
-        call: the use of an operator, already checked against its contract.
-        implementations: those of the operator, best first; others' are passed over.
-        preferred: backends to consider, in this order, instead of all of them.
+        call: the call, already checked against its contract.
+        implementations: candidates, best first; those of other operators are ignored.
+        preferred: backends to consider, in this order, instead of all.
 
     Raises:
-        BackendError: when none fits; says why not, backend by backend.
+        BackendError: if none supports the call; the message gives each backend's reason.
     """
     candidates = _candidates(call.operator, implementations, preferred)
-    offered = [each.backend for each in candidates]
+    backends = [candidate.backend for candidate in candidates]
     verdicts = [
         Verdict(backend=name, taken=False, reason=f"has no {call.operator}")
         for name in preferred or ()
-        if name not in offered
+        if name not in backends
     ]
-    taken = None
+    implementation = None
     for candidate in candidates:
-        obstacle = (
-            f"{taken.backend} comes first" if taken else _objection(candidate, call, preferred)
-        )
-        if obstacle is None:
-            taken = candidate
-        reason = obstacle or candidate.merit
-        verdicts.append(Verdict(backend=candidate.backend, taken=obstacle is None, reason=reason))
-    if taken is None:
-        reasons = "; ".join(f"{each.backend} {each.reason}" for each in verdicts)
+        if implementation is None:
+            objection = _objection(candidate, call, preferred)
+        else:
+            objection = f"{implementation.backend} comes first"
+        if objection is None:
+            implementation = candidate
+        reason = objection or candidate.merit
+        verdicts.append(Verdict(backend=candidate.backend, taken=objection is None, reason=reason))
+    if implementation is None:
+        reasons = "; ".join(f"{verdict.backend} {verdict.reason}" for verdict in verdicts)
         raise BackendError(
-            f"{call.operator}: no backend takes this call on {call.device} in "
-            f"{describe(call.dtype)} ({reasons}); `ms-kernels list` shows what exists"
+            f"{call.operator}: no backend supports this call on {call.device} in "
+            f"{describe(call.dtype)} ({reasons}); `ms-kernels list` shows all implementations"
         )
     return Choice(
         operator=call.operator,
         device=str(call.device),
         dtype=describe(call.dtype),
-        implementation=taken,
+        implementation=implementation,
         verdicts=tuple(verdicts),
     )
 
@@ -154,44 +154,45 @@ def _candidates(
     operator: str, implementations: Sequence[Implementation], preferred: Sequence[str] | None
 ) -> list[Implementation]:
     """Return the implementations to consider, in order."""
-    own = [each for each in implementations if each.operator == operator]
+    matching = [candidate for candidate in implementations if candidate.operator == operator]
     if preferred is None:
-        return own
-    return [each for name in preferred for each in own if each.backend == name]
+        return matching
+    return [candidate for name in preferred for candidate in matching if candidate.backend == name]
 
 
 def _objection(
     candidate: Implementation, call: Call, preferred: Sequence[str] | None
 ) -> str | None:
-    """Say why `candidate` is not taken, or None; one that was asked for is taken even if slower."""
-    obstacle = obstacle_to(candidate, call)
-    return obstacle if obstacle is not None or preferred else _too_small(candidate, call)
+    """Reason not to use `candidate`, or None. Speed does not count for a forced backend."""
+    reason = obstacle_to(candidate, call)
+    return reason if reason is not None or preferred else _too_small(candidate, call)
 
 
 def obstacle_to(candidate: Implementation, call: Call) -> str | None:
-    """Say why `candidate` cannot take `call`, or None if it can."""
+    """Reason why `candidate` does not support `call`, or None if it does."""
     if candidate.devices is not None and call.device.type not in candidate.devices:
         return f"runs on {' and '.join(sorted(candidate.devices))}, not on {call.device.type}"
     if candidate.dtypes is not None and call.dtype not in candidate.dtypes:
-        fits = ", ".join(describe(dtype) for dtype in candidate.dtypes)
-        return f"takes {fits}, not {describe(call.dtype)}"
-    if not candidate.subclasses and not all(each is None or each.plain for each in call.tensors):
-        return "takes plain tensors, not DTensor or another subclass"
+        dtypes = ", ".join(describe(dtype) for dtype in candidate.dtypes)
+        return f"supports {dtypes}, not {describe(call.dtype)}"
+    plain = all(tensor is None or tensor.plain for tensor in call.tensors)
+    if not candidate.subclasses and not plain:
+        return "supports plain tensors, not DTensor or another subclass"
     if call.transformed and not candidate.transforms:
         return "is opaque to torch.func and forward-mode differentiation"
     return candidate.refuses(call)
 
 
 def _too_small(candidate: Implementation, call: Call) -> str | None:
-    """Say why `candidate` would be slower than what comes after it, or None if it pays."""
+    """Reason why `candidate` is slower than the next one at this size, or None if it is faster."""
     entry = None
     if candidate.backend != "reference":
         dtype = describe(call.dtype)
         entry = entry_for(call.chip, call.operator, candidate.backend, candidate.version, dtype)
     pays_from = candidate.pays_from if entry is None else entry.pays_from
     if pays_from is None:
-        return f"pays from no size that was tried on {call.chip}"
+        return f"was not faster at any size measured on {call.chip}"
     if call.elements < pays_from:
-        source = "" if entry is None else f" ({call.chip})"
-        return f"pays from {pays_from} elements on{source}, and here are {call.elements}"
+        source = "" if entry is None else f" on {call.chip}"
+        return f"is faster from {pays_from} elements{source}, and this call has {call.elements}"
     return None

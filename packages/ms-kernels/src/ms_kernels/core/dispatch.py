@@ -1,8 +1,8 @@
-"""Performs calls: checks them, chooses an implementation, and keeps what was decided.
+"""Runs calls: checks the arguments, chooses an implementation, and caches the decision.
 
 A decision depends on the tensors' types, shapes, dtypes, devices, layouts and strides, the options,
-and whether torch.func is active. The next call that looks the same pays for one dictionary lookup,
-and neither checks nor chooses again. The key holds everything that `describe_call` reads.
+and whether torch.func is active. The cache key holds everything that `describe_call` reads, so a
+repeated call costs one dictionary lookup instead of the checks and the choice.
 """
 
 from collections.abc import Callable
@@ -21,25 +21,25 @@ from ms_kernels.core.operator import OPERATORS
 from ms_kernels.core.tracing import known_when_traced
 from ms_kernels.errors import ArgumentError, BackendError
 
-KEPT = 4096
-"""Decisions kept before they are forgotten, so that ever new shapes cannot fill the memory."""
+MAX_CACHED = 4096
+"""Number of cached decisions; the cache is emptied when full, so new shapes cannot fill memory."""
 
 PREFERRED: ContextVar[tuple[str, ...] | None] = ContextVar("preferred", default=None)
-"""The backends that `use_backend` named; None for any."""
+"""Backends forced by `use_backend`, in order. None: any backend."""
 
 Result = TypeVar("Result")
 
-_kept: dict[Any, Callable[..., Any]] = {}
+_cache: dict[Any, Callable[..., Any]] = {}
 
 
 def perform(
     contract: Contract, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]
-) -> Result:  # type: ignore[type-var]  # what an operator returns, its public function says
+) -> Result:  # type: ignore[type-var]  # the public function of each operator has the real type
     """Check a call, choose an implementation and run it.
 
     Raises:
-        ArgumentError: when an argument does not fit the contract.
-        BackendError: when no backend that may be used takes the call.
+        ArgumentError: if an argument violates the contract.
+        BackendError: if no allowed backend supports the call.
     """
     run: Callable[..., Result] = implementation(contract, tensors, options)
     if contract.check_values is not None:
@@ -56,26 +56,27 @@ def perform(
 def implementation(
     contract: Contract, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]
 ) -> Callable[..., Any]:
-    """Return the function that performs `contract` on these arguments.
+    """Return the function that implements `contract` for these arguments.
 
     Raises:
-        ArgumentError: when an argument does not fit the contract.
-        BackendError: when no backend that may be used takes the call.
+        ArgumentError: if an argument violates the contract.
+        BackendError: if no allowed backend supports the call.
     """
     if torch.compiler.is_compiling():
         return _traced(contract, tensors, options)
-    steady = options
-    for place, option in contract.changing:
-        contract.check_option(option, options[place])
-        steady = (*steady[:place], None, *steady[place + 1 :])
+    # Options that change on every call, such as a step, are checked here and left out of the key.
+    key_options = options
+    for index, option in contract.changing:
+        contract.check_option(option, options[index])
+        key_options = (*key_options[:index], None, *key_options[index + 1 :])
     key: tuple[Any, ...] | None
     try:
         key = (
             contract.name,
             PREFERRED.get(),
             transforms_active(),
-            steady,
-            *map(_type_of, steady),  # 1, 1.0 and True are one key, and not one value
+            key_options,
+            *map(_type_of, key_options),  # 1, 1.0 and True hash alike but are different values
             *[
                 tensor
                 if tensor is None
@@ -90,15 +91,15 @@ def implementation(
                 for tensor in tensors
             ],
         )
-        run = _kept.get(key)
-    except (AttributeError, RuntimeError, TypeError):  # no tensor or no hash: refused below
+        run = _cache.get(key)
+    except (AttributeError, RuntimeError, TypeError):  # not a tensor, or unhashable: refused below
         key = run = None
     if run is None:
         run = decide(describe_call(contract, tensors, options)).implementation.run
-        if len(_kept) >= KEPT:
-            _kept.clear()
+        if len(_cache) >= MAX_CACHED:
+            _cache.clear()
         if key is not None:
-            _kept[key] = run
+            _cache[key] = run
     return run
 
 
@@ -108,11 +109,11 @@ def _type_of(option: Any) -> Any:
 
 
 def decide(call: Call) -> Choice:
-    """Check `call` and choose among all implementations, minding `use_backend`.
+    """Check `call` and choose its implementation, respecting `use_backend`.
 
     Raises:
-        ArgumentError: when an argument does not fit the contract.
-        BackendError: when no backend that may be used takes the call.
+        ArgumentError: if an argument violates the contract.
+        BackendError: if no allowed backend supports the call.
     """
     operator = OPERATORS[call.operator]
     operator.contract.bind(call)
@@ -125,15 +126,15 @@ def describe_call(
     options: tuple[Any, ...],
     compiling: bool = False,
 ) -> Call:
-    """Describe a use of an operator without its data.
+    """Describe a call by metadata alone: shapes, dtypes, devices, strides and options.
 
     Raises:
-        ArgumentError: when an argument is no dense tensor.
+        ArgumentError: if an argument is not a dense tensor.
     """
-    described: list[TensorMeta | None] = []
+    metas: list[TensorMeta | None] = []
     for argument, tensor in zip(contract.arguments, tensors, strict=True):
         if tensor is None:
-            described.append(None)
+            metas.append(None)
             continue
         if not isinstance(tensor, Tensor):
             got = f"a {type(tensor).__name__}"  # type: ignore[unreachable]
@@ -143,27 +144,27 @@ def describe_call(
             raise ArgumentError(contract.name, argument.name, got, "a strided (dense) tensor")
         plain = type(tensor) in (Tensor, torch.nn.Parameter)
         shape = tuple(tensor.shape)
-        described.append(TensorMeta(shape, tensor.dtype, tensor.device, tensor.stride(), plain))
-    chip = next((chip_of(each.device) for each in described if each is not None), "")
-    return Call(contract.name, tuple(described), options, compiling, chip, transforms_active())
+        metas.append(TensorMeta(shape, tensor.dtype, tensor.device, tensor.stride(), plain))
+    chip = next((chip_of(meta.device) for meta in metas if meta is not None), "")
+    return Call(contract.name, tuple(metas), options, compiling, chip, transforms_active())
 
 
 def _traced(
     contract: Contract, tensors: tuple[Tensor | None, ...], options: tuple[Any, ...]
 ) -> Callable[..., Any]:
-    """Decide anew, in a form that torch.compile follows without a graph break."""
+    """Choose without the cache, in a form that torch.compile traces without a graph break."""
     call = describe_call(contract, tensors, options, compiling=True)
     contract.bind(call)
     preferred: tuple[str, ...] | None = _preferred_when_traced()
-    fitting = first_fit(call, OPERATORS[contract.name].implementations, preferred)
-    if fitting is None:
+    candidate = first_fit(call, OPERATORS[contract.name].implementations, preferred)
+    if candidate is None:
         raise BackendError(
-            f"{contract.name}: none of {preferred} takes this call while torch.compile traces it"
+            f"{contract.name}: none of {preferred} supports this call under torch.compile"
         )
-    return fitting.run
+    return candidate.run
 
 
 @known_when_traced
 def _preferred_when_traced() -> tuple[str, ...] | None:
-    """Return what `use_backend` holds as the graph is made; it stays so in that graph."""
+    """Backends forced by `use_backend` when the graph is traced; constant within that graph."""
     return PREFERRED.get()

@@ -1,16 +1,16 @@
-"""Entries of a GPU's library: kernels with the types, sizes and limits they are compiled for.
+"""Entries of an ahead-of-time compiled GPU library: kernels with their types, sizes and limits.
 
-Numbers of tiles and limits are written once, in an expression that Python and C read alike. Names
-in it are the kernel's arguments and constants, or `extra` arguments that the launch alone needs.
+Tile counts and limits are expressions that are valid in both Python and C, so each is written once.
+Names in them are the kernel's arguments and constants, or `extra` arguments of the launch.
 
-What the name of a kernel's argument says, where its entry does not say otherwise:
+The type of a kernel argument follows from its name unless its entry overrides it:
 
-1. CAPITALS are a pointer to elements of the call's dtype; other names are whole numbers.
-2. Strides over a whole sequence, page or matrix, ``count`` and ``ignore_index`` have 64 bits,
-   others 32.
+1. CAPITALS are a pointer to elements of the call's dtype; other names are integers.
+2. Strides over a sequence, page or matrix, ``count`` and ``ignore_index`` are 64-bit, others
+   32-bit.
 3. Strides, widths, ``classes``, ``half``, ``group_size`` and ``count`` are multiples of 16, so that
-   loads may be vectors.
-4. What a kernel divides by (`DIVISORS`) is at least 1.
+   loads can be vectorized.
+4. Divisors (`DIVISORS`) are at least 1.
 """
 
 import re
@@ -21,11 +21,11 @@ import torch
 from attrs import field, frozen
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""By the names that Triton has for them."""
+"""Dtypes by their Triton names."""
 
 DIVISORS = frozenset({"classes", "choices", "group", "group_size", "groups", "heads", "page"})
 DIVISORS |= {"parts", "positions", "rows_each", "value_width", "width"}
-"""Sizes that may not be 0."""
+"""Sizes that a kernel divides by, which must not be 0."""
 
 _WIDE = re.compile(r"(batch|page|expert)_stride$|^(document|table)_stride$|^count$|^ignore_index$")
 _ALIGNED = re.compile(r"stride$|^(width|value_width|out_width|classes|half|group_size|count)$")
@@ -36,28 +36,30 @@ class Entry:
     """One compiled kernel of a library."""
 
     name: str
-    """Unique in a library: kernel, dtype and size."""
+    """Unique name in the library: kernel, dtype and size."""
     operator: str
-    """Name of the operator that it belongs to."""
+    """Name of the operator."""
     kernel: str
-    """Where the Triton function stands: ``"MODULE.FUNCTION"``, the module's whole name."""
+    """Fully qualified name of the Triton function, ``"MODULE.FUNCTION"``."""
     dtype: str
-    """As in `DTYPES`."""
+    """Key of `DTYPES`."""
     constants: Mapping[str, Any]
-    """Compile-time constants, without Triton's options."""
+    """Compile-time constants, without Triton's own options."""
     warps: int
+    """Triton's num_warps."""
     stages: int
+    """Triton's num_stages."""
     tiles: str
-    """How many programs a launch takes."""
+    """Expression for the number of programs in a launch."""
     limits: Mapping[str, str] = field(factory=dict)
-    """What an argument may be at most, by name."""
+    """Maximum value per argument: a number or the name of a constant."""
     extra: tuple[str, ...] = ()
-    """Arguments of the launch that the kernel does not take."""
+    """Launch arguments that are not passed to the kernel."""
     types: Mapping[str, str] = field(factory=dict)
-    """Types that differ from what a name says."""
+    """Argument types that differ from the naming rules."""
 
     def signature(self, arguments: tuple[str, ...]) -> dict[str, str]:
-        """Return the type of each of the kernel's arguments, in order."""
+        """Return the type of each kernel argument, in order."""
         return {name: self._type(name) for name in arguments}
 
     def _type(self, name: str) -> str:
@@ -70,14 +72,14 @@ class Entry:
         return "i64" if _WIDE.search(name) else "i32"
 
     def greatest(self) -> dict[str, int]:
-        """Return what arguments may be at most, where a constant says so."""
-        named = {name: self.constants.get(most, most) for name, most in self.limits.items()}
-        return {name: int(most) for name, most in named.items() if str(most).isdecimal()}
+        """Return the maximum of each argument whose limit is a number or a constant."""
+        limits = {name: self.constants.get(limit, limit) for name, limit in self.limits.items()}
+        return {name: int(limit) for name, limit in limits.items() if str(limit).isdecimal()}
 
     def aligned(self, name: str) -> bool:
-        """Return whether an argument is a multiple of 16: bytes of a pointer, or a whole number."""
-        kind = self._type(name)
-        return kind.startswith("*") or (kind[0] == "i" and bool(_ALIGNED.search(name)))
+        """Whether an argument is a multiple of 16: a pointer's address, or an integer's value."""
+        ctype = self._type(name)
+        return ctype.startswith("*") or (ctype[0] == "i" and bool(_ALIGNED.search(name)))
 
 
 def entry(
@@ -94,24 +96,25 @@ def entry(
     u8: str = "",
     **more: Any,
 ) -> Entry:
-    """Return an entry.
+    """Build an `Entry`.
 
     Args:
-        operator: name of the operator that it belongs to.
-        kernel: where the Triton function stands, ``"MODULE.FUNCTION"``.
-        dtype: as in `DTYPES`.
-        detail: what tells it from other entries of the kernel and dtype.
-        constants: compile-time constants, and Triton's options.
-        tiles: how many programs a launch takes.
-        fp32: names of numbers of that type, and in capitals of pointers to it.
-        i32: likewise.
-        i64: likewise.
-        u8: likewise.
-        **more: fields of `Entry`.
+        operator: name of the operator.
+        kernel: fully qualified name of the Triton function, ``"MODULE.FUNCTION"``.
+        dtype: key of `DTYPES`.
+        detail: suffix that distinguishes entries of the same kernel and dtype.
+        constants: compile-time constants and Triton's options.
+        tiles: expression for the number of programs in a launch.
+        fp32: names of float32 arguments; names in capitals are pointers.
+        i32: names of 32-bit integer arguments and pointers.
+        i64: names of 64-bit integer arguments and pointers.
+        u8: names of 8-bit unsigned arguments and pointers.
+        **more: other fields of `Entry`.
     """
-    kinds = {"fp32": fp32, "i32": i32, "i64": i64, "u8": u8}
+    names_by_type = {"fp32": fp32, "i32": i32, "i64": i64, "u8": u8}
+    function = kernel.rpartition(".")[2]
     return Entry(
-        name="_".join(str(each) for each in (kernel.rpartition(".")[2], dtype, detail) if each),
+        name="_".join(str(part) for part in (function, dtype, detail) if part),
         operator=operator,
         kernel=kernel,
         dtype=dtype,
@@ -120,8 +123,8 @@ def entry(
         stages=constants.get("num_stages", 1),
         tiles=tiles,
         types={
-            name: "*" * name.isupper() + kind
-            for kind, names in kinds.items()
+            name: "*" * name.isupper() + ctype
+            for ctype, names in names_by_type.items()
             for name in names.split()
         },
         **more,

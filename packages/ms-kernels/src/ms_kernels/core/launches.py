@@ -1,6 +1,6 @@
-"""The parameters that kernels run with: what the tuning tables say, or the kernel's own defaults.
+"""Launch parameters of kernels: from the chip's tuning table, or the kernel's defaults.
 
-Nothing is measured in a run: what a kernel runs with is a pure function of chip, dtype and sizes.
+Nothing is measured in a run: launch parameters are a pure function of chip, dtype and sizes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,24 +20,24 @@ from ms_kernels.core.tables import entry_for
 from ms_kernels.errors import TableError
 
 ANY = "any"
-"""Stands for the chip of a launch whose parameters are the kernel's own defaults."""
+"""Chip name reported for a launch that uses the kernel's defaults."""
 
 ANY_SIZE = 2**63 - 1
 
 Values = Mapping[str, int]
-"""A kernel's parameters, such as block sizes and warps."""
+"""A kernel's launch parameters, such as block sizes and warps."""
 
 Defaults = tuple[tuple[int, Values], ...]
-"""Parameters up to a size, the least size first."""
+"""Pairs (largest size, parameters), in ascending order of size."""
 
 
 def by_size(parameter: str, values: Mapping[int, int], **others: int) -> Defaults:
-    """Return defaults of which one parameter grows with the size; the others stay."""
-    return tuple((most, {**others, parameter: value}) for most, value in values.items())
+    """Return defaults where one parameter depends on the size and the others are fixed."""
+    return tuple((limit, {**others, parameter: value}) for limit, value in values.items())
 
 
 class TableKey(NamedTuple):
-    """Where a kernel runs, as tables are keyed."""
+    """Chip and dtype: the part of a table's key that depends on the call."""
 
     chip: str
     dtype: torch.dtype
@@ -45,43 +45,42 @@ class TableKey(NamedTuple):
 
 
 def key_of(tensor: Tensor) -> TableKey:
-    """Return where the operator runs whose first argument is `tensor`."""
+    """Return the table key of an operator whose first argument is `tensor`."""
     return TableKey(chip_of(tensor.device), tensor.dtype)
 
 
 @frozen(kw_only=True, eq=False)
 class TunedKernel:
-    """A kernel, as one operator runs it, whose launch parameters stand in tuning tables."""
+    """A kernel, as used by one operator, whose launch parameters come from tuning tables."""
 
     operator: str
-    """The operator that it runs for; two may share a kernel and give it other parameters."""
+    """Operator that launches it. Two operators may share a kernel with different parameters."""
     name: str
-    """Its name in tables."""
+    """Name in tables."""
     backend: str = "triton"
     version: int = 1
     """Version of the implementation."""
     sizes: tuple[str, ...] = ()
-    """Symbols of the contract whose sizes tables may tell apart."""
+    """Symbols of the contract whose sizes table entries may depend on."""
     tried_at: tuple[Mapping[str, int], ...] = ({},)
-    """Sizes, where they differ from the contract's example, at which a tuner measures, the least
-    first."""
+    """Sizes at which a tuner measures, ascending; the contract's example fills in the rest."""
     candidates: tuple[Values, ...] = ()
-    """What a tuner tries beside what stands in the tables."""
+    """Parameters that a tuner tries in addition to those in the tables."""
     defaults: Defaults = ()
-    """Parameters on a chip without a table, up to sizes of the first symbol; never measured."""
+    """Parameters on a chip without a table, by size of the first symbol; never measured."""
     wide_defaults: Defaults = ()
-    """The same in float32, where it differs."""
+    """Defaults for float32, if they differ."""
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What tells it from every other kernel."""
+        """Unique key of the kernel."""
         return self.operator, self.backend, self.name
 
     def values(self, key: TableKey, *sizes: int) -> dict[str, int]:
-        """Return the parameters to run with; `sizes` are those of the symbols, in order.
+        """Return the launch parameters for the given sizes of the symbols in `self.sizes`.
 
         Raises:
-            TableError: when no table knows the kernel and it has no defaults.
+            TableError: if no table has the kernel and it has no defaults.
         """
         tried = _tried.get()
         if tried is not None and tried[0].key == self.key:
@@ -94,7 +93,7 @@ _tried: ContextVar[tuple[TunedKernel, Values] | None] = ContextVar("tried", defa
 
 @contextmanager
 def trying(kernel: TunedKernel, values: Values) -> Iterator[None]:
-    """Make a kernel run with `values` within: how a tuner tries one after the other."""
+    """Launch a kernel with `values` inside the `with` block; used by the tuner."""
     token = _tried.set((kernel, values))
     try:
         yield
@@ -103,13 +102,13 @@ def trying(kernel: TunedKernel, values: Values) -> Iterator[None]:
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters that one kernel of a call runs with, and where they stand."""
+    """Launch parameters of one kernel in a call, and their source."""
 
     kernel: str
     values: dict[str, int]
     """Launch parameters, such as block sizes and warps."""
     chip: str
-    """The chip whose table gives them; ``"any"`` for the kernel's own defaults."""
+    """Chip of the table they are from; ``"any"`` for the kernel's defaults."""
     measured: bool
     """Whether they were timed on that chip."""
 
@@ -121,23 +120,23 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=4096)
 def launch_of(kernel: TunedKernel, chip: str, dtype: str, sizes: tuple[int, ...]) -> Launch:
-    """Return what a kernel runs with: what the chip's table says, else its own defaults.
+    """Return the launch parameters of a kernel: the chip's table entry, else the defaults.
 
     Raises:
-        TableError: when there is neither.
+        TableError: if there is neither.
     """
-    known = dict(zip(kernel.sizes, sizes, strict=True))
+    size_of = dict(zip(kernel.sizes, sizes, strict=True))
     entry = entry_for(chip, kernel.operator, kernel.backend, kernel.version, dtype)
-    for each in entry.configurations if entry is not None else ():
-        fits = all(known.get(name, 0) <= most for name, most in each.at_most.items())
-        if fits and each.kernel == kernel.name:
+    for config in entry.configurations if entry is not None else ():
+        fits = all(size_of.get(name, 0) <= limit for name, limit in config.at_most.items())
+        if fits and config.kernel == kernel.name:
             measured = entry is not None and entry.measured
-            return Launch(kernel=kernel.name, values=each.values, chip=chip, measured=measured)
+            return Launch(kernel=kernel.name, values=config.values, chip=chip, measured=measured)
     wide = dtype == "float32" and kernel.wide_defaults
-    for most, values in kernel.wide_defaults if wide else kernel.defaults:
-        if not sizes or sizes[0] <= most:
+    for limit, values in kernel.wide_defaults if wide else kernel.defaults:
+        if not sizes or sizes[0] <= limit:
             return Launch(kernel=kernel.name, values=dict(values), chip=ANY, measured=False)
     raise TableError(
-        f"no table knows {kernel.name} of {kernel.operator} {kernel.backend}, version "
-        f"{kernel.version}, in {dtype}; give the kernel defaults"
+        f"no tuning table has {kernel.name} of {kernel.operator} {kernel.backend}, version "
+        f"{kernel.version}, in {dtype}, and the kernel has no defaults; add defaults"
     )

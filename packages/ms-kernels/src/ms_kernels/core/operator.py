@@ -1,4 +1,4 @@
-"""Assembles each operator from its folder, and keeps them by name."""
+"""Registry of operators, each assembled from its folder."""
 
 from collections.abc import Iterable
 from importlib import import_module
@@ -10,35 +10,35 @@ from ms_kernels.contracts.contract import Contract
 from ms_kernels.core.choice import Implementation
 
 BACKENDS = ("ascend", "cpu", "sdpa", "triton", "reference")
-"""Names of the backends; where several take a call, the first of them gets it."""
+"""Names of the backends, in order of preference."""
 
 
 @frozen(kw_only=True, eq=False)
 class Operator:
-    """One operator: what it is, and everything that performs it."""
+    """One operator: its contract and its implementations."""
 
     contract: Contract
     implementations: tuple[Implementation, ...]
-    """Best first; the reference, which takes every call, is the last."""
+    """Best first; the last is the reference, which supports every call."""
 
 
 OPERATORS: dict[str, Operator] = {}
-"""Every operator by name; importing `ms_kernels.operators` fills it."""
+"""All operators by name; filled by importing `ms_kernels.operators`."""
 
 
 def register(folder: str, path: Iterable[str]) -> None:
-    """Make the operator of a folder known to dispatch, proofs, the tuner and the library builder.
+    """Register the operator in a folder for dispatch, tests, the tuner and the library builder.
 
-    Its module `contract` holds the CONTRACT, and each module that is named after a backend that
+    Its module `contract` defines CONTRACT, and each module named after a backend defines that
     backend's IMPLEMENTATION.
 
     Args:
-        folder: the package's name.
-        path: where it is.
+        folder: name of the operator's Python package.
+        path: the package's `__path__`.
     """
     contract: Contract = import_module(f"{folder}.contract").CONTRACT
-    there = {each.name for each in iter_modules(path)}
-    own = [import_module(f"{folder}.{name}") for name in BACKENDS if name in there - {"reference"}]
+    names = {module.name for module in iter_modules(path)} - {"reference"}
+    backends = [import_module(f"{folder}.{name}") for name in BACKENDS if name in names]
     reference = Implementation(
         operator=contract.name,
         backend="reference",
@@ -47,5 +47,5 @@ def register(folder: str, path: Iterable[str]) -> None:
         transforms=True,
         merit="plain torch, runs on every device and dtype",
     )
-    implementations = (*(module.IMPLEMENTATION for module in own), reference)
+    implementations = (*(module.IMPLEMENTATION for module in backends), reference)
     OPERATORS[contract.name] = Operator(contract=contract, implementations=implementations)

@@ -1,8 +1,9 @@
-"""The arguments and results of a backend's two torch operators, in order, and what follows.
+"""Signatures of a backend's forward and backward torch operators, and what derives from them.
 
-The forward operator takes the contract's arguments and options, and returns results and kept
-tensors; the backward one takes the results' gradients, saved tensors, which gradients are wanted,
-and the options.
+The forward operator takes the contract's arguments and options and returns results, then
+intermediates. The backward operator takes the results' gradients, saved tensors, a bit mask of the
+gradients to compute, and the options. Their fake (meta) versions and the autograd function are
+derived here.
 """
 
 import inspect
@@ -18,30 +19,32 @@ from ms_kernels.contracts.call import accumulator
 from ms_kernels.contracts.contract import Contract
 
 DimNames = tuple[str, ...]
-"""Symbols of a tensor's sizes, ``"..."`` first if at all."""
+"""Symbols of a tensor's sizes; ``"..."`` may only be first."""
 
 
-def is_wanted(wanted: int, place: int) -> bool:
-    """Return whether the gradient of the differentiable argument at `place` is wanted."""
-    return bool(wanted >> place & 1)
+def needs_grad(mask: int, index: int) -> bool:
+    """Whether the gradient of the `index`-th differentiable argument is needed."""
+    return bool(mask >> index & 1)
 
 
-def unwanted(like: Tensor) -> Tensor:
-    """Return the empty tensor that stands for a gradient that is not wanted."""
+def absent_grad(like: Tensor) -> Tensor:
+    """Return the empty tensor that stands in for a gradient that is not needed."""
     return like.new_empty((0,) * like.ndim)
 
 
 @frozen(kw_only=True, eq=False)
 class Plan:
-    """Which tensor stands where, in the forward operator's results and the backward's arguments."""
+    """Order of the tensors in the forward operator's results and the backward's arguments."""
 
     contract: Contract
-    kept: dict[str, str]
+    intermediates: dict[str, str]
+    """Names and dims of the tensors that forward returns after the results."""
     saves: tuple[str, ...]
+    """Names of the tensors saved for backward."""
     arguments: tuple[str, ...] = field(init=False)
     outputs: tuple[str, ...] = field(init=False)
     differentiable: tuple[int, ...] = field(init=False)
-    """Places of the arguments that have a gradient."""
+    """Indices of the arguments that have a gradient."""
     dims: dict[str, DimNames] = field(init=False)
     """Dims of every tensor, by name."""
 
@@ -51,30 +54,30 @@ class Plan:
 
     @outputs.default
     def _outputs(self) -> tuple[str, ...]:
-        return (*self.contract.results, *self.kept)
+        return (*self.contract.results, *self.intermediates)
 
     @differentiable.default
     def _differentiable(self) -> tuple[int, ...]:
         arguments = enumerate(self.contract.arguments)
-        return tuple(place for place, argument in arguments if argument.differentiable)
+        return tuple(index for index, argument in arguments if argument.differentiable)
 
     @dims.default
     def _dims(self) -> dict[str, DimNames]:
-        named = {argument.name: argument.dims for argument in self.contract.arguments}
-        made = {**self.contract.results, **self.kept}
-        return {**named, **{name: tuple(text.split()) for name, text in made.items()}}
+        inputs = {argument.name: argument.dims for argument in self.contract.arguments}
+        outputs = {**self.contract.results, **self.intermediates}
+        return {**inputs, **{name: tuple(text.split()) for name, text in outputs.items()}}
 
     @property
     def count(self) -> int:
-        """How many of the outputs are the operator's results."""
+        """Number of results, which come before the intermediates in the outputs."""
         return len(self.contract.results)
 
     def dims_of(self, names: Iterable[str]) -> list[DimNames]:
-        """Return the dims of some tensors."""
+        """Return the dims of the named tensors."""
         return [self.dims[name] for name in names]
 
     def remember(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep what the backward pass needs."""
+        """Save the tensors, options and result shapes that the backward pass needs."""
         outputs = (output,) if isinstance(output, Tensor) else tuple(output)
         by_name = dict(zip(self.arguments, inputs, strict=False))
         by_name |= dict(zip(self.outputs, outputs, strict=True))
@@ -82,80 +85,81 @@ class Plan:
         ctx.options = inputs[len(self.arguments) :]
         ctx.set_materialize_grads(False)
         results = outputs[: self.count]
-        ctx.made = [(each.shape, each.dtype, each.device) for each in results]
-        without = list(outputs[self.count :])
-        without += [each for each in results if not each.is_floating_point()]
-        ctx.mark_non_differentiable(*without)
+        ctx.result_metas = [(result.shape, result.dtype, result.device) for result in results]
+        no_gradient = list(outputs[self.count :])
+        no_gradient += [result for result in results if not result.is_floating_point()]
+        ctx.mark_non_differentiable(*no_gradient)
 
     def function(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
-        """Return both passes as an autograd function, which calls them without the dispatcher."""
+        """Return an autograd function of both passes that bypasses the torch dispatcher."""
 
-        def make(ctx: Any, *given: Any) -> Any:
-            output = forward(*given)
-            self.remember(ctx, given, output)
+        def run_forward(ctx: Any, *args: Any) -> Any:
+            output = forward(*args)
+            self.remember(ctx, args, output)
             return output
 
         passes = {
-            "forward": staticmethod(make),
+            "forward": staticmethod(run_forward),
             "backward": staticmethod(once_differentiable(self.differentiate(backward, backward))),
         }
         return type(self.contract.name, (torch.autograd.Function,), passes).apply  # type: ignore[attr-defined]
 
     def differentiate(self, back: Any, backward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the backward pass in autograd's form."""
+        """Wrap the backward function as autograd calls it: (ctx, *grads) -> one per input."""
         parameters = list(inspect.signature(backward, eval_str=True).parameters.values())
-        may_be_none = [each.annotation is not Tensor for each in parameters[: self.count]]
+        optional = [parameter.annotation is not Tensor for parameter in parameters[: self.count]]
 
         def differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            pulls = [
+            output_grads = [
                 grad.contiguous()
                 if grad is not None
-                else (None if none else torch.zeros(made[0], dtype=made[1], device=made[2]))
-                for grad, made, none in zip(grads, ctx.made, may_be_none, strict=False)
+                else (None if may_be_none else torch.zeros(meta[0], dtype=meta[1], device=meta[2]))
+                for grad, meta, may_be_none in zip(grads, ctx.result_metas, optional, strict=False)
             ]
-            needed = [ctx.needs_input_grad[place] for place in self.differentiable]
-            wanted = sum(1 << place for place, need in enumerate(needed) if need)
-            found = back(*pulls, *ctx.saved_tensors, wanted, *ctx.options)
-            found = (found,) if isinstance(found, Tensor) else found
+            needed = [ctx.needs_input_grad[index] for index in self.differentiable]
+            grad_mask = sum(1 << bit for bit, need in enumerate(needed) if need)
+            input_grads = back(*output_grads, *ctx.saved_tensors, grad_mask, *ctx.options)
+            input_grads = (input_grads,) if isinstance(input_grads, Tensor) else input_grads
             slots: list[Tensor | None] = [None] * (len(self.arguments) + len(ctx.options))
-            for place, need, gradient in zip(self.differentiable, needed, found, strict=True):
-                slots[place] = gradient if need else None
+            for index, need, grad in zip(self.differentiable, needed, input_grads, strict=True):
+                slots[index] = grad if need else None
             return tuple(slots)
 
         return differentiate
 
-    def fake(self, *given: Any) -> Any:
-        """Make the results and the kept tensors without data."""
-        tensors = dict(zip(self.arguments, given, strict=False))
-        sizes, first = self._sizes(tensors), given[0]
+    def fake(self, *args: Any) -> Any:
+        """Forward on fake tensors: results and intermediates without data."""
+        tensors = dict(zip(self.arguments, args, strict=False))
+        sizes, first = self._sizes(tensors), args[0]
         wide = accumulator(first.dtype)
-        found = [
+        outputs = [
             first.new_empty(
                 _shape(self.dims[name], sizes),
-                dtype=first.dtype if place < self.count and not self.contract.wide else wide,
+                dtype=first.dtype if index < self.count and not self.contract.wide else wide,
             )
-            for place, name in enumerate(self.outputs)
+            for index, name in enumerate(self.outputs)
         ]
-        return found[0] if len(found) == 1 else tuple(found)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
-    def fake_backward(self, *given: Any) -> Any:
-        """Make a gradient of the shape and dtype of each argument that has one."""
+    def fake_backward(self, *args: Any) -> Any:
+        """Backward on fake tensors: a gradient like each differentiable argument, without data."""
         count = self.count + len(self.saves)
-        pulls = dict(zip(self.contract.results, given, strict=False))
-        known = {**pulls, **dict(zip(self.saves, given[self.count : count], strict=True))}
-        sizes, found = self._sizes(known), []
-        for number, place in enumerate(self.differentiable):
-            argument = self.contract.arguments[place]
-            # Of the same dtype: itself, what it is like, or a result, which is like the first.
-            named = (known.get(argument.name), known.get(argument.like or ""), *pulls.values())
-            like = next(each for each in named if each is not None)
+        output_grads = dict(zip(self.contract.results, args, strict=False))
+        tensors = output_grads | dict(zip(self.saves, args[self.count : count], strict=True))
+        sizes, grads = self._sizes(tensors), []
+        for bit, index in enumerate(self.differentiable):
+            argument = self.contract.arguments[index]
+            # Tensors of the argument's dtype: itself, the argument it must match, or a result.
+            same_dtype = (tensors.get(argument.name), tensors.get(argument.like or ""))
+            candidates = (*same_dtype, *output_grads.values())
+            like = next(tensor for tensor in candidates if tensor is not None)
             shape = _shape(argument.dims, sizes)
-            wanted = is_wanted(given[count], number)
-            found.append(like.new_empty(shape if wanted else (0,) * len(shape)))
-        return found[0] if len(found) == 1 else tuple(found)
+            needed = needs_grad(args[count], bit)
+            grads.append(like.new_empty(shape if needed else (0,) * len(shape)))
+        return grads[0] if len(grads) == 1 else tuple(grads)
 
     def _sizes(self, tensors: Mapping[str, Tensor | None]) -> dict[str, tuple[int, ...]]:
-        """Return the size of each symbol; leading dims have several."""
+        """Return the size of each symbol; ``"..."`` has one per leading dim."""
         sizes: dict[str, tuple[int, ...]] = {}
         for name, tensor in tensors.items():
             if tensor is None:
@@ -169,9 +173,9 @@ class Plan:
 
 
 def _shape(dims: DimNames, sizes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the sizes of a tensor's dims.
+    """Return a tensor's shape from its dims.
 
     Raises:
-        KeyError: when a symbol has no size; then a fake must be passed to `opaque`.
+        KeyError: if a symbol has no size; such an operator must pass its own fake to `opaque`.
     """
     return tuple(size for symbol in dims for size in sizes[symbol])

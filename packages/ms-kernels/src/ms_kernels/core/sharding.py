@@ -1,8 +1,8 @@
-"""Says how DTensor may split an operator over processes, from the names of its dims.
+"""Derives DTensor sharding rules of an operator from the names of its dims.
 
-A contract says along which symbols an operator falls into pieces that know nothing of each other.
-Then every tensor that has such a dim is split along it, every other is whole on each process; a
-result without it, which only a backward pass has, is a sum over the pieces.
+A contract lists the symbols along which an operator is independent. For such a symbol, tensors with
+that dim are sharded along it and all others are replicated; a result without it, which occurs only
+in a backward pass, is a partial sum.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,16 +14,16 @@ from ms_kernels.core.plan import DimNames
 
 
 class Spec(Protocol):
-    """What DTensor knows of a tensor: `torch.distributed.tensor._dtensor_spec.DTensorSpec`."""
+    """The part of `torch.distributed.tensor._dtensor_spec.DTensorSpec` that is used here."""
 
     @property
     def shape(self) -> Sequence[int]:
-        """Its sizes over all processes."""
+        """Global shape."""
         ...
 
     @property
     def mesh(self) -> Any:
-        """The processes."""
+        """Device mesh."""
         ...
 
 
@@ -33,62 +33,65 @@ def shardings(
     outputs: Sequence[DimNames],
     options: int,
 ) -> list[tuple[list[Placement], list[Placement | None]]]:
-    """Return every way to place the tensors of a call along one axis of a mesh.
+    """Return all valid placements of a call's tensors along one mesh axis.
 
     Args:
-        splits: symbols that may be split, those that must be split together in one string.
-        inputs: dims of each tensor argument, and what is known of it; None for one left out.
+        splits: symbols that may be sharded; symbols to shard together share one string.
+        inputs: dims and spec of each tensor argument; the spec is None for an absent one.
         outputs: dims of each result.
-        options: how many other arguments follow.
+        options: number of non-tensor arguments that follow.
 
     Returns:
-        Placements of the outputs beside those of the inputs; the first way is to split nothing.
+        Pairs (placements of the outputs, placements of the inputs); the first replicates all.
     """
-    whole: list[Placement | None] = [None if spec is None else Replicate() for _, spec in inputs]
-    everywhere: list[Placement] = [Replicate() for _ in outputs]
-    ways = [(everywhere, whole + [None] * options)]
+    replicated: list[Placement | None] = [
+        None if spec is None else Replicate() for _, spec in inputs
+    ]
+    ways: list[tuple[list[Placement], list[Placement | None]]] = [
+        ([Replicate() for _ in outputs], replicated + [None] * options)
+    ]
     leading = _leading(inputs)
     for split in splits:
         symbols = frozenset(split.split())
         if not _divides(symbols, inputs):
             continue
         for offset in range(leading) if "..." in symbols else (0,):
-            placed: list[Placement | None] = [
-                None if spec is None else _place(dims, symbols, leading, offset, spec.shape)
+            placements: list[Placement | None] = [
+                None if spec is None else _placement(dims, symbols, leading, offset, spec.shape)
                 for dims, spec in inputs
             ]
-            results = [_place(dims, symbols, leading, offset, None) for dims in outputs]
-            pieces: list[Placement] = [
-                Partial() if isinstance(each, Replicate) else each for each in results
+            results = [_placement(dims, symbols, leading, offset, None) for dims in outputs]
+            sums: list[Placement] = [
+                Partial() if isinstance(result, Replicate) else result for result in results
             ]
-            ways.append((pieces, placed + [None] * options))
+            ways.append((sums, placements + [None] * options))
     return ways
 
 
 def _leading(inputs: Sequence[tuple[DimNames, Spec | None]]) -> int:
-    """Return how many dims ``...`` stands for."""
+    """Return the number of dims that ``...`` matches."""
     for dims, spec in inputs:
         if spec is not None and "..." in dims:
             return len(spec.shape) - len(dims) + 1
     return 0
 
 
-def _place(
+def _placement(
     dims: DimNames, symbols: frozenset[str], leading: int, offset: int, shape: Sequence[int] | None
 ) -> Placement:
-    """Split a tensor along the first of its dims that is among `symbols`, if any."""
-    at = 0
+    """Shard a tensor along its first dim that is in `symbols`; replicate it if there is none."""
+    dim = 0
     for name in dims:
         if name in symbols:
-            place = at + offset if name == "..." else at
-            # A size of 1 is broadcast: every piece needs it.
-            return Replicate() if shape is not None and shape[place] == 1 else Shard(place)
-        at += leading if name == "..." else 1
+            shard_dim = dim + offset if name == "..." else dim
+            # A dim of size 1 is broadcast, so every rank needs it.
+            return Replicate() if shape is not None and shape[shard_dim] == 1 else Shard(shard_dim)
+        dim += leading if name == "..." else 1
     return Replicate()
 
 
 def _divides(symbols: frozenset[str], inputs: Sequence[tuple[DimNames, Spec | None]]) -> bool:
-    """Return whether dims that go together, as heads of q and k do, can be cut alike."""
+    """Whether dims that are sharded together, such as heads of q and k, divide evenly."""
     if len(symbols) == 1:
         return True
     return all(size == 1 or size % count == 0 for size, count in _sizes(symbols, inputs))
@@ -100,6 +103,6 @@ def _sizes(
     for dims, spec in inputs:
         if spec is None:
             continue
-        for place, name in enumerate(dims):
+        for dim, name in enumerate(dims):
             if name in symbols:
-                yield spec.shape[place], spec.mesh.size()
+                yield spec.shape[dim], spec.mesh.size()

@@ -1,11 +1,11 @@
-"""Tuning tables: from which size a backend pays on a chip, and how kernels run best there.
+"""Tuning tables: the size from which a backend is faster on a chip, and its launch parameters.
 
-A table is a file, ``tables/CHIP.json``, keyed by operator, backend, the implementation's version
-and dtype. It is made by ``ms-kernels bench --tune`` on the chip, reviewed and committed; nothing is
-timed in a run. What it says is a pure function of the call, so every rank on the same kind of chip
-decides alike. A chip without a table, or an implementation that changed its version since, gets
-what the implementation and its kernels say themselves: `Implementation.pays_from` and
-`TunedKernel.defaults`. An entry that nobody timed on its chip says so: ``"measured": false``.
+A table is a file, ``tables/CHIP.json``, keyed by operator, backend, implementation version and
+dtype. ``ms-kernels bench --tune`` generates it on the chip; it is then reviewed and committed.
+Nothing is timed in a run: a lookup is a pure function of the call, so all ranks on the same kind of
+chip make the same choice. Without a table, or for another version of the implementation, the
+defaults in `Implementation.pays_from` and `TunedKernel.defaults` apply. Entries that were not timed
+on their chip have ``"measured": false``.
 """
 
 import re
@@ -23,29 +23,29 @@ from ms_kernels.errors import TableError
 from ms_kernels.files.untrusted import decode_json, decoding, read_bytes
 
 LIMIT_BYTES = 2**22
-"""Size of the largest table that is read."""
+"""Maximum size of a table file."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
 
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-"""A whole number that any decoder holds."""
+"""Tensor size, within a signed 64-bit integer."""
 
 Value = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-"""A kernel's parameter."""
+"""Launch parameter of a kernel."""
 
 
 class Configuration(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
 ):
-    """What one kernel runs with, up to some sizes."""
+    """Launch parameters of one kernel, up to given sizes."""
 
     kernel: str = ""
-    """Which of the implementation's kernels."""
+    """Name of the kernel within the implementation."""
     at_most: dict[str, Size]
-    """Sizes by symbol up to which it holds; one that is not named may be any."""
+    """Largest size per symbol for which it applies; missing symbols are unlimited."""
     values: dict[str, Value]
-    """The kernel's parameters, such as block sizes and warps."""
+    """Launch parameters, such as block sizes and warps."""
 
     def __post_init__(self) -> None:
         if not self.values:
@@ -55,7 +55,7 @@ class Configuration(
 class TableEntry(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
 ):
-    """What is known of one implementation in one dtype."""
+    """Tuning results of one implementation in one dtype."""
 
     operator: str
     backend: str
@@ -64,22 +64,22 @@ class TableEntry(
     dtype: str
     """Dtype of the first argument, such as ``"bfloat16"``."""
     pays_from: int | None = 0
-    """Elements, of all arguments together, from which on it beats what comes after it; None: at
-    no size that was tried."""
+    """Total elements of all arguments from which it is faster than the next implementation. None:
+    not faster at any size measured."""
     measured: bool = True
-    """Whether it was timed on the chip; else it was chosen by what the compiled kernels take."""
+    """Whether it was timed on the chip, rather than chosen from the compiled kernels' resources."""
     configurations: tuple[Configuration, ...] = ()
-    """The first that holds is taken, for each kernel."""
+    """Configurations in order; for each kernel the first one that applies is used."""
 
     def __post_init__(self) -> None:
         if self.version < 1 or (self.pays_from is not None and self.pays_from < 0):
             raise ValueError("version must be 1 or more, and pays_from 0 or more, or null")
         if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
-            raise ValueError(f"there is no dtype {self.dtype!r}")
+            raise ValueError(f"{self.dtype!r} is not a torch dtype")
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What an entry is found by; a table has one for each."""
+        """Unique key within a table."""
         return self.operator, self.backend, self.dtype
 
 
@@ -91,16 +91,16 @@ class Table(
     tag_field="format",
     tag="ms-kernels-tuning-1",
 ):
-    """All that was measured on one chip."""
+    """Tuning table of one chip."""
 
     chip: str
     torch: str
-    """Version of torch it was measured with; empty where nothing was."""
+    """Version of torch used for measuring; empty if nothing was measured."""
     entries: tuple[TableEntry, ...]
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.chip):
-            raise ValueError(f"{self.chip!r} is no name of a chip")
+            raise ValueError(f"{self.chip!r} is not a valid chip name")
         seen = set()
         for entry in self.entries:
             if entry.key in seen:
@@ -112,39 +112,39 @@ def read_table(path: Path) -> Table:
     """Read a table from a file.
 
     Raises:
-        TableError: when the file is no table: unknown or missing fields, values out of range, two
-            entries for one implementation, too large, or made for a chip other than its name says.
+        TableError: if the file is not a valid table: unknown or missing fields, values out of
+            range, duplicate entries, too large, or a file name that differs from its chip.
     """
     content = read_bytes(path, error=TableError, limit_bytes=LIMIT_BYTES)
     try:
         table = decode_json(content, Table, where=path, error=TableError)
     except TableError as error:
-        remake = "make it anew with `ms-kernels bench --tune`"
-        raise TableError(f"{error}: no tuning table; {remake}") from error
+        remedy = "regenerate it with `ms-kernels bench --tune`"
+        raise TableError(f"{error}: not a tuning table; {remedy}") from error
     if table.chip != path.stem:
-        raise TableError(f"{path} is a table of {table.chip}; name it {table.chip}.json")
+        raise TableError(f"{path} is the table of {table.chip}; rename it to {table.chip}.json")
     return table
 
 
 def write_table(table: Table, path: Path) -> None:
-    """Write a table, whole or not at all, in a form that reviews well: one entry a line.
+    """Write a table atomically, one entry per line so that diffs are easy to review.
 
     Raises:
-        TableError: when it cannot be written there.
+        TableError: if it cannot be written.
     """
     entries = sorted(table.entries, key=lambda entry: entry.key)
     ordered = msgspec.structs.replace(table, entries=tuple(entries))
     text = msgspec.json.encode(ordered).decode()
     text = text.replace('"entries":[', '"entries":[\n').replace(',{"operator"', ',\n{"operator"')
-    aside = path.with_suffix(".json.new")
+    partial = path.with_suffix(".json.new")
     with decoding(path, error=TableError):
-        aside.write_text(text + "\n")
-        aside.replace(path)
+        partial.write_text(text + "\n")
+        partial.replace(path)
 
 
 def chips() -> tuple[str, ...]:
-    """Return the names of the chips that have a table of their own."""
-    return tuple(sorted(each.stem for each in _folder().glob("*.json")))
+    """Return the names of the chips that have a table."""
+    return tuple(sorted(path.stem for path in _folder().glob("*.json")))
 
 
 def _folder() -> Path:
@@ -153,7 +153,7 @@ def _folder() -> Path:
 
 @cache
 def _entries(chip: str) -> Mapping[tuple[str, str, str], TableEntry]:
-    """Return a chip's entries by key; none where there is no table."""
+    """Return a chip's entries by key; empty without a table."""
     path = _folder() / f"{chip}.json"
     if not _NAME.fullmatch(chip) or not path.exists():
         return {}
@@ -164,9 +164,9 @@ def _entries(chip: str) -> Mapping[tuple[str, str, str], TableEntry]:
 def entry_for(
     chip: str, operator: str, backend: str, version: int, dtype: str
 ) -> TableEntry | None:
-    """Return what a chip's table says of an implementation, or None.
+    """Return the table entry of an implementation, or None.
 
-    An entry for another version of it counts for nothing.
+    Entries for another version are ignored.
     """
     entry = _entries(chip).get((operator, backend, dtype))
     return entry if entry is not None and entry.version == version else None

@@ -1,4 +1,4 @@
-"""Marks functions whose results torch.compile takes as constants of a graph."""
+"""Marks functions whose results torch.compile treats as constants."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -7,10 +7,10 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def known_when_traced(function: Function) -> Function:
-    """Mark a function whose result is a constant of the graph in which it is called.
+    """Mark a function whose result is a constant of the graph that calls it.
 
-    It is `torch.compiler.assume_constant_result`, which imports torch's compiler to set this one
-    mark: a second that importing the package would cost everybody.
+    Same as `torch.compiler.assume_constant_result`, without importing torch's compiler, which
+    would add a second to every import of this package.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

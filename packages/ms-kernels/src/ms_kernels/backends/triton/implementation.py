@@ -50,7 +50,7 @@ def _foreign() -> str | None:
 
 def narrow_rows(call: Call) -> str | None:
     """Decline rows that no program holds."""
-    width = call.given[0].shape[-1]
+    width = call.present[0].shape[-1]
     if width > WIDEST_ROW:
         return f"holds rows of up to {WIDEST_ROW} features, not {width}"
     return None
@@ -58,7 +58,7 @@ def narrow_rows(call: Call) -> str | None:
 
 def narrow_heads(call: Call) -> str | None:
     """Decline heads too wide for a multiprocessor's memory, and strides beyond 32 bits."""
-    for each in call.given[:3]:
+    for each in call.present[:3]:
         if each.shape[-1] > WIDEST_HEAD:
             return f"takes heads of up to {WIDEST_HEAD} features, not {each.shape[-1]}"
         if each.strides[1] > LARGEST_STRIDE:

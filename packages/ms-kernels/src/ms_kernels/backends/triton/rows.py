@@ -5,7 +5,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ms_kernels.core.plan import is_wanted, unwanted
+from ms_kernels.core.plan import needs_grad, absent_grad
 
 Gradients = TypeVar("Gradients", bound=tuple[Tensor, ...])
 
@@ -25,8 +25,9 @@ def empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def wanted_of(wanted: int, gradients: Gradients) -> Gradients:
-    """Return the gradients that are wanted, and an empty tensor for each other."""
+def wanted_of(grad_mask: int, gradients: Gradients) -> Gradients:
+    """Return the gradients that are grad_mask, and an empty tensor for each other."""
     return tuple(  # type: ignore[return-value]  # as many tensors as were given
-        each if is_wanted(wanted, place) else unwanted(each) for place, each in enumerate(gradients)
+        each if needs_grad(grad_mask, place) else absent_grad(each)
+        for place, each in enumerate(gradients)
     )

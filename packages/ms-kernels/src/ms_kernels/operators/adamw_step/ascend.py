@@ -41,7 +41,7 @@ adamw_step = opaque(CONTRACT, "ascend", forward=_step)
 
 def _refuses(call: Call) -> str | None:
     """Decline weights or gradients of another dtype than the moments' float32."""
-    for name, meta in zip(("weights", "gradient", "mean", "square"), call.given, strict=True):
+    for name, meta in zip(("weights", "gradient", "mean", "square"), call.present, strict=True):
         if meta.dtype != torch.float32:
             return f"takes all four in float32, and {name} is {describe(meta.dtype)}"
     return empty(call)

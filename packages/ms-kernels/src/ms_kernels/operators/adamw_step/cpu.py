@@ -49,7 +49,7 @@ def _refuses(call: Call) -> str | None:
     """Decline what the fused kernel cannot walk through as one row of numbers."""
     if call.compiling:
         return "torch.compile fuses the reference by itself"
-    for name, meta in zip(("weights", "gradient", "mean", "square"), call.given, strict=True):
+    for name, meta in zip(("weights", "gradient", "mean", "square"), call.present, strict=True):
         if not meta.contiguous:
             return f"torch's fused kernel wants contiguous tensors, and {name} is not"
     return None

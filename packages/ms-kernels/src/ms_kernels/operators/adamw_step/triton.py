@@ -53,10 +53,10 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 
 def _refuses(call: Call) -> str | None:
     """Decline what cannot be stepped as one run of numbers, and moments of float64."""
-    moments = call.given[2].dtype
+    moments = call.present[2].dtype
     if moments != torch.float32:
         return f"keeps moments in float32, not {describe(moments)}"
-    for argument, meta in zip(CONTRACT.arguments, call.given, strict=True):
+    for argument, meta in zip(CONTRACT.arguments, call.present, strict=True):
         if not meta.contiguous:
             return f"writes contiguous tensors in place; {argument.name} is not contiguous"
     return None

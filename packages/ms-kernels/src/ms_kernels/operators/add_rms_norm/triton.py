@@ -26,13 +26,13 @@ def _backward(
     summed: Tensor,
     weight: Tensor,
     scale: Tensor,
-    wanted: int,
+    grad_mask: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_x, grad_weight = differentiate(BACKWARD, grad, grad_sum, summed, weight, scale)
     # An operator's results may not share their memory: the second is a copy, if both are wanted.
-    both = wanted & 3 == 3
-    return wanted_of(wanted, (grad_x, grad_x.clone() if both else grad_x, grad_weight))
+    both = grad_mask & 3 == 3
+    return wanted_of(grad_mask, (grad_x, grad_x.clone() if both else grad_x, grad_weight))
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
@@ -48,7 +48,7 @@ IMPLEMENTATION = on_gpu(
     entries=entries,
     refuses=narrow_rows,
     forward=_forward,
-    kept={"scale": "..."},
+    intermediates={"scale": "..."},
     backward=_backward,
     saves=("summed", "weight", "scale"),
 )

@@ -146,7 +146,7 @@ _kept_triangle = cache(_make_triangle)
 
 def _refuses(call: Call) -> str | None:
     """Decline sizes beyond the fused kernel's."""
-    q, k, v = call.given[:3]
+    q, k, v = call.present[:3]
     width = max(q.shape[3], v.shape[3])
     if width > WIDEST:
         return f"takes heads of at most {WIDEST}, not {width}"

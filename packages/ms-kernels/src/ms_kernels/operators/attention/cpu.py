@@ -91,7 +91,7 @@ class _WithSinks(torch.autograd.Function):
 
 def _refuses(call: Call) -> str | None:
     """Decline what the fused kernel would hand to torch's plain path, which rounds in between."""
-    for name, meta in zip("qkv", call.given, strict=False):
+    for name, meta in zip("qkv", call.present, strict=False):
         if 0 in meta.shape:
             return f"torch's fused kernel takes no empty tensor, and {name} is one"
         if meta.strides[-1] != 1:

@@ -44,7 +44,7 @@ def attention(
 
 def _refuses(call: Call) -> str | None:
     """Decline what these kernels do not take, or would take another way."""
-    q, k, v, *others = call.given
+    q, k, v, *others = call.present
     causal, window, _ = MaskOptions(*call.options)
     if others or window is not None:
         return "torch's own kernels take neither documents nor a window nor sinks"

@@ -12,7 +12,7 @@ from ms_kernels.backends.triton.launching import blocks, launch, power_of_two
 from ms_kernels.backends.triton.rows import empty, wanted_of, with_unit_stride
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, Defaults, TableKey, TunedKernel, key_of
-from ms_kernels.core.plan import is_wanted
+from ms_kernels.core.plan import needs_grad
 from ms_kernels.operators.attention.contract import CONTRACT, MaskOptions
 
 LOG2_E = 1.4426950408889634
@@ -108,7 +108,7 @@ def _backward(
     sinks: Tensor | None,
     result: Tensor,
     lse: Tensor,
-    wanted: int,
+    grad_mask: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     settings = MaskOptions(*options)
@@ -140,11 +140,11 @@ def _backward(
             **constants,
         )
     of_sinks = q.new_empty(0) if sinks is None else empty(sinks)
-    if sinks is not None and is_wanted(wanted, 3):
+    if sinks is not None and needs_grad(grad_mask, 3):
         kernel = f"{KERNELS}.attention_backward_sinks"
         rows = batch, queries, heads
         launch(kernel, heads, q, sinks.contiguous(), lse, delta, of_sinks, *rows, **SINKS)
-    return wanted_of(wanted, (*grads, of_sinks))
+    return wanted_of(grad_mask, (*grads, of_sinks))
 
 
 def _reach(options: MaskOptions, keys: Tensor) -> int:
@@ -274,7 +274,7 @@ IMPLEMENTATION = on_gpu(
     entries=entries,
     refuses=narrow_heads,
     forward=_forward,
-    kept={"lse": "B Hq Sq"},
+    intermediates={"lse": "B Hq Sq"},
     backward=_backward,
     saves=("q", "k", "v", "documents", "sinks", "result", "lse"),
 )

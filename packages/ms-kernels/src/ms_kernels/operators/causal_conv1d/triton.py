@@ -14,7 +14,7 @@ from ms_kernels.backends.triton.rows import empty, with_unit_stride
 from ms_kernels.contracts.call import Call
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, TableKey, TunedKernel, key_of
-from ms_kernels.core.plan import is_wanted, unwanted
+from ms_kernels.core.plan import needs_grad, absent_grad
 from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.causal_conv1d.contract import CONTRACT, last_inputs
 
@@ -85,7 +85,7 @@ def _backward(
     bias: Tensor | None,
     documents: Tensor | None,
     state: Tensor | None,
-    wanted: int,
+    grad_mask: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, to_x, taps = with_unit_stride(x), empty(x), weight.shape[1]
@@ -102,7 +102,7 @@ def _backward(
             **_flags(weight, bias, documents, state, silu=options[0]),
             **constants,
         )
-    to_state = unwanted(x) if state is None else empty(state)
+    to_state = absent_grad(x) if state is None else empty(state)
     constants = _constants(BACKWARD, key_of(x), x.shape[2])
     rows = len(x) * blocks(x.shape[1] + taps, constants["BS"])
     parts = x.new_empty((rows, taps + 1, x.shape[2]), dtype=torch.float32)
@@ -117,10 +117,12 @@ def _backward(
     )
     sums = parts.sum(0)
     return (
-        to_x if is_wanted(wanted, 0) else unwanted(x),
-        sums[:-1].T.to(weight.dtype).contiguous() if is_wanted(wanted, 1) else unwanted(weight),
-        sums[-1].to(x.dtype) if is_wanted(wanted, 2) else x.new_empty(0),
-        to_state if is_wanted(wanted, 3) else unwanted(x),
+        to_x if needs_grad(grad_mask, 0) else absent_grad(x),
+        sums[:-1].T.to(weight.dtype).contiguous()
+        if needs_grad(grad_mask, 1)
+        else absent_grad(weight),
+        sums[-1].to(x.dtype) if needs_grad(grad_mask, 2) else x.new_empty(0),
+        to_state if needs_grad(grad_mask, 3) else absent_grad(x),
     )
 
 
@@ -182,7 +184,7 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 
 def _refuses(call: Call) -> str | None:
     """Decline wide weights, and strides beyond 32 bits."""
-    x, weight = call.given[:2]
+    x, weight = call.present[:2]
     if weight.shape[1] > WIDEST:
         return f"takes up to {WIDEST} weights a channel, not {weight.shape[1]}"
     if x.strides[1] > LARGEST_STRIDE:

@@ -34,7 +34,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, *options: Any) -> Tensor:
 
 def _refuses(call: Call) -> str | None:
     """Decline what the fused operator does not offer with a gradient."""
-    logits = call.given[0]
+    logits = call.present[0]
     if not LossOptions(*call.options).plain:
         return "has no label smoothing and no z-loss with a gradient"
     rows = 1

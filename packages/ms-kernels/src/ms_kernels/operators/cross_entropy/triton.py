@@ -53,7 +53,7 @@ def _backward(
     logits: Tensor,
     targets: Tensor,
     totals: Tensor,
-    wanted: int,
+    grad_mask: int,
     *options: Any,
 ) -> Tensor:
     settings = LossOptions(*options)
@@ -174,7 +174,7 @@ IMPLEMENTATION = on_gpu(
     entries=entries,
     forward=_forward,
     fake=_fake,
-    kept={"totals": "..."},
+    intermediates={"totals": "..."},
     backward=_backward,
     saves=("logits", "targets", "totals"),
 )

@@ -63,7 +63,7 @@ def decode_attention(
 
 def _refuses(call: Call) -> str | None:
     """Decline windows and sizes that the fused kernel does not have."""
-    q, pages = call.given[:2]
+    q, pages = call.present[:2]
     if call.compiling:
         return "reads the lengths, which torch.compile cannot"
     if call.options[0] is not None:

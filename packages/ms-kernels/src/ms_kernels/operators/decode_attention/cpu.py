@@ -42,7 +42,7 @@ def _refuses(call: Call) -> str | None:
     """Decline what torch's fused kernel would hand to its plain path, and what needs a graph."""
     if call.compiling:
         return "torch.compile cannot read the lengths"
-    stride = call.given[0].strides[-1]
+    stride = call.present[0].strides[-1]
     if stride != 1:
         return f"torch's fused kernel wants a last stride of 1; q has {stride}"
     if call.dtype == torch.float64:

@@ -164,7 +164,7 @@ def _decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _refuses(call: Call) -> str | None:
     """Decline few positions, and documents that are not there to be read."""
-    positions = call.given[0].shape[1]
+    positions = call.present[0].shape[1]
     if positions < FEWEST:
         return f"pays from {FEWEST} positions on, and here are {positions}"
     if call.compiling and call.tensors[5] is not None:

@@ -98,7 +98,7 @@ def _backward(
     beta: Tensor,
     documents: Tensor | None,
     state: Tensor | None,
-    wanted: int,
+    grad_mask: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     settings, share = RuleOptions(*options), _share(q.shape[1])
@@ -135,7 +135,7 @@ def _backward(
     )
     of_g, of_beta = to_g.sum(0).to(g.dtype), to_beta.sum(0).to(beta.dtype)
     of_state = grad.new_empty((0,) * 4) if state is None else to_state.to(state.dtype)
-    return wanted_of(wanted, (of_q, of_k, to_v, of_g, of_beta, of_state))
+    return wanted_of(grad_mask, (of_q, of_k, to_v, of_g, of_beta, of_state))
 
 
 def _through_norm(pull: Tensor, x: Tensor, normalise: bool) -> Tensor:

@@ -30,7 +30,7 @@ def _fake_geglu(gate: Tensor, up: Tensor, approximate: str) -> tuple[Tensor, Ten
 
 
 def _geglu_backward(
-    grad: Tensor, gate: Tensor, up: Tensor, gated: Tensor, wanted: int, approximate: str
+    grad: Tensor, gate: Tensor, up: Tensor, gated: Tensor, grad_mask: int, approximate: str
 ) -> tuple[Tensor, Tensor]:
     tanh = int(approximate == "tanh")
     joined = join(gate, up)
@@ -46,7 +46,7 @@ IMPLEMENTATION = on_npu(
         "ascend",
         forward=_geglu,
         fake=_fake_geglu,
-        kept={"gated": "... I"},
+        intermediates={"gated": "... I"},
         backward=_geglu_backward,
         saves=("gate", "up", "gated"),
     ),

@@ -25,9 +25,9 @@ def _forward(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
 
 
 def _backward(
-    grad: Tensor, gate: Tensor, up: Tensor, wanted: int, approximate: str
+    grad: Tensor, gate: Tensor, up: Tensor, grad_mask: int, approximate: str
 ) -> tuple[Tensor, Tensor]:
-    return differentiate(BACKWARD, grad, gate, up, wanted, ACTIVATIONS[approximate])
+    return differentiate(BACKWARD, grad, gate, up, grad_mask, ACTIVATIONS[approximate])
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:

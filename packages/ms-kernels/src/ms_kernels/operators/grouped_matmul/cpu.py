@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ms_kernels.backends.cpu import on_cpu
-from ms_kernels.core.plan import is_wanted, unwanted
+from ms_kernels.core.plan import needs_grad, absent_grad
 from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.grouped_matmul.contract import CONTRACT
 
@@ -25,17 +25,17 @@ def _forward(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 
 def _backward(
-    grad: Tensor, x: Tensor, weights: Tensor, counts: Tensor, wanted: int
+    grad: Tensor, x: Tensor, weights: Tensor, counts: Tensor, grad_mask: int
 ) -> tuple[Tensor, Tensor]:
-    grad_x, grad_weights = unwanted(x), unwanted(weights)
-    if is_wanted(wanted, 0):
+    grad_x, grad_weights = absent_grad(x), absent_grad(weights)
+    if needs_grad(grad_mask, 0):
         grad_x = x.new_empty(x.shape)
-    if is_wanted(wanted, 1):
+    if needs_grad(grad_mask, 1):
         grad_weights = weights.new_zeros(weights.shape)
     for expert, rows in _groups(counts, x.shape[0]):
-        if is_wanted(wanted, 0):
+        if needs_grad(grad_mask, 0):
             _multiply(grad[rows], weights[expert].T, grad_x[rows])
-        if is_wanted(wanted, 1):
+        if needs_grad(grad_mask, 1):
             _multiply(x[rows].T, grad[rows], grad_weights[expert])
     return grad_x, grad_weights
 

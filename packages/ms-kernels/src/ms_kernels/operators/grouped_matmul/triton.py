@@ -17,7 +17,7 @@ from ms_kernels.backends.triton.rows import empty, with_unit_stride
 from ms_kernels.contracts.call import Call
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, TableKey, key_of
-from ms_kernels.core.plan import is_wanted, unwanted
+from ms_kernels.core.plan import needs_grad, absent_grad
 from ms_kernels.operators.grouped_matmul.contract import CONTRACT
 
 MOST_EXPERTS = 1024
@@ -50,13 +50,13 @@ def _forward(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 
 def _backward(
-    grad: Tensor, x: Tensor, weights: Tensor, counts: Tensor, wanted: int
+    grad: Tensor, x: Tensor, weights: Tensor, counts: Tensor, grad_mask: int
 ) -> tuple[Tensor, Tensor]:
     ends = counts.cumsum(0).to(torch.int32)
-    grad_x, grad_weights = unwanted(x), unwanted(weights)
-    if is_wanted(wanted, 0):
+    grad_x, grad_weights = absent_grad(x), absent_grad(weights)
+    if needs_grad(grad_mask, 0):
         grad_x = _by_expert(grad, weights.transpose(1, 2), ends)
-    if is_wanted(wanted, 1):
+    if needs_grad(grad_mask, 1):
         grad_weights, x = empty(weights), with_unit_stride(x)
         constants = WEIGHTS.values(key_of(x))
         experts, width, out_width = weights.shape
@@ -112,7 +112,7 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 
 def _refuses(call: Call) -> str | None:
     """Decline more experts than a program reads."""
-    count = call.given[1].shape[0]
+    count = call.present[1].shape[0]
     return f"takes up to {MOST_EXPERTS} experts, not {count}" if count > MOST_EXPERTS else None
 
 

@@ -11,7 +11,7 @@ from ms_kernels.backends.triton.launching import blocks, launch
 from ms_kernels.backends.triton.rows import as_rows, empty
 from ms_kernels.core.entries import Entry
 from ms_kernels.core.launches import key_of
-from ms_kernels.core.plan import is_wanted, unwanted
+from ms_kernels.core.plan import needs_grad, absent_grad
 from ms_kernels.operators.layer_norm.contract import CONTRACT
 from ms_kernels.operators.rms_norm.triton import norm_entries
 
@@ -45,7 +45,7 @@ def _backward(
     weight: Tensor,
     mean: Tensor,
     scale: Tensor,
-    wanted: int,
+    grad_mask: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, pulls = as_rows(x), as_rows(grad)
@@ -62,9 +62,9 @@ def _backward(
         **constants,
     )
     return (
-        grad_x if is_wanted(wanted, 0) else unwanted(x),
-        parts[0].sum(0).to(weight.dtype) if is_wanted(wanted, 1) else unwanted(weight),
-        parts[1].sum(0).to(weight.dtype) if is_wanted(wanted, 2) else unwanted(weight),
+        grad_x if needs_grad(grad_mask, 0) else absent_grad(x),
+        parts[0].sum(0).to(weight.dtype) if needs_grad(grad_mask, 1) else absent_grad(weight),
+        parts[1].sum(0).to(weight.dtype) if needs_grad(grad_mask, 2) else absent_grad(weight),
     )
 
 
@@ -80,7 +80,7 @@ IMPLEMENTATION = on_gpu(
     entries=entries,
     refuses=narrow_rows,
     forward=_forward,
-    kept={"mean": "...", "scale": "..."},
+    intermediates={"mean": "...", "scale": "..."},
     backward=_backward,
     saves=("x", "weight", "mean", "scale"),
 )

@@ -105,7 +105,7 @@ def _backward(
     targets: Tensor,
     top: Tensor,
     total: Tensor,
-    wanted: int,
+    grad_mask: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     settings = LossOptions(*options)
@@ -120,7 +120,7 @@ def _backward(
 
 def large_enough(call: Call) -> str | None:
     """Decline fewer classes and more features than the kernels take."""
-    classes, features = call.given[1].shape
+    classes, features = call.present[1].shape
     if classes < LEAST_CLASSES:
         return f"takes {LEAST_CLASSES} classes or more, not {classes}"
     if features > MOST_FEATURES:
@@ -142,7 +142,7 @@ IMPLEMENTATION = on_npu(
         "ascend",
         forward=_forward,
         fake=_fake,
-        kept={"top": "...", "total": "..."},
+        intermediates={"top": "...", "total": "..."},
         backward=_backward,
         saves=("hidden", "weight", "targets", "top", "total"),
     ),

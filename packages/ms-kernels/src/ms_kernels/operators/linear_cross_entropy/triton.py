@@ -18,7 +18,7 @@ from ms_kernels.backends.triton.implementation import on_gpu
 from ms_kernels.backends.triton.rows import as_rows, empty
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import TableKey, key_of
-from ms_kernels.core.plan import is_wanted, unwanted
+from ms_kernels.core.plan import needs_grad, absent_grad
 from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.cross_entropy.contract import LossOptions, counted_of, reduce
 from ms_kernels.operators.cross_entropy.triton import (
@@ -81,8 +81,8 @@ def _holding(name: str, *, of_hidden: bool, of_weight: bool) -> Callable[..., An
             lift = lift_of(hidden.dtype)
             losses[part], _ = row_losses(logits, places[part], settings, constants, gradient, lift)
             sums.add(gradient, rows, weight, part)
-        held_hidden = unwanted(hidden).float() if sums.hidden is None else sums.hidden
-        held_weight = unwanted(weight).float() if sums.weight is None else sums.weight
+        held_hidden = absent_grad(hidden).float() if sums.hidden is None else sums.hidden
+        held_weight = absent_grad(weight).float() if sums.weight is None else sums.weight
         if of_hidden:
             held_hidden = held_hidden.view(hidden.shape)
         loss = reduce(losses, places == settings.ignore_index, settings.reduction)
@@ -94,8 +94,8 @@ def _holding(name: str, *, of_hidden: bool, of_weight: bool) -> Callable[..., An
         targets: Tensor,
         *options: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        held_hidden = empty(hidden if of_hidden else unwanted(hidden), torch.float32)
-        held_weight = empty(weight if of_weight else unwanted(weight), torch.float32)
+        held_hidden = empty(hidden if of_hidden else absent_grad(hidden), torch.float32)
+        held_weight = empty(weight if of_weight else absent_grad(weight), torch.float32)
         return loss_like(hidden, targets, *options), held_hidden, held_weight
 
     return opaque(
@@ -103,7 +103,7 @@ def _holding(name: str, *, of_hidden: bool, of_weight: bool) -> Callable[..., An
         f"triton_{name}",
         forward=forward,
         fake=fake,
-        kept={"held_hidden": "... H", "held_weight": "V H"},
+        intermediates={"held_hidden": "... H", "held_weight": "V H"},
         backward=_scale,
         saves=("hidden", "weight", "targets", "held_hidden", "held_weight"),
     )
@@ -116,7 +116,7 @@ def _scale(
     targets: Tensor,
     held_hidden: Tensor,
     held_weight: Tensor,
-    wanted: int,
+    grad_mask: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return scaled copies of what the forward pass held, as the graph may be walked again."""
@@ -124,8 +124,8 @@ def _scale(
     if settings.reduction == "mean":
         grad = grad / counted_of(targets == settings.ignore_index)
     return (
-        scaled(SCALE, held_hidden if is_wanted(wanted, 0) else None, grad, hidden),
-        scaled(SCALE, held_weight if is_wanted(wanted, 1) else None, grad, weight),
+        scaled(SCALE, held_hidden if needs_grad(grad_mask, 0) else None, grad, hidden),
+        scaled(SCALE, held_weight if needs_grad(grad_mask, 1) else None, grad, weight),
     )
 
 
@@ -153,13 +153,13 @@ def _backward(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    wanted: int,
+    grad_mask: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Make the logits again, chunk by chunk, now that the gradient of each row is known."""
     settings = LossOptions(*options)
     rows, places = as_rows(hidden), targets.reshape(-1).contiguous()
-    of_hidden, of_weight = is_wanted(wanted, 0), is_wanted(wanted, 1)
+    of_hidden, of_weight = needs_grad(grad_mask, 0), needs_grad(grad_mask, 1)
     sums = Sums(rows, weight, of_hidden=of_hidden, of_weight=of_weight)
     slopes = slopes_of(grad, targets, settings).view(-1)
     peak, (slopes,) = lifted(hidden.dtype, slopes)

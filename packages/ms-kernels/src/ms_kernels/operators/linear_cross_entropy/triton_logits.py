@@ -11,7 +11,7 @@ from torch import Tensor
 from ms_kernels.backends.triton.configuration import grid, tuned_kernels
 from ms_kernels.backends.triton.launching import blocks, launch
 from ms_kernels.core.launches import ANY_SIZE, TunedKernel, key_of
-from ms_kernels.core.plan import unwanted
+from ms_kernels.core.plan import absent_grad
 
 CHUNK_BYTES = 2**31
 """Size of a chunk's float32 logits. Each chunk reads and writes the weight's whole gradient, which
@@ -131,7 +131,7 @@ def scaled(kernel: TunedKernel, x: Tensor | None, slope: Tensor, like: Tensor) -
         like: of the inputs' dtype, by which x was lifted.
     """
     if x is None:
-        return unwanted(like)
+        return absent_grad(like)
     result = torch.empty_like(like, memory_format=torch.contiguous_format)
     constants = kernel.values(key_of(like))
     launch(

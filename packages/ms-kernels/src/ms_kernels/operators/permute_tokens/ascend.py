@@ -27,7 +27,7 @@ def permute_tokens(x: Tensor, experts: Tensor, count: int) -> tuple[Tensor, Tens
 
 def few_choices(call: Call) -> str | None:
     """Decline more choices than can be sorted."""
-    experts = call.given[1]
+    experts = call.present[1]
     tokens, choices = experts.shape
     if choices > MOST_CHOICES:
         return f"takes at most {MOST_CHOICES} choices a token, not {choices}"

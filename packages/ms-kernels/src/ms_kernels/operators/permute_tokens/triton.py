@@ -78,7 +78,7 @@ def _backward(
     grad_counts: Tensor | None,
     grad_places: Tensor | None,
     places: Tensor,
-    wanted: int,
+    grad_mask: int,
     count: int,
 ) -> Tensor:
     result = grad.new_empty((len(places), grad.shape[1]))

@@ -89,7 +89,7 @@ def _turn(packed: Tensor, bits: int) -> Tensor:
 
 def _refuses(call: Call) -> str | None:
     """Decline what the fused operator does not take."""
-    x, packed, scales = call.given[:3]
+    x, packed, scales = call.present[:3]
     bits, group_size = call.options
     width, count = x.shape[-1], packed.shape[0]
     if scales.dtype != x.dtype:

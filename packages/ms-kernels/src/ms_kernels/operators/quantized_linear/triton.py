@@ -56,10 +56,10 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, wanted: int, *form: int
+    grad: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, grad_mask: int, *form: int
 ) -> Tensor:
     bits, _ = form
-    rows, out = as_rows(grad), _fake_backward(grad, packed, scales, zeros, wanted, *form)
+    rows, out = as_rows(grad), _fake_backward(grad, packed, scales, zeros, grad_mask, *form)
     constants = tile(BACKWARD, key_of(rows), len(rows))
     tiles = blocks(len(rows), constants["BM"]) * blocks(out.shape[-1], constants["BK"])
     _launch(BACKWARD, tiles, rows, (packed, scales, zeros), out, bits, constants)
@@ -67,7 +67,7 @@ def _backward(
 
 
 def _fake_backward(
-    grad: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, wanted: int, *form: int
+    grad: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, grad_mask: int, *form: int
 ) -> Tensor:
     return grad.new_empty((*grad.shape[:-1], packed.shape[1] * 8 // form[0]))
 

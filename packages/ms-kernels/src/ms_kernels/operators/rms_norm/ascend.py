@@ -16,7 +16,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 def _refuses(call: Call) -> str | None:
     """Decline a weight of a third dtype: CANN takes x's own or float32."""
-    x, weight = call.given
+    x, weight = call.present
     if weight.dtype not in (x.dtype, torch.float32):
         return f"takes a weight of {describe(x.dtype)} or float32, not {describe(weight.dtype)}"
     return empty(call)

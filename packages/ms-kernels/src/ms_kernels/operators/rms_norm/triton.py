@@ -28,9 +28,9 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _backward(
-    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, wanted: int, eps: float
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, grad_mask: int, eps: float
 ) -> tuple[Tensor, Tensor]:
-    return wanted_of(wanted, differentiate(BACKWARD, grad, None, x, weight, scale))
+    return wanted_of(grad_mask, differentiate(BACKWARD, grad, None, x, weight, scale))
 
 
 def normalise(
@@ -128,7 +128,7 @@ IMPLEMENTATION = on_gpu(
     entries=entries,
     refuses=narrow_rows,
     forward=_forward,
-    kept={"scale": "..."},
+    intermediates={"scale": "..."},
     backward=_backward,
     saves=("x", "weight", "scale"),
 )

@@ -73,7 +73,7 @@ def _double(table: Tensor, interleaved: bool) -> Tensor:
 
 def _refuses(call: Call) -> str | None:
     """Decline sizes beyond the fused operator's."""
-    q, k, cos, sin = call.given
+    q, k, cos, sin = call.present
     if cos.dtype != torch.float32 or sin.dtype != torch.float32:
         return "takes tables in float32"
     if 2 * cos.shape[-1] > WIDEST:

@@ -31,9 +31,9 @@ def _forward(
 
 
 def _backward(
-    grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor, wanted: int, interleaved: bool
+    grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor, grad_mask: int, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    return wanted_of(wanted, _turn(grad_q, grad_k, cos, sin, interleaved, back=True))
+    return wanted_of(grad_mask, _turn(grad_q, grad_k, cos, sin, interleaved, back=True))
 
 
 def _turn(

@@ -35,8 +35,8 @@ def _forward(gate: Tensor, up: Tensor) -> Tensor:
     return apply(FORWARD, gate, up, "silu")
 
 
-def _backward(grad: Tensor, gate: Tensor, up: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
-    return differentiate(BACKWARD, grad, gate, up, wanted, "silu")
+def _backward(grad: Tensor, gate: Tensor, up: Tensor, grad_mask: int) -> tuple[Tensor, Tensor]:
+    return differentiate(BACKWARD, grad, gate, up, grad_mask, "silu")
 
 
 def apply(kernel: TunedKernel, gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -55,7 +55,7 @@ def apply(kernel: TunedKernel, gate: Tensor, up: Tensor, activation: str) -> Ten
 
 
 def differentiate(
-    kernel: TunedKernel, grad: Tensor, gate: Tensor, up: Tensor, wanted: int, activation: str
+    kernel: TunedKernel, grad: Tensor, gate: Tensor, up: Tensor, grad_mask: int, activation: str
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate and up."""
     gates, ups, pulls = as_rows(gate), as_rows(up), as_rows(grad)
@@ -70,7 +70,7 @@ def differentiate(
         ACTIVATION=activation,
         **constants,
     )
-    return wanted_of(wanted, (grad_gate, grad_up))
+    return wanted_of(grad_mask, (grad_gate, grad_up))
 
 
 def _tiling(kernel: TunedKernel, gates: Tensor) -> tuple[dict[str, int], int]:

@@ -39,7 +39,7 @@ def _backward(
     tokens: Tensor,
     top: Tensor,
     total: Tensor,
-    wanted: int,
+    grad_mask: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     ignored = tokens == options[1]
@@ -51,7 +51,7 @@ _log_probs = opaque(
     CONTRACT,
     "ascend",
     forward=_forward,
-    kept={"top": "...", "total": "..."},
+    intermediates={"top": "...", "total": "..."},
     backward=_backward,
     saves=("hidden", "weight", "tokens", "top", "total"),
 )

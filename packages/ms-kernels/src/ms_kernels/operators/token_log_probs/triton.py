@@ -15,7 +15,7 @@ from ms_kernels.backends.triton.launching import blocks, launch
 from ms_kernels.backends.triton.rows import as_rows, empty
 from ms_kernels.core.entries import Entry
 from ms_kernels.core.launches import key_of
-from ms_kernels.core.plan import is_wanted
+from ms_kernels.core.plan import needs_grad
 from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.cross_entropy.triton import class_kernels, loss_entry
 from ms_kernels.operators.linear_cross_entropy.triton import MERIT
@@ -69,12 +69,12 @@ def _backward(
     tokens: Tensor,
     totals: Tensor,
     entropies: Tensor,
-    wanted: int,
+    grad_mask: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     temperature, ignore_index, _ = options
     rows, places = as_rows(hidden), tokens.reshape(-1).contiguous()
-    of_hidden, of_weight = is_wanted(wanted, 0), is_wanted(wanted, 1)
+    of_hidden, of_weight = needs_grad(grad_mask, 0), needs_grad(grad_mask, 1)
     sums = Sums(rows, weight, of_hidden=of_hidden, of_weight=of_weight)
     peak, (pulls, spread_pulls) = lifted(hidden.dtype, grad.view(-1), grad_spread.view(-1))
     constants = row_blocks(BACKWARD, key_of(hidden), len(weight))
@@ -98,7 +98,7 @@ _chosen = opaque(
     CONTRACT,
     "triton",
     forward=_forward,
-    kept={"totals": "..."},
+    intermediates={"totals": "..."},
     backward=_backward,
     saves=("hidden", "weight", "tokens", "totals", "entropies"),
 )

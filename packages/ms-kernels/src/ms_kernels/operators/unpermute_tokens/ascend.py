@@ -26,7 +26,7 @@ def unpermute_tokens(rows: Tensor, places: Tensor, weights: Tensor | None = None
 
 def _refuses(call: Call) -> str | None:
     """Decline weights in float64; other dtypes than the rows' are widened as the rows are."""
-    for weights in call.given[2:]:
+    for weights in call.present[2:]:
         if weights.dtype not in REALS:
             fits = ", ".join(describe(dtype) for dtype in REALS)
             return f"takes weights of {fits}, not {describe(weights.dtype)}"

@@ -10,7 +10,7 @@ from ms_kernels.backends.triton.launching import launch
 from ms_kernels.backends.triton.rows import empty, with_unit_stride
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import TableKey, key_of
-from ms_kernels.core.plan import is_wanted, unwanted
+from ms_kernels.core.plan import needs_grad, absent_grad
 from ms_kernels.operators.permute_tokens.triton import SUM_CHOICES, sum_choices
 from ms_kernels.operators.unpermute_tokens.contract import CONTRACT
 
@@ -32,7 +32,7 @@ def _forward(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def _backward(
-    grad: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None, wanted: int
+    grad: Tensor, rows: Tensor, places: Tensor, weights: Tensor | None, grad_mask: int
 ) -> tuple[Tensor, Tensor]:
     rows = with_unit_stride(rows)
     grad_rows, grad_weights = empty(rows), grad.new_empty(0)
@@ -50,8 +50,10 @@ def _backward(
         **row_blocks(SPREAD, key_of(rows), rows.shape[1]),
     )
     return (
-        grad_rows if is_wanted(wanted, 0) else unwanted(rows),
-        grad_weights if is_wanted(wanted, 1) else unwanted(rows if weights is None else weights),
+        grad_rows if needs_grad(grad_mask, 0) else absent_grad(rows),
+        grad_weights
+        if needs_grad(grad_mask, 1)
+        else absent_grad(rows if weights is None else weights),
     )
 
 
