@@ -4,7 +4,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from ms_kernels.core.plan import needs_grad, absent_grad
+from ms_kernels.core.plan import absent_grad, needs_grad
 from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators import CONTRACTS
 from ms_kernels.operators.attention.contract import visible

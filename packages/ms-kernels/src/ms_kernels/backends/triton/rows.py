@@ -5,7 +5,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ms_kernels.core.plan import needs_grad, absent_grad
+from ms_kernels.core.plan import absent_grad, needs_grad
 
 Gradients = TypeVar("Gradients", bound=tuple[Tensor, ...])
 
@@ -25,9 +25,9 @@ def empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def wanted_of(grad_mask: int, gradients: Gradients) -> Gradients:
-    """Return the gradients that are grad_mask, and an empty tensor for each other."""
-    return tuple(  # type: ignore[return-value]  # as many tensors as were given
-        each if needs_grad(grad_mask, place) else absent_grad(each)
-        for place, each in enumerate(gradients)
+def needed_grads(grad_mask: int, gradients: Gradients) -> Gradients:
+    """Replace gradients that are not needed by empty tensors."""
+    return tuple(  # type: ignore[return-value]  # one per gradient
+        grad if needs_grad(grad_mask, index) else absent_grad(grad)
+        for index, grad in enumerate(gradients)
     )

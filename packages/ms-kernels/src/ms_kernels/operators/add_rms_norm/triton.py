@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ms_kernels.backends.triton.configuration import norm_kernels
 from ms_kernels.backends.triton.implementation import narrow_rows, on_gpu
-from ms_kernels.backends.triton.rows import wanted_of
+from ms_kernels.backends.triton.rows import needed_grads
 from ms_kernels.core.entries import Entry
 from ms_kernels.operators.add_rms_norm.contract import CONTRACT
 from ms_kernels.operators.rms_norm.triton import KERNELS, differentiate, norm_entries, normalise
@@ -32,7 +32,7 @@ def _backward(
     grad_x, grad_weight = differentiate(BACKWARD, grad, grad_sum, summed, weight, scale)
     # An operator's results may not share their memory: the second is a copy, if both are wanted.
     both = grad_mask & 3 == 3
-    return wanted_of(grad_mask, (grad_x, grad_x.clone() if both else grad_x, grad_weight))
+    return needed_grads(grad_mask, (grad_x, grad_x.clone() if both else grad_x, grad_weight))
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:

@@ -1,12 +1,12 @@
-"""Attention through npu_fusion_attention in the layout BSND, which is ours.
+"""Attention on Ascend through npu_fusion_attention, in layout BSND.
 
-A mask is True where a score is dropped. Plain causal and windowed calls pass one triangle of side
-2,048 that stands for any size; documents need a mask of (B, 1, Sq, Sk) bytes. Queries are the
-last of the keys' positions, so masks are anchored at the lower right. The gradient is torch_npu's.
+Masks are True where a score is dropped. Causal and windowed calls pass one 2,048 x 2,048 triangle
+that CANN applies to any size; documents need a full (B, 1, Sq, Sk) mask. Queries are the last of
+the keys' positions, so masks are anchored at the lower right. The gradient is torch_npu's.
 
-Values of another width than keys get zeros, or keys do: `--mla-fa-without-pad` of others needs CANN
-8.2. Sinks come in through the largest score and the sum that the operator keeps of each row; its
-own gradient, given those of the row with its sink, is the one with sinks.
+Keys or values are zero-padded to a common width; unequal widths without padding need CANN 8.2.
+Sinks are added through the row maximum and row sum that the operator returns; its backward, given
+the maximum and sum that include the sink, computes the gradient with sinks.
 """
 
 from functools import cache
@@ -25,9 +25,9 @@ MOST_HEADS = 256
 LONGEST = 2**20
 
 WHOLE_MASK, LOWER_RIGHT, BAND = 1, 3, 4
-"""CANN's sparse modes: the mask is given whole; causal; between two diagonals."""
+"""CANN's sparse modes: full mask; causal; band between two diagonals."""
 COMPRESSED = 2048
-"""Side of the triangle that stands for a mask of any size."""
+"""Side of the compressed mask that CANN expands to any size."""
 
 
 def attention(
@@ -38,16 +38,16 @@ def attention(
     sinks: Tensor | None,
     *options: Any,
 ) -> Tensor:
-    """Return ``softmax(q kᵀ · scale + mask) v``, sinks among the scores."""
+    """Return ``softmax(q kᵀ · scale + mask) v``, with sinks among the scores."""
     causal, window, _ = settings = MaskOptions(*options)
     queries, keys, values = q.shape[1], k.shape[1], v.shape[3]
     scale = settings.factor(q.shape[3])
     q, k, v = as_wide(q, k, v)
     mask, mode, before, after = None, 0, 2**31 - 1, 2**31 - 1
     if documents is not None:
-        seen = visible(queries, keys, q.device, documents, causal, window)
-        assert seen is not None
-        mask, mode = ~seen.unsqueeze(1), WHOLE_MASK
+        visible_keys = visible(queries, keys, q.device, documents, causal, window)
+        assert visible_keys is not None
+        mask, mode = ~visible_keys.unsqueeze(1), WHOLE_MASK
     elif window is not None and window < keys:
         mask, mode = _triangle(q.device), BAND
         before, after = window - 1, 0 if causal else window - 1
@@ -70,15 +70,15 @@ def attention(
 def _fused(
     q: Tensor, k: Tensor, v: Tensor, scale: float, masks: dict[str, Any]
 ) -> tuple[Tensor, ...]:
-    """Return the result, and of each row the largest score and the sum (B, Hq, Sq, 8 alike)."""
-    made: tuple[Tensor, ...] = torch.ops.npu.npu_fusion_attention(
+    """Return the output, and per row the maximum and the sum, (B, Hq, Sq, 8) of equal numbers."""
+    outputs: tuple[Tensor, ...] = torch.ops.npu.npu_fusion_attention(
         q, k, v, q.shape[2], "BSND", scale=scale, **masks
     )
-    return made[:3]
+    return outputs[:3]
 
 
 class _WithSinks(torch.autograd.Function):
-    """The fused operator and its gradient, sinks put in between."""
+    """The fused operator and its gradient with sinks."""
 
     @staticmethod
     def forward(
@@ -90,78 +90,78 @@ class _WithSinks(torch.autograd.Function):
         scale: float,
         masks: dict[str, Any],
     ) -> Tensor:
-        """Return (B, Sq, Hq, D)."""
-        result, top, total = _fused(q, k, v, scale, masks)
+        """Return the output (B, Sq, Hq, D)."""
+        result, row_max, row_sum = _fused(q, k, v, scale, masks)
         sinks = sinks.float().view(-1, 1, 1)
-        higher = torch.maximum(top, sinks)
-        kept = total * (top - higher).exp()
-        total = kept + (sinks - higher).exp()
-        share = (kept / total)[..., 0].transpose(1, 2)  # (B, Sq, Hq)
-        result = (result * share.unsqueeze(-1)).to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, result, higher, total)
+        new_max = torch.maximum(row_max, sinks)
+        rescaled = row_sum * (row_max - new_max).exp()
+        new_sum = rescaled + (sinks - new_max).exp()
+        keys_share = (rescaled / new_sum)[..., 0].transpose(1, 2)  # (B, Sq, Hq)
+        result = (result * keys_share.unsqueeze(-1)).to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, result, new_max, new_sum)
         ctx.scale, ctx.masks = scale, masks
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v and the sinks: a sink's is -Σ share · (grad · result)."""
-        q, k, v, sinks, result, higher, total = ctx.saved_tensors
+        """Return the gradients of q, k, v and the sinks: dsink = -Σ p_sink · (grad · result)."""
+        q, k, v, sinks, result, row_max, row_sum = ctx.saved_tensors
         grad = grad.contiguous()
-        of_q, of_k, of_v = torch.ops.npu.npu_fusion_attention_grad(
+        dq, dk, dv = torch.ops.npu.npu_fusion_attention_grad(
             q,
             k,
             v,
             grad,
             q.shape[2],
             "BSND",
-            softmax_max=higher,
-            softmax_sum=total,
+            softmax_max=row_max,
+            softmax_sum=row_sum,
             attention_in=result,
             scale_value=ctx.scale,
             **ctx.masks,
         )[:3]
-        of_sinks = None
+        dsinks = None
         if ctx.needs_input_grad[3]:
-            shares = ((sinks - higher).exp() / total)[..., 0]  # (B, Hq, Sq)
-            slopes = (grad.float() * result.float()).sum(-1).transpose(1, 2)
-            of_sinks = -(shares * slopes).sum((0, 2))
-        return of_q, of_k, of_v, of_sinks, None, None
+            p_sink = ((sinks - row_max).exp() / row_sum)[..., 0]  # (B, Hq, Sq)
+            delta = (grad.float() * result.float()).sum(-1).transpose(1, 2)
+            dsinks = -(p_sink * delta).sum((0, 2))
+        return dq, dk, dv, dsinks, None, None
 
 
 def _triangle(device: torch.device) -> Tensor:
-    """Return a mask that is True above the diagonal; it is made once a device."""
+    """Return the mask that is True above the diagonal, cached per device."""
     if torch.compiler.is_compiling() or torch._guards.detect_fake_mode() is not None:
         return _make_triangle(device)
-    return _kept_triangle(device)
+    return _cached_triangle(device)
 
 
 def _make_triangle(device: torch.device) -> Tensor:
-    place = torch.arange(COMPRESSED, device=device)
-    return place > place[:, None]
+    position = torch.arange(COMPRESSED, device=device)
+    return position > position[:, None]
 
 
-_kept_triangle = cache(_make_triangle)
+_cached_triangle = cache(_make_triangle)
 
 
 def _refuses(call: Call) -> str | None:
-    """Decline sizes beyond the fused kernel's."""
+    """Decline sizes beyond the limits of the fused operator."""
     q, k, v = call.present[:3]
     width = max(q.shape[3], v.shape[3])
     if width > WIDEST:
-        return f"takes heads of at most {WIDEST}, not {width}"
+        return f"supports heads of at most {WIDEST} features, not {width}"
     if q.shape[2] > MOST_HEADS:
-        return f"takes at most {MOST_HEADS} heads, not {q.shape[2]}"
+        return f"supports at most {MOST_HEADS} heads, not {q.shape[2]}"
     if k.shape[1] > LONGEST:
-        return f"takes at most {LONGEST} positions, not {k.shape[1]}"
+        return f"supports at most {LONGEST} positions, not {k.shape[1]}"
     if call.compiling and call.tensors[4] is not None:
-        return "torch.compile does not look into the gradient of sinks"
+        return "torch.compile cannot trace the gradient of sinks"
     return empty(call)
 
 
 IMPLEMENTATION = on_npu(
     CONTRACT,
     attention,
-    "npu_fusion_attention: never holds the scores, forward or backward",
+    "npu_fusion_attention: never materializes the scores, forward or backward",
     refuses=_refuses,
 )

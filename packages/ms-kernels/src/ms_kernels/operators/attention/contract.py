@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: grouped queries, documents, a window, a cache and sinks."""
+"""Contract and reference of scaled dot-product attention."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ class MaskOptions(NamedTuple):
     scale: float | None
 
     def factor(self, width: int) -> float:
-        """Return what scores are multiplied by, for heads of `width` features."""
+        """Return the factor applied to the scores, for heads of `width` features."""
         return width**-0.5 if self.scale is None else float(self.scale)
 
 
@@ -36,15 +36,15 @@ def attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Return ``softmax(q kᵀ · scale + mask) v`` a head, scores held whole in float32.
+    """Return ``softmax(q kᵀ · scale + mask) v`` per head, with all scores in float32.
 
-    A head's sink is one more score of each of its queries, whose value is zeros.
+    A head's sink is an extra score for each of its queries, with a value of zero.
     """
     batch, queries, heads, width = q.shape
     groups = k.shape[2]
     wide = accumulator(q.dtype)
-    # Query head h reads key head h // (Hq / Hk): (B, Hk, Hq/Hk, Sq, D) against (B, Hk, 1, Sk, D).
-    # A split of one dim is a view under any strides.
+    # Query head h attends to key head h // (Hq / Hk): (B, Hk, Hq/Hk, Sq, D) x (B, Hk, 1, Sk, D).
+    # Splitting a dim gives a view for any strides.
     grouped = q.to(wide).view(batch, queries, groups, heads // groups, width).permute(0, 2, 3, 1, 4)
     keys = k.to(wide).permute(0, 2, 1, 3).unsqueeze(2)
     values = v.to(wide).permute(0, 2, 1, 3).unsqueeze(2)
@@ -53,11 +53,11 @@ def attention(
     if mask is not None:
         scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
     if sinks is None:
-        shares = scores.softmax(-1)
+        probs = scores.softmax(-1)
     else:
-        added = sinks.to(wide).view(groups, heads // groups, 1, 1).expand(*scores.shape[:-1], 1)
-        shares = torch.cat((scores, added), -1).softmax(-1)[..., :-1]
-    result = shares @ values
+        sink = sinks.to(wide).view(groups, heads // groups, 1, 1).expand(*scores.shape[:-1], 1)
+        probs = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    result = probs @ values
     return result.permute(0, 3, 1, 2, 4).reshape(batch, queries, heads, v.shape[3]).to(q.dtype)
 
 
@@ -69,12 +69,12 @@ def visible(
     causal: bool,
     window: int | None,
 ) -> Tensor | None:
-    """Return which key each query may see, bool (B or 1, Sq, Sk), or None if it may see all.
+    """Return the mask of visible keys, bool (B or 1, Sq, Sk), or None if all are visible.
 
     Queries are the last `queries` of the `keys` positions, so each sees at least itself.
     """
-    place = torch.arange(keys, device=device)
-    distance = place[keys - queries :, None] - place  # (Sq, Sk), positive for the past
+    position = torch.arange(keys, device=device)
+    distance = position[keys - queries :, None] - position  # (Sq, Sk), positive for the past
     mask = None
     if causal and queries > 1:
         mask = distance >= 0
@@ -89,7 +89,7 @@ def visible(
 
 
 def as_wide(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return heads and values of one width, zeros behind the narrower, which change nothing."""
+    """Zero-pad heads or values to a common width, which does not change the result."""
     width, values = q.shape[-1], v.shape[-1]
     if width < values:
         return F.pad(q, (0, values - width)), F.pad(k, (0, values - width)), v
@@ -100,11 +100,11 @@ def _rules(dims: Dims, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if dims["Hq"] % dims["Hk"]:
         yield "k", f"of a number of heads (third size) that divides q's {dims['Hq']}"
     if dims["Sq"] > dims["Sk"]:
-        yield "q", f"of at most {dims['Sk']} positions (second size): they are the last of k's"
+        yield "q", f"of at most {dims['Sk']} positions (second size), the number of k's positions"
 
 
 def _forward(dims: Dims, itemsize: int) -> Work:
-    """Count the work, half of the score matrix, as for a causal mask."""
+    """Count the work for a causal mask, i.e. half of the score matrix."""
     heads, widths = dims["Sq"] * dims["Hq"] + dims["Sk"] * dims["Hk"], dims["D"] + dims["Dv"]
     pairs = dims["Sq"] * (2 * dims["Sk"] - dims["Sq"] + 1) // 2
     flops = 2 * dims["B"] * dims["Hq"] * pairs * widths
@@ -117,7 +117,7 @@ def _backward(dims: Dims, itemsize: int) -> Work:
 
 
 def _documents(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> Tensor:
-    """Draw documents of about 10 positions."""
+    """Generate documents of about 10 positions each."""
     starts = torch.rand(shape, generator=generator) < 0.1
     return starts.to(torch.int32).cumsum(-1).to(torch.int32)
 

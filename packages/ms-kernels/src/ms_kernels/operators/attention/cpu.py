@@ -1,9 +1,9 @@
-"""Attention through torch's fused kernel, which never holds the scores.
+"""Attention on the CPU through torch's fused kernel, which never materializes the scores.
 
-It wants values as wide as keys: whichever is narrower gets zeros, which change nothing. Sinks come
-in through what the kernel keeps of each row, L, the log of the sum of its exponentials: with a sink
-it is log(e^L + e^sink), and the result that without it times sigmoid(L - sink). The kernel's own
-gradient, given that log and that result, is then the one with sinks.
+The kernel needs keys and values of equal width, so the narrower one is zero-padded. Sinks are
+added through the logsumexp L that the kernel returns per row: with a sink it becomes
+log(e^L + e^sink), and the output is multiplied by sigmoid(L - sink). The kernel's backward, given
+that logsumexp and that output, computes the gradient with sinks.
 """
 
 from typing import Any
@@ -26,31 +26,31 @@ def attention(
     sinks: Tensor | None,
     *options: Any,
 ) -> Tensor:
-    """Return ``softmax(q kᵀ · scale + mask) v``, sinks among the scores."""
+    """Return ``softmax(q kᵀ · scale + mask) v``, with sinks among the scores."""
     causal, window, _ = settings = MaskOptions(*options)
     queries, keys, width = q.shape[1], k.shape[1], v.shape[3]
-    # torch's causal mask sets the first query beside the first key: ours needs equal lengths.
-    simple = causal and documents is None and window is None and queries == keys
+    # torch's causal mask aligns the first query with the first key, so lengths must be equal.
+    is_causal = causal and documents is None and window is None and queries == keys
     mask = None
-    if not simple:
+    if not is_causal:
         mask = visible(queries, keys, q.device, documents, causal, window)
         mask = mask if mask is None else mask.unsqueeze(1)  # (B or 1, 1, Sq, Sk)
     scale = settings.factor(q.shape[3])
-    q, k, v = (each.transpose(1, 2) for each in as_wide(q, k, v))
+    q, k, v = (tensor.transpose(1, 2) for tensor in as_wide(q, k, v))  # (B, H, S, D)
     if sinks is None:
         grouped = q.shape[1] != k.shape[1]
         result = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=simple, scale=scale, enable_gqa=grouped
+            q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
         )
     else:
         if mask is not None:
             mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
-        result = _WithSinks.apply(q, k, v, sinks, mask, simple, scale)  # type: ignore[no-untyped-call]
+        result = _WithSinks.apply(q, k, v, sinks, mask, is_causal, scale)  # type: ignore[no-untyped-call]
     return result.transpose(1, 2)[..., :width]
 
 
 class _WithSinks(torch.autograd.Function):
-    """The fused kernel and its gradient, sinks put in between; heads stand before positions."""
+    """The fused kernel and its gradient with sinks; tensors are (B, H, S, D)."""
 
     @staticmethod
     def forward(
@@ -63,49 +63,49 @@ class _WithSinks(torch.autograd.Function):
         causal: bool,
         scale: float,
     ) -> Tensor:
-        """Return (B, Hq, Sq, D)."""
+        """Return the output (B, Hq, Sq, D)."""
         result: Tensor
-        result, kept = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        result, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
-        sinks = sinks.to(kept.dtype)[:, None]
-        result = (result * (kept - sinks).sigmoid().unsqueeze(-1)).to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, mask, result, torch.logaddexp(kept, sinks))
+        sinks = sinks.to(lse.dtype)[:, None]
+        result = (result * (lse - sinks).sigmoid().unsqueeze(-1)).to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, mask, result, torch.logaddexp(lse, sinks))
         ctx.causal, ctx.scale = causal, scale
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v and the sinks: a sink's is -Σ share · (grad · result)."""
-        q, k, v, sinks, mask, result, kept = ctx.saved_tensors
-        of_q, of_k, of_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, result, kept, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
+        """Return the gradients of q, k, v and the sinks: dsink = -Σ p_sink · (grad · result)."""
+        q, k, v, sinks, mask, result, lse = ctx.saved_tensors
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, result, lse, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
         )
-        of_sinks = None
+        dsinks = None
         if ctx.needs_input_grad[3]:
-            slopes = (grad.to(kept.dtype) * result).sum(-1)
-            of_sinks = -((sinks - kept).exp() * slopes).sum((0, 2))
-        return of_q, of_k, of_v, of_sinks, None, None, None
+            delta = (grad.to(lse.dtype) * result).sum(-1)  # (B, Hq, Sq)
+            dsinks = -((sinks - lse).exp() * delta).sum((0, 2))
+        return dq, dk, dv, dsinks, None, None, None
 
 
 def _refuses(call: Call) -> str | None:
-    """Decline what the fused kernel would hand to torch's plain path, which rounds in between."""
+    """Decline calls that torch would run on its math path, which rounds intermediate results."""
     for name, meta in zip("qkv", call.present, strict=False):
         if 0 in meta.shape:
-            return f"torch's fused kernel takes no empty tensor, and {name} is one"
+            return f"torch's fused kernel does not support empty tensors, and {name} is empty"
         if meta.strides[-1] != 1:
-            return f"torch's fused kernel wants a last stride of 1; {name} has {meta.strides[-1]}"
+            return f"torch's fused kernel needs a last stride of 1; {name} has {meta.strides[-1]}"
         if meta.dtype == torch.float64:
-            return "float64 is for gradient checks, which the reference answers"
+            return "float64 is for gradient checks, which use the reference"
     if call.compiling and call.tensors[4] is not None:
-        return "torch.compile does not look into the gradient of sinks"
+        return "torch.compile cannot trace the gradient of sinks"
     return None
 
 
 IMPLEMENTATION = on_cpu(
     CONTRACT,
     attention,
-    "torch's fused kernel, which never holds the scores",
+    "torch's fused kernel, which never materializes the scores",
     refuses=_refuses,
 )

@@ -1,17 +1,20 @@
-"""Attention that never holds the scores, and its gradient (arXiv 2205.14135, 2307.08691).
+"""FlashAttention forward and backward kernels (arXiv 2205.14135, 2307.08691).
 
-Numbered differences from the papers:
-1. The running maximum starts at a large negative number instead of -inf. A row that has seen
-   only masked keys adds up garbage, which the first visible key scales by exactly 0.
-2. Documents are skipped by blocks: RANGES gives, for a block of queries, the blocks of keys whose
-   documents may touch its own. Within these, pairs are masked one by one.
-3. No atomic additions: dq has its own kernel, and dk and dv are summed over the heads of a group
-   by the one program that owns them, so that gradients do not change from run to run.
-4. A sink, one number a head, is one more score, of a value of zeros: it is taken in after the last
-   key, LSE counts it, and so the backward kernels need not know of it.
-5. Values may have another width than keys.
+Differences from the papers:
+1. The running maximum starts at a large negative number instead of -inf. A row that has met only
+   masked keys accumulates garbage, which the first visible key rescales by exactly 0.
+2. Documents are skipped by blocks: for each block of queries, RANGES has the blocks of keys whose
+   documents overlap its q_pos. Within these blocks, pairs are masked one by one.
+3. No atomics: dq has its q_pos kernel, and one program sums dk and dv over the query heads of a
+   group, so gradients are deterministic.
+4. A sink, one number per head, is an extra score whose value is zero. It is added after the last
+   key and included in LSE, so the backward kernels for q, k and v need no change.
+5. Values may have a different width than keys.
 
-Scores are kept in base 2: `scale` is multiplied by log2(e), and LSE is a base-2 logarithm.
+Scores are in base 2: `scale` includes log2(e), and LSE is a base-2 logarithm. Queries are the last
+`queries` of the `keys` positions.
+
+Shapes: BM queries, BN keys, BD head features and BV value features per tile.
 """
 
 import triton
@@ -22,25 +25,25 @@ _LOWEST = tl.constexpr(-1.0e30)
 
 @triton.jit
 def _visible(
-    own,
-    other,
+    q_pos,
+    k_pos,
     keys,
-    own_document,
-    other_document,
+    q_doc,
+    k_doc,
     window,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """Return which pairs may see each other; `own` and `other` are positions that broadcast."""
-    seen = (other < keys) & (own < keys)
+    """Return the mask of visible pairs for broadcastable query and key positions."""
+    visible = (k_pos < keys) & (q_pos < keys)
     if CAUSAL:
-        seen = seen & (own >= other)
+        visible = visible & (q_pos >= k_pos)
     if WINDOW:
-        seen = seen & (own - other < window) & (other - own < window)
+        visible = visible & (q_pos - k_pos < window) & (k_pos - q_pos < window)
     if DOCUMENTS:
-        seen = seen & (own_document == other_document)
-    return seen
+        visible = visible & (q_doc == k_doc)
+    return visible
 
 
 @triton.jit
@@ -57,20 +60,20 @@ def _key_range(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Return the first and the end position of the keys that a block of queries may see."""
-    start = block * BM + keys - queries
-    low = 0
-    high = keys
+    """Return the range [k_start, k_end) of keys that a block of queries can see."""
+    first = block * BM + keys - queries  # position of the block's first query
+    k_start = 0
+    k_end = keys
     if CAUSAL:
-        high = tl.minimum(high, start + BM)
+        k_end = tl.minimum(k_end, first + BM)
     if WINDOW:
-        low = tl.maximum(low, start - window + 1)
-        high = tl.minimum(high, start + BM - 1 + window)
+        k_start = tl.maximum(k_start, first - window + 1)
+        k_end = tl.minimum(k_end, first + BM - 1 + window)
     if DOCUMENTS:
-        place = (batch * tl.cdiv(queries, BM) + block) * 2
-        low = tl.maximum(low, tl.load(RANGES + place) * BN)
-        high = tl.minimum(high, tl.load(RANGES + place + 1) * BN)
-    return low // BN * BN, high
+        index = (batch * tl.cdiv(queries, BM) + block) * 2
+        k_start = tl.maximum(k_start, tl.load(RANGES + index) * BN)
+        k_end = tl.minimum(k_end, tl.load(RANGES + index + 1) * BN)
+    return k_start // BN * BN, k_end
 
 
 @triton.jit
@@ -87,55 +90,55 @@ def _query_range(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Return the first and the end index of the queries that may see a block of keys."""
-    start = block * BN - (keys - queries)
-    low = 0
-    high = queries
+    """Return the range [q_start, q_end) of queries that can see a block of keys."""
+    first = block * BN - (keys - queries)  # index of the query at the block's first key
+    q_start = 0
+    q_end = queries
     if CAUSAL:
-        low = tl.maximum(low, start)
+        q_start = tl.maximum(q_start, first)
     if WINDOW:
-        low = tl.maximum(low, start - window + 1)
-        high = tl.minimum(high, start + BN - 1 + window)
+        q_start = tl.maximum(q_start, first - window + 1)
+        q_end = tl.minimum(q_end, first + BN - 1 + window)
     if DOCUMENTS:
-        place = (batch * tl.cdiv(keys, BN) + block) * 2
-        low = tl.maximum(low, tl.load(RANGES + place) * BM)
-        high = tl.minimum(high, tl.load(RANGES + place + 1) * BM)
-    return low // BM * BM, high
+        index = (batch * tl.cdiv(keys, BN) + block) * 2
+        q_start = tl.maximum(q_start, tl.load(RANGES + index) * BM)
+        q_end = tl.minimum(q_end, tl.load(RANGES + index + 1) * BM)
+    return q_start // BM * BM, q_end
 
 
 @triton.jit
-def _rows(BASE, start, count, stride, width, B: tl.constexpr, BD: tl.constexpr):
-    """Load rows `start` to `start + B` of a matrix (count, width), zeros beyond it."""
+def _load_rows(BASE, start, count, stride, width, B: tl.constexpr, BD: tl.constexpr):
+    """Load rows [start, start + B) of a (count, width) matrix, zero-padded to (B, BD)."""
     row = tl.arange(0, B)[:, None]
     column = tl.arange(0, BD)[None, :]
     inside = (start + row < count) & (column < width)
-    at = BASE + tl.cast(start, tl.int64) * stride + row * stride + column
-    return tl.load(at, mask=inside, other=0.0)
+    pointer = BASE + tl.cast(start, tl.int64) * stride + row * stride + column
+    return tl.load(pointer, mask=inside, other=0.0)
 
 
 @triton.jit
-def _put_rows(BASE, value, start, count, stride, width, B: tl.constexpr, BD: tl.constexpr):
-    """Store `value` (B, BD) as rows `start` to `start + B` of a matrix (count, width)."""
+def _store_rows(BASE, value, start, count, stride, width, B: tl.constexpr, BD: tl.constexpr):
+    """Store `value` (B, BD) to rows [start, start + B) of a (count, width) matrix."""
     row = tl.arange(0, B)[:, None]
     column = tl.arange(0, BD)[None, :]
     inside = (start + row < count) & (column < width)
-    at = BASE + tl.cast(start, tl.int64) * stride + row * stride + column
-    tl.store(at, value.to(BASE.dtype.element_ty), mask=inside)
+    pointer = BASE + tl.cast(start, tl.int64) * stride + row * stride + column
+    tl.store(pointer, value.to(BASE.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _attend(
-    total,
-    norm,
-    top,
+def _attend_blocks(
+    acc,
+    l_i,
+    m_i,
     q,
     K,
     V,
-    low,
-    high,
-    own,
+    k_start,
+    k_end,
+    q_pos,
     keys,
-    own_document,
+    q_doc,
     DOCUMENT,
     k_stride,
     v_stride,
@@ -151,29 +154,33 @@ def _attend(
     BD: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Take in keys `low` to `high`, a block at a time."""
-    for start in range(low, high, BN):
-        k = _rows(K, start, keys, k_stride, width, BN, BD)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    """Online softmax over the key blocks in [k_start, k_end).
+
+    acc (BM, BV) is the unnormalized output, m_i (BM,) the running row maximum, l_i (BM,) the
+    running sum of exp2(score - m_i). MASKED is False if every query sees all of these keys.
+    """
+    for start in range(k_start, k_end, BN):
+        k = _load_rows(K, start, keys, k_stride, width, BN, BD)  # (BN, BD)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # (BM, BN)
         if MASKED:
-            other = start + tl.arange(0, BN)
-            other_document = own_document
+            k_pos = start + tl.arange(0, BN)
+            k_doc = q_doc
             if DOCUMENTS:
-                other_document = tl.load(DOCUMENT + other, mask=other < keys, other=-1)[None, :]
-            seen = _visible(
-                own, other[None, :], keys, own_document, other_document, window,
+                k_doc = tl.load(DOCUMENT + k_pos, mask=k_pos < keys, other=-1)[None, :]
+            visible = _visible(
+                q_pos, k_pos[None, :], keys, q_doc, k_doc, window,
                 CAUSAL, WINDOW, DOCUMENTS,
             )  # fmt: skip
-            scores = tl.where(seen, scores, _LOWEST)
-        higher = tl.maximum(top, tl.max(scores, 1))
-        shares = tl.exp2(scores - higher[:, None])
-        shrink = tl.exp2(top - higher)
-        norm = norm * shrink + tl.sum(shares, 1)
-        v = _rows(V, start, keys, v_stride, value_width, BN, BV)
-        total = total * shrink[:, None]
-        total = tl.dot(shares.to(v.dtype), v, total, input_precision="ieee")
-        top = higher
-    return total, norm, top
+            s = tl.where(visible, s, _LOWEST)
+        m_new = tl.maximum(m_i, tl.max(s, 1))
+        p = tl.exp2(s - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)  # rescales what was summed under the old maximum
+        l_i = l_i * alpha + tl.sum(p, 1)
+        v = _load_rows(V, start, keys, v_stride, value_width, BN, BV)  # (BN, BV)
+        acc = acc * alpha[:, None]
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        m_i = m_new
+    return acc, l_i, m_i
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -215,11 +222,12 @@ def attention_forward(
     BD: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Make BM rows of one head of O, contiguous (batch, queries, heads, value_width).
+    """Compute BM rows of one head of O (batch, queries, heads, value_width) and of LSE.
 
-    LSE is (batch, heads, queries). Late queries, which have most to do, come first.
+    O is contiguous, LSE is (batch, heads, queries). Under a causal mask the last query blocks have
+    the most work, so they are launched first.
     """
-    if SAME:  # one mask of columns for both then
+    if SAME:  # lets the compiler reuse the column mask of q and k for v
         value_width = width
     tile = first + tl.program_id(0)
     blocks = tl.cdiv(queries, BM)
@@ -231,45 +239,45 @@ def attention_forward(
     V += batch * v_batch_stride + head // group * v_head_stride
     DOCUMENT += batch * document_stride
     O += (batch * queries * heads + head) * value_width
-    q = _rows(Q, block * BM, queries, q_stride, width, BM, BD)
-    own = (block * BM + keys - queries + tl.arange(0, BM))[:, None]
-    own_document = own
+    q = _load_rows(Q, block * BM, queries, q_stride, width, BM, BD)
+    q_pos = (block * BM + keys - queries + tl.arange(0, BM))[:, None]
+    q_doc = q_pos
     if DOCUMENTS:
-        own_document = tl.load(DOCUMENT + own, mask=own < keys, other=-2)
-    low, high = _key_range(
+        q_doc = tl.load(DOCUMENT + q_pos, mask=q_pos < keys, other=-2)
+    k_start, k_end = _key_range(
         block, batch, queries, keys, window, RANGES, CAUSAL, WINDOW, DOCUMENTS, BM, BN
     )
-    total = tl.zeros([BM, BV], tl.float32)
-    norm = tl.zeros([BM], tl.float32)
-    top = tl.full([BM], _LOWEST, tl.float32)
+    acc = tl.zeros([BM, BV], tl.float32)
+    l_i = tl.zeros([BM], tl.float32)
+    m_i = tl.full([BM], _LOWEST, tl.float32)
     if not WINDOW and not DOCUMENTS:
-        # Blocks that every query sees whole need no mask.
-        whole = tl.minimum(high, block * BM + keys - queries + 1) if CAUSAL else high
-        whole = whole // BN * BN
-        total, norm, top = _attend(
-            total, norm, top, q, K, V, low, whole, own, keys, own_document, DOCUMENT,
+        # Key blocks that are visible to all queries of this block need no mask.
+        full_end = tl.minimum(k_end, block * BM + keys - queries + 1) if CAUSAL else k_end
+        full_end = full_end // BN * BN
+        acc, l_i, m_i = _attend_blocks(
+            acc, l_i, m_i, q, K, V, k_start, full_end, q_pos, keys, q_doc, DOCUMENT,
             k_stride, v_stride, width, value_width, scale, window,
             CAUSAL, WINDOW, DOCUMENTS, False, BN, BD, BV,
         )  # fmt: skip
-        low = whole
-    total, norm, top = _attend(
-        total, norm, top, q, K, V, low, high, own, keys, own_document, DOCUMENT,
+        k_start = full_end
+    acc, l_i, m_i = _attend_blocks(
+        acc, l_i, m_i, q, K, V, k_start, k_end, q_pos, keys, q_doc, DOCUMENT,
         k_stride, v_stride, width, value_width, scale, window,
         CAUSAL, WINDOW, DOCUMENTS, True, BN, BD, BV,
     )  # fmt: skip
     if SINK:
         sink = tl.load(SINKS + head).to(tl.float32) * 1.4426950408889634
-        higher = tl.maximum(top, sink)
-        kept = tl.exp2(top - higher)
-        norm = norm * kept + tl.exp2(sink - higher)
-        top = higher
-        total = total * (kept / norm)[:, None]
+        m_new = tl.maximum(m_i, sink)
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.exp2(sink - m_new)
+        m_i = m_new
+        acc = acc * (alpha / l_i)[:, None]
     else:
-        total = total / norm[:, None]
-    _put_rows(O, total, block * BM, queries, heads * value_width, value_width, BM, BV)
-    place = block * BM + tl.arange(0, BM)
+        acc = acc / l_i[:, None]
+    _store_rows(O, acc, block * BM, queries, heads * value_width, value_width, BM, BV)
+    row = block * BM + tl.arange(0, BM)
     LSE += (batch * heads + head) * queries
-    tl.store(LSE + place, top + tl.log2(norm), mask=place < queries)
+    tl.store(LSE + row, m_i + tl.log2(l_i), mask=row < queries)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -287,7 +295,7 @@ def attention_delta(
     BM: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Write DELTA (batch, heads, queries), the products of the rows of O and DO."""
+    """Compute DELTA (batch, heads, queries), the row-wise dot products of O and DO."""
     tile = first + tl.program_id(0)
     blocks = tl.cdiv(queries, BM)
     block = tile % blocks
@@ -295,11 +303,11 @@ def attention_delta(
     head = (tile // blocks % heads).to(tl.int64)
     O += (batch * queries * heads + head) * value_width
     DO += batch * do_batch_stride + head * do_head_stride
-    o = _rows(O, block * BM, queries, heads * value_width, value_width, BM, BV).to(tl.float32)
-    do = _rows(DO, block * BM, queries, do_stride, value_width, BM, BV).to(tl.float32)
-    place = block * BM + tl.arange(0, BM)
+    o = _load_rows(O, block * BM, queries, heads * value_width, value_width, BM, BV).to(tl.float32)
+    do = _load_rows(DO, block * BM, queries, do_stride, value_width, BM, BV).to(tl.float32)
+    row = block * BM + tl.arange(0, BM)
     DELTA += (batch * heads + head) * queries
-    tl.store(DELTA + place, tl.sum(o * do, 1), mask=place < queries)
+    tl.store(DELTA + row, tl.sum(o * do, 1), mask=row < queries)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -344,8 +352,8 @@ def attention_backward_queries(
     BD: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Make BM rows of one head of DQ, contiguous (batch, queries, heads, width)."""
-    if SAME:  # one mask of columns for both then
+    """Compute BM rows of one head of DQ (batch, queries, heads, width), contiguous."""
+    if SAME:  # lets the compiler reuse the column mask of q and k for v
         value_width = width
     tile = first + tl.program_id(0)
     blocks = tl.cdiv(queries, BM)
@@ -358,37 +366,37 @@ def attention_backward_queries(
     DO += batch * do_batch_stride + head * do_head_stride
     DOCUMENT += batch * document_stride
     DQ += (batch * queries * heads + head) * width
-    q = _rows(Q, block * BM, queries, q_stride, width, BM, BD)
-    do = _rows(DO, block * BM, queries, do_stride, value_width, BM, BV)
+    q = _load_rows(Q, block * BM, queries, q_stride, width, BM, BD)
+    do = _load_rows(DO, block * BM, queries, do_stride, value_width, BM, BV)
     row = block * BM + tl.arange(0, BM)
-    of_head = (batch * heads + head) * queries
-    lse = tl.load(LSE + of_head + row, mask=row < queries, other=float("inf"))
-    delta = tl.load(DELTA + of_head + row, mask=row < queries, other=0.0)
-    own = (row + keys - queries)[:, None]
-    own_document = own
+    head_offset = (batch * heads + head) * queries
+    lse = tl.load(LSE + head_offset + row, mask=row < queries, other=float("inf"))
+    delta = tl.load(DELTA + head_offset + row, mask=row < queries, other=0.0)
+    q_pos = (row + keys - queries)[:, None]
+    q_doc = q_pos
     if DOCUMENTS:
-        own_document = tl.load(DOCUMENT + own, mask=own < keys, other=-2)
-    low, high = _key_range(
+        q_doc = tl.load(DOCUMENT + q_pos, mask=q_pos < keys, other=-2)
+    k_start, k_end = _key_range(
         block, batch, queries, keys, window, RANGES, CAUSAL, WINDOW, DOCUMENTS, BM, BN
     )
     dq = tl.zeros([BM, BD], tl.float32)
-    for start in range(low, high, BN):
-        k = _rows(K, start, keys, k_stride, width, BN, BD)
-        v = _rows(V, start, keys, v_stride, value_width, BN, BV)
-        other = start + tl.arange(0, BN)
-        other_document = own_document
+    for start in range(k_start, k_end, BN):
+        k = _load_rows(K, start, keys, k_stride, width, BN, BD)  # (BN, BD)
+        v = _load_rows(V, start, keys, v_stride, value_width, BN, BV)  # (BN, BV)
+        k_pos = start + tl.arange(0, BN)
+        k_doc = q_doc
         if DOCUMENTS:
-            other_document = tl.load(DOCUMENT + other, mask=other < keys, other=-1)[None, :]
-        seen = _visible(
-            own, other[None, :], keys, own_document, other_document, window,
+            k_doc = tl.load(DOCUMENT + k_pos, mask=k_pos < keys, other=-1)[None, :]
+        visible = _visible(
+            q_pos, k_pos[None, :], keys, q_doc, k_doc, window,
             CAUSAL, WINDOW, DOCUMENTS,
         )  # fmt: skip
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
-        shares = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
-        slopes = tl.dot(do, tl.trans(v), input_precision="ieee")
-        slopes = shares * (slopes - delta[:, None])
-        dq = tl.dot(slopes.to(k.dtype), k, dq, input_precision="ieee")
-    _put_rows(DQ, dq * scale, block * BM, queries, heads * width, width, BM, BD)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
+        p = tl.where(visible, tl.exp2(s - lse[:, None]), 0.0)  # (BM, BN)
+        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+        ds = p * (dp - delta[:, None])  # (BM, BN)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    _store_rows(DQ, dq * scale, block * BM, queries, heads * width, width, BM, BD)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -434,8 +442,11 @@ def attention_backward_keys(
     BD: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Make BN rows of one key head of DK and DV, contiguous (batch, keys, heads/group, widths)."""
-    if SAME:  # one mask of columns for both then
+    """Compute BN rows of one key head of DK and DV (batch, keys, heads / group, width), contiguous.
+
+    The program sums over the `group` query heads that share the key head.
+    """
+    if SAME:  # lets the compiler reuse the column mask of q and k for v
         value_width = width
     tile = first + tl.program_id(0)
     blocks = tl.cdiv(keys, BN)
@@ -446,48 +457,48 @@ def attention_backward_keys(
     K += batch * k_batch_stride + key_head * k_head_stride
     V += batch * v_batch_stride + key_head * v_head_stride
     DOCUMENT += batch * document_stride
-    k = _rows(K, block * BN, keys, k_stride, width, BN, BD)
-    v = _rows(V, block * BN, keys, v_stride, value_width, BN, BV)
-    other = (block * BN + tl.arange(0, BN))[:, None]
-    other_document = other
+    k = _load_rows(K, block * BN, keys, k_stride, width, BN, BD)
+    v = _load_rows(V, block * BN, keys, v_stride, value_width, BN, BV)
+    k_pos = (block * BN + tl.arange(0, BN))[:, None]
+    k_doc = k_pos
     if DOCUMENTS:
-        other_document = tl.load(DOCUMENT + other, mask=other < keys, other=-1)
-    low, high = _query_range(
+        k_doc = tl.load(DOCUMENT + k_pos, mask=k_pos < keys, other=-1)
+    q_start, q_end = _query_range(
         block, batch, queries, keys, window, RANGES, CAUSAL, WINDOW, DOCUMENTS, BM, BN
     )
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BV], tl.float32)
-    for member in range(group):
-        head = key_head * group + member
+    for i in range(group):
+        head = key_head * group + i
         q_base = Q + batch * q_batch_stride + head * q_head_stride
         do_base = DO + batch * do_batch_stride + head * do_head_stride
-        of_head = (batch * heads + head) * queries
-        for start in range(low, high, BM):
-            q = _rows(q_base, start, queries, q_stride, width, BM, BD)
+        head_offset = (batch * heads + head) * queries
+        for start in range(q_start, q_end, BM):
+            q = _load_rows(q_base, start, queries, q_stride, width, BM, BD)
             row = start + tl.arange(0, BM)
-            lse = tl.load(LSE + of_head + row, mask=row < queries, other=float("inf"))
-            own = (row + keys - queries)[None, :]
-            own_document = own
+            lse = tl.load(LSE + head_offset + row, mask=row < queries, other=float("inf"))
+            q_pos = (row + keys - queries)[None, :]
+            q_doc = q_pos
             if DOCUMENTS:
-                own_document = tl.load(DOCUMENT + own, mask=own < keys, other=-2)
-            seen = _visible(
-                own, other, keys, own_document, other_document, window,
+                q_doc = tl.load(DOCUMENT + q_pos, mask=q_pos < keys, other=-2)
+            visible = _visible(
+                q_pos, k_pos, keys, q_doc, k_doc, window,
                 CAUSAL, WINDOW, DOCUMENTS,
             )  # fmt: skip
-            # (BN, BM): the transposed scores, so that no product needs a transposed result.
-            scores = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * 1.4426950408889634)
-            shares = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
-            do = _rows(do_base, start, queries, do_stride, value_width, BM, BV)
-            dv = tl.dot(shares.to(do.dtype), do, dv, input_precision="ieee")
-            delta = tl.load(DELTA + of_head + row, mask=row < queries, other=0.0)
-            slopes = tl.dot(v, tl.trans(do), input_precision="ieee")
-            slopes = shares * (slopes - delta[None, :])
-            dk = tl.dot(slopes.to(q.dtype), q, dk, input_precision="ieee")
-    out = batch * keys * groups + key_head
-    DK += out * width
-    DV += out * value_width
-    _put_rows(DK, dk * scale, block * BN, keys, groups * width, width, BN, BD)
-    _put_rows(DV, dv, block * BN, keys, groups * value_width, value_width, BN, BV)
+            # Scores are transposed, (BN, BM), so that no product needs a transposed left operand.
+            s = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * 1.4426950408889634)
+            p = tl.where(visible, tl.exp2(s - lse[None, :]), 0.0)
+            do = _load_rows(do_base, start, queries, do_stride, value_width, BM, BV)
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+            delta = tl.load(DELTA + head_offset + row, mask=row < queries, other=0.0)
+            dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+            ds = p * (dp - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    out_row = batch * keys * groups + key_head
+    DK += out_row * width
+    DV += out_row * value_width
+    _store_rows(DK, dk * scale, block * BN, keys, groups * width, width, BN, BD)
+    _store_rows(DV, dv, block * BN, keys, groups * value_width, value_width, BN, BV)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -502,15 +513,15 @@ def attention_backward_sinks(
     heads,
     BM: tl.constexpr,
 ):
-    """Make the gradient of one head's sink: -Σ share · DELTA, a block of queries at a time."""
+    """Compute the gradient of one head's sink: -Σ p_sink · DELTA over all queries."""
     head = (first + tl.program_id(0)).to(tl.int64)
     sink = tl.load(SINKS + head).to(tl.float32) * 1.4426950408889634
-    total = tl.zeros([BM], tl.float32)
-    for row in range(batch):
-        of_head = (tl.cast(row, tl.int64) * heads + head) * queries
+    acc = tl.zeros([BM], tl.float32)
+    for b in range(batch):
+        head_offset = (tl.cast(b, tl.int64) * heads + head) * queries
         for start in range(0, queries, BM):
-            place = start + tl.arange(0, BM)
-            lse = tl.load(LSE + of_head + place, mask=place < queries, other=float("inf"))
-            delta = tl.load(DELTA + of_head + place, mask=place < queries, other=0.0)
-            total -= tl.exp2(sink - lse) * delta
-    tl.store(DSINKS + head, tl.sum(total, 0).to(DSINKS.dtype.element_ty))
+            row = start + tl.arange(0, BM)
+            lse = tl.load(LSE + head_offset + row, mask=row < queries, other=float("inf"))
+            delta = tl.load(DELTA + head_offset + row, mask=row < queries, other=0.0)
+            acc -= tl.exp2(sink - lse) * delta
+    tl.store(DSINKS + head, tl.sum(acc, 0).to(DSINKS.dtype.element_ty))

@@ -17,22 +17,23 @@ def attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend by scaled dot products, with grouped queries.
+    """Scaled dot-product attention with grouped queries.
 
-    Queries are the last Sq of the Sk positions, so a cache of keys and values needs no more than
-    to be passed whole. Query head h reads key head ``h // (Hq / Hk)``.
+    Queries are the last Sq of the Sk positions, so a KV cache is passed as k and v without further
+    arguments. Query head h attends to key head ``h // (Hq / Hk)``.
 
     Args:
-        q: (B, Sq, Hq, D), Sq ≤ Sk.
-        k: (B, Sk, Hk, D), dtype of q; Hk divides Hq.
-        v: (B, Sk, Hk, Dv), dtype of q; as wide as k or not, as in DeepSeek's latent attention.
-        causal: whether a query sees no later position.
-        documents: (B, Sk) int32 or int64; a query sees only positions of its own document.
-        window: positions seen, counting the query's own: distances below `window`, to both sides
-            if not causal.
-        scale: factor of the scores, ``D ** -0.5`` if None.
-        sinks: (Hq,), a score that each query of a head has beside those of its keys, and which
-            takes its share of the softmax for nothing, as in gpt-oss.
+        q: queries (B, Sq, Hq, D), Sq ≤ Sk.
+        k: keys (B, Sk, Hk, D), dtype of q; Hk divides Hq.
+        v: values (B, Sk, Hk, Dv), dtype of q; Dv may differ from D, as in DeepSeek's MLA.
+        causal: mask later positions.
+        documents: document of each position, (B, Sk) int32 or int64. A query sees only positions
+            of its own document.
+        window: sliding window size: a query sees positions at a distance below `window`, on both
+            sides if not causal. None: no window.
+        scale: factor applied to the scores. None: ``D ** -0.5``.
+        sinks: attention sink logits (Hq,), as in gpt-oss: an extra score per head in the softmax
+            with a value of zero.
 
     Returns:
         (B, Sq, Hq, Dv), dtype of q.

@@ -1,8 +1,8 @@
-"""Plain attention on CUDA by torch's own kernels: cuDNN's, else FlashAttention-2.
+"""Plain attention on CUDA through torch's SDPA kernels: cuDNN's, else FlashAttention-2.
 
-They are faster there than a Triton kernel, and what they do not take, which is windows, documents,
-caches, sinks and values of another width, stays with ours. One that torch lacks is an error and is
-never replaced by torch's plain path, which holds all scores.
+They are faster than our Triton kernel, which remains in use for windows, documents, KV caches,
+sinks and values of a different width. If torch has neither kernel, that is an error: its math
+path, which materializes all scores, is never used.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ def attention(
     sinks: Tensor | None,
     *options: Any,
 ) -> Tensor:
-    """Return ``softmax(q kᵀ · scale + mask) v`` with no mask but a causal one."""
+    """Return ``softmax(q kᵀ · scale + mask) v``, with a causal mask or none."""
     causal, _, scale = MaskOptions(*options)
     with sdpa_kernel(ORDER, set_priority=True):
         result = F.scaled_dot_product_attention(
@@ -43,20 +43,20 @@ def attention(
 
 
 def _refuses(call: Call) -> str | None:
-    """Decline what these kernels do not take, or would take another way."""
+    """Decline calls that these kernels do not support, or whose mask they align differently."""
     q, k, v, *others = call.present
     causal, window, _ = MaskOptions(*call.options)
     if others or window is not None:
-        return "torch's own kernels take neither documents nor a window nor sinks"
+        return "torch's kernels do not support documents, a window or sinks"
     if v.shape[-1] != q.shape[-1]:
-        return f"torch's own kernels take values as wide as keys, not {v.shape[-1]}"
+        return f"torch's kernels need values as wide as keys, not {v.shape[-1]}"
     if causal and q.shape[1] != k.shape[1]:
-        return "torch's own causal mask sets the first query beside the first key"
+        return "torch's causal mask aligns the first query with the first key"
     if q.shape[-1] % 8 or q.shape[-1] > 256:
-        return f"torch's own kernels take heads of 8, 16 ... 256 features, not {q.shape[-1]}"
+        return f"torch's kernels support heads of 8, 16 ... 256 features, not {q.shape[-1]}"
     for name, meta in zip("qkv", (q, k, v), strict=True):
         if 0 in meta.shape or meta.strides[-1] != 1:
-            return f"torch's own kernels want numbers and a last stride of 1, and not {name}"
+            return f"torch's kernels need non-empty tensors with a last stride of 1, unlike {name}"
     return None
 
 
@@ -67,5 +67,5 @@ IMPLEMENTATION = Implementation(
     devices=frozenset({"cuda"}),
     dtypes=(torch.bfloat16, torch.float16),
     refuses=_refuses,
-    merit="cuDNN's kernel, else FlashAttention-2: faster than ours where no mask is asked for",
+    merit="cuDNN's kernel, else FlashAttention-2: faster than ours without documents or a window",
 )

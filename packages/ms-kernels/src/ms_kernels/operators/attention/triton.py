@@ -1,4 +1,4 @@
-"""Attention that never holds the scores: masks, grouped queries, a cache, sinks, wide values."""
+"""FlashAttention in Triton, with grouped queries, windows, documents, KV cache and sinks."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 from ms_kernels.backends.triton.configuration import grid, tuned_kernels
 from ms_kernels.backends.triton.implementation import narrow_heads, on_gpu
 from ms_kernels.backends.triton.launching import blocks, launch, power_of_two
-from ms_kernels.backends.triton.rows import empty, wanted_of, with_unit_stride
+from ms_kernels.backends.triton.rows import empty, needed_grads, with_unit_stride
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, Defaults, TableKey, TunedKernel, key_of
 from ms_kernels.core.plan import needs_grad
@@ -17,21 +17,21 @@ from ms_kernels.operators.attention.contract import CONTRACT, MaskOptions
 
 LOG2_E = 1.4426950408889634
 NARROWEST = 32
-"""Least width of a tile of features.
+"""Minimum tile width in features.
 
-`tl.dot` takes 16, but ptxas 12.8, which Triton 3.6 comes with, compiles some products of 16
-columns for sm_90 into reads outside shared memory: on an H100, bfloat16 and float16 heads of 24
-features with values of 8 gave wrong results or an illegal memory access. ptxas 12.9 and 13.0 make
-a correct kernel of the same code.
+`tl.dot` allows 16, but ptxas 12.8, bundled with Triton 3.6, compiles some products of 16 columns
+for sm_90 into reads outside shared memory: on an H100, bfloat16 and float16 heads of 24 features
+with values of 8 gave wrong results or an illegal memory access. ptxas 12.9 and 13.0 compile the
+same code correctly.
 """
 
 
 def _by_width(*values: tuple[int, int, int, int]) -> Defaults:
-    """Return BM, BN, warps and stages for heads of up to 64, 128 and more features."""
+    """Build defaults from (BM, BN, warps, stages) for heads up to 64, up to 128, and wider."""
     names = ("BM", "BN", "num_warps", "num_stages")
     return tuple(
-        (most, dict(zip(names, each, strict=True)))
-        for most, each in zip((64, 128, ANY_SIZE), values, strict=True)
+        (width, dict(zip(names, settings, strict=True)))
+        for width, settings in zip((64, 128, ANY_SIZE), values, strict=True)
     )
 
 
@@ -65,7 +65,7 @@ TUNED = (
 FORWARD, BACKWARD_QUERIES, BACKWARD_KEYS = TUNED
 KERNELS = f"{__package__}.kernels"
 SINKS = {"BM": 1024, "num_warps": 4}
-"""Constants of the kernel that sums up the gradient of each head's sink."""
+"""Launch parameters of the kernel for the sinks' gradient."""
 
 
 def _forward(
@@ -76,7 +76,7 @@ def _forward(
     sinks: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result (B, Sq, Hq, Dv) and the base-2 log Σ exp2 of the scores (B, Hq, Sq)."""
+    """Return the output (B, Sq, Hq, Dv) and the base-2 logsumexp of the scores (B, Hq, Sq)."""
     q, k, v = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
     batch, queries, heads, width = q.shape
     settings = MaskOptions(*options)
@@ -84,14 +84,13 @@ def _forward(
     lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
     constants = _constants(FORWARD, key_of(q), width, v.shape[3])
     factor = settings.factor(width) * LOG2_E
-    # Any tensor will do where there are no sinks.
-    added = q if sinks is None else sinks.contiguous()
+    sinks_or_dummy = q if sinks is None else sinks.contiguous()
     launch(
         f"{KERNELS}.attention_forward",
         batch * heads * blocks(queries, constants["BM"]),
         q,
-        *(q, k, v, *_tables(documents, q, constants, of_keys=False), added, result, lse),
-        *(*_sizes(q, k, v), k.shape[1], factor, _reach(settings, k)),
+        *(q, k, v, *_tables(documents, q, constants, of_keys=False), sinks_or_dummy, result, lse),
+        *(*_sizes(q, k, v), k.shape[1], factor, _window(settings, k)),
         **_masks(settings, documents),
         SINK=sinks is not None,
         **constants,
@@ -120,12 +119,12 @@ def _backward(
     key_tiles = batch * k.shape[2] * blocks(k.shape[1], by_keys["BN"])
     delta, strides = torch.empty_like(lse), grad.stride()[:3]
     shape = queries, heads, v.shape[3]
-    only = {name: by_queries[name] for name in ("BM", "BV")}
+    delta_constants = {name: by_queries[name] for name in ("BM", "BV")}
     kernel = f"{KERNELS}.attention_delta"
-    launch(kernel, tiles, q, result, grad, delta, *shape, *strides, **only)
+    launch(kernel, tiles, q, result, grad, delta, *shape, *strides, **delta_constants)
     grads = empty(q), empty(k), empty(v)
     factor = settings.factor(width)
-    sizes = (*_sizes(q, k, v), *strides, k.shape[1], factor, _reach(settings, k))
+    sizes = (*_sizes(q, k, v), *strides, k.shape[1], factor, _window(settings, k))
     for kernel, count, constants, out in (
         ("attention_backward_queries", tiles, by_queries, grads[:1]),
         ("attention_backward_keys", key_tiles, by_keys, grads[1:]),
@@ -139,103 +138,109 @@ def _backward(
             **_masks(settings, documents),
             **constants,
         )
-    of_sinks = q.new_empty(0) if sinks is None else empty(sinks)
+    sinks_grad = q.new_empty(0) if sinks is None else empty(sinks)
     if sinks is not None and needs_grad(grad_mask, 3):
         kernel = f"{KERNELS}.attention_backward_sinks"
         rows = batch, queries, heads
-        launch(kernel, heads, q, sinks.contiguous(), lse, delta, of_sinks, *rows, **SINKS)
-    return wanted_of(grad_mask, (*grads, of_sinks))
+        launch(kernel, heads, q, sinks.contiguous(), lse, delta, sinks_grad, *rows, **SINKS)
+    return needed_grads(grad_mask, (*grads, sinks_grad))
 
 
-def _reach(options: MaskOptions, keys: Tensor) -> int:
-    """Return the window as kernels take it, in 32 bits: one over all keys hides none."""
+def _window(options: MaskOptions, keys: Tensor) -> int:
+    """Return the window clipped to the number of keys, so that it fits in 32 bits."""
     return min(options.window or 0, keys.shape[1])
 
 
 def _constants(kernel: TunedKernel, key: TableKey, width: int, values: int) -> dict[str, int]:
-    """Return the constants of a launch for heads of `width` features, and `values` of a value."""
-    features, own = (max(power_of_two(each), NARROWEST) for each in (width, values))
+    """Return a launch's constants for `width` head features and `values` value features."""
+    tile_width, value_tile_width = (max(power_of_two(n), NARROWEST) for n in (width, values))
     same = {"SAME": width == values}
-    return {**kernel.values(key, width), **same, "BD": features, "BV": own}
+    return {**kernel.values(key, width), **same, "BD": tile_width, "BV": value_tile_width}
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
-    """Return queries, keys, heads, heads in a group, both widths, three strides of each tensor."""
+    """Return queries, keys, heads, group size, both widths, and three strides of each tensor."""
     shape = (q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[3], v.shape[3])
     return (*shape, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
 
 
 def _masks(options: MaskOptions, documents: Tensor | None) -> dict[str, bool]:
-    windowed, cut = options.window is not None, documents is not None
-    return {"CAUSAL": options.causal, "WINDOW": windowed, "DOCUMENTS": cut}
+    has_window, has_documents = options.window is not None, documents is not None
+    return {"CAUSAL": options.causal, "WINDOW": has_window, "DOCUMENTS": has_documents}
 
 
 def _tables(
     documents: Tensor | None, q: Tensor, constants: dict[str, int], *, of_keys: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the documents and their ranges; any tensor will do where there are none."""
+    """Return the documents and their block ranges; without documents, two unused dummies."""
     if documents is None:
         return q, q
     documents = documents.contiguous()
-    of, among = document_ranges(documents, q.shape[1], constants["BM"], constants["BN"])
-    return documents, (among if of_keys else of)
+    key_blocks, query_blocks = document_ranges(
+        documents, q.shape[1], constants["BM"], constants["BN"]
+    )
+    return documents, (query_blocks if of_keys else key_blocks)
 
 
 def document_ranges(
     documents: Tensor, queries: int, query_block: int, key_block: int
 ) -> tuple[Tensor, Tensor]:
-    """Bound which blocks may see each other, from the least and greatest document of each.
+    """Compute which blocks of queries and keys share a document.
+
+    A block is described by its smallest and largest document, so a range may include blocks that
+    turn out to be fully masked.
 
     Args:
-        documents: (B, Sk).
-        queries: Sq, the last of the positions.
-        query_block: queries in a block.
-        key_block: keys in a block.
+        documents: document of each position, (B, Sk).
+        queries: number of queries Sq, the last of the Sk positions.
+        query_block: queries per block.
+        key_block: keys per block.
 
     Returns:
-        For each block of queries the first and the end block of keys, and for each block of keys
-        those of queries: int32 (B, blocks, 2).
+        int32 tensors (B, blocks, 2): for each block of queries the range [start, end) of key
+        blocks, and for each block of keys the range of query blocks.
     """
     keys = documents.shape[1]
-    low, high = _extremes(documents[:, keys - queries :], query_block)
-    key_low, key_high = _extremes(documents, key_block)
-    touching = (low[:, :, None] <= key_high[:, None]) & (high[:, :, None] >= key_low[:, None])
-    return _span(touching), _span(touching.transpose(1, 2))
+    q_min, q_max = _block_extremes(documents[:, keys - queries :], query_block)
+    k_min, k_max = _block_extremes(documents, key_block)
+    # (B, query blocks, key blocks)
+    overlap = (q_min[:, :, None] <= k_max[:, None]) & (q_max[:, :, None] >= k_min[:, None])
+    return _true_range(overlap), _true_range(overlap.transpose(1, 2))
 
 
-def _extremes(documents: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Return the least and the greatest document of each block of positions, (B, blocks)."""
-    spare = -documents.shape[1] % block
-    if spare:
-        documents = torch.cat((documents, documents[:, -1:].expand(-1, spare)), 1)
+def _block_extremes(documents: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest document of each block of positions, (B, blocks)."""
+    padding = -documents.shape[1] % block
+    if padding:
+        documents = torch.cat((documents, documents[:, -1:].expand(-1, padding)), 1)
     blocks = documents.reshape(len(documents), documents.shape[1] // block, block)
     return blocks.amin(-1), blocks.amax(-1)
 
 
-def _span(touching: Tensor) -> Tensor:
-    """Return where the first True of each row stands and where the last ends."""
-    count = touching.shape[-1]
-    if not touching.numel():
-        return touching.new_zeros((*touching.shape[:-1], 2), dtype=torch.int32)
-    marks = touching.to(torch.int32)
-    first = marks.argmax(-1)
-    end = count - marks.flip(-1).argmax(-1)
-    end = torch.where(touching.any(-1), end, 0)
-    return torch.stack((first, end), -1).to(torch.int32).contiguous()
+def _true_range(mask: Tensor) -> Tensor:
+    """Return, along the last dim, the range [start, end) from the first to the last True."""
+    count = mask.shape[-1]
+    if not mask.numel():
+        return mask.new_zeros((*mask.shape[:-1], 2), dtype=torch.int32)
+    ones = mask.to(torch.int32)
+    start = ones.argmax(-1)
+    end = count - ones.flip(-1).argmax(-1)
+    end = torch.where(mask.any(-1), end, 0)
+    return torch.stack((start, end), -1).to(torch.int32).contiguous()
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
-    """Yield what a library holds: heads of 64 and 128 features, plain and with all masks.
+    """Yield the kernels of an ahead-of-time compiled library.
 
-    And those with sinks, of 64 features, and in half precision those of MLA: 192 features, and 128
-    of a value.
+    Heads of 64 and 128 features, causal and with all masks; heads of 64 features with sinks; and in
+    half precision MLA heads of 192 features with 128 value features.
     """
     key, queries = TableKey(chip, DTYPES[dtype]), "batch * heads * cdiv(queries, BM)"
     tiles = queries, queries, "batch * (heads / group) * cdiv(keys, BN)"
-    latent = ((192, 128, "192_128"),) if dtype != "fp32" else ()
-    for width, values, name in ((64, 64, "64"), (128, 128, "128"), *latent):
-        for detail, hidden in (("causal", False), ("masked", True)):
-            masks = {"CAUSAL": True, "WINDOW": hidden, "DOCUMENTS": hidden}
+    mla = ((192, 128, "192_128"),) if dtype != "fp32" else ()
+    for width, values, name in ((64, 64, "64"), (128, 128, "128"), *mla):
+        for detail, masked in (("causal", False), ("masked", True)):
+            masks = {"CAUSAL": True, "WINDOW": masked, "DOCUMENTS": masked}
             for kernel, count in zip(TUNED, tiles, strict=True):
                 constants = {**_constants(kernel, key, width, values), **masks}
                 sink = {"SINK": False} if kernel is FORWARD else {}
@@ -262,14 +267,14 @@ def _entry(kernel: str, dtype: str, detail: str, constants: dict[str, int], tile
         tiles,
         fp32="LSE DELTA scale",
         i32="DOCUMENT RANGES",
-        limits={name: most for name, most in widths.items() if most in constants},
+        limits={name: limit for name, limit in widths.items() if limit in constants},
         extra=() if kernel == "attention_backward_sinks" else ("batch",),
     )
 
 
 IMPLEMENTATION = on_gpu(
     CONTRACT,
-    "never holds the scores; skips what mask, window and documents hide",
+    "never materializes the scores; skips blocks that mask, window or documents hide",
     tuned=TUNED,
     entries=entries,
     refuses=narrow_heads,

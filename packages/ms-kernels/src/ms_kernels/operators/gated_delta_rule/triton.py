@@ -13,7 +13,7 @@ from torch import Tensor
 from ms_kernels.backends.triton.configuration import grid, tuned_kernels
 from ms_kernels.backends.triton.implementation import narrow_heads, on_gpu
 from ms_kernels.backends.triton.launching import blocks, launch, power_of_two
-from ms_kernels.backends.triton.rows import empty, wanted_of, with_unit_stride
+from ms_kernels.backends.triton.rows import empty, needed_grads, with_unit_stride
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, TableKey, TunedKernel, key_of
 from ms_kernels.core.torch_operator import opaque
@@ -135,7 +135,7 @@ def _backward(
     )
     of_g, of_beta = to_g.sum(0).to(g.dtype), to_beta.sum(0).to(beta.dtype)
     of_state = grad.new_empty((0,) * 4) if state is None else to_state.to(state.dtype)
-    return wanted_of(grad_mask, (of_q, of_k, to_v, of_g, of_beta, of_state))
+    return needed_grads(grad_mask, (of_q, of_k, to_v, of_g, of_beta, of_state))
 
 
 def _through_norm(pull: Tensor, x: Tensor, normalise: bool) -> Tensor:

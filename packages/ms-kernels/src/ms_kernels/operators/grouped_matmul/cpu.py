@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ms_kernels.backends.cpu import on_cpu
-from ms_kernels.core.plan import needs_grad, absent_grad
+from ms_kernels.core.plan import absent_grad, needs_grad
 from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.grouped_matmul.contract import CONTRACT
 

@@ -17,7 +17,7 @@ from ms_kernels.backends.triton.rows import empty, with_unit_stride
 from ms_kernels.contracts.call import Call
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, TableKey, key_of
-from ms_kernels.core.plan import needs_grad, absent_grad
+from ms_kernels.core.plan import absent_grad, needs_grad
 from ms_kernels.operators.grouped_matmul.contract import CONTRACT
 
 MOST_EXPERTS = 1024

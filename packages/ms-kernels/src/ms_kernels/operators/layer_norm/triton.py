@@ -11,7 +11,7 @@ from ms_kernels.backends.triton.launching import blocks, launch
 from ms_kernels.backends.triton.rows import as_rows, empty
 from ms_kernels.core.entries import Entry
 from ms_kernels.core.launches import key_of
-from ms_kernels.core.plan import needs_grad, absent_grad
+from ms_kernels.core.plan import absent_grad, needs_grad
 from ms_kernels.operators.layer_norm.contract import CONTRACT
 from ms_kernels.operators.rms_norm.triton import norm_entries
 

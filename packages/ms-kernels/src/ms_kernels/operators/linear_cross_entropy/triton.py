@@ -18,7 +18,7 @@ from ms_kernels.backends.triton.implementation import on_gpu
 from ms_kernels.backends.triton.rows import as_rows, empty
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import TableKey, key_of
-from ms_kernels.core.plan import needs_grad, absent_grad
+from ms_kernels.core.plan import absent_grad, needs_grad
 from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.cross_entropy.contract import LossOptions, counted_of, reduce
 from ms_kernels.operators.cross_entropy.triton import (

@@ -13,7 +13,7 @@ from torch import Tensor
 from ms_kernels.backends.triton.configuration import norm_kernels, shares, whole_rows
 from ms_kernels.backends.triton.implementation import narrow_rows, on_gpu
 from ms_kernels.backends.triton.launching import blocks, launch
-from ms_kernels.backends.triton.rows import as_rows, empty, wanted_of
+from ms_kernels.backends.triton.rows import as_rows, empty, needed_grads
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import TableKey, TunedKernel, key_of
 from ms_kernels.operators.rms_norm.contract import CONTRACT
@@ -30,7 +30,7 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _backward(
     grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, grad_mask: int, eps: float
 ) -> tuple[Tensor, Tensor]:
-    return wanted_of(grad_mask, differentiate(BACKWARD, grad, None, x, weight, scale))
+    return needed_grads(grad_mask, differentiate(BACKWARD, grad, None, x, weight, scale))
 
 
 def normalise(

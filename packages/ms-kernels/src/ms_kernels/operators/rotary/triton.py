@@ -8,7 +8,7 @@ from torch import Tensor
 from ms_kernels.backends.triton.configuration import grid, tuned_kernels
 from ms_kernels.backends.triton.implementation import on_gpu
 from ms_kernels.backends.triton.launching import blocks, launch, power_of_two
-from ms_kernels.backends.triton.rows import empty, wanted_of, with_unit_stride
+from ms_kernels.backends.triton.rows import empty, needed_grads, with_unit_stride
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, TableKey, key_of
 from ms_kernels.operators.rotary.contract import CONTRACT
@@ -33,7 +33,7 @@ def _forward(
 def _backward(
     grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor, grad_mask: int, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    return wanted_of(grad_mask, _turn(grad_q, grad_k, cos, sin, interleaved, back=True))
+    return needed_grads(grad_mask, _turn(grad_q, grad_k, cos, sin, interleaved, back=True))
 
 
 def _turn(

@@ -7,7 +7,7 @@ from torch import Tensor
 from ms_kernels.backends.triton.configuration import elements, grid, tuned_kernels
 from ms_kernels.backends.triton.implementation import on_gpu
 from ms_kernels.backends.triton.launching import blocks, launch
-from ms_kernels.backends.triton.rows import as_rows, empty, wanted_of
+from ms_kernels.backends.triton.rows import as_rows, empty, needed_grads
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import ANY_SIZE, TableKey, TunedKernel, key_of
 from ms_kernels.operators.swiglu.contract import CONTRACT
@@ -70,7 +70,7 @@ def differentiate(
         ACTIVATION=activation,
         **constants,
     )
-    return wanted_of(grad_mask, (grad_gate, grad_up))
+    return needed_grads(grad_mask, (grad_gate, grad_up))
 
 
 def _tiling(kernel: TunedKernel, gates: Tensor) -> tuple[dict[str, int], int]:

@@ -10,7 +10,7 @@ from ms_kernels.backends.triton.launching import launch
 from ms_kernels.backends.triton.rows import empty, with_unit_stride
 from ms_kernels.core.entries import DTYPES, Entry, entry
 from ms_kernels.core.launches import TableKey, key_of
-from ms_kernels.core.plan import needs_grad, absent_grad
+from ms_kernels.core.plan import absent_grad, needs_grad
 from ms_kernels.operators.permute_tokens.triton import SUM_CHOICES, sum_choices
 from ms_kernels.operators.unpermute_tokens.contract import CONTRACT
 
