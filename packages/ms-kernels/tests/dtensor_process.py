@@ -190,7 +190,7 @@ def compare_adamw(mesh):
 
 
 class Block(torch.nn.Module):
-    """Attention of normalised rows."""
+    """Attention of normalized rows."""
 
     def __init__(self):
         super().__init__()

@@ -171,7 +171,7 @@ def test_bad_input_exits_with_two_and_one_line(capsys, arguments, told):
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["bench", "x"], ["list", "--colour"], ["check", "x"], ["bench", "--tune", "--out", "."]],
+    [[], ["bench", "x"], ["list", "--color"], ["check", "x"], ["bench", "--tune", "--out", "."]],
 )
 def test_an_unknown_command_or_flag_exits_with_two(capsys, arguments):
     """Errors of argparse have the same exit code, and are one line that begins with the command."""

@@ -85,7 +85,7 @@ def options_of(draw, contract):
 
 @st.composite
 def settled(draw, contract, dims, options):
-    """Return sizes and options of a quantised weight that belong together."""
+    """Return sizes and options of a quantized weight that belong together."""
     if contract.name != "quantized_linear":
         return dims, options
     bits, group_size = draw(st.sampled_from([4, 8])), 2 * draw(st.integers(1, 9))

@@ -260,7 +260,7 @@ def test_a_strong_decay_leaves_what_comes_after_it_exact(strong):
 
 
 def test_the_rule_is_that_of_transformers():
-    """Qwen3-Next's own slow rule in float32, keys normalised, with a state."""
+    """Qwen3-Next's own slow rule in float32, keys normalized, with a state."""
     qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     drawn = CONTRACTS["gated_delta_rule"].draw({"Hk": 4})
     drawn.pop("documents")
@@ -270,7 +270,7 @@ def test_the_rule_is_that_of_transformers():
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )
-    result, state = ms_kernels.gated_delta_rule(**drawn, normalise=True, final_state=True)
+    result, state = ms_kernels.gated_delta_rule(**drawn, normalize=True, final_state=True)
     # Both sum 16 terms of order one in float32, at 48 positions one after the other.
     torch.testing.assert_close(result, truth, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(state, last, rtol=1e-5, atol=1e-5)

@@ -220,7 +220,7 @@ def _before(x, state, documents, b, s):
         yield s + 1 + more, state[len(state) - 1 - more]
 
 
-def gated_delta_rule(q, k, v, g, beta, documents, state, scale, normalise, final_state):
+def gated_delta_rule(q, k, v, g, beta, documents, state, scale, normalize, final_state):
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     result, heads = torch.zeros_like(v), v.shape[2]
     final = q.new_zeros(q.shape[0], heads, q.shape[3], v.shape[3])
@@ -230,7 +230,7 @@ def gated_delta_rule(q, k, v, g, beta, documents, state, scale, normalise, final
             held += state[b, h]
         for s in range(q.shape[1]):
             query, key = (each[b, s, h // (heads // q.shape[2])] for each in (q, k))
-            if normalise:
+            if normalize:
                 query, key = (each / math.sqrt(each @ each + 1e-6) for each in (query, key))
             if documents is not None and s > 0 and documents[b, s] != documents[b, s - 1]:
                 held.zero_()

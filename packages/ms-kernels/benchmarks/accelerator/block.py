@@ -49,12 +49,12 @@ class Plain:
 
     @staticmethod
     def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-        """Normalise rows."""
+        """Normalize rows."""
         return F.rms_norm(x, weight.shape, weight, 1e-6)
 
     @staticmethod
     def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Add and normalise rows."""
+        """Add and normalize rows."""
         x = x + residual
         return F.rms_norm(x, weight.shape, weight, 1e-6), x
 

@@ -50,7 +50,7 @@ static ms_status fail(ms_status status, const char *form, ...) {
 
 /* Both drivers return 0 for success. */
 static struct {
-    int (*initialise)(unsigned);
+    int (*initialize)(unsigned);
     int (*get_device)(int *);
     int (*load)(void **, const void *);
     int (*find)(void **, void *, const char *);
@@ -92,7 +92,7 @@ static ms_status open_driver(void) {
     if (!library)
         return fail(MS_NO_DRIVER, "%s is not on this machine: %s", LIBRARIES[0], dlerror());
     struct { void **slot; const char *name; } needed[] = {
-        NEEDED(initialise, "Init"),
+        NEEDED(initialize, "Init"),
         NEEDED(load, "ModuleLoadData"),
         NEEDED(find, "ModuleGetFunction"),
 #ifdef MS_HIP
@@ -113,7 +113,7 @@ static ms_status open_driver(void) {
         if (!*needed[i].slot)
             return fail(MS_NO_DRIVER, "%s has no %s", LIBRARIES[0], needed[i].name);
     }
-    int code = driver.initialise(0);
+    int code = driver.initialize(0);
     if (code)
         return fail(MS_NO_DEVICE, "the driver does not start: %s", text_of(code));
     driver_ready = 1;

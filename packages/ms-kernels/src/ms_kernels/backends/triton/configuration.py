@@ -43,7 +43,7 @@ def tuned_kernels(
 
 
 def norm_kernels(operator: str, kernel: str) -> tuple[TunedKernel, TunedKernel]:
-    """Return the forward and the backward kernel of a normalisation."""
+    """Return the forward and the backward kernel of a normalization."""
     warps = {2048: 4, 4096: 8, ANY_SIZE: 16}
     tried_at = tuple({"...": 2**25 // width, "H": width} for width in (1024, 2048, 4096, 8192))
     each, count = {"ELEMENTS": (1024, 2048, 4096), "num_warps": (4, 8, 16)}, (132, 264, 528)
@@ -85,7 +85,7 @@ def whole_rows(kernel: TunedKernel, key: TableKey, width: int) -> dict[str, int]
 
 
 def shares(kernel: TunedKernel, key: TableKey, rows: int, width: int) -> tuple[int, int]:
-    """Return rows a program, and programs, of a normalisation's backward pass.
+    """Return rows a program, and programs, of a normalization's backward pass.
 
     Each program keeps its own sum of the weight's gradient, so the number of programs decides how
     the result is rounded; a program's share is a multiple of the rows that it holds at once.

@@ -21,7 +21,7 @@ from ms_kernels.core.torch_operator import opaque
 from ms_kernels.core.tracing import known_when_traced
 
 WIDEST_ROW = 65_536
-"""Features of a row that a normalisation holds at once."""
+"""Features of a row that a normalization holds at once."""
 
 WIDEST_HEAD = 256
 """Features of a head of attention: a block of them must fit a multiprocessor's memory."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 MOST_PROGRAMS = {"npu": 65_520}
-"""Programs of one launch by device type; a multiple of 16, so that no kernel is specialised anew.
+"""Programs of one launch by device type; a multiple of 16, so that no kernel is specialized anew.
 
 Ascend takes 65,535 in all; elsewhere the limit of one axis is 2³¹ - 1.
 """

@@ -21,7 +21,7 @@ def with_unit_stride(tensor: Tensor) -> Tensor:
 
 
 def empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a new contiguous tensor of the shape of `like`, not initialised."""
+    """Return a new contiguous tensor of the shape of `like`, not initialized."""
     return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 

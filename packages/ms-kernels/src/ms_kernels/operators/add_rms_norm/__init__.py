@@ -1,1 +1,1 @@
-"""A residual sum and its root mean square normalisation, in one pass over memory."""
+"""A residual sum and its root mean square normalization, in one pass over memory."""

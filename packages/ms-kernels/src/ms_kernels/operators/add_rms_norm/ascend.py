@@ -1,6 +1,6 @@
 """A residual sum and its RMSNorm through npu_add_rms_norm.
 
-It has no gradient: ours takes that of RMSNorm at the sum. It may normalise the sum before it rounds
+It has no gradient: ours takes that of RMSNorm at the sum. It may normalize the sum before it rounds
 it, where the contract rounds first: for half precision the two differ by less than one rounding of
 the sum.
 """

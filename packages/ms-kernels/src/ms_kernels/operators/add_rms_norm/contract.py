@@ -1,4 +1,4 @@
-"""A residual sum and its root mean square normalisation, in one pass over memory."""
+"""A residual sum and its root mean square normalization, in one pass over memory."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from ms_kernels.operators.rms_norm.contract import rms_norm
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """Return ``rms_norm(x + residual)`` and the sum, rounded before it is normalised.
+    """Return ``rms_norm(x + residual)`` and the sum, rounded before it is normalized.
 
     So it equals the two steps bit for bit, and the sum is all that a backward pass needs.
     """
@@ -31,7 +31,7 @@ CONTRACT = Contract(
         Argument(name="weight", dims="H", dtypes=FLOATING),
     ),
     options=(eps_option(1e-6),),
-    returns="two tensors (... H), dtype of x: normalised, and the sum",
+    returns="two tensors (... H), dtype of x: normalized, and the sum",
     results={"normed": "... H", "summed": "... H"},
     splits=("...",),
     positive="H",

@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from ms_kernels.backends.cpu import on_cpu
 from ms_kernels.operators.add_rms_norm.contract import CONTRACT
-from ms_kernels.operators.rms_norm.cpu import differentiate, normalise
+from ms_kernels.operators.rms_norm.cpu import differentiate, normalize
 
 
 class _AddRmsNorm(torch.autograd.Function):
@@ -19,7 +19,7 @@ class _AddRmsNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         summed = torch.add(x, residual)
-        result, scale = normalise(summed, weight, eps)
+        result, scale = normalize(summed, weight, eps)
         ctx.save_for_backward(summed, weight, scale)
         ctx.set_materialize_grads(False)
         return result, summed

@@ -9,7 +9,7 @@ from ms_kernels.operators.add_rms_norm.contract import CONTRACT
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """Add a residual and normalise the sum, as ``rms_norm(x + residual, weight, eps)`` would.
+    """Add a residual and normalize the sum, as ``rms_norm(x + residual, weight, eps)`` would.
 
     Args:
         x: (..., H).
@@ -18,7 +18,7 @@ def add_rms_norm(
         eps: added to the mean square.
 
     Returns:
-        The normalised sum and the sum itself, (..., H), dtype of x. What is normalised is the sum
+        The normalized sum and the sum itself, (..., H), dtype of x. What is normalized is the sum
         after it was rounded to that dtype.
     """
     return perform(CONTRACT, (x, residual, weight), (eps,))

@@ -9,7 +9,7 @@ from ms_kernels.backends.triton.implementation import narrow_rows, on_gpu
 from ms_kernels.backends.triton.rows import needed_grads
 from ms_kernels.core.entries import Entry
 from ms_kernels.operators.add_rms_norm.contract import CONTRACT
-from ms_kernels.operators.rms_norm.triton import KERNELS, differentiate, norm_entries, normalise
+from ms_kernels.operators.rms_norm.triton import KERNELS, differentiate, norm_entries, normalize
 
 FORWARD, BACKWARD = TUNED = norm_kernels("add_rms_norm", "rms_norm")
 
@@ -17,7 +17,7 @@ FORWARD, BACKWARD = TUNED = norm_kernels("add_rms_norm", "rms_norm")
 def _forward(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return normalise(FORWARD, x, residual, weight, eps)
+    return normalize(FORWARD, x, residual, weight, eps)
 
 
 def _backward(
@@ -43,7 +43,7 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 
 IMPLEMENTATION = on_gpu(
     CONTRACT,
-    "adds and normalises in one pass; saves the sum and one number a row",
+    "adds and normalizes in one pass; saves the sum and one number a row",
     tuned=TUNED,
     entries=entries,
     refuses=narrow_rows,

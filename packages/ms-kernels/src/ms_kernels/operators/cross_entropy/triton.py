@@ -65,7 +65,7 @@ def _backward(
 
 
 def loss_like(like: Tensor, targets: Tensor, *options: Any) -> Tensor:
-    """Return a tensor of the shape of a loss, not initialised."""
+    """Return a tensor of the shape of a loss, not initialized."""
     shape = targets.shape if LossOptions(*options).reduction == "none" else ()
     return like.new_empty(shape, dtype=torch.float32)
 

@@ -5,7 +5,7 @@ and what it answers to the key is moved towards the value by the share β::
 
     S ← e^g · S;    S ← S + k (β · (v - Sᵀ k))ᵀ;    result = scale · Sᵀ q
 
-1. The published layers normalise q and k before it; here that is an option, with their 1e-6.
+1. The published layers normalize q and k before it; here that is an option, with their 1e-6.
 2. Where a document begins the matrix is set to 0, whatever it held.
 """
 
@@ -29,7 +29,7 @@ class RuleOptions(NamedTuple):
     """The options, in order."""
 
     scale: float | None
-    normalise: bool
+    normalize: bool
     final_state: bool
 
     def factor(self, width: int) -> float:
@@ -53,7 +53,7 @@ def gated_delta_rule(
     heads, out_width = v.shape[2:]
     wide = accumulator(q.dtype)
     queries, keys = (
-        normalised(each.to(wide), settings.normalise).repeat_interleave(heads // groups, 2)
+        normalized(each.to(wide), settings.normalize).repeat_interleave(heads // groups, 2)
         for each in (q, k)
     )
     values, fade, shares = v.to(wide), g.to(wide).exp(), beta.to(wide)
@@ -73,9 +73,9 @@ def gated_delta_rule(
     return (result, held) if settings.final_state else result
 
 
-def normalised(x: Tensor, normalise: bool) -> Tensor:
+def normalized(x: Tensor, normalize: bool) -> Tensor:
     """Return x (..., D) at length 1 where it is asked for."""
-    if not normalise:
+    if not normalize:
         return x
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
 
@@ -126,7 +126,7 @@ CONTRACT = Contract(
         documents_argument("B S"),
         Argument(name="state", dims="B Hv D Dv", dtypes=ACCUMULATED, optional=True),
     ),
-    options=(scale_option, flag("normalise"), flag("final_state")),
+    options=(scale_option, flag("normalize"), flag("final_state")),
     returns="(B S Hv Dv), dtype of q; with final_state=True a second one, (B Hv D Dv) float32",
     results={"result": "B S Hv Dv", "final": "B Hv D Dv"},
     splits=("B", "Hk Hv"),

@@ -17,7 +17,7 @@ from torch import Tensor
 from ms_kernels.backends.cpu import on_cpu
 from ms_kernels.contracts.call import Call, accumulator
 from ms_kernels.contracts.documents import starts_of
-from ms_kernels.operators.gated_delta_rule.contract import CONTRACT, RuleOptions, normalised
+from ms_kernels.operators.gated_delta_rule.contract import CONTRACT, RuleOptions, normalized
 
 LONGEST = 64
 """Positions of a chunk: its triangular system grows with their square."""
@@ -58,7 +58,7 @@ def gated_delta_rule(
     cut = _cut(batch, positions, documents)
     split = (groups, heads // groups)
     queries, keys = (
-        _chunked(normalised(each.to(wide), settings.normalise), cut).unsqueeze(2) for each in (q, k)
+        _chunked(normalized(each.to(wide), settings.normalize), cut).unsqueeze(2) for each in (q, k)
     )  # (N, Hk, 1, C, D)
     values = torch.unflatten(_chunked(v.to(wide), cut), 1, split)  # (N, Hk, Hv / Hk, C, Dv)
     decays, shares = (torch.unflatten(_chunked(each.to(wide), cut), 1, split) for each in (g, beta))

@@ -20,10 +20,10 @@ def _tile(first, heads, out_width, BV: tl.constexpr):
 
 
 @triton.jit
-def _vector(AT, feature, width, NORMALISE: tl.constexpr):
+def _vector(AT, feature, width, NORMALIZE: tl.constexpr):
     """Load a key or query (BD, 1), at length 1 where that is asked for."""
     x = tl.load(AT + feature, mask=feature < width, other=0.0).to(tl.float32)
-    if NORMALISE:
+    if NORMALIZE:
         x = x / tl.sqrt_rn(tl.sum(x * x, 0)[None, :] + 1e-6)
     return x
 
@@ -64,7 +64,7 @@ def delta_forward(
     v_head_stride,
     scale,
     rows_each,
-    NORMALISE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     CUT: tl.constexpr,
     GIVEN: tl.constexpr,
     SAVE: tl.constexpr,
@@ -93,7 +93,7 @@ def delta_forward(
                 at = (batch * heads + head) * parts + step // rows_each
                 tl.store(SAVED + at * width * out_width + cell, state, mask=inside)
         at = K + batch * k_batch_stride + place * k_stride + key_head * k_head_stride
-        k = _vector(at, feature, width, NORMALISE)
+        k = _vector(at, feature, width, NORMALIZE)
         at = V + batch * v_batch_stride + place * v_stride + head * v_head_stride
         v = tl.load(at + column, mask=column < out_width, other=0.0).to(tl.float32)
         row = (batch * positions + place) * heads + head
@@ -104,7 +104,7 @@ def delta_forward(
         state += k * ((v - tl.sum(state * k, 0)[None, :]) * share)
         if not SAVE:
             at = Q + batch * q_batch_stride + place * q_stride + key_head * q_head_stride
-            q = _vector(at, feature, width, NORMALISE) * scale
+            q = _vector(at, feature, width, NORMALIZE) * scale
             out = tl.sum(state * q, 0)[None, :].to(OUT.dtype.element_ty)
             tl.store(OUT + row * out_width + column, out, mask=column < out_width)
     if not SAVE:
@@ -147,7 +147,7 @@ def delta_backward(
     batch_count,
     scale,
     rows_each,
-    NORMALISE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     CUT: tl.constexpr,
     PULLED: tl.constexpr,
     BD: tl.constexpr,
@@ -156,7 +156,7 @@ def delta_backward(
     """Go back part by part: make a part's faded states again, put them in ROOM, then walk back.
 
     DQ and DK (blocks, batch, positions, heads, width), DG and DBETA (blocks, batch, positions,
-    heads) are this block of columns' share, for q and k of length 1 where they are normalised;
+    heads) are this block of columns' share, for q and k of length 1 where they are normalized;
     ROOM (programs, rows_each, BD, BV) is this program's alone.
     """
     block, column, head, batch = _tile(first, heads, out_width, BV)
@@ -180,7 +180,7 @@ def delta_backward(
         for step in range(count):
             place = start + step + tl.zeros([1, 1], tl.int64)
             at = K + batch * k_batch_stride + place * k_stride + key_head * k_head_stride
-            k = _vector(at, feature, width, NORMALISE)
+            k = _vector(at, feature, width, NORMALIZE)
             at = V + batch * v_batch_stride + place * v_stride + head * v_head_stride
             v = tl.load(at + column, mask=column < out_width, other=0.0).to(tl.float32)
             row = (batch * positions + place) * heads + head
@@ -197,9 +197,9 @@ def delta_backward(
             place = start + at
             faded = tl.load(room + at * BD * BV + spot)
             at = K + batch * k_batch_stride + place * k_stride + key_head * k_head_stride
-            k = _vector(at, feature, width, NORMALISE)
+            k = _vector(at, feature, width, NORMALIZE)
             at = Q + batch * q_batch_stride + place * q_stride + key_head * q_head_stride
-            q = _vector(at, feature, width, NORMALISE) * scale
+            q = _vector(at, feature, width, NORMALIZE) * scale
             at = V + batch * v_batch_stride + place * v_stride + head * v_head_stride
             v = tl.load(at + column, mask=column < out_width, other=0.0).to(tl.float32)
             row = (batch * positions + place) * heads + head

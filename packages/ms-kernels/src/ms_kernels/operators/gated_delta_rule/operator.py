@@ -19,7 +19,7 @@ def gated_delta_rule(
     documents: Tensor | None = None,
     state: Tensor | None = None,
     scale: float | None = None,
-    normalise: bool = False,
+    normalize: bool = False,
     final_state: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -35,7 +35,7 @@ def gated_delta_rule(
     documents: Tensor | None = None,
     state: Tensor | None = None,
     scale: float | None = None,
-    normalise: bool = False,
+    normalize: bool = False,
     final_state: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -50,7 +50,7 @@ def gated_delta_rule(
     documents: Tensor | None = None,
     state: Tensor | None = None,
     scale: float | None = None,
-    normalise: bool = False,
+    normalize: bool = False,
     final_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Read a matrix that fades and learns at each position (arXiv 2412.06464).
@@ -69,7 +69,7 @@ def gated_delta_rule(
         state: (B, Hv, D, Dv) float32 or float64: S before the first position, of the document that
             it goes on with; zeros if None.
         scale: factor of the results, ``D ** -0.5`` if None.
-        normalise: whether q and k are first brought to length 1, ``x / sqrt(Σx² + 1e-6)``.
+        normalize: whether q and k are first brought to length 1, ``x / sqrt(Σx² + 1e-6)``.
         final_state: whether to return S after the last position as well.
 
     Returns:
@@ -77,4 +77,4 @@ def gated_delta_rule(
         float64). A state goes from call to call: pieces of a sequence give what the whole gives.
     """
     tensors = q, k, v, g, beta, documents, state
-    return perform(CONTRACT, tensors, (scale, normalise, final_state))
+    return perform(CONTRACT, tensors, (scale, normalize, final_state))

@@ -60,7 +60,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def _sums(near: Tensor, *sizes: int) -> Tensor:
-    """Return a float32 tensor, not initialised, on the device of `near`."""
+    """Return a float32 tensor, not initialized, on the device of `near`."""
     return near.new_empty(sizes, dtype=torch.float32)
 
 
@@ -80,7 +80,7 @@ def _walk(
         q,
         *(q, k, v, g, beta, documents, state, result, final, final if saved is None else saved),
         *(*_sizes(q, k, v), RuleOptions(*options).factor(q.shape[3]), _share(q.shape[1])),
-        NORMALISE=options[1],
+        NORMALIZE=options[1],
         CUT=tensors[5] is not None,
         GIVEN=tensors[6] is not None,
         SAVE=saved is not None,
@@ -122,14 +122,14 @@ def _backward(
         q,
         *(*near, saved, room, grad, pulled, to_q, to_k, to_v, to_g, to_beta, to_state),
         *(*_sizes(*near[:3]), batch, settings.factor(width), share),
-        NORMALISE=settings.normalise,
+        NORMALIZE=settings.normalize,
         CUT=documents is not None,
         PULLED=grad_final is not None,
         **constants,
     )
     of_q, of_k = (
         _through_norm(
-            of.sum(0).unflatten(2, (groups, heads // groups)).sum(3), x, settings.normalise
+            of.sum(0).unflatten(2, (groups, heads // groups)).sum(3), x, settings.normalize
         )
         for of, x in ((to_q, q), (to_k, k))
     )
@@ -138,12 +138,12 @@ def _backward(
     return needed_grads(grad_mask, (of_q, of_k, to_v, of_g, of_beta, of_state))
 
 
-def _through_norm(pull: Tensor, x: Tensor, normalise: bool) -> Tensor:
+def _through_norm(pull: Tensor, x: Tensor, normalize: bool) -> Tensor:
     """Return the gradient of x (..., D) for that of x at length 1, in x's dtype.
 
     y = x · r with r = 1 / √(Σx² + eps), so dx = r · (dy - y · ⟨y, dy⟩).
     """
-    if normalise:
+    if normalize:
         wide = x.to(pull.dtype)
         root = torch.rsqrt(wide.square().sum(-1, keepdim=True) + NORM_EPS)
         normal = wide * root
@@ -186,7 +186,7 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
     common: dict[str, Any] = {"i32": "DOCUMENTS", "limits": {"width": "BD"}, "extra": ("batch",)}
     for width in (64, 128):
         for cut in (False, True):
-            flags = {"NORMALISE": True, "CUT": cut}
+            flags = {"NORMALIZE": True, "CUT": cut}
             detail = f"{width}{'_documents' * cut}"
             for save in (False, True):
                 yield entry(

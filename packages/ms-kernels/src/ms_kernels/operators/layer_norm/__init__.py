@@ -1,1 +1,1 @@
-"""Layer normalisation (Ba, Kiros and Hinton, 2016)."""
+"""Layer normalization (Ba, Kiros and Hinton, 2016)."""

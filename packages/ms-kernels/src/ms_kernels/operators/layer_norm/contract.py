@@ -1,4 +1,4 @@
-"""Layer normalisation (Ba, Kiros and Hinton, 2016)."""
+"""Layer normalization (Ba, Kiros and Hinton, 2016)."""
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from ms_kernels.contracts.options import eps_option
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Return ``(x - mean) / sqrt(variance + eps) · weight + bias``, rounded once, to x's dtype."""
     wide = x.to(accumulator(x.dtype))
-    centred = wide - wide.mean(-1, keepdim=True)
-    result = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight
+    centered = wide - wide.mean(-1, keepdim=True)
+    result = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps) * weight
     return (result if bias is None else result + bias).to(x.dtype)
 
 

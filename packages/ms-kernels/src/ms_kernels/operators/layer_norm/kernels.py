@@ -21,16 +21,16 @@ def layer_norm_forward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Normalise ROWS rows; Y is contiguous, MEAN and SCALE (rows,) are mean and 1 / deviation."""
+    """Normalize ROWS rows; Y is contiguous, MEAN and SCALE (rows,) are mean and 1 / deviation."""
     row = (first + tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < width)
     x = tl.load(X + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(x, 1)[:, None] / width
-    centred = tl.where(inside, x - mean, 0.0)
-    scale = 1.0 / tl.sqrt_rn(tl.sum(centred * centred, 1)[:, None] / width + eps)
+    centered = tl.where(inside, x - mean, 0.0)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(centered * centered, 1)[:, None] / width + eps)
     w = tl.load(W + column, mask=column < width, other=0.0).to(tl.float32)
-    y = centred * scale * w
+    y = centered * scale * w
     if BIAS:
         y += tl.load(B + column, mask=column < width, other=0.0).to(tl.float32)
     tl.store(MEAN + row, mean, mask=row < rows)

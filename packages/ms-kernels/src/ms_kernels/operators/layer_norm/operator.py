@@ -7,7 +7,7 @@ from ms_kernels.operators.layer_norm.contract import CONTRACT
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """Normalise by mean and variance over the last dim (arXiv 1607.06450).
+    """Normalize by mean and variance over the last dim (arXiv 1607.06450).
 
     Args:
         x: (..., H).

@@ -1,1 +1,1 @@
-"""Root mean square normalisation (Zhang and Sennrich, 2019)."""
+"""Root mean square normalization (Zhang and Sennrich, 2019)."""

@@ -16,7 +16,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        result, scale = normalise(x, weight, eps)
+        result, scale = normalize(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
         return result
 
@@ -26,8 +26,8 @@ class _RmsNorm(torch.autograd.Function):
         return (*differentiate(grad, None, *ctx.saved_tensors), None)
 
 
-def normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the normalised x (..., H) and what each row was scaled by, (N, 1)."""
+def normalize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the normalized x (..., H) and what each row was scaled by, (N, 1)."""
     flat = x.reshape(-1, x.shape[-1])
     wide = accumulator(x.dtype)
     norm = torch.linalg.vector_norm(flat, dim=-1, keepdim=True, dtype=wide)

@@ -22,7 +22,7 @@ def rms_norm_forward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Normalise ROWS rows; Y, SUM and SCALE are contiguous, SCALE (rows,) is 1 / rms."""
+    """Normalize ROWS rows; Y, SUM and SCALE are contiguous, SCALE (rows,) is 1 / rms."""
     row = (first + tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < width)

@@ -7,7 +7,7 @@ from ms_kernels.operators.rms_norm.contract import CONTRACT
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """Normalise by the root mean square over the last dim (arXiv 1910.07467).
+    """Normalize by the root mean square over the last dim (arXiv 1910.07467).
 
     Args:
         x: (..., H).

@@ -23,7 +23,7 @@ KERNELS = f"{__package__}.kernels"
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    result, _, scale = normalise(FORWARD, x, None, weight, eps)
+    result, _, scale = normalize(FORWARD, x, None, weight, eps)
     return result, scale
 
 
@@ -33,10 +33,10 @@ def _backward(
     return needed_grads(grad_mask, differentiate(BACKWARD, grad, None, x, weight, scale))
 
 
-def normalise(
+def normalize(
     kernel: TunedKernel, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the normalised rows, the sum (x itself if there is none) and 1 / rms."""
+    """Return the normalized rows, the sum (x itself if there is none) and 1 / rms."""
     rows = as_rows(x)
     others = rows if residual is None else as_rows(residual)
     result, scale = empty(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
@@ -90,7 +90,7 @@ def norm_entries(
     detail: str = "",
     flags: tuple[dict[str, Any], dict[str, Any]] = ({}, {}),
 ) -> Iterator[Entry]:
-    """Yield a normalisation's entries: a program holds whole rows, up to each of a few widths.
+    """Yield a normalization's entries: a program holds whole rows, up to each of a few widths.
 
     Args:
         tuned: the forward and the backward kernel.

@@ -129,10 +129,10 @@ def grouped_matmul_v5(
     token_scales: list[Tensor] | None,
 ) -> None:
     """The same; `tuning` hints at the sizes to expect."""
-    quantised = (bias, scale, offset, antiquant_scale, antiquant_offset, per_token_scale)
+    quantized = (bias, scale, offset, antiquant_scale, antiquant_offset, per_token_scale)
     activating = (activation_input, activation_scale, activation_offset)
     modes = (split_item, group_type, group_list_type, activation)
-    grouped_matmul(x, weight, *quantised, groups, *activating, *modes, out, activated, token_scales)
+    grouped_matmul(x, weight, *quantized, groups, *activating, *modes, out, activated, token_scales)
 
 
 BODIES: dict[str, Callable[..., None]] = {

@@ -1,4 +1,4 @@
-"""The same on every tensor of a list: what torch's foreach optimisers call."""
+"""The same on every tensor of a list: what torch's foreach optimizers call."""
 
 from collections.abc import Callable
 

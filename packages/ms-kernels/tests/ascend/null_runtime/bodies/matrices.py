@@ -49,7 +49,7 @@ def weight_quant_matmul(
 ) -> None:
     """``x @ ((weight + offset) · scale) + bias``; scale and offset a column, or a group of K."""
     if quant_scale is not None or quant_offset is not None:
-        raise ValueError("quantised results have no body here")
+        raise ValueError("quantized results have no body here")
     wide = (_nibbles(weight) if weight.dtype == torch.int32 else weight).float()
     repeat = group_size or wide.shape[0]
     if offset is not None:

@@ -1,4 +1,4 @@
-"""Normalisations and gates."""
+"""Normalizations and gates."""
 
 import math
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def add_rms_norm(
     rstd: Tensor,
     total: Tensor,
 ) -> None:
-    """`rms_norm` of a sum, and the sum; what is normalised is the sum before it was rounded."""
+    """`rms_norm` of a sum, and the sum; what is normalized is the sum before it was rounded."""
     wide = one.float() + other.float()
     rms_norm(wide, gamma, epsilon, y, rstd)
     total.copy_(wide)

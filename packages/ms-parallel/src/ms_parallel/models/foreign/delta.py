@@ -35,7 +35,7 @@ def delta_forward(module: Any, hidden: Tensor, documents: Tensor | None, ops: Op
         for x, width in ((q, module.head_k_dim), (k, module.head_k_dim), (v, module.head_v_dim))
     )
     g = -widen(module.A_log).exp() * F.softplus(widen(a) + module.dt_bias)
-    out = ops.gated_delta_rule(q, k, v, g, b.sigmoid(), documents=documents, normalise=True)
+    out = ops.gated_delta_rule(q, k, v, g, b.sigmoid(), documents=documents, normalize=True)
     made = module.norm(out.flatten(0, 2), z.reshape(-1, module.head_v_dim))
     outward: nn.Module = module.out_proj
     result: Tensor = outward(made.view(*hidden.shape[:2], -1))
