@@ -63,11 +63,11 @@ def test_a_parameter_that_asks_for_gradients_is_written_all_the_same():
 
 def test_changing_steps_and_rates_are_one_decision_and_still_checked(monkeypatch):
     """Ten thousand steps would otherwise be ten thousand decisions."""
-    monkeypatch.setattr(dispatch, "_kept", {})
+    monkeypatch.setattr(dispatch, "_cache", {})
     tensors = [torch.zeros(4) for _ in range(4)]
     for step in range(1, 20):
         adamw_step(*tensors, step=step, learning_rate=1 / step)
-    assert len(dispatch._kept) == 1
+    assert len(dispatch._cache) == 1
     with pytest.raises(ArgumentError, match="step is 0"):
         adamw_step(*tensors, step=0, learning_rate=0.1)
     with pytest.raises(ArgumentError, match="learning_rate is -1"):
@@ -130,5 +130,5 @@ def test_columns_of_one_buffer_are_no_overlap():
 
 def test_a_tensor_that_lies_on_itself_is_refused():
     """An expanded tensor would be written several times in one place."""
-    with pytest.raises(ArgumentError, match="mean is of strides \\(0, 1\\), several elements"):
+    with pytest.raises(ArgumentError, match="mean is of strides \\(0, 1\\), with elements that share memory"):
         adamw_step(**named(mean=torch.zeros(4).expand(6, 4)), step=1, learning_rate=0.1)

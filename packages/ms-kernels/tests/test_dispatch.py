@@ -55,7 +55,7 @@ def test_the_first_that_fits_is_taken_and_every_reason_is_told():
     assert [each.taken for each in choice.verdicts] == [False, False, False, True]
     assert "subclass" in choice.verdicts[0].reason
     assert "runs on cuda, not on cpu" in choice.verdicts[1].reason
-    assert "takes bfloat16, not float32" in choice.verdicts[2].reason
+    assert "supports bfloat16, not float32" in choice.verdicts[2].reason
     assert choose(call("cuda", plain=False), offered).backend == "chip"
     assert choose(call(dtype=torch.bfloat16, plain=False), offered).backend == "half"
 
@@ -140,7 +140,7 @@ def test_a_forced_backend_that_cannot_take_the_call_is_an_error():
     q = torch.randn(2, 64, 4, 32, dtype=torch.bfloat16)
     angles = torch.zeros(1, 64, 16)
     with use_backend("cpu"):
-        with pytest.raises(BackendError, match=r"rotary.*cpu takes float32, float64, not bfloat16"):
+        with pytest.raises(BackendError, match=r"rotary.*cpu supports float32, float64, not bfloat16"):
             ms_kernels.rotary(q, q, angles, angles)
         # What is named is taken where it can, whether or not it pays.
         assert explain("rms_norm", torch.ones(2, 4), torch.ones(4)).backend == "cpu"
@@ -163,7 +163,7 @@ def test_an_absent_backend_is_told_with_those_that_exist(names):
 
 def test_explain_refuses_what_does_not_exist():
     """Unknown operators and arguments are named, beside those that exist."""
-    with pytest.raises(BackendError, match=r"'rmsnorm'; there are adamw_step, .*rms_norm"):
+    with pytest.raises(BackendError, match=r"'rmsnorm'; use one of adamw_step, .*rms_norm"):
         explain("rmsnorm", *LARGE)
     with pytest.raises(ArgumentError, match=r"epsilon.*eps"):
         explain("rms_norm", *LARGE, epsilon=1e-5)

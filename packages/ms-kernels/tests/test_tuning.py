@@ -64,13 +64,13 @@ def test_a_table_is_written_and_read_back_the_same(tmp_path):
     [
         ({"format": "ms-kernels-tuning-2"}, "Invalid value 'ms-kernels-tuning-2'"),
         ({"chips": 1}, "unknown field `chips`"),
-        ({"chip": "other"}, "is a table of other; name it other.json"),
-        ({"chip": "../toy"}, "no name of a chip"),
+        ({"chip": "other"}, "is the table of other; rename it to other.json"),
+        ({"chip": "../toy"}, "not a valid chip name"),
         ({"entries": [ENTRY, ENTRY]}, "two entries for rms_norm cpu float32"),
         ({"entries": [{**ENTRY, "version": 0}]}, "version must be 1 or more"),
         ({"entries": [{**ENTRY, "pays_from": -1}]}, "pays_from 0 or more"),
         ({"entries": [{**ENTRY, "pays_from": 1.5}]}, "Expected `int | null`"),
-        ({"entries": [{**ENTRY, "dtype": "nn"}]}, "there is no dtype 'nn'"),
+        ({"entries": [{**ENTRY, "dtype": "nn"}]}, "'nn' is not a torch dtype"),
         (
             {"entries": [{**ENTRY, "configurations": [{"at_most": {}, "values": {}}]}]},
             "a configuration needs values",
@@ -94,7 +94,7 @@ def test_a_truncated_absent_or_huge_table_is_refused(tmp_path):
     with pytest.raises(TableError, match="No such file"):
         read_table(path)
     path.write_text(json.dumps(TABLE)[:-9])
-    with pytest.raises(TableError, match="no tuning table"):
+    with pytest.raises(TableError, match="not a tuning table"):
         read_table(path)
     path.write_bytes(b" " * (tables.LIMIT_BYTES + 1))
     with pytest.raises(TableError, match="larger than 4 MiB"):
@@ -116,11 +116,11 @@ def test_a_threshold_decides_by_all_elements_and_is_told(toy):
     toy(pays_from=1000)
     small = choose(asked(123, "toy"), IMPLEMENTATIONS)
     assert small.backend == "reference"
-    assert reason(small) == "pays from 1000 elements on (toy), and here are 992"
+    assert reason(small) == "is faster from 1000 elements on toy, and this call has 992"
     assert choose(asked(124, "toy"), IMPLEMENTATIONS).backend == "cpu"
     toy(pays_from=None)
     never = choose(asked(10**6, "toy"), IMPLEMENTATIONS)
-    assert reason(never) == "pays from no size that was tried on toy"
+    assert reason(never) == "was not faster at any size measured on toy"
 
 
 @pytest.mark.parametrize("stale", [{"version": 2}, {"dtype": "bfloat16"}, {"backend": "triton"}])
@@ -130,7 +130,7 @@ def test_what_a_table_does_not_know_follows_the_implementation(toy, stale):
     for chip in ("toy", "unknown", ""):
         choice = choose(asked(1000, chip), IMPLEMENTATIONS)
         assert choice.backend == "reference"
-        assert reason(choice) == "pays from 65536 elements on, and here are 8008"
+        assert reason(choice) == "is faster from 65536 elements, and this call has 8008"
 
 
 def test_a_configuration_is_the_first_whose_sizes_hold(toy):
@@ -156,7 +156,7 @@ def test_a_configuration_is_the_first_whose_sizes_hold(toy):
     for other in ({"operator": "swiglu"}, {"name": "run"}):
         with launches.trying(TunedKernel(**{**about, **other}), {"block": 7}):
             assert found(H=1, rows=1) == {"block": 1}
-    with pytest.raises(TableError, match="no table knows run of rms_norm cpu, version 1"):
+    with pytest.raises(TableError, match="no tuning table has run of rms_norm cpu, version 1"):
         found(TunedKernel(**{**about, "name": "run"}), H=1, rows=1)
     with pytest.raises(TableError, match="version 2"):
         found(TunedKernel(**about, version=2), H=1, rows=1)
