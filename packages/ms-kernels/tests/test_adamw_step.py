@@ -130,5 +130,5 @@ def test_columns_of_one_buffer_are_no_overlap():
 
 def test_a_tensor_that_lies_on_itself_is_refused():
     """An expanded tensor would be written several times in one place."""
-    with pytest.raises(ArgumentError, match="mean is of strides \\(0, 1\\), with elements that share memory"):
+    with pytest.raises(ArgumentError, match="mean is of strides \\(0, 1\\), with elements"):
         adamw_step(**named(mean=torch.zeros(4).expand(6, 4)), step=1, learning_rate=0.1)
