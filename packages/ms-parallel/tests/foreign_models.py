@@ -19,7 +19,7 @@ from ms_parallel.split.part import whole_of
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 
-# A delta rule over normalised keys amplifies roundings at greater rates, in plain torch too.
+# A delta rule over normalized keys amplifies roundings at greater rates, in plain torch too.
 OPTIMIZER = AdamWConfig(learning_rate=1e-3, warmup_steps=2, decay_steps=20)
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,

@@ -298,7 +298,7 @@ def test_a_layer_that_no_token_reached_has_no_load() -> None:
 
 def test_a_router_without_an_account_computes_no_shares() -> None:
     """What only counting needs is not computed in an evaluation or a generation."""
-    choice = Choice(num_experts=4, num_experts_per_tok=2, scores="sigmoid", normalised=False)
+    choice = Choice(num_experts=4, num_experts_per_tok=2, scores="sigmoid", normalized=False)
     router, hidden = Router(3, choice), torch.randn(1, 5, 3)
     torch.nn.init.normal_(router.weight)
 

@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmoe": ("olmoe", {"num_experts": 7, "num_experts_per_tok": 2}),
-    "olmoe-normalised": (
+    "olmoe-normalized": (
         "olmoe",
         {"num_experts": 4, "num_experts_per_tok": 4, "norm_topk_prob": True},
     ),

@@ -23,7 +23,7 @@ from ms_parallel.operators.experts import swiglu_of_pairs
 E, K, H, INNER = 6, 3, 8, 5
 CHOICES = {
     "softmax": Choice(num_experts=E, num_experts_per_tok=K),
-    "not normalised": Choice(num_experts=E, num_experts_per_tok=K, normalised=False),
+    "not normalized": Choice(num_experts=E, num_experts_per_tok=K, normalized=False),
     "one of one": Choice(num_experts=1, num_experts_per_tok=1),
     "all": Choice(num_experts=E, num_experts_per_tok=E),
     "sigmoid": Choice(num_experts=E, num_experts_per_tok=K, scores="sigmoid", corrected=True),
@@ -74,7 +74,7 @@ def chosen_slowly(choice: Choice, router: Router, x: Tensor) -> list[tuple[int, 
     weights = torch.stack([scores[e] for e in best_experts])
     if choice.scores == "softmax_of_chosen":
         weights = torch.stack([logits[e] for e in best_experts]).softmax(0)
-    elif choice.normalised:
+    elif choice.normalized:
         weights = weights / weights.sum()
     return [(e, weights[i] * choice.factor) for i, e in enumerate(best_experts)]
 

@@ -164,9 +164,9 @@ def remembering(data, generator, dtype):
     """A call of gated_delta_rule: several chunks, heads that share keys, decays in float32."""
     rows, length = data.draw(st.integers(1, 2)), data.draw(st.sampled_from([1, 5, 12, 70]))
     keys, width = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 8))
-    heads, normalise = keys * data.draw(st.integers(1, 2)), data.draw(st.booleans())
+    heads, normalize = keys * data.draw(st.integers(1, 2)), data.draw(st.booleans())
     q, k = (drawn(generator, rows, length, keys, width, dtype=dtype) for _ in range(2))
-    if not normalise:  # With longer keys the state grows at every position.
+    if not normalize:  # With longer keys the state grows at every position.
         k = torch.nn.functional.normalize(k.detach(), dim=-1).requires_grad_()
     v = drawn(generator, rows, length, heads, data.draw(st.integers(1, 8)), dtype=dtype)
     other = data.draw(st.sampled_from([dtype, torch.float32]))
@@ -177,7 +177,7 @@ def remembering(data, generator, dtype):
     return (q, k, v, g, beta), {
         "documents": packed(data, generator, rows, length),
         "scale": data.draw(st.sampled_from([None, 0.3])),
-        "normalise": normalise,
+        "normalize": normalize,
     }
 
 

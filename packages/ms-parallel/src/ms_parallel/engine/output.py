@@ -21,7 +21,7 @@ WHOLE_LOGITS_BYTES = 256 * 2**20
 
 
 class HeadOutput:
-    """The last stage's normalised hidden state and head, from which logits or losses follow.
+    """The last stage's normalized hidden state and head, from which logits or losses follow.
 
     Args:
         hidden: (B, S, H); under tensor parallelism this rank's part of the sequence, (B, S/t, H).

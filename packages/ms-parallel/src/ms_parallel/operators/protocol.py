@@ -82,7 +82,7 @@ class Ops(Protocol):
         *,
         documents: Tensor | None = ...,
         scale: float | None = ...,
-        normalise: bool = ...,
+        normalize: bool = ...,
     ) -> Tensor:
         """Apply the rule as `ms_parallel.operators.gated_delta_rule` does."""
         ...

@@ -64,7 +64,7 @@ def gated_delta_rule(
     *,
     documents: Tensor | None = None,
     scale: float | None = None,
-    normalise: bool = False,
+    normalize: bool = False,
 ) -> Tensor:
     """Run linear attention with a decayed, corrected state (Yang et al., 2024, arXiv:2412.06464).
 
@@ -81,14 +81,14 @@ def gated_delta_rule(
         beta: (B, S, Hv), the rate of correction.
         documents: (B, S) int32.
         scale: of the queries; 1/√Dk by default.
-        normalise: Whether q and k are first brought to length 1, x / √(Σx² + 1e-6).
+        normalize: Whether q and k are first brought to length 1, x / √(Σx² + 1e-6).
 
     Returns:
         (B, S, Hv, Dv) in the dtype of `v`, computed in float32 (float64 for float64).
     """
     rows, length, groups = v.shape[0], v.shape[1], v.shape[2] // k.shape[2]
     scale = k.shape[3] ** -0.5 if scale is None else scale
-    if normalise:
+    if normalize:
         q, k = _unit(widen(q)), _unit(widen(k))
     q, k = (x.repeat_interleave(groups, 2) for x in (widen(q) * scale, k))
     if documents is None:

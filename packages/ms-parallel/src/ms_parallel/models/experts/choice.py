@@ -30,7 +30,7 @@ class Choice:
     )
     """How scores follow from the router's logits: over all experts, each alone, or over the
     chosen."""
-    normalised: bool = field(default=True, validator=flag)
+    normalized: bool = field(default=True, validator=flag)
     """The weights of the chosen are divided by their sum."""
     factor: float = field(default=1.0, validator=number(least=1e-30))
     """What the weights are multiplied by in the end."""

@@ -94,7 +94,7 @@ class CorrectedConfig(DecoderConfig):
             num_experts=self.n_routed_experts,
             num_experts_per_tok=self.num_experts_per_tok,
             scores="sigmoid",
-            normalised=self.norm_topk_prob,
+            normalized=self.norm_topk_prob,
             factor=self.routed_scaling_factor,
             groups=self.n_group,
             chosen_groups=self.topk_group,

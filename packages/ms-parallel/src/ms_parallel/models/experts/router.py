@@ -94,7 +94,7 @@ class Router(nn.Module, Accounted):
             weights = logits.gather(-1, experts).softmax(-1)
         else:
             weights = scores.gather(-1, experts)
-            if choice.normalised:
+            if choice.normalized:
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights if choice.factor == 1.0 else weights * choice.factor
 

@@ -19,7 +19,7 @@ from ms_parallel.planner.roofline.shape import DecoderSizes
 BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "float8": 1}
 SCORE_BYTES = (13, 19)
 """Bytes that attention that is not fused reads and writes for each score, in half precision:
-forward, written, masked and normalised, dropped out with a mask, multiplied; and backward."""
+forward, written, masked and normalized, dropped out with a mask, multiplied; and backward."""
 CAST_BYTES = 5
 """To find an element's largest neighbour, read it again and write it as one byte."""
 BACKWARD_BYTES = 1.7
@@ -241,7 +241,7 @@ def head_seconds(rank: Rank) -> tuple[float, float]:
     sizes, split = rank.sizes, rank.layout.tensor
     product = Product(rows=rank.tokens, inner=sizes.hidden, columns=sizes.vocabulary / split)
     wide = rank.tokens * sizes.vocabulary / split
-    # Written, made float32, normalised; backward: read, written and made half as wide.
+    # Written, made float32, normalized; backward: read, written and made half as wide.
     forward = rank.moved((2 + 6 + 8) * wide)
     dtype = rank.settings.dtype
     multiply = product.flops / rank.rate(dtype)

@@ -43,7 +43,7 @@ class OlmoeConfig(DecoderConfig):
         choice = Choice(
             num_experts=self.num_experts,
             num_experts_per_tok=self.num_experts_per_tok,
-            normalised=self.norm_topk_prob,
+            normalized=self.norm_topk_prob,
         )
         layers = tuple(range(self.num_hidden_layers))
         return Mixture(layers=layers, choice=choice, coefficient=self.router_aux_loss_coef)

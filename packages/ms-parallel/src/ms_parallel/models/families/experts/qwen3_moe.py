@@ -68,7 +68,7 @@ class Qwen3MoeConfig(DecoderConfig):
         choice = Choice(
             num_experts=self.num_experts,
             num_experts_per_tok=self.num_experts_per_tok,
-            normalised=self.norm_topk_prob,
+            normalized=self.norm_topk_prob,
         )
         layers = tuple(filter(self.has_experts, range(self.num_hidden_layers)))
         return Mixture(layers=layers, choice=choice, coefficient=self.router_aux_loss_coef)
