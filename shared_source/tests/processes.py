@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +26,8 @@ from typing import Any
 import torch.distributed as dist
 
 NURSERY = Path(__file__).with_name("nursery.py")
+ASKING = threading.Lock()
+"""Held while a job is sent to the nursery and its answer is read."""
 
 
 class ProcessesFailedError(AssertionError):
@@ -168,12 +171,13 @@ def run_command(
 
 def _ask_nursery(job: dict[str, Any]) -> int:
     """Have a job done, and return the number of the process that is the parent of all of it."""
-    nursery = _nursery()
-    assert nursery.stdin is not None
-    assert nursery.stdout is not None
-    nursery.stdin.write(json.dumps(job).encode() + b"\n")
-    nursery.stdin.flush()
-    answer = nursery.stdout.readline()
+    with ASKING:
+        nursery = _nursery()
+        assert nursery.stdin is not None
+        assert nursery.stdout is not None
+        nursery.stdin.write(json.dumps(job).encode() + b"\n")
+        nursery.stdin.flush()
+        answer = nursery.stdout.readline()
     if not answer:
         _nursery.cache_clear()
         raise ProcessesFailedError("something cannot be imported; the reason stands above")

@@ -87,7 +87,7 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "generator": [UNSET],
     },
     "ms-compress": {
-        "model": ["@llama", "@qwen3_moe"],
+        "model": ["@llama", "@qwen3_moe", "@pruned_llama"],
         "tokenizer": [UNSET],
         "scheme": ["ct.int4_g32", "ct.w8a8", "gguf.q4_0", "gguf.q8_0", "ort.matmulnbits"],
         "pattern": ["2:4", 0.5],

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "packages" / "ms-align"))
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,  # two pipeline stages of two chunks each
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -51,6 +51,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_layers": [0],
     },
 }
+FEW_LAYERS = {"num_hidden_layers": 2}
+"""Of models that no schedule cuts into chunks."""
 VOCABULARY = 320
 BYTES = 258
 
@@ -74,15 +76,19 @@ def write_inputs(folder: Path) -> Path:
     (folder / "prompts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in prompts))
     torch.manual_seed(0)
     for name in ("llama", "qwen3_moe"):
-        model = build_model(architecture(name, {**MODELS[name], "vocab_size": BYTES}))
+        sizes = {**MODELS[name], **FEW_LAYERS}
+        model = build_model(architecture(name, {**sizes, "vocab_size": BYTES}))
         initialise(model, seed=0)
         save_model(model, folder / name)  # type: ignore[arg-type]
         wider = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-        sizes = {**MODELS[name], **wider, "vocab_size": VOCABULARY}
-        model = build_model(architecture(name, sizes))
+        model = build_model(architecture(name, {**sizes, **wider, "vocab_size": VOCABULARY}))
         initialise(model, seed=0)
-        save_model(model, folder / f"compress_{name}")  # type: ignore[arg-type]
-        shutil.copy(tokenizer, folder / f"compress_{name}" / "tokenizer.json")
+        for kind in ("", "pruned_"):
+            save_model(model, folder / f"compress_{kind}{name}")  # type: ignore[arg-type]
+            shutil.copy(tokenizer, folder / f"compress_{kind}{name}" / "tokenizer.json")
+            for module in model.modules():
+                if isinstance(module, torch.nn.Linear):
+                    module.weight.data.reshape(-1, 4)[:, :2] = 0  # two of four
     sizes = {"vocab_size": BYTES, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
     ids = {"bos_token_id": 1, "eos_token_id": 2}
     t.GPT2LMHeadModel(t.GPT2Config(**sizes, **ids)).save_pretrained(folder / "gpt2")

@@ -6,13 +6,14 @@ a refused row teaches the combination that caused it, and its other pairs are tr
 """
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
 
 Row = dict[str, int]
 """The index of the value of each axis."""
 Pair = tuple[tuple[str, int], ...]
 """One, two or more (axis, index of its value), sorted."""
+Rank = Callable[[Row, str, int], tuple[float, float]]
 CANDIDATES = 8
 
 
@@ -38,6 +39,10 @@ class Array:
         }
         self.open = set(self.total)
         self.trained: set[Pair] = set()
+        self.reserved: list[set[Pair]] = []
+        """Pairs of rows that are running."""
+        self.failed: set[Pair] = set()
+        """Combinations that fail: no further row holds one, and their pairs stay uncovered."""
         self.impossible: set[Pair] = set()
         """Pairs that no allowed row can hold: they are, or force, a refused combination."""
         self.refused: set[Pair] = set()
@@ -63,27 +68,57 @@ class Array:
         if len(found) == 1:
             self.open = {pair for pair in self.open if found[0] not in pair}
 
-    def allow(self, found: Pair) -> None:
-        """Forget a refused combination, and cover its pairs like others."""
-        self.refused.discard(found)
-        if len(found) <= 2:
-            whole = {pair for pair in self.total if set(found) <= set(pair)}
-            self.open |= {pair for pair in whole - self.trained if pair not in self.refused}
+    def allow(self, items: Pair) -> None:
+        """Forget a refused combination, and cover the pairs that it made impossible."""
+        self.refused.discard(items)
+        covered = self.trained | self.refused
+        blocked = {pair for pair in self.total if len(items) == 1 and items[0] in pair}
+        self.open |= (blocked | self.impossible | ({items} & self.total)) - covered
+        self.impossible.clear()
 
-    def allowed(self, row: Row) -> bool:
-        """Return whether a (partial) row holds no combination that is known to be refused."""
-        return not any(all(row.get(a) == i for a, i in each) for each in self.refused)
+    def allowed(self, row: Row, but: Pair = ()) -> bool:
+        """Return whether a (partial) row holds no combination that is refused, except `but`."""
+        return not any(
+            all(row.get(a) == i for a, i in each)
+            for each in (*self.refused, *self.failed)
+            if each != but
+        )
 
     def next(self) -> Row | None:
-        """Return a row that covers open pairs; None when all that can be covered are."""
-        while self.open:
-            first = min(self.open, key=lambda pair: (self.random.random(), pair))
+        """Return a row that covers open pairs, and reserve them until `release`; None for none."""
+        reserved = set().union(*self.reserved)
+        while available := self.open - reserved:
+            first = self.random.choice(sorted(available))
             rows = [row for _ in range(CANDIDATES) if (row := self._row(first))]
             if rows:
-                return max(rows, key=lambda row: len(self.pairs(row) & self.open))
+                best = max(rows, key=lambda row: len(self.pairs(row) & available))
+                self.reserved.append(self.pairs(best))
+                return best
             self.open.discard(first)
             self.impossible.add(first)
         return None
+
+    def release(self, row: Row) -> None:
+        """Release the pairs of a row that has ended, whatever its outcome."""
+        self.reserved.remove(self.pairs(row))
+
+    def beside(self, items: Pair) -> Row | None:
+        """Return a row with a refused combination and no other one; None where there is none.
+
+        Its other values differ from the plain ones where they can.
+        """
+        rest = [axis for axis in self.axes if axis not in dict(items)]
+        self.random.shuffle(rest)
+        return self._filled(
+            dict(items), rest, but=items, rank=lambda _, __, i: (i == 0, self.random.random())
+        )
+
+    def uncovered(self) -> set[Pair]:
+        """List the pairs that are neither trained nor refused, but for combinations that fail."""
+        failed, self.failed = self.failed, set()
+        blocked = {pair for pair in self.impossible if self._row(pair) is not None}
+        self.failed = failed
+        return self.open | blocked
 
     def _row(self, first: Pair) -> Row | None:
         row = dict(first)
@@ -91,19 +126,25 @@ class Array:
         self.random.shuffle(rest)
         return self._filled(row, rest)
 
-    def _filled(self, row: Row, rest: Sequence[str]) -> Row | None:
-        """Fill in the axes, those with most new pairs first; step back where none is allowed."""
-        if not self.allowed(row):
+    def _filled(
+        self, row: Row, rest: Sequence[str], but: Pair = (), rank: Rank | None = None
+    ) -> Row | None:
+        """Fill in the axes, best values first, and step back where none is allowed.
+
+        Args:
+            row: values that are fixed.
+            rest: axes to fill in.
+            but: refused combination that the row may hold.
+            rank: sort key of an axis's value; by default, values with most open pairs come first.
+        """
+        if not self.allowed(row, but):
             return None
         if not rest:
             return row
         axis, others = rest[0], rest[1:]
-        scored = sorted(
-            range(self.axes[axis]),
-            key=lambda i: (-self._gain(row, axis, i), self.random.random()),
-        )
-        for value in scored:
-            filled = self._filled({**row, axis: value}, others)
+        rank = rank or (lambda row, axis, i: (-self._gain(row, axis, i), self.random.random()))
+        for value in sorted(range(self.axes[axis]), key=lambda i: rank(row, axis, i)):
+            filled = self._filled({**row, axis: value}, others, but, rank)
             if filled is not None:
                 return filled
         return None

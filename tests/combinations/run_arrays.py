@@ -1,11 +1,15 @@
 """Run the arrays: `nox -s combinations [-- ms-parallel] [-- --only KEY] [-- --sample SECONDS]`.
 
 Each row trains, with a finite loss that equals the plain run's where settings must not change it,
-or is refused before the first step: exit code 2 and one line. Anything else is a failure. Some rows
-are killed with SIGKILL at their first checkpoint and resumed.
+or is refused before the first step: exit code 2 and one line. Anything else is a failure, and its
+pairs stay uncovered. Some rows are killed with SIGKILL at their first checkpoint and resumed.
+
+A full array saves its progress after each row: the same command resumes it, and only tries pairs
+that are not covered yet.
 """
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -14,18 +18,20 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT / "packages" / "ms-parallel" / "tests")]
 from axes import COMMANDS, UNSET, axes_of, package_of  # noqa: E402
 from inputs import MODELS, write_inputs  # noqa: E402
-from pairwise import Array, Row  # noqa: E402
+from pairwise import Array, Pair, Row  # noqa: E402
 from processes import ProcessesFailedError, run_processes  # noqa: E402
 
 LAUNCH = HERE / "launch.py"
@@ -33,10 +39,18 @@ REFUSED = HERE / "refused"
 """What is known to be refused, a file for each command."""
 COVERAGE = HERE / "coverage.json"
 """Counts of the last whole run of each command."""
+PROGRESS = ROOT / ".nox" / "combinations"
+"""Progress of full arrays that have not ended, a file for each command."""
 PAGE = ROOT / "docs" / "reference" / "refused-combinations.md"
 TIMEOUT_S = 300.0
 RESUMED_SHARE = 8
-"""One of so many rows is also killed and resumed."""
+"""Every eighth row is also killed and resumed."""
+WORKERS = 2
+"""Rows that run at once."""
+CONFIRMATIONS = 2
+"""Other rows in which a refused combination must be refused as well."""
+SAMPLED_REFUSALS = 2
+"""Known refusals of each command that a sample compares."""
 
 NEUTRAL = {
     *("layout", "sharding", "schedule", "context_attention", "context_balance", "shares"),
@@ -88,6 +102,10 @@ class Outcome:
     skipped: bool = False
     """Whether an update was skipped for an overflow."""
 
+    def like(self, other: "Outcome") -> bool:
+        """Return whether two runs ended for the same reason."""
+        return self.kind == other.kind and shape(self.line) == shape(other.line)
+
 
 def base_of(command: str, inputs: Path) -> dict[str, Any]:
     """The settings that every run of a command has."""
@@ -121,7 +139,7 @@ def settings_of(command: str, row: Row, inputs: Path) -> dict[str, Any]:
 
 def path_of(command: str, name: str) -> str:
     """The file or folder of a `@name`."""
-    if package_of(command) == "ms-compress" and name in MODELS:
+    if package_of(command) == "ms-compress" and name in (*MODELS, "pruned_llama"):
         return f"compress_{name}"
     names = {"tokenizer": "text_tokenizer.json", "tokens": "tokens.json"}
     return names.get(name, name)
@@ -146,13 +164,15 @@ class Runner:
     def __init__(self, command: str, inputs: Path, folder: Path) -> None:
         self.command, self.inputs, self.folder = command, inputs, folder
         self.axes = axes_of(command)
+        self.numbers = itertools.count(1)
         self.count = 0
         self.plain: dict[str, Outcome] = {}
 
-    def outcome(self, row: Row, *, steps: int | None = None, resumed: bool = False) -> Outcome:
+    def outcome(self, row: Row, *, resumed: bool = False) -> Outcome:
         """Run a row, from its beginning, and again after SIGKILL if `resumed`."""
-        self.count += 1
-        place = self.folder / f"{self.count}"
+        number = next(self.numbers)
+        self.count = max(self.count, number)
+        place = self.folder / f"{number}"
         settings = settings_of(self.command, row, self.inputs)
         layout = settings.get("layout") or {}
         # Replicas and expert ranks are among the data ranks.
@@ -214,40 +234,93 @@ class Runner:
         """The value of an axis in a row; its plain one where the row has none."""
         return self.axes[axis][row.get(axis, 0)] if axis in self.axes else UNSET
 
-    def cause(self, row: Row, refused: Outcome) -> list[tuple[str, int]]:
-        """Find the few values of a refused row that are refused by themselves, the rest plain.
+    def resume(self, row: Row, whole: Outcome) -> Outcome:
+        """Run a row that is killed and resumed; compare its last loss with the whole run's."""
+        again = self.outcome(row, resumed=True)
+        steady = again.losses and math.isclose(again.losses[-1], whole.losses[-1], rel_tol=1e-6)
+        if again.kind == "trained" and (steady or whole.skipped):
+            return whole
+        return Outcome(kind="failed", line=f"resumed after SIGKILL: {again}, not {whole}")
 
-        Those of the keys that the line names are tried first. A value that is a part of the cause
-        although the plain one is refused as well, as where a setting needs another one, is found by
-        trying all values of its key.
+    def examine(self, row: Row, *, resumed: bool, causes: bool) -> tuple[Outcome, Pair]:
+        """Run a row, and find the values that its refusal or failure comes from."""
+        found = self.check(row)
+        if found.kind == "trained" and resumed and package_of(self.command) != "ms-compress":
+            found = self.resume(row, found)
+        if found.kind == "trained" or not causes:
+            return found, ()
+        return found, self.cause(row, found)
+
+    def cause(self, row: Row, ended: Outcome) -> Pair:
+        """Find the few values of a row that end it in the same way by themselves, the rest plain.
+
+        Values of keys that the line names are tried first. A plain value is part of the cause where
+        another value of its key lets the run train, as where one setting needs another.
         """
-
-        def same(trial: Row) -> bool:
-            found = self.outcome(trial)
-            return found.kind == "refused" and shape(found.line) == shape(refused.line)
-
         plain = dict.fromkeys(row, 0)
-        active = [axis for axis in row if row[axis]]
-        named = [axis for axis in active if axis in refused.line]
-        kept = active
-        for few in (named, [*{*named, "layout"} & {*active}]):
-            if same(plain | {axis: row[axis] for axis in few}):
-                kept = few
-                break
-        before: list[str] = []
-        while before != kept:
-            before = kept
-            for axis in before:
-                less = [each for each in kept if each != axis]
-                if same(plain | {each: row[each] for each in less}):
-                    kept = less
-        items = [(axis, row[axis]) for axis in kept]
-        others = [axis for axis in row if axis not in kept and axis in refused.line]
-        for axis in others:
-            trial = plain | dict(items)
-            if not all(same(trial | {axis: i}) for i in range(1, len(self.axes[axis]))):
-                items.append((axis, row[axis]))
-        return items
+        tried: dict[str, bool] = {}
+
+        def same(items: Mapping[str, int]) -> bool:
+            trial = plain | items
+            key = json.dumps(trial, sort_keys=True)
+            if key not in tried:
+                run = self.outcome if ended.kind == "refused" else self.check
+                tried[key] = trial == row or run(trial).like(ended)
+            return tried[key]
+
+        active = {axis: i for axis, i in row.items() if i}
+        named = {axis: i for axis, i in active.items() if self.names(ended.line, axis, i)}
+        axes = minimal(
+            list(named if same(named) else active),
+            lambda few: same({axis: row[axis] for axis in few}),
+        )
+        items = {axis: row[axis] for axis in axes}
+        for axis, count in ((axis, len(values)) for axis, values in self.axes.items()):
+            if axis in items or row[axis]:
+                continue
+            suspect = self.names(ended.line, axis, 0) or axis == "model" or len(items) == 1
+            if suspect and not all(same(items | {axis: i}) for i in range(1, count)):
+                items |= {axis: 0}
+        return tuple(sorted(items.items()))
+
+    def names(self, line: str, axis: str, index: int) -> bool:
+        """Return whether a line names a key or its value."""
+        value = self.axes[axis][index]
+        words = [f"{k}={v}" for k, v in value.items()] if isinstance(value, dict) else [str(value)]
+        return axis in line or any(len(word) > 2 and word in line for word in words)
+
+    def narrowed(self, items: Pair, row: Row) -> Pair:
+        """Find which plain values belong to a refusal that `row`, with other values, escapes."""
+        plain = dict.fromkeys(row, 0) | dict(items)
+        others = [axis for axis in row if row[axis] != plain[axis]]
+        refused = self.outcome(plain)
+
+        def escapes(few: Sequence[str]) -> bool:
+            return not self.outcome(plain | {axis: row[axis] for axis in few}).like(refused)
+
+        return tuple(sorted([*items, *((axis, 0) for axis in minimal(others, escapes))]))
+
+
+def minimal(items: list[str], holds: Callable[[Sequence[str]], bool]) -> list[str]:
+    """Shrink a list for which `holds` is true until no item can be left out.
+
+    Halves are tried first: ddmin (Zeller and Hildebrandt 2002, IEEE TSE 28(2)).
+    """
+    parts = 2
+    while len(items) > 1:
+        size = -(-len(items) // parts)
+        chunks = [items[at : at + size] for at in range(0, len(items), size)]
+        rests = [[each for each in items if each not in chunk] for chunk in chunks]
+        smaller = next(
+            (few for few in (*chunks, *rests) if len(few) < len(items) and holds(few)), None
+        )
+        if smaller is not None:
+            items, parts = smaller, 2
+        elif size > 1:
+            parts *= 2
+        else:
+            break
+    return [] if len(items) == 1 and holds([]) else items
 
 
 def shape(line: str) -> str:
@@ -327,89 +400,259 @@ def listed(axes: Mapping[str, list[Any]], reasons: Mapping[Any, str]) -> list[di
     ]
 
 
-def run_array(
-    command: str,
-    inputs: Path,
-    *,
-    only: str | None = None,
-    budget_s: float = math.inf,
-    seed: int = 0,
-    known: list[dict[str, Any]] | None = None,
-    resume_share: int = RESUMED_SHARE,
-    save: Callable[[str, list[dict[str, Any]]], None] = lambda *_: None,
-) -> dict[str, Any]:
-    """Run rows until every pair is covered or refused, or the time is over."""
-    axes, began = axes_of(command), time.monotonic()
-    reasons: dict[Any, str] = {}
-    for each in known or ():
-        items = tuple(
-            sorted((a, axes[a].index(v)) for a, v in each["values"] if v in axes.get(a, ()))
-        )
-        if len(items) == len(each["values"]):
-            reasons[items] = each["reason"]
-    array = Array({axis: len(values) for axis, values in axes.items()}, reasons, seed)
-    if only is not None:
-        array.open = {pair for pair in array.open if only in dict(pair)}
-    total, failures, runs = len(array.open), [], 0
-    with tempfile.TemporaryDirectory() as name:
-        runner = Runner(command, inputs, Path(name))
-        for items in sorted(reasons) if budget_s == math.inf else ():
-            found = runner.outcome(dict.fromkeys(axes, 0) | dict(items))
-            if found.kind != "refused":  # not any more, or only beside other settings: find out
-                del reasons[items]
-                array.allow(items)
-            else:
-                reasons[items] = without_paths(found.line, inputs)
-                save(command, listed(axes, reasons))
-        while time.monotonic() - began < budget_s and (row := array.next()) is not None:
-            runs += 1
-            found = runner.check(row)
-            if found.kind == "refused":
-                items = tuple(sorted(runner.cause(row, found)))
-                reasons[items] = without_paths(found.line, inputs)
-                array.refuse(items)
-                save(command, listed(axes, reasons))
-                print(f"  refused: {labelled(axes, items)}: {reasons[items]}", flush=True)
-            else:
-                array.train(row)
-                if found.kind == "failed":
-                    words = labelled(axes, [item for item in row.items() if item[1]])
-                    failures.append({"row": words, "why": found.line})
-                    print(f"  FAILED: {words}\n    {found.line}", flush=True)
-                elif runs % resume_share == 0 and package_of(command) != "ms-compress":
-                    again = runner.outcome(row, resumed=True)
-                    steady = again.losses and math.isclose(
-                        again.losses[-1], found.losses[-1], rel_tol=1e-6
-                    )
-                    if again.kind != "trained" or not (steady or found.skipped):
-                        words = labelled(axes, [item for item in row.items() if item[1]])
-                        failures.append({"row": words, "why": f"resumed: {again}, not {found}"})
-                        print(
-                            f"  FAILED after SIGKILL: {words}\n    {again}\n    {found}", flush=True
-                        )
-            spent = time.monotonic() - began
-            share = 1 - len(array.open) / max(1, total)
-            left = spent * (1 / max(share, 0.02) - 1)
-            print(
-                f"{command}: {share:4.0%} of {total} pairs, {runs} rows, {spent:.0f} s,"
-                f" about {left:.0f} s left",
-                flush=True,
-            )
-        processes = runner.count
-    done = total - len(array.open)
-    refused = listed(axes, reasons)
-    return {
-        "command": command,
-        "runs": processes,
-        "rows": runs,
-        "pairs": total,
-        "covered": done,
-        "trained": len(array.trained),
-        "impossible": len(array.impossible),
-        "refused": refused,
-        "failures": failures,
-        "seconds": round(time.monotonic() - began),
+@frozen(kw_only=True)
+class Progress:
+    """What has been learned of a command's array.
+
+    Args:
+        rows: rows that trained.
+        refused: reason of each refused combination.
+        confirmed: combinations that are refused in other rows as well.
+        runs: processes or groups of processes that ran.
+        seconds: of all runs.
+    """
+
+    rows: tuple[Row, ...] = ()
+    refused: Mapping[Pair, str] = {}
+    confirmed: frozenset[Pair] = frozenset()
+    runs: int = 0
+    seconds: float = 0.0
+
+
+def read_progress(command: str, path: Path) -> Progress:
+    """Read saved progress; rows of other axes or values are left out."""
+    if not path.exists():
+        return Progress()
+    saved, axes = json.loads(path.read_text()), axes_of(command)
+    if saved["axes"] != json.loads(json.dumps(axes)):
+        return Progress()
+    refused = indexed(axes, saved["refused"])
+    confirmed = indexed(axes, saved["confirmed"])
+    return Progress(
+        rows=tuple(saved["rows"]),
+        refused=refused,
+        confirmed=frozenset(confirmed),
+        runs=saved["runs"],
+        seconds=saved["seconds"],
+    )
+
+
+def write_progress(command: str, path: Path, progress: Progress) -> None:
+    """Save progress, all of it or none."""
+    axes = axes_of(command)
+    confirmed = dict.fromkeys(progress.confirmed, "")
+    saved = {
+        "axes": axes,
+        "rows": progress.rows,
+        "refused": listed(axes, progress.refused),
+        "confirmed": listed(axes, confirmed),
+        "runs": progress.runs,
+        "seconds": progress.seconds,
     }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".new").write_text(json.dumps(saved))
+    path.with_suffix(".new").replace(path)
+
+
+def indexed(axes: Mapping[str, list[Any]], known: Iterable[Mapping[str, Any]]) -> dict[Pair, str]:
+    """Read refused combinations of a file; those of values that are gone are left out."""
+    found = {}
+    for each in known:
+        if all(value in axes.get(axis, ()) for axis, value in each["values"]):
+            items = sorted((axis, axes[axis].index(value)) for axis, value in each["values"])
+            found[tuple(items)] = each["reason"]
+    return found
+
+
+class ArrayRun:
+    """Runs rows of one command until every pair is covered or the time is over.
+
+    Args:
+        command: package and subcommand.
+        inputs: folder of models and data.
+        folder: for run files and output.
+        before: saved progress.
+        seed: random seed of the array.
+        only: key whose pairs are covered; None for all.
+        budget_s: time for rows.
+        save: called with the progress after each row.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        inputs: Path,
+        folder: Path,
+        before: Progress,
+        *,
+        seed: int = 0,
+        only: str | None = None,
+        budget_s: float = math.inf,
+        save: Callable[[Progress], None] = lambda _: None,
+    ) -> None:
+        self.command, self.inputs, self.save, self.before = command, inputs, save, before
+        self.axes, self.began, self.budget_s = axes_of(command), time.monotonic(), budget_s
+        self.seed = seed
+        self.runner = Runner(command, inputs, folder)
+        self.reasons = dict(before.refused)
+        self.confirmed = set(before.confirmed)
+        self.rows = list(before.rows)
+        self.count = 0
+        self.failures: list[dict[str, str]] = []
+        sizes = {axis: len(values) for axis, values in self.axes.items()}
+        self.array = Array(sizes, self.reasons, seed)
+        for row in self.rows:
+            self.array.train(row)
+        if only is not None:
+            self.array.open = {pair for pair in self.array.open if only in dict(pair)}
+        self.total = self.array.total if only is None else set(self.array.open)
+
+    @property
+    def is_sample(self) -> bool:
+        """Whether only some rows run."""
+        return self.budget_s < math.inf
+
+    @property
+    def in_time(self) -> bool:
+        """Whether another row may start."""
+        return time.monotonic() - self.began < self.budget_s
+
+    @property
+    def progress(self) -> Progress:
+        """What is known now."""
+        return evolve(
+            self.before,
+            rows=tuple(self.rows),
+            refused=self.reasons,
+            confirmed=frozenset(self.confirmed & set(self.reasons)),
+            runs=self.before.runs + self.runner.count,
+            seconds=self.before.seconds + time.monotonic() - self.began,
+        )
+
+    def run(self) -> dict[str, Any]:
+        """Compare known refusals, cover the pairs, and confirm refusals in other rows."""
+        with ThreadPoolExecutor(WORKERS) as pool:
+            if self.is_sample:
+                known = random.Random(self.seed).sample(
+                    sorted(self.reasons), min(SAMPLED_REFUSALS, len(self.reasons))
+                )
+            else:
+                known = [items for items in sorted(self.reasons) if items not in self.confirmed]
+            self.compare_known(pool, known)
+            self.cover(pool)
+            while not self.is_sample and self.confirm(pool):
+                self.cover(pool)
+        uncovered = self.array.uncovered() & self.total
+        return {
+            "command": self.command,
+            "runs": self.progress.runs,
+            "rows": len(self.rows),
+            "pairs": len(self.total),
+            "covered": len(self.total) - len(uncovered),
+            "trained": len(self.array.trained & self.total),
+            "refused": listed(self.axes, self.reasons),
+            "failures": self.failures,
+            "seconds": round(self.progress.seconds),
+        }
+
+    def compare_known(self, pool: ThreadPoolExecutor, known: Sequence[Pair]) -> None:
+        """Run known refusals by themselves; each must still be refused, with the recorded line."""
+        plain = dict.fromkeys(self.axes, 0)
+        for items, found in zip(
+            known,
+            pool.map(self.runner.outcome, [plain | dict(items) for items in known]),
+            strict=True,
+        ):
+            line = without_paths(found.line, self.inputs)
+            hidden = not self.array.allowed(plain | dict(items), but=items)
+            if self.is_sample:
+                if found.kind != "refused" or line != self.reasons[items]:
+                    self.fail(items, f"recorded as {self.reasons[items]!r}, and {found}")
+            elif found.kind == "refused" and not hidden:
+                if line != self.reasons[items]:
+                    self.say(f"  reworded: {self.words(items)}: {line}")
+                self.reasons[items] = line
+            else:  # it trains, or the plain values are refused for another reason
+                del self.reasons[items]
+                self.array.allow(items)
+
+    def cover(self, pool: ThreadPoolExecutor) -> None:
+        """Run rows until no pair is open."""
+        running: dict[Future[tuple[Outcome, Pair]], Row] = {}
+        while True:
+            while self.in_time and len(running) < WORKERS and (row := self.array.next()):
+                self.count += 1
+                resumed = (self.count + self.seed) % RESUMED_SHARE == 0
+                job = pool.submit(
+                    self.runner.examine, row, resumed=resumed, causes=not self.is_sample
+                )
+                running[job] = row
+            if not running:
+                return
+            for job in wait(running, return_when=FIRST_COMPLETED).done:
+                row = running.pop(job)
+                self.array.release(row)
+                self.learn(row, *job.result())
+                self.save(self.progress)
+                self.say_progress()
+
+    def learn(self, row: Row, found: Outcome, items: Pair) -> None:
+        """Count the pairs of a row that trained, or exclude what was refused or fails."""
+        if found.kind == "trained":
+            self.array.train(row)
+            self.rows.append(row)
+        elif found.kind == "failed":
+            self.fail(items or tuple(sorted(row.items())), found.line)
+        elif items:
+            self.reasons[items] = without_paths(found.line, self.inputs)
+            self.array.refuse(items)
+            self.say(f"  refused: {self.words(items)}: {self.reasons[items]}")
+        else:  # in a sample, whose causes nobody searches: the row does not come again
+            self.array.refuse(row.items())
+
+    def fail(self, items: Pair, why: str) -> None:
+        """Record a failure; no further row holds the combination."""
+        self.array.failed.add(items)
+        self.failures.append({"row": self.words(items), "why": why})
+        self.say(f"  FAILED: {self.words(items)}\n    {why}")
+
+    def confirm(self, pool: ThreadPoolExecutor) -> bool:
+        """Try refused combinations in other rows; return whether one depends on a plain value."""
+        known = [items for items in sorted(self.reasons) if items not in self.confirmed]
+        changed = False
+        for items in known:
+            rows = [row for _ in range(CONFIRMATIONS) if (row := self.array.beside(items))]
+            for row, found in zip(rows, pool.map(self.runner.outcome, rows), strict=True):
+                if found.kind == "failed":
+                    self.fail(tuple(sorted(row.items())), found.line)
+                if found.kind == "trained" and items in self.reasons:
+                    self.array.allow(items)
+                    narrow = self.runner.narrowed(items, row)
+                    self.reasons[narrow] = self.reasons.pop(items)
+                    self.array.refuse(narrow)
+                    self.say(f"  refused only with more: {self.words(narrow)}")
+                    changed = True
+            self.confirmed.add(items)
+            self.save(self.progress)
+        return changed
+
+    def words(self, items: Pair) -> str:
+        """A combination in words, without the plain values of a row."""
+        few = [item for item in items if item[1]] if len(items) == len(self.axes) else items
+        return labelled(self.axes, few)
+
+    def say(self, line: str) -> None:
+        """Print a line at once."""
+        print(line, flush=True)
+
+    def say_progress(self) -> None:
+        """Print how much is covered."""
+        share = 1 - len(self.array.open & self.total) / max(1, len(self.total))
+        progress = self.progress
+        self.say(
+            f"{self.command}: {share:4.0%} of {len(self.total)} pairs, {len(self.rows)} rows,"
+            f" {progress.runs} runs, {progress.seconds:.0f} s"
+        )
 
 
 def refused_file(command: str) -> Path:
@@ -470,21 +713,32 @@ def write_page(
     return "\n".join(lines) + "\n"
 
 
+def record(command: str, result: Mapping[str, Any]) -> None:
+    """Write the counts, the refused combinations and the page."""
+    write_refused(command, result["refused"])
+    counts = {key: result[key] for key in ("runs", "rows", "pairs", "covered", "seconds")}
+    counts["failed"] = len(result["failures"])
+    coverage = read_coverage() | {command: counts}
+    COVERAGE.write_text(json.dumps(coverage, indent=1, sort_keys=True) + "\n")
+    PAGE.write_text(write_page({each: read_refused(each) for each in COMMANDS}, coverage))
+
+
 def main() -> int:
     """Run the arrays that are asked for, print a table, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("commands", nargs="*", help="packages or commands; all by default")
     parser.add_argument("--only", help="cover the pairs of this key alone")
-    parser.add_argument("--seed", type=int, default=0, help="of the array")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the arrays")
     parser.add_argument("--sample", type=float, default=math.inf, help="seconds in all")
-    parser.add_argument("--fresh", action="store_true", help="forget what is known to be refused")
+    parser.add_argument("--fresh", action="store_true", help="forget known refusals and progress")
     options = parser.parse_args()
     wanted = [
         each
         for each in COMMANDS
         if not options.commands or each in options.commands or package_of(each) in options.commands
     ]
-    if options.sample < math.inf:
+    full = options.only is None and options.sample == math.inf
+    if not full:
         random.Random(options.seed).shuffle(wanted)
     results = []
     with tempfile.TemporaryDirectory() as name:
@@ -492,27 +746,31 @@ def main() -> int:
         began = time.monotonic()
         for at, command in enumerate(wanted):
             left = options.sample - (time.monotonic() - began)
-            budget = left / (len(wanted) - at)
-            before = [] if options.fresh else read_refused(command)
-            whole = options.only is None and options.sample == math.inf
-            found = run_array(
+            if left <= 0:
+                break
+            path = PROGRESS / f"{command.replace(' ', '-')}.json"
+            if full and options.fresh:
+                path.unlink(missing_ok=True)
+            before = read_progress(command, path) if full else Progress()
+            if not before.rows and not options.fresh:
+                before = Progress(refused=indexed(axes_of(command), read_refused(command)))
+            folder = Path(name) / str(at)
+            folder.mkdir()
+            result = ArrayRun(
                 command,
                 inputs,
-                only=options.only,
-                budget_s=budget,
+                folder,
+                before,
                 seed=options.seed,
-                known=before,
-                **({"save": write_refused} if whole else {}),
-            )
-            results.append(found)
-            if whole:
-                write_refused(command, found["refused"])
-                counts = {key: found[key] for key in ("runs", "pairs", "covered", "seconds")}
-                coverage = read_coverage() | {command: counts | {"failed": len(found["failures"])}}
-                COVERAGE.write_text(json.dumps(coverage, indent=1, sort_keys=True) + "\n")
-                PAGE.write_text(
-                    write_page({each: read_refused(each) for each in COMMANDS}, coverage)
-                )
+                only=options.only,
+                budget_s=left / (len(wanted) - at),
+                save=partial(write_progress, command, path) if full else lambda _: None,
+            ).run()
+            results.append(result)
+            if full:
+                record(command, result)
+                if not result["failures"]:
+                    path.unlink(missing_ok=True)
     names = ("runs", "pairs", "covered", "refused", "failed", "s")
     print(f"\n{'command':20}", *(f"{name:>8}" for name in names))
     for each in results:
