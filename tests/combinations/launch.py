@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 WARM = (
-    "ms_align.trainers.frame.online",
-    "ms_align.trainers.ppo",
-    "ms_compress.jobs.qat",
-    "ms_data",
-    "ms_kernels",
-    "ms_parallel.training.trainer",
+    *(f"ms_align.trainers.{name}" for name in ("sft", "reward", "dpo", "ppo", "grpo", "rloo")),
+    *(f"ms_compress.jobs.{name}" for name in ("qat", "prune", "distill")),
+    *("ms_align.commands.train", "ms_align.engines.parallel", "ms_data.building.build"),
+    *("ms_data", "ms_kernels", "ms_parallel.training.trainer", "ms_parallel.commands.train"),
+    *("torch.distributed.fsdp", "torch.distributed.checkpoint"),
 )
 """What the commands import, imported once for all forked processes."""
 for _name in WARM:

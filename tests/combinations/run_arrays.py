@@ -47,8 +47,8 @@ RESUMED_SHARE = 8
 """Every eighth row is also killed and resumed."""
 WORKERS = 2
 """Rows that run at once."""
-CONFIRMATIONS = 2
-"""Other rows in which a refused combination must be refused as well."""
+CONFIRMATIONS = {1: 6}
+"""Number of other rows in which a combination of this many values must be refused as well."""
 SAMPLED_REFUSALS = 2
 """Known refusals of each command that a sample compares."""
 
@@ -258,15 +258,18 @@ class Runner:
         another value of its key lets the run train, as where one setting needs another.
         """
         plain = dict.fromkeys(row, 0)
-        tried: dict[str, bool] = {}
+        outcomes: dict[str, Outcome] = {json.dumps(row, sort_keys=True): ended}
 
-        def same(items: Mapping[str, int]) -> bool:
+        def outcome(items: Mapping[str, int]) -> Outcome:
             trial = plain | items
             key = json.dumps(trial, sort_keys=True)
-            if key not in tried:
+            if key not in outcomes:
                 run = self.outcome if ended.kind == "refused" else self.check
-                tried[key] = trial == row or run(trial).like(ended)
-            return tried[key]
+                outcomes[key] = run(trial)
+            return outcomes[key]
+
+        def same(items: Mapping[str, int]) -> bool:
+            return outcome(items).like(ended)
 
         active = {axis: i for axis, i in row.items() if i}
         named = {axis: i for axis, i in active.items() if self.names(ended.line, axis, i)}
@@ -275,12 +278,12 @@ class Runner:
             lambda few: same({axis: row[axis] for axis in few}),
         )
         items = {axis: row[axis] for axis in axes}
-        for axis, count in ((axis, len(values)) for axis, values in self.axes.items()):
-            if axis in items or row[axis]:
+        for axis, values in self.axes.items():
+            if axis in items or not (axis == "model" or self.names(ended.line, axis, 0)):
                 continue
-            suspect = self.names(ended.line, axis, 0) or axis == "model" or len(items) == 1
-            if suspect and not all(same(items | {axis: i}) for i in range(1, count)):
-                items |= {axis: 0}
+            others = [i for i in range(len(values)) if i != row[axis]]
+            if any(outcome(items | {axis: i}).kind == "trained" for i in others):
+                items |= {axis: row[axis] if same(items | {axis: row[axis]}) else 0}
         return tuple(sorted(items.items()))
 
     def names(self, line: str, axis: str, index: int) -> bool:
@@ -621,7 +624,8 @@ class ArrayRun:
         known = [items for items in sorted(self.reasons) if items not in self.confirmed]
         changed = False
         for items in known:
-            rows = [row for _ in range(CONFIRMATIONS) if (row := self.array.beside(items))]
+            count = CONFIRMATIONS.get(len(items), 2)
+            rows = [row for _ in range(count) if (row := self.array.beside(items))]
             for row, found in zip(rows, pool.map(self.runner.outcome, rows), strict=True):
                 if found.kind == "failed":
                     self.fail(tuple(sorted(row.items())), found.line)

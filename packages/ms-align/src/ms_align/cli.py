@@ -11,7 +11,7 @@ from pathlib import Path
 from ms_align import __version__
 from ms_align.commands.command import COMMANDS, Command
 from ms_align.commands.early import check_early
-from ms_align.entry import DONE, CommandParser, file_argument, perform
+from ms_align.entry import DONE, CommandParser, exit_code, file_argument, perform
 from ms_align.interruption import end_with_launcher
 from ms_align.settings.run_file import add_run_file, read_settings
 from ms_align.settings.template import help_text, write_template
@@ -25,9 +25,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser(explains=bool({"-h", "--help"} & set(given))).parse_args(given)
     end_with_launcher()
     act: Callable[[argparse.Namespace], int] = options.act
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    prog = f"{PROG} (process {os.environ.get('RANK', '0')})" if several else PROG
-    return perform(prog, lambda: act(options))
+    return perform(PROG, lambda: act(options), report=_report)
+
+
+def _report(error: BaseException) -> int | None:
+    """Report an error once for all processes of a run; a single process reports it itself."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return None
+    try:
+        from ms_parallel import report_error
+    except ImportError:  # then nothing runs on several processes, and all of them fail alike
+        code = exit_code(error)
+        return None if os.environ.get("RANK", "0") == "0" else code
+    return report_error(error, command=PROG)
 
 
 def _parser(*, explains: bool) -> argparse.ArgumentParser:

@@ -1,3 +1,4 @@
+from .cluster.endings import report_error
 from .cluster.layout import Layout
 from .cluster.mixed.devices import Devices
 from .engine.engine import Engine
@@ -58,6 +59,7 @@ __all__ = [
     "TorchConfig",
     "__version__",
     "load_model",
+    "report_error",
     "save_model",
     "search_schedule",
 ]

@@ -25,9 +25,9 @@ def _report(error: BaseException) -> int | None:
     """Report an error once for all processes of a run; alone, leave it to the command's frame."""
     if "WORLD_SIZE" not in os.environ and "ms_parallel.cluster.endings" not in sys.modules:
         return None
-    from ms_parallel.cluster.endings import report
+    from ms_parallel.cluster.endings import report_error
 
-    return report(error)
+    return report_error(error)
 
 
 def _parser(words: Sequence[str]) -> CommandParser:

@@ -20,10 +20,14 @@ from ms_parallel.errors import LaunchError
 GOES_ON = "the same command goes on from the last complete checkpoint"
 
 
-def report(error: BaseException) -> int | None:
-    """Print in one line, once for all processes, why a run ends.
+def report_error(error: BaseException, *, command: str = "ms-parallel") -> int | None:
+    """Print one line, once for all processes, that says why a run ends.
 
-    Where a process did not come, the line says which, and where each stood.
+    The line names a process that is missing, and the last position of each.
+
+    Args:
+        error: error that ends this process.
+        command: program name that begins the line.
 
     Returns:
         The exit code; None for an error that needs its traceback.
@@ -34,11 +38,11 @@ def report(error: BaseException) -> int | None:
     code, line = found
     if code == INTERRUPTED:  # came to all at once
         if is_first():
-            _say(line)
+            _say(command, line)
         return code
     # A process that met nobody speaks for itself, and has no store to ask.
     if isinstance(error, LaunchError) or not launched():
-        _say(line)
+        _say(command, line)
         return code
     position.raised(error.__traceback__)
     heartbeat = Heartbeat.running or Heartbeat(rank(), world_size(), 1.0)
@@ -47,7 +51,7 @@ def report(error: BaseException) -> int | None:
             missing = heartbeat.who_is_missing() if _is_lost(error) else None
             if missing is None and _is_lost(error) and heartbeat.rank:
                 missing = lost_contact(heartbeat.rank)
-            _say(f"{missing}; {GOES_ON}" if missing else line)
+            _say(command, f"{missing}; {GOES_ON}" if missing else line)
             heartbeat.has_spoken()
         else:
             heartbeat.wait_until_spoken()
@@ -68,7 +72,7 @@ def end_scripts_plainly() -> None:
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     # torch's own hook around this one gathers what is said, and loses it where one exits.
     sys.stderr = sys.__stderr__
-    code = report(error)
+    code = report_error(error)
     if code is None:
         sys.__excepthook__(kind, error, trace)
     else:
@@ -94,8 +98,8 @@ def _is_lost(error: BaseException) -> bool:
     return of_torch and launched() and bool(LOST.search(str(error)))
 
 
-def _say(line: str) -> None:
-    print(f"ms-parallel: {one_line(line)}", file=sys.stderr, flush=True)  # noqa: T201 - the command's last word
+def _say(command: str, line: str) -> None:
+    print(f"{command}: {one_line(line)}", file=sys.stderr, flush=True)  # noqa: T201 - the command's last word
 
 
 @contextmanager
