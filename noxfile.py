@@ -333,12 +333,13 @@ def combinations(session: nox.Session) -> None:
     """Run every pair of values of the keys of run files, and the options of the kernels.
 
     `-- ms-parallel` or `-- "ms-align sft"` chooses commands, `-- --only KEY` the pairs of one key,
-    and `-- --fresh` forgets what is known to be refused. The page of refused pairs is written anew.
+    and `-- --fresh` forgets what is known to be refused. The page of refused pairs is rewritten. An
+    interrupted or failed array resumes: pairs that were covered are not run again.
     """
     words = ("python", "-W", "ignore", "tests/combinations/run_arrays.py", *session.posargs)
     run_shared(session, *words, env=ONE_THREAD)
-    kernels = ROOT / "packages" / "ms-kernels" / "tests" / "run_operator_arrays.py"
-    if kernels.exists() and not session.posargs:
+    kernels = ROOT / "packages" / "ms-kernels" / "tests" / "combinations.py"
+    if not session.posargs:
         run_shared(session, "python", str(kernels), env=ONE_THREAD)
 
 

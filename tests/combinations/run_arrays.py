@@ -337,9 +337,9 @@ def judged(command: str, codes: list[int], errors: list[str], events: Path) -> O
 
     happened = read_events(events)
     steps = [each for each in happened if each.get("kind") == "step"]
-    begin = re.compile(rf"{package_of(command)}(?: \(process \d+\))?: ")  # a line per process
+    begin = f"{package_of(command)}: "
     lines = [line for each in errors for line in each.splitlines()]
-    told = sorted({begin.sub("", line) for line in lines if begin.match(line)})
+    told = [line.removeprefix(begin) for line in lines if line.startswith(begin)]
     text = "\n".join(errors)
     if "Traceback" in text:
         return Outcome(kind="failed", line=" | ".join(text.strip().splitlines()[-3:])[-500:])

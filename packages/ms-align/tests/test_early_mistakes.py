@@ -1,5 +1,7 @@
 """Mistakes in a run file are reported before torch is imported, which takes seconds."""
 
+import contextlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -57,3 +59,26 @@ def test_a_mistake_is_reported_before_torch_is_imported(
     assert done.stdout == "2 False\n", done.stderr
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", ['modle="x"\n', 'model="."\ndataset="x"\nsteps=1\nlora=3\n'])
+def test_ranks_report_a_mistake_once(content: str, tmp_path: Path) -> None:
+    """Found before torch is imported or by the trainer: one line of one rank, and both exit 2."""
+    from .processes import run_processes
+
+    (tmp_path / "run.toml").write_text(content)
+    codes = run_processes(
+        2, __file__, "run_sft", run_file=str(tmp_path / "run.toml"), log=str(tmp_path / "log")
+    )
+    lines = [(tmp_path / f"log{rank}").read_text() for rank in range(2)]
+    assert codes == [2, 2], lines
+    assert sorted(text.count("\n") for text in lines) == [0, 1]
+    assert "".join(lines).startswith("ms-align: ")
+
+
+def run_sft(run_file: str, log: str) -> int:
+    """Run `ms-align sft` in one rank, with its standard error in a file."""
+    from ms_align.cli import main
+
+    with Path(f"{log}{os.environ['RANK']}").open("w") as file, contextlib.redirect_stderr(file):
+        return main(["sft", run_file])

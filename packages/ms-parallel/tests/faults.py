@@ -160,7 +160,7 @@ def wait_for_rank_2(how: str) -> tuple[int, str]:
         dist.all_reduce(torch.ones(1))
     except RuntimeError as error:
         with contextlib.redirect_stderr(said):
-            code = exits.report(error)
+            code = exits.report_error(error)
         assert code is not None
         named = re.search(r"process (\d+)", said.getvalue())
         if named and how != "another":  # which may be this one, whose result would be lost

@@ -188,6 +188,6 @@ def test_a_run_whose_weights_go_wrong_ends_with_one(
 
     with pytest.raises(NonFiniteError) as caught:
         run.train(corpus, steps=2)
-    assert exits.report(caught.value) == 1
+    assert exits.report_error(caught.value) == 1
     assert "'model.embed_tokens.weight' holds a NaN" in capsys.readouterr().err
     assert not (tmp_path / "model").exists()
