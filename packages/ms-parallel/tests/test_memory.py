@@ -547,8 +547,8 @@ def test_what_is_not_compiled_is_said(groups: Groups) -> None:
     """Experts, kinds of recomputation that need a block's operators, and split backwards."""
     for settings, options, said in (
         (FAMILIES["olmoe"], {}, "without experts"),
-        ({}, {"recompute": "selective"}, "recompute='selective' keeps some"),
-        ({}, {"recompute": "1GiB"}, "recompute='1GiB' keeps some"),
+        ({}, {"recompute": "selective"}, "recompute='selective', which selects single"),
+        ({}, {"recompute": "1GiB"}, "recompute='1GiB', which selects single"),
         ({}, {"schedule": "zb-h1"}, "has them apart; choose 1f1b"),
     ):
         with pytest.raises(ConfigError, match=said):

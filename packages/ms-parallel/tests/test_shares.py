@@ -204,7 +204,7 @@ def test_a_killed_run_of_measured_shares_ends_bit_identical(shards: Path, tmp_pa
     [
         ({"shares": (8, 3)}, {"data": 2}, "add up to 11 rows and batch_size is 12; make them"),
         ({"shares": (4, 4, 4)}, {"data": 2}, "3 numbers of rows and the layout 2 data ranks"),
-        ({"shares": "measured"}, {"data": 2}, "that gather weights in each .sharding='auto'."),
+        ({"shares": "measured"}, {"data": 2}, "gathers weights per microbatch .sharding='auto'."),
         (
             {"shares": "measured", "sharding": "zero1"},
             {"data": 2},
@@ -213,7 +213,7 @@ def test_a_killed_run_of_measured_shares_ends_bit_identical(shards: Path, tmp_pa
         (
             {"shares": (8, 4), "microbatch_size": 2},
             {"data": 2},
-            "makes 2 or 4 microbatches of data ranks that exchange something in each",
+            "different numbers of microbatches, in each of which they exchange",
         ),
         (
             {"shares": (8, 4), "sharding": "zero1", "fixed_schedule": True},

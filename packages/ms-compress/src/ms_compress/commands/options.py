@@ -111,8 +111,8 @@ class QatRun(SchemeRun):
         plain = self.learned_scales and not (self.embeddings or self.head)
         if self.start == "gptq" and not plain:
             raise ConfigError(
-                "start=gptq rounds decoder layers alone and learns their scales; leave embeddings"
-                " and head false and learned_scales true"
+                "start='gptq' quantizes only decoder layers and learns their scales; set"
+                " embeddings and head to false and learned_scales to true"
             )
         if self.float_steps >= self.tuning.steps:
             raise ConfigError(
@@ -136,7 +136,9 @@ class QuantizeRun(SchemeRun):
 
     def __attrs_post_init__(self) -> None:
         if self.method == "gptq" and (self.embeddings or self.head):
-            raise ConfigError("gptq rounds decoder layers alone; leave embeddings and head false")
+            raise ConfigError(
+                "method='gptq' quantizes only decoder layers; set embeddings and head to false"
+            )
 
 
 @frozen(kw_only=True)

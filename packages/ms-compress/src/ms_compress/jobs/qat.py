@@ -64,8 +64,8 @@ def _keep_zeros(model: nn.Module, options: QatRun) -> None:
     mask_zeros(model, options.exceptions)
     if not masks(model):
         raise ConfigError(
-            f"sparse is true, and no weight of {options.model} is zero; prune it first, or leave"
-            " sparse out"
+            f"sparse=true needs weights that are zero, and {options.model} has none; prune it"
+            " first, or remove sparse"
         )
 
 

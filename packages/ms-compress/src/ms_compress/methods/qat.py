@@ -158,8 +158,8 @@ def _check_embeddings(
     """Refuse to round one use of a tied weight alone: it is one tensor in the file."""
     if embeddings and not how.embeddings:
         raise LayerError(
-            f"{how} holds no quantised embedding that its runtime reads;"
-            f" {', '.join(name for name in NAMES if scheme(name).embeddings)} do"
+            f"{how} cannot store a quantized embedding that its runtime reads; use one of"
+            f" {', '.join(name for name in NAMES if scheme(name).embeddings)}"
         )
     output = find_head(model)
     if not output.embeddings:

@@ -67,7 +67,10 @@ def cut_student(
 def _width(block: nn.Module) -> int:
     mlp: Any = getattr(block, "mlp", None)
     if not all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")):
-        raise LayerError("a layer has no mlp of gate_proj, up_proj and down_proj to cut")
+        raise LayerError(
+            "distill needs layers whose mlp has gate_proj, up_proj and down_proj, and this model's"
+            " have none; use a smaller model as the student, or prune the weights"
+        )
     return int(mlp.down_proj.weight.shape[1])
 
 

@@ -37,9 +37,9 @@ def fused_names(config: Any) -> Fused:
         in_order = piece.dims == tuple(range(len(piece.shape)))
         if len(pieces) > 1 or first.step or columns != whole or not in_order:
             raise ExportError(
-                f"a {config.model_type!r} of ms_parallel keeps {name!r} as a part of"
-                f" {piece.tensor!r} in its folder, which no export here writes; save it, and"
-                " export what transformers loads of that folder"
+                f"cannot export {config.model_type!r}: {name!r} is a slice of {piece.tensor!r},"
+                " which is not a block of rows; save the model, and export the one that"
+                " transformers loads from that folder"
             )
         found.setdefault(piece.tensor, []).append((first.start, name))
     return {tensor: tuple(name for _, name in sorted(rows)) for tensor, rows in found.items()}

@@ -223,8 +223,8 @@ def check_layer(layer: nn.Module, name: str, scheme: Scheme | None) -> None:
         )
     elif type(layer) not in KINDS:
         raise LayerError(
-            f"{name} is a {type(layer).__name__}, which cannot be prepared; nn.Linear and"
-            " nn.Embedding can: name it as an exception"
+            f"{name} must be an nn.Linear or nn.Embedding, got {type(layer).__name__}; add it to"
+            " the exceptions"
         )
     if isinstance(layer, nn.Embedding) and layer.max_norm is not None:
         raise LayerError(

@@ -73,8 +73,8 @@ class EngineOptions(EngineSettings):
             name = type(self.optimizer).__name__.removesuffix("Config")
             other = "none" if self.offload == "moments" else "activations"
             raise ConfigError(
-                f"offload={self.offload!r} is for AdamW, and the optimizer is {name}; set offload"
-                f" to {other}, or choose AdamW"
+                f"offload={self.offload!r} requires the optimizer AdamW, got {name}; set offload"
+                f" to {other}, or use AdamW"
             )
 
     @property

@@ -100,8 +100,8 @@ class Family:
         mixture: Mixture | None = getattr(config, "mixture", None)
         if mixture is None or not mixture.layers:
             raise LayoutError(
-                f"expert={layout.expert} has nothing to share out: {config.model_type} has no"
-                " experts; set expert=1"
+                f"expert={layout.expert} needs a mixture of experts, and {config.model_type} is"
+                " dense; set expert=1"
             )
         experts = mixture.choice.num_experts
         if experts % layout.expert:

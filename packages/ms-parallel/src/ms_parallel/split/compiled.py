@@ -46,30 +46,28 @@ def check_compiled(config: Any, layout: Layout, chosen: CompileOptions, schedule
     for axis in ("tensor", "context", "expert"):
         if getattr(layout, axis) > 1:
             raise ConfigError(
-                f"compile=True with {axis}={getattr(layout, axis)} would compile blocks that send"
-                f" messages inside, which torch does not follow; set {axis} to 1, or compile to"
-                " False"
+                f"compile=True cannot be combined with {axis}={getattr(layout, axis)}: compiled"
+                f" blocks cannot contain collectives; set {axis} to 1, or compile to False"
             )
     if not isinstance(config, DecoderConfig) or config.mixture is not None:
         raise ConfigError(
-            "compile=True is for decoders of ms-parallel without experts, whose blocks decide"
-            " nothing while they run; set compile to False"
+            "compile=True supports only the dense decoders of ms-parallel, whose blocks have no"
+            " data-dependent branches; set compile to False"
         )
     if chosen.reproducible:
         raise ConfigError(
-            "compile=True chooses the order of sums, which reproducible=True fixes; set one of them"
-            " to False"
+            "compile=True cannot be combined with reproducible=True: compiled blocks may sum in"
+            " another order; set one of them to False"
         )
     if recompute not in ("none", "full"):
         raise ConfigError(
-            f"compile=True hides a block's operators, of which recompute={recompute!r} keeps some;"
-            " set recompute to none or full, or compile to False"
+            f"compile=True cannot be combined with recompute={recompute!r}, which selects single"
+            " operators; set recompute to none or full, or compile to False"
         )
     if any(a.kind is Kind.BACKWARD_INPUT for row in schedule.computations() for a in row):
         raise ConfigError(
-            "compile=True joins the gradients of inputs and weights, and"
-            f" schedule={schedule.name!r} has them apart; choose 1f1b, gpipe or interleaved-1f1b,"
-            " or set compile to False"
+            f"compile=True cannot be combined with schedule={schedule.name!r}, which splits the"
+            " backward pass; use schedule 1f1b, gpipe or interleaved-1f1b, or set compile to False"
         )
 
 

@@ -41,8 +41,8 @@ def cut_layers(
         return _as_chosen(layers, stages, cuts, split)
     if stages > len(cuts):
         raise LayoutError(
-            f"{stages} stages do not fit a model that can be cut at {len(cuts)} places; "
-            f"use at most {len(cuts)} stages"
+            f"the model can be split into at most {len(cuts)} pipeline stages, got {stages}; use"
+            f" at most {len(cuts)}"
         )
     starts: list[int] = []
     for stage in range(stages):

@@ -41,7 +41,7 @@ def check(model: WholeModel, assets: Assets) -> None:
     for entry in model.tensors.values():
         if entry.scheme is not None and entry.kind != "linear":
             raise LayerError(
-                f"{entry.module}: compressed-tensors holds no quantised embedding that"
+                f"{entry.module}: compressed-tensors cannot store a quantized embedding that"
                 " transformers reads; prepare the model without embeddings, and untie the head"
             )
     _check_input_shapes(model)

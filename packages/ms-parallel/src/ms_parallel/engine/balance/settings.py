@@ -59,19 +59,22 @@ class Balance:
         """
         if mixture is None:
             if self.method not in (None, "none") or self.coefficient or self.z_coefficient:
-                raise ConfigError("the model has no experts to balance; leave balance out")
+                raise ConfigError(
+                    "balance, balance_coefficient and router_z_coefficient need a mixture of"
+                    " experts, and the model is dense; remove them"
+                )
             return Balance(method="none", coefficient=0.0)
         corrected, known = mixture.choice.corrected, mixture.coefficient
         if self.method == "bias" and not corrected:
             raise ConfigError(
-                "balance='bias' corrects scores by a bias that this model's routers do not have;"
-                " choose 'step' or 'sequence'"
+                "balance='bias' needs routers with a score correction bias, which this model's"
+                " routers lack; use 'step' or 'sequence'"
             )
         chosen = self.method or ("bias" if corrected else "step" if known else "none")
         default = {"bias": 0.0, "none": 0.0}.get(chosen, known)
         if self.coefficient is None and chosen in ("step", "sequence") and not known:
             raise ConfigError(
-                f"balance={chosen!r} adds a loss of which config.json asks no share; give"
+                f"balance={chosen!r} adds a loss whose weight config.json does not give; set"
                 " balance_coefficient"
             )
         coefficient = default if self.coefficient is None else self.coefficient

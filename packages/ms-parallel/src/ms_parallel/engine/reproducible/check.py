@@ -12,9 +12,9 @@ from ms_parallel.models.plan import ModelPlan
 from ms_parallel.split.own_model import OwnModelConfig
 
 CUTS = {
-    "tensor": "it cuts matrices, and a product of parts is added up in another order",
-    "context": "it cuts rows of tokens, and sums over a row are added up in another order",
-    "expert": "it puts rows of several processes into one product, whose sums then differ",
+    "tensor": "products of split matrices are summed in another order",
+    "context": "sums over a split sequence are computed in another order",
+    "expert": "an expert's product spans rows of several processes, which changes its sums",
 }
 
 
@@ -34,16 +34,16 @@ def check_reproducible(
     """
     for axis, size in asdict(layout).items():
         if size > 1 and axis not in ("data", "pipeline", "replicate"):
-            why = CUTS.get(axis, "it divides what one process computes at once")
+            why = CUTS.get(axis, "it splits what one process computes at once")
             raise LayoutError(
-                f"reproducible=True cannot hold with {axis}={size}: {why}; set {axis}=1 and give"
-                " its processes to data or pipeline, or leave reproducible out"
+                f"reproducible=True cannot be combined with {axis}={size}: {why}; set {axis}=1 and"
+                " use data or pipeline instead, or remove reproducible"
             )
     if layout.pipeline > 1 and plan.tied and not _is_plain(config, prepared):
         raise LayoutError(
-            f"reproducible=True cannot hold with pipeline={layout.pipeline} and the weights that"
-            " this model ties: one stage adds up their gradients in another order than several;"
-            " set pipeline=1, or leave reproducible out"
+            f"reproducible=True cannot be combined with pipeline={layout.pipeline} for a model"
+            " with tied weights, whose gradients are then summed in another order; set pipeline=1,"
+            " or remove reproducible"
         )
 
 

@@ -68,8 +68,8 @@ def check_loss_scale(settings: LossScale | None, mixed_precision: object) -> Non
     """
     if settings is not None and mixed_precision != "float16":
         raise ConfigError(
-            "loss_scale is for float16, whose gradients are small; set mixed_precision='float16',"
-            " or leave it out"
+            "loss_scale is only used with float16 gradients; set mixed_precision='float16', or"
+            " remove loss_scale"
         )
 
 

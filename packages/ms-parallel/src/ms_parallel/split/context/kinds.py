@@ -84,8 +84,9 @@ def traders(kind: ContextKind, count: int, sizes: HeadSizes) -> int:
     fits = [n for n in range(2, count) if count % n == 0 and sizes.queries % n == 0]
     if not fits:
         raise LayoutError(
-            f"context={count} has no two factors of which one divides the {sizes.queries} attention"
-            " heads of a tensor rank, as ulysses_ring needs; set context_attention to ring"
+            f"context_attention='ulysses_ring' needs context={count} to be a product of two factors"
+            f" above 1, one of which divides the {sizes.queries} attention heads per tensor rank;"
+            " set context_attention to ring"
         )
     return max(fits)
 

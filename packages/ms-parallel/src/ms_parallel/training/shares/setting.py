@@ -70,18 +70,21 @@ def check_shares(
     if shares == "measured" and ranks > 1 and not alone:
         few = microbatch_size is None or 2 * microbatch_size > batch_size // ranks
         if not once or few:
-            why = "have one microbatch" if once else f"gather weights in each ({sharding=})"
+            why = "has one microbatch" if once else f"gathers weights per microbatch ({sharding=})"
             raise ConfigError(
-                "shares='measured' needs to see how long each data rank takes by itself, and ranks"
-                f" that {why} wait for one another; set sharding to 'replicate', or to 'zero1' with"
-                " at least two microbatches a rank, or give the rows of each rank"
+                "shares='measured' times each data rank separately, which is impossible where a"
+                f" rank {why} and so waits for the others; set sharding to 'replicate', or to"
+                " 'zero1' with at least two microbatches per rank, or list the rows of each rank"
             )
     if len(counts) > 1 and ranks > 1 and (layout.expert > 1 or not (alone or once)):
-        why = f"expert={layout.expert}" if layout.expert > 1 else f"sharding={sharding!r}"
+        if layout.expert > 1:
+            exchanged, cure = f"tokens (expert={layout.expert})", "set shares to 'equal'"
+        else:
+            exchanged = f"weights (sharding={sharding!r})"
+            cure = "set sharding to 'replicate' or 'zero1'"
         raise ConfigError(
-            f"shares={shown(shares)} makes {' or '.join(map(str, sorted(counts)))} microbatches of"
-            f" data ranks that exchange something in each ({why}); set sharding to 'replicate' or"
-            " 'zero1', or leave out microbatch_size"
+            f"shares={shown(shares)} gives data ranks different numbers of microbatches, in each of"
+            f" which they exchange {exchanged}; {cure}, or remove microbatch_size"
         )
 
 
