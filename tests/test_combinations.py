@@ -1,7 +1,7 @@
 """The arrays of combinations: every key is in one, every pair is covered, and a sample runs."""
 
-import datetime
 import os
+import re
 import subprocess
 import sys
 from itertools import product
@@ -13,12 +13,28 @@ from hypothesis import strategies as st
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests" / "combinations"
-sys.path.insert(0, str(FOLDER))
+sys.path[:0] = [str(FOLDER), str(ROOT / "tests"), str(ROOT / "docs" / "extensions")]
 from axes import COMMANDS, axes_of, fixed_keys, unknown_keys  # noqa: E402
+from error_messages import messages_of  # noqa: E402
 from pairwise import Array, Row  # noqa: E402
+from run_arrays import (  # noqa: E402
+    PAGE,
+    Progress,
+    judged,
+    minimal,
+    read_coverage,
+    read_progress,
+    read_refused,
+    write_page,
+    write_progress,
+)
 
-SAMPLE_S = 60
-"""Seconds for rows, beside some for imports, models and data."""
+from packages import PACKAGES  # noqa: E402
+
+SAMPLE_S = 25
+"""Seconds in which rows start; imports, models, data and the last rows take as long again."""
+BUILT = re.compile("^verify needs")
+"""Messages that the source puts together from several texts."""
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -57,6 +73,7 @@ def test_every_pair_is_covered_refused_or_impossible(
     pairs = sorted(array.total)
     bad = {pairs[number % len(pairs)] for number in refused}
     while (row := array.next()) is not None:
+        array.release(row)
         hit = [pair for pair in bad if pair in array.pairs(row)]
         for pair in hit:
             array.refuse(pair)
@@ -72,14 +89,116 @@ def test_every_pair_is_covered_refused_or_impossible(
     assert not array.trained & (array.refused | array.impossible)
 
 
-@pytest.mark.slow
+@given(
+    sizes=st.lists(st.integers(2, 4), min_size=3, max_size=5),
+    numbers=st.sets(st.integers(0, 10**6), min_size=1, max_size=2),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=20, deadline=None)
+def test_pairs_of_failing_rows_stay_uncovered(
+    sizes: list[int], numbers: set[int], seed: int
+) -> None:
+    """A pair is covered where a row without a failing combination holds it, and only there."""
+    axes = {f"axis {i}": size for i, size in enumerate(sizes)}
+    array = Array(axes, seed=seed)
+    pairs = sorted(array.total)
+    failing = {pairs[number % len(pairs)] for number in numbers}
+    while (row := array.next()) is not None:
+        array.release(row)
+        hit = failing & array.pairs(row)
+        array.failed |= hit
+        if not hit:
+            array.train(row)
+    rows = (dict(zip(axes, values, strict=True)) for values in product(*map(range, sizes)))
+    passing = [array.pairs(row) for row in rows if not failing & array.pairs(row)]
+    assert array.trained == set().union(*passing)
+    assert array.uncovered() == array.total - array.trained
+    assert failing <= array.uncovered()
+
+
+def test_rows_that_run_at_once_cover_different_pairs() -> None:
+    """Reserved pairs are open again when their row ends without training."""
+    array = Array({"a": 3, "b": 3, "c": 2})
+    first, second = array.next(), array.next()
+    assert first is not None
+    assert second is not None
+    assert array.pairs(second) - array.pairs(first)
+    array.release(first)
+    assert array.pairs(first) <= array.open
+
+
+@given(
+    items=st.lists(st.integers(0, 30).map(str), unique=True, min_size=1, max_size=12),
+    data=st.data(),
+)
+def test_the_cause_of_an_ending_is_minimal(items: list[str], data: st.DataObject) -> None:
+    """Any few of the settings may cause it together."""
+    cause = set(data.draw(st.lists(st.sampled_from(items), max_size=3)))
+    assert set(minimal(items, lambda few: cause <= set(few))) == cause
+
+
+def test_progress_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """And left aside once the axes have changed."""
+    command = "ms-compress prune"
+    row = dict.fromkeys(axes_of(command), 0)
+    pair = tuple(sorted(row.items())[:2])
+    progress = Progress(rows=(row,), refused={pair: "why"}, confirmed=frozenset({pair}), runs=3)
+    write_progress(command, tmp_path / "saved", progress)
+    assert read_progress(command, tmp_path / "saved") == progress
+    assert read_progress("ms-compress distill", tmp_path / "saved") == Progress()
+
+
+def test_a_failure_is_one_of_exit_code_lines_or_losses(tmp_path: Path) -> None:
+    """A refusal is exit code 2 of every rank, one line in all, and no step."""
+    line, events = "ms-align: model must be a folder\n", tmp_path / "events.jsonl"
+
+    def kind(codes: list[int], errors: list[str]) -> str:
+        return judged("ms-align sft", codes, errors, events).kind
+
+    assert kind([2, 2], [line, ""]) == "refused"
+    assert kind([2, 2], [line, line]) == "failed"
+    assert kind([2, 0], [line, ""]) == "failed"
+    assert kind([2, 2], ["", ""]) == "failed"
+    assert kind([0], [""]) == "failed"
+    events.write_text('{"kind":"step","step":1,"loss":2.0}\n')
+    assert kind([0], [""]) == "trained"
+    assert kind([2], [line]) == "failed"
+    events.write_text('{"kind":"step","step":1,"loss":NaN}\n')
+    assert kind([0], [""]) == "failed"
+
+
+def test_recorded_refusals_are_messages_of_the_source() -> None:
+    """A message that is reworded is recorded again: `nox -s combinations`."""
+    texts = [
+        "; ".join(part for part in (message.wrong, message.remedy) if part)
+        for package in PACKAGES
+        for message in messages_of(package)
+    ]
+    patterns = [re.compile(".*".join(map(re.escape, text.split("…")))) for text in texts]
+    reasons = {each["reason"] for command in COMMANDS for each in read_refused(command)}
+    unknown = [r for r in sorted(reasons) if not any(p.fullmatch(r) for p in patterns)]
+    assert [reason for reason in unknown if not BUILT.search(reason)] == []
+    assert len(reasons) > 20
+
+
+def test_every_pair_was_covered_and_the_page_says_so() -> None:
+    """Counts of the last full arrays, which nothing has changed since by hand."""
+    coverage = read_coverage()
+    assert coverage.keys() == set(COMMANDS)
+    for command, counts in coverage.items():
+        assert counts["covered"] == counts["pairs"], command
+        assert counts["failed"] == 0, command
+    page = write_page({command: read_refused(command) for command in COMMANDS}, coverage)
+    assert PAGE.read_text() == page
+
+
 def test_a_sample_of_combinations_trains_or_is_refused_in_one_line(tmp_path: Path) -> None:
-    """Other rows each day: COMBINATIONS_SEED repeats a day's, whose number is printed."""
-    today = datetime.datetime.now(tz=datetime.UTC).toordinal()
-    seed = os.environ.get("COMBINATIONS_SEED", str(today))
+    """Other rows at each commit; COMBINATIONS_SEED repeats those of a commit that failed."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    seed = os.environ.get("COMBINATIONS_SEED", str(int(commit.stdout[:8] or "0", 16)))
     words = [sys.executable, "-W", "ignore", str(FOLDER / "run_arrays.py")]
     words += ["--sample", str(SAMPLE_S), "--seed", seed]
     log = tmp_path / "log"
     with log.open("w") as file:
-        done = subprocess.run(words, stdout=file, stderr=file, cwd=tmp_path, timeout=600)
+        done = subprocess.run(words, stdout=file, stderr=file, cwd=tmp_path, timeout=900)
     assert done.returncode == 0, f"COMBINATIONS_SEED={seed}\n{log.read_text()[-5000:]}"

@@ -546,10 +546,10 @@ def test_blocks_compiled_to_machine_code_train_as_they_are() -> None:
 def test_what_is_not_compiled_is_said(groups: Groups) -> None:
     """Experts, kinds of recomputation that need a block's operators, and split backwards."""
     for settings, options, said in (
-        (FAMILIES["olmoe"], {}, "without experts"),
+        (FAMILIES["olmoe"], {}, "only the dense decoders"),
         ({}, {"recompute": "selective"}, "recompute='selective', which selects single"),
         ({}, {"recompute": "1GiB"}, "recompute='1GiB', which selects single"),
-        ({}, {"schedule": "zb-h1"}, "has them apart; choose 1f1b"),
+        ({}, {"schedule": "zb-h1"}, "splits the backward pass; use schedule 1f1b"),
     ):
         with pytest.raises(ConfigError, match=said):
             build(settings, groups, compile=True, **options)

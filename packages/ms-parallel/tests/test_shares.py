@@ -208,7 +208,7 @@ def test_a_killed_run_of_measured_shares_ends_bit_identical(shards: Path, tmp_pa
         (
             {"shares": "measured", "sharding": "zero1"},
             {"data": 2},
-            "that have one microbatch wait for one another; set sharding to 'replicate'",
+            "has one microbatch and so waits for the others; set sharding to 'replicate'",
         ),
         (
             {"shares": (8, 4), "microbatch_size": 2},
