@@ -118,7 +118,7 @@ class LoraLinear(nn.Module):
         """W + s·B·A, (O, I), as whoever reads a linear layer's weight should see it."""
         if not self.enabled or self.merged:
             return self.base_layer.weight
-        return self.base_layer.weight + self.delta()
+        return self.base_layer.weight + self.delta().to(self.base_layer.weight.dtype)
 
     @property
     def bias(self) -> Tensor | None:
@@ -139,7 +139,9 @@ class LoraLinear(nn.Module):
         y: Tensor = self.base_layer(x)
         if not self.enabled or self.merged:
             return y
-        return y + F.linear(F.linear(x, self.lora_A), self.scale * self.lora_B)
+        # FSDP casts the base layer under mixed precision; the adapter is outside of it, in float32.
+        a, b = self.lora_A.to(x.dtype), (self.scale * self.lora_B).to(x.dtype)
+        return y + F.linear(F.linear(x, a), b)
 
     @torch.no_grad()
     def merge(self) -> None:
