@@ -41,7 +41,9 @@ def weights(model: Engine) -> list[Tensor]:
     return [local_part(value).detach().clone() for value in model.parameters.values()]
 
 
-def updates(layout: str, steps: list[list[int]], rows: int, **options: Any) -> list[Any]:
+def updates(
+    layout: str, steps: list[list[int]], rows: int, *, copies: int = 1, **options: Any
+) -> list[Any]:
     """What each update says; `steps` gives each rank's batch number, one list per step.
 
     Returns:
@@ -51,6 +53,7 @@ def updates(layout: str, steps: list[list[int]], rows: int, **options: Any) -> l
     results = []
     for numbers in steps:
         batch = global_batch(numbers[dist.get_rank()], rows=rows)
+        batch = {name: value.repeat(copies, 1) for name, value in batch.items()}
         before = weights(model)
         text = said(lambda batch=batch: model.step(batch, NextTokenLoss()))
         changed = not all(map(torch.equal, before, weights(model)))

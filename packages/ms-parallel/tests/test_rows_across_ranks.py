@@ -53,6 +53,13 @@ def test_a_single_row_may_repeat_after_the_first_update() -> None:
         assert later == [["", True]] * 3
 
 
+def test_copies_of_one_row_may_repeat() -> None:
+    """A small dataset may fill the first batches of all ranks with one row; it trains."""
+    steps = [[0, 0], [0, 1], [2, 2]]
+    for told in run_processes(2, RUNS, "updates", layout="data=2", steps=steps, rows=1, copies=3):
+        assert told == [["", True]] * 3
+
+
 def test_rows_without_targets_may_repeat() -> None:
     """Padding on one data rank or on both trains nothing twice."""
     assert run_processes(2, RUNS, "padded", layout="data=2") == [["", ""], ["", ""]]

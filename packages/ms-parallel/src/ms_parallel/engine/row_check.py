@@ -40,7 +40,7 @@ class Fingerprint:
     everything: int = 0
     """Checksum of all members, to compare between data ranks; 0 without targets."""
     distinct: int = 0
-    """Different rows with targets: 0, 1, or 2 for several."""
+    """Different rows with targets: 0 (none, or copies of one), 1 (a single row) or 2 (several)."""
 
     @property
     def numbers(self) -> tuple[int, int]:
@@ -279,8 +279,13 @@ def _add(digest: "blake2b", name: str, rows: Batch) -> None:
 
 
 def _distinct(microbatches: Sequence[Batch]) -> int:
-    """Count the different rows that have targets, up to 2; rows without any are padding."""
+    """Count the different rows that have targets, up to 2; 0 for one row that is repeated.
+
+    Rows without targets are padding. A small dataset may fill every rank with copies of one row, so
+    copies are no sign that a rank reads the rows of another.
+    """
     first: Tensor | None = None
+    count = 0
     for rows in microbatches:
         tokens = rows["tokens"]
         counted = torch.ones_like(tokens, dtype=torch.bool)
@@ -290,6 +295,7 @@ def _distinct(microbatches: Sequence[Batch]) -> int:
                 counted &= value != ignored
         for row in tokens[counted.flatten(1).any(1)]:
             first = row if first is None else first
+            count += 1
             if not torch.equal(row, first):
                 return 2
-    return 1
+    return int(count == 1)
