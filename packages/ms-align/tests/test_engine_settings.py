@@ -91,6 +91,17 @@ def test_every_setting_reaches_the_engine_of_a_layout(
         assert found != wanted
 
 
+@pytest.mark.parametrize("precision", [True, "float16"])
+def test_adapters_train_in_mixed_precision(precision: Any, sets: Path, tmp_path: Path) -> None:
+    """Losses are those of float32 within the rounding; each step changes them."""
+    settings: dict[str, Any] = {"layout": {"data": 1}, "lora": LoraOptions(rank=2)}
+    wanted = losses(sets / "model", sets, tmp_path / "plain", **settings)
+    found = losses(sets / "model", sets, tmp_path / "mixed", **settings, mixed_precision=precision)
+    assert found == pytest.approx(wanted, abs=2e-2)  # as above
+    assert found != wanted
+    assert len(set(found)) == len(found)
+
+
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a mixture of experts whose balance loss would show at once."""
