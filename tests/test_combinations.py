@@ -1,7 +1,6 @@
 """The arrays of combinations: every key is in one, every pair is covered, and a sample runs."""
 
 import os
-import re
 import subprocess
 import sys
 from itertools import product
@@ -15,26 +14,17 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests" / "combinations"
 sys.path[:0] = [str(FOLDER), str(ROOT / "tests"), str(ROOT / "docs" / "extensions")]
 from axes import COMMANDS, axes_of, fixed_keys, unknown_keys  # noqa: E402
-from error_messages import messages_of  # noqa: E402
 from pairwise import Array, Row  # noqa: E402
 from run_arrays import (  # noqa: E402
-    PAGE,
     Progress,
     judged,
     minimal,
-    read_coverage,
     read_progress,
-    read_refused,
-    write_page,
     write_progress,
 )
 
-from packages import PACKAGES  # noqa: E402
-
 SAMPLE_S = 25
 """Seconds in which rows start; imports, models, data and the last rows take as long again."""
-BUILT = re.compile("^verify needs")
-"""Messages that the source puts together from several texts."""
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -167,31 +157,7 @@ def test_a_failure_is_one_of_exit_code_lines_or_losses(tmp_path: Path) -> None:
     assert kind([0], [""]) == "failed"
 
 
-def test_recorded_refusals_are_messages_of_the_source() -> None:
-    """A message that is reworded is recorded again: `nox -s combinations`."""
-    texts = [
-        "; ".join(part for part in (message.wrong, message.remedy) if part)
-        for package in PACKAGES
-        for message in messages_of(package)
-    ]
-    patterns = [re.compile(".*".join(map(re.escape, text.split("…")))) for text in texts]
-    reasons = {each["reason"] for command in COMMANDS for each in read_refused(command)}
-    unknown = [r for r in sorted(reasons) if not any(p.fullmatch(r) for p in patterns)]
-    assert [reason for reason in unknown if not BUILT.search(reason)] == []
-    assert len(reasons) > 20
-
-
-def test_every_pair_was_covered_and_the_page_says_so() -> None:
-    """Counts of the last full arrays, which nothing has changed since by hand."""
-    coverage = read_coverage()
-    assert coverage.keys() == set(COMMANDS)
-    for command, counts in coverage.items():
-        assert counts["covered"] == counts["pairs"], command
-        assert counts["failed"] == 0, command
-    page = write_page({command: read_refused(command) for command in COMMANDS}, coverage)
-    assert PAGE.read_text() == page
-
-
+@pytest.mark.slow
 def test_a_sample_of_combinations_trains_or_is_refused_in_one_line(tmp_path: Path) -> None:
     """Other rows at each commit; COMBINATIONS_SEED repeats those of a commit that failed."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
