@@ -12,6 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("AOT_INDUCTOR_DEBUG_COMPILE", "1")  # -O0: g++ takes most of a compiled run
+
 import torch
 
 WARM = (
