@@ -86,6 +86,8 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "save_dtype": [UNSET, "bfloat16"],
         "generator": [UNSET],
     },
+    "ms-align dpo": {"microbatch_size": [UNSET, 1, 2]},
+    "ms-align reward": {"microbatch_size": [UNSET, 1, 2]},
     "ms-compress": {
         "model": ["@llama", "@qwen3_moe", "@pruned_llama"],
         "tokenizer": [UNSET],

@@ -542,8 +542,10 @@ class ArrayRun:
                 known = random.Random(self.seed).sample(
                     sorted(self.reasons), min(SAMPLED_REFUSALS, len(self.reasons))
                 )
+            elif self.rows:  # resumed: they were compared when it began
+                known = []
             else:
-                known = [items for items in sorted(self.reasons) if items not in self.confirmed]
+                known = sorted(self.reasons)
             self.compare_known(pool, known)
             self.cover(pool)
             while not self.is_sample and self.confirm(pool):

@@ -60,7 +60,7 @@ def test_what_one_process_cannot_honor_is_refused_with_the_remedy(name: str) -> 
     kinds = ((SFTTrainer, "model"), (DPOTrainer, "model"), (RewardTrainer, "model"))
     for kind, model in (*kinds, (GRPOTrainer, "policy_model")):
         more = {"reward_model": len} if kind is GRPOTrainer else {"steps": 1}
-        remedy = "trained in one process" if kind is RewardTrainer else "data = 1"
+        remedy = "train in one process" if kind is RewardTrainer else "data = 1"
         with pytest.raises(ConfigError, match=f"^{name} = .*{remedy}"):
             kind(**{model: "folder"}, **more, **{name: OTHER[name]})
         kind(**{model: "folder"}, **more, **{name: HONORED[name][-1]})

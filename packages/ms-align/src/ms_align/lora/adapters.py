@@ -367,9 +367,8 @@ def _matching(model: nn.Module, targets: str | tuple[str, ...]) -> list[str]:
         have = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
         if any(type(module).__name__ == "Conv1D" for module in model.modules()):
             raise ConfigError(
-                f"lora needs torch.nn.Linear layers, and {type(model).__name__} uses transformers'"
-                " Conv1D (as GPT-2 does); leave lora out and train all weights, or use another"
-                " model"
+                "lora needs torch.nn.Linear layers, and this model is built from transformers'"
+                " Conv1D, as GPT-2 is; remove lora to train all weights, or use another model"
             )
         raise ConfigError(f"no linear layer matches targets {targets!r}; the model has: {have}")
     return found

@@ -49,13 +49,13 @@ class RewardTrainer(RewardOptions, PairTrainer):
 
     algorithm = "reward"
 
-    alone_remedy = "leave it out: a reward model is trained in one process"
+    alone_remedy = "remove it: reward models train in one process"
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if self.layout is not None or self.lora is not None:
             raise ConfigError(
-                "a reward model is trained whole and in one process; leave out layout and lora"
+                "reward models train in one process, without adapters; remove layout and lora"
             )
 
     def engine(self) -> LocalEngine:
@@ -67,8 +67,8 @@ class RewardTrainer(RewardOptions, PairTrainer):
         )
         if not isinstance(model, nn.Module):
             raise ConfigError(
-                "a reward model is trained whole and in one process, and this is a "
-                f"{type(model).__name__}; give a torch.nn.Module or a folder"
+                "reward models train in one process: model must be a torch.nn.Module or a folder,"
+                f" got {type(model).__name__}; pass one of these"
             )
         begun = model if isinstance(model, RewardModel) else None
         engine = LocalEngine(

@@ -32,6 +32,6 @@ def check_adaptable(layout: Layout, placement: Sequence[int]) -> None:
     several = len(set(placement)) < len(placement)
     if max(layout.tensor, layout.context, layout.expert) > 1 or several:
         raise ConfigError(
-            "adapters are trained over data and pipeline with one stage a rank; leave tensor,"
-            " context and expert at 1 in the layout, and choose a schedule such as 1f1b"
+            "adapters support only the data and pipeline axes, with one stage per rank; set"
+            " tensor, context and expert to 1 in the layout, and use a schedule such as 1f1b"
         )

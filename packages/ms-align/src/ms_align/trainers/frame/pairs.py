@@ -23,7 +23,10 @@ class PairTrainer(OfflineTrainer):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if self.microbatch_size is not None and self.microbatch_size % 2:
-            raise ConfigError(f"microbatch_size is {self.microbatch_size}; pairs need an even one")
+            raise ConfigError(
+                "microbatch_size must be even, as the two rows of a pair stay together, got"
+                f" {self.microbatch_size}; use an even number"
+            )
 
     def stream(self, dataset: Any, engine: Engine, **settings: Any) -> Any:
         """Open the stream of a folder's pairs."""
