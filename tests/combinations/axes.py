@@ -50,7 +50,7 @@ VALUES: dict[str, dict[str, list[Any]]] = {
     },
     "ms-align": {
         "model": ["@llama", "@qwen3_moe", "@gpt2"],
-        "layout": [UNSET, {"data": 1}, {"data": 2}, {"tensor": 2}, {"pipeline": 2}],
+        "layout": [{"data": 1}, UNSET, {"data": 2}, {"tensor": 2}, {"pipeline": 2}],
         "lora": [UNSET, {"rank": 2}],
         "microbatch_size": [UNSET, 1],
         "reference_model": [UNSET, "@llama"],
@@ -87,7 +87,7 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "generator": [UNSET],
     },
     "ms-align dpo": {"microbatch_size": [UNSET, 1, 2]},
-    "ms-align reward": {"microbatch_size": [UNSET, 1, 2]},
+    "ms-align reward": {"microbatch_size": [UNSET, 1, 2], "layout": LAYOUTS[:4]},
     "ms-compress": {
         "model": ["@llama", "@qwen3_moe", "@pruned_llama"],
         "tokenizer": [UNSET],

@@ -273,8 +273,10 @@ class Runner:
 
         active = {axis: i for axis, i in row.items() if i}
         named = {axis: i for axis, i in active.items() if self.names(ended.line, axis, i)}
+        common = {axis: active[axis] for axis in ("layout", "model") if axis in active}
+        start = next(few for few in (named, common | named, active) if few == active or same(few))
         axes = minimal(
-            list(named if same(named) else active),
+            list(start),
             lambda few: same({axis: row[axis] for axis in few}),
         )
         items = {axis: row[axis] for axis in axes}
