@@ -95,7 +95,7 @@ def test_distill_saves_a_smaller_student(run_file: Path) -> None:
         (["scheme=ct.int4_g32", "model=nowhere"], "no config.json"),
         (["scheme=ct.int4_g32", "rows=400"], "tokens, where 400 rows"),
         (["scheme=ct.int4_g32", 'exceptions=["down"]'], "matches no layer"),
-        (["scheme=gguf.q4_0", "start=gptq", "head=true"], "leave embeddings and head false"),
+        (["scheme=gguf.q4_0", "start=gptq", "head=true"], "set embeddings and head to false"),
         (["scheme=ct.int4_g32", "dataset=strange.json"], "tokens are 0 to 9999, and"),
         (
             ["scheme=ct.int4_g32", "dataset=huge.json"],

@@ -194,7 +194,7 @@ def test_a_checkpoint_holds_what_balance_depends_on(tmp_path: Path) -> None:
         ("qwen3_moe", {"balance": "microbatch"}, "microbatch_size and the layout; choose 'step'"),
         ("qwen3_moe", {"balance": "aux_loss"}, "microbatch_size and the layout; choose 'step'"),
         ("qwen3_moe", {"balance": "stp"}, "did you mean 'step'"),
-        ("qwen3_moe", {"balance": "bias"}, "a bias that this model's routers do not have"),
+        ("qwen3_moe", {"balance": "bias"}, "needs routers with a score correction bias"),
         ("llama", {"balance": "step"}, "need a mixture of experts"),
         ("llama", {"router_z_coefficient": 0.1}, "need a mixture of experts"),
         ("qwen3_moe", {"balance_coefficient": -1.0}, "balance_coefficient"),
