@@ -170,9 +170,9 @@ def test_experts_in_one_tensor_are_refused_not_left_out() -> None:
         vocab_size=64,
     )
     model = transformers.MixtralForCausalLM(config)
-    with pytest.raises(LayerError, match=r"mlp\.experts must be .*got MixtralExperts; add it to the exc"):
+    with pytest.raises(LayerError, match=r"mlp\.experts must be .*got MixtralExperts"):
         qat(model, "ct.int4_g32", exceptions=["*.gate"])
-    with pytest.raises(LayerError, match=r"mlp\.experts is a MixtralExperts"):
+    with pytest.raises(LayerError, match=r"mlp\.experts must be .*got MixtralExperts"):
         prune(model, "2:4", exceptions=["*.gate"])
     qat(model, "ct.int4_g32", exceptions=["*.gate", "*.experts"])
     normed = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)))
