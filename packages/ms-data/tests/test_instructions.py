@@ -529,7 +529,7 @@ def test_wrong_uses_are_refused(place: Path, tmp_path: Path) -> None:
         PreferenceStream(place / "rows", sequence_length=8, batch_size=1).__next__()
     model = place / "model"
     (tmp_path / "rows.txt").write_text("x")
-    with pytest.raises(CorpusError, match="not JSON Lines"):
+    with pytest.raises(CorpusError, match="must be JSON Lines"):
         build(
             tmp_path / "rows.txt", tokenizer=Tokenizer.load(model), out=tmp_path / "o", chat=model
         )

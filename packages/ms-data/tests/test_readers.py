@@ -89,7 +89,7 @@ BAD = {
     "c.jsonl": (b'{"text": "x"}\n\n{"body": "y"}\n', "c.jsonl:3: .*`text`.*--text-column"),
     "d.jsonl": (b'{"text": 3}\n', "d.jsonl:1: Expected `str`"),
     "e.jsonl": (b'{"text": "\xff"}\n', "e.jsonl:1: not UTF-8: byte 0xff at offset 10"),
-    "f.jsonl": (b"[1]\n", "f.jsonl:1: Expected `object`"),
+    "f.jsonl": (b"[1]\n", "f.jsonl: item 1: Expected `object`"),
     "h.jsonl": (
         b'{"text": "x"}\n{"text": "y", "m": ' + b"[" * 10**5 + b"]" * 10**5 + b"}\n",
         "h.jsonl:2: its JSON is nested too deeply",
