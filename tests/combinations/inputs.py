@@ -52,7 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 FEW_LAYERS = {"num_hidden_layers": 2}
-"""Of models that no schedule cuts into chunks."""
+"""Layers of models that no schedule cuts into chunks."""
 VOCABULARY = 320
 BYTES = 258
 

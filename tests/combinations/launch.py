@@ -33,7 +33,7 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def vowels(samples: Sequence[Any]) -> list[float]:
     """A reward: the share of vowels among the bytes of a response."""
     return [
-        sum(token in b"aeiou" for token in sample.response_tokens)
+        sum(token < 256 and token in b"aeiou" for token in sample.response_tokens)
         / max(1, len(sample.response_tokens))
         for sample in samples
     ]

@@ -71,6 +71,17 @@ def test_a_seed_draws_the_same_responses_in_one_process_and_under_a_layout(
     assert losses == pytest.approx(split_losses, abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", [PPOTrainer, GRPOTrainer, RLOOTrainer])
+def test_a_reference_model_in_mixed_precision_is_checksummed(
+    kind: type[Any], start: Path, tmp_path: Path
+) -> None:
+    """Its frozen weights are DTensors even over one rank; losses stay near the float32 run's."""
+    plain = run(kind, start, tmp_path / "plain", layout={"data": 1})[1]
+    mixed = run(kind, start, tmp_path / "mixed", layout={"data": 1}, mixed_precision=True)[1]
+    assert len(mixed) == len(plain)
+    assert mixed[0] == pytest.approx(plain[0], abs=5e-2)
+
+
 def test_both_generators_take_the_seed_of_a_token_from_one_rule() -> None:
     """Also for seeds of more than 32 bits."""
     for seed in (0, 1, 2**40 + 3):

@@ -26,7 +26,7 @@ LIMITS = [
     ("rotary", {"D": 896, "R/2": 448}, {}, "turns at most 894 features, and here are 896"),
     ("rotary", {"Hq": 1000}, {}, "at most 999 rows and heads"),
     ("rotary", {"Hq": 1000}, {"interleaved": True}, "at most 999 rows and heads"),
-    ("attention", {"D": 769}, {}, "heads of at most 768, not 769"),
+    ("attention", {"D": 769}, {}, "heads of at most 768 features, not 769"),
     ("attention", {"Hq": 258}, {}, "at most 256 heads, not 258"),
     ("attention", {"Sk": 2**20 + 1}, {}, "at most 1048576 positions"),
     ("decode_attention", {"page": 24}, {}, "pages of a multiple of 16 positions, not 24"),

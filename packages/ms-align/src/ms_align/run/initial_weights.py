@@ -1,4 +1,4 @@
-"""The weights that a run begins with, as a checksum: other ones make another run."""
+"""Checksum of a run's initial weights, which identifies the run when it resumes."""
 
 import zlib
 from collections.abc import Mapping
@@ -7,19 +7,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ms_align import processes
 from ms_align.engines.protocol import Engine
 
 
 def weights_checksum(engine: Engine) -> str:
-    """Compute a checksum of all weights an engine computes with; "" where processes share them."""
+    """Checksum of all weights of an engine; "" if they are sharded over several processes."""
     holder = engine if engine.module is None else engine.module
     return _checksum(holder.state_dict())
 
 
 def frozen_checksum(engine: Engine) -> str:
-    """Compute a checksum of the weights that no checkpoint holds: those that take no gradient."""
+    """Checksum of the frozen weights, which are not in checkpoints."""
     if engine.module is None:
         return ""
     named = engine.module.named_parameters()
@@ -37,9 +38,12 @@ def name_of(model: Any) -> str:
 def _checksum(state: Mapping[str, Tensor]) -> str:
     if processes.count() > 1:
         return ""
-    found = 0
+    checksum = 0
     for name in sorted(state):
         if not name.startswith(("optimizer.", "engine.")):
-            content = state[name].detach().cpu().contiguous().flatten().view(torch.uint8)
-            found = zlib.crc32(content.numpy().tobytes(), found)
-    return f"{found:08x}"
+            tensor = state[name].detach()
+            if isinstance(tensor, DTensor):  # FSDP shards a module even over a single rank
+                tensor = tensor.full_tensor()
+            content = tensor.cpu().contiguous().flatten().view(torch.uint8)
+            checksum = zlib.crc32(content.numpy().tobytes(), checksum)
+    return f"{checksum:08x}"
