@@ -249,7 +249,7 @@ def test_conversations_are_refused_where_pairs_are_learnt_from(
     assert "copy holds conversations and no preference pairs; build" in capsys.readouterr().err
     if kind == "reward":
         assert main([kind, str(run), "--set", "layout.data=2"]) == 2
-        assert "leave out layout and lora" in capsys.readouterr().err
+        assert "remove layout and lora" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])

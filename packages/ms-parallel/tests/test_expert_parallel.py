@@ -207,8 +207,12 @@ def test_what_any_layout_saves_any_other_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "layout", "why"),
     [
-        ("llama", Layout(data=2, expert=2), "llama has no experts"),
-        ("transformer-xl", Layout(data=2, expert=2), "transformer-xl has no experts"),
+        ("llama", Layout(data=2, expert=2), "needs a mixture of experts, and llama is dense"),
+        (
+            "transformer-xl",
+            Layout(data=2, expert=2),
+            "needs a mixture of experts, and transformer-xl is dense",
+        ),
         ("qwen3_moe", Layout(data=3, expert=3), "the model's 16 experts; values that fit: 1, 2, 4"),
         (nn.Embedding(2, 2), Layout(data=2, expert=2), "whose modules are its own; set expert=1"),
     ],

@@ -158,7 +158,7 @@ def test_the_scale_halves_doubles_and_waits() -> None:
     ("options", "message"),
     [
         ({"mixed_precision": "float8"}, "mixed_precision is 'float8'; give true"),
-        ({"mixed_precision": True, "loss_scale": {}}, "loss_scale is for float16"),
+        ({"mixed_precision": True, "loss_scale": {}}, "loss_scale is only used with float16"),
         ({"mixed_precision": "float16", "loss_scale": {"initial": 3}}, "initial is 3; give a pow"),
         ({"mixed_precision": "float16", "loss_scale": {"start": 4}}, "unknown setting 'start'"),
         ({"mixed_precision": "float16", "loss_scale": 4}, "loss_scale is 4; give a table"),
