@@ -18,6 +18,7 @@ from ms_parallel.models.foreign.config import (
     transformers,
 )
 from ms_parallel.models.foreign.small import SMALL, small_model
+from ms_parallel.models.foreign.trial import check_runs
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.registry import architecture, architectures
 from ms_parallel.settings import nearest
@@ -94,6 +95,7 @@ def _of_transformers(name: str) -> Subject:
 
 def _of_foreign(name: str, config: TransformersModel) -> Subject:
     small = small_model(config, layers=_LAYERS, spread=_SPREAD)
+    check_runs(small)
     text = f"transformers' {small.model_type}, {small.num_hidden_layers} layers"
     return Subject(
         name=name, shrunk=text, given=small, vocabulary=small.vocab_size, tolerance=FLOAT32

@@ -22,6 +22,7 @@ from ms_parallel.models.foreign.plans import (
     plan_of,
     shapes_of,
 )
+from ms_parallel.models.foreign.split_trial import check_split
 from ms_parallel.models.foreign.stage import TransformersStage
 from ms_parallel.models.foreign.trial import check_trial
 from ms_parallel.models.foreign.weights import rules_of
@@ -75,8 +76,8 @@ class _Foreign(Family):
         self.check_context(layout)
         if layout.expert > 1:
             raise LayoutError(
-                f"expert={layout.expert} cannot share out experts of {config.model_type}, which"
-                " transformers builds with all of them; set expert=1: data shards them too"
+                f"expert={layout.expert} is not supported for {config.model_type}, whose code is"
+                " transformers'; set expert=1, and data ranks shard the experts too"
             )
 
 
@@ -96,6 +97,7 @@ def _check_layout(config: TransformersModel, layout: Layout) -> None:
         check_trial(config, staged=True)
     if layout.tensor > 1:
         _check_tensor(config, plan, layout.tensor)
+        check_split(config)
 
 
 def _check_tensor(config: TransformersModel, plan: ModelPlan, tensor: int) -> None:
@@ -116,7 +118,7 @@ def _check_tensor(config: TransformersModel, plan: ModelPlan, tensor: int) -> No
         if style not in known:
             raise LayoutError(
                 f"tensor={tensor} cannot split {kind}: transformers splits {pattern} by"
-                f" {style!r}, which is not known here; set tensor=1"
+                f" {style!r}, which is not supported; set tensor=1"
             )
     for name, shape in shapes_of(config).items():
         if plan.style(name) == "summed":
@@ -149,5 +151,5 @@ FAMILY = _Foreign(
     model=TransformersStage,
     plan=plan_of,
     weights=rules_of,
-    needs_whole_rows="a model of transformers computes its own positions and states along a row",
+    needs_whole_rows="transformers' code needs every position of a row on one rank",
 )

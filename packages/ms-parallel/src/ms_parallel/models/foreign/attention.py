@@ -102,8 +102,8 @@ def registered(ops: Hashable) -> str:
             raise ModelError("attention of this model is not causal; it has no next token to learn")
         if attention_mask is not None and attention_mask.ndim != 2:
             raise ModelError(
-                f"{type(module).__name__} makes a mask of its own, which is not known here; write"
-                " its family"
+                f"{type(module).__name__} builds its own attention mask, which is not supported;"
+                " train this model with transformers"
             )
         # Queries and keys that float32 tables have turned are float32; values are not turned.
         q, k, v = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
@@ -117,7 +117,7 @@ def registered(ops: Hashable) -> str:
             # Their forwards take views of the result, whose layout an operator is free to choose.
             return attention(q, k, v, **how, **sinks).contiguous(), None
         if s_aux is not None:
-            raise ModelError("attention with capped scores and sinks is not known here")
+            raise ModelError("attention with both capped scores and sinks is not supported")
         return capped_attention(q, k, v, softcap=softcap, **how), None
 
     name = f"{_NAME}.{id(ops)}"  # of no other namespace: the cache keeps this one alive

@@ -1,6 +1,7 @@
 """The configuration of a model that transformers builds."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from functools import lru_cache
@@ -228,7 +229,7 @@ class TransformersModel:
             attention_heads=heads,
             key_value_heads=int(getattr(settings, "num_key_value_heads", None) or heads),
             hidden_size=self.hidden_size,
-            intermediate_size=int(getattr(settings, "intermediate_size", None) or 1),
+            intermediate_size=_divisor(getattr(settings, "intermediate_size", None)),
             vocab_size=self.vocab_size,
         )
 
@@ -247,7 +248,12 @@ def settings_of(document: str) -> Any:
         return package.AutoConfig.for_model(kind, **content).get_text_config()
     except Exception as error:  # whatever its checks raise at a damaged file
         reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"transformers does not take this config.json ({reason})") from error
+        raise ModelError(f"transformers rejects this config.json ({reason})") from error
+
+
+def _divisor(size: Any) -> int:
+    """Return what divides a size in all layers, 1 where there is none."""
+    return math.gcd(*size) if isinstance(size, list | tuple) else int(size or 1)
 
 
 def _number(found: dict[str, Any]) -> Any:
@@ -263,20 +269,24 @@ def _check(model: TransformersModel) -> None:
             value = getattr(settings, name, None)
         except RuntimeError as error:  # transformers' error for a value per layer
             raise ConfigError(
-                f"{name} of this {model.model_type} must be the same in all layers; train this"
-                " model with transformers"
+                f"{name} of {model.model_type} must be the same in all layers; train this model"
+                " with transformers"
             ) from error
         if type(value) is not int or not 1 <= value <= most:
+            if value is None:
+                raise ConfigError(
+                    f"config.json of {model.model_type} must have {name}, which the engine needs;"
+                    " train this model with transformers"
+                )
             raise ConfigError(
-                f"{name} of this {model.model_type} is {repr(value)[:60]}; give a whole number from"
-                f" 1 to {most}"
+                f"{name} of {model.model_type} must be a whole number from 1 to {most}, got"
+                f" {repr(value)[:60]}"
             )
     for kind in getattr(settings, "layer_types", None) or ():
         if kind not in LAYER_TYPES:
             raise ConfigError(
-                f"layer_types of this {model.model_type} must be one of"
-                f" {', '.join(sorted(LAYER_TYPES))}, got {kind!r}; train this model with"
-                " transformers"
+                f"{model.model_type} has layers of type {kind!r}, which are not supported; train"
+                " this model with transformers"
             )
     if getattr(settings, "output_router_logits", False) and model.mixture is None:
         raise ConfigError(

@@ -78,10 +78,9 @@ class Apart(Around):
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, IndexError) as error:
-                reason = " ".join(str(error).split())[:160]
                 raise ModelError(
                     f"{type(self.inner).__name__} cannot run the documents of a packed row one by"
-                    f" one ({reason}); leave documents out of the batch"
+                    " one; leave documents out of the batch"
                 ) from error
             for at, each in zip(places, torch.split(_first(found), 1), strict=True):
                 made[at] = each
@@ -183,6 +182,6 @@ def keep_apart(block: nn.Module, now: Now, ops: Ops) -> bool:
 
 def _own_attention(block: nn.Module) -> ModelError:
     return ModelError(
-        f"{type(block).__name__} mixes positions by an attention of its own, of which neither"
-        " documents nor the order of tokens are known; write its family"
+        f"{type(block).__name__} does not call transformers' attention interface, so packed"
+        " documents cannot be kept apart; train this model with transformers"
     )

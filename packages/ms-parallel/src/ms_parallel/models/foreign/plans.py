@@ -58,12 +58,12 @@ def built(config: TransformersModel, ops: Ops | None = None) -> Any:
     except Exception as error:  # whatever a constructor does with settings that do not fit
         if isinstance(error, KeyError) and error.args == (name,):
             raise ModelError(
-                f"{config.model_type} of transformers has an attention of its own, which ours"
-                " cannot stand for; write its family"
+                f"{config.model_type} does not use transformers' attention interface, so packed"
+                " documents cannot be kept apart; train this model with transformers"
             ) from error
         reason = " ".join(str(error).split())[:200]
         raise ModelError(
-            f"transformers does not build this {config.model_type} ({reason})"
+            f"transformers cannot build this {config.model_type} ({reason})"
         ) from error
     unpack(model, getattr(model.base_model.config, "base_model_tp_plan", None))
     if config.mixture is not None:
@@ -117,8 +117,8 @@ def _line(model: Any, prefix: str) -> tuple[tuple[str, ...], str, tuple[str, ...
     ]
     if len(lists) != 1:
         raise ModelError(
-            f"{type(model).__name__} has {len(lists)} lists of {count} blocks, so its stages are"
-            " not known; write its family"
+            f"{type(model).__name__} must have one list of its {count} layers, found {len(lists)};"
+            " train this model with transformers"
         )
     published = list(getattr(model.base_model.config, "base_model_pp_plan", None) or {})
     own = lists[0].removeprefix(f"{prefix}.")

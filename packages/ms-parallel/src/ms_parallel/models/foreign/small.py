@@ -7,6 +7,7 @@ and per-layer settings are cut to a few layers that keep one layer of each kind.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ms_parallel.errors import ModelError
 from ms_parallel.models.config import TOKENS
 from ms_parallel.models.foreign.config import TransformersModel
 
@@ -119,6 +120,8 @@ SMALL: Mapping[str, int] = {
     "make_ngram_vocab_size_divisible_by": 8,
 }
 """Upper limit of each size; a configuration has some of these settings."""
+SHARED = "num_kv_shared_layers"
+"""Number of last layers that take keys and values of an earlier layer."""
 LAYERS = 4
 
 
@@ -143,8 +146,7 @@ def small_model(
     written: Mapping[str, str] = getattr(settings, "attribute_map", None) or {}
     given: dict[str, Any] = settings.to_dict()
     count, chosen = config.num_hidden_layers, _layers(given, config.num_hidden_layers, layers)
-    # Token ids may be outside the small vocabulary.
-    changed: dict[str, Any] = {key: None for key in TOKENS if key in given}
+    changed: dict[str, Any] = {}
     known = {written.get(key, key): most for key, most in SMALL.items()}
     for key, value in given.items():
         if key not in TOKENS:
@@ -152,10 +154,19 @@ def small_model(
             if small is not value:
                 changed[key] = small
     changed[written.get("num_hidden_layers", "num_hidden_layers")] = len(chosen)
+    if type(shared := given.get(SHARED)) is int:
+        changed[SHARED] = sum(layer >= count - shared for layer in chosen)
     changed |= _related(settings, {**given, **changed}, written)
     if spread is not None and "initializer_range" in given:
         changed["initializer_range"] = spread
-    return config.with_settings({key: value for key, value in changed.items() if key in given})
+    changed = {key: value for key, value in changed.items() if key in given}
+    # Token ids may be outside the small vocabulary. Most types allow None.
+    tokens = {key: given[key] for key in TOKENS if key in given}
+    try:
+        return config.with_settings({**changed, **dict.fromkeys(tokens)})
+    except ModelError:
+        ids = {key: 0 if type(value) is int else value for key, value in tokens.items()}
+        return config.with_settings({**changed, **ids})
 
 
 def _layers(given: Mapping[str, Any], count: int, most: int) -> list[int]:
@@ -167,17 +178,21 @@ def _layers(given: Mapping[str, Any], count: int, most: int) -> list[int]:
         if isinstance(value, list) and len(value) < count and _are_layers(value, count)
     ]
     own: Mapping[str, Any] = given.get("per_layer_config") or {}
+    shared = given.get(SHARED)
+    last = shared if type(shared) is int else 0
     of_layer = {int(key): str(value) for key, value in own.items() if str(key).isdigit()}
     kinds = [
         (
             *(str(value[layer]) for value in lists),
             *(layer in value for value in numbered),
             of_layer.get(layer),
+            layer >= count - last,
         )
         for layer in range(count)
     ]
     chosen = list(range(min(most, count)))
     new = [kinds.index(kind) for kind in dict.fromkeys(kinds) if kinds.index(kind) not in chosen]
+    new.sort(key=lambda layer: layer < count - last)  # layers that share keys and values first
     for layer in new[: most - 1]:
         # Replace the last layer whose kind stays present without it.
         spare = [at for at in chosen if sum(kinds[at] == kinds[other] for other in chosen) > 1]
@@ -228,6 +243,14 @@ def _related(settings: Any, small: Mapping[str, Any], written: Mapping[str, str]
         grouped = keys < settings.num_attention_heads
         name = written.get("num_key_value_heads", "num_key_value_heads")
         changed[name] = max(1, heads // 2) if grouped else heads
+    # Some types with experts have no default for their number, and do not run without one.
+    if small.get("n_routed_experts", 0) is None:
+        changed |= {"n_routed_experts": SMALL["n_routed_experts"], "n_shared_experts": 1}
+    if small.get("num_experts_per_tok", 0) is None:
+        changed["num_experts_per_tok"] = SMALL["num_experts_per_tok"]
+    width = small.get("hidden_size")
+    if small.get("head_dim", 0) is None and type(width) is int and type(heads) is int:
+        changed["head_dim"] = width // heads  # not every type derives it
     if type(small.get("qk_head_dim")) is int:
         changed["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
     rotary = getattr(settings, "qk_rope_head_dim", None)

@@ -51,7 +51,7 @@ class TransformersStage(Around):
         # Renamed in transformers 5.24, which warns of the old name.
         named = inspect.signature(model.base_model.forward).parameters
         own["cache_name"] = "cache" if "cache" in named else "past_key_values"
-        own["drawn"] = Fresh(model, plan)
+        own["drawn"] = Fresh(model, config, plan)
         own["gate"], own["now"] = cut(model, plan, layers), Now()
         keep_tables_float32(model)
         if self.last:
@@ -80,7 +80,7 @@ class TransformersStage(Around):
         """Draw the whole fresh value of a parameter, by the model's own rule; see `Fresh`."""
         shape = shapes_of(self.config)
         if name not in shape and name not in self.drawn.owners:
-            return self.get_buffer(name)
+            return self.drawn.persistent_buffer(name, self.get_buffer(name))
         value: Tensor = self.drawn.parameter(name, seed)
         return value.view(shape.get(name, value.shape))
 
@@ -217,7 +217,10 @@ def _head_name(model: Any) -> str:
     for name, child in model.named_children():
         if child is head and isinstance(child, nn.Linear):
             return str(name)
-    raise ModelError(f"{type(model).__name__} has no linear head over its vocabulary of its own")
+    raise ModelError(
+        f"the output head of {type(model).__name__} must be a linear layer of the model itself;"
+        " train this model with transformers"
+    )
 
 
 def _is_plain(model: Any, head_name: str) -> bool:
@@ -235,7 +238,8 @@ def _is_plain(model: Any, head_name: str) -> bool:
         except Exception as error:  # whatever a forward does that knows more of its base
             kind = type(model).__name__
             raise ModelError(
-                f"the head of {kind} cannot be applied alone; write its family"
+                f"the output head of {kind} cannot run apart from the rest of its forward; train"
+                " this model with transformers"
             ) from error
         return torch.equal(made, F.linear(hidden, head.weight))
 

@@ -46,7 +46,7 @@ def check_trial(config: TransformersModel, *, staged: bool = False) -> None:
         torch.manual_seed(0)
         try:
             small = small_model(config)
-            model = _reference(small)
+            model = reference_model(small)
             tokens = torch.randint(0, small.vocab_size, (1, LENGTH))
             expected: Tensor = model(tokens, use_cache=False, return_dict=True).logits
         except Exception:  # transformers rejects settings in many ways; nothing to compare with
@@ -63,7 +63,25 @@ def check_trial(config: TransformersModel, *, staged: bool = False) -> None:
         )
 
 
-def _reference(small: TransformersModel) -> Any:
+def check_runs(small: TransformersModel) -> None:
+    """Check that transformers itself runs a small model.
+
+    Raises:
+        ModelError: it does not, for example because the type has no default for a setting.
+    """
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
+            reference_model(small)(tokens, use_cache=False)
+        except Exception as error:  # transformers rejects settings in many ways
+            reason = " ".join(str(error).split())[:160]
+            raise ModelError(
+                f"transformers cannot run a small {small.model_type} ({reason}); give a folder"
+                " whose config.json has the missing settings"
+            ) from error
+
+
+def reference_model(small: TransformersModel) -> Any:
     """Build transformers' own model with random weights."""
     auto: Any = transformers().AutoModelForCausalLM
     settings = type(small.settings).from_dict(small.settings.to_dict())

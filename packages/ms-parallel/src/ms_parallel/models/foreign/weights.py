@@ -39,8 +39,9 @@ def _rule(pattern: str, names: "_Names") -> Rule:
         sources, operations = found
         if operations not in ([MERGED], [MERGED, JOINED]) or len(shape) < 3:
             raise ModelError(
-                f"a folder's {sources[0]!r} becomes {name!r} by {' and '.join(operations)}, which"
-                " is not known here; save the model as one tensor a parameter"
+                f"transformers makes {name!r} from {sources[0]!r} in a folder by"
+                f" {' and '.join(operations)}, which is not supported; train this model with"
+                " transformers"
             )
         yield from _stacked(sources, names.on_disk, shape)
 
