@@ -13,6 +13,7 @@ with `nox -s sweep`, or for some rows:
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -74,12 +75,29 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
             }
         }
     },
+    "phi4_multimodal": {  # towers for pictures and sound, which text does not reach
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        },
+        "audio_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_blocks": 1,
+            "num_attention_heads": 4,
+            "ext_pw_out_channel": 32,
+            "depthwise_separable_out_channel": 32,
+            "nemo_conv_channels": 32,
+        },
+    },
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_top_k": 2},
     },
 }
-"""Settings without which transformers' own default does not run."""
+"""Settings without which transformers' own default does not run, or is not small."""
 VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("gemma4_text", {"num_kv_shared_layers": 10}),
     ("deepseek_v3", {"q_lora_rank": None}),
@@ -758,97 +776,238 @@ def is_taken(row: Mapping[str, Any]) -> bool:
     return bool(row["engine"]["state"] == "right")
 
 
-def results_table(cells: Mapping[str, Mapping[str, Any]], header: str) -> list[str]:
-    """Write one line per model type: number of right checks, and all other cells with reasons."""
-    lines = [header, "|---|---|---|---|"]
-    for kind, row in cells.items():
-        others = [
-            f"{name}: {cell['state']}: {cell['why']}" if name != "engine" else cell["why"]
-            for name, cell in row.items()
-            if cell["state"] != "right"
-        ]
-        right = sum(cell["state"] == "right" for cell in row.values())
-        state = "taken" if is_taken(row) else row["engine"]["state"]
-        text = "<br>".join(line.replace("|", "\\|").replace("<", "&lt;") for line in others)
-        lines.append(f"| `{kind}` | {state} | {right} | {text} |")
-    return lines
+MEANINGS = {
+    "engine": ("the engine is built from a folder", "从文件夹构建引擎"),
+    "logits": ("logits of whole rows", "整行的 logits"),
+    "packed": (
+        "logits of packed documents, against each document alone",
+        "打包文档的 logits，与单独计算每个文档比较",
+    ),
+    "gradients": ("gradient of every weight", "每个权重的梯度"),
+    "updates": (
+        "losses, gradient norm and saved weights of two updates",
+        "两次更新的损失、梯度范数与保存的权重",
+    ),
+    "load_model": ("logits of `load_model`", "`load_model` 的 logits"),
+    "save": (
+        "saved weights are unchanged, and the folder opens in transformers",
+        "保存的权重不变，且 transformers 能打开该文件夹",
+    ),
+    "generate": ("greedy tokens, with a cache", "带缓存的贪心生成"),
+    "align": ("logits of `ms_align.start_engine`", "`ms_align.start_engine` 的 logits"),
+    "fresh": (
+        "fresh weights: equal constants, equal spread of drawn weights",
+        "全新权重：常数相同，随机权重的标准差相同",
+    ),
+    "explain": ("`explain` answers for each layout", "`explain` 对每种布局给出答案"),
+    "prove": (
+        "`prove` finds no difference in its first cases",
+        "`prove` 的前几个用例没有差异",
+    ),
+    **{
+        layout: (f"`updates` on two processes, `{layout}`", f"两个进程上的 `updates`，`{layout}`")
+        for layout in LAYOUTS
+    },
+}
+"""Meaning of each check, in English and Chinese."""
+
+
+ALL_FOREIGN = ("all with the code `transformers`", "所有使用 `transformers` 代码的模型")
+"""Names a list of all model types that transformers' code runs, in English and Chinese."""
+
+
+def plain_reason(kind: str, reason: str) -> str:
+    """Leave names of classes and layers out of a refusal, so that equal reasons can be grouped."""
+    text = re.sub(r"\bmodel\.layers\.[\w.*]+", "a layer", reason)
+    names = r"\b(?:[A-Z]\w*(?:ForCausalLM|HeadModel|Attention|MLP|Layer|Decoder)|Block|\w+Block)\b"
+    text = re.sub(names, "this model", text)
+    text = re.sub(
+        r"(cannot split|cannot cut|not supported for) \w+\b(?! model)", r"\1 this model", text
+    )
+    text = re.sub(rf"\b{re.escape(kind)}(_text)?\b", "this model", text)
+    text = text.replace("this this model", "this model").replace("<", "&lt;").replace("|", "\\|")
+    text = re.sub(r"\bits \d+ layers", "its layers", text)
+    return text if re.match(r"[\w.]+[=.]", text) else text[0].upper() + text[1:]
+
+
+def reasons_table(
+    refusals: Sequence[tuple[str, str, str]], rows: Mapping[str, Row]
+) -> list[tuple[str, str]]:
+    """Group refusals (label, check, reason) by reason; return cells of reasons and of labels."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for label, check, reason in refusals:
+        kind = rows[label].kind
+        groups.setdefault((check, plain_reason(kind, reason)), []).append(f"`{label}`")
+    order = list(CHECKS)
+    merged: dict[tuple[str, str], list[str]] = {}
+    for (check, reason), labels in sorted(
+        groups.items(), key=lambda item: (order.index(item[0][0]), -len(item[1]), item[0][1])
+    ):
+        merged.setdefault((reason, ", ".join(labels)), []).append(check)
+    return [
+        (
+            reason
+            if checks[0] in ("engine", *LAYOUTS)
+            else f"{', '.join(f'`{check}`' for check in checks)}: {reason}",
+            labels,
+        )
+        for (reason, labels), checks in merged.items()
+    ]
 
 
 def write_pages(file: Path, page: Path) -> None:
     """Write the English page of a results file, and the Chinese one next to it."""
     document = json.loads(file.read_text())
-    cells: dict[str, dict[str, Any]] = document["cells"]
-    taken = [row for row in cells.values() if is_taken(row)]
-    ran = [name for name in CHECKS if any(name in row for row in taken)]
-    missing = [name for name in CHECKS if name not in ran]
+    rows = all_rows()
+    cells: dict[str, dict[str, Any]] = {
+        label: document["cells"][label] for label in rows if label in document["cells"]
+    }
+    taken = {label: row for label, row in cells.items() if is_taken(row)}
+    refused = {label: row for label, row in cells.items() if row["engine"]["state"] == "refused"}
+    other = {
+        label: row for label, row in cells.items() if label not in taken and label not in refused
+    }
+    ours = sum(rows[label].own for label in taken)
     states = Counter(cell["state"] for row in cells.values() for cell in row.values())
-    engines = Counter(row["engine"]["state"] for row in cells.values())
-    left = sorted(set(causal_classes()) - set(cells))
-    names = ", ".join(f"`{name}`" for name in ran)
-    absent = ", ".join(f"`{name}`" for name in missing)
-    rest = ", ".join(f"`{name}`" for name in left)
-    checked = states["right"] + states["wrong"]
+    missing = sum(len(set(rows[label].checks) - set(row)) for label, row in taken.items())
+    missing += len(rows) - len(cells)
+    counts = (
+        (len({rows[label].kind for label in cells}), "model types", "模型类型"),
+        (len({rows[label].kind for label in taken}), "taken", "接受"),
+        (len({rows[label].kind for label in refused}), "refused", "拒绝"),
+        (
+            len({rows[label].kind for label in other}),
+            "not compared: transformers runs no small model",
+            "未比较：transformers 不能运行小模型",
+        ),
+        (
+            len(cells),
+            f"models compared: types run by both ms-parallel's own code ({ours}) and"
+            " transformers' code count twice, and a few types have a variant",
+            f"比较的模型：有 ms-parallel 自己代码的类型（{ours} 种）与 transformers 代码各计一次，"
+            "少数类型另有变体",
+        ),
+        (states["right"], "checks right", "正确的检查"),
+        (
+            states["refused"] - len(refused),
+            "checks refused with one line, of models that are taken",
+            "已接受的模型中，用一行文字拒绝的检查",
+        ),
+        (states["wrong"], "checks with a wrong number", "数值错误的检查"),
+        (states["raw"], "raw exceptions", "原始异常"),
+        (missing, "checks not run", "未运行的检查"),
+    )
+    versions = f"transformers {document['transformers']}, torch {document['torch']}"
+
+    def refusals(table: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+        return [
+            (label, name, cell["why"])
+            for label, row in table.items()
+            for name, cell in row.items()
+            if cell["state"] != "right"
+        ]
+
+    def taken_lines() -> list[str]:
+        lines = []
+        for label, row in taken.items():
+            right = [name for name, cell in row.items() if cell["state"] == "right"]
+            layouts = ", ".join(name for name in LAYOUTS if name in right)
+            others = sum(name not in LAYOUTS for name in right)
+            total = sum(name not in LAYOUTS for name in row)
+            code = "ms-parallel" if rows[label].own else "transformers"
+            lines.append(f"| `{label}` | {code} | {others} of {total} | {layouts} |")
+        return lines
+
+    def table(header: str, lines: Sequence[str]) -> list[str]:
+        return [header, "|" + "---|" * (header.count("|") - 1), *lines]
+
+    theirs = ", ".join(f"`{label}`" for label in taken if not rows[label].own)
+
+    def grouped(refused_cells: list[tuple[str, str, str]], every: str) -> list[str]:
+        return [
+            f"| {why} | {every if types == theirs else types} |"
+            for why, types in reasons_table(refused_cells, rows)
+        ]
+
     english = [
         "# Models of transformers",
         "",
         "`nox -s sweep` builds every causal language model of transformers at a small size with"
-        " random weights and compares ms-parallel and ms-align with transformers in float32. A"
-        " model is taken, or refused with one line.",
+        " random weights, and compares ms-parallel and ms-align with transformers in float32. A"
+        f" model is taken, or refused with one line. Results with {versions} on CPU:",
         "",
-        f"Run on {document['date']} with transformers {document['transformers']} and torch"
-        f" {document['torch']}, on CPU.",
+        *table("| count | of |", [f"| {number} | {what} |" for number, what, _ in counts]),
         "",
-        "| count | value |",
-        "|---|---|",
-        f"| model types | {len(cells)} |",
-        f"| taken | {engines['right']} |",
-        f"| refused | {engines['refused']} |",
-        f"| unchecked (transformers does not run the small model) | {engines['unchecked']} |",
-        f"| cells compared with transformers | {checked} |",
-        f"| cells refused, of models that are taken | {states['refused'] - engines['refused']} |",
-        f"| raw exceptions | {states['raw']} |",
-        f"| wrong | {states['wrong']} |",
+        "A check is right if values differ by at most 1e-5 of the largest one (or of 1, if that is"
+        " larger). Where transformers' float32 itself is further from its float64, 3 times that"
+        " distance is allowed.",
         "",
-        f"Cells that ran: {names}.",
-        *(["", f"Cells not yet run for all types: {absent}."] if missing else []),
-        *(["", f"Model types not yet run: {rest}."] if left else []),
+        "## Checks",
         "",
-        "A cell is right if it differs by at most 1e-5 of the largest value, or of 1 if that is"
-        " larger; or by at most 3 times the rounding error of transformers in float32 against"
-        " float64, if that is more.",
+        *table("| check | compares |", [f"| `{name}` | {MEANINGS[name][0]} |" for name in CHECKS]),
         "",
-        *results_table(cells, "| model type | engine | right cells | refusals and differences |"),
+        "## Models that are taken",
+        "",
+        "`Engine(folder)` runs ms-parallel's own code where it has the family, else transformers'"
+        " code. Checks other than layouts are counted; layouts that are right are listed.",
+        "",
+        *table("| model type | code | checks right | layouts right |", taken_lines()),
+        "",
+        "## Refused checks of these models",
+        "",
+        *table("| reason | model types |", grouped(refusals(taken), ALL_FOREIGN[0])),
+        "",
+        "## Models that are refused",
+        "",
+        *table(
+            "| reason | model types |",
+            grouped(refusals(refused), ALL_FOREIGN[0]),
+        ),
     ]
     chinese = [
         "# transformers 的模型",
         "",
         "`nox -s sweep` 用随机权重构建 transformers 的每一种因果语言模型（小尺寸），并在 float32"
-        " 下把 ms-parallel 和 ms-align 的结果与 transformers 比较。每种模型要么被接受（taken），"
-        "要么用一行文字说明拒绝的原因（refused）。",
+        " 下把 ms-parallel 和 ms-align 的结果与 transformers 比较。每种模型要么被接受，"
+        f"要么用一行文字拒绝。结果（{versions}，CPU）：",
         "",
-        f"运行日期：{document['date']}；transformers {document['transformers']}，torch"
-        f" {document['torch']}，CPU。",
+        *table("| 数量 | 含义 |", [f"| {number} | {what} |" for number, _, what in counts]),
         "",
-        "| 计数 | 值 |",
-        "|---|---|",
-        f"| 模型类型 | {len(cells)} |",
-        f"| 接受 | {engines['right']} |",
-        f"| 拒绝 | {engines['refused']} |",
-        f"| 未检查（transformers 不能运行小模型） | {engines['unchecked']} |",
-        f"| 与 transformers 比较过的单元 | {checked} |",
-        f"| 已接受模型中被拒绝的单元 | {states['refused'] - engines['refused']} |",
-        f"| 原始异常 | {states['raw']} |",
-        f"| 错误 | {states['wrong']} |",
+        "差异不超过最大值（小于 1 时取 1）的 1e-5 即为正确；"
+        "若 transformers 自身 float32 与 float64 的差更大，则允许该差的 3 倍。",
         "",
-        f"已运行的单元：{names}。",
-        *(["", f"尚未对所有类型运行的单元：{absent}。"] if missing else []),
-        *(["", f"尚未运行的模型类型：{rest}。"] if left else []),
+        "## 检查项",
         "",
-        "单元的差异不超过最大值（小于 1 时取 1）的 1e-5，"
-        "或不超过 transformers 自身 float32 舍入误差（相对 float64）的 3 倍，即为正确。",
+        *table("| 检查 | 比较内容 |", [f"| `{name}` | {MEANINGS[name][1]} |" for name in CHECKS]),
         "",
-        *results_table(cells, "| 模型类型 | 引擎 | 正确单元 | 拒绝与差异 |"),
+        "## 接受的模型",
+        "",
+        "`Engine(folder)` 对已有模型族使用 ms-parallel 自己的代码，其余使用 transformers 的代码。"
+        "布局之外的检查给出数量，正确的布局逐一列出。",
+        "",
+        *table("| 模型类型 | 代码 | 正确的检查 | 正确的布局 |", taken_lines()),
+        "",
+        "## 这些模型中被拒绝的检查",
+        "",
+        *table("| 原因 | 模型类型 |", grouped(refusals(taken), ALL_FOREIGN[1])),
+        "",
+        "## 拒绝的模型",
+        "",
+        *table("| 原因 | 模型类型 |", grouped(refusals(refused), ALL_FOREIGN[1])),
     ]
+    if other:
+        english += [
+            "",
+            "## Models that are not compared",
+            "",
+            *table("| reason of transformers | model types |", grouped(refusals(other), "")),
+        ]
+        chinese += [
+            "",
+            "## 未比较的模型",
+            "",
+            *table("| transformers 的原因 | 模型类型 |", grouped(refusals(other), "")),
+        ]
     page.write_text("\n".join(english) + "\n")
     page.with_suffix(".zh.md").write_text("\n".join(chinese) + "\n")
 

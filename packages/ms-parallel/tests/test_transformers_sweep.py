@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
-from ms_parallel import Engine, ModelError
+from ms_parallel import Engine, Layout, LayoutError, ModelError
 from ms_parallel.models import TransformersModel
+from ms_parallel.models.family import family_of
 from ms_parallel.models.foreign.small import small_model
+from ms_parallel.proof.subject import open_subject
 
 SWEEP = Path(__file__).parents[1] / "benchmarks" / "transformers_sweep.py"
 SAMPLE = ("stablelm", "lfm2", "zamba2")
@@ -43,7 +46,9 @@ def test_a_sample_of_transformers_models_has_the_same_numbers_in_every_coarse_ch
         assert set(row.values()) == {"right"}
 
 
-@pytest.mark.parametrize("kind", ["axk1", "deepseek_v3", "youtu", "zamba2"])
+@pytest.mark.parametrize(
+    "kind", ["axk1", "cwm", "deepseek_v3", "dots1", "gemma3n_text", "ministral", "youtu", "zamba2"]
+)
 def test_transformers_runs_small_models_whose_widths_depend_on_others(kind: str) -> None:
     """Otherwise there would be nothing to compare these types with."""
     settings = small_model(TransformersModel({"model_type": kind})).settings
@@ -80,3 +85,58 @@ def test_the_text_part_of_a_model_with_other_inputs_becomes_small(kind: str) -> 
     settings = small_model(TransformersModel({"model_type": kind})).settings
     assert (settings.hidden_size, settings.vocab_size) == (32, 48)
     assert settings.num_hidden_layers <= 4
+
+
+def test_fresh_weights_have_the_constants_that_constructors_set(tmp_path: Path) -> None:
+    """The slopes of xIELU and its buffers, which no initialization rule names."""
+    config = small_model(TransformersModel({"model_type": "apertus"}))
+    Engine(config, device="cpu").save(tmp_path)
+    made = load_file(tmp_path / "model.safetensors")
+    auto: Any = transformers.AutoModelForCausalLM
+    expected = auto.from_config(config.settings).state_dict()
+    names = [name for name in expected if ".act_fn." in name]
+    assert len(names) == 4 * config.num_hidden_layers
+    for name in names:
+        torch.testing.assert_close(made[name].reshape(-1), expected[name].reshape(-1))
+
+
+def test_fresh_weights_follow_the_rule_of_the_outermost_module() -> None:
+    """AFMoE's router begins at zero, and GPT-2 scales the ends of its residual branches down."""
+    zero = Engine(small_model(TransformersModel({"model_type": "afmoe"})), device="cpu")
+    gates = [value for name, value in zero.parameters.items() if ".router.gate." in name]
+    assert gates
+    assert not any(value.any() for value in gates)
+    config = small_model(TransformersModel({"model_type": "gpt2"}), spread=0.2)
+    scaled = Engine(config, device="cpu").parameters["transformer.h.0.mlp.c_proj.weight"]
+    expected = 0.2 / (2 * config.num_hidden_layers) ** 0.5
+    assert float(scaled.detach().std()) == pytest.approx(expected, rel=0.1)
+
+
+def test_a_buffer_that_the_rule_of_an_outer_module_computes_is_set() -> None:
+    """Falcon-H1's multipliers along the width of its mixers."""
+    engine = Engine(small_model(TransformersModel({"model_type": "falcon_h1"})), device="cpu")
+    tokens = torch.arange(10)[None]
+    logits = engine.evaluate(
+        {"tokens": tokens, "targets": tokens}, lambda output, _: output.logits()
+    )
+    assert bool(logits.isfinite().all())
+
+
+@pytest.mark.parametrize(("kind", "refused"), [("gemma3n_text", True), ("gemma4_text", False)])
+def test_a_model_that_reads_all_features_between_split_layers_is_not_split(
+    kind: str, refused: bool
+) -> None:
+    """Gemma 3n keeps activations above a quantile of all features, of which each rank has half."""
+    config = small_model(TransformersModel({"model_type": kind}))
+    family, layout = family_of(config), Layout.parse("tensor=2")
+    if not refused:
+        family.check_layout(config, layout)
+        return
+    with pytest.raises(LayoutError, match=r"Gemma3nTextMLP computes something over all features"):
+        family.check_layout(config, layout)
+
+
+def test_prove_refuses_a_type_that_transformers_does_not_run() -> None:
+    """LFM2-MoE has no default for the types of its layers."""
+    with pytest.raises(ModelError, match="transformers cannot run a small lfm2_moe"):
+        open_subject("lfm2_moe")

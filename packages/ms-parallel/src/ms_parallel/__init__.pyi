@@ -1,3 +1,5 @@
+from . import checkpoint
+from .cluster.connection import connect
 from .cluster.endings import report_error
 from .cluster.layout import Layout
 from .cluster.mixed.devices import Devices
@@ -58,6 +60,8 @@ __all__ = [
     "StepReport",
     "TorchConfig",
     "__version__",
+    "checkpoint",
+    "connect",
     "load_model",
     "report_error",
     "save_model",

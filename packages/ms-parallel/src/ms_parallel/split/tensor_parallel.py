@@ -1,6 +1,6 @@
 """Splits a model over the tensor axis as its plan says, with the sequence split in between."""
 
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +18,7 @@ from ms_parallel.errors import ModelError
 from ms_parallel.models.experts.grouped import GroupedLinear
 from ms_parallel.models.experts.router import Router
 from ms_parallel.models.parts.norm import WholeWidthNorm
-from ms_parallel.models.plan import ModelPlan
+from ms_parallel.models.plan import ModelPlan, Style
 
 
 def split_model(
@@ -76,7 +76,7 @@ def split_model(
             case "sequence" | "heads":
                 pass
             case style:
-                raise _misfit(name, style)
+                raise _misfit(name, style, plan)
     # None: every rank takes its own slice; weights are filled later, so nothing is sent.
     parallelize_module(model, groups.mesh["tensor"], styles, src_data_rank=None)
 
@@ -97,12 +97,25 @@ def _of_whole_sequence(plan: ModelPlan, name: str) -> dict[str, ParallelStyle]:
         case "heads" | "replicated":
             return {}
         case style:
-            raise _misfit(name, style)
+            raise _misfit(name, style, plan)
 
 
-def _misfit(name: str, style: str) -> ModelError:
+SEQUENCE_STYLES = tuple(
+    style
+    for style in get_args(Style)
+    if style not in ("column_to_whole", "replicated", "row_of_whole", "summed")
+)
+"""Styles where each rank holds its part of the sequence between blocks."""
+WHOLE_STYLES = ("column", "column_to_whole", "heads", "replicated", "row", "row_of_whole", "summed")
+"""Styles where each rank holds all of the sequence between blocks."""
+
+
+def _misfit(name: str, style: str, plan: ModelPlan) -> ModelError:
+    styles = SEQUENCE_STYLES if plan.split_sequence else WHOLE_STYLES
     return ModelError(
-        f"the plan gives {name!r} the style {style!r}, which is for another value of split_sequence"
+        f"the style of {name!r} must be one of {', '.join(styles)} in a plan with"
+        f" split_sequence={plan.split_sequence}, got {style!r}; change it, or set split_sequence"
+        f" to {not plan.split_sequence}"
     )
 
 

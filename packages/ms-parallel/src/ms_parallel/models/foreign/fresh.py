@@ -41,7 +41,7 @@ class Fresh:
             for name, module in model.named_modules()
         }
         models = transformers().PreTrainedModel
-        self.rules = {
+        self.rules: dict[str, Callable[[nn.Module], None]] = {
             name: module._init_weights
             for name, module in parts.items()
             if isinstance(module, models)

@@ -243,6 +243,8 @@ def _related(settings: Any, small: Mapping[str, Any], written: Mapping[str, str]
         grouped = keys < settings.num_attention_heads
         name = written.get("num_key_value_heads", "num_key_value_heads")
         changed[name] = max(1, heads // 2) if grouped else heads
+    if small.get("num_key_value_heads", 0) is None and type(heads) is int:
+        changed["num_key_value_heads"] = heads  # not every type takes None for all heads
     # Some types with experts have no default for their number, and do not run without one.
     if small.get("n_routed_experts", 0) is None:
         changed |= {"n_routed_experts": SMALL["n_routed_experts"], "n_shared_experts": 1}

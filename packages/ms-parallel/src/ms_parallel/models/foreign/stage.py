@@ -80,7 +80,8 @@ class TransformersStage(Around):
         """Draw the whole fresh value of a parameter, by the model's own rule; see `Fresh`."""
         shape = shapes_of(self.config)
         if name not in shape and name not in self.drawn.owners:
-            return self.drawn.persistent_buffer(name, self.get_buffer(name))
+            buffer: Tensor = self.drawn.persistent_buffer(name, self.get_buffer(name))
+            return buffer
         value: Tensor = self.drawn.parameter(name, seed)
         return value.view(shape.get(name, value.shape))
 
