@@ -1,4 +1,4 @@
-"""A command's keys as people read them: in `--help`, and as a run file to begin with."""
+"""Renders the keys of a run file for `--help` and as the template that `init` writes."""
 
 import json
 import os
@@ -16,7 +16,7 @@ WIDTH = 100
 
 
 def help_text(groups: Sequence[KeyGroup]) -> str:
-    """Write the keys of a run file, grouped: each with its default and meaning."""
+    """Format the keys of a run file by group, each with its default and help text."""
     lines = ["keys of RUN.toml; --set KEY=VALUE changes one:"]
     for group in groups:
         lines += ["", f"  {group.title}"]
@@ -30,22 +30,22 @@ def help_text(groups: Sequence[KeyGroup]) -> str:
 
 
 def template_text(title: str, groups: Sequence[KeyGroup], begin: Mapping[str, Any]) -> str:
-    """Write a run file with every key: those of `begin` as given, the rest behind a `#`.
+    """Format a run file with every key; keys that are not in `begin` are commented out.
 
     Args:
-        title: what the file is for.
-        groups: the keys.
-        begin: values to begin with, by key; a mapping becomes a table.
+        title: first line of the file.
+        groups: keys of the command.
+        begin: initial values by key; a mapping becomes a table.
     """
-    lines = [f"# {title}", "# A line that begins with # holds what is taken without it."]
+    lines = [f"# {title}", "# Commented-out keys show their defaults."]
     tables: list[str] = []
     for group in groups:
         plain = [key for key in group.keys if not _is_table(key, begin)]
         lines += ["", f"# {group.title}"] if plain else []
         for key in plain:
-            given = begin.get(key.name)
+            value = begin.get(key.name)
             lines += _wrapped("# ", key.meaning)
-            lines.append(_line(key.name, key.default if given is None else given, given is None))
+            lines.append(_line(key.name, key.default if value is None else value, value is None))
         for key in group.keys:
             if _is_table(key, begin):
                 tables += _table(key, begin.get(key.name, {}))
@@ -53,10 +53,10 @@ def template_text(title: str, groups: Sequence[KeyGroup], begin: Mapping[str, An
 
 
 def write_template(text: str, out: Path | None) -> bool:
-    """Write a template to a new file, or to standard output; return whether it is a file.
+    """Write a template to a new file or to standard output; return whether it went to a file.
 
     Raises:
-        ConfigError: the file is there already.
+        ConfigError: the file already exists.
         WriteError: it cannot be written.
     """
     if out is None:
@@ -75,25 +75,25 @@ def _is_table(key: Key, begin: Mapping[str, Any]) -> bool:
 def _table(key: Key, begin: Mapping[str, Any]) -> list[str]:
     lines = ["", *_wrapped("# ", key.meaning), f"[{key.name}]" if begin else f"# [{key.name}]"]
     for inner in key.inner:
-        given = begin.get(inner.name)
+        value = begin.get(inner.name)
         lines += _wrapped("# ", inner.meaning)
-        lines.append(_line(inner.name, inner.default if given is None else given, given is None))
-    known = {inner.name for inner in key.inner}
-    return lines + [_line(name, one, False) for name, one in begin.items() if name not in known]
+        lines.append(_line(inner.name, inner.default if value is None else value, value is None))
+    names = {inner.name for inner in key.inner}
+    return lines + [_line(name, value, False) for name, value in begin.items() if name not in names]
 
 
-def _line(name: str, value: Any, behind: bool) -> str:
+def _line(name: str, value: Any, commented: bool) -> str:
     name = name if name.isidentifier() else json.dumps(name)
-    return f"{'# ' if behind else ''}{name} = {_toml(value)}"
+    return f"{'# ' if commented else ''}{name} = {_toml(value)}"
 
 
 def _wrapped(head: str, meaning: str) -> list[str]:
-    behind = "# " if head == "# " else " " * (len(head) - len(head.lstrip()) + 4)
-    return textwrap.wrap(head + meaning, WIDTH, subsequent_indent=behind)
+    indent = "# " if head == "# " else " " * (len(head) - len(head.lstrip()) + 4)
+    return textwrap.wrap(head + meaning, WIDTH, subsequent_indent=indent)
 
 
 def _toml(value: Any) -> str:
-    """Write a value as TOML does; None, which TOML lacks, as `not given`."""
+    """Format a value as TOML; None, which TOML lacks, as `not given`."""
     if value is None:
         return "not given"
     if isinstance(value, str):

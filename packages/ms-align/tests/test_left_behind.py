@@ -303,7 +303,7 @@ def test_no_run_writes_over_a_model_or_another_run(
         "steps = 1\nbatch_size = 2\nmax_new_tokens = 2\n"
     )
     assert main(["ppo", str(ppo)]) == 2
-    assert "lies in the output_dir" in capsys.readouterr().err
+    assert "is in the output_dir" in capsys.readouterr().err
     assert main(["ppo", str(ppo), "--set", f"model={sets}/model", "--set", "tokenizer=bytes"]) == 2
     assert "belongs to 'ms-align sft'" in (told := capsys.readouterr().err)
     assert "and this is 'ms-align ppo'" in told
@@ -356,5 +356,5 @@ def test_a_policy_may_not_be_written_over_by_its_own_run(tmp_path: Path) -> None
     for name in ("policy_model", "reference_model", "value_model"):
         models = {"policy_model": decoder(), name: tmp_path / "out" / "model"}
         trainer = PPOTrainer(**models, **settings, output_dir=tmp_path / "out", progress=False)
-        with pytest.raises(FolderError, match=f"{name} is .* would be written over"):
+        with pytest.raises(FolderError, match=f"{name} is .* would be overwritten"):
             trainer.optimize(["a"])

@@ -1,4 +1,4 @@
-"""Whose a run's folder is: what the run is made from, its settings, and who may go on in it."""
+"""Ownership of the output folder: which run may write to it and resume in it."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -14,36 +14,37 @@ from ms_align.files.run_folder import Change, hold, inside, locked, owner_of
 from ms_align.secret_text import without_secret, without_secrets
 
 WRITES = ("checkpoints", "model", "adapter")
-"""What every kind of run writes into its folder."""
+"""Entries that every run writes to its output folder."""
 LEFT_BY_NOTHING = {"lock", "run.json", "events.jsonl"}
-"""What lies in the folder of a run that ended before it kept anything."""
+"""Files in the folder of a run that ended before it saved anything."""
 NOT_SETTINGS = {
     *("output_dir", "resume", "log_every", "progress", "on_event"),
     *("checkpoint_every", "keep_checkpoints", "evaluate_every", "evaluate_samples"),
 }
-"""Settings that change nothing in what a run comes to."""
+"""Settings that do not affect a run's result."""
 
 
 @frozen(kw_only=True)
 class Ownership:
-    """What a run says of itself when it takes a folder."""
+    """Identity and settings of a run, recorded in its output folder."""
 
     kind: str
-    """The command, such as `ms-align ppo`."""
+    """Command, such as `ms-align ppo`."""
     identity: Mapping[str, str]
-    """What makes it this run: model, dataset, and checksums of what is only in memory."""
+    """Model, dataset and checksums of in-memory objects; they must be equal to resume."""
     settings: Mapping[str, Any] = field(factory=dict)
+    """Settings that affect the result, by name."""
     fixed: Collection[str] = ()
-    """Settings that cannot change while the run goes on."""
+    """Settings that must not change when the run resumes."""
     reads: Mapping[str, Any] = field(factory=dict)
-    """Models that it begins from, by setting; those that are folders are never written over."""
+    """Input models by setting; input folders are never overwritten."""
 
     @contextmanager
     def hold(self, folder: Path) -> Iterator[list[Change]]:
-        """Hold `folder` while the block runs; every process must call it, the first one holds.
+        """Lock `folder` inside the `with` block. All ranks must call it; rank 0 takes the lock.
 
         Raises:
-            FolderError: it is another run's, or a model that the run reads lies in it.
+            FolderError: it belongs to another run, or contains a model that the run reads.
         """
         problem: AlignError | None = None
         changes: list[Change] = []
@@ -69,19 +70,19 @@ class Ownership:
             yield changes
 
     def _check_reads(self, folder: Path) -> None:
-        for name, given in self.reads.items():
-            if not isinstance(given, str | Path) or not inside(given, folder):
+        for name, model in self.reads.items():
+            if not isinstance(model, str | Path) or not inside(model, folder):
                 continue
             owner = owner_of(folder)
             if owner is None or owner.kind != self.kind or owner.identity != self.identity:
                 whose = "" if owner is None else f" of {owner.kind!r}"
                 raise FolderError(
-                    f"{name} is {str(given)!r}, which lies in the output_dir {str(folder)!r}{whose}"
-                    " and would be written over; choose another output_dir"
+                    f"{name} is {str(model)!r}, which is in the output_dir {str(folder)!r}{whose}"
+                    " and would be overwritten; choose another output_dir"
                 )
 
     def _clear(self, folder: Path) -> None:
-        """Remove the seal of a run that ended before it kept anything."""
+        """Remove the run record of a run that ended before it saved anything."""
         if not folder.is_dir() or {path.name for path in folder.iterdir()} - LEFT_BY_NOTHING:
             return
         with locked(folder / "lock", what=str(folder), kind=self.kind):
@@ -89,30 +90,34 @@ class Ownership:
 
 
 def plain(settings: Any) -> dict[str, Any]:
-    """Give the settings of an attrs instance that change a result, as JSON holds them.
+    """Return the settings of an attrs instance that affect the result, as JSON values.
 
-    Objects of a caller, such as a client of a reward server, are given by name: their fields may
-    hold keys and passwords.
+    Other objects, such as a client of a reward server, are represented by their class name: their
+    fields may hold keys and passwords.
     """
-    values = {each.name: _value(getattr(settings, each.name)) for each in fields(type(settings))}
-    # As they are read back: a tuple would not equal the list that it was written as.
-    found = msgspec.json.decode(msgspec.json.encode(values), type=dict[str, Any])
-    return {name: value for name, value in found.items() if name not in NOT_SETTINGS}
+    values = {
+        attribute.name: _value(getattr(settings, attribute.name))
+        for attribute in fields(type(settings))
+    }
+    # Encoded and decoded, so that they compare equal to what is read back: tuples become lists.
+    decoded = msgspec.json.decode(msgspec.json.encode(values), type=dict[str, Any])
+    return {name: value for name, value in decoded.items() if name not in NOT_SETTINGS}
 
 
 def _value(value: Any) -> Any:
-    """Give plain values and tables of settings as they are, and the name of anything else."""
+    """Convert plain values and nested settings to JSON values, anything else to its name."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str | Path):
         return without_secrets(str(value))
     if isinstance(value, Mapping):
         return {
-            str(key): without_secret(str(key), each) if isinstance(each, str) else _value(each)
-            for key, each in value.items()
+            str(key): without_secret(str(key), item) if isinstance(item, str) else _value(item)
+            for key, item in value.items()
         }
     if isinstance(value, list | tuple | set | frozenset):
-        return [_value(each) for each in value]
+        return [_value(item) for item in value]
     if has(type(value)) and type(value).__module__.partition(".")[0] in ("ms_align", "ms_parallel"):
-        return {each.name: _value(getattr(value, each.name)) for each in fields(type(value))}
+        attributes = fields(type(value))
+        return {item.name: _value(getattr(value, item.name)) for item in attributes}
     return str(getattr(value, "__qualname__", type(value).__qualname__))

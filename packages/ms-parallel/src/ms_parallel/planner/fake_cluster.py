@@ -1,4 +1,4 @@
-"""Processes of a layout that are not there, so that one process builds what one of them would."""
+"""Simulated process groups: one process builds what one rank of a layout would build."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,28 +19,28 @@ META = torch.device("meta")
 
 @contextmanager
 def fake_world(size: int) -> Iterator[None]:
-    """Let this process be the first of `size` while the block runs; the others are not there.
+    """Make this process rank 0 of a fake world of `size` ranks inside the `with` block.
 
-    Within it `fake_groups` lays each layout over the same processes, which takes less time than
-    meeting anew for each.
+    `fake_groups` reuses the world for every layout, which is faster than initializing a process
+    group for each.
     """
-    assert not dist.is_initialized(), "this process has met others already"
+    assert not dist.is_initialized(), "torch.distributed is already initialized"
     dist.init_process_group("fake", store=fake_store(), rank=0, world_size=size)
     try:
         yield
     finally:
         dist.destroy_process_group()
-        forget: Callable[[], None] = _clear_sharding_prop_cache
-        forget()  # layouts of groups that are no more
+        clear_cache: Callable[[], None] = _clear_sharding_prop_cache
+        clear_cache()  # it refers to the destroyed groups
 
 
 @contextmanager
 def fake_groups(layout: Layout, device: torch.device = META) -> Iterator[Groups]:
-    """Yield the groups of a layout's first process, whose collectives send nothing.
+    """Yield the process groups of a layout's rank 0; their collectives return immediately.
 
     Args:
-        layout: of any number of processes; within `fake_world`, at most as many as that has.
-        device: of what is built; on `meta` it has shapes and no memory.
+        layout: layout of any size; inside `fake_world`, at most the size of that world.
+        device: device for what is built; tensors on `meta` take no memory.
     """
     if in_fake_world():
         yield evolve(lay_mesh(layout, torch.device("cpu")), device=device)
@@ -51,24 +51,25 @@ def fake_groups(layout: Layout, device: torch.device = META) -> Iterator[Groups]
 
 @contextmanager
 def fake_pipeline(layout: Layout, sharding: Sharding) -> Iterator[list[Groups]]:
-    """Yield the groups of the first process of each pipeline rank, laid as an engine lays them.
+    """Yield the process groups of the first rank of each pipeline stage, as an engine creates them.
 
-    An engine that has to lay them anew takes this process's own place, whatever it was given.
+    The sharded layout is applied here, since an engine that re-creates its groups would use this
+    process's own position for every stage.
 
     Raises:
         LayoutError: the sharding contradicts the layout.
     """
-    laid = sharded_layout(layout, sharding)
-    stride = laid.world_size // laid.pipeline
-    with fake_groups(laid) as groups:
-        yield [evolve(groups, place=laid.place(rank * stride)) for rank in range(laid.pipeline)]
+    layout = sharded_layout(layout, sharding)
+    stride = layout.world_size // layout.pipeline
+    with fake_groups(layout) as groups:
+        yield [evolve(groups, place=layout.place(rank * stride)) for rank in range(layout.pipeline)]
 
 
 def in_fake_world() -> bool:
-    """Return whether this process is in a fake world, whose other processes are not there."""
+    """Whether this process is inside `fake_world`."""
     return dist.is_initialized() and dist.get_backend() == "fake"
 
 
 def has_met_others() -> bool:
-    """Return whether this process is one of a run, outside a fake world."""
+    """Whether this process is part of a real multi-process run."""
     return dist.is_initialized() and not in_fake_world()

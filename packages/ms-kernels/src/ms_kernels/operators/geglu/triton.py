@@ -1,4 +1,4 @@
-"""GEGLU in one pass over memory each way, by the kernels of `swiglu.kernels`."""
+"""GEGLU in Triton, with the kernels of `swiglu.kernels`: one pass over memory each way."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What a rule is, which updates some of the parameters, and what it is given."""
+"""Interface of update rules: each updates a subset of the parameters."""
 
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -11,42 +11,42 @@ from ms_parallel.models.plan import ModelPlan
 from ms_parallel.models.weight_names import Rules
 
 Moments = Mapping[str, Mapping[str, Tensor]]
-"""By the name of a moment and of a parameter."""
+"""Optimizer state by state name, then by parameter name."""
 
 
 @frozen(kw_only=True, eq=False)
 class Held:
-    """The parameters that a process trains, and what is known of them."""
+    """Trainable parameters of this process, with their plan and process groups."""
 
     parameters: Mapping[str, Tensor]
     plan: ModelPlan
     groups: Groups
     weights: Callable[[], Rules]
-    """How a folder's tensors make up the parameters, which says what is fused."""
+    """Mapping from a folder's tensors to the parameters; it shows which parameters are fused."""
     offload: bool = False
-    """Whether moments lie in the machine's memory and not in its device's."""
+    """Keep optimizer state in host memory."""
 
     def called(self, name: str) -> str:
-        """Return a parameter's name in settings, its owner's for a tied copy so that both agree."""
+        """Return a parameter's name in settings; a tied copy has its owner's name."""
         return {copy: owner for owner, copy in self.plan.tied}.get(name, name)
 
 
 class Rule(Protocol):
-    """Updates some of the parameters; it keeps what it needs from one update to the next."""
+    """Updates a subset of the parameters and owns their optimizer state."""
 
     @property
     def moments(self) -> Moments:
-        """Tensors that lie beside a parameter, of this process's part of it."""
+        """Optimizer state with the shape of its parameter's local shard."""
 
     @property
     def whole(self) -> Moments:
-        """Tensors of another shape, of which a process has all or nothing."""
+        """Optimizer state of other shapes, which is not sharded."""
 
     def apply(self, gradients: Mapping[str, Tensor], rate: float, taken: int) -> None:
         """Update the parameters in place.
 
         Args:
-            gradients: this process's part of each, by name; others are not touched.
-            rate: the learning rate.
-            taken: updates that were performed before.
+            gradients: local shards by parameter name; parameters without one are unchanged.
+            rate: learning rate.
+            taken: number of earlier updates.
         """

@@ -43,14 +43,10 @@ def check_trial(config: TransformersModel, *, staged: bool = False) -> None:
     if torch.get_default_dtype() not in DTYPES:
         return
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        try:
-            small = small_model(config)
-            model = reference_model(small)
-            tokens = torch.randint(0, small.vocab_size, (1, LENGTH))
-            expected: Tensor = model(tokens, use_cache=False, return_dict=True).logits
-        except Exception:  # transformers rejects settings in many ways; nothing to compare with
+        trial = run_small_model(config)
+        if trial is None:
             return
+        small, model, tokens, expected = trial
         cuts = plan_of(small).cuts if staged else (0,)
         layers = [range(*ends) for ends in pairwise((*cuts, small.num_hidden_layers))]
         found = _ours(small, model, tokens, layers)
@@ -79,6 +75,26 @@ def check_runs(small: TransformersModel) -> None:
                 f"transformers cannot run a small {small.model_type} ({reason}); give a folder"
                 " whose config.json has the missing settings"
             ) from error
+
+
+def run_small_model(
+    config: TransformersModel,
+) -> tuple[TransformersModel, Any, Tensor, Tensor] | None:
+    """Build a small model of this kind with transformers and run it on random tokens.
+
+    Returns:
+        The small configuration, its model, tokens (1, LENGTH) and logits (1, LENGTH, V); None if
+        transformers cannot run these settings, so that there is nothing to compare with.
+    """
+    torch.manual_seed(0)
+    try:
+        small = small_model(config)
+        model = reference_model(small)
+        tokens = torch.randint(0, small.vocab_size, (1, LENGTH))
+        logits: Tensor = model(tokens, use_cache=False, return_dict=True).logits
+    except Exception:  # transformers rejects settings with errors of many types
+        return None
+    return small, model, tokens, logits
 
 
 def reference_model(small: TransformersModel) -> Any:

@@ -17,7 +17,7 @@ class Positions(Protocol):
     keys: frozenset[str]
     """Keys of config.json that it reads besides those of all families."""
 
-    def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, config_json: Mapping[str, Any]) -> dict[str, Any]:
         """Read a configuration's settings from a config.json with the family's defaults."""
 
     def write(self, config: Any) -> dict[str, object]:
@@ -36,11 +36,11 @@ class OneRope:
         self.partial = partial
         self.keys = frozenset({"partial_rotary_factor"}) if partial else frozenset()
 
-    def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, config_json: Mapping[str, Any]) -> dict[str, Any]:
         """Read base, scaling and share."""
-        rope = chosen_rope(given)
-        share = rope.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
-        theta, scaling = read_rope(rope, given.get("rope_theta", 10000.0))
+        rope = chosen_rope(config_json)
+        share = rope.get("partial_rotary_factor", config_json.get("partial_rotary_factor", 1.0))
+        theta, scaling = read_rope(rope, config_json.get("rope_theta", 10000.0))
         if self.partial:
             return {
                 "rope_theta": theta,
@@ -65,13 +65,13 @@ ONE_ROPE = OneRope()
 """As Llama has it."""
 
 
-def chosen_rope(given: Mapping[str, Any]) -> Mapping[str, Any]:
+def chosen_rope(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
     """Find the mapping that says how positions turn, in whichever spelling.
 
     Raises:
         ModelError: the two spellings differ, or it is no mapping.
     """
-    new, old = given.get("rope_parameters"), given.get("rope_scaling")
+    new, old = config_json.get("rope_parameters"), config_json.get("rope_scaling")
     if new and old and new != old:
         raise ModelError(
             "rope_parameters and rope_scaling differ, and readers disagree on which holds; keep one"
@@ -108,9 +108,11 @@ def read_rope(rope: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling
     missing = [name for name in NEEDED[kind] if name not in rope]
     if missing:
         raise ModelError(f"rope scaling {kind!r} lacks {missing[0]!r}; add it to config.json")
-    given = {name: rope[name] for name in NEEDED[kind]}
-    given |= {name: rope[name] for name in OPTIONAL.get(kind, ()) if rope.get(name) is not None}
-    return theta, RopeScaling(kind=kind, **given)
+    parameters = {name: rope[name] for name in NEEDED[kind]}
+    parameters |= {
+        name: rope[name] for name in OPTIONAL.get(kind, ()) if rope.get(name) is not None
+    }
+    return theta, RopeScaling(kind=kind, **parameters)
 
 
 def write_scaling(scaling: RopeScaling | None) -> dict[str, object] | None:

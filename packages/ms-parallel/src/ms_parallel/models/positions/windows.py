@@ -37,7 +37,7 @@ class Windows(Protocol):
     def keys(self) -> frozenset[str]:
         """Keys of config.json that it reads."""
 
-    def read(self, given: Mapping[str, Any]) -> Sliding:
+    def read(self, config_json: Mapping[str, Any]) -> Sliding:
         """Read the window and its layers from a config.json, with the family's defaults."""
 
     def write(self, config: Any) -> dict[str, object]:
@@ -47,7 +47,7 @@ class Windows(Protocol):
 class _NoWindows:
     keys: frozenset[str] = frozenset()
 
-    def read(self, given: Mapping[str, Any]) -> Sliding:
+    def read(self, config_json: Mapping[str, Any]) -> Sliding:
         """Read no window."""
         return None, None
 
@@ -59,9 +59,9 @@ class _NoWindows:
 class _OneWindow:
     keys = frozenset({"sliding_window"})
 
-    def read(self, given: Mapping[str, Any]) -> Sliding:
+    def read(self, config_json: Mapping[str, Any]) -> Sliding:
         """Read the window, which all layers have, or none."""
-        return given.get("sliding_window"), None
+        return config_json.get("sliding_window"), None
 
     def write(self, config: Windowed) -> dict[str, object]:
         """Return the window."""
@@ -71,10 +71,10 @@ class _OneWindow:
 class _EveryLayer:
     keys = frozenset({"sliding_window", "layer_types"})
 
-    def read(self, given: Mapping[str, Any]) -> Sliding:
+    def read(self, config_json: Mapping[str, Any]) -> Sliding:
         """Read the window, and the layers that slide: all, unless `layer_types` names some."""
-        window = given.get("sliding_window", 4096)
-        named = _named(given, window)
+        window = config_json.get("sliding_window", 4096)
+        named = _named(config_json, window)
         return (window, None) if named is None else named
 
     def write(self, config: Windowed) -> dict[str, object]:
@@ -99,12 +99,12 @@ class ByPattern:
     """Whether a layer slides by the pattern, of a config.json and the layer's number."""
     keys: frozenset[str] = frozenset({"sliding_window", "layer_types"})
 
-    def read(self, given: Mapping[str, Any]) -> Sliding:
+    def read(self, config_json: Mapping[str, Any]) -> Sliding:
         """Read the window, and the layers where they differ from the pattern."""
-        count, kinds = given["num_hidden_layers"], given.get("layer_types")
-        pattern = tuple(layer for layer in range(count) if self.slides(given, layer))
+        count, kinds = config_json["num_hidden_layers"], config_json.get("layer_types")
+        pattern = tuple(layer for layer in range(count) if self.slides(config_json, layer))
         layers = pattern if kinds is None else sliding_layers(kinds, count)
-        return given["sliding_window"], None if layers == pattern else layers
+        return config_json["sliding_window"], None if layers == pattern else layers
 
     def write(self, config: Windowed) -> dict[str, object]:
         """Return the window and the types of layers."""
@@ -114,16 +114,16 @@ class ByPattern:
 class _UpperLayers:
     keys = frozenset({"sliding_window", "layer_types", "use_sliding_window", "max_window_layers"})
 
-    def read(self, given: Mapping[str, Any]) -> Sliding:
+    def read(self, config_json: Mapping[str, Any]) -> Sliding:
         """Read window and layers: from `max_window_layers` on, unless `layer_types` names some."""
-        window, first = given.get("sliding_window", 4096), given["max_window_layers"]
+        window, first = config_json.get("sliding_window", 4096), config_json["max_window_layers"]
         if type(first) is not int:
             raise ModelError(f"max_window_layers is {str(first)[:60]!r}; give a whole number")
-        window = window if _slides(given) else None
-        named = _named(given, window)
+        window = window if _slides(config_json) else None
+        named = _named(config_json, window)
         if named is not None or window is None:
             return named or (None, None)
-        return window, tuple(range(max(0, first), given["num_hidden_layers"]))
+        return window, tuple(range(max(0, first), config_json["num_hidden_layers"]))
 
     def write(self, config: Windowed) -> dict[str, object]:
         """Return both spellings: to older readers all layers from max_window_layers on slide."""
@@ -167,12 +167,12 @@ def sliding_layers(kinds: Any, count: int) -> tuple[int, ...]:
     return tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
 
 
-def _named(given: Mapping[str, Any], window: int | None) -> Sliding | None:
+def _named(config_json: Mapping[str, Any], window: int | None) -> Sliding | None:
     """Read what `layer_types` says; None if it is not there."""
-    kinds = given.get("layer_types")
+    kinds = config_json.get("layer_types")
     if kinds is None:
         return None
-    layers = sliding_layers(kinds, given["num_hidden_layers"])
+    layers = sliding_layers(kinds, config_json["num_hidden_layers"])
     if layers and window is None:
         raise ModelError(
             "layer_types has sliding_attention, but there is no sliding_window; give one,"
@@ -181,8 +181,8 @@ def _named(given: Mapping[str, Any], window: int | None) -> Sliding | None:
     return (window, layers) if layers else (None, None)
 
 
-def _slides(given: Mapping[str, Any]) -> bool:
-    uses = given.get("use_sliding_window", False)
+def _slides(config_json: Mapping[str, Any]) -> bool:
+    uses = config_json.get("use_sliding_window", False)
     if type(uses) is not bool:
         raise ModelError(f"use_sliding_window is {repr(uses)[:60]}; give true or false")
     return uses

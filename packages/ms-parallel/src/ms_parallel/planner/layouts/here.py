@@ -1,10 +1,10 @@
-"""What a step takes on the device that is here: layers, what stands beside them, and messages.
+"""Measures step times on this machine's device, by running a rank's engine in a fake world.
 
-The engine of a rank of the layout is built and takes whole steps, in a cluster that is not there:
-its collectives return at once, so what is measured is the rank's own work, with the operators, the
-shapes and the overheads of a run. Which collectives it asked for is counted, and what these take
-comes from the cluster's links. Steps of one and of two microbatches tell what is done for each of
-them from what is done once, and models of one layer and of a few what is done for each layer.
+The engine of one rank is built and takes real steps while its collectives return immediately, so
+the measured time is the rank's own compute and overhead. The collectives are counted, and their
+time is computed from the cluster's links. Timing steps of one and of two microbatches separates
+work per microbatch from work per step; timing models of one and of several layers separates work
+per layer from the rest (the embedding, head and loss, called the ends).
 """
 
 from collections import Counter
@@ -37,87 +37,88 @@ from ms_parallel.planner.layouts.sizes import ModelSizes
 from ms_parallel.planner.layouts.variants import PLAIN
 from ms_parallel.schedules.table.action import Kind
 
-LEAST_ROUNDS, MOST_ROUNDS, ENOUGH_S = 2, 5, 0.4
-"""Steps that are timed, after one whose messages are counted: so many at most, and no more once all
-of them took so long together. The fastest counts, as others disturb it least; short ones are
-disturbed most."""
+MIN_ROUNDS, MAX_ROUNDS, ENOUGH_S = 2, 5, 0.4
+"""Timed rounds, after one untimed: at least 2, at most 5, and none more after 0.4 s in all. The
+fastest round counts, as it was disturbed least by other processes."""
 FEW, SEVERAL = 1, 4
-"""Rows of the microbatches that are measured; what others take lies on a straight line."""
+"""Rows of the measured microbatches; times for other sizes are interpolated linearly."""
 WEIGHT_SHARE = 0.5
-"""Share of a backward that gradients of weights take, as their products are half of all."""
-LEAST_LAYERS, MOST_LAYERS, LAYER_WEIGHTS = 3, 8, 1 << 24
-"""Layers of the larger model that is measured: more than the least while all have no more weights
-together. The smaller model has one."""
-LEAST = 0.2
+"""Share of the backward pass spent on weight gradients, which are half of its matrix products."""
+MIN_LAYERS, MAX_LAYERS, LAYER_WEIGHTS = 3, 8, 1 << 24
+"""Layers of the larger measured model: as many as have LAYER_WEIGHTS weights, within the limits.
+The smaller model has one layer."""
+MIN_SHARE = 0.2
+"""Lower bound of an interpolated time, as a share of the time for FEW rows."""
 SPLIT = "zb-h1"
-"""A schedule of one rank that puts off gradients of weights."""
-MANY = 32
-"""Ranks that share out weights beyond which their engines are not built: FSDP's setup grows."""
+"""Schedule that delays weight gradients, run on one rank."""
+MAX_SHARDS = 32
+"""Ranks in a sharding group above which no engine is built, since FSDP's setup time grows."""
 Batch = Mapping[str, Tensor]
 
 
 @frozen(kw_only=True)
 class _Key:
-    """What decides how an engine works, its rows and layers apart."""
+    """Settings that determine an engine's times, other than rows and layers."""
 
     layout: Layout
-    """Without pipeline ranks."""
+    """Layout with pipeline=1."""
     sharding: str
     recompute: str = "none"
     schedule: str = PLAIN
-    """Schedule of one rank, which decides whether gradients of weights are put off."""
+    """Schedule, run on one rank; it determines whether weight gradients are delayed."""
 
 
 @frozen(kw_only=True)
 class _Measured:
-    """Seconds of a model that is whole on one pipeline rank, for microbatches of so many rows."""
+    """Times of a model without pipeline stages, for one microbatch size."""
 
     passes: OwnAndTravel
-    """Seconds of a microbatch."""
+    """Seconds per microbatch."""
     forward: float
-    """Share of a microbatch's own work that is its forward."""
+    """Forward share of a microbatch's compute time."""
     step: OwnAndTravel
-    """Seconds that a step takes once."""
+    """Seconds per step in addition to the microbatches."""
 
 
 @frozen(kw_only=True)
-class _Took:
-    """Seconds of a step."""
+class _StepSeconds:
+    """Times of one step, in seconds."""
 
-    whole: float
+    total: float
     forward: float
-    """Seconds of all forwards."""
+    """Total of all forward passes."""
     backward: float
+    """Total of all backward passes."""
 
 
 @frozen(kw_only=True)
 class _Parts:
-    """Seconds that both models give: a layer's, and those of all else."""
+    """Seconds per layer, and of everything else (the ends)."""
 
     layer: float
     ends: float
 
     @classmethod
     def of(cls, few: float, several: float, layers: int) -> "_Parts":
-        """Split what models of one layer and of several take; no part is negative."""
+        """Separate them from the times of a one-layer and a several-layer model; never negative."""
         layer = max(0.0, (several - few) / (layers - 1)) if layers > 1 else 0.0
         return cls(layer=layer, ends=max(0.0, few - layer))
 
 
 @frozen
 class _Microbatch:
-    """Seconds of a part of a model for one microbatch."""
+    """Seconds that a part of a model takes per microbatch."""
 
     forward: float
     backward: float
     travel: float
 
     def at_least(self, other: "_Microbatch") -> "_Microbatch":
-        """Return the same, no part below another's: what is not so was disturbed."""
+        """Return the element-wise maximum, as a lower time is measurement noise."""
         return _Microbatch(*map(max, astuple(self), astuple(other)))
 
     def passes(self, plain: "_Microbatch") -> PassSeconds:
-        """Share it out to passes, by what it takes where nothing is recomputed."""
+        """Distribute the time over the passes; `plain` is the time without recomputation."""
         weights = plain.backward * WEIGHT_SHARE
         return PassSeconds(
             forward=self.forward + plain.travel / 2,
@@ -128,15 +129,15 @@ class _Microbatch:
 
 
 class HereTimes:
-    """Measures engines on a device of this machine, each once.
+    """Step times measured on this machine's device; each engine is measured once.
 
     Args:
-        configs: what `measurable` gives.
-        sheet: what collectives take, and what cannot be measured.
-        batch: rows as those of a run: tokens, targets, positions and, if packed, documents, each
-            (rows, S); repeated to as many rows as a microbatch has.
-        device: that computes.
-        options: of the engine, such as mixed_precision.
+        configs: result of `measurable`.
+        sheet: roofline model, for collectives and for everything that cannot be measured.
+        batch: rows of the dataset: tokens, targets, positions and, if packed, documents, each
+            (rows, S). They are repeated to fill a microbatch.
+        device: device to measure on.
+        options: engine options, such as mixed_precision.
     """
 
     def __init__(
@@ -153,16 +154,16 @@ class HereTimes:
         self.known: dict[tuple[_Key, int], tuple[_Measured, _Measured]] = {}
 
     def passes(self, split: Split, recompute: str) -> ModelSeconds:
-        """Return a microbatch's seconds: measured, with its collectives by the cluster's links."""
+        """Return seconds per microbatch: measured compute plus computed collective times."""
         layout = split.layout
         if not self._is_measured(layout):
             return self.sheet.passes(split, recompute)
         key = _plain(layout)
-        layer, ends = plain, _ = self._found(key, split.rows)
+        layer, ends = plain, _ = self._microbatch(key, split.rows)
         if recompute != "none":
-            again, _ = self._found(evolve(key, recompute=recompute), split.rows)
-            layer = again.at_least(plain)
-        # The embedding and the head are measured together, and the head has nearly all of it.
+            recomputed, _ = self._microbatch(evolve(key, recompute=recompute), split.rows)
+            layer = recomputed.at_least(plain)
+        # Embedding and head are measured together; nearly all of the time is the head's.
         return ModelSeconds(
             layers=(layer.passes(plain),) * len(self.sheet.sizes.layers),
             first=PassSeconds(),
@@ -170,9 +171,9 @@ class HereTimes:
         )
 
     def costs(self, candidate: Candidate) -> StepCosts | None:
-        """Return what a step takes beside its passes; None where it is not measured."""
+        """Return a step's time outside its passes; None if it is not measured."""
         layout, sharding = candidate.layout, candidate.sharding
-        if not self._is_measured(layout) or layout.token_ranks > MANY:
+        if not self._is_measured(layout) or layout.token_ranks > MAX_SHARDS:
             return None
         if layout.pipeline > 1 and sharding == "auto":
             sharding = "zero1"
@@ -180,55 +181,58 @@ class HereTimes:
         sharded = plain
         if layout.token_ranks > 1:
             sharded = self._both(_Key(layout=evolve(layout, pipeline=1), sharding=sharding), FEW)
-        beyond = _beyond(sharded, plain)
+        extra = _excess(sharded, plain)
         if layout.pipeline > 1 and splits_backward(candidate.schedule):
-            whole = evolve(_plain(layout), recompute=candidate.recompute)
-            split = evolve(whole, schedule=SPLIT)
-            both = zip(beyond, _beyond(self._both(split, FEW), self._both(whole, FEW)), strict=True)
-            beyond = [OwnAndTravel(own=x.own + y.own, travel=x.travel) for x, y in both]
+            joined = evolve(_plain(layout), recompute=candidate.recompute)
+            split = evolve(joined, schedule=SPLIT)
+            delayed = _excess(self._both(split, FEW), self._both(joined, FEW))
+            extra = [
+                OwnAndTravel(own=a.own + b.own, travel=a.travel)
+                for a, b in zip(extra, delayed, strict=True)
+            ]
         return StepCosts(
-            **_named("pass", self.layers, beyond),
-            **_named("step", self.layers, [each.step for each in sharded]),
+            **_by_part("pass", self.layers, extra),
+            **_by_part("step", self.layers, [measured.step for measured in sharded]),
         )
 
     def update(self, weights: int) -> float:
-        """Return the seconds of the optimizer, where a step's costs are not measured."""
+        """Return the optimizer's seconds, for when step costs are not measured."""
         return self.sheet.update(weights)
 
     def copies(self, size_bytes: float) -> float:
-        """Return the seconds in which what is gathered or summed is put in its place."""
+        """Return the seconds for copying gathered or reduced data into place."""
         return self.sheet.copies(size_bytes)
 
     def _is_measured(self, layout: Layout) -> bool:
-        """Return whether an engine can be timed: not where experts are chosen over collectives."""
+        """Whether an engine can be timed; not with experts whose routing needs real collectives."""
         return not (self.sheet.sizes.experts and layout.tensor * layout.expert > 1)
 
-    def _found(self, key: _Key, rows: int) -> tuple[_Microbatch, _Microbatch]:
-        """Return what a layer of a microbatch of so many rows takes, and the ends."""
-        parts = [self._line(key, rows, of) for of in (_forward, _backward, _travel)]
-        layer = _Microbatch(*(each.layer for each in parts))
-        return layer, _Microbatch(*(each.ends for each in parts))
+    def _microbatch(self, key: _Key, rows: int) -> tuple[_Microbatch, _Microbatch]:
+        """Return the times of one layer and of the ends for a microbatch of `rows` rows."""
+        parts = [self._interpolate(key, rows, time) for time in (_forward, _backward, _travel)]
+        layer = _Microbatch(*(part.layer for part in parts))
+        return layer, _Microbatch(*(part.ends for part in parts))
 
-    def _line(self, key: _Key, rows: int, of: Callable[[_Measured], float]) -> _Parts:
-        """Put the parts of a microbatch of any rows on a line, at `LEAST` of the first or above."""
-        share = (rows - FEW) / (SEVERAL - FEW)
-        few, several = (self._parts(key, count, of) for count in (FEW, SEVERAL))
+    def _interpolate(self, key: _Key, rows: int, time: Callable[[_Measured], float]) -> _Parts:
+        """Interpolate a time linearly in the rows, bounded below by `MIN_SHARE`."""
+        weight = (rows - FEW) / (SEVERAL - FEW)
+        few, several = (self._parts(key, count, time) for count in (FEW, SEVERAL))
         layer, ends = (
-            max(one + (other - one) * share, LEAST * one)
-            for one, other in ((few.layer, several.layer), (few.ends, several.ends))
+            max(at_few + (at_several - at_few) * weight, MIN_SHARE * at_few)
+            for at_few, at_several in ((few.layer, several.layer), (few.ends, several.ends))
         )
         return _Parts(layer=layer, ends=ends)
 
-    def _parts(self, key: _Key, rows: int, of: Callable[[_Measured], float]) -> _Parts:
-        """Split what a microbatch takes into the parts of a layer and of the ends."""
-        one, other = self._both(key, rows)
-        return _Parts.of(of(one), of(other), self.layers)
+    def _parts(self, key: _Key, rows: int, time: Callable[[_Measured], float]) -> _Parts:
+        """Separate a measured time into one layer and the ends."""
+        small, large = self._both(key, rows)
+        return _Parts.of(time(small), time(large), self.layers)
 
     def _both(self, key: _Key, rows: int) -> tuple[_Measured, _Measured]:
-        """Return the measured times of the smaller and of the larger model."""
+        """Return the times of the smaller and of the larger model, measured on first use."""
         if (key, rows) not in self.known:
-            one, other = (self._measure(config, key, rows) for config in self.configs)
-            self.known[key, rows] = one, other
+            small, large = (self._measure(config, key, rows) for config in self.configs)
+            self.known[key, rows] = small, large
         return self.known[key, rows]
 
     def _measure(self, config: Any, key: _Key, rows: int) -> _Measured:
@@ -240,24 +244,27 @@ class HereTimes:
     def _steps(self, engine: Engine, rows: int) -> _Measured:
         """Time steps of one and of two microbatches."""
         batches = [_rows(self.batch, rows * count) for count in (1, 2)]
-        once, twice = (_messages(engine, batch) for batch in batches)  # which warms up, too
-        # In turns, so that what comes and goes on the machine meets both.
-        times: list[list[_Took]] = []
-        began = perf_counter()
-        while len(times) < LEAST_ROUNDS or (
-            len(times) < MOST_ROUNDS and perf_counter() - began < ENOUGH_S
+        # Counting the collectives also warms up.
+        one_messages, two_messages = (_messages(engine, batch) for batch in batches)
+        # Alternate, so that other load on the machine affects both.
+        rounds: list[list[_StepSeconds]] = []
+        start = perf_counter()
+        while len(rounds) < MIN_ROUNDS or (
+            len(rounds) < MAX_ROUNDS and perf_counter() - start < ENOUGH_S
         ):
-            times.append([_step(engine, batch) for batch in batches])
-        own = [min(each[count].whole for each in times) for count in (0, 1)]
-        forward = min(each[1].forward for each in times)
-        backward = min(each[1].backward for each in times)
-        passes = min(own[0], max(0.0, own[1] - own[0]))
-        sent = (twice - once) & once
+            rounds.append([_step(engine, batch) for batch in batches])
+        one_s, two_s = (min(times[index].total for times in rounds) for index in (0, 1))
+        forward = min(times[1].forward for times in rounds)
+        backward = min(times[1].backward for times in rounds)
+        microbatch_s = min(one_s, max(0.0, two_s - one_s))
+        per_microbatch = (two_messages - one_messages) & one_messages
         cluster = self.sheet.cluster
         return _Measured(
-            passes=OwnAndTravel(own=passes, travel=seconds(sent, cluster)),
+            passes=OwnAndTravel(own=microbatch_s, travel=seconds(per_microbatch, cluster)),
             forward=forward / (forward + backward),
-            step=OwnAndTravel(own=own[0] - passes, travel=seconds(once - sent, cluster)),
+            step=OwnAndTravel(
+                own=one_s - microbatch_s, travel=seconds(one_messages - per_microbatch, cluster)
+            ),
         )
 
 
@@ -270,39 +277,39 @@ def _messages(engine: Engine, batch: Batch) -> Counter[Message]:
 
 
 def _plain(layout: Layout) -> _Key:
-    """Return the key of an engine in which nothing is sharded; it decides a layer's passes."""
-    alone = Layout(tensor=layout.tensor, context=layout.context, replicate=layout.context)
-    return _Key(layout=alone, sharding="replicate" if layout.context > 1 else "auto")
+    """Return the key of an unsharded engine, whose times are those of a layer's passes."""
+    unsharded = Layout(tensor=layout.tensor, context=layout.context, replicate=layout.context)
+    return _Key(layout=unsharded, sharding="replicate" if layout.context > 1 else "auto")
 
 
-def _beyond(ones: Sequence[_Measured], others: Sequence[_Measured]) -> list[OwnAndTravel]:
-    """Return what microbatches take beyond those of other engines, for both model sizes."""
+def _excess(measured: Sequence[_Measured], baseline: Sequence[_Measured]) -> list[OwnAndTravel]:
+    """Return the time per microbatch in excess of a baseline engine, for both model sizes."""
     return [
         OwnAndTravel(
-            own=max(0.0, one.passes.own - other.passes.own),
-            travel=max(0.0, one.passes.travel - other.passes.travel),
+            own=max(0.0, a.passes.own - b.passes.own),
+            travel=max(0.0, a.passes.travel - b.passes.travel),
         )
-        for one, other in zip(ones, others, strict=True)
+        for a, b in zip(measured, baseline, strict=True)
     ]
 
 
-def _forward(one: _Measured) -> float:
-    return one.passes.own * one.forward
+def _forward(measured: _Measured) -> float:
+    return measured.passes.own * measured.forward
 
 
-def _backward(one: _Measured) -> float:
-    return one.passes.own * (1 - one.forward)
+def _backward(measured: _Measured) -> float:
+    return measured.passes.own * (1 - measured.forward)
 
 
-def _travel(one: _Measured) -> float:
-    return one.passes.travel
+def _travel(measured: _Measured) -> float:
+    return measured.passes.travel
 
 
-def _named(name: str, layers: int, both: Sequence[OwnAndTravel]) -> dict[str, OwnAndTravel]:
-    """Name the parts of a layer and of the ends as `StepCosts` does."""
-    few, several = both
-    own = _Parts.of(few.own, several.own, layers)
-    travel = _Parts.of(few.travel, several.travel, layers)
+def _by_part(name: str, layers: int, both: Sequence[OwnAndTravel]) -> dict[str, OwnAndTravel]:
+    """Separate times into one layer and the ends, as keyword arguments of `StepCosts`."""
+    small, large = both
+    own = _Parts.of(small.own, large.own, layers)
+    travel = _Parts.of(small.travel, large.travel, layers)
     return {
         f"{name}_layer": OwnAndTravel(own=own.layer, travel=travel.layer),
         f"{name}_ends": OwnAndTravel(own=own.ends, travel=travel.ends),
@@ -310,60 +317,60 @@ def _named(name: str, layers: int, both: Sequence[OwnAndTravel]) -> dict[str, Ow
 
 
 def measurable(config: Any) -> list[Any] | None:
-    """Return models of one layer and of few that stand for those of this one.
+    """Return the configurations of the one-layer and the several-layer model to measure.
 
-    None where a layer is not like the others, or cannot be measured by itself.
+    None if the layers differ or cannot be separated into pipeline stages.
     """
     layers = config.num_hidden_layers
     sizes, *others = {*ModelSizes.of(config).layers}
     if len(model_plan(config).cuts) != layers or others:
         return None
-    most = max(LEAST_LAYERS, min(MOST_LAYERS, LAYER_WEIGHTS // (sizes.split + sizes.whole)))
+    limit = max(MIN_LAYERS, min(MAX_LAYERS, LAYER_WEIGHTS // (sizes.split + sizes.whole)))
     try:
-        return [evolve(config, num_hidden_layers=count) for count in (1, min(layers, most))]
+        return [evolve(config, num_hidden_layers=count) for count in (1, min(layers, limit))]
     except ConfigError:
         return None
 
 
 def _rows(batch: Batch, count: int) -> dict[str, Tensor]:
-    """Repeat a batch's rows until there are so many."""
-    found = {}
-    for name, whole in batch.items():
-        times = -(-count // len(whole))
-        found[name] = whole.repeat(times, *[1] * (whole.ndim - 1))[:count]
-    return found
+    """Repeat a batch's rows to get `count` rows."""
+    rows = {}
+    for name, tensor in batch.items():
+        repeats = -(-count // len(tensor))
+        rows[name] = tensor.repeat(repeats, *[1] * (tensor.ndim - 1))[:count]
+    return rows
 
 
-class _OwnRecorder(Recorder):
-    """Records by the clock of this process's own work: what others take of a CPU is none of it."""
+class _CpuTimeRecorder(Recorder):
+    """Records this process's CPU time, which excludes time used by other processes."""
 
     def _mark(self) -> None:
         self.marks_ns.append(process_time_ns())
 
 
 def _counts_own_work(device: torch.device) -> bool:
-    """Return whether the CPU time of a process says how long it computes: with one thread only."""
+    """Whether CPU time equals compute time, which holds for a single thread only."""
     return device.type == "cpu" and torch.get_num_threads() == 1
 
 
-def _step(engine: Engine, batch: Batch) -> _Took:
-    """Take a step that changes no weight, and time it."""
-    own = _counts_own_work(engine.device)
-    recorder = _OwnRecorder(engine.device) if own else Recorder(engine.device)
-    loss, clock = NextTokenLoss(), process_time if own else perf_counter
+def _step(engine: Engine, batch: Batch) -> _StepSeconds:
+    """Time a step that changes no weight."""
+    cpu_time = _counts_own_work(engine.device)
+    recorder = _CpuTimeRecorder(engine.device) if cpu_time else Recorder(engine.device)
+    loss, clock = NextTokenLoss(), process_time if cpu_time else perf_counter
     engine.runner.runtime.recorder = recorder
-    began = clock()
+    start = clock()
     microbatches = engine.runner.microbatches(batch)
     weight = engine.reduction.count(microbatches, loss).weight
     results = engine.runner.forward_backward(microbatches, loss, max(1.0, weight), engine.reduction)
     gradients = engine.reduction.gradients()
     engine.reduction.totals(results, 0, 0, gradients, engine.row_check.terms())
-    # Whatever stands where sums were not received: the update is made, at a rate of nothing.
+    # Gradients hold garbage, as nothing was received, so the update has a learning rate of 0.
     engine.trained.apply(gradients, 1.0, 0.0)
     engine.trained.zero_grad()
     if engine.device.type != "cpu":
         torch.accelerator.synchronize()
-    whole = clock() - began
+    total = clock() - start
     engine.runner.runtime.recorder = None
     assert recorder.schedule is not None
     (row,) = recorder.schedule.computations()
@@ -373,4 +380,4 @@ def _step(engine: Engine, batch: Batch) -> _Took:
             forward += end - begin
         else:
             backward += end - begin
-    return _Took(whole=whole, forward=forward / 1e9, backward=backward / 1e9)
+    return _StepSeconds(total=total, forward=forward / 1e9, backward=backward / 1e9)

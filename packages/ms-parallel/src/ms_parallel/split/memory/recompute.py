@@ -1,4 +1,4 @@
-"""Recomputes blocks in the backward, which keep only a part of what torch saves, to save memory."""
+"""Activation checkpointing of a model's blocks."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from ms_parallel.split.memory.selective import KeptResults, keeping_results, usi
 from ms_parallel.torch_private import checkpoint
 
 ATTENTION = ("self_attn", "self_attention", "attention", "attn", "linear_attn", "mixer")
-"""What blocks call their attention, or what stands in its place."""
+"""Names under which blocks hold their attention or other token mixer."""
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -26,16 +26,16 @@ _marked: "WeakKeyDictionary[nn.Module, RecomputedBlock]" = WeakKeyDictionary()
 
 
 class RecomputedBlock:
-    """A block whose kind of recomputation may change from one update to the next.
+    """Activation checkpointing of one block; its mode can change between steps.
 
-    What a block decides, such as the experts of a token, is not decided again.
+    Decisions of the forward pass, such as a token's experts, are reused in the recomputation.
 
     Args:
-        block: is marked, in place; names and weights stay as they are.
-        kind: how it begins.
+        block: block to wrap in place; names and weights are unchanged.
+        kind: initial mode: `"none"`, `"selective"`, `"attention"` or `"full"`.
 
     Raises:
-        ConfigError: its attention is to be recomputed, and none is found in it.
+        ConfigError: the mode is `"attention"` and the block has no attention.
     """
 
     def __init__(self, block: nn.Module, kind: str) -> None:
@@ -46,26 +46,26 @@ class RecomputedBlock:
         for module in (block, self.attention):
             if module is not None:
                 checkpoint(module, preserve_rng_state=False, context_fn=self._contexts)
-        # Behind that of the recomputation, before the one that frees gathered weights.
+        # Runs after the checkpointing hook and before FSDP's hook that frees gathered weights.
         block.register_forward_hook(self._measure, with_kwargs=True)
         self.costs: BlockCosts | None = None
-        """What the block costs; measured in the next forward while it is None, under a budget."""
+        """Memory and time of the block; None until measured in a forward pass, under a budget."""
         self.shared_bytes = 0
-        """What all blocks of its stage share besides, such as angles and documents."""
+        """Bytes of inputs that all blocks of the stage share, such as rotary tables."""
         self.cast_bytes = 0
-        """What FSDP casts of them anew for each block in mixed precision."""
+        """Bytes of shared inputs that FSDP casts for each block in mixed precision."""
         self.measures = False
         self._kept: ref[KeptResults] | None = None
         self._decisions: deque[Tensor] = deque()
         self.become(kind)
 
     def become(self, kind: str) -> None:
-        """Recompute in this way from the next forward on."""
+        """Switch the mode, from the next forward pass on."""
         if kind == "attention" and self.attention is None:
             names = ", ".join(name for name, _ in self.block.named_children())
             raise ConfigError(
                 f"recompute='attention' finds no attention in {type(self.block).__name__}, whose"
-                f" parts are {names}; call it self_attn, or set recompute to selective or full"
+                f" parts are {names}; name it self_attn, or set recompute to selective or full"
             )
         self.kind = kind
         checkpoint.state(self.block).enable_hook = kind in ("selective", "full")
@@ -74,25 +74,28 @@ class RecomputedBlock:
 
     @property
     def kept_results(self) -> list[Tensor]:
-        """What the last forward keeps beside what torch saves, as hooks of saved tensors see it."""
+        """Results that the last forward pass kept in addition to torch's saved tensors."""
         kept = self._kept() if self._kept else None
         return kept.tensors if kept else []
 
     def _contexts(self) -> Contexts:
         self._decisions = deque()
-        first, again = keeping(self._decisions)
+        forward, recomputation = keeping(self._decisions)
         if self.kind != "selective":
-            return first, again
-        kept = KeptResults()
-        self._kept = ref(kept)
-        return _both(first, keeping_results(kept)), _both(again, using_results(kept))
+            return forward, recomputation
+        results = KeptResults()
+        self._kept = ref(results)
+        return (
+            _both(forward, keeping_results(results)),
+            _both(recomputation, using_results(results)),
+        )
 
     def _measure(
-        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         if not (self.measures and self.costs is None and torch.is_grad_enabled()):
             return
-        before = self.kind
+        kind = self.kind
         self.become("none")
         try:
             self.shared_bytes = sum(storages([kwargs]).values())
@@ -100,7 +103,7 @@ class RecomputedBlock:
             with keeping(self._decisions)[1]:
                 self.costs = measure_block(block, self.attention, args, kwargs)
         finally:
-            self.become(before)
+            self.become(kind)
 
 
 @contextmanager
@@ -112,12 +115,12 @@ def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 def recompute_blocks(model: nn.Module, plan: ModelPlan, recompute: Recompute) -> None:
-    """Mark each block of `model`, in place; names and weights stay as they are.
+    """Wrap each block of `model` in place; names and weights are unchanged.
 
-    Under a budget all blocks begin with `full`, and `recomputed_blocks` finds them.
+    With a memory budget all blocks start with `full`; `recomputed_blocks` returns them.
 
     Raises:
-        ConfigError: `recompute` is neither a kind nor a budget, or blocks have no attention.
+        ConfigError: `recompute` is neither a mode nor a budget, or blocks have no attention.
     """
     check_recompute(recompute)
     if recompute == "none":
@@ -129,5 +132,5 @@ def recompute_blocks(model: nn.Module, plan: ModelPlan, recompute: Recompute) ->
 
 
 def recomputed_blocks(model: nn.Module) -> list[RecomputedBlock]:
-    """List the blocks of `model` that are marked, in their order."""
+    """Return the wrapped blocks of `model`, in order."""
     return [_marked[module] for module in model.modules() if module in _marked]

@@ -53,8 +53,8 @@ class Gemma3Config(GemmaConfig):
         return 0 if self.window(layer) is None else 1
 
 
-def _pattern(given: Mapping[str, Any]) -> int:
-    pattern = given.get("sliding_window_pattern", 6)
+def _pattern(config_json: Mapping[str, Any]) -> int:
+    pattern = config_json.get("sliding_window_pattern", 6)
     if type(pattern) is not int or pattern < 1:
         shown = repr(pattern)[:60]
         raise ModelError(f"sliding_window_pattern is {shown}; give a whole number of at least 1")
@@ -64,23 +64,23 @@ def _pattern(given: Mapping[str, Any]) -> int:
 class _GlobalAndLocal:
     keys = frozenset({"rope_local_base_freq"})
 
-    def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, config_json: Mapping[str, Any]) -> dict[str, Any]:
         """Read both bases and the scaling of the full layers, from either spelling."""
-        if given.get("rope_parameters") and given.get("rope_scaling"):
+        if config_json.get("rope_parameters") and config_json.get("rope_scaling"):
             raise ModelError("config.json has both rope_parameters and rope_scaling; keep one")
-        new: Any = given.get("rope_parameters") or {}
+        new: Any = config_json.get("rope_parameters") or {}
         if not isinstance(new, dict) or set(new) - {_GLOBAL, _LOCAL}:
             raise ModelError(
                 f"rope_parameters={str(new)[:60]} is not supported; give {_GLOBAL} and {_LOCAL},"
                 " each with its own"
             )
-        of_full = new.get(_GLOBAL) or chosen_rope({**given, "rope_parameters": None})
+        of_full = new.get(_GLOBAL) or chosen_rope({**config_json, "rope_parameters": None})
         of_sliding = new.get(_LOCAL) or {}
         for rope in (of_full, of_sliding):
             if not isinstance(rope, dict) or rope.get("partial_rotary_factor", 1.0) != 1.0:
                 raise ModelError(f"rotary settings {str(rope)[:60]} are not supported")
-        theta, scaling = read_rope(of_full, given["rope_theta"])
-        local, stretched = read_rope(of_sliding, given["rope_local_base_freq"])
+        theta, scaling = read_rope(of_full, config_json["rope_theta"])
+        local, stretched = read_rope(of_sliding, config_json["rope_local_base_freq"])
         if stretched is not None:
             raise ModelError(
                 f"rope_type {stretched.kind!r} of {_LOCAL} is not supported; only 'default' is"
@@ -122,7 +122,7 @@ FAMILY = DenseFamily(
     activation={"hidden_activation": "gelu_pytorch_tanh"},
     positions=_GlobalAndLocal(),
     windows=ByPattern(
-        slides=lambda given, layer: bool((layer + 1) % _pattern(given)),
+        slides=lambda config_json, layer: bool((layer + 1) % _pattern(config_json)),
         # The last is what transformers notes of a pattern beside the types of layers.
         keys=frozenset({"sliding_window", "layer_types", "_sliding_window_pattern"}),
     ),

@@ -54,16 +54,16 @@ class Phi3Config(DecoderConfig):
 class _LongRope(OneRope):
     """Says the original positions beside the scaling, and its kind by older names too."""
 
-    def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, config_json: Mapping[str, Any]) -> dict[str, Any]:
         """Read base, scaling and share."""
-        rope = dict(chosen_rope(given))
+        rope = dict(chosen_rope(config_json))
         kind = rope.pop("rope_type", rope.pop("type", "default"))
         rope |= {"rope_type": "longrope" if kind in _OLD_NAMES else kind}
         if rope["rope_type"] not in ("default", "longrope"):
             shown = repr(kind)[:60]
             raise ModelError(f"rope_type {shown} is not supported; supported: default, longrope")
-        rope["original_max_position_embeddings"] = given["original_max_position_embeddings"]
-        return super().read({**given, "rope_parameters": rope, "rope_scaling": None})
+        rope["original_max_position_embeddings"] = config_json["original_max_position_embeddings"]
+        return super().read({**config_json, "rope_parameters": rope, "rope_scaling": None})
 
 
 def _weights(config: Phi3Config) -> Rules:

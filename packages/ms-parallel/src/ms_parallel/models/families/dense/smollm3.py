@@ -27,27 +27,27 @@ class SmolLM3Config(DecoderConfig):
     model_type: str = "smollm3"
     rope_theta: float = field(default=2_000_000.0, validator=above_zero)
     no_rope_layers: tuple[int, ...] | None = field(default=None, converter=_as_tuple)
-    """1 for each layer with rotary positions, 0 for one without; None for a pattern."""
+    """Per layer: 1 with rotary positions, 0 without. None: by `no_rope_layer_interval`."""
     no_rope_layer_interval: int = field(default=4, validator=size)
-    """Each so many-th layer is without, where `no_rope_layers` does not say otherwise."""
+    """Every N-th layer has no rotary positions, unless `no_rope_layers` is set."""
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        given = self.no_rope_layers
-        if given is None:
+        flags = self.no_rope_layers
+        if flags is None:
             return
-        listed = isinstance(given, tuple) and all(one in (0, 1) for one in given)
-        if not listed or len(given) < self.num_hidden_layers:
+        valid = isinstance(flags, tuple) and all(flag in (0, 1) for flag in flags)
+        if not valid or len(flags) < self.num_hidden_layers:
             raise ConfigError(
-                f"no_rope_layers is {str(given)[:60]}; give 0 or 1 for each of"
+                f"no_rope_layers is {str(flags)[:60]}; give 0 or 1 for each of"
                 f" {self.num_hidden_layers} layers"
             )
 
     def rope_of(self, layer: int) -> int | None:
-        """Return the index in `ropes` of what one layer uses; None where it has no positions."""
-        given, interval = self.no_rope_layers, self.no_rope_layer_interval
-        turns = (layer + 1) % interval != 0 if given is None else given[layer]
-        return 0 if turns else None
+        """Return a layer's index in `ropes`; None for a layer without rotary positions."""
+        flags, interval = self.no_rope_layers, self.no_rope_layer_interval
+        has_rope = (layer + 1) % interval != 0 if flags is None else flags[layer]
+        return 0 if has_rope else None
 
 
 class _WithoutRope:
@@ -55,10 +55,10 @@ class _WithoutRope:
 
     keys = frozenset({"sliding_window", "layer_types", "use_sliding_window"})
 
-    def read(self, given: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...] | None]:
+    def read(self, config_json: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...] | None]:
         """Read the window and the layers that slide."""
-        window, count = given.get("sliding_window"), given["num_hidden_layers"]
-        uses, kinds = given.get("use_sliding_window", False), given.get("layer_types")
+        window, count = config_json.get("sliding_window"), config_json["num_hidden_layers"]
+        uses, kinds = config_json.get("use_sliding_window", False), config_json.get("layer_types")
         if type(uses) is not bool:
             raise ModelError(f"use_sliding_window is {repr(uses)[:60]}; give true or false")
         if kinds is not None:
@@ -69,7 +69,7 @@ class _WithoutRope:
                     " use_sliding_window is false; give full_attention for each layer, or a window"
                 )
         elif uses and window is not None:
-            layers = tuple(layer for layer in range(count) if not _turns(given, layer))
+            layers = tuple(layer for layer in range(count) if not _turns(config_json, layer))
         else:
             layers = ()
         return (window, layers) if layers else (None, None)
@@ -84,8 +84,11 @@ class _WithoutRope:
         }
 
 
-def _turns(given: Mapping[str, Any], layer: int) -> bool:
-    listed, interval = given.get("no_rope_layers"), given.get("no_rope_layer_interval", 4)
+def _turns(config_json: Mapping[str, Any], layer: int) -> bool:
+    listed, interval = (
+        config_json.get("no_rope_layers"),
+        config_json.get("no_rope_layer_interval", 4),
+    )
     try:
         return bool(listed[layer] if listed is not None else (layer + 1) % interval)
     except (TypeError, LookupError, ZeroDivisionError) as error:

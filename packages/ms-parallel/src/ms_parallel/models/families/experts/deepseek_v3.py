@@ -93,23 +93,23 @@ class _Positions:
 
     keys = frozenset({"qk_head_dim"})
 
-    def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, config_json: Mapping[str, Any]) -> dict[str, Any]:
         """Read base and scaling; check the widths of heads against each other."""
-        plain: Any = given.get("qk_nope_head_dim")
-        turned: Any = given.get("qk_rope_head_dim")
+        plain: Any = config_json.get("qk_nope_head_dim")
+        turned: Any = config_json.get("qk_rope_head_dim")
         if isinstance(plain, int) and isinstance(turned, int):
             both = "qk_nope_head_dim + qk_rope_head_dim"
-            _check_width(given, "qk_head_dim", plain + turned, both)
-            _check_width(given, "head_dim", turned, "qk_rope_head_dim")
-        return ONE_ROPE.read(given)
+            _check_width(config_json, "qk_head_dim", plain + turned, both)
+            _check_width(config_json, "head_dim", turned, "qk_rope_head_dim")
+        return ONE_ROPE.read(config_json)
 
     def write(self, config: DeepseekV3Config) -> dict[str, object]:
         """Return the old spelling of positions, which all versions of readers know."""
         return ONE_ROPE.write(config)
 
 
-def _check_width(given: Mapping[str, Any], name: str, width: int, what: str) -> None:
-    found = given.get(name)
+def _check_width(config_json: Mapping[str, Any], name: str, width: int, what: str) -> None:
+    found = config_json.get(name)
     if found is not None and found != width:
         raise ModelError(f"{name}={repr(found)[:60]} is not {width}, which is {what}; leave it out")
 

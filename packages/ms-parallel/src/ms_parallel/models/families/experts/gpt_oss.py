@@ -122,10 +122,10 @@ class _Windows:
 
     keys = frozenset({"sliding_window", "layer_types"})
 
-    def read(self, given: Mapping[str, Any]) -> Sliding:
+    def read(self, config_json: Mapping[str, Any]) -> Sliding:
         """Read the window and the layers that slide."""
-        window, kinds = given.get("sliding_window"), given.get("layer_types")
-        count = given["num_hidden_layers"]
+        window, kinds = config_json.get("sliding_window"), config_json.get("layer_types")
+        count = config_json["num_hidden_layers"]
         layers = tuple(range(0, count, 2)) if kinds is None else sliding_layers(kinds, count)
         if layers and window is None:
             raise ModelError(
@@ -145,12 +145,12 @@ class _Positions:
 
     keys: frozenset[str] = frozenset()
 
-    def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, config_json: Mapping[str, Any]) -> dict[str, Any]:
         """Read base and scaling."""
-        if given.get("rope_parameters") is None and not given.get("rope_scaling"):
+        if config_json.get("rope_parameters") is None and not config_json.get("rope_scaling"):
             yarn = {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
-            given = {**given, "rope_scaling": {"rope_type": "yarn", **yarn}}
-        return ONE_ROPE.read(given)
+            config_json = {**config_json, "rope_scaling": {"rope_type": "yarn", **yarn}}
+        return ONE_ROPE.read(config_json)
 
     def write(self, config: GptOssConfig) -> dict[str, object]:
         """Return the old spelling of positions; where nothing is scaled, say so outright."""

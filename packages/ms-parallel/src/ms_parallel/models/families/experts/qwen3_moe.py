@@ -1,4 +1,4 @@
-"""Qwen 3 with experts (Yang et al., 2025, arXiv:2505.09388)."""
+"""Qwen3-MoE (Yang et al., 2025, arXiv:2505.09388)."""
 
 from collections.abc import Mapping
 from math import gcd
@@ -23,48 +23,48 @@ from ms_parallel.settings import flag, number
 
 
 def _layers(value: Any) -> tuple[int, ...]:
-    """Convert a list of layer numbers to a tuple; null is none."""
+    """Convert a list of layer indices to a tuple; null means no layers."""
     if value is None:
         return ()
-    if not isinstance(value, list | tuple) or any(type(each) is not int for each in value):
+    if not isinstance(value, list | tuple) or any(type(layer) is not int for layer in value):
         raise ConfigError(f"mlp_only_layers is {str(value)[:60]!r}; give a list of layer numbers")
     return tuple(value)
 
 
 @frozen(kw_only=True)
 class Qwen3MoeConfig(DecoderConfig):
-    """A Qwen 3 with experts; `intermediate_size` is that of layers without any.
+    """Configuration of Qwen3-MoE; `intermediate_size` is the width of dense layers.
 
     Raises:
-        ConfigError: a size is not a whole number of at least 1, or sizes do not fit one another.
+        ConfigError: a size is not an integer of at least 1, or sizes contradict each other.
     """
 
     num_experts: int = field(default=128, validator=size)
-    """Experts of a layer."""
+    """Number of experts per layer."""
     num_experts_per_tok: int = field(default=8, validator=size)
-    """How many each token chooses."""
+    """Number of experts per token (top-k)."""
     moe_intermediate_size: int = field(default=768, validator=size)
-    """Width of one expert."""
+    """Hidden width of an expert."""
     norm_topk_prob: bool = field(default=False, validator=flag)
-    """The weights of the chosen are divided by their sum."""
+    """Normalize the weights of a token's experts to sum to 1."""
     decoder_sparse_step: int = field(default=1, validator=size)
-    """Every so many layers has experts."""
+    """Every N-th layer has experts."""
     mlp_only_layers: tuple[int, ...] = field(default=(), converter=_layers)
-    """Layers without experts."""
+    """Indices of dense layers."""
     router_aux_loss_coef: float = field(default=0.001, validator=number())
-    """Weight of the balance loss, unless the run sets one."""
+    """Load-balancing loss coefficient, unless the run sets its own."""
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        _ = self.mixture  # which refuses what does not fit
+        _ = self.mixture  # validates the expert settings
 
     def has_experts(self, layer: int) -> bool:
-        """Return whether a layer has experts."""
+        """Whether a layer is a mixture of experts."""
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
     @property
     def mixture(self) -> Mixture:
-        """Experts in the layers that have them."""
+        """Expert settings and the layers they apply to."""
         choice = Choice(
             num_experts=self.num_experts,
             num_experts_per_tok=self.num_experts_per_tok,
@@ -75,12 +75,12 @@ class Qwen3MoeConfig(DecoderConfig):
 
     @property
     def shape(self) -> ModelShape:
-        """The sizes that a layout has to divide, those of experts among them."""
-        own = super().shape
-        widths = {self.moe_intermediate_size if self.mixture.layers else own.intermediate_size}
+        """Sizes that a layout must divide, including the experts' width."""
+        shape = super().shape
+        widths = {self.moe_intermediate_size if self.mixture.layers else shape.intermediate_size}
         if len(self.mixture.layers) < self.num_hidden_layers:
             widths.add(self.intermediate_size)
-        return evolve(own, intermediate_size=gcd(*widths))
+        return evolve(shape, intermediate_size=gcd(*widths))
 
 
 def _block(config: Qwen3MoeConfig, layer: int, ops: Ops) -> nn.Module:
@@ -96,21 +96,21 @@ def _plan(config: Qwen3MoeConfig) -> ModelPlan:
 
 
 class _Windows:
-    """All layers slide or none, whatever `max_window_layers` says: so transformers reads it."""
+    """Sliding window of all layers or none; like transformers, it ignores `max_window_layers`."""
 
     keys = frozenset({"sliding_window", "use_sliding_window", "max_window_layers"})
 
-    def read(self, given: Mapping[str, Any]) -> Sliding:
-        """Read the window where `use_sliding_window` asks for it."""
-        uses = given.get("use_sliding_window", False)
-        if type(uses) is not bool:
-            raise ModelError(f"use_sliding_window is {repr(uses)[:60]}; give true or false")
-        return (given.get("sliding_window", 4096) if uses else None), None
+    def read(self, config_json: Mapping[str, Any]) -> Sliding:
+        """Read the window size if `use_sliding_window` is true."""
+        enabled = config_json.get("use_sliding_window", False)
+        if type(enabled) is not bool:
+            raise ModelError(f"use_sliding_window is {repr(enabled)[:60]}; give true or false")
+        return (config_json.get("sliding_window", 4096) if enabled else None), None
 
     def write(self, config: DecoderConfig) -> dict[str, object]:
-        """Return the window, and whether it is used."""
-        uses = config.sliding_window is not None
-        return {"use_sliding_window": uses, "sliding_window": config.sliding_window}
+        """Return the keys of config.json for the window."""
+        enabled = config.sliding_window is not None
+        return {"use_sliding_window": enabled, "sliding_window": config.sliding_window}
 
 
 FAMILY = DenseFamily(
@@ -128,7 +128,7 @@ FAMILY = DenseFamily(
         "max_position_embeddings": 32768,
         "num_key_value_heads": 4,
     },
-    neutral={"output_router_logits": (True, False)},  # what is returned beside the logits
+    neutral={"output_router_logits": (True, False)},  # affects only extra outputs
     windows=_Windows(),
     small={
         "num_experts": 16,
