@@ -1,7 +1,7 @@
-"""What a step costs whose blocks are compiled, against the same step as it is.
+"""Step time with compiled blocks, relative to eager blocks.
 
-In one process and thread, steps of both kinds alternate; the first step of the compiled engine,
-which calls the compiler, is told apart. Losses must agree within float32's rounding.
+Eager and compiled steps alternate in one process with one thread. The first compiled step, which
+includes compilation, is reported separately. Losses must agree within float32 rounding.
 
     python packages/ms-parallel/benchmarks/compiled.py --steps 8
 """
@@ -25,47 +25,47 @@ SIZES = {
     "num_key_value_heads": 4,
 }
 WIDTHS = ((128, 4, 128), (384, 4, 256))
-"""Width of the model, rows of a batch, and their length."""
+"""Pairs of hidden size, batch size and sequence length."""
 
 
-def engine(width: int, compiled: bool) -> Engine:
-    """One of two that begin with the same weights."""
+def build(width: int, compiled: bool) -> Engine:
+    """Build an engine; the seed gives both the same weights."""
     config = architecture("llama", SIZES | {"hidden_size": width})
     return Engine(config, device="cpu", seed=0, compile=compiled)
 
 
-def timed(one: Engine, batch: dict[str, Tensor]) -> tuple[float, float, float]:
-    """Loss, wall and processor seconds of a step."""
-    wall, processor = perf_counter(), process_time()
-    loss = one.step(batch, NextTokenLoss()).loss
-    return loss, perf_counter() - wall, process_time() - processor
+def timed(engine: Engine, batch: dict[str, Tensor]) -> tuple[float, float, float]:
+    """Take a step; return its loss, wall-clock seconds and CPU seconds."""
+    wall, cpu = perf_counter(), process_time()
+    loss = engine.step(batch, NextTokenLoss()).loss
+    return loss, perf_counter() - wall, process_time() - cpu
 
 
 def measure(width: int, rows: int, length: int, steps: int) -> None:
-    """Print the medians of steps in turns."""
-    plain, compiled = engine(width, False), engine(width, True)
+    """Alternate eager and compiled steps; print the median ratios."""
+    eager, compiled = build(width, False), build(width, True)
     batch = {"tokens": torch.randint(0, SIZES["vocab_size"], (rows, length))}
     batch["targets"] = batch["tokens"].roll(-1, 1)
     _, first, _ = timed(compiled, batch)
-    timed(plain, batch)
-    pairs = [(timed(plain, batch), timed(compiled, batch)) for _ in range(steps)]
-    for before, after in pairs:
-        if abs(before[0] - after[0]) > 1e-4 * before[0]:
-            raise SystemExit(f"losses differ: {before[0]} and {after[0]}")
-    wall = median(after[1] / before[1] for before, after in pairs)
-    processor = median(after[2] / before[2] for before, after in pairs)
-    took = median(before[1] for before, _ in pairs)
+    timed(eager, batch)
+    pairs = [(timed(eager, batch), timed(compiled, batch)) for _ in range(steps)]
+    for without, with_compile in pairs:
+        if abs(without[0] - with_compile[0]) > 1e-4 * without[0]:
+            raise SystemExit(f"losses differ: {without[0]} and {with_compile[0]}")
+    wall = median(with_compile[1] / without[1] for without, with_compile in pairs)
+    cpu = median(with_compile[2] / without[2] for without, with_compile in pairs)
+    eager_s = median(without[1] for without, _ in pairs)
     print(
-        f"width {width}, {rows} x {length}: step {took * 1e3:.0f} ms; compiled: wall {wall:.3f},"
-        f" processor {processor:.3f} of it; its first step {first:.1f} s",
+        f"hidden size {width}, batch {rows} x {length}: eager step {eager_s * 1e3:.0f} ms;"
+        f" compiled/eager: wall {wall:.3f}, CPU {cpu:.3f}; first compiled step {first:.1f} s",
         flush=True,
     )
 
 
 def main() -> int:
-    """Measure both sizes."""
+    """Measure all sizes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=8, help="of each kind")
+    parser.add_argument("--steps", type=int, default=8, help="eager and compiled steps each")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

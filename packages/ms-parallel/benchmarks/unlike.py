@@ -1,10 +1,10 @@
-"""What unequal shares and unequal stages bring where one of two ranks is slow.
+"""Speedup from unequal data shares and unequal pipeline stages when one of two ranks is slow.
 
     python packages/ms-parallel/benchmarks/unlike.py
 
-A rank is made slow by waiting: so many seconds in each of its forwards for each row, or in each
-block, beside what the model takes. So it is as slow as planted whatever else the machine does. Each
-line is a run of its own, in one or two processes; a figure is the median of its last steps.
+A rank is slowed down by sleeping in its forward passes, for a fixed time per row or per block, so
+the slowdown does not depend on other load on the machine. Each line is a separate run in one or two
+processes; figures are medians over its last steps.
 """
 
 import argparse
@@ -35,15 +35,15 @@ SIZES = {
     "num_key_value_heads": 4,
 }
 ROW_S, BLOCK_S = (0.05, 0.1), (0.01, 0.04)
-"""Seconds that each rank waits for a row, and in a block."""
+"""Seconds that each of the two ranks sleeps per row, and per block."""
 TEXT = Path(json.__file__).parents[1] / "email"
-"""A few modules of the running Python's library."""
+"""Corpus: a package of Python's standard library."""
 ROWS, STEPS, COUNTED = 24, 24, 10
 LAYERS, MICROBATCHES = 8, 8
 
 
 def plant(kind: type[nn.Module], seconds: float) -> None:
-    """Make modules of a kind take so much longer for each row that they train on."""
+    """Make every module of a type sleep for `seconds` per row in training."""
 
     def wait(module: nn.Module, inputs: Any) -> None:
         if isinstance(module, kind) and torch.is_grad_enabled():
@@ -53,7 +53,7 @@ def plant(kind: type[nn.Module], seconds: float) -> None:
 
 
 def shares(folder: Path, name: str, rank: int) -> dict[str, Any]:
-    """A run: `equal` or `measured` on two data ranks, or one of the ranks alone."""
+    """Train with `equal` or `measured` shares on two data ranks, or on one rank alone."""
     alone = name.startswith("alone")
     plant(StagedModel, ROW_S[int(name[-1]) if alone else rank])
     times: list[float] = []
@@ -81,75 +81,75 @@ def shares(folder: Path, name: str, rank: int) -> dict[str, Any]:
     )
     shards = folder / "shards"
     result = trainer.train(shards if shards.exists() else TEXT, steps=STEPS)
-    if rank > 0:  # the first process alone is told
+    if rank > 0:  # only rank 0 gets events
         return {}
     last = [after - before for before, after in pairwise(times)][-COUNTED:]
     return {"rows/s": ROWS / median(last), "shares": result.shares, "losses": losses}
 
 
 def stages(rank: int) -> dict[str, Any]:
-    """Seconds of a step of two stages, layers shared out equally and as the search finds."""
+    """Time a step of two pipeline stages, with equal layers and with the layers of the search."""
     plant(Block, BLOCK_S[rank])
     groups = connect(Layout(pipeline=2), device="cpu")
     config = architecture("llama", {**SIZES, "vocab_size": 512, "num_hidden_layers": LAYERS})
     tokens = torch.randint(0, 512, (MICROBATCHES, 65), generator=torch.Generator().manual_seed(0))
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    found = search_schedule(
+    search = search_schedule(
         config, groups, rows=MICROBATCHES, sequence_length=64, microbatch_size=1
     )
-    told: dict[str, Any] = {
-        "layers": found.layers,
-        "placement": found.staged.schedule.placement,
-        "slowness": found.costs["rank_slowness"],
+    results: dict[str, Any] = {
+        "layers": search.layers,
+        "placement": search.staged.schedule.placement,
+        "slowness": search.costs["rank_slowness"],
     }
-    for name, schedule in (("equal", "1f1b"), ("found", found.staged)):
+    for name, schedule in (("equal", "1f1b"), ("found", search.staged)):
         engine = Engine(config, groups=groups, schedule=schedule, microbatch_size=1)
         seconds = []
         for _ in range(1 + COUNTED):
-            began = time.monotonic()
+            start = time.monotonic()
             engine.step(batch, NextTokenLoss())
-            seconds.append(time.monotonic() - began)
-        told[name] = median(seconds[1:])
-    return told
+            seconds.append(time.monotonic() - start)
+        results[name] = median(seconds[1:])
+    return results
 
 
 def perform(part: str, folder: Path) -> dict[str, Any]:
-    """Run a part in processes of its own, and read what its first one found."""
+    """Run one part in new processes and return the results of rank 0."""
     count = 1 if part.startswith("alone") else 2
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     words = [*(launcher if count > 1 else []), __file__, "--part", part, "--folder", str(folder)]
     subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
-    told: dict[str, Any] = json.loads((folder / f"{part}.json").read_text())
-    return told
+    results: dict[str, Any] = json.loads((folder / f"{part}.json").read_text())
+    return results
 
 
 def main() -> None:
-    """Compare the runs, or perform one of them."""
+    """Run all parts and compare them, or run the part given by --part."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    if given.part:
+    if args.part:
         rank = int(os.environ.get("RANK", "0"))
-        found = stages(rank) if given.part == "stages" else shares(given.folder, given.part, rank)
+        results = stages(rank) if args.part == "stages" else shares(args.folder, args.part, rank)
         if rank == 0:
-            (given.folder / f"{given.part}.json").write_text(json.dumps(found))
+            (args.folder / f"{args.part}.json").write_text(json.dumps(results))
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        told = {"alone-0": perform("alone-0", folder)}
+        runs = {"alone-0": perform("alone-0", folder)}
         (folder / "alone-0/shards").rename(folder / "shards")
-        told |= {part: perform(part, folder) for part in ("alone-1", "equal", "measured")}
-        both = told["alone-0"]["rows/s"] + told["alone-1"]["rows/s"]
-        for part, each in told.items():
-            share = each["rows/s"] / both
-            print(f"{part:9} {each['rows/s']:6.2f} rows/s, {share:.3f} of both; {each['shares']}")
-        pairs = zip(told["equal"]["losses"], told["measured"]["losses"], strict=True)
-        print(f"losses differ by {max(abs(one / other - 1) for one, other in pairs):.1e} at most")
-        each = perform("stages", folder)
-        print(f"a step of equal stages {each['equal']:.3f} s, as found {each['found']:.3f} s:")
-        print(f"layers {each['layers']} on ranks {each['placement']}, slowness {each['slowness']}")
+        runs |= {part: perform(part, folder) for part in ("alone-1", "equal", "measured")}
+        both = runs["alone-0"]["rows/s"] + runs["alone-1"]["rows/s"]
+        for part, run in runs.items():
+            ratio = run["rows/s"] / both
+            print(f"{part:9} {run['rows/s']:6.2f} rows/s, {ratio:.3f} of both; {run['shares']}")
+        pairs = zip(runs["equal"]["losses"], runs["measured"]["losses"], strict=True)
+        print(f"losses differ by at most {max(abs(a / b - 1) for a, b in pairs):.1e}")
+        run = perform("stages", folder)
+        print(f"step with equal stages {run['equal']:.3f} s, with searched {run['found']:.3f} s:")
+        print(f"layers {run['layers']} on ranks {run['placement']}, slowness {run['slowness']}")
 
 
 if __name__ == "__main__":

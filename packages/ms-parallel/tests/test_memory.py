@@ -188,6 +188,7 @@ def test_a_choice_leaves_no_change_that_fits() -> None:
                     assert block.work[kind] >= block.work[now] or not fits
 
 
+@pytest.mark.slow
 def test_many_blocks_are_chosen_for_in_no_time() -> None:
     """A hundred layers take less than a second."""
     chance = random.Random(1)

@@ -290,6 +290,7 @@ def test_constants_that_forget_a_physical_effect_miss_the_published_runs() -> No
     assert median(abs(each) for each in errors(judging, perfect)) > 0.25
 
 
+@pytest.mark.slow
 def test_a_layout_of_sixteen_thousand_devices_takes_milliseconds() -> None:
     """A hundred predictions of Llama 3's largest run in less than a second."""
     run = max(read_runs(), key=lambda each: each.layout.world_size)

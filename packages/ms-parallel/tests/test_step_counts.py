@@ -97,15 +97,15 @@ def check(processes: int, expected: list[Expected]) -> None:
         for layout, family, engine, _ in expected
     ]
     for counts in run_on_rig(processes, RUNS, "counted", jobs=jobs):
-        told = [(*job[:3], count) for job, count in zip(expected, counts, strict=True)]
-        assert told == expected
+        measured = [(*job[:3], count) for job, count in zip(expected, counts, strict=True)]
+        assert measured == expected
 
 
 def test_a_step_in_one_process_sends_nothing_and_waits_for_the_device_once() -> None:
-    """More often only with experts, in one order of sums, or with an audit."""
+    """Experts, reproducible sums and audits need more synchronizations."""
     check(1, ONE_PROCESS)
 
 
 def test_a_step_of_two_processes_has_these_collectives() -> None:
-    """Whichever axis they are on; totals are one all-reduce."""
+    """The count is exact for each parallel axis; a step's totals take one all-reduce."""
     check(2, TWO_PROCESSES)

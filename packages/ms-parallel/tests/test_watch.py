@@ -172,6 +172,7 @@ def test_a_rank_whose_store_has_ended_waits_for_no_answer(
         assert time.monotonic() - began < 2.0
 
 
+@pytest.mark.slow
 def test_to_say_where_a_rank_stands_costs_no_two_thousandths_of_a_step() -> None:
     """A second holds one record; notes in a step are assignments of some 30 ns."""
     took = []

@@ -108,6 +108,7 @@ def test_spans_survive_kill_9_whole_and_gapless(tmp_path: Path, repeat: int) -> 
     assert (np.diff(spans["start_ns"].astype(np.int64)) >= 0).all()
 
 
+@pytest.mark.slow
 def test_a_span_costs_less_than_5_us(tmp_path: Path) -> None:
     """Measured about 0.9 µs on a quiet core; the limit leaves room for a busy one."""
     ring = Ring(tmp_path / "r")
