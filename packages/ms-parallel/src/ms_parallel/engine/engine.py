@@ -1,4 +1,4 @@
-"""Runs a model under any layout: one object that trainers of every kind ask for work."""
+"""Trains and runs a model under any parallel layout; all trainers build on it."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -77,130 +77,133 @@ def always(loss: float, grad_norm: float) -> bool:
 
 
 class Engine:
-    """A model, its optimizer, and the processes that share them.
+    """A model and its optimizer, distributed over the processes of a layout.
 
     Args:
-        model: an architecture's name, a configuration, or a folder with a config.json; the weights
-            of a folder that has them are read, each process its part. Or a module of your own (see
-            `ms_parallel.split.own_model`), which is taken over with its weights: those of the first
-            process, on all.
-        layout: how the processes split the work; one process by default.
+        model: name of an architecture, a configuration, or a folder with a config.json. Each rank
+            reads its part of the folder's weights, if there are any. Or your own nn.Module (see
+            `ms_parallel.split.own_model`); all ranks start with the weights of rank 0.
+        layout: parallel layout. None: a single process.
 
     Raises:
         LayoutError: the layout does not fit the processes or the model.
-        LaunchError: the processes were not started as the layout needs.
-        ConfigError: a setting cannot be used as given.
-        ScheduleError: there is no such schedule, or it is not right.
+        LaunchError: the processes were not started as the layout requires.
+        ConfigError: an invalid setting.
+        ScheduleError: an unknown or invalid schedule.
         ModelError: the folder's model cannot be read.
     """
 
     @takes(EngineArguments)
     def __init__(self, model: Given, layout: Layout | None = None, **options: Any) -> None:
-        self.options = chosen = EngineOptions(**options)
-        layout = chosen.groups.layout if chosen.groups else layout or Layout()
-        layout = sharded_layout(layout, chosen.sharding)
-        self.config, self.plan = describe(model, chosen.plan, layout, chosen.recompute)
-        if chosen.reproducible:
-            check_reproducible(layout, self.plan, self.config, prepared=chosen.prepare is not None)
-        check_context(chosen.context_attention, self.config, layout)
-        check_devices(chosen.groups.devices if chosen.groups else chosen.device, layout, chosen)
+        self.options = settings = EngineOptions(**options)
+        layout = settings.groups.layout if settings.groups else layout or Layout()
+        layout = sharded_layout(layout, settings.sharding)
+        self.config, self.plan = describe(model, settings.plan, layout, settings.recompute)
+        if settings.reproducible:
+            check_reproducible(
+                layout, self.plan, self.config, prepared=settings.prepare is not None
+            )
+        check_context(settings.context_attention, self.config, layout)
+        check_devices(
+            settings.groups.devices if settings.groups else settings.device, layout, settings
+        )
         if own := isinstance(model, nn.Module):
-            check_audit(chosen, "a module of your own, which cannot be built a second time")
-        self.groups = chosen.groups or connect(layout, device=chosen.device)
+            check_audit(settings, "a module of your own, which cannot be built a second time")
+        self.groups = settings.groups or connect(layout, device=settings.device)
         if isinstance(model, nn.Module) and dist.get_rank() == 0:
             warn_of_no_documents(model)
         if self.groups.layout != layout:
             self.groups = lay_mesh(layout, self.device, self.groups.devices)
-        if chosen.mixed_precision is True and dist.get_rank() == 0:
+        if settings.mixed_precision is True and dist.get_rank() == 0:
             warn_of_slow_bfloat16(self.device)
-        self.ops: Ops = chosen.ops or operators
+        self.ops: Ops = settings.ops or operators
         self.step_count = 0
         """Steps so far, including skipped ones."""
-        self.tables = ScheduleTables(chosen.schedule, layout.pipeline)
+        self.tables = ScheduleTables(settings.schedule, layout.pipeline)
         self.placement = self.tables.placement
         """Pipeline rank of each stage."""
-        if chosen.compile:
-            given = self.tables.choice
-            if not isinstance(given, Schedule):
-                given = self.tables.training(4 * layout.pipeline)
-            check_compiled(self.config, layout, chosen, given)
+        if settings.compile:
+            schedule = self.tables.choice
+            if not isinstance(schedule, Schedule):
+                schedule = self.tables.training(4 * layout.pipeline)
+            check_compiled(self.config, layout, settings, schedule)
         self.stages = build_stages(
-            model, self.config, self.plan, self.placement, self.tables.layers, self.groups, chosen
+            model, self.config, self.plan, self.placement, self.tables.layers, self.groups, settings
         )
-        if chosen.compile:
+        if settings.compile:
             for stage in cast(Mapping[int, nn.Module], self.stages).values():
                 compile_blocks(stage, self.plan)
         self.splitter = Splitter(
             self.config,
             self.groups,
-            chosen.context_attention,
-            chosen.context_balance,
-            2 if chosen.mixed_precision else torch.get_default_dtype().itemsize,
+            settings.context_attention,
+            settings.context_balance,
+            2 if settings.mixed_precision else torch.get_default_dtype().itemsize,
         )
-        budget = budget_bytes(chosen.recompute)
+        budget = budget_bytes(settings.recompute)
         modules = cast(Mapping[int, nn.Module], self.stages)
         self.runner = self._runner(
             self.stages, None if budget is None else Budget(modules, self.groups, budget)
         )
-        self.runner.runtime.offload = chosen.offload in ACTIVATIONS and self.device.type != "cpu"
-        if chosen.offload in ACTIVATIONS and not self.runner.runtime.offload:
+        self.runner.runtime.offload = settings.offload in ACTIVATIONS and self.device.type != "cpu"
+        if settings.offload in ACTIVATIONS and not self.runner.runtime.offload:
             logger.warning(
                 "offload=%r has no effect on activations on a CPU: they are in host memory already",
-                chosen.offload,
+                settings.offload,
             )
         self.trained = self._trainable(frozen_too=not own)
         self.reduction = self._reduction()
         mixture = getattr(self.config, "mixture", None)
-        self.balancer = Balancer(self.stages, mixture, self.groups, balance_of(chosen))
+        self.balancer = Balancer(self.stages, mixture, self.groups, balance_of(settings))
         self.row_check = RowCheck(self.groups)
-        self.scaler = LossScaler(chosen.scaling)
-        self.auditor = self._auditor() if chosen.audit_every else NoAuditor()
+        self.scaler = LossScaler(settings.scaling)
+        self.auditor = self._auditor() if settings.audit_every else NoAuditor()
         self.adapters: Adapters | None = None
-        """What is trained instead of the model's own weights; see `adapt`."""
+        """Adapters that are trained instead of the model's weights; see `adapt`."""
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """Device of this process."""
         return self.groups.device
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """What this process trains, by name."""
+        """Local shards of the trainable parameters, by name."""
         return self.trained.parameters
 
     @property
     def optimizer(self) -> GroupedOptimizer:
-        """The optimizer over them."""
+        """Optimizer of the trainable parameters."""
         return self.trained.optimizer
 
     @property
     def data_rank(self) -> int:
-        """Which of the groups of processes that read different rows this one is in."""
+        """This process's data-parallel rank."""
         return self.groups.place.rank
 
     @property
     def data_ranks(self) -> int:
-        """How many such groups there are."""
+        """Number of data-parallel ranks."""
         return self.groups.place.count
 
     @property
     def row_parts(self) -> int:
-        """Parts that processes split a row into; the positions of a batch divide by it."""
+        """Number of parts that a sequence is split into; it must divide the sequence length."""
         return self.groups.layout.row_parts
 
     @property
     def vocabulary_size(self) -> int | None:
-        """Tokens that the model knows; None where a module of your own does not say."""
+        """Vocabulary size; None if your own module's configuration lacks one."""
         return getattr(self.config, "vocab_size", None)
 
     @property
     def context(self) -> int | None:
-        """Positions of the longest row that the model takes; None where there is no limit."""
+        """Maximum sequence length of the model; None if unlimited."""
         return getattr(self.config, "max_position_embeddings", None)
 
     @property
     def module(self) -> nn.Module | None:
-        """The whole model, where this process holds all of it and nothing of it is split."""
+        """The complete model; None if it is split over stages or processes."""
         if self.groups.layout.world_size > 1 or len(self.stages) > 1:
             return None
         (stage,) = self.stages.values()
@@ -216,16 +219,16 @@ class Engine:
         """Take one optimizer step on this data rank's rows of the global batch.
 
         Args:
-            batch: tensors or arrays (b, S) of the Batch interface; the same on all processes of a
-                data rank, and different rows on different data ranks, which is checked.
-            loss: summed over microbatches, divided once by its weight over the global batch.
-            accept: called with the loss and the gradient norm, both finite and the same on every
-                process, before weights change; False skips the step.
+            batch: tensors or arrays (b, S) of the Batch interface. All processes of a data rank
+                must pass the same rows, and data ranks different ones; this is checked.
+            loss: loss summed over microbatches, then divided by its weight in the global batch.
+            accept: called before the update with the loss and the gradient norm, which are finite
+                and equal on all processes; returning False skips the step.
 
         Raises:
-            ConfigError: there are no rows, the sequence does not divide over `tensor`, data ranks
-                got the same rows, or processes of one data rank got different rows.
-            ParallelError: the gradient is not finite and `on_nonfinite="raise"`.
+            ConfigError: the batch is empty, the sequence length is not divisible by `tensor`, data
+                ranks have the same rows, or processes of one data rank have different rows.
+            ParallelError: the loss or gradient is not finite and `on_nonfinite="raise"`.
         """
         microbatches = self.runner.microbatches(batch, self.reduction.microbatch_size)
         counts = self.reduction.count(microbatches, loss)
@@ -298,7 +301,7 @@ class Engine:
     def _skip_reason(
         self, totals: StepTotals, accept: Callable[[float, float], bool]
     ) -> Skipped | None:
-        """Decide whether to skip the step; the same on every process, as the totals are."""
+        """Return why to skip the step, or None. Totals are equal on all ranks, so this is too."""
         if not (isfinite(totals.loss) and isfinite(totals.grad_norm)):
             return "overflow" if self.scaler.may_overflow(totals.loss) else "nonfinite"
         return None if accept(totals.loss, totals.grad_norm) else "refused"
@@ -310,7 +313,7 @@ class Engine:
         *,
         accept: Callable[[float, float], bool] = always,
     ) -> tuple[StepReport, Recorder]:
-        """Take a step and record when this rank computed what; every process calls it.
+        """Take a step and record the timeline of this rank's computations. All processes call it.
 
         `ms_parallel.pipeline.recorder.recorded_step` gathers the recordings of all ranks.
         """
@@ -324,13 +327,13 @@ class Engine:
     def evaluate(
         self, batch: Mapping[str, Any], function: Callable[[Output, Batch], Tensor]
     ) -> Tensor:
-        """Apply `function(output, batch)` to each microbatch and join the results, (b, ...).
+        """Apply `function(output, batch)` to each microbatch and concatenate the results.
 
         Returns:
-            The result for this data rank's rows, on every process of that data rank.
+            Results (b, ...) for this data rank's rows, on every process of the data rank.
 
         Raises:
-            ConfigError: its processes were given different rows.
+            ConfigError: processes of one data rank have different rows.
         """
         microbatches = self.runner.microbatches(batch)
         self.row_check.compare_within(microbatches)
@@ -340,12 +343,12 @@ class Engine:
         return self.runner.share(torch.cat(results) if results else None)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Gather the rows of all data ranks, in their order; each gives as many."""
+        """Gather the rows of all data ranks in rank order; all must have the same number."""
         if self.data_ranks == 1:
             return rows
-        mine = rows.contiguous().to(self.groups.wire)
-        parts = [torch.empty_like(mine) for _ in range(self.data_ranks)]
-        dist.all_gather(parts, mine, group=self.groups.group("rows"))
+        local = rows.contiguous().to(self.groups.wire)
+        parts = [torch.empty_like(local) for _ in range(self.data_ranks)]
+        dist.all_gather(parts, local, group=self.groups.group("rows"))
         return torch.cat(parts).to(rows.device)
 
     def generate(
@@ -359,17 +362,17 @@ class Engine:
         """Continue each of this data rank's prompts; see `ms_parallel.engine.generation`.
 
         Args:
-            prompts: tokens of each prompt, at least one.
-            max_new_tokens: how many to write at most.
-            stop_token: ends a row: one token or any of several; by default those that the model's
-                configuration names as `eos_token_id`. None lets each row run to max_new_tokens.
+            prompts: token ids of each prompt, at least one per prompt.
+            max_new_tokens: maximum number of new tokens per prompt.
+            stop_token: token or tokens that end a sequence. "eos": the `eos_token_id` of the
+                model's configuration. None: always generate max_new_tokens.
             sampling: fields of `Sampling`: temperature, top_k, top_p, min_p, seed.
 
         Returns:
-            The new tokens of each row, without the prompt, on every process of the data rank.
+            The new tokens of each prompt, without the prompt, on every process of the data rank.
 
         Raises:
-            ConfigError: its processes were given different prompts, or a prompt has no token.
+            ConfigError: processes of one data rank have different prompts, or a prompt is empty.
         """
         if self.runner.own:
             for stage in cast(Mapping[int, nn.Module], self.stages).values():
@@ -384,15 +387,14 @@ class Engine:
         )
 
     def adapt(self, make: Callable[[Mapping[int, nn.Module]], Adapters]) -> None:
-        """Train small weights beside the model's own, which are frozen, from now on.
+        """Freeze the model's weights and train adapters from now on.
 
         Args:
-            make: takes this process's stages by number, freezes them and puts adapters into them,
-                in place; what it returns is `adapters`. Extra heads stay trained.
+            make: function that takes this process's stages by number, freezes them, inserts
+                adapters in place and returns them. Extra heads stay trainable.
 
         Raises:
-            ConfigError: the layout splits matrices, sequences or experts, or a rank has several
-                stages.
+            ConfigError: the layout has tensor, context or expert ranks, or several stages per rank.
         """
         check_audit(self.options, "adapters, which a second model would lack")
         check_adaptable(self.groups.layout, self.placement)
@@ -401,7 +403,7 @@ class Engine:
             thaw_heads(stage, self.options.heads)
         self.trained = self._trainable(frozen_too=False)
         self.reduction = self._reduction()
-        # The routers are frozen with the rest: what they choose is counted alone.
+        # Routers are frozen too: their choices are counted, but not balanced.
         self.balancer.balance = Balance(method="none", coefficient=0.0)
 
     def save(
@@ -411,15 +413,15 @@ class Engine:
         tokenizer: str | Path | TokenizerFiles | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Write the model to a folder that `load_model` and transformers read; all processes call.
+        """Save the model to a folder for `load_model` and transformers. All processes call it.
 
         Args:
-            folder: see `save_model`.
-            tokenizer: whose files go beside the model.
-            dtype: of the parameters in the files; by default their own.
+            folder: output folder; see `save_model`.
+            tokenizer: tokenizer or folder whose tokenizer files are copied.
+            dtype: dtype of the saved parameters. None: unchanged.
 
         Raises:
-            ModelError: it is a module of your own, or the folder cannot be written.
+            ModelError: the model is your own module, or the folder cannot be written.
             NonFiniteError: a weight is NaN or infinite.
         """
         check_path("folder", folder, error=ModelError, written="folder")
@@ -427,15 +429,15 @@ class Engine:
             check_path("tokenizer", tokenizer, error=ModelError)
         if isinstance(self.config, OwnModelConfig):
             raise ModelError(
-                f"a {self.config.model_type} of your own is saved by your own code; take"
-                " engine.state_dict()"
+                f"save() writes Hugging Face folders, and {self.config.model_type} is your own"
+                " module; save engine.state_dict() instead"
             )
         save_model(list(self.stages.values()), folder, tokenizer=tokenizer, dtype=dtype)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return weights, moments and counters by name, ready for torch.distributed.checkpoint.
+        """Return weights, optimizer state and counters for torch.distributed.checkpoint.
 
-        Where devices are of several kinds, all processes call this: it makes copies equal again.
+        With mixed device types all processes must call it, since it synchronizes replicas.
         """
         beside = self._beside()
         state = state_of(self.trained, self.step_count, beside)
@@ -443,7 +445,7 @@ class Engine:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` gave; another layout's goes through the checkpoint first.
+        """Load a `state_dict` of the same layout; checkpoints convert between layouts.
 
         Raises:
             CheckpointError: names or shapes are not this engine's.
@@ -453,7 +455,7 @@ class Engine:
         self.scaler.load(beside[SCALE])
 
     def _beside(self) -> dict[str, Tensor]:
-        """Return what the next update depends on beside weights and moments."""
+        """State other than weights and optimizer state that the next step depends on."""
         return {**self.balancer.state, SCALE: self.scaler.state}
 
     def _auditor(self) -> Auditor:
@@ -495,7 +497,7 @@ class Engine:
         )
 
     def _reduction(self) -> Reduction:
-        """Choose how gradients and losses are summed: fast, or in one order for equal bits."""
+        """Choose how gradients and losses are summed: fast, or in a fixed order (reproducible)."""
         if not self.options.reproducible:
             return SummedReduction(self.trained)
         prepared = self.options.prepare is not None
