@@ -90,7 +90,7 @@ def start(folder: Path, *more: str) -> subprocess.Popen[str]:
 def test_a_killed_demo_leaves_nothing_behind_and_resumes(
     started: Path, group: bool, until: str
 ) -> None:
-    """Without its script torchrun and its ranks end at once, and the same command goes on."""
+    """Without its script torchrun and its ranks end at once, and the same command resumes."""
     output = started / "run-data=2"
     subprocess.run(["rm", "-rf", str(output)], check=True)
     killed = start(started)

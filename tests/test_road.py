@@ -155,7 +155,7 @@ def test_after_kill_9_the_same_command_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_stage_that_fails_ends_the_walk_and_can_be_mended(tmp_path: Path) -> None:
-    """Exit code 1, and the same command goes on once the script is mended."""
+    """Exit code 1, and the same command resumes once the script is mended."""
     folder = tmp_path / "road"
     path = script(tmp_path, "import sys; sys.exit(3)")
     assert walk(folder, stage_of(path, "0")) == 1

@@ -4,7 +4,7 @@
 
 Each stage is a command that also works alone; `--list` prints them. A stage whose outputs are
 there, made from the same inputs and settings, is skipped. Stop it at any moment, even with kill -9:
-the same command goes on. It ends in one page, `road/road.html`, which needs no network.
+the same command resumes. It ends in one page, `road/road.html`, which needs no network.
 """
 
 import argparse
@@ -153,7 +153,7 @@ def walk(stages: Sequence[Stage], folder: Path, lock: IO[bytes], *, anew: bool =
         code, stamp = perform(stage, folder, stamp, lock)
         if code:
             print(f"road: {stage.name} failed with exit code {code}; mend what it says above, and"
-                  " the same command goes on", file=sys.stderr)  # fmt: skip
+                  " the same command resumes", file=sys.stderr)  # fmt: skip
             return 1
         expected, taken = expected + stage.typical_s, taken + stamp.wall_s
         print(f"    {stage.name} took {span(stamp.wall_s)}", flush=True)
@@ -270,5 +270,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        print("road: stopped; the same command goes on", file=sys.stderr)
+        print("road: stopped; the same command resumes", file=sys.stderr)
         sys.exit(130)

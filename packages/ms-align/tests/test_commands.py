@@ -111,7 +111,7 @@ def test_a_template_runs_once_its_paths_are_filled_in(
 
 
 def test_ctrl_c_ends_with_130_and_no_traceback(sets: Path, tmp_path: Path) -> None:
-    """A checkpoint is saved, one line says so, and the same command goes on."""
+    """A checkpoint is saved, one line says so, and the same command resumes."""
     run = run_file(sets, tmp_path, "sft", steps=2000, progress=True, checkpoint_every=2000)
     process = Process(["-m", "ms_align", "sft", str(run)], imports=("ms_align.trainers.sft",))
     until = time.monotonic() + 120

@@ -99,7 +99,7 @@ def check_adapters(one: Path, axis: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("axis", ["data", "tensor"])
 def test_a_killed_run_of_two_processes_goes_on_bit_for_bit(tmp_path: Path, axis: str) -> None:
-    """The first process is killed in mid-rollout and in mid-buffer; the same command goes on."""
+    """The first process is killed in mid-rollout and in mid-buffer; the same command resumes."""
     save_model(decoder(), tmp_path / "start")  # type: ignore[arg-type]
     launch(tmp_path, axis, "whole")
     for kill_at in ("6", "4"):

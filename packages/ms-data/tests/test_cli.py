@@ -323,7 +323,7 @@ def test_a_build_goes_on_when_the_disk_has_room_again(place: Path, small_disk: P
     full = [sys.executable, "-c", script, *arguments, str(small_disk / "out")]
     done = subprocess.run(full, cwd=place, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert "the same command goes on there" in done.stderr
+    assert "the same command resumes there" in done.stderr
     assert [path.name for path in small_disk.iterdir()] == ["out.partial"]
     subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
     subprocess.run(full, cwd=place, check=True, capture_output=True)

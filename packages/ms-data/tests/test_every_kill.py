@@ -1,4 +1,4 @@
-"""Whatever changes files may be the last thing that a command does: the same command goes on.
+"""Whatever changes files may be the last thing that a command does: the same command resumes.
 
 A process preloads `dying.c`, which counts its calls of the operating system, so that no write,
 sync, rename, removal, new file or new length is left out, whoever makes it: Python, numpy, pyarrow

@@ -121,7 +121,7 @@ def test_a_checkpoint_of_another_model_is_refused(
 def test_a_full_disk_leaves_the_checkpoints_before_it_whole(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a small tmpfs the run stops with one line; after making room the same command goes on."""
+    """On a small tmpfs the run stops with one line; after making room the same command resumes."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]

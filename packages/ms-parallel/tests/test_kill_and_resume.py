@@ -122,7 +122,7 @@ def test_sigterm_saves_and_another_layout_goes_on(
         started.wait(timeout=120)
     log = run.with_suffix(".log").read_text()
     assert "stopped by SIGTERM" in log
-    assert "the same command goes on" in log
+    assert "the same command resumes" in log
     (last,) = checkpoint.complete_steps(run.with_suffix("") / "checkpoints")
     assert last == max(losses(run))
     done = train(run, 2, "--set", "parallel_config.tensor=2")

@@ -136,7 +136,10 @@ def test_a_diverged_run_exits_1_and_writes_no_model(shards: Path, tmp_path: Path
         assert done.returncode == 1, done.stdout
         assert re.search(r"step 10: \d+ of 10 steps were skipped, so no model", done.stderr)
         assert not (run.with_suffix("") / "model").exists()
-    assert [event["finished"] for event in events(run, "end")] == [0, 0]
+    ends = events(run, "end")
+    assert [event["finished"] for event in ends] == [0, 0]
+    skipped = int(re.findall(r"(\d+) of 10 steps were skipped", done.stderr)[0])
+    assert [(event["skipped"], event["rolled_back"]) for event in ends] == [(skipped, 0)] * 2
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_the_rank_that_does_not_come_is_named_by_one_of_the_others(how: str, sta
     assert "faults.py" in line.split(";")[1 if how != "slow" else 0]
     assert "ranks 0-1 stood in step 7, update, waiting in all_reduce, at " in line
     assert f"faults.py:{line_of_the_wait()} in wait_for_rank_2" in line
-    assert "the same command goes on from the last complete checkpoint" in line
+    assert "the same command resumes from the last complete checkpoint" in line
 
 
 def test_ranks_that_call_different_collectives_are_told_apart() -> None:

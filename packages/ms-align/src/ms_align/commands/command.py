@@ -117,7 +117,7 @@ def _trainer(name: str) -> Command:
         begins |= {"reward_model": "runs/reward/model"}
     return Command(
         name=name,
-        help=f"{summary[:1].lower()}{summary[1:]}; the same command goes on",
+        help=f"{summary[:1].lower()}{summary[1:]}; the same command resumes",
         settings=settings,
         run=f"commands.train:{'online' if online else 'offline'}",
         more=PROMPTS if online else (DATASET,),

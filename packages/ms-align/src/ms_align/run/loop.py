@@ -84,7 +84,7 @@ class Result:
     step: int
     """Updates made, over all launches."""
     finished: bool
-    """False if a signal stopped the run; the same command goes on."""
+    """False if a signal stopped the run; the same command resumes."""
     first: Mapping[str, float]
     """Held-out metrics before the first update."""
     last: Mapping[str, float]
@@ -171,7 +171,10 @@ class Loop:
                     self.write()
             finally:
                 self.show.close()
-            emit("end", {"step": self.at.step, "finished": int(finished)})
+            emit(
+                "end",
+                {"step": self.at.step, "finished": int(finished), "skipped": self.at.nonfinite},
+            )
         stopped_by = "" if finished else self.stop.signal_name
         at = self.at
         return Result(
@@ -231,7 +234,7 @@ class Loop:
             self._save(log)
             log.note(
                 f"stopped by {self.stop.signal_name or 'a signal'} at step {self.at.step} of "
-                f"{self.steps}; a checkpoint is saved, the same command goes on"
+                f"{self.steps}; a checkpoint is saved, the same command resumes"
             )
         else:
             log.note(f"made {self.steps} steps in {duration(self.at.seconds)}")

@@ -76,7 +76,7 @@ def work_folder(aside: Path, ours: re.Pattern[str]) -> Iterator[None]:
                 yield
         except BaseException as error:
             if (aside / JOURNAL).exists():
-                error.add_note(f"what is done is kept in {aside}: the same command goes on there")
+                error.add_note(f"what is done is kept in {aside}: the same command resumes there")
             else:
                 shutil.rmtree(aside, ignore_errors=True)
             raise

@@ -17,7 +17,7 @@ from ms_parallel.cluster.watch import Heartbeat, lost_contact, position
 from ms_parallel.entry import BAD_INPUT, FAILED, INTERRUPTED, exit_code, one_line
 from ms_parallel.errors import LaunchError
 
-GOES_ON = "the same command goes on from the last complete checkpoint"
+GOES_ON = "the same command resumes from the last complete checkpoint"
 
 
 def report_error(error: BaseException, *, command: str = "ms-parallel") -> int | None:

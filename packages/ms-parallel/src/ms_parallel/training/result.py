@@ -17,7 +17,7 @@ class Result:
     step: int
     """Updates made, over all launches."""
     finished: bool
-    """False if a signal stopped the run; the same command goes on."""
+    """False if a signal stopped the run; the same command resumes."""
     stopped_by: str | None
     """The signal that stopped the run, SIGTERM or SIGINT (Ctrl-C); None if it finished."""
     loss: float

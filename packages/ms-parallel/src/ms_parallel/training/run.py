@@ -173,7 +173,7 @@ class Run:
             try:
                 check_outcome(progress, engine.step_count, engine.optimizer.taken)
             except DivergenceError:
-                self.emit("end", {"step": engine.step_count, "finished": 0})
+                self._emit_end(finished=False)
                 raise
             tokenizer = run_tokenizer(self.shards, options.model_folder)
             save = partial(engine.save, tokenizer=tokenizer)
@@ -182,7 +182,7 @@ class Run:
             sample = self.generate(options.sample_prompt, max_new_tokens=options.sample_tokens)
             self.show.note(f"sample:\n{printable(options.sample_prompt + sample)}")
         self._show_end(folder, resumed)
-        self.emit("end", {"step": engine.step_count, "finished": int(finished)})
+        self._emit_end(finished=finished)
         return Result(
             step=engine.step_count,
             finished=finished,
@@ -246,13 +246,25 @@ class Run:
             f" {found.one_f_one_b_ms:.3g} ms; layers of the stages {found.layers}"
         )
 
+    def _emit_end(self, *, finished: bool) -> None:
+        """Log the end with the run's totals over all launches."""
+        progress = self.progress
+        counts = {
+            "step": self.engine.step_count,
+            "finished": int(finished),
+            "tokens": progress.tokens,
+            "skipped": sum(progress.skipped.values()),
+            "rolled_back": progress.rolled_back,
+        }
+        self.emit("end", counts)
+
     def _show_end(self, folder: Path | None, resumed: int) -> None:
-        """Say how the run ended that this launch resumed at a step."""
+        """Print how the run ended; `resumed` is the step at which this launch started."""
         step = self.engine.step_count
         if folder is None:
             self.show.note(
                 f"stopped by {self.stop.signal_name} at step {step} of {self.total}; a checkpoint"
-                " is saved, the same command goes on"
+                " is saved, the same command resumes"
             )
         elif resumed == step:
             self.show.note(f"already trained to step {resumed}; nothing left to do")
@@ -260,6 +272,11 @@ class Run:
             earlier = f", {resumed} of them before this launch" if resumed else ""
             took = duration(self.progress.seconds)
             self.show.note(f"trained {step} steps in {took}{earlier}: {folder}")
+        if self.progress.skipped:
+            reasons = ", ".join(f"{n} {reason}" for reason, n in self.progress.skipped.items())
+            self.show.note(f"skipped steps: {reasons}")
+        if self.progress.rolled_back:
+            self.show.note(f"roll-backs to a checkpoint: {self.progress.rolled_back}")
         if slow := self.shares.report():
             self.show.note(slow)
 
