@@ -13,7 +13,7 @@ from ms_parallel.models import architecture, build_model
 from ms_parallel.weights import initialise, save_model
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "packages" / "ms-align"))
+sys.path.insert(0, str(ROOT / "packages" / "ms-align" / "tests"))
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -60,7 +60,7 @@ BYTES = 258
 def write_inputs(folder: Path) -> Path:
     """Write all of them; `@name` in a table of values is a path in `folder`."""
     import transformers as t
-    from tests.instruction_sets import write_sets
+    from instruction_sets import write_sets
 
     t.utils.logging.disable_progress_bar()
     write_sets(folder)

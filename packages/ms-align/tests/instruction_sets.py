@@ -1,15 +1,17 @@
 """Small instruction and preference sets over bytes, as shards, and a model's folder."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+sys.path.insert(0, str(Path(__file__).parent))
+from small_models import decoder
+
 from ms_data import build
 from ms_parallel import save_model
-
-from .small_models import decoder
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>{% endfor %}"

@@ -174,7 +174,11 @@ def test_moments_that_lie_in_the_machines_memory_are_the_same_to_the_bit(tmp_pat
         ({"data": 4, "replicate": 2}, {"sharding": "replicate"}, "leave replicate out, or set"),
         ({"data": 2, "expert": 2}, {"sharding": "replicate"}, "set sharding to zero1"),
         ({"data": 2}, {"sharding": "zero4"}, "sharding is 'zero4'"),
-        ({"data": 2}, {"offload": "moments", "optimizer": "Muon"}, "the optimizer is Muon"),
+        (
+            {"data": 2},
+            {"offload": "moments", "optimizer": "Muon"},
+            "requires the optimizer AdamW, got Muon",
+        ),
         ({"data": 4, "replicate": 3}, {}, "replicate=3 does not divide the 4 ranks"),
         ({"data": 4, "replicate": 2, "expert": 4}, {}, "expert=4 does not divide the 2 ranks"),
     ],

@@ -507,7 +507,7 @@ def test_on_a_cpu_activations_stay_and_it_is_said(
     here = trained(groups, WIDE)
     for name, weight in here.parameters.items():
         assert torch.equal(weight, away.parameters[name])
-    with pytest.raises(ConfigError, match="set offload to activations, or choose AdamW"):
+    with pytest.raises(ConfigError, match="set offload to activations, or use AdamW"):
         build(WIDE, groups, offload="all", optimizer="SGD")
 
 

@@ -183,9 +183,9 @@ def test_a_folded_sum_does_not_depend_on_the_rows_beside_it() -> None:
 @pytest.mark.parametrize(
     ("layout", "options", "why"),
     [
-        ({"tensor": 2}, {}, "tensor=2: it cuts matrices"),
-        ({"data": 2, "context": 2}, {}, "context=2: it cuts rows of tokens"),
-        ({"data": 2, "expert": 2}, {}, "expert=2: it puts rows of several processes"),
+        ({"tensor": 2}, {}, "tensor=2: products of split matrices"),
+        ({"data": 2, "context": 2}, {}, "context=2: sums over a split sequence"),
+        ({"data": 2, "expert": 2}, {}, "expert=2: an expert's product spans rows"),
     ],
 )
 def test_what_cannot_be_reproduced_is_refused_with_the_reason(
