@@ -1,8 +1,8 @@
-"""A run's folder belongs to one run: held by a lock while it works, and sealed for good.
+"""Ties an output folder to one run: a lock while the run works, and a permanent record of the run.
 
-The lock (`lock`) is the kernel's, so that a process that is killed lets go of it; what stands in it
-says who holds it. The seal (`run.json`) says what kind of run the folder is of, what that was made
-from, and with which settings. Another kind, model or dataset is refused; other settings are named.
+The lock file (`lock`) is locked with flock, which the kernel releases when a process is killed; its
+text names the holder. The record (`run.json`, the seal) has the run's command, model, dataset and
+settings. A different command, model or dataset is refused; changed settings are reported.
 """
 
 import errno
@@ -27,7 +27,7 @@ from .untrusted import decoding, read_json
 
 LOCK, SEAL = "lock", "run.json"
 LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Answers of file systems without locks, where working alone is left to the user."""
+"""Errors of file systems without locks; there, users must avoid concurrent runs themselves."""
 POLL_S = 0.1
 
 
@@ -39,29 +39,29 @@ class RunSeal(
     tag="ms-run/1",
     tag_field="format",
 ):
-    """What a run's folder was made by, as it stands in `run.json`."""
+    """Record of the run that owns a folder: the content of `run.json`."""
 
     kind: str
-    """The command, such as `ms-align ppo`."""
+    """Command, such as `ms-align ppo`."""
     begun: str
-    """When the run began: UTC, ISO 8601."""
+    """Start of the run: UTC, ISO 8601."""
     identity: dict[str, str]
-    """What makes it this run and no other, by the setting's name: model, dataset."""
+    """Settings that identify the run, by name: model and dataset."""
     settings: dict[str, Any]
-    """All settings, by name, as JSON holds them."""
+    """All settings by name, as JSON values."""
     digest: str = ""
-    """BLAKE2b of the rest, so that a damaged seal is not believed."""
+    """BLAKE2b of the other fields, to detect damage."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """A setting that is not what it was when the run began."""
+    """A setting that changed since the run started."""
 
     name: str
     before: Any
     now: Any
 
     def __str__(self) -> str:
-        """Return the change as people read it."""
+        """Format the change for messages."""
         return f"{self.name} is {_text(self.now)}, was {_text(self.before)}"
 
 
@@ -77,24 +77,24 @@ def hold(
     wait_s: float = 0.0,
     note: Callable[[str], None] = lambda line: None,
 ) -> Iterator[list[Change]]:
-    """Hold `folder` for this run alone while the block runs; it is made if missing.
+    """Lock `folder` for this run inside the `with` block, and create it if necessary.
 
     Args:
         folder: the run's output folder.
-        kind: the command that works here, such as `ms-align ppo`.
-        identity: values of which another makes another run: paths or names of model and dataset.
-        settings: all settings, of types that JSON holds; kept in the seal.
-        fixed: names of settings that cannot change while the run goes on.
-        writes: names inside the folder that this kind of run writes; where one is there and no
-            seal is, the folder is somebody else's.
-        wait_s: seconds to wait for another process to let go, for one that is just ending.
-        note: called with a line when there is something to wait for.
+        kind: command that runs, such as `ms-align ppo`.
+        identity: values that identify the run: paths or names of model and dataset.
+        settings: all settings as JSON types; stored in the record.
+        fixed: names of settings that must not change when the run resumes.
+        writes: names that this kind of run creates in the folder. If one exists without a record,
+            the folder belongs to something else.
+        wait_s: seconds to wait for a process that holds the lock, such as one that is just ending.
+        note: called with a line of text when waiting starts.
 
     Yields:
-        The settings that changed since the run was last begun, none of them fixed.
+        The settings that changed since the last launch; none of them is fixed.
 
     Raises:
-        FolderError: another process holds it, or it belongs to another run.
+        FolderError: another process holds the lock, or the folder belongs to another run.
     """
     with locked(folder / LOCK, what=str(folder), kind=kind, wait_s=wait_s, note=note):
         new = RunSeal(
@@ -118,10 +118,10 @@ def hold(
 
 
 def owner_of(folder: Path) -> RunSeal | None:
-    """Read the seal of a folder; None where there is none.
+    """Read the record of a folder; None if there is none.
 
     Raises:
-        FolderError: there is one, and it is damaged.
+        FolderError: the record is damaged.
     """
     path = folder / SEAL
     if not os.path.lexists(path):
@@ -137,10 +137,10 @@ def owner_of(folder: Path) -> RunSeal | None:
 
 
 def inside(path: str | Path, folder: str | Path) -> bool:
-    """Return whether `path` is `folder` or lies in it, links followed.
+    """Whether `path` is `folder` or inside it, after following links.
 
     Raises:
-        FolderError: one of them is not what a system takes for a path.
+        FolderError: one of them is not a valid path.
     """
     with decoding(f"{path} or {folder}", error=FolderError):
         there, place = Path(path).resolve(), Path(folder).resolve()
@@ -159,21 +159,21 @@ def locked(
     remedy: str = "choose another output_dir",
     stays: bool = True,
 ) -> Iterator[None]:
-    """Hold the lock file `lock` while the block runs; its folder is made if missing.
+    """Hold the lock file `lock` inside the `with` block; its folder is created if necessary.
 
     Args:
-        lock: the file; what stands in it says who holds it.
-        what: what it is the lock of, for messages.
-        kind: the command that holds it.
-        wait_s: seconds to wait for another process to let go.
-        note: called with a line when there is something to wait for.
-        state: what is the matter with `what` while it is held, for messages.
-        remedy: what else to do than to wait, for messages.
-        stays: leave the file where it is at the end.
+        lock: path of the lock file; its text names the holder.
+        what: name of the locked resource, for messages.
+        kind: command that holds the lock.
+        wait_s: seconds to wait for another holder.
+        note: called with a line of text when waiting starts.
+        state: state of the resource while it is locked, for messages.
+        remedy: alternative to waiting, for messages.
+        stays: keep the file afterwards.
 
     Raises:
-        FolderError: another process holds it still after `wait_s` seconds.
-        WriteError: it cannot be made.
+        FolderError: another process still holds the lock after `wait_s` seconds.
+        WriteError: the file cannot be created.
     """
     until = time.monotonic() + wait_s
     with ExitStack() as stack:
@@ -192,7 +192,7 @@ def locked(
                 time.sleep(POLL_S)
             if _is_named(descriptor, lock):
                 break
-        # Without the arguments of the command, which may hold keys and passwords.
+        # Arguments of the command are left out, since they may contain keys and passwords.
         words = f"process {os.getpid()} on {socket.gethostname()}: {''.join(sys.argv[:1])[:200]}\n"
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, ", ".join(filter(None, (kind, words))).encode(errors="replace"), 0)
@@ -202,7 +202,7 @@ def locked(
 
 
 def _open_lock(lock: Path, remedy: str) -> int:
-    """Open the lock file, never through a link: its text would overwrite the link's target."""
+    """Open the lock file without following a link, whose target would be overwritten."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(lock, flags, 0o666)
@@ -217,7 +217,7 @@ def _open_lock(lock: Path, remedy: str) -> int:
 
 
 def _holder(descriptor: int) -> str | None:
-    """Take the lock, or return who holds it."""
+    """Try to take the lock; return its holder if that fails."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -230,7 +230,7 @@ def _holder(descriptor: int) -> str | None:
 
 
 def _is_named(descriptor: int, path: Path) -> bool:
-    """Return whether it is still the file at `path`; the last holder may have removed the name."""
+    """Whether `path` still names the open file; the last holder may have removed it."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -260,7 +260,7 @@ def _check_same(folder: Path, old: RunSeal, new: RunSeal) -> None:
 
 
 def changes_between(old: RunSeal, new: RunSeal) -> list[Change]:
-    """Return the settings that are not the same in two seals."""
+    """Return the settings that differ between two records."""
     names = [*new.settings, *(name for name in old.settings if name not in new.settings)]
     pairs = ((name, old.settings.get(name), new.settings.get(name)) for name in names)
     return [Change(name=name, before=a, now=b) for name, a, b in pairs if a != b]
@@ -277,13 +277,13 @@ def _check_fixed(folder: Path, changes: list[Change], fixed: Collection[str]) ->
 
 
 def write_seal(folder: Path, seal: RunSeal) -> None:
-    """Write the seal of a folder, whole or not at all; its digest is made here."""
+    """Write the record of a folder atomically, with its digest."""
     sealed = msgspec.structs.replace(seal, digest=digest_of(seal))
     write_file(folder / SEAL, msgspec.json.format(msgspec.json.encode(sealed), indent=2) + b"\n")
 
 
 def digest_of(sealed: msgspec.Struct) -> str:
-    """Return the BLAKE2b of a Struct but for its field `digest`."""
+    """Return the BLAKE2b of a Struct without its field `digest`."""
     content = msgspec.json.encode(msgspec.structs.replace(sealed, digest=""), order="deterministic")
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 

@@ -1,4 +1,4 @@
-"""A tokenizer.json and the files beside it: read, checked, and given to another folder."""
+"""Reads, validates and copies a tokenizer.json and its sibling files."""
 
 import os
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ from .untrusted import decode_json, read_bytes, read_json, read_text
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 NAMED_TEMPLATES, LEGACY_TEMPLATE = "additional_chat_templates", "chat_template.json"
 DEFAULT = "default"
-"""Name of the chat template that is used where none is named."""
+"""Name of the chat template that is used unless another one is requested."""
 ROLES = ("bos_token", "eos_token", "pad_token")
 KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
-"""Names of the token that ends a text, most likely first, where nothing says which it is."""
+"""Usual end-of-text tokens, most likely first, for tokenizers that do not declare theirs."""
 
 Document = dict[str, Any]
 
 
 class AddedToken(msgspec.Struct, frozen=True):
-    """A token that was added to a vocabulary, such as the special ones."""
+    """A token added to a vocabulary, such as a special token."""
 
     id: int
     content: str
@@ -31,7 +31,7 @@ class AddedToken(msgspec.Struct, frozen=True):
 
 class _Model(msgspec.Struct):
     vocab: dict[str, int] | list[tuple[str, float]]
-    """Unigram's are pairs of a token and its score."""
+    """Token ids by text; Unigram models have (text, score) pairs instead."""
 
 
 class _Tokenizer(msgspec.Struct):
@@ -41,28 +41,28 @@ class _Tokenizer(msgspec.Struct):
 
 @frozen(kw_only=True, eq=False)
 class TokenizerSource:
-    """A tokenizer.json, and what lies beside it."""
+    """A tokenizer.json with its sibling files."""
 
     path: Path
-    """The tokenizer.json."""
+    """Path of the tokenizer.json."""
     content: bytes
-    """Its bytes."""
+    """Raw bytes of the tokenizer.json."""
     document: Document
-    """Its JSON."""
+    """Decoded tokenizer.json."""
     added: dict[int, AddedToken]
-    """The added tokens by their ids."""
+    """Added tokens by id."""
     texts: dict[int, str]
-    """Each token's text by its id, the added ones included."""
+    """Text of every token by id, including added tokens."""
     settings: Document = field(factory=dict)
-    """The JSON of tokenizer_config.json; empty if there is none."""
+    """Decoded tokenizer_config.json; empty if there is none."""
     templates: Mapping[str, str] = field(factory=dict)
-    """The chat templates by name; see `read_templates`."""
+    """Chat templates by name; see `read_templates`."""
 
     def files(self, roles: Mapping[str, int | None]) -> dict[str, bytes]:
-        """Return the files of a folder with this tokenizer, by name.
+        """Return the files that store this tokenizer in a folder, by name.
 
         Args:
-            roles: ids of `bos_token` and the like, for settings that do not name them.
+            roles: ids of `bos_token` etc., for settings that do not define them.
         """
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.settings}
         for role, token in roles.items():
@@ -76,16 +76,16 @@ class TokenizerSource:
 
 
 def read_templates(folder: Path, settings: Document, *, error: type[Exception]) -> dict[str, str]:
-    """Read the chat templates of a tokenizer's folder by name, from the files as transformers does.
+    """Read the chat templates of a folder by name, in the order of precedence of transformers.
 
-    chat_template.jinja is the one named `default`, additional_chat_templates/NAME.jinja are the
-    others. Without any of these it is tokenizer_config.json that counts, which holds one template
-    or a list of named ones, and last chat_template.json, which processors wrote.
+    chat_template.jinja is named `default`, and additional_chat_templates/NAME.jinja have their own
+    names. Without these files, tokenizer_config.json is used, with one template or a list of named
+    ones, and finally chat_template.json, which processors used to write.
 
     Args:
-        folder: the tokenizer's.
-        settings: the JSON of its tokenizer_config.json.
-        error: raised where a file is damaged.
+        folder: the tokenizer's folder.
+        settings: decoded tokenizer_config.json.
+        error: exception class for damaged files.
     """
     paths = {path.stem: path for path in sorted(folder.glob(f"{NAMED_TEMPLATES}/*.jinja"))}
     if os.path.isfile(folder / TEMPLATE):
@@ -111,7 +111,7 @@ def read_templates(folder: Path, settings: Document, *, error: type[Exception]) 
 
 
 def template_files(templates: Mapping[str, str]) -> dict[str, bytes]:
-    """Return the files that `read_templates` reads, by their names below the folder."""
+    """Return the files that `read_templates` reads, by path relative to the folder."""
     return {
         TEMPLATE if name == DEFAULT else f"{NAMED_TEMPLATES}/{name}.jinja": text.encode()
         for name, text in templates.items()
@@ -119,10 +119,10 @@ def template_files(templates: Mapping[str, str]) -> dict[str, bytes]:
 
 
 def read_source(given: str | Path, *, error: type[Exception]) -> TokenizerSource:
-    """Read a tokenizer.json, or that of a folder, with the files beside it.
+    """Read a tokenizer.json, given by path or by folder, with its sibling files.
 
     Raises:
-        error: there is none, or one of the files is damaged.
+        error: there is no tokenizer.json, or one of the files is damaged.
     """
     path = _tokenizer_file(given)
     if not os.path.isfile(path):
@@ -140,7 +140,7 @@ def read_source(given: str | Path, *, error: type[Exception]) -> TokenizerSource
 def decode_source(
     content: bytes, path: Path, *, error: type[Exception], **beside: Any
 ) -> TokenizerSource:
-    """Decode and check a tokenizer.json; `beside` are further fields of the result."""
+    """Decode and validate a tokenizer.json; `beside` has the other fields of the result."""
     document = decode_json(content, Document, where=path, error=error)
     model = document.get("model")
     if not (isinstance(model, dict) and isinstance(model.get("vocab"), dict | list)):
@@ -166,10 +166,9 @@ def tokenizer_difference(
 ) -> str | None:
     """Compare the tokenizers of two folders (models or shards) or of two tokenizer.json files.
 
-    They agree if each token id means the same in both and both split texts alike: equal
-    vocabulary and merges. Added tokens that only one of them has are no difference, as a padding
-    token or the turn markers of a chat are often added later. Formatting, padding and truncation
-    do not count.
+    They agree if vocabularies and merges are equal, so that ids mean the same and texts are split
+    the same way. Added tokens of only one tokenizer are ignored, since padding tokens and chat
+    markers are often added later. Formatting, padding and truncation settings are ignored too.
 
     Returns:
         The first difference, such as "token 17 is 'a' in base and 'b' in shards"; None if they
@@ -194,7 +193,7 @@ def tokenizer_difference(
 def source_difference(
     one: TokenizerSource, other: TokenizerSource, *, names: tuple[str, str]
 ) -> str | None:
-    """Compare two tokenizers as `tokenizer_difference` does; `names` are for the description."""
+    """Compare two tokenizers like `tokenizer_difference`; `names` are used in the result."""
     for token in sorted(one.texts.keys() & other.texts.keys()):
         text, other_text = one.texts[token], other.texts[token]
         if text != other_text:
@@ -217,7 +216,7 @@ def _tokenizer_file(given: str | Path) -> Path:
 
 
 def _merges(source: TokenizerSource) -> list[tuple[str, ...]]:
-    """Return the merges of BPE, which files write as "a b" or as ["a", "b"]; else none."""
+    """Return the BPE merges, stored as "a b" or ["a", "b"]; empty for other models."""
     merges = source.document["model"].get("merges") or []
     return [tuple(one.split(" ") if isinstance(one, str) else one) for one in merges]
 
@@ -229,17 +228,17 @@ def read_beside(folder: Path, name: str, *, error: type[Exception]) -> Document:
 
 
 def end_of_documents(folder: Path, *, error: type[Exception]) -> int | None:
-    """Read which token ends each document of a folder of shards, whose index says it."""
+    """Return the end-of-document token from the index of a folder of shards."""
     end = read_beside(folder, "index.json", error=error).get("end_of_text")
     return end if type(end) is int else None
 
 
 def token_text(said: Any) -> str | None:
-    """Return the text of a token as settings name it: itself, or a table with its `content`."""
+    """Return a token's text from settings, which store a string or an object with `content`."""
     text = said.get("content") if isinstance(said, dict) else said
     return text if isinstance(text, str) else None
 
 
 def json_text(document: Mapping[str, Any]) -> bytes:
-    """Write JSON as people read it."""
+    """Encode JSON with indentation."""
     return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"

@@ -1,8 +1,8 @@
-"""Reads files that somebody else may have written or damaged: bounded, and with one kind of error.
+"""Reads untrusted files: sizes are bounded, and every problem becomes one kind of error.
 
-Whatever such a file does to a decoder (nesting that exhausts the stack, bytes that are no text,
-numbers that no type holds, a path that no system takes) becomes the error that the caller names,
-in one line: which file, what is wrong, what to do.
+Deep nesting, invalid UTF-8, numbers out of range, invalid paths and whatever else a file does to a
+decoder is raised as the caller's error class, with a one-line message: which file, what is wrong,
+how to fix it.
 """
 
 import os
@@ -18,23 +18,23 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 LIMIT_BYTES = 256 * 2**20
-"""The largest file of settings, names or a vocabulary that is read."""
+"""Default limit for files of settings, names or vocabularies."""
 
 SHOWN_CHARACTERS = 200
-"""Most characters of a path, or of a decoder's own words, that a message shows."""
+"""Characters of a path or of a decoder's message that an error shows."""
 
 DEEP_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){100}""")
-"""A hundred names with dots between them."""
+"""A dotted TOML key of more than a hundred parts."""
 
 LONG_NUMBER = re.compile(r"\d{39}")
 BYTES_LONG_NUMBER = re.compile(LONG_NUMBER.pattern.encode())
-"""So many digits stand in every whole number of over 128 bits, and in some texts."""
+"""Digits of an integer of more than 128 bits; a string may contain as many."""
 
 PATH_BYTES = 4095
 NAME_BYTES = 255
-"""Longest name that a file system takes; see PATH_MAX and NAME_MAX in limits.h."""
+"""Maximum length of a path and of a file name (PATH_MAX and NAME_MAX in limits.h)."""
 ASIDE_BYTES = 15
-"""Bytes by which the name of a file that is written aside is longer."""
+"""Bytes that the name of a temporary file adds to the name of its target."""
 
 T = TypeVar("T")
 
@@ -47,20 +47,18 @@ def check_path(
     optional: bool = False,
     written: Literal["file", "folder"] | None = None,
 ) -> None:
-    """Refuse what no system takes for a path, before any work is done.
-
-    Whether there is something to read is left to whoever reads it.
+    """Check that a value is a usable path before any work starts; it need not exist.
 
     Args:
-        name: of the setting or argument, for the message.
-        value: a text or path; UTF-8, since other files and pages are to name it.
-        error: raised over it.
-        optional: None passes.
-        written: what is written there at the end; it must then be able to stand there.
+        name: name of the setting or argument, for the message.
+        value: string or path. It must be valid UTF-8, as it is written into other files.
+        error: exception class to raise.
+        optional: accept None.
+        written: kind of output that will be written there, if any.
 
     Raises:
-        error: it is no text, empty, endless, no UTF-8, holds a NUL, or its links run in a circle;
-            or what is written could not stand there.
+        error: the value is not a string, is empty, too long or not UTF-8, contains a NUL or a loop
+            of links, or the output cannot be created there.
     """
     if optional and value is None:
         return
@@ -73,13 +71,13 @@ def check_path(
 
 
 def open_file(path: str | Path, *, error: type[Exception]) -> FileIO:
-    """Open a regular file for reading, unbuffered; a pipe or device is refused, never waited for.
+    """Open a regular file for unbuffered reading, without ever blocking on a pipe or device.
 
     Raises:
         error: it is not a regular file.
-        OSError: there is no such file, or it cannot be opened.
+        OSError: it does not exist or cannot be opened.
     """
-    # O_NONBLOCK: opening a pipe that nobody writes to would block forever.
+    # Without O_NONBLOCK, opening a pipe that has no writer would block forever.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -88,15 +86,15 @@ def open_file(path: str | Path, *, error: type[Exception]) -> FileIO:
 
 
 def check_file(path: str | Path, *, error: type[Exception]) -> None:
-    """Check that a library which opens `path` by its name will not wait for a pipe or device.
+    """Check a path before a library opens it by name, so that it cannot block on a pipe or device.
 
     Raises:
-        error: it is there and is not a regular file.
+        error: it exists and is not a regular file.
     """
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):
-        return  # whoever opens it reports what is missing
+        return  # the library reports a missing file
     if not stat.S_ISREG(mode):
         raise error(f"{_shown(path)}: not a file")
 
@@ -104,15 +102,15 @@ def check_file(path: str | Path, *, error: type[Exception]) -> None:
 def read_bytes(
     path: str | Path, *, error: type[Exception], limit_bytes: int = LIMIT_BYTES
 ) -> bytes:
-    """Read a whole file of at most `limit_bytes`; its size is checked before memory is taken.
+    """Read a file of at most `limit_bytes`. The size is checked before memory is allocated.
 
     Raises:
-        error: there is no such file, it cannot be read, or it is larger.
+        error: the file does not exist, cannot be read or is too large.
     """
     with decoding(path, error=error), BufferedReader(open_file(path, error=error)) as file:
         size = os.fstat(file.fileno()).st_size
         fits = size <= limit_bytes
-        # Never the whole limit: a reader takes the memory that it is asked for.
+        # Ask for the file's size, not for the limit: read() allocates what it is asked for.
         content = file.read(size) if fits else b""
     if not fits:
         raise error(
@@ -122,7 +120,7 @@ def read_bytes(
 
 
 def read_text(path: str | Path, *, error: type[Exception], limit_bytes: int = LIMIT_BYTES) -> str:
-    """Read a file of UTF-8, as `read_bytes` does; a byte order mark at its start is left out."""
+    """Read a UTF-8 file like `read_bytes`, without a byte order mark."""
     content = read_bytes(path, error=error, limit_bytes=limit_bytes)
     with decoding(path, error=error):
         return content.decode("utf-8-sig")
@@ -135,7 +133,7 @@ def read_json(
     error: type[Exception],
     limit_bytes: int = LIMIT_BYTES,
 ) -> T:
-    """Read a file of JSON as the type `kind` (`dict`, a Struct), which msgspec checks."""
+    """Read a JSON file and validate it as the type `kind`, such as `dict` or a msgspec Struct."""
     content = read_bytes(path, error=error, limit_bytes=limit_bytes)
     return decode_json(content, kind, where=path, error=error)
 
@@ -143,9 +141,9 @@ def read_json(
 def decode_json(
     content: bytes | str, kind: type[T], *, where: str | Path, error: type[Exception]
 ) -> T:
-    """Decode JSON as a value of the type `kind`; `where` is what a message calls it.
+    """Decode JSON and validate it as the type `kind`; `where` names the source in errors.
 
-    A whole number of over 128 bits is refused: nothing is counted so far, and no float holds it.
+    Integers of more than 128 bits are rejected: no count is that large, and no float can hold it.
     """
     with decoding(where, error=error):
         long = LONG_NUMBER if isinstance(content, str) else BYTES_LONG_NUMBER
@@ -155,9 +153,9 @@ def decode_json(
 
 
 def read_toml(path: str | Path, *, error: type[Exception]) -> dict[str, Any]:
-    """Read a file of TOML, without whole numbers of over 128 bits."""
+    """Read a TOML file; integers of more than 128 bits are rejected."""
     content = read_text(path, error=error, limit_bytes=2**24)
-    # Of a key with so many parts tomllib reads each again and again: minutes for 100 kB.
+    # tomllib takes quadratic time for dotted keys of many parts: minutes for 100 kB.
     if DEEP_KEY.search(content):
         raise error(f"{_shown(path)}: nested too deeply to be read")
     with decoding(path, error=error):
@@ -171,10 +169,10 @@ def read_toml(path: str | Path, *, error: type[Exception]) -> dict[str, Any]:
 
 @contextmanager
 def decoding(where: str | Path, *, error: type[Exception]) -> Iterator[None]:
-    """Turn whatever a decoder raises over `where` into one line of `error`.
+    """Convert a decoder's exceptions into a one-line `error` that names `where`.
 
-    An `error` raised inside passes as it is. Only what content can cause is caught: a bug of ours,
-    such as an AttributeError, keeps its traceback.
+    An `error` raised inside passes through. Only exceptions that file content can cause are
+    converted; bugs, such as an AttributeError, keep their traceback.
     """
     try:
         yield
@@ -205,14 +203,14 @@ def _check_numbers(found: object, name: str = "") -> None:
 
 PARTS = re.compile(r"(?:layers|experts)$|^(?:n|num)_\w*(?:layer|expert)")
 MOST_PARTS = 4096
-"""Most layers or experts of a model; other libraries would build as many as a file says."""
+"""Maximum number of layers or experts; other libraries would build as many as a file states."""
 
 
 def check_parts(folder: str | Path, *, error: type[Exception]) -> None:
-    """Refuse a folder whose config.json asks for more layers or experts than any model has.
+    """Check that a folder's config.json does not ask for an absurd number of layers or experts.
 
     Raises:
-        error: it does, or there is no config.json that can be read.
+        error: it does, or config.json cannot be read.
     """
     path = Path(folder) / "config.json"
     left: list[Any] = [read_json(path, dict, error=error)]
@@ -229,7 +227,7 @@ def check_parts(folder: str | Path, *, error: type[Exception]) -> None:
 
 
 def _never_a_path(text: str) -> str:
-    """Tell why no system takes a text for a path; empty where one does."""
+    """Reason why a string can never be a path; empty if it can."""
     try:
         encoded = text.encode()
     except UnicodeEncodeError:
@@ -241,14 +239,14 @@ def _never_a_path(text: str) -> str:
     try:
         os.stat(text)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return ""  # whoever needs what is there says so
+        return ""  # reported when the path is used
     except OSError as raised:
         return f"which cannot be followed: {raised.strerror}"
     return ""
 
 
 def _not_for(text: str, written: str | None) -> str:
-    """Tell why a file or folder cannot be written at a path; empty where it can."""
+    """Reason why a file or folder cannot be written to a path; empty if it can."""
     if written is None:
         return ""
     path = Path(text)
@@ -265,14 +263,14 @@ def _not_for(text: str, written: str | None) -> str:
 
 
 def _shown(where: str | Path) -> str:
-    """Write a path as a message may hold it: printable, in one line, not endless."""
+    """Format a path for a message: printable, on one line, shortened."""
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(where)[:4096])
     half = SHOWN_CHARACTERS // 2
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]}...{text[-half:]}"
 
 
 def _words(raised: BaseException) -> str:
-    """Write what a decoder said, in one printable line."""
+    """Format a decoder's message on one printable line."""
     text = " ".join(str(raised).split()) or type(raised).__name__
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: 2 * SHOWN_CHARACTERS])
     if isinstance(raised, KeyError):

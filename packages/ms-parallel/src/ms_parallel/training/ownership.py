@@ -1,4 +1,4 @@
-"""Holds a run's folder for all ranks, and names settings that changed since the last launch."""
+"""Locks a run's output folder for all ranks and reports changed settings."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,11 +19,11 @@ from ms_parallel.training.options import Options
 
 KIND = "ms-parallel train"
 WAIT_S = 20.0
-"""For a run that is just ending, such as one whose launcher was killed."""
+"""Time to wait for a run that is just ending, such as one whose launcher was killed."""
 WORK = ("checkpoints", "model", "shards")
-"""What a run makes in its folder; until one of them is there, it has done nothing."""
+"""Entries that a run creates; a folder without any of them holds no work."""
 FIXED = ("seed", "sequence_length", "optimizer")
-"""Another value would go on from a place that another run has come to."""
+"""Settings that must not change when a run resumes."""
 MODEL = "model_config."
 TABLES = ("model_arch", "model_config", "parallel_config", "optimizer")
 NOT_COMPARED = (
@@ -35,24 +35,25 @@ NOT_COMPARED = (
     "resume",
     "timeout_s",
 )
-"""Settings that change nothing in what is trained."""
+"""Settings that do not affect the trained model."""
 
 
 @contextmanager
 def held(
     options: Options, dataset: str | Path, *, epochs: float | None, steps: int | None
 ) -> Iterator[list[str]]:
-    """Hold `output_dir` for this run alone; every rank enters it.
+    """Lock `output_dir` for this run; all ranks enter this context.
 
-    A run that fails before it has made anything leaves the folder to whoever comes next.
+    If a run fails before it creates anything, its record is removed, so another run may use the
+    folder.
 
     Yields:
-        Each setting that changed since the run was last begun, in words.
+        A description of each setting that changed since the last launch.
 
     Raises:
-        ConfigError: the model lies in the folder that is written.
-        FolderError: another process holds the folder, it belongs to another run, or a setting
-            changed that cannot.
+        ConfigError: the model to load is inside `output_dir`.
+        FolderError: another process uses the folder, it belongs to another run, or a setting
+            changed that must not.
     """
     folder = options.output_dir
     if options.model_folder is not None and inside(options.model_folder, folder):
@@ -89,7 +90,7 @@ def _leave_nothing(folder: Path) -> None:
 
 
 def _fixed(folder: Path, settings: dict[str, Any]) -> list[str]:
-    """List the settings that a run which has come somewhere cannot change."""
+    """List the settings that must not change once the run has a checkpoint."""
     if not checkpoint.was_begun(folder / "checkpoints"):
         return []
     seal = owner_of(folder)
@@ -98,7 +99,7 @@ def _fixed(folder: Path, settings: dict[str, Any]) -> list[str]:
 
 
 def _settings(options: Options) -> dict[str, Any]:
-    """Collect all that decides what is trained, as JSON holds it."""
+    """Collect all settings that affect the trained model, as JSON values."""
     names = [f.name for f in fields(type(options)) if f.init and f.name not in NOT_COMPARED]
     plain = {name: _plain(getattr(options, name)) for name in names if name not in TABLES}
     model = {f"{MODEL}{name}": value for name, value in options.model_config.items()}
@@ -119,7 +120,7 @@ def _model(options: Options) -> str:
 
 
 def _dataset(dataset: str | Path) -> str:
-    """Name shards by what is in them, so that they may be moved; raw text by its place."""
+    """Identify shards by content, so that they may be moved, and raw text by path."""
     path = Path(dataset)
     index = path / "index.json"
     if index.is_file():

@@ -1,4 +1,4 @@
-"""Settles `parallel_config = "auto"`: the layout that a run began with, or the best one now."""
+"""Resolves `parallel_config = "auto"` to the run's earlier layout or to a new plan."""
 
 import logging
 from pathlib import Path
@@ -23,20 +23,19 @@ logger = logging.getLogger(__name__)
 
 
 def with_layout(options: Options, shards: Path, emit: OnEvent) -> Options:
-    """Replace the layout `auto` by one that is chosen, with the settings that go with it.
+    """Replace the layout `auto` with a planned one, and apply the settings of the plan.
 
-    What was chosen lies in `output_dir`, and a run that goes on keeps it: on another number of
-    processes, or with other settings that a plan depends on, it is chosen anew. All processes of
-    the run call this.
+    The plan is stored in `output_dir` and reused when the run resumes, unless the number of
+    processes or a setting that plans depend on has changed. All processes call this.
 
     Args:
-        options: the run's.
+        options: options of the run.
         shards: its dataset.
-        emit: called with what is chosen.
+        emit: called with the `plan` event.
 
     Raises:
-        ConfigError: no layout fits, the cluster file is for another number of processes, or what
-            was chosen before cannot be read.
+        ConfigError: no layout fits, the cluster file is for another number of processes, or the
+            stored plan cannot be read.
     """
     if options.parallel_config != AUTO:
         return options
@@ -64,10 +63,10 @@ def _planned(options: Options, shards: Path) -> Plan:
     cluster = _cluster(options)
 
     def choose() -> Plan:
-        assert cluster is not None  # the first process's
+        assert cluster is not None  # this runs on rank 0
         run = ToldRun.of(options)
         found = ask_plan(PlanQuestion(run=run, cluster=cluster, shards=told_path(shards)))
-        # A list and a tuple, which are the same to another process, are not in its text.
+        # Computed here: the planning process has lists where these options have tuples.
         found = msgspec.structs.replace(found, conditions=conditions_of(options, world_size()))
         write_plan(options.output_dir / FILE, found)
         if found.constants is not None and not found.constants.known:
@@ -78,7 +77,7 @@ def _planned(options: Options, shards: Path) -> Plan:
 
 
 def _cluster(options: Options) -> Cluster | None:
-    """Read the cluster of these machines, or measure it; what is measured, only rank 0 gets."""
+    """Read the cluster file, or measure these machines; only rank 0 gets a measured cluster."""
     if options.cluster is None:
         return measure_cluster(pick_device(options.device))
     cluster = read_cluster(options.cluster)
