@@ -1,8 +1,8 @@
-"""A tokenizer as the files of a model's folder, and the tokens with which a text ends.
+"""Tokenizer files of a model folder, including its end-of-text tokens.
 
-transformers reads how a text ends from three places: `eos_token` in tokenizer_config.json,
-`eos_token_id` in config.json, and the one that `generate` heeds, in generation_config.json. All of
-them are written, from one source.
+transformers reads the end of a text from three files: `eos_token` in tokenizer_config.json,
+`eos_token_id` in config.json, and `eos_token_id` in generation_config.json, which `generate` uses.
+All three are written consistently.
 """
 
 import re
@@ -46,42 +46,42 @@ COPIED = (
     "added_tokens.json",
     "special_tokens_map.json",
 )
-"""What some tokenizer of transformers is read from, beside the two files that are made anew."""
+"""Files of transformers' tokenizers that are copied unchanged; two others are rewritten."""
 PAD = "<|pad|>"
 GENERATION = "generation_config.json"
 LICENSES = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY|COPYING)([-_.].*)?", re.IGNORECASE)
-"""Names of files of a base model's folder that go with what is trained from it."""
+"""License files of a base model, which are copied to models trained from it."""
 
 
 @frozen(kw_only=True)
 class TokenizerFiles:
-    """What is written beside a model."""
+    """Tokenizer files to write with a model."""
 
     files: Mapping[str, bytes]
-    """Files to copy as they are, by name."""
+    """Contents of files to copy unchanged, by name."""
     config: Mapping[str, Any] = field(factory=dict)
-    """What tokenizer_config.json said."""
+    """Original tokenizer_config.json."""
     chat_template: str | None = None
     ids: Mapping[str, int] = field(factory=dict)
-    """Ids of the added tokens, by text."""
+    """Ids of the added tokens by text."""
     roles: Mapping[str, str] = field(factory=dict)
-    """Texts of `bos_token`, `eos_token` and `pad_token`, as far as there are such."""
+    """Texts of `bos_token`, `eos_token` and `pad_token`, where defined."""
     size: int = 0
-    """One more than the largest id of a token; 0 where that is not known."""
+    """Largest token id plus 1; 0 if unknown."""
     ends: tuple[int, ...] = ()
-    """Tokens that end a text or a turn, that of `eos_token` first."""
+    """Tokens that end a text or a turn; the first is `eos_token`."""
 
     def id_of(self, role: str) -> int | None:
-        """Give the id of a role's token, such as that of `eos_token`."""
+        """Return the id of a special token, such as `eos_token`."""
         return self.ids.get(self.roles.get(role, ""))
 
     def ending(self, tokens: Collection[int]) -> "TokenizerFiles":
-        """Count those of `tokens` that are special among the tokens that end a text."""
+        """Add those of `tokens` that are added tokens to the end-of-text tokens."""
         more = [token for token in self.ids.values() if token in tokens]
         return evolve(self, ends=tuple(dict.fromkeys([*self.ends, *more])))
 
     def padded(self, number: int) -> "TokenizerFiles":
-        """Pad with token `number`, which is added to the tokenizer if it has none of that id."""
+        """Use token `number` for padding, and add it to the tokenizer if it is missing."""
         if number in self.ids.values():
             return self
         document = decode_json(
@@ -97,7 +97,7 @@ class TokenizerFiles:
         )
 
     def contents(self) -> dict[str, bytes]:
-        """Give every file to write, by name."""
+        """Return the contents of all files to write, by name."""
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
@@ -114,10 +114,10 @@ class TokenizerFiles:
 
 
 def carried(base: TokenizerFiles | None, data: TokenizerFiles | None) -> TokenizerFiles | None:
-    """Combine the tokenizer of the model that a run began with and that of its data, for saving.
+    """Combine the base model's tokenizer with the dataset's tokenizer, for saving.
 
-    The base's files and settings (padding side, model_max_length, ...) stay as they are. The data
-    adds its chat template, tokens that the base lacks, and the roles that its settings name.
+    Files and settings of the base (padding side, model_max_length, ...) are kept. The dataset adds
+    its chat template, missing tokens and the special tokens named in its settings.
     """
     if base is None or data is None:
         return data if base is None else base
@@ -140,20 +140,20 @@ def carried(base: TokenizerFiles | None, data: TokenizerFiles | None) -> Tokeniz
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder holds a tokenizer of any kind."""
+    """Whether a folder has a tokenizer of any kind."""
     with decoding(folder, error=DataError):
         return any((folder / name).is_file() for name in (TOKENIZER, "tokenizer.model", SETTINGS))
 
 
 def files_of(place: Any, tokenizer: Any = None) -> TokenizerFiles | None:
-    """Collect the files of a tokenizer, or of the folder that it lies in; None where it has none.
+    """Collect the files of a tokenizer or of a folder; None if it has none.
 
     Args:
-        place: a folder, a tokenizer of ms-align, ms-data or transformers, or any other.
-        tokenizer: what is asked where `place` is no folder.
+        place: a folder, or a tokenizer of ms-align, ms-data, transformers or any other kind.
+        tokenizer: tokenizer to use if `place` is not a folder.
 
     Raises:
-        DataError: its files cannot be read.
+        DataError: the files cannot be read.
     """
     if isinstance(place, str | Path) and has_tokenizer(Path(place)):
         return _read(Path(place))
@@ -181,12 +181,12 @@ def check_same_tokenizer(
     *,
     remedy: str,
 ) -> None:
-    """Refuse two tokenizers whose token ids do not mean the same; see `tokenizer_difference`.
+    """Check that token ids mean the same in two tokenizers; see `tokenizer_difference`.
 
     Args:
-        files: one of them; None, or one without a tokenizer.json, is not compared.
+        files: one tokenizer; not compared if it is None or has no tokenizer.json.
         name: its name in the message.
-        other: the other one.
+        other: the other tokenizer.
         other_name: its name in the message.
         remedy: end of the message, such as "build the data with the model's tokenizer".
 

@@ -1,4 +1,4 @@
-"""Prompts to learn from: read, checked, and handed out in an order that can be gone back to."""
+"""Prompt datasets: reading, validation and a reproducible order."""
 
 import codecs
 import gzip
@@ -19,18 +19,18 @@ from ms_align.tokenizer import Tokenizer
 LARGEST_FILE_BYTES = 1 << 36
 GZIP = b"\x1f\x8b"
 MOST_TOKENS = 2**31
-"""More than any vocabulary has; tokenizers take no greater number."""
+"""Upper bound for token ids; tokenizers cannot handle larger ones."""
 
 
 @frozen(kw_only=True)
 class Prompt:
-    """One prompt, and what a reward may want to know of it."""
+    """One prompt with the columns that reward functions may use."""
 
     tokens: tuple[int, ...]
     text: str
-    """As it was given; decoded where tokens were given."""
+    """Original text, or the decoded tokens."""
     answer: str | None = None
-    """The known answer, from the response dataset."""
+    """Reference answer."""
     extra: Mapping[str, Any] = field(factory=dict)
     """All other columns."""
 
@@ -45,16 +45,16 @@ def read_prompts(
     """Read the prompts of a dataset.
 
     Args:
-        dataset: texts, lists of tokens, lists of chat messages, or mappings with a key `prompt`
-            that holds one of these; or the path of a file of them: JSON Lines or one JSON array,
-            plain or packed by gzip.
-        tokenizer: needed for texts and messages.
-        responses: the known answer to each prompt, texts in the same order; by default the key
-            `answer` of each mapping, if it has one.
-        what: its name, for messages.
+        dataset: strings, lists of token ids, lists of chat messages, or mappings whose key `prompt`
+            has one of these; or the path of a file of them: JSON Lines or one JSON array, plain or
+            gzip-compressed.
+        tokenizer: required for strings and messages.
+        responses: reference answers in the order of the prompts. None: the key `answer` of each
+            mapping, if present.
+        what: name of the dataset, for messages.
 
     Raises:
-        DataError: it is empty, an entry cannot be understood, or there are more or fewer answers.
+        DataError: the dataset is empty, an entry is invalid, or the number of answers differs.
     """
     entries = _entries(dataset, what)
     if not entries:
@@ -98,7 +98,7 @@ def _entries(dataset: str | Path | Iterable[Any], what: str, *, prompts: bool = 
             f"gzip, and begins with {content.lstrip()[:20]!r}; convert it"
         )
     lines = [(number, line) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
-    # Lines may be arrays as well: each a chat, or the tokens of a prompt.
+    # A line of JSON Lines may itself be an array: a chat or the tokens of a prompt.
     if content.lstrip().startswith(b"[") and not _is_json(lines[0][1]):
         rows: list[Any] = decode_json(content, list, where=path, error=DataError)
         return rows
@@ -119,7 +119,7 @@ def _is_json(line: bytes) -> bool:
 
 
 def _is_prompt(items: Sequence[Any]) -> bool:
-    """Return whether an array is one prompt, tokens or a chat, and not an array of prompts."""
+    """Whether an array is a single prompt (token ids or a chat) rather than a list of prompts."""
     return bool(items) and all(
         isinstance(item, int) or (isinstance(item, Mapping) and "role" in item) for item in items
     )
@@ -172,7 +172,7 @@ def _tokens(entry: Any, tokenizer: Tokenizer | None, where: str) -> tuple[list[i
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Refuse messages that a chat template would print as nothing, or as Python's own notation.
+    """Reject messages that a chat template would drop or render as a Python repr.
 
     Raises:
         DataError: one has no `role`, or neither a text as `content` nor tool calls.
@@ -193,14 +193,14 @@ def _check_messages(messages: Sequence[Mapping[str, Any]], where: str) -> None:
 
 @frozen(kw_only=True)
 class PromptOrder:
-    """Which prompt comes when: each pass over all in an order of its own, without a seam."""
+    """Order of the prompts: a new random permutation in each epoch."""
 
     count: int
-    """Prompts that there are."""
+    """Number of prompts."""
     seed: int
 
     def take(self, position: int, count: int) -> list[int]:
-        """Choose the numbers of the `count` prompts from `position` on, counted over all passes."""
+        """Return the indices of `count` prompts from `position`, which counts over all epochs."""
         taken: list[int] = []
         while len(taken) < count:
             turn, at = divmod(position + len(taken), self.count)
@@ -211,7 +211,7 @@ class PromptOrder:
 
 
 def prompts_checksum(prompts: Sequence[Prompt]) -> str:
-    """Compute a checksum of the tokens of some prompts."""
+    """Checksum of the tokens of all prompts."""
     found = 0
     for prompt in prompts:
         found = zlib.crc32(repr(prompt.tokens).encode(), found)

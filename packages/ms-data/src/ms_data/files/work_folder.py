@@ -1,4 +1,4 @@
-"""Guards the folder in which long work is done, beside the one asked for, and keeps its journal."""
+"""The temporary folder of a long job, next to its output folder, with a lock and a journal."""
 
 import fcntl
 import os
@@ -23,10 +23,10 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def free_place(out: str | Path) -> Path:
-    """Resolve the path of a folder that must not exist yet, or be empty.
+    """Resolve the path of an output folder, which must be missing or empty.
 
     Raises:
-        OutputError: something stands there, or no folder can be renamed to it.
+        OutputError: it is not empty, or no folder can be renamed to it.
     """
     folder = Path(os.path.realpath(out))
     with writing(folder):
@@ -38,10 +38,10 @@ def free_place(out: str | Path) -> Path:
 
 
 def refuse_inside(folder: Path, corpus: str | Path) -> None:
-    """Refuse a folder in which later work would read what this one writes.
+    """Refuse an output folder inside the corpus, since later builds would read it.
 
     Raises:
-        OutputError: the folder lies in the corpus, and is not hidden.
+        OutputError: the folder is inside the corpus and not hidden.
     """
     place = Path(os.path.realpath(corpus))
     if not place.is_dir() or not folder.is_relative_to(place):
@@ -55,15 +55,14 @@ def refuse_inside(folder: Path, corpus: str | Path) -> None:
 
 @contextmanager
 def work_folder(aside: Path, ours: re.Pattern[str]) -> Iterator[None]:
-    """Hold the folder to work in, for this process alone; remove it if it is of no further use.
+    """Lock the temporary folder for this process; on failure keep it only if it has a journal.
 
     Args:
-        aside: the folder.
-        ours: the names below it of all that the work writes.
+        aside: the temporary folder.
+        ours: pattern of the relative paths that the job writes.
 
     Raises:
-        OutputError: another process holds it, it holds files of something else, or it cannot be
-            written.
+        OutputError: another process uses it, it has other files, or it cannot be written.
     """
     with writing(aside):
         aside.mkdir(parents=True, exist_ok=True)
@@ -85,10 +84,10 @@ def work_folder(aside: Path, ours: re.Pattern[str]) -> Iterator[None]:
 
 
 def save_journal(folder: Path, journal: msgspec.Struct) -> None:
-    """Write the journal of interrupted work whole or not at all.
+    """Write the job's journal atomically.
 
     Raises:
-        OutputError: the disk is full or the place cannot be written.
+        OutputError: the disk is full or the folder cannot be written.
     """
     content = msgspec.msgpack.encode(journal)
     sealed = xxhash.xxh3_64_intdigest(content).to_bytes(_CHECKSUM_BYTES, "little") + content
@@ -96,7 +95,7 @@ def save_journal(folder: Path, journal: msgspec.Struct) -> None:
 
 
 def load_journal(folder: Path, kind: type[T]) -> T | None:
-    """Read the journal of interrupted work; None where there is none.
+    """Read the journal of an interrupted job; None if there is none.
 
     Raises:
         OutputError: the journal is damaged.
@@ -115,7 +114,7 @@ def load_journal(folder: Path, kind: type[T]) -> T | None:
 
 
 def _lock(descriptor: int, aside: Path) -> None:
-    """Take the folder for this process, if it still stands under its name."""
+    """Lock the folder, and check that its path still names it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         same = os.path.samestat(os.fstat(descriptor), aside.stat())
@@ -128,7 +127,7 @@ def _lock(descriptor: int, aside: Path) -> None:
 
 
 def _refuse_foreign(aside: Path, ours: re.Pattern[str]) -> None:
-    """Refuse a folder with files that no such work wrote, which must not be removed."""
+    """Refuse a folder with files that are not the job's, since it may be deleted."""
     names = (str(path.relative_to(aside)) for path in aside.rglob("*"))
     foreign = sorted(name for name in names if not ours.fullmatch(name))
     if foreign:

@@ -1,4 +1,4 @@
-"""Reduces gradients between the backward and the optimizer, under any layout."""
+"""Reduces gradients between the backward pass and the optimizer, for any layout."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -12,7 +12,7 @@ from ms_parallel.split.part import local_gradient
 from ms_parallel.torch_private import foreach_mul_, foreach_norm
 
 BUCKET_BYTES = 32 << 20
-"""Gradients that travel in one message, unless one alone is more."""
+"""Size at which gradients are sent as one message; a single larger gradient is not split."""
 
 
 def reduce_gradients(
@@ -22,18 +22,17 @@ def reduce_gradients(
     placement: Sequence[int],
     groups: Groups,
 ) -> dict[str, Tensor]:
-    """Reduce each gradient of the global batch to this process's part of it, by name.
+    """Reduce the gradients of the global batch and return this process's shards by name.
 
-    Over processes that shard weights they were summed by the backward; what is left are those that
-    hold the same parts, parameters of which each tensor rank has a share of the gradient, and tied
-    weights of which two stages have one each.
+    FSDP has already summed over the ranks that shard weights. Summed here: replicas of shards,
+    parameters that are replicated over tensor ranks, and tied weights in two pipeline stages.
 
     Args:
-        parameters: of this process's stages.
-        whole: names of those that each tensor rank holds all of.
-        tied: pairs (owner, copy) of names that hold one weight.
+        parameters: parameters of this process's stages.
+        whole: names of the parameters that are replicated over tensor ranks.
+        tied: pairs (owner, copy) of names of the same weight.
         placement: pipeline rank of each stage.
-        groups: the layout's processes.
+        groups: process groups of the layout.
     """
     gradients = {name: local_gradient(parameter) for name, parameter in parameters.items()}
     if groups.replicas is not None:
@@ -49,13 +48,13 @@ def add_tied(
     placement: Sequence[int],
     groups: Groups,
 ) -> None:
-    """Add up, in place, what two stages have of the gradient of one weight; both get the sum.
+    """Sum the gradients of tied weights over their two stages, in place.
 
     Args:
-        gradients: this process's parts, by name.
+        gradients: local shards by name.
         tied: as in `reduce_gradients`.
         placement: pipeline rank of each stage.
-        groups: the layout's processes.
+        groups: process groups of the layout.
     """
     first, last = placement[0], placement[-1]
     for owner, copy in tied if len(placement) > 1 else ():
@@ -69,20 +68,20 @@ def add_tied(
 
 
 def is_counted(name: str, plan: ModelPlan, placement: Sequence[int], groups: Groups) -> bool:
-    """Return whether this process's part of a gradient counts in the norm, being nobody else's."""
+    """Whether this process's shard counts toward the global norm, i.e. is not a replica."""
     if groups.place.tensor > 0 and plan.split_dim(name) is None:
         return False
     return not (len(placement) > 1 and name in {copy for _, copy in plan.tied})
 
 
 def sum_over_tensor(gradients: Sequence[Tensor], groups: Groups) -> None:
-    """Add up, in place, gradients of which each tensor rank has a share."""
+    """Sum gradients of replicated parameters over tensor ranks, in place."""
     if groups.layout.tensor > 1:
         sum_over("tensor", gradients, groups)
 
 
 def sum_over(axis: str, gradients: Sequence[Tensor], groups: Groups) -> None:
-    """Add up gradients in place, many in a message, so that little memory is held beside them."""
+    """All-reduce gradients in place, in buckets that bound the extra memory."""
     for some in messages([each.nbytes for each in gradients]):
         bucket = [gradients[place] for place in some]
         flat = torch.cat([each.flatten() for each in bucket])
@@ -93,7 +92,7 @@ def sum_over(axis: str, gradients: Sequence[Tensor], groups: Groups) -> None:
 
 
 def messages(sizes_bytes: Sequence[int]) -> Iterator[range]:
-    """Yield the places of gradients of such sizes that `sum_over` puts in one message."""
+    """Yield index ranges of the gradients that `sum_over` sends as one message."""
     first = size = 0
     for place, each in enumerate(sizes_bytes, 1):
         size += each

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: written, found again, and taken over."""
+"""Checkpoints of a run: saving, finding and loading them."""
 
 import hashlib
 import logging
@@ -26,19 +26,19 @@ logger = logging.getLogger(__name__)
 
 
 class Stream(Protocol):
-    """Batches, and a place among them that can be kept."""
+    """Batches with a position that can be saved and restored."""
 
     def __next__(self) -> Mapping[str, Any]:
         """Return this data rank's rows of the next global batch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the stream stands, as plain JSON; the same on every rank."""
+        """Return the position as JSON values; equal on all ranks."""
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Go to where `state` was taken."""
+        """Restore the position saved in `state`."""
 
     def share_out(self, shares: Sequence[int], /) -> None:
-        """Take as many rows of the batches that follow as this data rank's of `shares`."""
+        """Set the number of rows of each data rank for the following batches."""
 
 
 class RunProgress(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -60,7 +60,7 @@ class RunProgress(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     rolled_back: int = 0
     """Number of roll-backs to a checkpoint."""
     recent: list[tuple[float, float]] = []
-    """Loss and gradient norm of the last steps that were taken; spikes are judged by them."""
+    """Loss and gradient norm of recent steps, for detecting spikes."""
     shares: list[int] = []
     """Rows of each data rank, if they are assigned by measured speed."""
 
@@ -76,7 +76,7 @@ class RunMetadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 @frozen(kw_only=True)
 class RunCheckpoints:
-    """Where a run's checkpoints lie, and what goes into them."""
+    """Saves and restores the checkpoints of a run."""
 
     engine: Engine
     stream: Stream
@@ -87,21 +87,21 @@ class RunCheckpoints:
     show: RunDisplay
     emit: OnEvent
     beside: BackgroundSaver | None = None
-    """Writes them beside the training, where that is asked for."""
+    """Background writer, with `async_checkpoints`."""
 
     @property
     def root(self) -> Path:
-        """Where they lie."""
+        """Folder of all checkpoints."""
         return self.options.output_dir / "checkpoints"
 
     def resume(self) -> None:
-        """Take over the last checkpoint that is whole, if there is one.
+        """Load the newest complete checkpoint, if there is one.
 
-        A damaged one is set aside with a warning, and the one before is taken: the steps in
-        between are made again, exactly as they were.
+        A damaged checkpoint is renamed with a warning and the one before it is loaded; the steps
+        in between are repeated with identical results.
 
         Raises:
-            CheckpointError: it is of another model, all are damaged, or `resume` is False.
+            CheckpointError: it belongs to another model, all are damaged, or `resume` is False.
         """
         while found := run_on_rank_zero(self._last_whole):
             folder, manifest = found
@@ -118,12 +118,12 @@ class RunCheckpoints:
             return
 
     def go_back(self) -> bool:
-        """Take over the weights of the newest complete checkpoint; the data go on from here.
+        """Load the newest complete checkpoint, but keep the data position and the counters.
 
-        What was counted goes on too. The numbers by which spikes are judged are the checkpoint's.
+        The recent losses that spikes are compared with are the checkpoint's.
 
         Returns:
-            False where there is none yet, and nothing was changed.
+            False if there is no checkpoint yet, in which case nothing changes.
         """
         self.finish()
         found = run_on_rank_zero(lambda: self._last_whole() if self._any() else None)
@@ -170,7 +170,7 @@ class RunCheckpoints:
         self.emit("damaged_checkpoint", {"step": step, "problem": str(damage)})
 
     def _load(self, folder: Path, manifest: checkpoint.Manifest) -> RunMetadata:
-        """Give the engine what a checkpoint holds."""
+        """Load a checkpoint into the engine and return its metadata."""
         facts = metadata_of(folder, manifest)
         self._check_model(folder, facts.model)
         state = self.engine.state_dict()
@@ -195,16 +195,16 @@ class RunCheckpoints:
                 )
 
     def mark(self) -> bytes:
-        """Return the mark of a finished run's model: its step and the digest of its checkpoint."""
+        """Return a finished model's mark: its step and the digest of its checkpoint."""
         manifest = checkpoint.step_folder(self.root, self.engine.step_count) / MANIFEST
         digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
         return msgspec.json.encode({"step": self.engine.step_count, "checkpoint": digest})
 
     def save(self) -> None:
-        """Write a checkpoint of this step and let the oldest go; or begin to, beside the training.
+        """Save a checkpoint of this step, in the background if enabled, and delete the oldest.
 
         Raises:
-            CheckpointError: it cannot be written; those before it are whole.
+            CheckpointError: it cannot be written; earlier checkpoints remain valid.
         """
         step, began = self.engine.step_count, monotonic()
         position.activity = "checkpoint"
@@ -229,26 +229,26 @@ class RunCheckpoints:
         note()
 
     def poll(self) -> None:
-        """Complete, between two steps, what was written beside them, or raise why it failed.
+        """Complete a background save that has finished writing; called between steps.
 
         Raises:
-            CheckpointError: on every rank, where any of them could not write.
+            CheckpointError: any rank failed to write; raised on all ranks.
         """
         if self.beside is not None:
             self.beside.poll()
 
     def finish(self) -> None:
-        """Wait until nothing is being written.
+        """Wait for a background save to complete.
 
         Raises:
-            CheckpointError: it could not be.
+            CheckpointError: it failed.
         """
         if self.beside is not None:
             position.activity = "checkpoint"
             self.beside.finish()
 
     def close(self) -> None:
-        """End what writes, whether it is done or not."""
+        """Stop the background writer, even if it is still writing."""
         if self.beside is not None:
             self.beside.close()
 
@@ -258,17 +258,17 @@ class RunCheckpoints:
 
 
 def metadata_of(folder: Path, manifest: checkpoint.Manifest) -> RunMetadata:
-    """Read what a run has kept in a checkpoint beside its tensors.
+    """Read the metadata of a checkpoint.
 
     Raises:
-        DamageError: it is not what a run keeps.
+        DamageError: it is not the metadata of a run.
     """
     with decoding(folder / MANIFEST, error=DamageError):
         return msgspec.convert(manifest.facts, RunMetadata)
 
 
 def model_facts(engine: Engine) -> dict[str, Any]:
-    """List what tells models apart, as JSON gives it back; no weight depends on token numbers."""
+    """Return the model's configuration as JSON values, without special token ids."""
     facts = asdict(engine.config)
     return {
         name: list(v) if isinstance(v, tuple) else v

@@ -1,4 +1,4 @@
-"""Settles `microbatch_size = "auto"`: the largest that fits, by prediction and a trial."""
+"""Resolves `microbatch_size = "auto"` to the largest size that fits, by prediction and trials."""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -37,16 +37,16 @@ from ms_parallel.training.options import AUTO, Options
 
 
 def limit_bytes(options: Options, held: int = 0) -> int:
-    """Return the most that a rank may hold: as asked for, or what it holds and is free."""
+    """Return a rank's memory limit: `memory_gib`, or what it holds plus what is free."""
     if options.memory_gib is not None:
         return int(options.memory_gib * GIB)
     return held + free_bytes(pick_device(options.wanted_device))
 
 
 def _heed_limits(options: Options) -> None:
-    """Hold little beside tensors on CPUs of which one may hold less than its machine has.
+    """On CPU ranks with a memory limit, reduce memory other than tensors.
 
-    All do, as the rank that holds most is held against the one that may hold least.
+    All ranks do so if any is limited, since the largest rank is compared with the lowest limit.
     """
     on_cpu = pick_device(options.wanted_device).type == "cpu"
     (limited,) = sums(on_cpu and left_by_limits() < inf)
@@ -59,18 +59,18 @@ def _heed_limits(options: Options) -> None:
 def settled(
     options: Options, layout: Layout, predict: Callable[[int], Sequence[RankMemory]]
 ) -> Options:
-    """Replace the microbatch size `auto` by a number: found before, or predicted now.
+    """Replace the microbatch size `auto` with a stored or a predicted number.
 
-    All processes of the run call this, before they build anything: where what they may hold is
-    limited, they hold no more than their tensors from now on.
+    All processes call this before they build anything; on ranks with a memory limit it also
+    reduces the allocator's overhead.
 
     Args:
-        options: the run's.
-        layout: how it is split.
-        predict: what each pipeline rank holds with so many rows in a microbatch.
+        options: options of the run.
+        layout: its layout.
+        predict: memory of each pipeline rank for a microbatch size in rows.
 
     Raises:
-        ConfigError: none fits, or what was found cannot be read.
+        ConfigError: no size fits, or the stored size cannot be read.
     """
     _heed_limits(options)
     if options.microbatch_size != AUTO:
@@ -91,18 +91,18 @@ def settled(
 def try_out(
     engine: Any, options: Options, layout: Layout, predict: Callable[[int], Sequence[RankMemory]]
 ) -> FoundMicrobatch | None:
-    """Try sizes up to the predicted one; what was found, which a file keeps.
+    """Try sizes up to the predicted one, and store and return the largest that fits.
 
-    All processes of the run call this. None where the run has settled it before.
+    All processes call this. Returns None if the size was already known.
 
     Args:
-        engine: an `Engine` of the predicted size, which is changed.
-        options: of the run, with `auto`.
-        layout: how it is split.
-        predict: as in `settled`; asked for two sizes again.
+        engine: an `Engine` with the predicted size; its microbatch size is changed.
+        options: options of the run, with `auto`.
+        layout: its layout.
+        predict: as in `settled`.
 
     Raises:
-        ConfigError: not even the smallest fits.
+        ConfigError: not even the smallest size fits.
     """
     if options.microbatch_size != AUTO or run_on_rank_zero(lambda: _known(options, layout)):
         return None
@@ -116,7 +116,7 @@ def try_out(
     )
     loss = NextTokenLoss(mtp_weight=options.mtp_weight, z_coefficient=options.z_coefficient)
     engine.runner.microbatch_size = sizes[0]
-    trial_bytes(engine, loss, rows, options.sequence_length)  # what is taken once, for all sizes
+    trial_bytes(engine, loss, rows, options.sequence_length)  # one-time allocations
     give_back()
     limit = _agreed(limit_bytes(options, held_bytes(engine)))
     tried: dict[int, int | None] = {}
@@ -124,7 +124,7 @@ def try_out(
     while (size := next_trial(predicted, tried, limit, alone=alone)) is not None:
         engine.runner.microbatch_size = size
         tried[size] = trial_bytes(engine, loss, rows, options.sequence_length)
-        give_back()  # where memory ran out, what its frames have made is held until it is collected
+        give_back()  # after running out of memory, the exception's frames still hold tensors
     found = {size: took for size, took in tried.items() if took and took <= limit}
     if not found:
         raise ConfigError(
@@ -168,7 +168,7 @@ def _conditions(options: Options, layout: Layout) -> dict[str, int | str | None]
 
 
 def _agreed(limit: int) -> int:
-    """Return the least limit of all processes."""
+    """Return the minimum of the limits of all processes."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return limit
     gathered: list[int] = [0] * dist.get_world_size()

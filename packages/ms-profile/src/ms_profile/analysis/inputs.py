@@ -1,4 +1,4 @@
-"""Which traces of a folder are read, one a rank, and which run they belong to."""
+"""Finds the traces to analyze, one per rank, and the run that they belong to."""
 
 import logging
 import os
@@ -22,43 +22,43 @@ RING_SUFFIX: Final = ".ring"
 
 @frozen(kw_only=True)
 class FoundTraces:
-    """The files to read."""
+    """Trace files of a folder."""
 
     files: tuple[Path, ...]
-    """By name."""
+    """Paths, sorted by name."""
     warnings: tuple[str, ...] = ()
-    """What of the folder cannot be used, one sentence each."""
+    """One sentence per part of the folder that cannot be used."""
 
 
 @frozen(kw_only=True)
 class RunDescription:
-    """What was run, as its folder's manifests record it."""
+    """Description of a run, from the manifests in its folder."""
 
     name: str
     """Name of the folder or file."""
     command: str = ""
-    """The script and its arguments, as a shell takes them; empty where not known."""
+    """Script and arguments as a shell command; empty if unknown."""
     started_wall_ns: int | None = None
     metrics: tuple[str, ...] | None = None
-    """Asked for with `--metrics`; None where not known, so that all are shown."""
+    """Value of `--metrics`. None: unknown, so all metrics are shown."""
     steps: int | None = None
-    """Steps of the whole run, those of the longest rank."""
+    """Number of steps of the run, the maximum over ranks."""
     windows: int = 1
-    """How many windows of a rank were saved, the most of any."""
+    """Number of saved windows, the maximum over ranks."""
     window: int = 1
-    """Which of them is analysed, counted from 1."""
+    """Window that is analyzed, counted from 1."""
     versions: dict[str, str] = field(factory=dict)
 
 
 def find_traces(path: Path, *, window: int | None = None) -> FoundTraces:
-    """Find the traces to read; in a run's folder, those that its ranks' manifests name.
+    """Find the trace files to read; in a run's folder, the manifests of the ranks name them.
 
     Args:
-        path: a trace, a ring, a folder of either, or the output folder of `ms-profile run`.
-        window: which window of each rank, counted from 1; the last one where not given.
+        path: a trace, a ring file, a folder of either, or the output folder of `ms-profile run`.
+        window: window of each rank, counted from 1. None: the last one.
 
     Raises:
-        TraceError: there are none.
+        TraceError: there are no traces.
     """
     if path.is_file():
         return FoundTraces(files=(path,))
@@ -66,7 +66,7 @@ def find_traces(path: Path, *, window: int | None = None) -> FoundTraces:
         raise TraceError(f"there is no {path}; give a trace, or a folder of .json or .json.gz")
     ranks, warnings = _ranks_of(path)
     named = [_named(path, rank, window) for rank in ranks]
-    # Unlike `Path.is_file`, this takes a name that no system would.
+    # Unlike `Path.is_file`, this returns False for names that are too long.
     found = [file for file in named if file is not None and os.path.isfile(file)]
     if window is not None and ranks and not found:
         raise TraceError(
@@ -97,7 +97,7 @@ def find_traces(path: Path, *, window: int | None = None) -> FoundTraces:
 
 
 def _ranks_of(path: Path) -> tuple[list[RankManifest], list[str]]:
-    """Return the manifests of a run's ranks, and what is wrong with those that cannot be read."""
+    """Return the manifests of a run's ranks, and a warning if they cannot be read."""
     try:
         return read_ranks(path), []
     except ProfileError as error:
@@ -105,7 +105,7 @@ def _ranks_of(path: Path) -> tuple[list[RankManifest], list[str]]:
 
 
 def _named(folder: Path, rank: RankManifest, window: int | None) -> Path | None:
-    """Return the trace that a rank names; nothing outside of the run's folder is read for it."""
+    """Return the path of a rank's trace; paths outside the run's folder are ignored."""
     if not rank.traces or (window is not None and not 0 < window <= len(rank.traces)):
         return None
     path = PurePosixPath(rank.traces[-1 if window is None else window - 1].path)
@@ -115,7 +115,7 @@ def _named(folder: Path, rank: RankManifest, window: int | None) -> Path | None:
 
 
 def _last_windows(files: Sequence[Path]) -> tuple[Path, ...]:
-    """Return the last of each rank's windows (`rank-00000.003.json`)."""
+    """Return the last window of each rank (`rank-00000.003.json`)."""
     last = {file.name.split(".")[0]: file for file in files}
     return tuple(last.values())
 
@@ -126,12 +126,12 @@ def describe_run(
     window: int | None = None,
     on_problem: Callable[[str], None] = logger.warning,
 ) -> RunDescription:
-    """Describe what was run, from the manifests of a run's folder, or of the one a file lies in.
+    """Describe a run from the manifests in its folder, or in the folder of one of its files.
 
     Args:
-        path: the folder or file.
-        window: of the run, counted from 1; the last one where not given.
-        on_problem: called with a sentence on a run's manifest that cannot be read.
+        path: folder or file of the run.
+        window: window of the run, counted from 1. None: the last one.
+        on_problem: called with a sentence if a manifest cannot be read.
     """
     place = Path(os.path.abspath(path))
     folder = next(
@@ -159,13 +159,13 @@ def describe_run(
 
 
 def latest_of_each(claims: Sequence[tuple[int, Path, int]]) -> tuple[set[Path], list[str]]:
-    """Decide which file stands for a rank that several files claim: the one that begins last.
+    """For ranks with several trace files, keep the file that starts last.
 
     Args:
-        claims: rank, file and first instant in ns of every trace.
+        claims: rank, file and start time in ns of every trace.
 
     Returns:
-        The files that are left out, and a sentence for each.
+        The files to ignore, and a warning for each.
     """
     by_rank: dict[int, list[tuple[int, Path]]] = defaultdict(list)
     for rank, file, start_ns in claims:

@@ -57,13 +57,13 @@ def adamw_rules(
 
 
 class AdamWRule:
-    """AdamW on the local part of each parameter; moments are float32 and lie beside them.
+    """AdamW on local shards, with float32 moments.
 
     Args:
-        parameters: by name.
-        share: those that are updated.
-        offload: whether moments lie in the machine's memory, and visit the device for their update,
-            which is the same to the bit.
+        parameters: parameters by name.
+        share: group of parameters to update.
+        offload: keep moments in host memory and copy them to the device for the update; results
+            are bit-identical.
     """
 
     whole: Moments = {}  # noqa: RUF012 - there are none, and none is added
@@ -80,7 +80,7 @@ class AdamWRule:
 
     @property
     def moments(self) -> Moments:
-        """The mean of the gradient, and of its square."""
+        """First and second moments."""
         return {"exp_avg": self.first, "exp_avg_sq": self.second}
 
     def apply(self, gradients: Mapping[str, Tensor], rate: float, taken: int) -> None:
@@ -93,13 +93,13 @@ class AdamWRule:
             self._update(names, parts, gradients, rate, taken)
 
     def _zeros(self, part: Tensor) -> Tensor:
-        """Make a moment of a parameter's part, where moments lie; on meta, one without memory."""
+        """Allocate a moment of a shard, in pinned host memory if offloaded."""
         if not self.offload or part.device.type in ("cpu", "meta"):
             return torch.zeros_like(part)
         return torch.zeros_like(part, device="cpu").pin_memory()
 
     def _visits(self, parts: Mapping[str, Tensor], held: Sequence[str]) -> Iterator[list[str]]:
-        """Yield weights whose moments are on the device together: all, or those that visit it."""
+        """Yield groups of weights that are updated together; offloaded moments in small groups."""
         if not self.offload:
             yield list(held)
             return
@@ -141,7 +141,7 @@ class AdamWRule:
                     home.copy_(visitor)
 
     def _step(self, rows: Sequence[Sequence[Tensor]], rate: float, taken: int) -> None:
-        """Update weights in place, each given with its gradient and moments."""
+        """Update weights in place; a row is a weight, its gradient and its two moments."""
         weights, gradients, first, second = map(list, zip(*rows, strict=True))
         device = weights[0].device if self.fused else "cpu"
         adamw(
@@ -164,7 +164,7 @@ class AdamWRule:
 
 
 def _filled(row: Sequence[Tensor]) -> list[Tensor]:
-    """Copy flat with zeros behind, so that no element is computed outside of a vector."""
+    """Copy to flat tensors, zero-padded so that the kernel has no scalar remainder loop."""
     return [pad(tensor.flatten(), (0, -tensor.numel() % UNIT)) for tensor in row]
 
 

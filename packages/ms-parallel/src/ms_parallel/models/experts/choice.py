@@ -1,4 +1,4 @@
-"""How a router chooses experts, as a value."""
+"""Settings of an expert router."""
 
 from typing import Literal
 
@@ -10,38 +10,38 @@ from ms_parallel.settings.validators import flag, number, one_of, whole
 Scores = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 
 MOST_EXPERTS = 1 << 13
-"""Some ten times what any model has: beyond it a file is damaged, or made to take our memory."""
+"""Ten times more than any known model; a larger number means a damaged or hostile file."""
 
 
 @frozen(kw_only=True)
 class Choice:
-    """How a router chooses experts for a token.
+    """Top-k selection of experts for a token.
 
     Raises:
-        ConfigError: more are to be chosen than there are, or groups do not divide them.
+        ConfigError: top-k exceeds the number of experts, or groups do not divide it.
     """
 
     num_experts: int = field(validator=whole(most=MOST_EXPERTS))
-    """Experts of a layer."""
+    """Number of experts per layer."""
     num_experts_per_tok: int = field(validator=whole(most=MOST_EXPERTS))
-    """How many each token chooses."""
+    """Number of experts per token (top-k)."""
     scores: Scores = field(
         default="softmax", validator=one_of("softmax", "sigmoid", "softmax_of_chosen")
     )
-    """How scores follow from the router's logits: over all experts, each alone, or over the
-    chosen."""
+    """Scores from the router's logits: softmax over all experts, sigmoid of each, or softmax over
+    the top-k."""
     normalized: bool = field(default=True, validator=flag)
-    """The weights of the chosen are divided by their sum."""
+    """Normalize the top-k weights to sum to 1."""
     factor: float = field(default=1.0, validator=number(least=1e-30))
-    """What the weights are multiplied by in the end."""
+    """Scale of the final weights."""
     groups: int = field(default=1, validator=whole(most=MOST_EXPERTS))
-    """Equal groups of experts, of which the best are chosen first."""
+    """Number of equal expert groups for group-limited routing."""
     chosen_groups: int = field(default=1, validator=whole(most=MOST_EXPERTS))
-    """How many groups are left to choose from; a group counts its two best experts."""
+    """Number of groups that a token may use, ranked by the sum of their two best scores."""
     corrected: bool = field(default=False, validator=flag)
-    """A bias of each expert is added to the scores that choose, not to the weights."""
+    """Add a bias per expert to the scores for selection only, not to the weights."""
     bias: bool = field(default=False, validator=flag)
-    """The router's linear map has a bias."""
+    """The router's linear layer has a bias."""
 
     def __attrs_post_init__(self) -> None:
         if self.num_experts_per_tok > self.num_experts:
@@ -64,11 +64,11 @@ class Choice:
 
 @frozen(kw_only=True)
 class Mixture:
-    """What the mixture of experts of a whole model is."""
+    """Mixture-of-experts settings of a model."""
 
     layers: tuple[int, ...]
-    """Global numbers of those that have experts."""
+    """Indices of the layers with experts."""
     choice: Choice
-    """How the router of each of these layers chooses."""
+    """Router settings of these layers."""
     coefficient: float = 0.0
-    """Weight of the balance loss unless the run sets one: config.json's router_aux_loss_coef."""
+    """Load-balancing loss coefficient unless the run sets one: router_aux_loss_coef."""
