@@ -415,7 +415,7 @@ def test_a_bad_line_late_in_a_build_can_be_skipped_when_it_goes_on(
         patch.setattr(module, "BATCH_CHARACTERS", 1500)
         with pytest.raises(CorpusError, match=r"a\.jsonl:61") as caught:
             build(path, tokenizer=tokenizer, out=tmp_path / "out")
-    assert "goes on" in caught.value.__notes__[0]
+    assert "same command resumes" in caught.value.__notes__[0]
     summary = build(path, tokenizer=tokenizer, out=tmp_path / "out", skip_invalid=True)
     assert (summary.documents, summary.skipped) == (60, 1)
 

@@ -159,7 +159,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     warnings = caplog.text
     assert "step-00000012/rank-00000.safetensors" in warnings
     assert "step-00000009/checkpoint.json" in warnings
-    assert "goes on from" in capsys.readouterr().out
+    assert "resuming from" in capsys.readouterr().out
     assert [event["step"] for event in events(run, "damaged_checkpoint")] == [12, 9]
     assert (checkpoints / "step-00000012.damaged-1").is_dir()
     assert_the_same(run, whole)

@@ -158,7 +158,7 @@ def test_a_checkpoint_without_a_manifest_is_set_aside(
     assert main(["train", str(run)]) == 0
     assert "checkpoint.json: cannot be read: No such file" in caplog.text
     assert "kept as step-00000012.damaged-1" in caplog.text
-    assert "goes on from" in capsys.readouterr().out
+    assert "resuming from" in capsys.readouterr().out
     assert checkpoint.complete_steps(checkpoints) == [6, 9, 12]
 
 

@@ -348,7 +348,7 @@ class Loop:
                 "written; raise steps to go on"
             )
             return
-        log.note(f"goes on from {folder} (step {self.at.step} of {self.steps})")
+        log.note(f"resuming from {folder} (step {self.at.step} of {self.steps})")
         log.event("resume", {"step": self.at.step, "checkpoint": str(folder)})
 
     def _identity(self) -> dict[str, str]:

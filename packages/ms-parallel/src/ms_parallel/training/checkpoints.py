@@ -112,7 +112,7 @@ class RunCheckpoints:
                 continue
             if self.engine.step_count < self.total:
                 self.show.note(
-                    f"goes on from {folder} (step {self.engine.step_count} of {self.total})"
+                    f"resuming from {folder} (step {self.engine.step_count} of {self.total})"
                 )
             self.emit("resume", {"step": self.engine.step_count, "checkpoint": str(folder)})
             return
