@@ -155,6 +155,24 @@ def test_every_backend_equals_the_reference_in_float64(implementation):
     assert compared >= 50
 
 
+@pytest.mark.parametrize(
+    ("keys", "values", "fused"), [(1, 15, False), (7, 21, False), (8, 8, True)]
+)
+def test_the_fused_cpu_kernel_is_not_used_for_wide_values_in_half_precision(keys, values, fused):
+    """Its rounding grows with sqrt(Dv / D); what is used instead is within the tolerance."""
+    contract = CONTRACTS["attention"]
+    (cpu,) = (i for i in IMPLEMENTATIONS if (i.operator, i.backend) == ("attention", "cpu"))
+    sizes = {"B": 1, "Sk": 34, "Sq": 22, "Hq": 6, "Hk": 2, "D": keys, "Dv": values}
+    for seed in range(20):
+        drawn = contract.draw(sizes, dtype=torch.bfloat16, seed=seed)
+        tensors = [*(drawn[name] for name in "qkv"), None, None]
+        options = (True, None, None)
+        call = describe_call(contract, tuple(tensors), options)
+        assert (obstacle_to(cpu, call) is None) == fused
+        run = cpu.run if fused else contract.reference
+        assert all(ratio <= 1 for _, ratio in compare(contract, run, tensors, options))
+
+
 @pytest.mark.parametrize("name", CONTRACTS)
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
