@@ -1,5 +1,6 @@
 """Files and folders that appear whole or not at all: written aside, synced, then renamed."""
 
+import ctypes
 import errno
 import os
 import shutil
@@ -140,13 +141,15 @@ def writing(path: Path, *, remedy: str = "choose another place") -> Iterator[Non
 def whole_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield an empty folder that gets the name `folder` if all goes well, and else is removed.
 
-    A killed process leaves the old folder or none; what else it left is removed first. Keep other
+    A killed process leaves the old folder, whole; what else it left is removed first. Keep other
     writers out with `run_folder.locked`.
 
     Raises:
         WriteError: `folder` is there and `overwrite` is not given, or it cannot be written.
     """
     aside = _aside(folder)
+    with writing(folder):
+        restore_folder(folder)
     if os.path.lexists(folder) and not overwrite:
         raise WriteError(f"{folder} exists; remove it, or choose another place")
     try:
@@ -156,26 +159,60 @@ def whole_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
         yield aside
         with writing(folder):
             sync_tree(aside)
-            _take_place_of(folder, aside)
+            replace_folder(folder, aside)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
 
 
-def _take_place_of(folder: Path, aside: Path) -> None:
-    """Put `aside` in the place of `folder`, which is never there in part: that could be opened."""
-    old = folder.with_name(f"{folder.name}.replaced")
-    shutil.rmtree(old, ignore_errors=True)
-    replaced = folder.is_dir() and not folder.is_symlink()
-    if replaced:
-        folder.rename(old)
-    try:
+def replace_folder(folder: Path, aside: Path) -> None:
+    """Replace `folder`, if it exists, with the synced folder `aside`.
+
+    SIGKILL at any moment leaves the old folder or the new one, whole: under its name where the file
+    system can exchange two names in one call, elsewhere perhaps as `*.replaced`, which
+    `restore_folder` puts back.
+    """
+    if not folder.is_dir() or folder.is_symlink():
         publish(aside, folder)
-    except BaseException:
-        if replaced:
+    elif _exchange(aside, folder):
+        sync_folder(folder.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        old = _replaced(folder)
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        try:
+            publish(aside, folder)
+        except BaseException:
             old.rename(folder)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def restore_folder(folder: Path) -> None:
+    """Put back a folder that a killed `replace_folder` had moved away, or drop the moved one."""
+    old = _replaced(folder)
+    if os.path.lexists(folder):
+        shutil.rmtree(old, ignore_errors=True)
+    elif old.is_dir() and not old.is_symlink():
+        publish(old, folder)
+
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""Constants of renameat2(2), Linux."""
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two folders in one step; False where the system cannot."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    names = os.fsencode(one), os.fsencode(other)
+    return call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_RENAME_EXCHANGE)) == 0
+
+
+def _replaced(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.replaced")
 
 
 def _aside(path: Path) -> Path:

@@ -88,6 +88,8 @@ VALUES: dict[str, dict[str, list[Any]]] = {
     },
     "ms-align dpo": {"microbatch_size": [UNSET, 1, 2]},
     "ms-align reward": {"microbatch_size": [UNSET, 1, 2], "layout": LAYOUTS[:4]},
+    # k1 needs kl_in = "reward", so it cannot be the plain value.
+    "ms-align grpo": {"kl_estimator": ["k3_weighted", "k1", "k2", "k3", "k1_to_go"]},
     "ms-compress": {
         "model": ["@llama", "@qwen3_moe", "@pruned_llama"],
         "tokenizer": [UNSET],

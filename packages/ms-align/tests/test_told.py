@@ -1,6 +1,8 @@
 """What a run knows of its data it says: counts, ends of answers, empty held-out splits."""
 
+import csv
 import gzip
+import io
 import json
 import shutil
 import sys
@@ -8,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import tokenizers
+import zstandard
 
 from ms_align import GRPOTrainer, SFTTrainer
 from ms_align.cli import main
@@ -265,11 +269,52 @@ def test_a_file_of_prompts_is_lines_or_one_array(
     assert [prompt.answer for prompt in answered] == [str(n) for n in range(len(entries))]
 
 
+TABLE = [{"prompt": "a [b]", "answer": "1"}, {"prompt": 'say "c", twice', "answer": "2"}]
+
+
+def write_table(path: Path) -> None:
+    """Write `TABLE` as the table that a path's suffixes name."""
+    kind, *packing = [suffix[1:] for suffix in path.suffixes]
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TABLE), path)
+        return
+    text = io.StringIO()
+    if kind == "jsonl":
+        text.writelines(json.dumps(row) + "\n" for row in TABLE)
+    else:
+        quoting = csv.QUOTE_ALL if kind == "csv" else csv.QUOTE_MINIMAL
+        table = csv.DictWriter(
+            text, list(TABLE[0]), delimiter="," if kind == "csv" else "\t", quoting=quoting
+        )
+        table.writeheader()
+        table.writerows(TABLE)
+    content = text.getvalue().encode()
+    if packing == ["zst"]:  # two frames, as tools that append write
+        content = zstandard.compress(content[:30]) + zstandard.compress(content[30:])
+    elif packing == ["gz"]:
+        content = gzip.compress(content)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "name", ["csv", "tsv", "parquet", "csv.gz", "tsv.zst", "jsonl.zst", "jsonl.gz"]
+)
+def test_prompts_are_read_from_every_table_that_shards_are_built_from(
+    name: str, tmp_path: Path
+) -> None:
+    """The rows of CSV, TSV and Parquet files are those of JSON, packed or not."""
+    path = tmp_path / f"prompts.{name}"
+    write_table(path)
+    assert read_prompts(path, Chats()) == read_prompts(TABLE, Chats())
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"prompt,answer\na,b\n", "must be JSON, one entry per line or one array"),
-        (b"PAR1\0\0", "must be JSON, one entry per line or one array"),
+        (b"prompt,answer\na,b\n", "malformed JSON line"),
+        (b"PAR1\0\0", "malformed JSON line"),
+        (b"\x28\xb5\x2f\xfd\0", "zstd file is cut off"),
+        (zstandard.compress(b'{"prompt": "a"}')[:-3], "zstd file is cut off"),
         (b"\x1f\x8b\x08\0", "damaged gzip file"),
         (gzip.compress(b'{"prompt": "a"}')[:-9], "damaged gzip file"),
         (b'[\n{"prompt": "a"},\n{"pro', "truncated"),

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,12 @@ from launching import (
 from ms_parallel import CheckpointError, DistributedTrainer, LaunchError, ModelError, checkpoint
 from ms_parallel.checkpoint.background import BackgroundSaver
 from ms_parallel.errors import DamageError, DivergenceError, FolderError
+from ms_parallel.files import durable
 from ms_parallel.files.durable import write_file
 from ms_parallel.files.run_folder import locked
 from ms_parallel.training.checkpoints import RunProgress
 from ms_parallel.training.recovery import check_outcome
+from ms_parallel.training.result import write_model
 from ms_parallel.weights.folder import WeightFolder
 
 
@@ -208,6 +211,60 @@ def test_planted_links_are_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"new"
     assert not (tmp_path / "file").is_symlink()
     assert victim.read_text() == "precious"
+
+
+def killed_at(event: int, work: Callable[[], object]) -> bool:
+    """Run `work` in a forked process that kills itself at its n-th file operation.
+
+    Returns whether it was killed, as opposed to having fewer operations.
+    """
+    child = os.fork()
+    if child == 0:
+        left = iter(range(event))
+
+        def kill(name: str, _: object) -> None:
+            if name.startswith(("open", "os.", "shutil.", "ctypes.")) and next(left, None) is None:
+                signal.raise_signal(signal.SIGKILL)
+
+        sys.addaudithook(kill)
+        work()
+        os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "two renames"])
+def test_a_model_is_whole_wherever_the_process_that_replaces_it_is_killed(
+    exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old model or the new one; without renameat2 the next launch may have to put it back."""
+    if not exchanges:
+        monkeypatch.setattr(durable, "_exchange", lambda one, other: False)
+    folder = tmp_path / "model"
+
+    def write(version: bytes) -> None:
+        def save(place: Path) -> None:
+            place.mkdir()
+            for name in "ab":
+                (place / name).write_bytes(version)
+
+        write_model(folder, lambda: version, save)
+
+    kills = 0
+    while True:
+        shutil.rmtree(folder, ignore_errors=True)
+        write(b"old")
+        killed = killed_at(kills, lambda: write(b"new"))
+        if not exchanges:
+            durable.restore_folder(folder)
+        found = {path.name: path.read_bytes() for path in folder.iterdir()}
+        assert found in [dict.fromkeys(("a", "b", "training.json"), v) for v in (b"old", b"new")]
+        write(b"last")
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+        assert (folder / "a").read_bytes() == b"last"
+        if not killed:
+            break
+        kills += 1
+    assert kills > 10
 
 
 def test_a_rank_that_loses_rank_0_and_its_store_prints_one_line(

@@ -189,8 +189,8 @@ def _add_build(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     templates.add_argument(
         "--chat",
         action="store_true",
-        help="build an instruction set (OpenAI, ShareGPT or Alpaca rows in JSON Lines) with the "
-        "chat template in the folder of --tokenizer",
+        help="build an instruction set (OpenAI, ShareGPT or Alpaca rows in JSON, CSV or Parquet) "
+        "with the chat template in the folder of --tokenizer",
     )
     templates.add_argument(
         "--chat-template",

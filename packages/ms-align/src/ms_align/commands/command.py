@@ -89,13 +89,14 @@ DATASET = Key(
 PROMPTS = (
     Key(
         name="dataset",
-        meaning="JSON Lines file of prompts: texts, tokens, chats, or tables with a key `prompt`.",
+        meaning="File of prompts: JSON Lines or a JSON array of texts, tokens, chats or objects"
+        " with a key `prompt`, or a CSV or Parquet table with a column `prompt`.",
         kind="str",
         required=True,
     ),
     Key(
         name="response_dataset",
-        meaning="JSON Lines file of the known answer to each prompt, in the same order.",
+        meaning="File of the known answer to each prompt, in the same order; JSON, CSV or Parquet.",
         kind="str | None",
     ),
 )

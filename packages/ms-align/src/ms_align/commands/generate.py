@@ -33,7 +33,7 @@ class Generation(Sampling, DeviceOptions):
     tokenizer: str | None = field(default=None, validator=a_path(optional=True))
     """A folder, a `tokenizer.json`, or `bytes`; by default the one that lies beside the model."""
     dataset: str = field(validator=a_path())
-    """JSON Lines file of prompts."""
+    """File of prompts: JSON Lines, a JSON array, CSV or Parquet."""
     stop_tokens: Any = field(default=None, converter=optional(token_numbers))
     """Each ends a response; by default those that end a text of the model."""
     out: str = field(validator=a_path(written="file"))

@@ -18,7 +18,7 @@ from ms_align.errors import ConfigError, ModelError, NonFiniteError
 from ms_align.files.durable import write_file, writing
 from ms_align.files.model_name import missing_model
 from ms_align.files.tokenizer_source import json_text
-from ms_align.files.untrusted import check_parts, check_path, read_json
+from ms_align.files.untrusted import check_file, check_parts, check_path, read_json
 from ms_align.models.finite import check_module, first_not_finite
 from ms_align.settings import shown
 
@@ -218,6 +218,7 @@ def stored_dtype(folder: Path) -> torch.dtype | None:
     counts: Counter[str] = Counter()
     with suppress(OSError, SafetensorError):
         for path in sorted(folder.glob("*.safetensors")):
+            check_file(path, error=ModelError)
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118 - it is no mapping
                     part = file.get_slice(name)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ms_align.errors import DamageError, ModelError, WriteError
 from ms_align.files.durable import whole_folder, write_file
-from ms_align.files.untrusted import check_path, read_bytes, read_json
+from ms_align.files.untrusted import check_file, check_path, read_bytes, read_json
 from ms_align.models.finite import check_tensors
 from ms_align.models.folder import load_model, save_model
 from ms_align.models.language_model import language_model
@@ -125,6 +125,7 @@ class RewardModel(nn.Module):
         }
         places: dict[str, str] = {}
         for path in sorted((folder / BODY).glob("*.safetensors")):
+            check_file(path, error=ModelError)
             with safe_open(path, "pt") as file:
                 places |= dict.fromkeys(file.keys(), f"{BODY}/{path.name}")
         places["score.weight"] = HEAD_FILE

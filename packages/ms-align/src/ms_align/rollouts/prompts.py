@@ -11,13 +11,13 @@ import msgspec
 import torch
 from attrs import field, frozen
 
-from ms_align.errors import DataError
+from ms_align.errors import ConfigError, DataError
 from ms_align.files.untrusted import check_path, decode_json, decoding, read_bytes
 from ms_align.seeds import seed_of
 from ms_align.tokenizer import Tokenizer
 
 LARGEST_FILE_BYTES = 1 << 36
-GZIP = b"\x1f\x8b"
+GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 MOST_TOKENS = 2**31
 """Upper bound for token ids; tokenizers cannot handle larger ones."""
 
@@ -46,8 +46,9 @@ def read_prompts(
 
     Args:
         dataset: strings, lists of token ids, lists of chat messages, or mappings whose key `prompt`
-            has one of these; or the path of a file of them: JSON Lines or one JSON array, plain or
-            gzip-compressed.
+            has one of these; or the path of a file of them: JSON Lines, a JSON array, CSV, TSV,
+            Parquet or Arrow, plain or compressed by gzip or zstd. All but plain and gzip-compressed
+            JSON needs ms-data.
         tokenizer: required for strings and messages.
         responses: reference answers in the order of the prompts. None: the key `answer` of each
             mapping, if present.
@@ -83,20 +84,12 @@ def _entries(dataset: str | Path | Iterable[Any], what: str, *, prompts: bool = 
         return list(dataset)
     check_path(what, dataset, error=DataError)
     path = Path(dataset)
-    content = read_bytes(path, error=DataError, limit_bytes=LARGEST_FILE_BYTES)
-    if content.startswith(GZIP):
-        try:
-            content = gzip.decompress(content)
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{path}: damaged gzip file ({error}); fetch it again") from error
+    content = _unpacked(read_bytes(path, error=DataError, limit_bytes=LARGEST_FILE_BYTES), path)
     content = content.removeprefix(codecs.BOM_UTF8)
     if not content.strip():
         return []
-    if not content.lstrip().startswith((b"[", b"{", b'"')):
-        raise DataError(
-            f"{path} must be JSON, one entry per line or one array of them, plain or packed by "
-            f"gzip, and begins with {content.lstrip()[:20]!r}; convert it"
-        )
+    if not _begins_as_json(content.lstrip()):
+        return _table_rows(path)
     lines = [(number, line) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
     # A line of JSON Lines may itself be an array: a chat or the tokens of a prompt.
     if content.lstrip().startswith(b"[") and not _is_json(lines[0][1]):
@@ -108,6 +101,55 @@ def _entries(dataset: str | Path | Iterable[Any], what: str, *, prompts: bool = 
     ]
     only: Any = entries[0] if len(entries) == 1 else None
     return only if isinstance(only, list) and not (prompts and _is_prompt(only)) else entries
+
+
+def _unpacked(content: bytes, path: Path) -> bytes:
+    """Decompress the content of a gzip or zstd file; other content is returned as it is."""
+    if content.startswith(GZIP):
+        try:
+            return gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{path}: damaged gzip file ({error}); fetch it again") from error
+    if content.startswith(ZSTD):
+        try:
+            import zstandard
+        except ImportError as error:
+            raise ConfigError(f"reading {path} needs zstandard; install ms-align[data]") from error
+        parts: list[bytes] = []
+        try:
+            while content:
+                frame = zstandard.ZstdDecompressor().decompressobj()
+                parts.append(frame.decompress(content))
+                if not frame.eof:
+                    raise DataError(f"{path}: the zstd file is cut off; fetch it again")
+                content = frame.unused_data
+        except zstandard.ZstdError as error:
+            raise DataError(f"{path}: damaged zstd file ({error}); fetch it again") from error
+        return b"".join(parts)
+    return content
+
+
+def _begins_as_json(content: bytes) -> bool:
+    """Whether content begins as JSON entries do. A CSV file may begin with a quoted name."""
+    if content.startswith(b'"'):
+        return _is_json(content.partition(b"\n")[0])
+    return content.startswith((b"[", b"{"))
+
+
+def _table_rows(path: Path) -> list[Any]:
+    """Read a table of another kind than JSON with ms-data."""
+    try:
+        from ms_data import DataError as DatasetError
+        from ms_data import read_rows
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} is not JSON; reading tables of other kinds needs ms-data; install "
+            "ms-align[data]"
+        ) from error
+    try:
+        return list(read_rows(path))
+    except DatasetError as error:
+        raise DataError(str(error)) from error
 
 
 def _is_json(line: bytes) -> bool:

@@ -25,7 +25,7 @@ from ms_align import processes
 from ms_align.errors import CheckpointError, DamageError
 from ms_align.files.durable import publish, sync_folder, write_synced, writing
 from ms_align.files.run_folder import digest_of
-from ms_align.files.untrusted import read_json
+from ms_align.files.untrusted import read_bytes, read_json
 from ms_align.models.finite import check_tensors
 
 NAME = "step-{:08d}"
@@ -124,7 +124,7 @@ def read(folder: Path) -> State:
     path = folder / entry.name
     if not path.is_file() or path.stat().st_size != entry.size_bytes:
         raise DamageError(f"{path} is missing or not {entry.size_bytes} bytes long")
-    content = path.read_bytes()
+    content = read_bytes(path, error=DamageError, limit_bytes=entry.size_bytes)
     if zlib.crc32(content) != entry.crc32:
         raise DamageError(f"{path} is damaged: its checksum is not the manifest's")
     try:

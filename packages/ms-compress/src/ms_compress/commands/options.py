@@ -56,7 +56,8 @@ class ModelRun:
         validator=a_path(optional=True),
         metadata={"example": "shards", "needed": True},
     )
-    """ms-data's shards, conversations in JSON Lines, or a JSON list of lists of tokens."""
+    """ms-data's shards, a file of conversations (JSON, CSV or Parquet), or a JSON list of lists of
+    tokens."""
     rows: int = field(default=256, validator=whole())
     """Rows of text that are read of it, and used in turn."""
     exceptions: tuple[str, ...] = field(default=(), converter=names)

@@ -34,7 +34,8 @@ class Evaluation:
     )
     """A folder, or several for several runtimes, by the name of how it was made."""
     dataset: str = field(validator=a_path(), metadata={"example": "shards"})
-    """ms-data's shards with a held-out split, or conversations in JSON Lines."""
+    """ms-data's shards with a held-out split, or a file of conversations
+    (JSON, CSV or Parquet)."""
     title: str = field(default="What compression costs and gives", validator=text())
     """Heading of the report."""
     sequence_length: int = field(default=256, validator=whole())

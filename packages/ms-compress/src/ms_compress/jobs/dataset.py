@@ -64,7 +64,7 @@ def calibration_rows(options: ModelRun, model: nn.Module, *, most: int | None = 
 def _dataset(options: ModelRun) -> Path:
     if options.dataset is None:
         raise ConfigError(
-            "dataset is missing; give a folder of shards, conversations in JSON Lines, or a JSON"
+            "dataset is missing; give a folder of shards, a file of conversations, or a JSON"
             " list of tokens"
         )
     return options.dataset

@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from ms_compress.errors import ExportError
-from ms_compress.files.untrusted import decoding
+from ms_compress.files.untrusted import check_file, decoding
 from ms_compress.models.config_file import read_config, whole_or_none
 from ms_compress.targets.libraries import library_errors
 from ms_compress.targets.target import Contents
@@ -32,6 +32,7 @@ def contents(folder: Path) -> Contents:
     """
     kinds: Counter[str] = Counter()
     for path in sorted(folder.glob("*.safetensors")):
+        check_file(path, error=ExportError)
         with (
             library_errors(path, "the safetensors library"),
             safe_open(path, framework="pt") as file,

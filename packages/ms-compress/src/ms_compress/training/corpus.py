@@ -1,7 +1,7 @@
 """Rows of text to calibrate, train and evaluate on: plain text, or conversations.
 
 A dataset is a folder of ms-data's shards, of text or of conversations, a JSON list of lists of
-tokens, or an instruction set in JSON Lines, which the model folder's chat template renders. A row
+tokens, or a file of conversations, which the model folder's chat template renders. A row
 holds one conversation from its first token on, and its loss is that of the answers alone; so every
 runtime reads it alike, as none has to know where in a row another conversation begins.
 """
@@ -51,7 +51,7 @@ def rows(
 def held_out(
     dataset: str | Path, *, sequence_length: int, count: int, chat: str | Path | None = None
 ) -> Rows:
-    """Read rows to measure on: the split `held_out`, or all of an instruction set in JSON Lines.
+    """Read rows to measure on: the split `held_out`, or all of a file of conversations.
 
     Raises:
         DataError: it is no dataset, or has no such split.
@@ -74,7 +74,7 @@ def read_batch(
 
     Args:
         dataset: a folder of ms-data's shards with a split `train`, a JSON list of lists of
-            token numbers, or conversations in JSON Lines.
+            token numbers, or a file of conversations.
         count: how many rows.
         length: tokens of each, S.
         chat: the folder whose tokenizer and chat template render conversations: the model's.
@@ -134,7 +134,7 @@ def _from_json(path: Path) -> Tensor:
         found = read_json(path, list[list[Token]], error=DataError, limit_bytes=LIMIT_BYTES)
     except DataError as error:
         raise DataError(
-            f"{error}; give a JSON list of lists of tokens, conversations in JSON Lines, or a"
+            f"{error}; give a JSON list of lists of tokens, a file of conversations, or a"
             " folder of shards"
         ) from error
     return torch.tensor([token for row in found for token in row], dtype=torch.int64)
@@ -164,7 +164,7 @@ def _is_instruction_set(path: Path) -> bool:
 
 @contextmanager
 def _rendered(path: Path, chat: str | Path | None) -> Iterator[Path]:
-    """Render conversations of JSON Lines as shards, in a temporary folder."""
+    """Render a file of conversations as shards, in a temporary folder."""
     ms_data = _ms_data()
     tokenizer = None if chat is None else Path(chat) / "tokenizer.json"
     if tokenizer is None or not tokenizer.is_file():

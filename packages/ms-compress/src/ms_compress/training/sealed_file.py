@@ -7,11 +7,13 @@ is the payload. Whatever bit is changed, cut off or added, the file is known to 
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
 from ms_compress.errors import ConfigError
 from ms_compress.files.durable import replace
+from ms_compress.files.untrusted import open_file
 
 DIGEST_CHARACTERS = 128
 CHUNK_BYTES = 2**20
@@ -50,7 +52,7 @@ def opened(path: Path) -> Iterator[tuple[bytes, BinaryIO]]:
         ConfigError: it is damaged, or cannot be read.
     """
     try:
-        file = path.open("rb")
+        file = BufferedReader(open_file(path, error=ConfigError))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     with file:

@@ -151,6 +151,22 @@ class Corpus:
                     on_empty()
             done_bytes += self.sizes_bytes[number]
 
+    def rows(self) -> Iterator[Mapping[str, Any]]:
+        """Read the rows of all tables, whose options must have `parse` or `columns`.
+
+        Raises:
+            CorpusError: a file is not a table or cannot be read, or a row is invalid.
+        """
+        for number, path in enumerate(self.files):
+            for found, _ in self._read(number, 0):
+                if isinstance(found, Row):
+                    yield found.values
+                elif isinstance(found, Invalid):
+                    raise CorpusError(found.reason)
+                elif found:
+                    name = found.name if isinstance(found, NotText) else "text"
+                    raise CorpusError(f"{path}: {name}, not a table of rows; convert it")
+
     def _with_columns(self, row: Row) -> tuple[str | Invalid, bytes]:
         """Take the text of a row, and its other columns as JSON."""
         others = dict(row.values)

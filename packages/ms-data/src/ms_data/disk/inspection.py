@@ -7,6 +7,8 @@ import msgspec
 
 from ms_data.disk.format import BUILD_FILE, MEDIA_SUFFIX, seal_holds
 from ms_data.disk.split import dataset_folder, read_index
+from ms_data.errors import SettingError
+from ms_data.files.untrusted import read_bytes
 
 _LIMIT_BYTES = 1 << 20
 
@@ -78,8 +80,8 @@ def inspect(folder: str | Path) -> DatasetInfo:
 def _summary(path: Path) -> dict[str, Any] | None:
     """Read the summary in a build.json."""
     try:
-        content = path.read_bytes() if path.stat().st_size <= _LIMIT_BYTES else b""
-    except OSError:
+        content = read_bytes(path, error=SettingError, limit_bytes=_LIMIT_BYTES)
+    except SettingError:
         return None
     if not seal_holds(content):
         return None

@@ -50,7 +50,9 @@ class Shard:
         self.path = folder / entry.name
         self._decompressor = zstandard.ZstdDecompressor()
         try:
-            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            # Without O_NONBLOCK, opening a pipe that has no writer would block forever.
+            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+            self._descriptor = os.open(self.path, flags)
         except OSError as error:
             raise self._damage("file", f"cannot be opened: {error.strerror}") from error
         try:

@@ -14,7 +14,7 @@ from ms_data.disk.format import KINDS, Index, Kind, decode_index, frames_of
 from ms_data.disk.frame_cache import FrameCache, LastUsedFrames, SharedFrames
 from ms_data.disk.shard import Frame, Shard
 from ms_data.errors import DamageError, SettingError, printable
-from ms_data.files.untrusted import check_path
+from ms_data.files.untrusted import check_path, open_file
 
 OPEN_SHARDS = 128
 """Shards that a reader keeps open: one descriptor and a table of some 100 kB each."""
@@ -43,10 +43,11 @@ def read_index(folder: Path) -> Index:
             f"{printable(folder)} holds no dataset (no index.json); build one with `ms-data build`"
         )
     try:
-        size = path.stat().st_size
-        if size > INDEX_LIMIT_BYTES:
-            raise DamageError(path, "file", f"has {size} bytes, more than any index")
-        content = path.read_bytes()
+        with open_file(path, error=SettingError) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > INDEX_LIMIT_BYTES:
+                raise DamageError(path, "file", f"has {size} bytes, more than any index")
+            content = file.readall()
     except OSError as error:
         raise DamageError(path, "file", f"cannot be read: {error.strerror}") from error
     try:

@@ -1,5 +1,6 @@
 """Checks every byte of a dataset."""
 
+import errno
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,8 @@ from ms_data.disk.format import (
 )
 from ms_data.disk.shard import Frame, Shard
 from ms_data.disk.split import dataset_folder, read_index
-from ms_data.errors import DamageError
+from ms_data.errors import DamageError, SettingError
+from ms_data.files.untrusted import open_file
 
 _PIECE_BYTES = 1 << 17
 """About what a frame takes on disk at most."""
@@ -108,7 +110,7 @@ def _check_files(folder: Path, index: Index) -> list[Fault]:
     record = folder / BUILD_FILE
     try:
         # Imported datasets have none.
-        if record.exists() and not seal_holds(record.read_bytes()):
+        if record.exists() and not seal_holds(_read(record)):
             return [Fault(BUILD_FILE, "file", "its checksum does not match its content")]
     except OSError as error:
         return [Fault(BUILD_FILE, "file", f"cannot be read: {error.strerror}")]
@@ -116,7 +118,7 @@ def _check_files(folder: Path, index: Index) -> list[Fault]:
         content = b""
         for name in names:
             try:
-                content += (folder / name).read_bytes()
+                content += _read(folder / name)
             except OSError as error:
                 return [Fault(name, "file", f"cannot be read: {error.strerror}")]
         if xxhash.xxh3_128_hexdigest(content) != expected:
@@ -179,10 +181,18 @@ def _position_after(frame: Frame) -> int:
     return frame.position + int(frame.tokens.size)
 
 
+def _read(path: Path) -> bytes:
+    try:
+        with open_file(path, error=SettingError) as file:
+            return file.readall()
+    except SettingError as error:
+        raise OSError(errno.EINVAL, "not a file") from error
+
+
 def _frame_cut_off(path: Path, entry: ShardEntry) -> str | None:
     """Name the frame in which a shortened file ends, by unpacking what is there."""
     try:
-        content = path.read_bytes()
+        content = _read(path)
     except OSError:
         return None
     if not len(MAGIC) <= len(content) < entry.size_bytes:

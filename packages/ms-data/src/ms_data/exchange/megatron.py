@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ms_data.errors import CorpusError, printable
 from ms_data.files.durable import publish, replace, sync_folder, write_synced, writing
+from ms_data.files.untrusted import check_file, open_file
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEAD = struct.Struct("<QBQQ")
@@ -43,7 +44,9 @@ class MegatronReader:
         prefix = path.with_suffix("") if path.suffix in (".idx", ".bin") else path
         self.index, self.tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
         try:
-            content = self.index.read_bytes()
+            with open_file(self.index, error=CorpusError) as file:
+                content = file.readall()
+            check_file(self.tokens, error=CorpusError)
             size = self.tokens.stat().st_size
         except OSError as error:
             raise CorpusError(

@@ -102,7 +102,9 @@ class ArrayShard:
         aside = self._aside
         with writing(aside):
             self.folder.mkdir(parents=True, exist_ok=True)
-            with open(os.open(aside, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0) as file:
+            # Never through a link that somebody put under the predictable name, nor into a pipe.
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            with open(os.open(aside, flags, 0o666), "r+b", buffering=0) as file:
                 _lock(file, aside)
                 yield AnswerWriter(self, file, identity)
                 os.fsync(file.fileno())

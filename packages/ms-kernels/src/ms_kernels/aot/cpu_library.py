@@ -154,6 +154,5 @@ def _compile(
             for name in archive.namelist()
             if name.endswith(".wrapper.so") or (name.endswith(".so") and "aotinductor" in name)
         ]
-        library.with_suffix(".new").write_bytes(archive.read(inner))
-    library.with_suffix(".new").replace(library)
+        write(library, archive.read(inner))
     aside.replace(package)

@@ -52,7 +52,9 @@ def own_version() -> str:
 def write(path: Path, content: bytes) -> None:
     """Write a file so that it is whole after any stop."""
     aside = path.with_name(path.name + ".new")
-    with aside.open("wb") as file:
+    aside.unlink(missing_ok=True)
+    # "x": never through a link that somebody put under the predictable name.
+    with aside.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -138,7 +138,10 @@ def write_table(table: Table, path: Path) -> None:
     text = text.replace('"entries":[', '"entries":[\n').replace(',{"operator"', ',\n{"operator"')
     partial = path.with_suffix(".json.new")
     with decoding(path, error=TableError):
-        partial.write_text(text + "\n")
+        partial.unlink(missing_ok=True)
+        # "x": never through a link that somebody put under the predictable name.
+        with partial.open("x") as file:
+            file.write(text + "\n")
         partial.replace(path)
 
 

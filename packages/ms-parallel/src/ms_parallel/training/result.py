@@ -7,7 +7,13 @@ from pathlib import Path
 from attrs import frozen
 
 from ms_parallel.cluster.agreement import run_on_rank_zero
-from ms_parallel.files.durable import publish, write_synced, writing
+from ms_parallel.files.durable import (
+    replace_folder,
+    restore_folder,
+    sync_folder,
+    write_synced,
+    writing,
+)
 
 
 @frozen(kw_only=True)
@@ -55,6 +61,7 @@ def write_model(folder: Path, mark: Callable[[], bytes], save: Callable[[Path], 
         mark: on the first process, what says of which training it is.
         save: writes it to a folder; every process calls it.
     """
+    run_on_rank_zero(lambda: restore_folder(folder))
     made = folder / "training.json"
     if run_on_rank_zero(lambda: made.is_file() and made.read_bytes() == mark()):
         return folder
@@ -74,5 +81,5 @@ def _clear(aside: Path) -> None:
 def _publish(aside: Path, folder: Path, mark: bytes) -> None:
     with writing(folder):
         write_synced(aside / "training.json", mark)
-        shutil.rmtree(folder, ignore_errors=True)
-        publish(aside, folder)
+        sync_folder(aside)
+        replace_folder(folder, aside)

@@ -15,7 +15,7 @@ from attrs import field, frozen
 
 from ms_profile.clocks.alignment import ClockFit
 from ms_profile.errors import FormatError
-from ms_profile.files.untrusted import check_path, decoding, read_bytes
+from ms_profile.files.untrusted import check_path, decoding, open_file, read_bytes
 from ms_profile.log.blocks import Block, Damage, scan_blocks
 from ms_profile.log.event_log import ARRAY, SUFFIX, Event
 
@@ -156,7 +156,7 @@ class _Place:
 def _new_events(path: Path, place: _Place) -> list[Event]:
     """Read the events of the whole blocks from a place on, and move it; a torn tail waits."""
     try:
-        with path.open("rb") as file:
+        with open_file(path, error=FormatError) as file:
             file.seek(place.offset)
             data = file.read(LARGEST_READ_BYTES)
     except FileNotFoundError:

@@ -5,6 +5,7 @@ A line is `{"time_s":...,"kind":"step","step":7,...}`; a number that was not fin
 
 import time
 from collections.abc import Callable, Iterator
+from io import BufferedReader
 from math import nan
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -13,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from ms_profile.errors import FormatError
-from ms_profile.files.untrusted import check_path, decoding
+from ms_profile.files.untrusted import check_path, decoding, open_file
 from ms_profile.log.event_log import Event
 
 NAME: Final = "events.jsonl"
@@ -45,7 +46,10 @@ def read_json_lines(
         FormatError: there is no such file.
     """
     check_path("events", path, error=FormatError)
-    with decoding(path, error=FormatError), Path(path).open("rb") as file:
+    with (
+        decoding(path, error=FormatError),
+        BufferedReader(open_file(path, error=FormatError)) as file,
+    ):
         for number, line in enumerate(_lines(file, follow=follow, poll_s=poll_s), 1):
             try:
                 event = _event(line)

@@ -133,7 +133,9 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with aside.open("wb") as file:
+        aside.unlink(missing_ok=True)
+        # "x": never through a link that somebody put under the predictable name.
+        with aside.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ms_profile.clocks.clock_pair import ClockPair, read_clocks
 from ms_profile.errors import FormatError, RecordError
-from ms_profile.files.untrusted import check_path, read_bytes
+from ms_profile.files.untrusted import check_path, open_file, read_bytes
 
 MAGIC: Final = b"MSRING01"
 HEADER: Final = struct.Struct("<8sIIIIQqqq")
@@ -200,9 +200,9 @@ class RingRecording:
 def is_ring(path: Path | str) -> bool:
     """Return whether a file begins as a ring does; one that cannot be opened does not."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path, error=FormatError) as file:
             return file.read(len(MAGIC)) == MAGIC
-    except (OSError, ValueError):
+    except (FormatError, OSError, ValueError):
         return False
 
 

@@ -88,7 +88,7 @@ class OnlineTrainer(RolloutOptions, Trainer):
 
         Args:
             prompt_dataset: texts, lists of tokens, chats, mappings with a key `prompt`, or the
-                path of a JSON Lines file of them.
+                path of a JSON, CSV or Parquet file of them.
             response_dataset: by choice the known answer to each prompt, in the same order. The
                 policy is never trained on it: each reward finds it in `sample.answer`.
 

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ms_compress.errors import ExportError
+from ms_compress.files.untrusted import check_file
 from ms_compress.models.config_file import quantization
 from ms_compress.targets import safetensors_folder
 from ms_compress.targets.ct.write import FILE
@@ -31,6 +32,7 @@ def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
 
     def read(name: str) -> Tensor:
         module = name.removesuffix(".weight")
+        check_file(folder / FILE, error=ExportError)
         with _errors(folder / FILE), safe_open(folder / FILE, framework="pt") as file:
             names = set(file.keys())
             if f"{module}.weight_scale" not in names:
