@@ -208,7 +208,8 @@ def _exchange(one: Path, other: Path) -> bool:
     if call is None:
         return False
     names = os.fsencode(one), os.fsencode(other)
-    return call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_RENAME_EXCHANGE)) == 0
+    failed = call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_RENAME_EXCHANGE))
+    return int(failed) == 0
 
 
 def _replaced(folder: Path) -> Path:

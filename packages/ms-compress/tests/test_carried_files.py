@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chats import write_tokenizer
@@ -45,6 +45,25 @@ def run_file(tmp_path: Path) -> Path:
     settings = {"temperature": 0.6, "do_sample": True, "eos_token_id": 0}
     (base / "generation_config.json").write_text(json.dumps(settings))
     return file
+
+
+@pytest.mark.parametrize("command", ["quantize", "qat"])
+def test_tensors_that_stay_in_float_keep_the_dtype_of_the_base_folder(
+    command: str, run_file: Path
+) -> None:
+    """Norms, embeddings and exceptions; one of them is float32 there, and stays so."""
+    base, out = run_file.parent / "base", run_file.parent / "out"
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"].float() + 1e-4
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    settings = ["scheme=ct.int4_g32", f"model={base}", "verify=true"]
+    assert main([command, str(run_file), *(w for s in settings for w in ("--set", s))]) == 0
+    tensors = load_file(out / "model.safetensors")
+    kept = {name: tensors[name] for name in weights if name in tensors}
+    assert len(kept) > 3
+    assert all(tensor.dtype == weights[name].dtype for name, tensor in kept.items())
+    if command == "quantize":
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in kept.items())
 
 
 @pytest.mark.parametrize("tokenizer", [True, False])

@@ -29,7 +29,7 @@ from ms_compress import ExportError, VerifyError, export, qat, verify
 from ms_compress.cli import main
 from ms_compress.targets.target import open_runtime
 from ms_compress.text_ends import read_tokenizer, text_ends
-from ms_compress.training.corpus import read_batch
+from ms_compress.training.corpus import read_batch, read_tokens
 from ms_parallel import load_model
 
 PROMPT = [{"role": "user", "content": QUESTION}]
@@ -266,3 +266,29 @@ def test_conversations_are_known_by_content_and_not_by_name(name: str, tmp_path:
     expected = read_batch(chats, count=4, length=48, chat=folder)
     found = read_batch(tmp_path / name, count=4, length=48, chat=folder)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_conversations_that_are_cut_off_or_too_few_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each third prompt fills its row, so that nothing of its answer is left."""
+    folder = write_tokenizer(tmp_path / "model")
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "ping " * (40 if number % 3 == 0 else 1)},
+                {"role": "assistant", "content": ANSWER},
+            ]
+        }
+        for number in range(9)
+    ]
+    path = tmp_path / "chats.json"
+    path.write_text(json.dumps(rows))
+    found = read_batch(path, count=6, length=40, chat=folder)
+    assert len(found["tokens"]) == 6
+    assert "9 conversations, 3 were cut off at sequence_length (40 tokens), and 3" in caplog.text
+    caplog.clear()
+    read_batch(path, count=9, length=400, chat=folder)
+    assert not caplog.text
+    assert len(read_tokens(path, count=500, length=40, chat=folder)) < 500
+    assert "rows of 40 tokens, and rows is 500" in caplog.text

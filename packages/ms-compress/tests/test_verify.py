@@ -1,5 +1,6 @@
 """`verify` refuses files that a faulty writer would leave, and says why."""
 
+import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from ms_compress import ExportError, LayerError, VerifyError, export, qat, verif
 from ms_compress.deployment.export import check_export
 from ms_compress.deployment.verification import check_weights, probe
 from ms_compress.quantisation.layers import PreparedLinear
+from ms_compress.targets.ct import cpu
 from ms_compress.targets.target import open_runtime
 
 UNASKED = (2, 5)
@@ -189,6 +191,43 @@ def test_a_layer_whose_inputs_transformers_gives_another_shape_is_refused() -> N
     model = qat(deepseek(), "ct.w8a8", exceptions=["*.mlp.gate", "*.mlp.experts*"])
     with pytest.raises(LayerError, match=r"kv_b_proj: its input .*as an exception"):
         check_export(model, "ct.w8a8")
+
+
+def test_experts_of_llama_4_are_read_by_transformers_one_by_one(tmp_path: Path) -> None:
+    """It replaces the experts of a folder with a quantization_config by a list of layers."""
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    experts = {"intermediate_size_mlp": 96, "num_local_experts": 3, "interleave_moe_layer_step": 2}
+    torch.manual_seed(5)
+    config = transformers.Llama4TextConfig(**sizes, **heads, **experts, pad_token_id=None)
+    model = transformers.Llama4ForCausalLM(config).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.1)
+    qat(model, "ct.int4_g32", exceptions=["*.experts", "*.router"])
+    folder = export(model, tmp_path / "out", verify=True)
+    tokens = torch.arange(20)[None]
+    again = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens).logits, model(tokens).logits)
+
+
+def test_a_cpu_that_vllm_computes_wrongly_on_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where inputs are rounded to 8 bits and the CPU has no VNNI; elsewhere nothing is said."""
+    info = tmp_path / "cpuinfo"
+    monkeypatch.setattr(cpu, "CPUINFO", info)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    for number, (flags, scheme) in enumerate(
+        [("fpu avx2", "ct.w8a8"), ("fpu avx2", "ct.int4_g32"), ("fpu avx_vnni", "ct.w8a8")]
+    ):
+        info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+        cpu.warn_without_vnni.cache_clear()
+        caplog.clear()
+        model = qat(decoder(), scheme)
+        folder = export(model, tmp_path / f"{number}")
+        verify(model, folder, "ct")
+        assert caplog.text.count("AVX512-VNNI") == (number == 0)
 
 
 def test_a_level_that_rounds_inputs_is_allowed_their_rounding(tmp_path: Path) -> None:

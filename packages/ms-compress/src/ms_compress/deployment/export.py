@@ -1,9 +1,10 @@
 """Export: a prepared model as a folder that its target runs, whole or not at all."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ def export(
     tokenizer: str | Path | None = None,
     accuracy_level: int = 1,
     overwrite: bool = False,
+    stored_dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     on_written: Callable[[Path], object] = lambda folder: None,
 ) -> Path:
     """Write a prepared model for its scheme's target. Every process of a layout must call it.
@@ -50,6 +52,9 @@ def export(
             file has tokens without texts: llama.cpp then takes and gives numbers alone.
         accuracy_level: of MatMulNBits: 1 computes in float32, 4 rounds inputs to 8 bits.
         overwrite: replace the folder if there is one.
+        stored_dtypes: dtypes of unprepared floating-point tensors in a compressed-tensors folder,
+            by name, such as those of the base model's folder; others keep their own. The model's
+            tensors are rounded to them.
         on_written: called with the folder, which is returned, before it has its name.
 
     Raises:
@@ -60,8 +65,9 @@ def export(
     """
     check_path("folder", folder, error=ExportError, written="folder")
     check_path("tokenizer", tokenizer, error=ExportError, optional=True)
-    folder, whole = Path(folder), WholeModel(model)
+    folder, whole = Path(folder), WholeModel(model, stored_dtypes=stored_dtypes)
     with whole.collective:
+        whole.round_to_stored()
         written_for = find_target(_scheme_of(whole, target).target)
         assets = read_assets(whole.config, tokenizer)
         written_for.check(whole, assets)

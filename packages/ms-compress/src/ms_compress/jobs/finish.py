@@ -15,6 +15,7 @@ from ms_compress.errors import ExportError
 from ms_compress.figures import figure
 from ms_compress.jobs.output import RunOutput
 from ms_compress.jobs.training import outcome_of
+from ms_compress.targets.safetensors_folder import stored_dtypes
 from ms_compress.targets.target import find_target
 
 
@@ -56,6 +57,7 @@ def finish(
         options.output_dir,
         verify=options.verify,
         tokenizer=_tokenizer(options),
+        stored_dtypes=stored_dtypes(options.model) if options.scheme.target == "ct" else {},
         on_written=complete,
     )
     place.end()

@@ -5,10 +5,12 @@ written. Weights are rounded where they lie, so what travels is codes.
 """
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from attrs import evolve
 from torch import Tensor, nn
 
 from ms_compress.errors import ExportError
@@ -26,13 +28,20 @@ class WholeModel:
 
     Args:
         model: whole, or this process's stage or stages of it; plain, split or sharded.
+        stored_dtypes: dtypes that unprepared floating-point tensors are read in, by name; others
+            keep their own.
 
     Raises:
         ExportError: the processes do not hold all of a tensor between them, a value is NaN or
             infinite, or an adapter is not merged.
     """
 
-    def __init__(self, model: nn.Module | Sequence[nn.Module]) -> None:
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        *,
+        stored_dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+    ) -> None:
         given = [model] if isinstance(model, nn.Module) else list(model)
         stages = [unwrapped(stage) for stage in given]
         for stage in stages:
@@ -55,7 +64,10 @@ class WholeModel:
                     self._own[entry.name] = tensor
         self._held = merge(_exchange(held))
         self._fused = _fused(stages[0])
-        self.tensors: Mapping[str, WholeTensor] = fuse(self._held, self._fused)
+        self.tensors: Mapping[str, WholeTensor] = {
+            name: _stored_as(entry, stored_dtypes.get(name))
+            for name, entry in fuse(self._held, self._fused).items()
+        }
         """Tensors of its folder, in an order that does not depend on the layout."""
         if self.config.get("tie_word_embeddings"):
             self.config["tie_word_embeddings"] = self.is_tied
@@ -80,11 +92,32 @@ class WholeModel:
         Raises:
             ExportError: a scale is NaN or infinite, or another process failed.
         """
-        if name not in self._fused:
-            return self._read(name)
-        parts = [self._read(part) for part in self._fused[name]]
+        parts = [self._read(part) for part in self._fused.get(name, (name,))]
         values = [value for value in parts if value is not None]
-        return below(values) if values else None
+        if not values:
+            return None
+        value = below(values) if len(values) > 1 else values[0]
+        return value.to(self.tensors[name].dtype) if isinstance(value, Tensor) else value
+
+    @torch.no_grad()
+    def round_to_stored(self) -> None:
+        """Round the model's own unprepared tensors to the dtypes that they are read in.
+
+        Raises:
+            ExportError: a value is too large for its dtype.
+        """
+        owners = {part: name for name, parts in self._fused.items() for part in parts}
+        for name, tensor in self._own.items():
+            entry = self.tensors[owners.get(name, name)]
+            if entry.scheme is not None or entry.dtype == tensor.dtype:
+                continue
+            rounded = tensor.to(entry.dtype)
+            if not bool(local_part(rounded).isfinite().all()):
+                raise ExportError(
+                    f"{name} has values beyond {entry.dtype}, which its base folder stores; convert"
+                    " the base folder to float32"
+                )
+            tensor.copy_(rounded)
 
     def _read(self, name: str) -> Quantised | Tensor | None:
         entry = self._held[name]
@@ -153,6 +186,11 @@ class WholeModel:
                 dist.recv(got.flatten().view(torch.uint8), shard.rank)
                 whole[box] = got.cpu()
         return whole
+
+
+def _stored_as(entry: WholeTensor, dtype: torch.dtype | None) -> WholeTensor:
+    plain = entry.scheme is None and entry.dtype.is_floating_point
+    return evolve(entry, dtype=dtype) if dtype is not None and plain else entry
 
 
 def _config(model: nn.Module) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections import Counter
 from math import prod
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 
 from ms_compress.errors import ExportError
@@ -13,6 +14,7 @@ from ms_compress.targets.libraries import library_errors
 from ms_compress.targets.target import Contents
 
 WEIGHT_FILES = ("*.safetensors",)
+FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 NOT_WEIGHTS = (".weight_scale", ".weight_shape")
 """Tensors of compressed-tensors that say how a weight is held, and are none."""
 
@@ -22,6 +24,26 @@ def holds_safetensors(folder: Path) -> bool:
     with decoding(folder, error=ExportError):
         sizes = [path.stat().st_size for each in WEIGHT_FILES for path in folder.glob(each)]
     return (folder / "config.json").is_file() and any(sizes)
+
+
+def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """Read the dtypes of a folder's float32, bfloat16 and float16 tensors, by name.
+
+    Raises:
+        ExportError: a file cannot be read.
+    """
+    found: dict[str, torch.dtype] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        check_file(path, error=ExportError)
+        with (
+            library_errors(path, "the safetensors library"),
+            safe_open(path, framework="pt") as file,
+        ):
+            for name in file.keys():  # noqa: SIM118 - the file is no dict
+                dtype = file.get_slice(name).get_dtype()
+                if dtype in FLOATS:
+                    found[name] = FLOATS[dtype]
+    return found
 
 
 def contents(folder: Path) -> Contents:

@@ -6,6 +6,7 @@ holds one conversation from its first token on, and its loss is that of the answ
 runtime reads it alike, as none has to know where in a row another conversation begins.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from torch import Tensor
 from ms_compress.errors import ConfigError, DataError
 from ms_compress.files.untrusted import read_json
 from ms_compress.targets.libraries import import_library
+
+logger = logging.getLogger(__name__)
 
 TOKEN_LISTS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*(?:\[|\]|-?\d|$)")
 """How a JSON list of lists of tokens begins; every other file is read by ms-data."""
@@ -39,7 +42,7 @@ def rows(
         DataError: the folder holds no shards, not this split, or too little of it.
     """
     if _holds_conversations(folder, split):
-        return _conversations(Path(folder), split, sequence_length, count, seed)
+        return _conversations(Path(folder), split, sequence_length, count, seed, folder)
     stream = _text_stream(folder, split, sequence_length, 1, seed)
     taken = [next(stream) for _ in range(min(count, stream.samples_per_epoch))]
     return {
@@ -60,11 +63,10 @@ def held_out(
         return rows(dataset, split="held_out", sequence_length=sequence_length, count=count)
     if not _is_instruction_set(Path(dataset)):
         raise DataError(
-            f"{dataset}: give a folder of shards with a split held_out, or conversations in JSON"
-            " Lines"
+            f"{dataset}: give a folder of shards with a split held_out, or a file of conversations"
         )
     with _rendered(Path(dataset), chat) as folder:
-        return _conversations(folder, "train", sequence_length, count, 0)
+        return _conversations(folder, "train", sequence_length, count, 0, dataset)
 
 
 def read_batch(
@@ -86,7 +88,7 @@ def read_batch(
         if folder is None:
             tokens = read_tokens(dataset, count=count, length=length + 1)
             return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-        found = _conversations(folder, "train", length, count, 0)
+        found = _conversations(folder, "train", length, count, 0, dataset)
         _check_rows(Path(dataset), len(found["tokens"]), count, length)
         return found
 
@@ -110,7 +112,14 @@ def read_tokens(
         if folder is not None:
             flat = _joined(folder, count * length)
             # Rows are counted in conversations, most of which are shorter than a row.
-            count = min(count, max(1, len(flat) // length))
+            filled = max(1, len(flat) // length)
+            if filled < count:
+                logger.warning(
+                    "%s: its conversations fill %d rows of %d tokens, and rows is %d; these %d are"
+                    " used",
+                    *(dataset, filled, length, count, filled),
+                )
+            count = min(count, filled)
         elif path.is_file():
             flat = _from_json(path)
         else:
@@ -195,7 +204,9 @@ def _holds_conversations(folder: str | Path, split: str) -> bool:
     return True
 
 
-def _conversations(folder: Path, split: str, length: int, count: int, seed: int) -> Rows:
+def _conversations(
+    folder: Path, split: str, length: int, count: int, seed: int, dataset: str | Path
+) -> Rows:
     """Read one conversation a row, cut off at the row's end, in the order of a seed."""
     stream = _ms_data().InstructionStream(
         folder,
@@ -210,7 +221,17 @@ def _conversations(folder: Path, split: str, length: int, count: int, seed: int)
     learnt = (row for row in stream if (row["weights"] > 0).any())
     taken: list[Mapping[str, Any]] = list(islice(learnt, count))
     if not taken:
-        raise DataError(f"{folder}: no answer begins within {length} tokens; give longer sequences")
+        raise DataError(
+            f"{dataset}: no answer begins within {length} tokens; give longer sequences"
+        )
+    (counts,) = stream.counts.values()
+    if counts["truncated"]:
+        logger.warning(
+            "%s: of %d conversations, %d were cut off at sequence_length (%d tokens), and %d of"
+            " these were dropped, as no answer begins before; raise sequence_length to use them"
+            " whole",
+            *(dataset, counts["drawn"], counts["truncated"], length, counts["without_targets"]),
+        )
     return {
         name: torch.cat([torch.as_tensor(row[name]) for row in taken])
         for name in ("tokens", "targets", "weights")

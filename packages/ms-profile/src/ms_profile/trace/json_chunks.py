@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from ms_profile.errors import TraceError
-from ms_profile.files.untrusted import open_file
+from ms_profile.files.untrusted import check_file
 from ms_profile.trace.records import DAMAGE, Record
 
 CHUNK_BYTES = 1 << 19  # larger ones leave the cache and the allocator pages them in anew
@@ -64,10 +64,8 @@ class TraceText:
     def records(self) -> Iterator[list[Record]]:
         """Yield the records in order of the file."""
         try:
-            with (
-                BufferedReader(open_file(self.path, error=TraceError)) as raw,
-                self._unpacked(raw) as file,
-            ):
+            check_file(self.path, error=TraceError)
+            with self.path.open("rb") as raw, self._unpacked(raw) as file:
                 yield from self._chunks(lambda: self._read(file))
         except OSError as error:
             if isinstance(error, gzip.BadGzipFile):

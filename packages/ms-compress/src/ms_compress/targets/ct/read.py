@@ -14,6 +14,7 @@ from ms_compress.errors import ExportError
 from ms_compress.files.untrusted import check_file
 from ms_compress.models.config_file import quantization
 from ms_compress.targets import safetensors_folder
+from ms_compress.targets.ct import llama4_experts
 from ms_compress.targets.ct.write import FILE
 from ms_compress.targets.libraries import library_errors
 from ms_compress.targets.target import Contents, Reader
@@ -35,6 +36,9 @@ def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
         check_file(folder / FILE, error=ExportError)
         with _errors(folder / FILE), safe_open(folder / FILE, framework="pt") as file:
             names = set(file.keys())
+            if llama4_experts.is_fused(name, document):
+                stored = llama4_experts.stored_names(name, document["num_local_experts"])
+                return llama4_experts.join(name, [_get(file, each) for each in stored]).float()
             if f"{module}.weight_scale" not in names:
                 return _get(file, name).float()
             if f"{module}.weight_packed" in names:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ms_compress.errors import CompressError, ExportError
 from ms_compress.models.config_file import quantization, read_config
+from ms_compress.targets.ct.cpu import warn_without_vnni
 from ms_compress.targets.libraries import import_library, library_errors
 from ms_compress.targets.target import LayerRun, LayerVisit
 
@@ -28,7 +29,8 @@ class TransformersRuntime:
         self._library = import_library("transformers", extra="ct", purpose=PURPOSE)
         import_library("compressed_tensors", extra="ct", purpose=PURPOSE)
         self._folder = folder
-        quantization(folder)
+        if _rounds_inputs(quantization(folder)):
+            warn_without_vnni()
         dtype = _dtype(folder)
         with library_errors(folder, "transformers"), _quiet():
             self.model, found = self._library.AutoModelForCausalLM.from_pretrained(
@@ -55,7 +57,9 @@ class TransformersRuntime:
         found: list[Exception] = []
 
         def see(name: str) -> Callable[..., None]:
-            def look(layer: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
+            def look(layer: nn.Module, inputs: tuple[Tensor, ...], out: Any) -> None:
+                if not isinstance(out, Tensor):  # Llama 4's router is a linear layer and more
+                    return
                 try:
                     visit(LayerRun(name=name, x=inputs[0].float(), out=out.float()))
                 except CompressError as error:
@@ -120,6 +124,12 @@ def _check_loaded(folder: Path, found: Mapping[str, Any], strict: bool) -> None:
         if names:
             more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
             raise ExportError(f"{folder}: {names[0]}{more} {kind}; export it again")
+
+
+def _rounds_inputs(said: Mapping[str, Any] | None) -> bool:
+    groups = (said or {}).get("config_groups")
+    values = groups.values() if isinstance(groups, Mapping) else ()
+    return any(isinstance(each, Mapping) and each.get("input_activations") for each in values)
 
 
 def _dtype(folder: Path) -> torch.dtype:

@@ -25,6 +25,8 @@ from ms_compress.models.whole_model import WholeModel
 from ms_compress.quantisation.layers import prepared_layers
 from ms_compress.quantisation.rounding import Quantised
 from ms_compress.quantisation.scheme import Activations, Scheme
+from ms_compress.targets.ct import llama4_experts
+from ms_compress.targets.ct.cpu import warn_without_vnni
 from ms_compress.targets.target import Assets
 
 FILE = "model.safetensors"
@@ -82,7 +84,9 @@ def _check_input_shapes(model: WholeModel) -> None:
 
 def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) -> None:
     """Write the files of a folder that exists; all processes call it, the first one writes."""
-    passes = list(_passes(model.tensors))
+    if model.is_first and any(entry.activations for entry in model.tensors.values()):
+        warn_without_vnni()
+    passes = list(_passes(model))
     if not model.is_first:
         for entry, _ in passes:
             model.read(entry.name)
@@ -91,7 +95,7 @@ def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) 
         for entry, stored in passes:
             value = model.read(entry.name)
             assert value is not None
-            tensors = _tensors(entry, value)
+            tensors = _tensors(entry, value, model.config)
             for each in stored:
                 file.write(each.name, tensors[each.name])
     # In a narrower dtype transformers would round the scales, which are float32, to it.
@@ -113,17 +117,23 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return torch.from_numpy(words.astype(np.int32))
 
 
-def _passes(tensors: Mapping[str, WholeTensor]) -> Iterator[tuple[WholeTensor, list[TensorEntry]]]:
+def _passes(model: WholeModel) -> Iterator[tuple[WholeTensor, list[TensorEntry]]]:
     """Order what is written: wider dtypes first, so that each tensor begins aligned."""
     for size in (8, 4, 2, 1):
-        for entry in tensors.values():
-            stored = [each for each in _stored(entry) if each.dtype.itemsize == size]
+        for entry in model.tensors.values():
+            entries = _stored(entry, model.config)
+            stored = [each for each in entries if each.dtype.itemsize == size]
             if stored:
                 yield entry, stored
 
 
-def _stored(entry: WholeTensor) -> Iterator[TensorEntry]:
+def _stored(entry: WholeTensor, config: Mapping[str, Any]) -> Iterator[TensorEntry]:
     """Yield the tensors that the file holds of one of the model's."""
+    if llama4_experts.is_fused(entry.name, config):
+        shape = llama4_experts.stored_shape(entry.name, entry.shape)
+        for name in llama4_experts.stored_names(entry.name, entry.shape[0]):
+            yield TensorEntry(name=name, shape=shape, dtype=entry.dtype)
+        return
     if entry.scheme is None:
         yield TensorEntry(name=entry.name, shape=entry.shape, dtype=entry.dtype)
         return
@@ -138,7 +148,11 @@ def _stored(entry: WholeTensor) -> Iterator[TensorEntry]:
     yield TensorEntry(name=f"{entry.module}.weight_scale", shape=scales, dtype=entry.scheme.dtype)
 
 
-def _tensors(entry: WholeTensor, value: Quantised | Tensor) -> dict[str, Tensor]:
+def _tensors(
+    entry: WholeTensor, value: Quantised | Tensor, config: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    if isinstance(value, Tensor) and llama4_experts.is_fused(entry.name, config):
+        return llama4_experts.split(entry.name, value)
     if isinstance(value, Tensor):
         return {entry.name: value}
     assert entry.scheme is not None
@@ -157,6 +171,10 @@ def _quantization(model: WholeModel) -> dict[str, Any]:
     linear = [each for each in weights if each.kind == "linear"]
     scheme, first = next((e.scheme, e) for e in linear if e.scheme is not None)
     ignored = [entry.module for entry in linear if entry.scheme is None]
+    for entry in model.tensors.values():
+        if llama4_experts.is_fused(entry.name, model.config):
+            names = llama4_experts.stored_names(entry.name, entry.shape[0])
+            ignored += [name.removesuffix(".weight") for name in names]
     if model.is_tied:
         ignored.append(HEAD)
     return {
