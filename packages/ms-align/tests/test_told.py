@@ -22,7 +22,7 @@ from ms_align.rewards.named import named_rewards
 from ms_align.rollouts.prompts import read_prompts
 from ms_align.tokenizer import ByteTokenizer
 from ms_align.trainers.dpo import DPOTrainer
-from ms_data import build
+from ms_data import PreferenceStream, build
 from ms_parallel import save_model
 
 from .instruction_sets import TEMPLATE, byte_tokenizer, row
@@ -94,6 +94,22 @@ def test_pairs_that_are_left_out_are_counted(
     (said,) = events(tmp_path / "out", "left_out")
     assert (said["left_out"], said["cut_off"], said["pairs"]) == (10, 0, 40)
     assert "of 40 pairs, 10 are left out" in capfd.readouterr().out
+
+
+def test_held_out_pairs_that_are_left_out_are_counted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """At the start of a run that evaluates."""
+    rows = [
+        {"prompt": "word " * (60 if n % 2 == 0 else 1) + str(n), "chosen": "yes", "rejected": "no"}
+        for n in range(80)
+    ]
+    model, data = shards(tmp_path, rows, pairs=True, hold_out=0.4)
+    lost = PreferenceStream(data, sequence_length=64, batch_size=4, split="held_out").left_out
+    assert lost > 5
+    train(DPOTrainer, model, data, tmp_path / "out", steps=1)
+    assert [said["left_out"] for said in events(tmp_path / "out", "held_out_left_out")] == [lost]
+    assert f"{lost} held-out pairs are left out" in capfd.readouterr().out
 
 
 OUTSIDE = (

@@ -10,6 +10,7 @@ import pytest
 from ms_data import DedupOptions, SettingError, TokenizerError, build, clean, dedup, train_tokenizer
 from ms_data.cli import main
 from ms_data.passes.pool import worker_count
+from ms_data.passes.ray_cluster import ClusterError, _connect, _get
 
 from .chats import write_rows, write_tokenizer
 from .pictures import QWEN2, asked, drawn, encoded, write_model
@@ -138,3 +139,35 @@ def test_a_cluster_gives_the_bytes_of_one_machine(
     clean(corpus, RULES, out=tmp_path / "own", workers="ray")
     assert not ray.is_initialized()
     assert files_below(tmp_path / "own") == files_below(tmp_path / "here" / "clean")
+
+
+def test_a_cluster_that_does_not_start_is_one_line() -> None:
+    """Ray raises a plain Exception where a node takes too long to start."""
+
+    class SlowRay:
+        def init(self, *_: object, **__: object) -> None:
+            raise Exception("The current node timed out during startup.\nSee the logs.")
+
+    with pytest.raises(ClusterError, match=r"no Ray cluster at ray \(.*ray start --head") as raised:
+        _connect(SlowRay(), "ray")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_cluster_that_loses_its_processes_is_one_line() -> None:
+    """And what the work itself raises is raised as it is."""
+    ray = pytest.importorskip("ray")
+
+    class LosingRay:
+        exceptions = ray.exceptions
+
+        def get(self, error: BaseException) -> bytes:
+            raise error
+
+    lost = [ray.exceptions.WorkerCrashedError(), ray.exceptions.ObjectLostError("1" * 28, None, "")]
+    for error in lost:
+        with pytest.raises(ClusterError, match=r"lost a process .* run the same again") as raised:
+            _get(LosingRay(), error)
+        assert "\n" not in str(raised.value)
+    cause = TokenizerError("no such token")
+    with pytest.raises(TokenizerError, match="no such token"):
+        _get(LosingRay(), ray.exceptions.RayTaskError("f", "trace", cause))

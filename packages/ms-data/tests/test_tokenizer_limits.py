@@ -1,6 +1,8 @@
 """A hostile tokenizer costs no more memory or time than a sound one."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer as Model
 from tokenizers import models, normalizers, pre_tokenizers
 
-from ms_data import Tokenizer, TokenizerError, build
+from ms_data import Tokenizer, TokenizerError, build, train_tokenizer
 from ms_data.disk.split import Split
 from ms_data.tokenization import tokenizer_limits
 
@@ -132,3 +134,25 @@ def test_a_model_that_cannot_be_written_again_leaves_the_work_to_the_library(
     split = Split(tmp_path / "out", "train")
     expected = [*tokenizer.encode("abc w w"), tokenizer.end_of_text]
     assert split.read(0, split.tokens).tolist() == expected
+
+
+def test_a_longer_document_takes_little_more_memory(tmp_path: Path) -> None:
+    """1 or 4 MiB of one letter; in one piece each MiB would take 280 MiB. Peak of a process."""
+    (tmp_path / "words.txt").write_text("so it is " * 99)
+    tokenizer = tmp_path / "tokenizer.json"
+    train_tokenizer(tmp_path / "words.txt", vocab_size=300, out=tokenizer)
+    script = (
+        "import re, sys; from ms_data import build\n"
+        "build(sys.argv[1], tokenizer=sys.argv[2], out=sys.argv[3])\n"
+        # ru_maxrss begins with that of the process that started this one.
+        "print(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1])\n"
+    )
+    peaks_mib = []
+    for size_mib in (1, 4):
+        path = tmp_path / f"{size_mib}.txt"
+        path.write_text("a" * (size_mib << 20))
+        out = tmp_path / f"{size_mib}"
+        command = [sys.executable, "-c", script, str(path), str(tokenizer), str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        peaks_mib.append(int(done.stdout) >> 10)
+    assert peaks_mib[1] < peaks_mib[0] + 200

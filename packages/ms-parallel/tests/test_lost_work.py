@@ -176,6 +176,23 @@ def test_warnings_do_not_depend_on_the_progress_setting(shards: Path, tmp_path: 
     assert "step-00000012/rank-00000.safetensors" in done.stderr
 
 
+def test_a_checkpoint_of_another_data_position_is_passed_over(shards: Path, tmp_path: Path) -> None:
+    """Rewritten with a right checksum, it would train on to another model."""
+    run = write_run(tmp_path / "run.toml", shards)
+    assert train(run, 1).returncode == 0
+    folder = run.with_suffix("") / "checkpoints" / "step-00000012"
+    manifest = checkpoint.read_manifest(folder)
+    assert manifest.facts["stream"]["consumed_samples"] == manifest.facts["standing"]["samples"]
+    manifest.facts["stream"]["consumed_samples"] += 4
+    (folder / "checkpoint.json").write_bytes(manifest.encode())
+    done = train(run, 1)
+    assert done.returncode == 0
+    assert "checkpoint.json: the data position is after" in done.stderr
+    assert [event["step"] for event in events(run, "damaged_checkpoint")] == [12]
+    again = checkpoint.read_manifest(folder)
+    assert again.facts["stream"]["consumed_samples"] == again.facts["standing"]["samples"]
+
+
 def test_a_pipe_in_place_of_a_weight_file_is_refused(tmp_path: Path) -> None:
     """Opening it would wait forever for somebody to write."""
     os.mkfifo(tmp_path / "x.safetensors")

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from doctor_recordings import processors
 from launching import MODEL, RUN, train, write_run
 
+import ms_data
 from ms_parallel import DistributedTrainer, Engine, Layout, load_model
 from ms_parallel.cli import main
 from ms_parallel.errors import ConfigError, ModelError
@@ -50,6 +51,10 @@ def test_epochs_and_steps_count_the_same_batches(corpus: Path, tmp_path: Path) -
     assert result.first_held_out_loss is not None
     assert result.held_out_loss < result.first_held_out_loss
     assert run.evaluate() == result.held_out_loss
+    held_out = ms_data.inspect(run._run.shards).splits["held_out"]  # type: ignore[union-attr]
+    for event in (fields for kind, fields in seen if kind == "evaluate"):
+        assert event["rows"] + event["rows_left_out"] == held_out.tokens // RUN["sequence_length"]
+        assert event["rows"] >= RUN["batch_size"]
 
 
 def test_shards_are_built_once_and_the_model_is_a_folder(corpus: Path, tmp_path: Path) -> None:

@@ -171,8 +171,7 @@ class RowCheck:
             " read each data rank's own: TokenStream(..., place=groups.place), with the"
             " engine's groups"
         )
-        with_rows = [rank for rank, (_, distinct) in of_data_ranks.items() if distinct]
-        if several or (not self.passed_first and len(repeated) == len(with_rows)):
+        if several:
             raise ConfigError(text)
         if not self.warned and dist.get_rank() == 0:
             logger.warning("%s (a single row may repeat by chance)", text)

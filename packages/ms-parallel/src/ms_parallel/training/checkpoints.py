@@ -24,6 +24,9 @@ from ms_parallel.training.options import Options
 
 logger = logging.getLogger(__name__)
 
+CONSUMED = "consumed_samples"
+"""Samples drawn so far, in the state of ms-data's stream."""
+
 
 class Stream(Protocol):
     """Batches with a position that can be saved and restored."""
@@ -48,6 +51,8 @@ class RunProgress(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Loss of the last step's batch; None before the first step, or if it is not finite."""
     tokens: int = 0
     """Tokens trained on."""
+    samples: int | None = None
+    """Samples drawn from the stream; None in checkpoints that do not say."""
     seconds: float = 0.0
     """Time spent in steps."""
     first_held_out_loss: float | None = None
@@ -183,6 +188,8 @@ class RunCheckpoints:
         self.stream.load_state_dict(facts.stream)
         for name in RunProgress.__struct_fields__:
             setattr(self.progress, name, getattr(facts.progress, name))
+        if self.progress.samples is None:
+            self.progress.samples = facts.stream.get(CONSUMED)
 
     def _check_model(self, folder: Path, there: Mapping[str, Any]) -> None:
         here = model_facts(self.engine)
@@ -258,13 +265,21 @@ class RunCheckpoints:
 
 
 def metadata_of(folder: Path, manifest: checkpoint.Manifest) -> RunMetadata:
-    """Read the metadata of a checkpoint.
+    """Read the metadata of a checkpoint, and check its data position.
 
     Raises:
-        DamageError: it is not the metadata of a run.
+        DamageError: it is not the metadata of a run, or its data position is another one than the
+            steps up to it have reached.
     """
     with decoding(folder / MANIFEST, error=DamageError):
-        return msgspec.convert(manifest.facts, RunMetadata)
+        facts = msgspec.convert(manifest.facts, RunMetadata)
+    drawn, position = facts.progress.samples, facts.stream.get(CONSUMED)
+    if None not in (drawn, position) and (position != drawn or drawn < manifest.step):
+        raise DamageError(
+            f"{folder / MANIFEST}: the data position is after {position} samples, where step"
+            f" {manifest.step} was reached with {drawn}"
+        )
+    return facts
 
 
 def model_facts(engine: Engine) -> dict[str, Any]:

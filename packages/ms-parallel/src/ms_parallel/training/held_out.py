@@ -26,6 +26,8 @@ class HeldOut:
     sequence_length: int
     batch_size: int
     batches: int
+    samples: int
+    """Rows of the held-out text."""
     place: Place
 
     @classmethod
@@ -59,8 +61,14 @@ class HeldOut:
             sequence_length=sequence_length,
             batch_size=size,
             batches=min(batches, samples // size),
+            samples=samples,
             place=place,
         )
+
+    @property
+    def rows(self) -> int:
+        """Rows of one evaluation."""
+        return self.batches * self.batch_size
 
     def loss(self, evaluate: Evaluate) -> float:
         """Compute the mean of -log p of a held-out token, in nats; the same text at every call.

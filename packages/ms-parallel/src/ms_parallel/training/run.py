@@ -132,6 +132,7 @@ class Run:
                 if report.skipped != "no_targets":
                     progress.loss = report.loss
                 progress.tokens += report.tokens
+                progress.samples = (progress.samples or 0) + options.batch_size
                 progress.seconds += monotonic() - began
                 throughput.count(report.tokens)
                 self.step_log.log(step, report, throughput)
@@ -208,7 +209,9 @@ class Run:
         if step == 0:
             self.progress.first_held_out_loss = loss
         self.show.note(f"held-out loss {loss:.4f} at step {step}")
-        self.emit("evaluate", {"step": step, "held_out_loss": loss})
+        rows = self.held_out.rows
+        used = {"rows": rows, "rows_left_out": self.held_out.samples - rows}
+        self.emit("evaluate", {"step": step, "held_out_loss": loss, **used})
         return loss
 
     def generate(

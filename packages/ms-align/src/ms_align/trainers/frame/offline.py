@@ -41,6 +41,8 @@ class TrainingData:
     """Updates in `epochs` passes, where that is known."""
     held_out: HeldOut | None = None
     samples: SamplePrompts | None = None
+    held_out_left_out: int = 0
+    """Held-out pairs that no evaluation uses, as an answer does not begin within a row."""
     lacking: Sequence[str] = ()
     """Folders that have no split of held-out samples."""
 
@@ -56,6 +58,15 @@ def data_notices(data: TrainingData, evaluate_every: int | None) -> list[Notice]
                 fields={"evaluate_every": evaluate_every, "lacking": ", ".join(data.lacking)},
                 line=f"warning: nothing is evaluated, as {whose} no held-out samples; build the "
                 "data with a larger --hold-out, or leave evaluate_every out",
+            )
+        )
+    if data.held_out_left_out:
+        notices.append(
+            Notice(
+                kind="held_out_left_out",
+                fields={"left_out": data.held_out_left_out},
+                line=f"warning: {data.held_out_left_out} held-out pairs are left out of evaluations"
+                ", as one of their answers does not begin within sequence_length; raise it",
             )
         )
     left_out = getattr(data.stream, "left_out", 0)
@@ -197,6 +208,7 @@ class OfflineTrainer(Trainer):
         split = {"split": "held_out", "shuffle": False, "epochs": 1}
         return evolve(
             data,
+            held_out_left_out=getattr(self.stream(folders, engine, **split), "left_out", 0),
             held_out=lambda: first_batches(
                 self.stream(folders, engine, **split), self.held_out_batches
             ),
