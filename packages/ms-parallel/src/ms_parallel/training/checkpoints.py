@@ -274,7 +274,7 @@ def metadata_of(folder: Path, manifest: checkpoint.Manifest) -> RunMetadata:
     with decoding(folder / MANIFEST, error=DamageError):
         facts = msgspec.convert(manifest.facts, RunMetadata)
     drawn, position = facts.progress.samples, facts.stream.get(CONSUMED)
-    if None not in (drawn, position) and (position != drawn or drawn < manifest.step):
+    if drawn is not None and position is not None and (position != drawn or drawn < manifest.step):
         raise DamageError(
             f"{folder / MANIFEST}: the data position is after {position} samples, where step"
             f" {manifest.step} was reached with {drawn}"
