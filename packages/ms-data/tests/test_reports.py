@@ -103,14 +103,27 @@ def test_a_table_that_pyarrow_cannot_read_is_not_called_damaged(tmp_path: Path) 
 
 
 def test_equal_values_are_one_bin() -> None:
-    """The axis of a share once ran to 24."""
+    """Others are counted from the least to the greatest."""
     values = Values()
     for _ in range(9):
-        values.add(0.8, 0.9)
-    assert values.bins(24) == [(0.8, 9)]
-    values.add(0.4, 0.9)
+        values.add(8, 9)
+    assert values.bins(24) == [(8, 9)]
+    values.add(4, 9)
     bins = values.bins(24)
-    assert (bins[0], bins[-1]) == ((0.4, 1), (0.8, 9))
+    assert (bins[0], bins[-1]) == ((4, 1), (8, 9))
+
+
+@pytest.mark.parametrize("found", [[0.8] * 9, [0.0, 1.0], [0.25, 0.5, 0.75]])
+def test_shares_are_on_an_axis_from_0_to_1(found: list[float]) -> None:
+    """Also where all are equal; that axis once ran to 24."""
+    values = Values()
+    for value in found:
+        values.add(value, 0.9)
+    bins = values.bins(24)
+    assert (bins[0][0], bins[-1][0]) == (0.0, 1.0)
+    assert sum(count for _, count in bins) == len(found)
+    for value in found:
+        assert bins[min(23, int(value * 24))][1]
 
 
 def test_advice_names_the_command_that_has_the_option(tmp_path: Path) -> None:

@@ -420,3 +420,73 @@ def test_numbers_that_make_no_sense_are_refused_in_one_line(
     assert code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
+
+
+STEP_SCOPE = "ProfilerStep#3"
+DEGENERATE: dict[str, list[tuple[str, str, str, float, float]]] = {
+    "one step": [
+        ("user_annotation", STEP_SCOPE, "main", 0.0, 1000.0),
+        ("cpu_op", "aten::mm", "main", 100.0, 500.0),
+    ],
+    "one span": [("cpu_op", "aten::mm", "main", 5.0, 1.0)],
+    "zero duration": [
+        ("user_annotation", STEP_SCOPE, "main", 7.0, 0.0),
+        ("cpu_op", "aten::mm", "main", 7.0, 0.0),
+    ],
+    "one instant on a device": [
+        ("cpu_op", "aten::mm", "main", 7.0, 0.0),
+        ("kernel", "gemm", "stream 7", 7.0, 0.0),
+        ("kernel", "ncclDevKernel", "stream 7", 7.0, 0.0),
+    ],
+    "nested spans": [("cpu_op", f"f{n}", "main", float(n), 1000.0 - 2 * n) for n in range(100)],
+}
+
+
+@needs_browser
+@pytest.mark.parametrize("name", DEGENERATE)
+def test_a_run_of_almost_nothing_is_drawn_with_numbers(
+    name: str, tmp_path: Path, make_trace: Callable[..., Trace]
+) -> None:
+    """No part shows NaN, and no canvas is given a place that is none, at any zoom."""
+    page = tmp_path / "page.html"
+    traces = {rank: make_trace(DEGENERATE[name], rank=rank) for rank in range(2)}
+    write_report(analyse_traces(traces), page)
+    script = """
+    const wrong = new Set(), pen = CanvasRenderingContext2D.prototype;
+    for (const name of ["fillRect", "strokeRect", "moveTo", "lineTo", "fillText"]) {
+      const own = pen[name];
+      pen[name] = function (...given) {
+        if (!given.slice(name === "fillText" ? 1 : 0).every(Number.isFinite)) wrong.add(name);
+        return own.apply(this, given);
+      };
+    }
+    window.addEventListener("error", (event) => { wrong.add(event.message); });
+    const tabs = [...document.querySelectorAll("[id^=tab-]")];
+    const look = () => {
+      for (const tab of tabs) {
+        tab.click();
+        const text = document.getElementById("panels").innerHTML;
+        for (const word of ["NaN", "undefined", "Infinity"]) if (text.includes(word)) wrong.add(`${tab.id} ${word}`);
+      }
+      document.querySelector("#tab-timeline").click();
+      setTimeout(zoom, 50);
+    };
+    const zoom = () => {
+      const line = window.timeline;
+      if (!line || !line.width) { setTimeout(zoom, 10); return; }
+      for (const factor of [1, 0.5, 0.01, 0.001, 100, 1e6]) { line.zoom(factor, line.width / 2); line.paint(); }
+      const rows = line.lanes.reduce((sum, lane) => sum + lane.rows.length, 0);
+      let overlaps = 0;
+      for (const lane of line.lanes) for (let i = 1; i < lane.rows.length; i++) {
+        const { begin, duration } = line.columns, before = lane.rows[i - 1];
+        if (begin[lane.rows[i]] < begin[before] + duration[before]) overlaps++;
+      }
+      document.title = `${tabs.length} parts, ${rows} spans, ${overlaps} overlap, wrong: ${[...wrong].join(" ")}`;
+    };
+    const wait = () => (document.documentElement.dataset.ready || document.body.dataset.ready ? look() : setTimeout(wait, 10));
+    wait();
+    """  # noqa: E501
+    page.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
+    title = browse(page, "overview", tmp_path).split("<title>")[1].split("</title>")[0]
+    spans = 2 * len(DEGENERATE[name])
+    assert title == f"9 parts, {spans} spans, 0 overlap, wrong: "

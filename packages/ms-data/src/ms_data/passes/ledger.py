@@ -35,9 +35,17 @@ class Values:
         if isinstance(limit, int | float):
             self.limit = limit
 
+    @property
+    def are_shares(self) -> bool:
+        """Whether the limit and all values are between 0 and 1."""
+        return self.limit is not None and all(0 <= one <= 1 for one in (self.limit, *self.found))
+
     def bins(self, count: int) -> list[tuple[float, int]]:
-        """Count the values in each of so many equal parts; equal values are one part."""
-        least, most = min(self.found), max(self.found)
+        """Count the values in each of so many equal parts; equal values are one part.
+
+        Shares are counted on an axis from 0 to 1.
+        """
+        least, most = (0.0, 1.0) if self.are_shares else (min(self.found), max(self.found))
         if most == least:
             return [(least, len(self.found))]
         width = (most - least) / count

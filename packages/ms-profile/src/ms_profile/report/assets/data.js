@@ -36,6 +36,10 @@ async function readColumns() {
   return columns;
 }
 
+// Deepest lane of a track; deeper spans share it and are drawn over one another. Python's own
+// limit of nested calls is 1000.
+const DEEPEST = 1023;
+
 // Each lane is one depth of one track: rows ordered by start that don't overlap.
 function layOut(columns) {
   const lanes = [];
@@ -50,7 +54,7 @@ function layOut(columns) {
       columns.begin[i] = at;
       let level = 0;
       while (level < ends.length && ends[level] > at) level++;
-      if (level > 60) level = 60;
+      if (level > DEEPEST) level = DEEPEST;
       ends.length = level;
       ends.push(at + columns.duration[i]);
       depth[i - track.first] = level;
