@@ -19,7 +19,7 @@ from chats import ANSWER, END, QUESTION, write_conversations, write_taught, writ
 from folders import model as small_model
 from models import VOCABULARY, decoder, llama, qwen3, tokens
 from mutants import GGUF, mutate_gguf
-from readme_blocks import printed
+from page_blocks import printed
 
 from ms_compress import Tuning, VerifyError, export, qat, tune, verify
 from ms_compress.cli import main
@@ -134,10 +134,10 @@ def test_chat_completion_answers_and_stops(chatting: Path) -> None:
     assert model.token_eos() == 0
 
 
-def test_the_readme_says_how_to_run_a_file(
+def test_the_page_shows_how_to_run_a_file(
     chatting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its code, as it stands there, prints the answer."""
+    """The code of docs/compress/runtimes.md prints the answer."""
     (tmp_path / "deploy").mkdir()
     (tmp_path / "deploy" / "gguf").symlink_to(chatting)
     monkeypatch.chdir(tmp_path)

@@ -23,7 +23,7 @@ from chats import (
     write_tokenizer,
 )
 from models import decoder
-from readme_blocks import printed
+from page_blocks import printed
 
 from ms_compress import ExportError, VerifyError, export, qat, verify
 from ms_compress.cli import main
@@ -69,7 +69,7 @@ def test_a_compressed_folder_chats_in_transformers(taught: Path, tmp_path: Path)
     ("runtime", "target", "lines"),
     [("transformers", "ct.int4_g32", 1), ("onnxruntime", "ort.matmulnbits", 2)],
 )
-def test_the_readme_says_how_to_run_a_folder(
+def test_the_page_shows_how_to_run_a_folder(
     runtime: str,
     target: str,
     lines: int,
@@ -77,7 +77,7 @@ def test_the_readme_says_how_to_run_a_folder(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its code, as it stands there, prints the answer; llama.cpp's runs in `nox -s deploy`."""
+    """The code of docs/compress/runtimes.md prints the answer; `nox -s deploy` runs llama.cpp's."""
     monkeypatch.chdir(tmp_path)
     folder = Path("deploy") / target.partition(".")[0]
     export(qat(load_model(taught), target), folder, tokenizer=taught)
