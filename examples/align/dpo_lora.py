@@ -1,4 +1,4 @@
-"""How do I tune a model on preferences, training adapters alone?
+"""How do I tune a model on preferences, training only adapters?
 
     python examples/align/dpo_lora.py --steps 30
 

@@ -1,4 +1,4 @@
-"""How do I evaluate a model by lm-evaluation-harness, on a task of my own and offline?
+"""How do I evaluate a model with lm-evaluation-harness, on my own task and offline?
 
     python examples/align/evaluate.py --steps 60
 

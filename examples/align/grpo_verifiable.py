@@ -1,4 +1,4 @@
-"""How do I train by GRPO on a task whose answers can be checked?
+"""How do I train with GRPO on a task whose answers can be checked?
 
     python examples/align/grpo_verifiable.py --steps 120
 

@@ -1,4 +1,4 @@
-"""How do I train on tasks by difficulty, the hard ones more?
+"""How do I sample tasks by difficulty, with more of the hard ones?
 
     python examples/align/tasks_by_difficulty.py --steps 60
 

@@ -1,4 +1,4 @@
-"""How do I distil a model into a smaller one?
+"""How do I distill a model into a smaller one?
 
     python examples/compress/distillation.py --steps 60
 

@@ -1,4 +1,4 @@
-"""How do I train with rounded weights and deploy to llama.cpp?
+"""How do I train with quantized weights and deploy to llama.cpp?
 
     python examples/compress/qat_to_gguf.py --steps 160
 

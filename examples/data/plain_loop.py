@@ -1,4 +1,4 @@
-"""How do I use ms-data alone, in a plain PyTorch loop?
+"""How do I use ms-data alone in a plain PyTorch loop?
 
     python examples/data/plain_loop.py --steps 60
 

@@ -1,4 +1,4 @@
-"""How do I use ms-data alone, in transformers' own Trainer?
+"""How do I use ms-data alone in the Trainer of transformers?
 
     python examples/data/transformers_trainer.py --steps 30
 

@@ -1,4 +1,4 @@
-"""How do I give a model an operator of my own, and know that it is right?
+"""How do I give a model my own operator, and check that it is right?
 
     python examples/kernels/own_operator.py
 

@@ -1,4 +1,4 @@
-"""How do I start a training on a Slurm cluster or on Kubernetes?
+"""How do I start a training run on a Slurm cluster or on Kubernetes?
 
     python examples/launch/check.py
 

@@ -1,4 +1,4 @@
-"""How do I watch a training in TensorBoard, Weights & Biases or MLflow?
+"""How do I watch a training run in TensorBoard, Weights & Biases or MLflow?
 
     python examples/profile/trackers.py --to tensorboard --to mlflow --to wandb
 

@@ -1,4 +1,4 @@
-"""How do I write a training loop of my own, around a module of my own, from the parts?
+"""How do I write my own training loop around my own module?
 
     python examples/train/custom_trainer.py --steps 40
 

@@ -1,4 +1,4 @@
-"""How do I train on from a Hugging Face folder, and give it back?
+"""How do I continue training from a Hugging Face folder, and save one?
 
     python examples/train/hugging_face_folder.py --steps 40
 

@@ -1,4 +1,4 @@
-"""How do I split a model of my own over processes, by a plan beside it?
+"""How do I split my own model over processes with a plan?
 
     torchrun --standalone --nproc-per-node 2 examples/train/own_model_with_plan.py
 

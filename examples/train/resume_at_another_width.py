@@ -1,4 +1,4 @@
-"""How do I go on with fewer or more processes than I began with?
+"""How do I resume with fewer or more processes?
 
     python examples/train/resume_at_another_width.py
 

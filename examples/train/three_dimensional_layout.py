@@ -1,4 +1,4 @@
-"""How do I train under data, tensor and pipeline at once?
+"""How do I train with data, tensor and pipeline parallelism at once?
 
     torchrun --standalone --nproc-per-node 8 examples/train/three_dimensional_layout.py --steps 6
 
