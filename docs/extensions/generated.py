@@ -21,10 +21,10 @@ from run_keys import Section, commands  # noqa: E402
 MARK = re.compile(r"^<!-- (keys|errors): (.+?) -->$", re.MULTILINE)
 HEADS = {
     "en": {
-        "keys": ("key", "meaning", "type", "default", "accepts"),
-        "errors": ("what is wrong", "what to do", "error"),
-        "classes": ("error", "meaning"),
-        "needed": "needed",
+        "keys": ("Key", "Meaning", "Type", "Default", "Allowed"),
+        "errors": ("Problem", "Remedy", "Error class"),
+        "classes": ("Error class", "Meaning"),
+        "needed": "required",
     },
     "zh": {
         "keys": ("键", "含义", "类型", "默认值", "可取的值"),

@@ -236,7 +236,7 @@ def test_every_key_can_be_linked_to(site: Path) -> None:
 
 def test_the_reference_shows_keys_and_messages_in_both_languages(site: Path) -> None:
     """No mark is left, and the tables stand in its place."""
-    for page, word in (("reference", "key"), ("zh/reference", "键")):
+    for page, word in (("reference", "Key"), ("zh/reference", "键")):
         html = (site / page / "run-files" / "index.html").read_text()
         assert "<!-- keys:" not in html
         assert f"<th>{word}</th>" in html
