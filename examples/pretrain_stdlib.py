@@ -28,7 +28,7 @@ from ms_parallel import Layout, ParallelError
 RUN_FILE = Path(__file__).with_suffix(".toml")
 VOCABULARY = 2048
 HELD_OUT_SHARE = 0.02
-GOAL = 0.65
+GOAL = 0.60
 """Final held-out loss as a fraction of the untrained model's; a higher one counts as a failure."""
 BEGAN = float(os.environ.get("DEMO_BEGAN", time.time()))
 """Start of the whole command in seconds since the epoch; under nox before the installation."""

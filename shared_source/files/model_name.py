@@ -26,3 +26,18 @@ def missing_model(name: str) -> str | None:
             f" run `hf download {name} --local-dir FOLDER` and give that folder"
         )
     return f"{name!r} does not exist; give a local folder with a config.json"
+
+
+def missing_dataset(name: str, what: str) -> str | None:
+    """Say why a dataset cannot be read, where that shows without reading it.
+
+    Args:
+        name: the setting; an address such as s3://bucket/shards is not looked up.
+        what: a path of what to give, such as "a folder of shards".
+
+    Returns:
+        What was got and how to fix it, or None where nothing is wrong with it.
+    """
+    if len(name) > LONGEST or not name.isprintable() or "://" in name or os.path.lexists(name):
+        return None
+    return f"{name!r} does not exist; give the path of {what}"

@@ -11,7 +11,7 @@ from ms_compress import __version__
 from ms_compress.commands import COMMANDS, Command
 from ms_compress.entry import CommandParser, file_argument, perform
 from ms_compress.errors import ConfigError
-from ms_compress.files.model_name import missing_model
+from ms_compress.files.model_name import missing_dataset, missing_model
 from ms_compress.settings.run_file import add_run_file, build, read_settings, refuse_renamed
 from ms_compress.settings.template import help_text, write_template
 
@@ -32,9 +32,17 @@ def _run(options: argparse.Namespace) -> int:
     settings |= {flag: True for flag in command.flags if getattr(options, flag)}
     refuse_renamed(settings, RENAMED, where=options.run_file)
     run: Any = build(command.options, settings, where=options.run_file)
-    model = getattr(run, "model", None)
+    model, dataset = getattr(run, "model", None), getattr(run, "dataset", None)
     if model is not None and (problem := missing_model(str(model))) is not None:
         raise ConfigError(f"{options.run_file}: model must be a local folder: {problem}")
+    what = "a folder of shards, conversations in JSON Lines, or a JSON list of tokens"
+    unread = getattr(run, "method", None) == "rtn"  # rounding to nearest looks at no data
+    if (
+        dataset is not None
+        and not unread
+        and (problem := missing_dataset(str(dataset), what)) is not None
+    ):
+        raise ConfigError(f"{options.run_file}: dataset must exist: {problem}")
     outcome = command.run(run)
     if options.json:
         sys.stdout.write(msgspec.json.encode(outcome.facts).decode() + "\n")

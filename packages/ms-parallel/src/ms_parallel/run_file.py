@@ -11,7 +11,7 @@ from attrs import field, fields, frozen
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError
 from ms_parallel.files.durable import write_file, writing
-from ms_parallel.files.model_name import missing_model
+from ms_parallel.files.model_name import missing_dataset, missing_model
 from ms_parallel.files.toml_text import toml_text
 from ms_parallel.planner.record.plan_file import Plan
 from ms_parallel.settings import a_path, nearest
@@ -37,12 +37,15 @@ class RunFile:
     length: Length
 
 
-def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
+def read_run_file(
+    path: str | Path, overrides: Sequence[str] = (), *, needs_data: bool = False
+) -> RunFile:
     """Read a run file. Paths in it are relative to the current folder.
 
     Args:
         path: the file.
         overrides: `key=value` or `table.key=value`, the value as in TOML; text needs no quotes.
+        needs_data: refuse a dataset that does not exist.
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown (the nearest known one is named),
@@ -57,12 +60,12 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
         override(settings, re.sub(rf"^\s*{OTHER}\b", "layout", text))
     refuse_renamed(settings, RENAMED, where=str(path))
     try:
-        return _run_file(settings)
+        return _run_file(settings, needs_data=needs_data)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _run_file(settings: dict[str, Any]) -> RunFile:
+def _run_file(settings: dict[str, Any], *, needs_data: bool) -> RunFile:
     _check_keys(settings)
     for key in ("model", "dataset"):
         if not isinstance(settings.get(key), str):
@@ -70,6 +73,10 @@ def _run_file(settings: dict[str, Any]) -> RunFile:
     if (problem := missing_model(settings["model"])) is not None:
         raise ConfigError(f"model must be an architecture or a local folder: {problem}")
     dataset = settings.pop("dataset")
+    if needs_data and dataset != "stdlib":
+        what = "a folder of shards or a corpus, or `stdlib`"
+        if (problem := missing_dataset(dataset, what)) is not None:
+            raise ConfigError(f"dataset must exist: {problem}")
     length = Length(**{key: settings.pop(key) for key in LENGTH if key in settings})
     renamed = {KEYS.get(key, key): value for key, value in settings.items()}
     return RunFile(options=Options(**renamed), dataset=dataset, length=length)

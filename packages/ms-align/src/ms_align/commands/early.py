@@ -1,32 +1,49 @@
 """Checks of a run file that need no torch, so that a mistake is reported at once."""
 
+import ast
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.machinery import PathFinder
+from types import SimpleNamespace
 from typing import Any
 
 from ms_align.commands.command import HIDDEN, Command
 from ms_align.errors import ConfigError
-from ms_align.files.model_name import missing_model
-from ms_align.settings import nearest
+from ms_align.files.model_name import missing_dataset, missing_model
+from ms_align.settings import flag, nearest, number, numbers, one_of, text, whole
+from ms_align.settings.keys import Key
+from ms_align.settings.validators import Check
 
 MODELS = ("model", "policy_model", "reference_model", "value_model", "teacher_model")
 OTHER_NAMES = {"policy_model", "prompt_dataset", "data", "reference", "out", "generator"}
+OTHER_NAMES |= {"include_path", "num_fewshot", "output_path", "apply_chat_template"}
 """Keys that a trainer takes or explains, and that the key groups do not list."""
+DATASETS = {
+    "dataset": "a folder of shards, or for prompts a JSON Lines file",
+    "prompt_dataset": "a JSON Lines file of prompts",
+    "response_dataset": "a JSON Lines file of answers",
+    "held_out": "a folder of shards, or for prompts a JSON Lines file",
+}
+"""Keys that name data, each with what to give."""
+VALIDATORS = {"whole": whole, "number": number, "numbers": numbers, "one_of": one_of}
+VALIDATORS |= {"text": text}
 
 
 def check_early(command: Command, settings: Mapping[str, Any], where: str) -> None:
-    """Check a run file's keys, and that the models and reward modules that it names exist.
+    """Check a run file's keys and values, and that the models, data and modules in it exist.
 
     Raises:
-        ConfigError: a key is unknown, or a folder or module does not exist.
+        ConfigError: a key is unknown, a value is refused, or a path or module does not exist.
     """
-    if command.run.startswith("commands.train:"):
-        names = {key.name for group in command.groups() for key in group.keys}
-        for key in settings:
-            if key not in names | OTHER_NAMES | HIDDEN:
-                raise ConfigError(f"{where}: unknown key {key!r}; {nearest(key, names)}")
+    keys = [key for group in command.groups() for key in group.keys]
+    names = {key.name for key in keys}
+    for unknown in settings.keys() - names - OTHER_NAMES - HIDDEN:
+        raise ConfigError(f"{where}: unknown key {unknown!r}; {nearest(unknown, names)}")
+    try:
+        _check_values(keys, settings)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     for key in MODELS:
         name = settings.get(key)
         if isinstance(name, str) and (problem := missing_model(name)) is not None:
@@ -43,6 +60,42 @@ def check_early(command: Command, settings: Mapping[str, Any], where: str) -> No
                 " module:function of a module in this folder or on PYTHONPATH, or a folder of a"
                 " reward model"
             )
+    for key, what in DATASETS.items():
+        for name in _texts(settings.get(key)):
+            if (problem := missing_dataset(name, what)) is not None:
+                raise ConfigError(f"{where}: {key} must exist: {problem}")
+
+
+def _check_values(keys: Iterable[Key], settings: Mapping[str, Any]) -> None:
+    """Apply the validators of the fields, which need no torch, to the values that are given."""
+    for key in keys:
+        value = settings.get(key.name)
+        if value is None:
+            continue
+        if isinstance(value, Mapping):
+            _check_values(key.inner, value)
+        validator = _validator(key.check)
+        if validator is not None:
+            validator(None, SimpleNamespace(name=key.name), value)  # type: ignore[arg-type]
+
+
+def _validator(source: str) -> Check | None:
+    """Build a validator from its source, such as `whole(least=0)`; None for one of a class's own.
+
+    Its arguments are literals, as `Key.check` fills constants in.
+    """
+    if source == "flag":
+        return flag
+    try:
+        call = ast.parse(source, mode="eval").body
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
+            return None
+        words = [ast.literal_eval(word) for word in call.args]
+        named = {str(given.arg): ast.literal_eval(given.value) for given in call.keywords}
+    except (SyntaxError, ValueError):
+        return None
+    kind: Any = VALIDATORS.get(call.func.id)
+    return None if kind is None else kind(*words, **named)
 
 
 def _is_module(name: str) -> bool:

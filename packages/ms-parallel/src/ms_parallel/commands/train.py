@@ -29,7 +29,8 @@ def run(options: Namespace) -> int:
     end_with_launcher()
     from ms_parallel.run_file import read_run_file
 
-    run = read_run_file(options.run_file, options.set)  # before torch is imported
+    # Before torch is imported.
+    run = read_run_file(options.run_file, options.set, needs_data=True)
     from ms_parallel.cluster.process import is_first
     from ms_parallel.training.trainer import DistributedTrainer
 

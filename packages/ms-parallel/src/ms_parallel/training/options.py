@@ -109,12 +109,6 @@ def _microbatch(instance: Any, attribute: Any, value: Any) -> None:
         whole(optional=True)(instance, attribute, value)
 
 
-def _optimizer(instance: Any, attribute: Any, value: Any) -> None:
-    optimizer_of(value)
-    some = [f for f in fields(type(instance)) if f.name in ("betas", "epsilon")]
-    check_takes(value, [f.name for f in some if getattr(instance, f.name) != f.default])
-
-
 @frozen(eq=False)
 class _Positional(EngineSettings):
     """Settings that `DistributedTrainer` also takes by position."""
@@ -124,9 +118,7 @@ class _Positional(EngineSettings):
     parallel_config: Parallel = field(default=None, converter=_layout, metadata=MODEL)
     """Layout: a table of axes such as `{"tensor_parallel": 2}`, in which data may be `"rest"` for
     all remaining processes; or `auto`, planned for these machines. None: all processes on data."""
-    optimizer: str | Mapping[str, Any] = field(
-        default="AdamW", validator=_optimizer, metadata=OPTIMIZATION
-    )
+    optimizer: str | Mapping[str, Any] = field(default="AdamW", metadata=OPTIMIZATION)
     """`AdamW`, `Muon`, `SGD`, `Adafactor` or an elementwise class of torch.optim; or a table of its
     `name` and settings, such as momentum = 0.95."""
     mixed_precision: MixedPrecision = field(  # again, to be positional
@@ -298,6 +290,11 @@ class Options(_Positional):
                 " schedule='search' by what blocks keep; name the schedule, or set recompute to"
                 " selective or full"
             )
+        # Last, as an optimizer is looked up in torch, whose import takes seconds.
+        optimizer_of(self.optimizer)
+        shared = [f for f in fields(type(self)) if f.name in ("betas", "epsilon")]
+        changed = [f.name for f in shared if getattr(self, f.name) != f.default]
+        check_takes(self.optimizer, changed)
 
     @property
     def wanted_device(self) -> Devices | str | None:

@@ -19,8 +19,9 @@ from ms_profile.log.manifest import encode, write_whole
 
 HELP: Final = "measure latency and bandwidth between every pair of ranks by ping-pong"
 EXAMPLE: Final = (
-    "ms-profile link --nproc-per-node 4; or on several hosts: "
-    "torchrun --nnodes 2 --nproc-per-node 8 ... -m ms_profile link --backend nccl --out links.json"
+    "ms-profile link --nproc-per-node 4\n"
+    "example: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint"
+    " HOST:29500 -m ms_profile link --backend nccl --out links.json"
 )
 
 

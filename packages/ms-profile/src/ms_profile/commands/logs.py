@@ -17,7 +17,7 @@ from ms_profile.log.event_reader import EventFilter, event_files_so_far, follow_
 from ms_profile.log.tensorboard import export_tensorboard
 
 HELP: Final = "merge the ranks' event logs by time; filter, follow, export"
-EXAMPLE: Final = "ms-profile logs ./profile_results --kind step --rank 0,1 --follow"
+EXAMPLE: Final = "ms-profile logs ./profile_results --kind step --rank 0,1 --json"
 LONGEST_S: Final = 1e10
 
 

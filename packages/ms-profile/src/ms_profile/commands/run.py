@@ -18,8 +18,9 @@ from ms_profile.recording.plan import Plan, ProcessRank
 HELP: Final = "run a training script unchanged, alone or under torchrun, and record it"
 EXAMPLE: Final = (
     "ms-profile run --nproc-per-node 2 --train-script train.py --output-dir ./profile_results "
-    "--metrics communication_time,compute_time -- --epochs 1; or under your own torchrun: "
-    "torchrun --nproc-per-node 2 -m ms_profile run --train-script train.py --output-dir DIR"
+    "--metrics communication_time,compute_time -- --epochs 1\n"
+    "example: torchrun --nproc-per-node 2 -m ms_profile run --train-script train.py"
+    " --output-dir ./profile_results"
 )
 STEPS: Final = {
     "skip": "steps left alone at the start",
