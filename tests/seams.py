@@ -16,7 +16,7 @@ import ms_profile
 from ms_align.engines.generator import EngineGenerator
 from ms_align.engines.local import LocalEngine
 from ms_align.evaluation import ExportedModel
-from ms_align.generation import Generator
+from ms_align.generation.responses import Generator
 from ms_data import InstructionStream, PreferenceStream, TokenStream
 from ms_parallel import DistributedTrainer, Engine, Layout
 from ms_parallel.cluster.groups import Groups

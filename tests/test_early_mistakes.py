@@ -31,7 +31,10 @@ COMMANDS = {
 """Each command with a key of its run file that takes a number above 0."""
 MISTAKES = {
     "missing file": ("NONE.toml", []),
+    "not a file": ("model", []),
     "not TOML": ("broken.toml", []),
+    "not text": ("binary.toml", []),
+    "empty": ("empty.toml", []),
     "unknown key": ("RUN.toml", ["stesp=1"]),
     "table in place of a number": ("RUN.toml", ["NUMBER.stesp=1"]),
     "wrong type": ("RUN.toml", ["NUMBER='four'"]),
@@ -39,11 +42,33 @@ MISTAKES = {
     "no value": ("RUN.toml", ["NUMBER"]),
     "missing model": ("RUN.toml", ["model=none/model"]),
     "missing data": ("RUN.toml", ["dataset=none/data"]),
+    "data of the wrong type": ("RUN.toml", ["dataset=3"]),
+    "model of the Hub": ("RUN.toml", ["model=meta-llama/Llama-3.2-1B"]),
+    "output in place of a file": ("RUN.toml", ["output_dir=CLUSTER.toml"]),
+    "unknown optimizer": ("RUN.toml", ["optimizer=AdamWW"]),
+    "unknown setting of an optimizer": ("RUN.toml", ["optimizer={name='AdamW',beta1=0.1}"]),
+    "setting that the optimizer lacks": ("RUN.toml", ["optimizer=SGD", "betas=[0.8,0.9]"]),
+    "one number in place of two": ("RUN.toml", ["betas=[0.9]"]),
+    "unknown axis": ("RUN.toml", ["layout.tensr=2"]),
+    "ranks below 1": ("RUN.toml", ["layout.tensor=-2"]),
+    "unknown precision": ("RUN.toml", ["mixed_precision=fp8"]),
+    "unknown mode": ("RUN.toml", ["recompute=fulll"]),
+    "two lengths": ("RUN.toml", ["epochs=1", "steps=3"]),
+    "uneven rollouts": ("RUN.toml", ["batch_size=7", "group_size=2"]),
+    "target without coefficient": ("RUN.toml", ["kl_target=0.1", "kl_coeff=0"]),
+    "unknown scheme": ("RUN.toml", ["scheme=gguf.q4_9"]),
+    "unknown pattern": ("RUN.toml", ["pattern=3:2"]),
+    "unknown key of a table": ("RUN.toml", ["tuning.stesp=2"]),
 }
-"""The file and the `--set` of each mistake."""
+"""The file and the `--set` of each mistake; commands that lack a key are left out of its mistakes,
+but for the ones that are about no single key."""
 ALLOWED = {
     ("ms-parallel inspect", "missing data"),  # it counts memory, and data may come later
     ("ms-parallel plan", "missing data"),
+    ("ms-parallel inspect", "output in place of a file"),
+    ("ms-parallel plan", "output in place of a file"),
+    *((f"ms-align {name}", "two lengths") for name in ("ppo", "grpo", "rloo")),  # passes, updates
+    *((f"ms-align {name}", "uneven rollouts") for name in ("generate", "evaluate")),
     ("ms-align evaluate", "missing data"),  # its data are those of the tasks
     ("ms-compress quantize", "missing data"),  # rounding to nearest looks at none
     ("ms-compress export", "missing data"),
@@ -84,9 +109,17 @@ def test_trivial_mistakes_are_reported_before_torch_is_imported(
     text = (tmp_path / "RUN.toml").read_text()
     text = re.sub(r'^(model|reward_model) = "\S*/\S*"', r'\1 = "model"', text, flags=re.MULTILINE)
     (tmp_path / "RUN.toml").write_text(text)
+    (tmp_path / "empty.toml").write_text("")
+    (tmp_path / "binary.toml").write_bytes(bytes(range(256)))
+    keys = {"NUMBER", "stesp", *re.findall(r"^#? ?(\w+) = ", text, flags=re.MULTILINE)}
+    keys |= set(re.findall(r"^#? ?\[(\w+)\]", text, flags=re.MULTILINE))
     mistakes = {
-        mistake: made for mistake, made in MISTAKES.items() if (command, mistake) not in ALLOWED
+        mistake: made
+        for mistake, made in MISTAKES.items()
+        if (command, mistake) not in ALLOWED
+        and {re.split(r"\W", setting)[0] for setting in made[1]} <= keys
     }
+    assert len(mistakes) >= 12
     runs = []
     for file, settings in mistakes.values():
         changes = [setting.replace("NUMBER", COMMANDS[command]) for setting in settings]

@@ -109,6 +109,8 @@ def _keys(module: str, node: ast.ClassDef) -> Iterator[Key]:
     for at, line in enumerate(node.body):
         if not (isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)):
             continue
+        if ast.unparse(line.annotation).startswith("ClassVar"):
+            continue
         behind = node.body[at + 1] if at + 1 < len(node.body) else None
         text = behind.value if isinstance(behind, ast.Expr) else None
         meaning = text.value if isinstance(text, ast.Constant) else ""

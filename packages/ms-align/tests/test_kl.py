@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ms_align import ConfigError
-from ms_align.losses.kl import AdaptiveKL, estimate, in_loss
+from ms_align.losses.adaptive_kl import AdaptiveKL
+from ms_align.losses.kl import estimate, in_loss
 
 VOCABULARY, LENGTH = 3, 2
 RESPONSES = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))

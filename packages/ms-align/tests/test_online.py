@@ -32,7 +32,7 @@ from ms_align import (
 )
 from ms_align.cli import main
 from ms_align.errors import CheckpointError
-from ms_align.losses.kl import AdaptiveKL
+from ms_align.losses.adaptive_kl import AdaptiveKL
 from ms_align.models.language_model import copy_of
 from ms_align.tokenizer import ByteTokenizer
 

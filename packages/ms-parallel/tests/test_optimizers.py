@@ -28,7 +28,12 @@ from ms_parallel.cli import main
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.engine.optimizer import learning_rate, optimizer_of
+from ms_parallel.engine.optimizer import (
+    declared_optimizers,
+    learning_rate,
+    optimizer_of,
+    optimizers,
+)
 from ms_parallel.operators import losses
 from ms_parallel.split.owners import owners
 
@@ -99,6 +104,15 @@ def test_an_optimizer_that_cannot_be_used_is_named(value: Any, message: str) -> 
         with pytest.raises(ConfigError, match=message) as caught:
             build_it(value)
         assert "\n" not in str(caught.value)
+
+
+def test_declared_optimizers_are_those_that_can_be_built() -> None:
+    """Names and settings read from sources are those of the classes."""
+    declared = declared_optimizers()
+    assert declared.keys() == optimizers().keys()
+    for name, keys in declared.items():
+        assert keys is None or set(keys) == set(optimizers()[name].keys), name
+    assert sum(keys is not None for keys in declared.values()) >= 4
 
 
 def test_names_are_known_in_any_case_and_with_hyphens() -> None:

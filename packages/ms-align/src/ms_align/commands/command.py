@@ -42,6 +42,8 @@ class Command:
     """Keys beside those of the class."""
     called: dict[str, str] = field(factory=dict)
     """Fields that run files call by another name."""
+    renamed: dict[str, str] = field(factory=dict)
+    """Keys that are not known any more, with their new names."""
     begins_with: dict[str, Any] = field(factory=dict)
     """Values of the template of `init` where there is no default."""
 
@@ -123,6 +125,7 @@ def _trainer(name: str) -> Command:
         run=f"commands.train:{'online' if online else 'offline'}",
         more=PROMPTS if online else (DATASET,),
         called={"policy_model": "model"} if online else {},
+        renamed={"data": "dataset", "reference": "reference_model", "out": "output_dir"},
         begins_with=begins,
     )
 
@@ -135,6 +138,7 @@ COMMANDS: tuple[Command, ...] = (
         sets="group_size=4 --set out=responses.jsonl",
         settings="commands.generate:Generation",
         run="commands.generate:generate",
+        renamed={"policy_model": "model", "prompt_dataset": "dataset", "data": "dataset"},
         begins_with={
             "model": "runs/sft/model",
             "dataset": "prompts.jsonl",

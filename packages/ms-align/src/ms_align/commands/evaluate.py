@@ -1,13 +1,13 @@
 """`ms-align evaluate`: tasks of lm-evaluation-harness, asked of a model."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from attrs import field, frozen
 
 from ms_align.commands.launch import check_launched
+from ms_align.engines.layout import check_layout, layout_of
 from ms_align.engines.options import ComputeOptions
 from ms_align.errors import ConfigError
 from ms_align.evaluation import harness_model
@@ -28,10 +28,9 @@ def _names(instance: object, attribute: Any, value: object) -> None:
 
 
 def _ranks(instance: Any, attribute: Any, value: object) -> None:
+    check_layout(value)
     if value is None:
         instance.check_alone()
-    elif not isinstance(value, Mapping):
-        raise ConfigError(f"layout is {value!r}; give a table, as {{ data = 2, tensor = 2 }}")
 
 
 @frozen(kw_only=True, slots=False)
@@ -78,8 +77,6 @@ def evaluate(kind: type[Evaluation], settings: dict[str, Any], where: str) -> di
     if given.runtime is not None and given.layout is not None:
         raise ConfigError(f"{where}: an exported model runs in one process; leave out layout")
     if given.layout is not None:
-        from ms_align.engines.parallel import layout_of
-
         check_launched(layout_of(given.layout).world_size)
     model = harness_model(
         given.model if given.runtime is None else _exported(given.model, given.runtime),

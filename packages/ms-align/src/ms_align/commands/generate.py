@@ -11,17 +11,16 @@ from ms_align.engines.assembly import open_model
 from ms_align.engines.options import DeviceOptions
 from ms_align.errors import ConfigError
 from ms_align.files.durable import write_file, writing
-from ms_align.generation import LocalGenerator, Responses
+from ms_align.generation.generator import LocalGenerator
+from ms_align.generation.responses import Responses
 from ms_align.generation.sampling import Sampling, token_numbers
 from ms_align.generation.stops import beside, with_stops
 from ms_align.rollouts.prompts import Prompt, read_prompts
 from ms_align.seeds import LARGEST_SEED
 from ms_align.settings import a_path, whole
-from ms_align.settings.run_file import build, refuse_renamed
+from ms_align.settings.run_file import build
 from ms_align.tokenizer import Tokenizer, load_tokenizer
 from ms_align.tokenizer_files import check_same_tokenizer, files_of
-
-RENAMED = {"policy_model": "model", "prompt_dataset": "dataset", "data": "dataset"}
 
 
 @frozen(kw_only=True, slots=False)
@@ -48,7 +47,6 @@ class Generation(Sampling, DeviceOptions):
 
 def generate(kind: type[Generation], settings: dict[str, Any], where: str) -> dict[str, Any]:
     """Run `ms-align generate`."""
-    refuse_renamed(settings, RENAMED, where=where)
     given = build(kind, settings, where=where)
     place = beside(given.tokenizer, given.model)
     if place is None:

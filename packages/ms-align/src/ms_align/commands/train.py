@@ -7,18 +7,16 @@ from ms_align.commands.launch import check_launched
 from ms_align.entry import DONE, FAILED, INTERRUPTED
 from ms_align.errors import ConfigError
 from ms_align.run.loop import Result
-from ms_align.settings.run_file import build, refuse_renamed
+from ms_align.settings.run_file import build
 from ms_align.trainers.frame.offline import OfflineTrainer
 from ms_align.trainers.frame.online import OnlineTrainer
 
 ALSO = {"model": "policy_model", "dataset": "prompt_dataset"}
 """What all commands call them, beside what `PPOTrainer` and `optimize` do."""
-RENAMED = {"data": "dataset", "reference": "reference_model", "out": "output_dir"}
 
 
 def offline(kind: type[OfflineTrainer], settings: dict[str, Any], where: str) -> dict[str, Any]:
     """Learn from a dataset that is there before the run."""
-    refuse_renamed(settings, RENAMED, where=where)
     dataset = _taken(settings, "dataset", where)
     trainer = build(kind, settings, where=where)
     check_launched(trainer.processes)
@@ -27,7 +25,6 @@ def offline(kind: type[OfflineTrainer], settings: dict[str, Any], where: str) ->
 
 def online(kind: type[OnlineTrainer], settings: dict[str, Any], where: str) -> dict[str, Any]:
     """Learn from responses to prompts."""
-    refuse_renamed(settings, RENAMED, where=where)
     for short, face in ALSO.items():
         if short in settings and face in settings:
             raise ConfigError(f"{where}: {short} and {face} are one setting; give one of them")

@@ -9,7 +9,8 @@ from attrs.filters import exclude
 from ms_align.engines.local import LocalEngine
 from ms_align.engines.protocol import Engine
 from ms_align.errors import ModelError
-from ms_align.generation import Generator, LocalGenerator, Responses
+from ms_align.generation.generator import LocalGenerator
+from ms_align.generation.responses import Generator, Responses
 from ms_align.generation.sampling import Sampling
 from ms_align.generation.stops import Decode, first_stop
 

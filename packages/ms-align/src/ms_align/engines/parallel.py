@@ -11,44 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from attrs import asdict, fields
+from attrs import asdict
 from attrs.filters import exclude
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ms_align import processes
+from ms_align.engines.layout import layout_of
 from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.engines.options import ComputeOptions, EngineOptions
 from ms_align.errors import ConfigError
 from ms_align.lora.adapters import LoraOptions, add_lora, save_adapters
-from ms_align.settings import nearest
 
 if TYPE_CHECKING:
     from ms_parallel import Engine, Layout
-
-
-def layout_of(given: "Layout | Mapping[str, int]") -> "Layout":
-    """Build ms-parallel's layout from a table of ranks by axis.
-
-    Raises:
-        ConfigError: ms-parallel is not installed, has no such axis, or refuses the sizes.
-    """
-    try:
-        from ms_parallel import Layout, ParallelError
-    except ImportError as error:
-        raise ConfigError(
-            "a layout needs ms-parallel; install it with `pip install ms-align[parallel]`"
-        ) from error
-    if not isinstance(given, Mapping):
-        return given
-    axes = [each.name for each in fields(Layout)]
-    for name in given:
-        if name not in axes:
-            raise ConfigError(f"layout has no axis {name!r}; {nearest(name, axes)}")
-    try:
-        return Layout(**given)
-    except ParallelError as error:
-        raise ConfigError(str(error)) from error
 
 
 def start_parallel(

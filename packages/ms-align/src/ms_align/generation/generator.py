@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from ms_align.errors import DataError, ModelError
 from ms_align.generation.columns import Columns
+from ms_align.generation.drawing import Drawn, draw
 from ms_align.generation.fused import fused_reader
 from ms_align.generation.reader import Reader, reader_of
 from ms_align.generation.responses import Responses
-from ms_align.generation.sampling import Drawn, Sampling, draw
+from ms_align.generation.sampling import Sampling
 from ms_align.generation.stops import Decode, completes, reach
 from ms_align.models.language_model import LanguageModel, check_tokens, language_model
 from ms_align.seeds import position_seed

@@ -7,8 +7,7 @@ from attrs import field, fields, frozen
 
 from ms_align.errors import ConfigError
 from ms_align.generation.sampling import Sampling
-from ms_align.losses.kl import AdaptiveKL
-from ms_align.rewards.scoring import Failure
+from ms_align.losses.adaptive_kl import AdaptiveKL
 from ms_align.settings import flag, number, one_of, whole
 
 IN_LOSS = ("k2", "k3", "k3_weighted", "k1_to_go")
@@ -49,7 +48,9 @@ class RolloutOptions(Sampling):
     """Taken from the reward for each token of a response."""
     reward_clip: float | None = field(default=None, validator=number(optional=True))
     """Rewards are held within plus and minus it."""
-    on_reward_failure: Failure = field(default="stop", validator=one_of("stop", "skip", "penalise"))
+    on_reward_failure: Literal["stop", "skip", "penalise"] = field(
+        default="stop", validator=one_of("stop", "skip", "penalise")
+    )
     """What a reward that fails does: `stop` the run, `skip` the sample, or `penalise` it."""
     reward_failure_penalty: float = field(default=-1.0, validator=number(least=-math.inf))
     """The reward of a sample that is penalised."""

@@ -4,9 +4,21 @@ from pathlib import Path
 
 from attrs import field, frozen
 
+from ms_align.errors import ConfigError
 from ms_align.events import OnEvent
 from ms_align.seeds import LARGEST_SEED
 from ms_align.settings import a_path, as_path, flag, whole
+
+
+def check_length(steps: int | None, epochs: int | None) -> None:
+    """Check that a run's length is given once.
+
+    Raises:
+        ConfigError: both are given, or neither.
+    """
+    if (steps is None) == (epochs is None):
+        both = "neither" if steps is None else "both"
+        raise ConfigError(f"exactly one of steps and epochs must be given, got {both}")
 
 
 @frozen(kw_only=True, slots=False)  # trainers inherit from more than one

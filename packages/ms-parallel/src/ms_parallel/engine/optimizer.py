@@ -1,17 +1,21 @@
 """What all optimizers' settings share, how one is chosen, and the learning rate as a function."""
 
+import ast
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from attrs import Attribute, evolve, field, fields, frozen
 
 from ms_parallel.errors import ConfigError
 from ms_parallel.settings import nearest, number, shown, whole
+from ms_parallel.settings.keys import groups_of
 
 if TYPE_CHECKING:  # a run file's keys are known without torch
     from ms_parallel.engine.rules.rule import Held, Rule
@@ -71,6 +75,40 @@ def optimizers() -> Mapping[str, OptimizerKind]:
     return {name: kind for room in rooms for name, kind in room.items()}
 
 
+@cache
+def declared_optimizers() -> Mapping[str, tuple[str, ...] | None]:
+    """List the optimizers by name, each with its settings; as `optimizers`, but without torch.
+
+    Ours are read from the source, as the keys of run files are. Settings of torch's other classes
+    are None: only their signatures tell.
+    """
+    torch = find_spec("torch")
+    exports = torch and _assigned(Path(torch.origin or "").parent / "optim/__init__.py", "__all__")
+    names = ast.literal_eval(exports) if exports else []
+    declared: dict[str, tuple[str, ...] | None] = {
+        name: None for name in names if name[0].isupper() and name != "Optimizer"
+    }
+    for file in sorted((Path(__file__).parent / "optimizers").glob("*.py")):
+        kinds = _assigned(file, "KINDS")
+        if not isinstance(kinds, ast.Dict):
+            continue
+        for name, call in zip(kinds.keys, kinds.values, strict=True):
+            if isinstance(name, ast.Constant) and isinstance(call, ast.Call):
+                groups = groups_of(f"engine.optimizers.{file.stem}:{ast.unparse(call.args[0])}")
+                keys = [key.name for group in groups for key in group.keys]
+                declared[str(name.value)] = tuple(key for key in keys if key not in SHARED)
+    return declared
+
+
+def _assigned(path: Path, name: str) -> ast.expr | None:
+    """Return what a module assigns to a name, as its source writes it."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else []
+    for line in body:
+        if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == name:
+            return line.value
+    return None
+
+
 def kind_of(config: type[Any]) -> OptimizerKind:
     """Describe an optimizer that a name chooses, from the class of its settings."""
     return OptimizerKind(
@@ -107,11 +145,16 @@ def _chosen(what: str, value: object, known: Iterable[str]) -> tuple[str, dict[s
 
 
 def _built(what: str, build: Callable[..., Any], keys: Iterable[str], given: dict[str, Any]) -> Any:
-    for key in given:
+    _check_known(what, given, keys)
+    return build(**given)
+
+
+def _check_known(what: str, given: Mapping[str, Any], keys: Iterable[str] | None) -> None:
+    """Check the names of settings; keys that are None are not known yet."""
+    for key in given if keys is not None else ():
         if key not in keys:
             known = nearest(str(key), keys) if keys else "it has no settings"
             raise ConfigError(f"{what} has unknown setting {shown(key)}; {known}")
-    return build(**given)
 
 
 def decay_of(value: object) -> Decay:
@@ -141,7 +184,7 @@ def named_optimizer(value: object) -> tuple[str, dict[str, Any]]:
     Raises:
         ConfigError: there is none such.
     """
-    return _chosen("optimizer", value, optimizers())
+    return _chosen("optimizer", value, declared_optimizers())
 
 
 def optimizer_of(
@@ -158,6 +201,7 @@ def optimizer_of(
         ConfigError: there is none such, or a setting cannot be used.
     """
     name, given = named_optimizer(value)
+    _check_known(f"optimizer {name!r}", given, declared_optimizers()[name])
     kind = optimizers()[name]
     apart = {key: own for key, own in (otherwise or {}).items() if key in kind.keys}
 
@@ -175,8 +219,9 @@ def check_takes(value: object, keys: Iterable[str]) -> None:
         ConfigError: it has not.
     """
     name, _ = named_optimizer(value)
+    declared = declared_optimizers()[name]
     for key in keys:
-        if key not in optimizers()[name].keys:
+        if key not in (optimizers()[name].keys if declared is None else declared):
             raise ConfigError(f"optimizer {name!r} has no {key}; leave it out")
 
 

@@ -290,11 +290,10 @@ class Options(_Positional):
                 " schedule='search' by what blocks keep; name the schedule, or set recompute to"
                 " selective or full"
             )
-        # Last, as an optimizer is looked up in torch, whose import takes seconds.
-        optimizer_of(self.optimizer)
         shared = [f for f in fields(type(self)) if f.name in ("betas", "epsilon")]
         changed = [f.name for f in shared if getattr(self, f.name) != f.default]
         check_takes(self.optimizer, changed)
+        optimizer_of(self.optimizer)  # last, as it imports torch, which takes seconds
 
     @property
     def wanted_device(self) -> Devices | str | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import cast
 
 from ms_align.errors import ConfigError
-from ms_align.generation import Generator
+from ms_align.generation.responses import Generator
 from ms_align.settings import nearest
 
 __all__ = ["build_generator"]

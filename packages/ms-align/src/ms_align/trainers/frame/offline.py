@@ -16,6 +16,7 @@ from ms_align.losses.protocol import Loss
 from ms_align.run.checkpoint import State
 from ms_align.run.initial_weights import name_of
 from ms_align.run.loop import Notice, Result, RunLog
+from ms_align.run.options import check_length
 from ms_align.run.samples import SamplePrompts
 from ms_align.settings import a_path, whole
 from ms_align.streams.folders import (
@@ -108,8 +109,7 @@ class OfflineTrainer(Trainer):
     """Batches of an evaluation; all of the split `held_out` by default."""
 
     def __attrs_post_init__(self) -> None:
-        if (self.steps is None) == (self.epochs is None):
-            raise ConfigError("give steps or epochs, one of them")
+        check_length(self.steps, self.epochs)
 
     def train(
         self,

@@ -18,7 +18,7 @@ from torch import Tensor
 from ms_align.engines.protocol import Engine
 from ms_align.engines.reference import ADAPTER_OFF, Reference, reference_of
 from ms_align.errors import ConfigError, ModelError
-from ms_align.generation import Generator
+from ms_align.generation.responses import Generator
 from ms_align.generation.sampling import token_numbers
 from ms_align.generation.stops import beside, with_stops
 from ms_align.losses.protocol import Loss

@@ -8,11 +8,10 @@ import torch
 from attrs import Attribute, evolve, field, fields, frozen
 
 from ms_align.engines.assembly import start_engine
+from ms_align.engines.layout import check_layout, layout_of
 from ms_align.engines.optimizer import OptimizerOptions
 from ms_align.engines.options import EngineOptions
-from ms_align.engines.parallel import layout_of
 from ms_align.engines.protocol import Engine
-from ms_align.errors import ConfigError
 from ms_align.lora.adapters import LoraOptions, lora_options
 from ms_align.models.folder import experts_of, folder_of, stored_dtype
 from ms_align.run.initial_weights import name_of
@@ -29,8 +28,7 @@ MODELS = ("model", "policy_model", "reference_model", "value_model", "reward_mod
 
 
 def _ranks(instance: "Trainer", attribute: "Attribute[Any]", value: Any) -> None:
-    if not (value is None or isinstance(value, Mapping) or hasattr(value, "world_size")):
-        raise ConfigError(f"layout is {value!r}; give a table, as {{ data = 2, tensor = 2 }}")
+    check_layout(value)
     if value is None:
         instance.check_alone(instance.alone_remedy)
 
