@@ -199,6 +199,9 @@ def test_each_language_is_searched_alone(site: Path) -> None:
         (".", "fp16", "how-to/out-of-memory/"),
         (".", "FSDP", "how-to/out-of-memory/"),
         (".", "resume", "how-to/another-width/"),
+        (".", "checkpoint", "how-to/another-width/"),
+        (".", "LoRA", "how-to/lora-on-chats/"),
+        (".", "fine-tune", "how-to/lora-on-chats/"),
         ("zh", "OOM", "how-to/out-of-memory/"),
         ("zh", "显存", "how-to/out-of-memory/"),
         ("zh", "显存不足", "how-to/out-of-memory/"),
@@ -208,6 +211,10 @@ def test_each_language_is_searched_alone(site: Path) -> None:
         ("zh", "bf16", "how-to/out-of-memory/"),
         ("zh", "断点续训", "how-to/another-width/"),
         ("zh", "续训", "how-to/another-width/"),
+        ("zh", "检查点", "how-to/another-width/"),
+        ("zh", "LoRA", "how-to/lora-on-chats/"),
+        ("zh", "微调", "how-to/lora-on-chats/"),
+        ("zh", "监督微调", "align/sft/"),
     ],
 )
 def test_words_that_people_search_for_find_the_page_that_helps(

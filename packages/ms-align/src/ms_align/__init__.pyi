@@ -15,7 +15,8 @@ from .errors import (
     RewardError,
     WriteError,
 )
-from .generation import Generator, LocalGenerator, Responses
+from .generation.generator import LocalGenerator
+from .generation.responses import Generator, Responses
 from .generation.sampling import Sampling
 from .lora.adapters import AdaptedModel, LoraOptions, add_lora
 from .lora.loading import load_lora
