@@ -1,0 +1,350 @@
+"""Every example line of every `--help` runs as it stands and ends with exit code 0.
+
+Each runs in a folder of its own, which holds what the line names and nothing else: a run file is
+the one that `init` writes, with smaller sizes; the paths in it and on the line are small inputs.
+"""
+
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from documented_commands import help_of, subcommands
+from packages import PACKAGES, module_of
+
+OUTPUTS = {"--out", "--html", "--output-dir", "--tokenizer-out"}
+"""Options whose value the command writes."""
+NEEDS = {
+    "ms-align evaluate": "lm-evaluation-harness and its datasets",
+    "ms-kernels bench": "a CUDA device",
+    "torchrun --nnodes": "two machines",
+}
+"""Lines that cannot run everywhere, by how they begin, and what they need."""
+QUICK = {
+    *("ms-data tokenizer", "ms-data inspect", "ms-data verify", "ms-data clean", "ms-data dedup"),
+    *("ms-data import", "ms-data export", "ms-data stats", "ms-data init"),
+    *("ms-kernels list", "ms-kernels explain", "ms-align init", "ms-compress init"),
+    *("ms-parallel init", "ms-parallel generate", "ms-parallel schedule"),
+    *("ms-profile report", "ms-profile compare", "ms-profile logs"),
+}
+"""Commands whose examples run in seconds, in the default tests."""
+SMALL = {
+    "steps": "4",
+    "sequence_length": "32",
+    "batch_size": "4",
+    "max_new_tokens": "4",
+    "group_size": "2",
+    "rows": "4",
+    "hidden_size": "32",
+    "intermediate_size": "64",
+    "num_hidden_layers": "4",
+    "vocab_size": "320",
+    "evaluate_batches": "1",
+    "prefill_tokens": "16",
+    "decode_tokens": "4",
+}
+"""Sizes in run files: an example shows how to call a command, not how long a training is."""
+# fmt: off
+NOUNS = (
+    "river", "mountain", "engine", "teacher", "letter", "garden", "window", "system", "bridge",
+    "market", "doctor", "forest", "island", "harbor", "kitchen", "library", "machine",
+    "message", "mirror", "museum", "number", "orchard", "painter", "pencil", "planet",
+    "question", "railway", "season", "shadow", "signal", "silver", "station", "street",
+    "student", "summer", "theater", "thunder",
+)
+VERBS = (
+    "carried", "measured", "painted", "repaired", "counted", "described", "followed",
+    "gathered", "invented", "lifted", "moved", "noticed", "opened", "planted", "remembered",
+    "repeated", "served", "tested", "traded", "visited", "washed", "written",
+)
+# fmt: on
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TRAIN = """
+import argparse
+
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=1)
+options = parser.parse_args()
+model = torch.nn.Linear(32, 32)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(40 * options.epochs):
+    model(torch.randn(16, 32)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+CLUSTER = """
+chip = "h100-sxm"
+nodes = 1
+devices_per_node = 2
+"""
+
+
+def examples() -> Iterator[str]:
+    """Every example line of the six commands and their subcommands, each once."""
+    lines = {
+        line: None
+        for package in PACKAGES
+        for command in (None, *subcommands(package))
+        for line in re.findall(r"^example: (.+)$", help_of(package, command), re.MULTILINE)
+    }
+    yield from lines
+
+
+def command_of(line: str) -> str:
+    """The command and subcommand of a line, under torchrun or not: `ms-parallel train`."""
+    words = shlex.split(line)
+    at = words.index("-m") + 1 if "-m" in words else 0
+    return f"{words[at].replace('_', '-')} {words[at + 1]}"
+
+
+def need_of(line: str) -> str | None:
+    """What a line needs that not every machine has."""
+    return next((need for start, need in NEEDS.items() if line.startswith(start)), None)
+
+
+def run(line: str, folder: Path) -> None:
+    """Run a line in a folder; fails with what it printed."""
+    commands = [f'{p}() {{ {sys.executable} -m {module_of(p)} "$@"; }}' for p in PACKAGES]
+    commands.append(f'torchrun() {{ {sys.executable} -m torch.distributed.run "$@"; }}')
+    done = subprocess.run(
+        ["bash", "-c", "\n".join([*commands, line])],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, f"$ {line}\n{done.stdout[-3000:]}{done.stderr[-4000:]}"
+
+
+class Inputs:
+    """Small inputs under the names that the examples and run files use, each made when needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.makers: dict[str, Callable[[Path], None]] = {
+            "corpus": self.write_corpus,
+            "cleaned": self.write_cleaned,
+            "tokenizer.json": self.write_tokenizer,
+            "shards": self.write_shards,
+            "corpus_text_document.idx": self.write_megatron,
+            "chats": self.write_chats,
+            "pairs": self.write_pairs,
+            "prompts.jsonl": self.write_prompts,
+            "runs/train/model": self.write_model,
+            "runs/sft/model": lambda path: self.copy("runs/train/model", path),
+            "path/to/model": lambda path: self.copy("runs/train/model", path),
+            "runs/reward/model": self.write_reward_model,
+            "runs/quantize": self.write_quantized,
+            "runs/qat": lambda path: self.copy("runs/quantize", path),
+            "runs/sft": self.write_events,
+            "train.py": lambda path: void(path.write_text(TRAIN)),
+            "CLUSTER.toml": lambda path: void(path.write_text(CLUSTER)),
+            "RULES.toml": lambda path: run("ms-data init clean --out RULES.toml", path.parent),
+            "profile_results": self.write_profile,
+            **{
+                name: lambda path: self.copy("profile_results", path)
+                for name in ("before", "before2", "after", "after2")
+            },
+        }
+
+    def __getitem__(self, name: str) -> Path:
+        """The path of an input."""
+        path = self.folder / name.replace("/", "-")  # runs/sft/model is not in runs/sft
+        if not path.exists():
+            self.makers[name](path)
+        return path
+
+    def copy(self, name: str, path: Path) -> None:
+        """Copy an input; an index comes with its data."""
+        source = self[name]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, path, dirs_exist_ok=True)
+            return
+        for part in source.parent.glob(f"{source.stem}.*") if source.suffix == ".idx" else [source]:
+            shutil.copy(part, path.with_name(part.name))
+
+    def write_corpus(self, path: Path) -> None:
+        """Texts that the cleaning rules keep."""
+        path.mkdir()
+        draw = random.Random(0)
+        for number in range(24):
+            sentences = (
+                f"The {draw.choice(NOUNS)} that {draw.choice(VERBS)} the {draw.choice(NOUNS)} of"
+                f" {draw.choice(NOUNS)} {draw.randrange(100)} was {draw.choice(VERBS)} and"
+                f" {draw.choice(VERBS)} with a {draw.choice(NOUNS)} to be {draw.choice(VERBS)}."
+                for _ in range(12)
+            )
+            (path / f"{number}.txt").write_text("\n".join(sentences))
+
+    def write_cleaned(self, path: Path) -> None:
+        """What the default rules keep of the texts."""
+        self["corpus"], self["RULES.toml"]
+        run("ms-data clean corpus/ RULES.toml --out cleaned", path.parent)
+
+    def write_tokenizer(self, path: Path) -> None:
+        """A byte-level BPE."""
+        from ms_data import train_tokenizer
+
+        train_tokenizer(self["corpus"], vocab_size=320, out=path)
+
+    def write_shards(self, path: Path) -> None:
+        """Shards of texts."""
+        from ms_data import build
+
+        build(self["corpus"], tokenizer=self["tokenizer.json"], out=path, hold_out=0.2)
+
+    def write_megatron(self, path: Path) -> None:
+        """The shards in Megatron's format."""
+        line = f"ms-data export shards --format megatron --out {path.stem}"
+        self["shards"]
+        run(line, path.parent)
+
+    def write_rows(self, path: Path, rows: list[dict[str, object]], **options: object) -> None:
+        """Shards of conversations or pairs."""
+        from ms_data import build
+
+        file = path.with_suffix(".jsonl")
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        tokenizer = self["tokenizer.json"]
+        build(file, tokenizer=tokenizer, out=path, chat_template=TEMPLATE, hold_out=0.2, **options)  # type: ignore[arg-type]
+
+    def write_chats(self, path: Path) -> None:
+        """Shards of conversations."""
+        answer = {"role": "assistant", "content": "the rest"}
+        rows: list[dict[str, object]] = [
+            {"messages": [{"role": "user", "content": f"and {n}?"}, answer]} for n in range(40)
+        ]
+        self.write_rows(path, rows)
+
+    def write_pairs(self, path: Path) -> None:
+        """Shards of preference pairs."""
+        rows: list[dict[str, object]] = [
+            {"prompt": f"and {n}?", "chosen": "the rest", "rejected": "no"} for n in range(40)
+        ]
+        self.write_rows(path, rows, pairs=True)
+
+    def write_prompts(self, path: Path) -> None:
+        """Prompts of text."""
+        path.write_text("".join(json.dumps({"prompt": f"number {n}"}) + "\n" for n in range(16)))
+
+    def write_model(self, path: Path) -> None:
+        """A decoder with its tokenizer, whose matrices every scheme's blocks divide."""
+        from ms_parallel import save_model
+        from ms_parallel.models import architecture, build_model
+        from ms_parallel.weights import initialise
+
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+        model = build_model(architecture("llama", {**sizes, **heads, "vocab_size": 320}))
+        initialise(model, seed=0)
+        save_model(model, path)  # type: ignore[arg-type]
+        shutil.copy(self["tokenizer.json"], path)
+
+    def write_reward_model(self, path: Path) -> None:
+        """A sequence classifier with one output."""
+        import transformers
+
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+        config = transformers.LlamaConfig(
+            **sizes, num_attention_heads=2, vocab_size=320, num_labels=1, pad_token_id=0
+        )
+        transformers.LlamaForSequenceClassification(config).save_pretrained(path)
+        shutil.copy(self["tokenizer.json"], path)
+
+    def write_quantized(self, path: Path) -> None:
+        """A model as `ms-compress quantize` writes it."""
+        line = "ms-compress quantize RUN.toml --set method=gptq --set scheme=ct.int4_g32"
+        work = path.with_name("quantizing")
+        work.mkdir()
+        bring(line, work, self)
+        run(line, work)
+        shutil.copytree(work / "runs" / "quantize", path)
+
+    def write_events(self, path: Path) -> None:
+        """The events of a run that has ended."""
+        path.mkdir()
+        steps = [{"kind": "step", "step": n, "loss": 4.0 - n, "time": 1.7e9 + n} for n in (1, 2)]
+        events = [*steps, {"kind": "finished", "steps": 2, "time": 1.7e9 + 3}]
+        (path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+    def write_profile(self, path: Path) -> None:
+        """The recording of two processes."""
+        self["train.py"]
+        run(f"ms-profile run --nproc-per-node 2 --train-script train.py --output-dir {path.name}"
+            " --metrics communication_time,compute_time", path.parent)  # fmt: skip
+
+
+def void(_: object) -> None:
+    """Drop a result."""
+
+
+def bring(line: str, folder: Path, inputs: Inputs) -> None:
+    """Put into the folder what the line names, and what the run file that it names names."""
+    words = shlex.split(line)
+    names = [
+        word for before, word in zip(["", *words], words, strict=False) if before not in OUTPUTS
+    ]
+    if "init" not in words and "RUN.toml" in names:
+        write_run_file(command_of(line), folder / "RUN.toml")
+        names += re.findall(r'^[^#\n]*"([^"\n]+)"', (folder / "RUN.toml").read_text(), re.MULTILINE)
+    rows = {"sft": "chats", "dpo": "pairs", "reward": "pairs"}
+    for name in {re.sub(r"^\./|/$", "", name) for name in names}:
+        source = rows.get(command_of(line).split()[1], name) if name == "shards" else name
+        if name in inputs.makers:
+            inputs.copy(source, folder / name)
+
+
+def write_run_file(command: str, path: Path) -> None:
+    """Write what `init` writes, at small sizes."""
+    package, name = command.split()
+    line = "ms-parallel init" if package == "ms-parallel" else f"{package} init {name}"
+    if package == "ms-profile":
+        line = "ms-align init sft"
+    run(f"{line} --out {path.name}", path.parent)
+    text = path.read_text()
+    for key, value in SMALL.items():
+        text = re.sub(rf"^(?:# )?{key} = .*$", f"{key} = {value}", text, flags=re.MULTILINE)
+    text = re.sub(r"^epochs = .*\n", "", text, flags=re.MULTILINE)
+    path.write_text(text)
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    """What examples read; made when an example first names it."""
+    return Inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def marked(line: str) -> object:
+    """A line as a parameter of the test below."""
+    quick = command_of(line) in QUICK and "stdlib" not in line
+    return pytest.param(line, id=line, marks=[] if quick else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("line", [marked(line) for line in examples() if need_of(line) is None])
+def test_an_example_runs_with_only_what_it_names(line: str, tmp_path: Path, inputs: Inputs) -> None:
+    """From an otherwise empty folder, at the first try."""
+    bring(line, tmp_path, inputs)
+    run(line, tmp_path)
+
+
+def test_few_examples_need_what_is_not_everywhere() -> None:
+    """Each reason is that of one line; all others run."""
+    lines = [line for line in examples() if need_of(line)]
+    assert len(lines) == len(NEEDS)
+    assert len(list(examples())) > 45
