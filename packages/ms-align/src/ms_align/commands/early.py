@@ -114,7 +114,7 @@ def _check_parts(
     command: Command, names: Iterable[str], settings: Mapping[str, Any], where: str
 ) -> None:
     """Build the parts of a command's settings that need no torch; each checks its own settings."""
-    parts = []
+    parts: list[object] = []
     for kind in PARTS:
         own = {each.name for each in fields(kind)}
         if own - HIDDEN <= set(names):

@@ -151,8 +151,8 @@ def _built(what: str, build: Callable[..., Any], keys: Iterable[str], given: dic
 
 def _check_known(what: str, given: Mapping[str, Any], keys: Iterable[str] | None) -> None:
     """Check the names of settings; keys that are None are not known yet."""
-    for key in given if keys is not None else ():
-        if key not in keys:
+    for key in given:
+        if keys is not None and key not in keys:
             known = nearest(str(key), keys) if keys else "it has no settings"
             raise ConfigError(f"{what} has unknown setting {shown(key)}; {known}")
 
