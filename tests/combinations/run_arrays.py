@@ -268,18 +268,33 @@ class Runner:
                 outcomes[key] = run(trial)
             return outcomes[key]
 
+        pinned: dict[str, int] = {}
+
         def same(items: Mapping[str, int]) -> bool:
-            return outcome(items).like(ended)
+            return outcome(pinned | items).like(ended)
 
         active = {axis: i for axis, i in row.items() if i}
         named = {axis: i for axis, i in active.items() if self.names(ended.line, axis, i)}
         common = {axis: active[axis] for axis in ("layout", "model") if axis in active}
-        start = next(few for few in (named, common | named, active) if few == active or same(few))
-        axes = minimal(
-            list(start),
-            lambda few: same({axis: row[axis] for axis in few}),
-        )
-        items = {axis: row[axis] for axis in axes}
+        while True:
+            choices = (named, common | named, active)
+            start = next(few for few in choices if few == active or same(few))
+            free = [axis for axis in start if axis not in pinned]
+            axes = minimal(free, lambda few: same({axis: row[axis] for axis in few}))
+            items = pinned | {axis: row[axis] for axis in axes}
+            # A plain value that the row does not have may refuse these values as well: the cause
+            # must do so with the row's own.
+            escapes = (
+                axis
+                for axis in active
+                if axis not in items
+                and (axis == "model" or self.names(ended.line, axis, 0))
+                and not same(items | {axis: row[axis]})
+            )
+            escape = next(escapes, None)
+            if escape is None:
+                break
+            pinned[escape] = row[escape]
         for axis, values in self.axes.items():
             if axis in items or not (axis == "model" or self.names(ended.line, axis, 0)):
                 continue
@@ -298,10 +313,9 @@ class Runner:
         """Find which plain values belong to a refusal that `row`, with other values, escapes."""
         plain = dict.fromkeys(row, 0) | dict(items)
         others = [axis for axis in row if row[axis] != plain[axis]]
-        refused = self.outcome(plain)
 
-        def escapes(few: Sequence[str]) -> bool:
-            return not self.outcome(plain | {axis: row[axis] for axis in few}).like(refused)
+        def escapes(few: Sequence[str]) -> bool:  # another refusal would be no escape
+            return self.outcome(plain | {axis: row[axis] for axis in few}).kind == "trained"
 
         return tuple(sorted([*items, *((axis, 0) for axis in minimal(others, escapes))]))
 

@@ -128,6 +128,25 @@ def test_experts_are_not_balanced_unless_asked_in_one_process_and_under_a_layout
         losses(experts, sets, tmp_path / "c", layout={"data": 1}, balance_coefficient=0.1)
 
 
+def test_experts_of_the_policy_are_balanced_beside_a_dense_reference(
+    experts: Path, sets: Path, tmp_path: Path
+) -> None:
+    """A reference is not trained, so that it needs no experts."""
+    save_model(decoder(), tmp_path / "dense")  # type: ignore[arg-type]
+    DPOTrainer(
+        model=str(experts),
+        reference_model=str(tmp_path / "dense"),
+        layout={"data": 1},
+        balance="sequence",
+        steps=1,
+        sequence_length=64,
+        batch_size=4,
+        output_dir=tmp_path / "out",
+        progress=False,
+    ).train(sets / "pairs")
+    assert len(events(tmp_path / "out", "step")) == 1
+
+
 def dtypes(folder: Path) -> set[str]:
     """The dtypes of a folder's tensors."""
     found = set()

@@ -1,6 +1,7 @@
 """DPO: prefer the chosen answers, measured against a reference."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class DPOTrainer(DPOOptions, PairTrainer):
             given = ADAPTER_OFF
         if given is None and self.layout is not None:
             given = self.model  # a split model is not copied but read once more
-        return reference_of(given, engine, self.start_engine)
+        return reference_of(given, engine, partial(self.start_engine, trained=False))
 
 
 class DPOLearner(PairLearner):

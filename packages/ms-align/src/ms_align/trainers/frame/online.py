@@ -7,6 +7,7 @@ of it is in a checkpoint, so a run that was killed between any two updates goes 
 import os
 from abc import abstractmethod
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -255,7 +256,7 @@ class OnlineTrainer(RolloutOptions, Trainer):
             given = ADAPTER_OFF
         if given is None and self.layout is not None:
             given = self.policy_model  # a split model is not copied but read once more
-        return reference_of(given, policy, self.start_engine)
+        return reference_of(given, policy, partial(self.start_engine, trained=False))
 
     def _generator(self, policy: Engine, tokenizer: Tokenizer | None) -> Generator:
         decode = tokenizer.decode if tokenizer else None

@@ -89,15 +89,26 @@ class Trainer(OptimizerOptions, RunOptions, EngineOptions):
         return kind(**{name: getattr(self, name) for name in names})
 
     def start_engine(
-        self, model: Any, *, heads: Mapping[str, int] | None = None, adapted: bool = False
+        self,
+        model: Any,
+        *,
+        heads: Mapping[str, int] | None = None,
+        adapted: bool = False,
+        trained: bool = True,
     ) -> Engine:
         """Build an engine for a model, under these settings.
 
         Args:
             model: a folder, a module, or an engine, which is taken as it is.
             heads: width of each extra linear head, by name.
-            adapted: whether it is the one that is trained, which gets the adapters.
+            adapted: whether it is the policy, which gets the adapters.
+            trained: False for a reference, which needs no compiled blocks and no balanced experts.
         """
+        options = self.part(EngineOptions)
+        if not trained:
+            options = evolve(options, compile=False)
+        if not adapted and (not trained or experts_of(model) is None):
+            options = evolve(options, balance="none", balance_coefficient=None)
         layout = self.layout if adapted or isinstance(model, str | Path) else None
         return start_engine(
             model,
@@ -107,7 +118,7 @@ class Trainer(OptimizerOptions, RunOptions, EngineOptions):
             heads=heads,
             microbatch_size=self.microbatch_size,
             seed=self.seed,
-            options=self.part(EngineOptions),
+            options=options,
         )
 
     def run(
