@@ -231,7 +231,7 @@ def test_a_finished_folder_is_known_again_and_others_are_refused(tmp_path: Path)
     with pytest.raises(OutputError, match=r"rule 2 \(gopher_quality\)"):
         clean(path, RULES | {"gopher_quality": {}}, out=out, workers=1)
     path.write_text(path.read_text() + '{"text": "more"}\n')
-    with pytest.raises(OutputError, match="other content"):
+    with pytest.raises(OutputError, match="different files or content"):
         clean(path, RULES, out=out, workers=1)
 
 
@@ -332,7 +332,7 @@ def test_a_corpus_of_which_nothing_can_be_read_is_refused(
     assert main([*line, "--text-column", "body"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith(f"ms-data: no document of {path} can be read: {path}:1: ")
-    assert "name the text's column with --text-column" in said
+    assert "name the text column with --text-column" in said
     assert main([*line, "--text-column", "body", "--strict"]) == 2
-    assert "; without --strict it is left out and named" in capsys.readouterr().err
+    assert "; without --strict it is skipped and reported" in capsys.readouterr().err
     assert sorted(one.name for one in tmp_path.iterdir()) == ["RULES.toml", "a.jsonl"]

@@ -42,7 +42,7 @@ def test_the_four_commands_do_what_they_say(
     assert main(["inspect", "shards"]) == 0
     assert "held_out" in capsys.readouterr().out
     assert main(["verify", "shards"]) == 0
-    assert "as they were written" in capsys.readouterr().out
+    assert "are intact" in capsys.readouterr().out
 
 
 def test_facts_come_as_json(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +68,7 @@ def test_verify_exits_1_and_names_the_place(
     shard.write_bytes(content)
     capsys.readouterr()
     assert main(["verify", "shards"]) == 1
-    assert "shard-00000.msd: frame 0: its checksum" in capsys.readouterr().out
+    assert "shard-00000.msd: frame 0: checksum mismatch" in capsys.readouterr().out
     assert main(["verify", "shards", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["faults"][0]["part"] == "frame 0"
     (place / "shards" / "index.json").write_bytes(b"{}")
@@ -189,14 +189,14 @@ def test_a_finished_build_again_has_nothing_to_do(
     assert json.loads(capsys.readouterr().out)["built_before"] is True
     assert {path: path.stat().st_mtime_ns for path in (place / "shards").iterdir()} == before
     assert main(command) == 2
-    assert "another build: hold_out is 0.0, was 0.2; choose" in capsys.readouterr().err
+    assert "another build: hold_out is 0.0, was 0.2; use" in capsys.readouterr().err
     corpus = place / "corpus.jsonl"
     corpus.write_bytes(corpus.read_bytes())  # later, and the same
     assert main([*command, "--hold-out", "0.2"]) == 0
     corpus.write_bytes(corpus.read_bytes().replace(b"e", b"a"))
     capsys.readouterr()
     assert main([*command, "--hold-out", "0.2"]) == 2
-    assert "the corpus has other content, as corpus.jsonl may" in capsys.readouterr().err
+    assert "the corpus content changed, possibly in corpus.jsonl" in capsys.readouterr().err
     os.utime(corpus, (1, 1))
     os.truncate(place / "shards" / "shard-00000.msd", 50)
     assert main([*command, "--hold-out", "0.2"]) == 2
@@ -204,7 +204,7 @@ def test_a_finished_build_again_has_nothing_to_do(
     (place / "shards" / "shard-00000.msd").write_bytes(b"")
     (place / "corpus.jsonl").write_text('{"text": "x"}\n')
     assert main([*command, "--hold-out", "0.2"]) == 2
-    assert "the corpus has other files, or other content" in capsys.readouterr().err
+    assert "the corpus has different files or content" in capsys.readouterr().err
 
 
 def test_files_left_out_are_said_with_their_count(
@@ -215,7 +215,7 @@ def test_files_left_out_are_said_with_their_count(
     (place / "mixed" / "a.txt").write_text("some text")
     (place / "mixed" / "b.bin").write_bytes(b"a\0b")
     (place / "mixed" / "c.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    said = ", 2 files left out as no text (1 PNG image, 1 file with NUL bytes)"
+    said = ", 2 non-text files skipped (1 PNG image, 1 file with NUL bytes)"
     build = ["build", "mixed", "--tokenizer", "t.json", "--out"]
     capsys.readouterr()
     assert main([*build, "one"]) == 0
@@ -227,7 +227,7 @@ def test_files_left_out_are_said_with_their_count(
         assert main([*arguments, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["left_out"] == kinds
     assert main(["build", "mixed/c.png", "--tokenizer", "t.json", "--out", "three"]) == 2
-    assert "c.png: PNG image, which is not read as text; give" in capsys.readouterr().err
+    assert "c.png: PNG image, not text; pass" in capsys.readouterr().err
 
 
 def test_an_interrupted_command_exits_130_in_one_line(place: Path) -> None:

@@ -89,7 +89,7 @@ def test_files_of_text_have_no_columns(tmp_path: Path) -> None:
 def test_a_row_without_its_text_is_named(row: str, tmp_path: Path) -> None:
     """As when its text alone is read."""
     (tmp_path / "a.jsonl").write_text(row)
-    with pytest.raises(CorpusError, match=r"a\.jsonl:1.*name the text's column"):
+    with pytest.raises(CorpusError, match=r"a\.jsonl:1.*name the text column"):
         clean(tmp_path / "a.jsonl", {"unicode": {}}, out=tmp_path / "out", strict=True, workers=1)
 
 

@@ -271,14 +271,14 @@ def test_a_frame_that_would_unpack_to_gigabytes_takes_no_memory(copy: Path) -> N
     bomb = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 28))
     forge(copy, bomb)
     assert len(bomb) < 100_000
-    with pytest.raises(DamageError, match="does not hold the tokens"):
+    with pytest.raises(DamageError, match="its size does not match the frame table"):
         next(TokenStream(copy, sequence_length=8, batch_size=1))
 
 
 def test_a_frame_larger_than_its_file_is_refused_before_reading(copy: Path) -> None:
     """Sizes in a table must add up to the file."""
     forge(copy, b"x" * 10, size=1 << 31)
-    with pytest.raises(DamageError, match="does not fit"):
+    with pytest.raises(DamageError, match="does not match the frames"):
         next(TokenStream(copy, sequence_length=8, batch_size=1))
 
 
@@ -286,7 +286,7 @@ def test_a_frame_larger_than_its_file_is_refused_before_reading(copy: Path) -> N
     ("values", "problem"),
     [
         ([*range(15), 600, 16], "outside the vocabulary"),
-        ([*range(16), 16], "end of text"),
+        ([*range(16), 16], "end-of-text token"),
         ([*range(15), 499, 17], "out of order"),
         ([*range(15), 499, 0], "out of order"),
     ],
@@ -370,8 +370,8 @@ def test_documents_that_are_missing_from_what_clean_wrote_are_missed(tmp_path: P
     clean(write_lines(tmp_path / "a.jsonl", texts_of(1, 12)), {"unicode": {}}, out=out)
     part = out / "documents/part-00000.jsonl.zst"
     part.write_bytes(part.read_bytes()[:-1])
-    with pytest.raises(CorpusError, match=r"lists 'documents/.* which has \d+ bytes; copy the"):
+    with pytest.raises(CorpusError, match=r"lists 'documents/.* but it has \d+ bytes; copy the"):
         find_corpus(out)
     part.unlink()
-    with pytest.raises(CorpusError, match="which is not beside it; copy the whole folder"):
+    with pytest.raises(CorpusError, match="but it is missing; copy the complete folder"):
         find_corpus(out)

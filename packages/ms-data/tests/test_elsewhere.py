@@ -15,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from ms_data import CorpusError, build, clean, train_tokenizer, verify
 from ms_data.cli import main
-from ms_data.corpus.places import without_secrets
+from ms_data.corpus.places import strip_credentials
 
 LINES = "".join(json.dumps({"text": f"text number {n} of some"}) + "\n" for n in range(200))
 SECRETS = ("SECRETpw", "SECRETsignature", "someone")
@@ -153,4 +153,4 @@ def test_no_secret_is_in_a_ledger_or_message(
 )
 def test_addresses_are_shown_without_secrets(text: str, shown: str) -> None:
     """User, password and query are left out, also within a client's message."""
-    assert without_secrets(text) == shown
+    assert strip_credentials(text) == shown

@@ -69,7 +69,7 @@ def files_that_are_no_text(tmp_path: Path) -> dict[str, tuple[bytes, str]]:
         "zip.jsonl": (_zip(), "zip archive"),
         "x.bz2": (bz2.compress(TEXT.encode()), "bzip2 file"),
         "x.xz": (lzma.compress(TEXT.encode()), "xz file"),
-        "x.gz.gz": (gzip.compress(gzip.compress(TEXT.encode())), "file packed twice"),
+        "x.gz.gz": (gzip.compress(gzip.compress(TEXT.encode())), "file compressed twice"),
         "x.avro": (b"Obj\x01\x04\x14avro.codec\0", "Avro table"),
         "x.sqlite": (_sqlite(tmp_path), "SQLite database"),
         "x.npy": (_array(), "NumPy array"),
@@ -97,7 +97,7 @@ def test_a_file_that_is_no_text_is_refused_by_name_when_it_is_named(tmp_path: Pa
     for name, (content, kind) in files_that_are_no_text(tmp_path).items():
         path = tmp_path / name
         path.write_bytes(content)
-        with pytest.raises(CorpusError, match=rf"{name}: {kind}, which is not read as text; \w+"):
+        with pytest.raises(CorpusError, match=rf"{name}: {kind}, not text; \w+"):
             _read(find_corpus(path))
 
 
@@ -193,8 +193,8 @@ def test_items_of_an_array_do_not_depend_on_the_blocks(block: int) -> None:
 @pytest.mark.parametrize(
     ("written", "problem"),
     [
-        ('[{"text": "one"}, {"text": "tw', "the array has no end"),
-        ('[{"text": "one"}] [{"text": "two"}]', "more text follows"),
+        ('[{"text": "one"}, {"text": "tw', "the array is not closed"),
+        ('[{"text": "one"}] [{"text": "two"}]', "text follows"),
         ('[{"text": "one"}, {"text": tw}]', "item 2: malformed JSON"),
         ('[{"text": "one"}, {"name": "two"}]', "item 2: .*--text-column"),
         ('[{"text": "one"}, 7]', "item 2: "),

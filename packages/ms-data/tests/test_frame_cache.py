@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ms_data import SettingError, TokenStream
-from ms_data.disk.frame_cache import SharedFrames
+from ms_data.disk.frame_cache import SharedFrameCache
 from ms_data.disk.shard import Frame, Shard
 
 from .test_stream import Reader, rows_of
@@ -34,13 +34,15 @@ def same(one: Frame | None, other: Frame) -> bool:
     return one is not None and all(map(np.array_equal, one, other))
 
 
-def shared(folder: Path, frames: int = 8) -> SharedFrames:
+def shared(folder: Path, frames: int = 8) -> SharedFrameCache:
     """A file with room for some frames."""
     size = frames * (32 + 2 * FRAME + FRAME // 4 * 8)
-    return SharedFrames(folder, "some", frame_tokens=FRAME, token_type="uint16", size_bytes=size)
+    return SharedFrameCache(
+        folder, "some", frame_tokens=FRAME, token_type="uint16", size_bytes=size
+    )
 
 
-def fresh(cache: SharedFrames, number: int) -> Frame | None:
+def fresh(cache: SharedFrameCache, number: int) -> Frame | None:
     """What lies in the file, whatever this process used last."""
     cache._last = None
     return cache.get(number)
@@ -188,7 +190,7 @@ def test_a_place_that_is_not_ones_own_is_refused(dataset: Path, tmp_path: Path) 
     with pytest.raises(SettingError, match="cannot be opened"):
         stream(dataset, shared_cache=tmp_path)
     assert not (tmp_path / "elsewhere").exists()
-    with pytest.raises(SettingError, match="cache_mib is -1"):
+    with pytest.raises(SettingError, match="cache_mib must be 0 or more, got -1"):
         stream(dataset, cache_mib=-1)
 
 

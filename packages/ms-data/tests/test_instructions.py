@@ -172,7 +172,7 @@ def test_sources_of_different_tokenizers_are_not_mixed(place: Path, tmp_path: Pa
 
 def test_a_table_of_no_sources_is_refused() -> None:
     """By one line, as a run file may hold an empty table."""
-    with pytest.raises(SettingError, match="sources names no folder"):
+    with pytest.raises(SettingError, match="sources is empty"):
         InstructionStream({}, sequence_length=128, batch_size=4)
 
 
@@ -265,7 +265,7 @@ def test_tasks_can_be_asked_for_row_by_row(place: Path) -> None:
         batch = stream.of_tasks(tasks)
         assert batch["task"].tolist() == tasks
         assert ((batch["targets"] >= 0).sum(axis=1) > 0).all()
-    with pytest.raises(SettingError, match="give 3 numbers below 2"):
+    with pytest.raises(SettingError, match="must be 3 numbers below 2"):
         stream.of_tasks([0, 2, 0])
 
 
@@ -357,7 +357,9 @@ def test_another_packing_rule_is_chosen_by_its_name(
     assert sum(1 for _ in packed) < alone.delivered_rows / 2
     with pytest.raises(StateError, match="stream state has packing 'one_by_one'"):
         make().load_state_dict(alone.state_dict())
-    with pytest.raises(SettingError, match="packing is 'none'; it must be 'best_fit' or"):
+    with pytest.raises(
+        SettingError, match="packing must be 'best_fit' or 'one_by_one', got 'none'"
+    ):
         make(packing="none")
 
 
@@ -453,7 +455,7 @@ def test_rows_that_differ_in_their_weight_alone_are_in_one_split(
         ('{"messages"', "rows.jsonl:2: malformed JSON line"),
         (
             '{"instruction": "a<|im_end|>b", "output": "c"}',
-            "rows.jsonl:2: message 0 spells the special token '<|im_end|>'",
+            "rows.jsonl:2: message 0 contains the special token '<|im_end|>'",
         ),
     ],
 )
@@ -471,7 +473,7 @@ def test_a_bad_row_stops_the_build_with_file_and_line(
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == [corpus]
     assert main([*command, "--out", str(tmp_path / "out"), "--skip-invalid"]) == 0
-    assert "2 documents, 1 invalid ones left out" in capsys.readouterr().out
+    assert "2 documents, 1 invalid ones skipped" in capsys.readouterr().out
 
 
 def test_a_jinja_file_is_told_the_special_tokens_of_the_tokenizer(
@@ -515,7 +517,7 @@ def test_no_part_of_a_row_may_spell_a_special_token(
         tokenizer=Tokenizer.load(place / "model"),
     )
     row = {"messages": [ROWS[0]["messages"][0], {"role": "assistant", **answer}], **more}
-    with pytest.raises(ValueError, match=r"spells the special token '<\|im_end\|>'"):
+    with pytest.raises(ValueError, match=r"contains the special token '<\|im_end\|>'"):
         encoder.parse(row)
 
 
@@ -534,11 +536,11 @@ def test_wrong_uses_are_refused(place: Path, tmp_path: Path) -> None:
             tmp_path / "rows.txt", tokenizer=Tokenizer.load(model), out=tmp_path / "o", chat=model
         )
     dated = write_tokenizer(tmp_path / "dated", DATED)
-    with pytest.raises(SettingError, match="choose the date with --today"):
+    with pytest.raises(SettingError, match="set the date with --today"):
         build(place / "rows.jsonl", tokenizer=Tokenizer.load(model), out=tmp_path / "o", chat=dated)
     with pytest.raises(SettingError, match="need a chat template"):
         build(place / "rows.jsonl", tokenizer=Tokenizer.load(model), out=tmp_path / "o", pairs=True)
-    with pytest.raises(SettingError, match="anything to learn"):
+    with pytest.raises(SettingError, match="has a target within"):
         InstructionStream(place / "rows", sequence_length=3, batch_size=1)
 
 

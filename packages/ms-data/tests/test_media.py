@@ -339,7 +339,7 @@ def test_what_does_not_fit_a_row_is_left_out_whole(seeing: Path) -> None:
     held = [one.stop <= 64 for number in range(40) for one in samples.media(number)]
     # A sample of which nothing that is learnt is left gives no row, and so no picture.
     assert 0 < pictures <= sum(held) < len(held)
-    with pytest.raises(SettingError, match="cut a picture or sound in parts"):
+    with pytest.raises(SettingError, match="cut an image or audio clip into parts"):
         stream_of(seeing, long="split")
 
 
@@ -562,7 +562,7 @@ def test_settings_that_were_changed_beside_shards_are_found(seeing: Path, tmp_pa
     path.write_bytes(path.read_bytes().replace(b"0.48145466", b"0.48145467"))
     assert [str(one) for one in verify(tmp_path / "copy").faults] == [
         "media.json: file: with chat_template.jinja, with tokenizer_config.json, "
-        "its checksum is not the one in the index"
+        "checksum differs from the index"
     ]
     with pytest.raises(DamageError, match=r"media.json: file"):
         InstructionStream(tmp_path / "copy", sequence_length=64, batch_size=1)

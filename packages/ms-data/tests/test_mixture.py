@@ -99,11 +99,11 @@ def test_a_saved_ledger_goes_on_the_same(
 @pytest.mark.parametrize(
     ("weights", "says"),
     [
-        ([0.0, 0.0], "at least one must be above 0"),
+        ([0.0, 0.0], "at least one weight must be above 0"),
         ([1.0, -1.0], "0 or more"),
         ([1.0, float("nan")], "0 or more"),
         ([1.0], "0 or more for each"),
-        ([Phase(3, [1, 1])], "the first starts at 0"),
+        ([Phase(3, [1, 1])], "must start at 0"),
     ],
 )
 def test_weights_that_cannot_be_are_refused(weights: list[float], says: str) -> None:
@@ -115,7 +115,7 @@ def test_weights_that_cannot_be_are_refused(weights: list[float], says: str) -> 
 def test_a_ledger_of_other_sources_is_refused() -> None:
     """Names are part of it, and counts must fit them."""
     state = Mixture(["a", "b"]).state_dict()
-    with pytest.raises(StateError, match="of the sources"):
+    with pytest.raises(StateError, match="has sources"):
         Mixture(["a", "c"]).load_state_dict(state)
     with pytest.raises(StateError, match="damaged"):
         Mixture(["a", "b"]).load_state_dict({**state, "counts": [-1, 1]})

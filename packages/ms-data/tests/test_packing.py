@@ -102,9 +102,9 @@ def test_a_long_sample_is_cut_off_or_in_parts() -> None:
 @every_rule
 def test_a_segment_that_fits_no_row_and_a_foreign_state_are_refused(rule: type[Packer]) -> None:
     """Longer than a row, empty, or open rows that overflow."""
-    with pytest.raises(ValueError, match="room for 1 to 4"):
+    with pytest.raises(ValueError, match="must have 1 to 4"):
         rule(4, window=2).add(Segment(0, 0, 5))
-    with pytest.raises(ValueError, match="room for 1 to 4"):
+    with pytest.raises(ValueError, match="must have 1 to 4"):
         rule(4, window=2).add(Segment(0, 2, 2))
-    with pytest.raises(ValueError, match="cannot be one of this packer's"):
+    with pytest.raises(ValueError, match="is not valid for this packer"):
         rule(4, window=2).restore([OpenRow(0, (Segment(0, 0, 4),))], 1)

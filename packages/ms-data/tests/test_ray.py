@@ -30,7 +30,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_no_cluster_is_refused(corpus: Path, tmp_path: Path) -> None:
     """Before anything is read; and what needs no cluster does not ask for ray."""
     for wrong in ("spark", "ray:8000", "16"):
-        with pytest.raises(SettingError, match="give a number, ray, or ray://HOST:PORT"):
+        with pytest.raises(SettingError, match="must be a number, ray or ray://HOST:PORT"):
             worker_count(wrong)
     assert worker_count(3) == 3
     rules = tmp_path / "rules.toml"
@@ -91,7 +91,7 @@ def test_what_a_cluster_is_sent_makes_the_words_of_this_process(
         yield from ((companion, answer(request)) for companion, request in requests)
 
     addresses: list[str] = []
-    monkeypatch.setattr("ms_data.building.job.answers_on_ray", here)
+    monkeypatch.setattr("ms_data.building.job.map_on_ray", here)
     monkeypatch.setattr("ms_data.passes.pool.check_ray", lambda: None)
     monkeypatch.setattr("ms_data.building.job.BATCH_CHARACTERS", 800)
     for name, settings in conversations.items():
@@ -131,7 +131,7 @@ def test_a_cluster_gives_the_bytes_of_one_machine(
         ends = write_lines(tmp_path / "ends.jsonl", ["a", "b c"])
         wrong = tokenizer.encode("b")[0]
         spelt = type(tokenizer)(tokenizer.content, end_of_text=wrong)
-        with pytest.raises(TokenizerError, match="makes a text its end of text"):
+        with pytest.raises(TokenizerError, match="encodes a text with the end-of-text"):
             build(ends, tokenizer=spelt, out=tmp_path / "no", workers="ray")
     finally:
         ray.shutdown()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ms_data import CorpusError
 from ms_data.corpus.corpus import Corpus, Position
 from ms_data.corpus.find import find_corpus
-from ms_data.corpus.reader import FileReader, Found, OpenFile, ReadOptions
+from ms_data.corpus.reader import FileReader, OpenFile, ReadOptions, ReadResult
 from ms_data.corpus.readers import READERS
 
 from .test_build import texts_of, write_lines
@@ -151,7 +151,7 @@ def test_links_are_followed_and_one_to_nothing_is_named(tmp_path: Path) -> None:
     assert texts(find_corpus(folder)) == ["one", "two", "three", "one"]
     assert folder / "own" / "c.txt" in find_corpus(folder).files
     (folder / "gone.txt").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(CorpusError, match=r"gone\.txt: a link to nothing; mend or remove it"):
+    with pytest.raises(CorpusError, match=r"gone\.txt: broken link; fix or remove it"):
         find_corpus(folder)
 
 
@@ -166,7 +166,7 @@ def test_python_sources_are_decoded_by_their_cookie() -> None:
         assert document.text == path.read_bytes().decode("latin-1")
 
 
-def read_rows(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Found]:
+def read_rows(file: OpenFile, options: ReadOptions, start: int) -> Iterator[ReadResult]:
     """Reads the rows of a SQLite table from the file itself, out of order."""
     file.raw.seek(0)
     database = sqlite3.connect(":memory:")

@@ -12,7 +12,7 @@ import pytest
 
 from ms_data import CorpusError, build, inspect, train_tokenizer, verify
 from ms_data.corpus.find import find_corpus
-from ms_data.passes.ledger import Values
+from ms_data.passes.ledger import MeasuredValues
 
 
 def test_verify_covers_build_json_and_names_other_files(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_a_split_that_is_empty_is_told(tmp_path: Path) -> None:
     texts = "".join(f'{{"text": "text {n % 8}"}}\n' for n in range(300))
     (tmp_path / "a.jsonl").write_text(texts)
     train_tokenizer(tmp_path / "a.jsonl", vocab_size=270, out=tmp_path / "tokenizer.json")
-    for hold_out, says in ((1e-9, "held out none of 300 documents"), (0.9999999, "all 300")):
+    for hold_out, says in ((1e-9, "selected none of 300 documents"), (0.9999999, "all 300")):
         made = build(
             tmp_path / "a.jsonl",
             tokenizer=tmp_path / "tokenizer.json",
@@ -98,13 +98,13 @@ def test_a_table_that_pyarrow_cannot_read_is_not_called_damaged(tmp_path: Path) 
     train_text = tmp_path / "t.txt"
     train_text.write_text("some words")
     train_tokenizer(train_text, vocab_size=257, out=tmp_path / "tokenizer.json")
-    with pytest.raises(CorpusError, match="pyarrow cannot read this Parquet table"):
+    with pytest.raises(CorpusError, match="pyarrow does not support this Parquet table"):
         build(tmp_path / "a.parquet", tokenizer=tmp_path / "tokenizer.json", out=tmp_path / "out")
 
 
 def test_equal_values_are_one_bin() -> None:
     """Others are counted from the least to the greatest."""
-    values = Values()
+    values = MeasuredValues()
     for _ in range(9):
         values.add(8, 9)
     assert values.bins(24) == [(8, 9)]
@@ -116,7 +116,7 @@ def test_equal_values_are_one_bin() -> None:
 @pytest.mark.parametrize("found", [[0.8] * 9, [0.0, 1.0], [0.25, 0.5, 0.75]])
 def test_shares_are_on_an_axis_from_0_to_1(found: list[float]) -> None:
     """Also where all are equal; that axis once ran to 24."""
-    values = Values()
+    values = MeasuredValues()
     for value in found:
         values.add(value, 0.9)
     bins = values.bins(24)
@@ -133,5 +133,5 @@ def test_advice_names_the_command_that_has_the_option(tmp_path: Path) -> None:
         train_tokenizer(tmp_path / "a.txt", vocab_size=257)
     (tmp_path / "b.txt").write_text("words")
     train_tokenizer(tmp_path / "b.txt", vocab_size=257, out=tmp_path / "tokenizer.json")
-    with pytest.raises(CorpusError, match="; or leave out what is invalid with `ms-data build"):
+    with pytest.raises(CorpusError, match="; or skip invalid documents with `ms-data build"):
         build(tmp_path / "a.txt", tokenizer=tmp_path / "tokenizer.json", out=tmp_path / "out")

@@ -163,7 +163,7 @@ def test_shares_that_do_not_make_up_the_batch_are_refused(
 ) -> None:
     """One for each process, at least a row, and all rows; the shares before stay."""
     reader = small_stream(dataset, 6, Reader(1, 2))
-    with pytest.raises(SettingError, match="do not share out batch_size 6 over 2 ranks"):
+    with pytest.raises(SettingError, match="do not divide batch_size 6 among 2 ranks"):
         reader.share_out(shares)
     assert len(next(reader)["tokens"]) == 3
 
@@ -322,7 +322,7 @@ def test_frames_are_decoded_once_in_a_window(
         ({"sequence_length": 0}, "sequence_length"),
         ({"epochs": 0}, "epochs"),
         ({"batch_size": 7, "place": Reader(0, 2)}, "multiple of 2"),
-        ({"place": Reader(2, 2)}, "rank 2"),
+        ({"place": Reader(2, 2)}, "got 2 of 2"),
         ({"split": "held_out"}, "train"),
         ({"sequence_length": 10**6}, "lower sequence_length"),
         ({"batch_size": 10**6, "epochs": 1}, "lower batch_size"),

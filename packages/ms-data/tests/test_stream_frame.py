@@ -71,8 +71,8 @@ def test_processes_share_each_batch_and_stand_at_one_place(make: Make, place: Pa
             assert rows == [row for part in parts for row in part[name]]
         assert all(reader.state_dict() == whole.state_dict() for reader in readers)
     for wrong, match in (
-        ({"place": Reader(2, 2)}, "rank 2 is not one of 2"),
-        ({"place": Reader(0, 3)}, "batch_size 4 cannot be shared by 3 ranks"),
+        ({"place": Reader(2, 2)}, "got 2 of 2"),
+        ({"place": Reader(0, 3)}, "batch_size 4 cannot be divided among 3 ranks"),
         ({"batch_size": 0}, "batch_size must be a whole number, 1 or more, got 0"),
         ({"epochs": 0}, "epochs must be a whole number, 1 or more, got 0"),
         ({"sequence_length": 0}, "sequence_length"),
@@ -101,7 +101,7 @@ def test_other_data_and_other_settings_are_refused_by_name(make: Make, place: Pa
     assert make(place / "one").fingerprint != make(place / "two").fingerprint
     for folder, change, match in (
         ("two", {}, "stream state has (dataset|sources) "),
-        ("one", {"seed": 3}, "stream state has seed 0 where this stream has 3"),
+        ("one", {"seed": 3}, "stream state has seed 0, this stream has 3"),
         ("one", {"shuffle": False}, "stream state has shuffle True"),
         ("one", {"sequence_length": 48}, "stream state has sequence_length 64"),
     ):

@@ -240,7 +240,7 @@ def test_several_corpora_are_read_one_after_the_other(tmp_path: Path, tokenizer:
     assert build([first, second], tokenizer=tokenizer, out=tmp_path / "out").built_before
     with pytest.raises(CorpusError, match="no file or folder"):
         find_corpus([first, tmp_path / "nowhere"])
-    with pytest.raises(CorpusError, match="no file at all"):
+    with pytest.raises(CorpusError, match="the corpus is an empty list"):
         find_corpus([])
 
 
@@ -295,7 +295,7 @@ def test_what_cannot_be_reached_is_one_line(tmp_path: Path) -> None:
     """A protocol that nobody knows, and a client that is not there."""
     with pytest.raises(CorpusError, match="nothing://x: cannot be reached: Protocol not known"):
         find_corpus("nothing://x")
-    with pytest.raises(CorpusError, match="nothing is found at memory://no/such; give"):
+    with pytest.raises(CorpusError, match="there is nothing at memory://no/such; check"):
         find_corpus("memory://no/such")
 
 
@@ -329,9 +329,12 @@ def test_a_row_without_its_text_is_named_and_left_out(tmp_path: Path) -> None:
 
 
 WRONG_COLUMNS: dict[str, tuple[Any, str]] = {
-    "no such column": ({"body": ["x"]}, "no column 'text'; it has: body; name .*--text-column"),
-    "numbers": ({"text": [3]}, "the column 'text' is int64, not text"),
-    "lists": ({"text": [["x"]]}, "the column 'text' is list<.*, not text"),
+    "no such column": (
+        {"body": ["x"]},
+        "no column 'text'; the columns are: body; name .*--text-column",
+    ),
+    "numbers": ({"text": [3]}, "column 'text' has type int64, not text"),
+    "lists": ({"text": [["x"]]}, "column 'text' has type list<.*, not text"),
 }
 
 
@@ -352,7 +355,9 @@ def test_a_saved_dataset_is_read_by_its_own_list(tmp_path: Path) -> None:
         {name: datasets.Dataset(table([name])) for name in ("train", "test")}
     )
     both.save_to_disk(tmp_path / "both")
-    with pytest.raises(CorpusError, match="both holds the splits train, test; give those to read"):
+    with pytest.raises(
+        CorpusError, match="both holds the splits train, test; pass the ones to read"
+    ):
         find_corpus(tmp_path / "both")
     home = tmp_path / "both" / "train"
     (home / "cache-0123.arrow").write_bytes((home / "data-00000-of-00001.arrow").read_bytes())
@@ -360,7 +365,7 @@ def test_a_saved_dataset_is_read_by_its_own_list(tmp_path: Path) -> None:
     chosen = find_corpus([home, tmp_path / "both" / "test"])
     assert [one.text for one in chosen.documents()] == ["train", "test"]
     (home / "data-00000-of-00001.arrow").unlink()
-    with pytest.raises(CorpusError, match=r"lists 'data-00000-of-00001.arrow', which is not"):
+    with pytest.raises(CorpusError, match=r"lists 'data-00000-of-00001.arrow', but it is missing"):
         find_corpus(home)
 
 
@@ -400,8 +405,8 @@ def test_what_is_left_out_is_named_by_the_command(
     command = ["build", str(tmp_path / "a.parquet"), "--tokenizer", str(tmp_path / "t.json")]
     assert main([*command, "--out", str(tmp_path / "out"), "--skip-invalid"]) == 0
     printed = capsys.readouterr()
-    assert "2 documents, 2 invalid ones left out" in printed.out
+    assert "2 documents, 2 invalid ones skipped" in printed.out
     for row in (2, 4):
-        assert f"left out: {tmp_path}/a.parquet: row {row}: text is missing (null)" in printed.err
+        assert f"skipped: {tmp_path}/a.parquet: row {row}: text is missing (null)" in printed.err
     assert main([*command, "--out", str(tmp_path / "none"), "--strict"]) == 2
     assert "row 2: text is missing" in capsys.readouterr().err

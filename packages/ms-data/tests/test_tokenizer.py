@@ -19,7 +19,7 @@ from ms_data import (
     train_tokenizer,
 )
 from ms_data.tokenization.tokenizer import END_OF_TEXT
-from ms_data.tokenization.training import LONGEST_WORD, _without_endless_words
+from ms_data.tokenization.training import LONGEST_WORD, _split_long_words
 
 from .test_build import texts_of, write_lines
 
@@ -160,7 +160,7 @@ def test_a_tokenizers_folder_opens_in_transformers(tmp_path: Path) -> None:
 def test_a_word_without_end_is_cut_for_the_trainer(letter: str, tmp_path: Path) -> None:
     """200,000 equal characters were one word; training time grows with its square."""
     text = "one two three. " * 50 + letter * 200_000
-    parts = list(_without_endless_words(text))
+    parts = list(_split_long_words(text))
     assert "".join(parts) == text
     assert not any(re.search(rf"{re.escape(letter)}{{{LONGEST_WORD + 1}}}", one) for one in parts)
     (tmp_path / "text.txt").write_text(text)

@@ -45,7 +45,7 @@ def test_ids_far_beyond_the_vocabulary_are_refused() -> None:
 
 def test_a_vocabulary_beyond_all_others_is_refused() -> None:
     """Before the library reads it, which would take minutes."""
-    vocab = {str(number): number for number in range(tokenizer_limits.MOST_TOKENS + 1)}
+    vocab = {str(number): number for number in range(tokenizer_limits.MAX_TOKENS + 1)}
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "0"}
     with pytest.raises(TokenizerError, match="2,097,152 at most"):
         load(document(model=model))

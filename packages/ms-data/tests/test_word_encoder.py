@@ -14,7 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from ms_data import Tokenizer, build
 from ms_data.tokenization import word_encoder, word_table
-from ms_data.tokenization.splits import WordSplit, split_of
+from ms_data.tokenization.splits import WordSplit, find_split
 from ms_data.tokenization.word_encoder import WordEncoder, WordsDifferError
 
 from .test_build import texts_of, write_lines
@@ -136,8 +136,8 @@ def test_words_that_find_no_room_are_encoded_again(monkeypatch: pytest.MonkeyPat
     """With room for five words and six tokens, and words longer than are remembered."""
     texts = [*texts_of(5, 20), "x" * 1000, "x" * 64 + " " + "x" * 65]
     for words, tokens in ((5, 1 << 10), (1 << 10, 6)):
-        monkeypatch.setattr(word_table, "_MOST_WORDS", words)
-        monkeypatch.setattr(word_table, "_MOST_TOKENS", tokens)
+        monkeypatch.setattr(word_table, "_MAX_WORDS", words)
+        monkeypatch.setattr(word_table, "_MAX_TOKENS", tokens)
         encoder = WordEncoder(MODELS["GPT-2"])
         for _ in range(2):
             found = encoder.encode(texts)
@@ -147,7 +147,7 @@ def test_words_that_find_no_room_are_encoded_again(monkeypatch: pytest.MonkeyPat
 def test_slots_that_are_taken_lead_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table of 512 slots and some 300 words, so that many begin at the same one."""
     monkeypatch.setattr(word_table, "_SLOT_BITS", 9)
-    monkeypatch.setattr(word_table, "_MOST_WORDS", 400)
+    monkeypatch.setattr(word_table, "_MAX_WORDS", 400)
     encoder = WordEncoder(MODELS["GPT-2"])
     texts = [f" a{n}b  c{n * 7}" for n in range(130)]
     for _ in range(2):
@@ -184,7 +184,7 @@ def test_what_cannot_be_cut_is_named() -> None:
 def wrong_split(pre_tokenizer: dict[str, Any]) -> WordSplit | str:
     """The cut of Llama 3 for a tokenizer that cuts as GPT-2 does."""
     del pre_tokenizer
-    return split_of(json.loads(MODELS["Llama 3"].to_str())["pre_tokenizer"])
+    return find_split(json.loads(MODELS["Llama 3"].to_str())["pre_tokenizer"])
 
 
 def test_a_build_says_what_encoded_it(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_build_says_what_encoded_it(tmp_path: Path) -> None:
     lines = write_lines(tmp_path / "a.jsonl", texts_of(1, 30))
     tokenizer = Tokenizer(MODELS["GPT-2"].to_str().encode())
     summary = build(lines, tokenizer=tokenizer, out=tmp_path / "out")
-    assert summary.encoder == "word by word, cut as by GPT-2"
+    assert summary.encoder == "word by word, split like GPT-2"
     record = json.loads((tmp_path / "out" / "build.json").read_bytes())
     assert record["summary"]["encoder"] == summary.encoder
 
@@ -205,7 +205,7 @@ def test_words_that_differ_are_found_and_the_library_encodes(
     lines = write_lines(tmp_path / "a.jsonl", texts)
     tokenizer = Tokenizer(MODELS["GPT-2"].to_str().encode())
     build(lines, tokenizer=tokenizer, out=tmp_path / "right")
-    monkeypatch.setattr(word_encoder, "split_of", wrong_split)
+    monkeypatch.setattr(word_encoder, "find_split", wrong_split)
     with pytest.raises(WordsDifferError, match="other tokens"):
         WordEncoder(MODELS["GPT-2"]).encode(texts)
     summary = build(lines, tokenizer=tokenizer, out=tmp_path / "out")

@@ -1,7 +1,7 @@
-"""From raw corpus to token batches: tokenize, shard, shuffle, stream and resume, exactly.
+"""Tokenize, shard, shuffle and stream a text corpus, with exact resume.
 
-Names are imported when they are first used, so that a command's help need not wait for numpy;
-`__init__.pyi` says where each comes from.
+Names are imported on first use, so that `ms-data --help` does not wait for numpy; `__init__.pyi`
+lists the module of every name.
 """
 
 import lazy_loader

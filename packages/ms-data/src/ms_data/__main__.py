@@ -1,4 +1,4 @@
-"""`python -m ms_data`: the same as the command `ms-data`."""
+"""`python -m ms_data` runs the `ms-data` command."""
 
 from ms_data.cli import main
 

@@ -1,4 +1,4 @@
-"""The command `ms-data`: each subcommand is a skin over one public function."""
+"""The `ms-data` command: every subcommand is a thin wrapper over one public function."""
 
 import argparse
 import os
@@ -16,11 +16,11 @@ from ms_data.building.build import build
 from ms_data.building.record import Summary
 from ms_data.chat.template import ChatTemplate
 from ms_data.commands.arguments import (
-    add_reading,
-    add_shard,
-    command,
-    name_left_out,
+    add_command,
+    add_reading_arguments,
+    add_shard_argument,
     reading_options,
+    report_skipped,
 )
 from ms_data.commands.clean import add_clean, add_init, add_stats
 from ms_data.commands.dedup import add_dedup
@@ -46,25 +46,28 @@ from ms_data.tokenization.tokenizer import Tokenizer
 from ms_data.tokenization.training import train_tokenizer
 
 _TOKENIZER = (
-    "a model's or tokenizer's folder, whose other files name its special tokens, or the "
+    "folder of a model or tokenizer, whose other files name its special tokens, or a "
     "tokenizer.json alone"
 )
 
 
 class _TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A tokenizer that was trained."""
+    """Result of training a tokenizer."""
 
     path: str
     vocabulary_size: int
     end_of_text: int
-    """The token that ends a document."""
+    """ID of the token that ends a document."""
     end_of_text_name: str
     left_out: dict[str, int]
-    """Files of the corpus left out because they are no text, by what they are."""
+    """Number of skipped non-text files, by file type."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; 0 done, 1 failed or a check did not hold, 2 bad input, 130 after Ctrl-C."""
+    """Run one command and return its exit code.
+
+    0: done; 1: failed, or a check found damage; 2: bad input; 130: interrupted by Ctrl-C.
+    """
     return perform("ms-data", lambda: _execute(arguments), report=_report)
 
 
@@ -78,7 +81,7 @@ def _execute(arguments: Sequence[str] | None) -> int:
 
 
 def _report(error: BaseException) -> int | None:
-    """Write the line of an error that has notes or is the system's; leave others to `perform`."""
+    """Print errors that have notes or come from the operating system; leave others to `perform`."""
     if isinstance(error, DataError):
         _complain(str(error), error)
         return FAILED if isinstance(error, DamageError) else BAD_INPUT
@@ -86,17 +89,17 @@ def _report(error: BaseException) -> int | None:
         _complain("interrupted", error)
         return INTERRUPTED
     if isinstance(error, OSError):
-        _complain(f"cannot go on: {error}; free some space or choose another place", error)
+        _complain(f"{error}; free some disk space or write to another disk", error)
         _forget_output()
         return BAD_INPUT
     return None
 
 
 def _forget_output() -> None:
-    """Drop what could not be printed, which Python would otherwise print when it ends."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+    """Discard buffered output that could not be printed; Python would try again at exit."""
+    null_fd = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_fd, sys.stdout.fileno())
+    os.close(null_fd)
 
 
 def _complain(text: str, error: BaseException) -> None:
@@ -108,22 +111,22 @@ def _parser() -> CommandParser:
     parser = CommandParser(
         prog="ms-data",
         version=__version__,
-        description="From raw corpus to token batches.",
+        description="Prepare training data: from a raw corpus to token batches.",
         example="ms-data build stdlib --tokenizer tokenizer.json --out shards",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_tokenizer(commands)
     _add_build(commands)
     for run, name, text in (
-        (_run_inspect, "inspect", "Say what a folder of shards holds."),
+        (_run_inspect, "inspect", "Show the contents of a folder of shards."),
         (
             _run_verify,
             "verify",
-            "Check every byte of a folder of shards; exit 1 and name the place where one is wrong.",
+            "Check every byte of a folder of shards; list damaged parts and exit with 1.",
         ),
     ):
         line = f"ms-data {name} shards"
-        command(commands, run, name, text, line).add_argument(
+        add_command(commands, run, name, text, line).add_argument(
             "shards", type=path_argument, metavar="SHARDS"
         )
     add_clean(commands)
@@ -136,87 +139,88 @@ def _parser() -> CommandParser:
 
 
 def _add_tokenizer(commands: "argparse._SubParsersAction[CommandParser]") -> None:
-    parser = command(
+    parser = add_command(
         commands,
         _run_tokenizer,
         "tokenizer",
         "Learn a byte-level BPE tokenizer from a corpus.",
         "ms-data tokenizer stdlib --vocab-size 8192 --out tokenizer.json",
     )
-    add_reading(parser)
-    parser.add_argument("--vocab-size", type=int, default=8192, help="tokens to learn at most")
+    add_reading_arguments(parser)
+    parser.add_argument("--vocab-size", type=int, default=8192, help="largest vocabulary")
     parser.add_argument(
         "--out",
         type=path_argument,
         required=True,
-        help="the file to write if it ends in .json; else a folder, which transformers'"
-        " AutoTokenizer opens too",
+        help="a .json file to write, or a folder that transformers' AutoTokenizer can load",
     )
 
 
 def _add_build(commands: "argparse._SubParsersAction[CommandParser]") -> None:
-    parser = command(
+    parser = add_command(
         commands,
         _run_build,
         "build",
         "Tokenize a corpus into a folder of checked, compressed shards.",
         "ms-data build stdlib --tokenizer tokenizer.json --out shards --hold-out 0.02",
     )
-    add_reading(parser)
+    add_reading_arguments(parser)
     parser.add_argument("--tokenizer", type=path_argument, required=True, help=_TOKENIZER)
     parser.add_argument(
         "--out",
         type=folder_argument,
         required=True,
-        help="the folder to write; must not hold anything",
+        help="output folder; must be empty or not exist",
     )
-    parser.add_argument("--hold-out", type=float, default=0.0, help="share of documents held out")
+    parser.add_argument(
+        "--hold-out", type=float, default=0.0, help="fraction of documents held out"
+    )
     parser.add_argument("--shard-size-mib", type=int, default=64, help="close a shard at this size")
-    add_shard(parser)
-    text = "tokenize on a Ray cluster: ray, or ray://HOST:PORT (default: here, with every core)"
+    add_shard_argument(parser)
+    text = "tokenize on a Ray cluster: ray or ray://HOST:PORT (default: all local cores)"
     parser.add_argument("--workers", metavar="RAY", help=text)
-    text = "the token that ends a document, by name (default: eos_token of the tokenizer's folder)"
+    text = "name of the token that ends a document (default: eos_token of the tokenizer's folder)"
     parser.add_argument("--end-of-text", metavar="NAME", help=text)
     begin = parser.add_mutually_exclusive_group()
     text = (
-        "the token that begins a document of text, by name (default: what tokenizer.json puts "
-        "before a text, as Gemma's and Llama's do)"
+        "name of the token that starts a text document (default: the one that tokenizer.json "
+        "adds, as Gemma's and Llama's do)"
     )
     begin.add_argument("--begin-of-text", metavar="NAME", help=text)
-    text = "begin documents with no token, whatever tokenizer.json says"
+    text = "add no token at the start of documents, even if tokenizer.json does"
     begin.add_argument("--no-begin-of-text", action="store_true", help=text)
     templates = parser.add_mutually_exclusive_group()
     templates.add_argument(
         "--chat",
         action="store_true",
-        help="build an instruction set (OpenAI, ShareGPT or Alpaca rows in JSON, CSV or Parquet) "
-        "with the chat template in the folder of --tokenizer",
+        help="build an instruction dataset (OpenAI, ShareGPT or Alpaca rows in JSON, CSV or "
+        "Parquet) with the chat template in the folder of --tokenizer",
     )
     templates.add_argument(
         "--chat-template",
         type=path_argument,
         metavar="FOLDER",
-        help="the same with the chat template of another tokenizer's folder, or of a Jinja file",
+        help="like --chat, with the chat template of another tokenizer's folder or a Jinja file",
     )
     parser.add_argument("--pairs", action="store_true", help="the rows are preference pairs")
     parser.add_argument(
-        "--today", type=date.fromisoformat, help="the date that a template prints, as 2026-01-31"
+        "--today", type=date.fromisoformat, help="date for chat templates, such as 2026-01-31"
     )
     parser.add_argument(
-        "--allow-special", action="store_true", help="let messages spell special tokens"
+        "--allow-special", action="store_true", help="allow special tokens in message text"
     )
     parser.add_argument(
         "--processor",
         type=path_argument,
         metavar="FOLDER",
-        help="messages may have pictures and sound, for the processor in this model's folder",
+        help="model folder with the processor for images and audio in messages",
     )
     parser.add_argument(
         "--media-folder",
         type=path_argument,
         metavar="FOLDER",
-        help="where paths of pictures and sounds begin (default: the corpus, if it is one folder, "
-        "or beside its one file)",
+        help="base folder of image and audio paths (default: the corpus folder, or the folder of "
+        "a single corpus file)",
     )
 
 
@@ -264,25 +268,25 @@ def _run_build(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
             allow_special=options.allow_special,
             processor=processor,
             on_progress=on_progress,
-            on_skip=name_left_out,
+            on_skip=report_skipped,
         )
     splits = ", ".join(
         f"{name} {tokens:,} tokens of {_count(summary.split_documents[name], 'document')}"
         for name, tokens in summary.splits.items()
     )
     done = "built before, nothing to do: " if summary.built_before else ""
-    # A job of an array has answers, which a merge makes shards of.
-    where = f" ({splits}) in {_shards(summary)}" if summary.splits else ""
+    # A job of an array writes token batches; only the merge job writes shards.
+    shards = f" ({splits}) in {_shards(summary)}" if summary.splits else ""
     for warning in summary.warnings:
         print(f"ms-data: warning: {warning}", file=sys.stderr)
     return summary, (
         f"{summary.folder}: {done}{summary.documents:,} documents{summary.omissions}, "
-        f"{summary.tokens:,} tokens{where}; {summary.contents}encoded {summary.encoder}"
+        f"{summary.tokens:,} tokens{shards}; {summary.contents}encoded {summary.encoder}"
     )
 
 
 def _chat_template(options: argparse.Namespace) -> ChatTemplate | None:
-    """Load the chat template that `--chat` or `--chat-template` asks for."""
+    """Load the chat template that `--chat` or `--chat-template` names."""
     path: Path | None = options.chat_template
     if options.chat:
         tokenizer: Path = options.tokenizer
@@ -298,10 +302,10 @@ def _run_inspect(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
     )
     lines = [
         f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {_shards(split)} "
-        f"({split.size_bytes / split.tokens:.2f} bytes a token)"
+        f"({split.size_bytes / split.tokens:.2f} bytes per token)"
         for name, split in info.splits.items()
     ]
-    with suppress(msgspec.ValidationError):  # of another version
+    with suppress(msgspec.ValidationError):  # written by another version
         summary = msgspec.convert(info.build, Summary)
         lines.append(f"  built: {summary.contents}encoded {summary.encoder}{summary.omissions}")
         lines += [f"  warning: {warning}" for warning in summary.warnings]
@@ -314,20 +318,20 @@ def _run_verify(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
     if report.ok:
         shards = _count(report.shards, "shard")
         frames = f"{report.frames:,} frames"
-        more = f"; not part of the dataset: {', '.join(report.unchecked)}"
-        more = more if report.unchecked else ""
+        extra_files = f"; not part of the dataset: {', '.join(report.unchecked)}"
+        extra_files = extra_files if report.unchecked else ""
         return (
             report,
-            f"{options.shards}: all bytes of {shards} ({frames}) are as they were written{more}",
+            f"{options.shards}: all bytes of {shards} ({frames}) are intact{extra_files}",
         )
     faults = _count(len(report.faults), "fault")
-    end = f"{options.shards}: {faults}; build it again"
-    return report, "\n".join((*map(str, report.faults), end))
+    last_line = f"{options.shards}: {faults}; rebuild it"
+    return report, "\n".join((*map(str, report.faults), last_line))
 
 
-def _shards(made: Summary | SplitInfo) -> str:
-    return f"{_count(made.shards, 'shard')} of {made.size_bytes / 1e6:.1f} MB"
+def _shards(written: Summary | SplitInfo) -> str:
+    return f"{_count(written.shards, 'shard')} of {written.size_bytes / 1e6:.1f} MB"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""The errors that this package raises on purpose; each is also the builtin that fits."""
+"""Errors that this package raises on purpose; each is also a fitting builtin exception."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -7,27 +7,27 @@ _SHOWN_CHARACTERS = 200
 
 
 def printable(value: object) -> str:
-    """Put a path or a value on one printable line of bounded length, for a message."""
+    """Format a value as one printable line of at most 203 characters, for messages."""
     text = str(value)
     if len(text) > _SHOWN_CHARACTERS:
         half = _SHOWN_CHARACTERS // 2
         text = f"{text[:half]}...{text[-half:]}"
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 class DataError(Exception):
-    """Base of all errors of ms-data. Its text is one line: what, where, the remedy."""
+    """Base class of the errors of ms-data. The message is one line: problem, location, remedy."""
 
     exit_code: ClassVar[int] = 2
-    """How a command ends that raises it: what was given has to be mended."""
+    """Exit code of a command that fails with this error: 2, bad input."""
 
 
 class SettingError(DataError, ValueError):
-    """An argument that cannot be used as given."""
+    """An invalid argument."""
 
 
 class ConfigError(SettingError):
-    """A file of rules, or a setting in one, that cannot be used as given."""
+    """An invalid rule file, or an invalid setting in one."""
 
 
 class CorpusError(DataError, ValueError):
@@ -35,24 +35,24 @@ class CorpusError(DataError, ValueError):
 
 
 class TokenizerError(DataError, ValueError):
-    """A tokenizer file that cannot be read, or does not fit the shards."""
+    """A tokenizer file that cannot be read or does not match the shards."""
 
 
 class OutputError(DataError, OSError):
-    """A place that cannot be written: not empty, in use, or out of space."""
+    """An output path that cannot be written: not empty, in use, or out of space."""
 
 
 class StateError(DataError, ValueError):
-    """A saved stream state that belongs to other data or another order."""
+    """A saved stream state that belongs to other data or to another order."""
 
 
 class DamageError(DataError, RuntimeError):
-    """Bytes on disk that are not those that were written: names the file and the part."""
+    """Data on disk that differs from what was written; names the file and the part."""
 
     def __init__(self, path: Path, part: str, problem: str) -> None:
         super().__init__(
-            f"{printable(path)}: {part}: {problem}; restore the file from a copy, or build the "
-            "dataset again"
+            f"{printable(path)}: {part}: {problem}; restore the file from a copy, or rebuild the "
+            "dataset"
         )
         self.file = path.name
         self.part = part

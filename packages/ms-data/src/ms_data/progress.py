@@ -1,4 +1,4 @@
-"""Shows how far a command has come: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a command: a bar on a terminal, plain lines otherwise."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ LINE_EVERY_S = 10.0
 
 @contextmanager
 def show_progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Give a callback (bytes done, bytes in all) that shows progress while the block runs."""
+    """Yield a callback (bytes done, total bytes) that shows progress while the block runs."""
     if sys.stderr.isatty():
         with _bar(title) as callback:
             yield callback
@@ -19,19 +19,19 @@ def show_progress(title: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _lines(title: str) -> Callable[[int, int], None]:
-    began: float | None = None
-    shown = time.monotonic()
-    first = 0
+    start_time: float | None = None
+    last_shown = time.monotonic()
+    start_bytes = 0
 
     def show(done: int, total: int) -> None:
-        nonlocal began, shown, first
+        nonlocal start_time, last_shown, start_bytes
         now = time.monotonic()
-        if began is None:
-            began, first = now, done
-        if now - shown < LINE_EVERY_S or done == first:
+        if start_time is None:
+            start_time, start_bytes = now, done
+        if now - last_shown < LINE_EVERY_S or done == start_bytes:
             return
-        shown = now
-        rate = (done - first) / (now - began)
+        last_shown = now
+        rate = (done - start_bytes) / (now - start_time)
         sys.stderr.write(
             f"{title}: {done / total:.0%} of {total / 1e6:.0f} MB, {rate / 1e6:.1f} MB/s, "
             f"{(total - done) / rate:.0f} s left\n"
@@ -42,7 +42,7 @@ def _lines(title: str) -> Callable[[int, int], None]:
 
 @contextmanager
 def _bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    # Imported here because it takes longer than all the rest, and only terminals need it.
+    # Importing rich takes longer than everything else, and only terminals need it.
     from rich.console import Console
     from rich.progress import (
         BarColumn,

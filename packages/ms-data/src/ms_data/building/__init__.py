@@ -1,1 +1,1 @@
-"""The build: turns a corpus into a folder of shards."""
+"""Builds a folder of shards from a corpus."""

@@ -1,4 +1,4 @@
-"""Encoded batches, as a job of an array keeps them and a process of a cluster sends them."""
+"""Serialization of encoded batches, for the files of an array job and for cluster workers."""
 
 from collections.abc import Sequence
 
@@ -10,40 +10,39 @@ from ms_data.building.encoders import Encoded
 
 
 class EncodedBatch(msgspec.Struct, frozen=True, array_like=True):
-    """The words that a batch was encoded to."""
+    """The encoded documents of a batch."""
 
     sizes: list[int]
-    """Words of each document."""
+    """Words per document."""
     words: bytes
-    """Words of all documents, as uint32, packed by zstd; then those of their pictures and
-    sounds."""
+    """uint32 words of all documents, then those of their media, compressed with zstd."""
     text_bytes: int
     media_sizes: list[int] = []
-    """Words of the pictures and sounds of each document, if any document has them."""
+    """Media words per document; empty if no document has media."""
 
 
-def packed(texts: Sequence[str], encoded: Sequence[Encoded]) -> bytes:
-    """Pack encoded documents as the answer to a batch, in msgpack."""
-    media = [np.zeros(0, np.uint32) if one.media is None else one.media for one in encoded]
-    words = np.concatenate([*(one.words for one in encoded), *media, np.zeros(0, np.uint32)])
+def pack_batch(texts: Sequence[str], encoded: Sequence[Encoded]) -> bytes:
+    """Serialize the encoded documents of a batch as msgpack."""
+    media = [np.zeros(0, np.uint32) if doc.media is None else doc.media for doc in encoded]
+    words = np.concatenate([*(doc.words for doc in encoded), *media, np.zeros(0, np.uint32)])
     words = words.astype("<u4")
     content = zstandard.ZstdCompressor(level=1).compress(words.tobytes())
     text_bytes = sum(len(text.encode()) for text in texts)
-    sizes, of_media = [len(one.words) for one in encoded], [len(one) for one in media]
-    answer = EncodedBatch(sizes, content, text_bytes, of_media if any(of_media) else [])
-    return msgspec.msgpack.encode(answer)
+    sizes, media_sizes = [len(doc.words) for doc in encoded], [len(words) for words in media]
+    batch = EncodedBatch(sizes, content, text_bytes, media_sizes if any(media_sizes) else [])
+    return msgspec.msgpack.encode(batch)
 
 
-def unpacked(content: bytes) -> Sequence[Encoded]:
-    """Unpack the documents of an answer."""
-    answer = msgspec.msgpack.decode(content, type=EncodedBatch)
-    sizes = [*answer.sizes, *answer.media_sizes]
+def unpack_batch(content: bytes) -> Sequence[Encoded]:
+    """Deserialize the documents of a batch."""
+    batch = msgspec.msgpack.decode(content, type=EncodedBatch)
+    sizes = [*batch.sizes, *batch.media_sizes]
     total = sum(sizes)
-    raw = zstandard.ZstdDecompressor().decompress(answer.words, max_output_size=4 * total)
+    raw = zstandard.ZstdDecompressor().decompress(batch.words, max_output_size=4 * total)
     parts = np.split(np.frombuffer(raw, "<u4"), np.cumsum(sizes))
-    count = len(answer.sizes)
-    beside = parts[count : len(sizes)]
+    count = len(batch.sizes)
+    media = parts[count : len(sizes)]
     return [
-        Encoded(words, beside[at] if beside and len(beside[at]) else None)
-        for at, words in enumerate(parts[:count])
+        Encoded(words, media[index] if media and len(media[index]) else None)
+        for index, words in enumerate(parts[:count])
     ]

@@ -1,8 +1,8 @@
 """Builds a folder of shards from a corpus.
 
-A build works in a folder beside the one asked for, `OUT.partial`, and renames it at the end, so
-that OUT is whole or not there. Every few seconds it syncs its shards and notes how far it is;
-the same command after a crash goes on from that note and ends in the same bytes.
+A build works in `OUT.partial` and renames it at the end, so OUT is either complete or absent. Every
+few seconds it syncs the shards and saves its progress in a journal. After a crash, the same command
+resumes from the journal and produces identical bytes.
 """
 
 import operator
@@ -16,12 +16,12 @@ import tokenizers
 import zstandard
 from attrs import evolve
 
-from ms_data.building.choice import encoder_for
+from ms_data.building.choice import make_encoder
 from ms_data.building.encoders import TextEncoder
 from ms_data.building.job import Job
 from ms_data.building.journal import Recipe
 from ms_data.building.media import with_media
-from ms_data.building.record import Summary, save_record, summary_of
+from ms_data.building.record import Summary, finished_summary, save_record
 from ms_data.chat.template import ChatTemplate
 from ms_data.corpus.arguments import check_paths
 from ms_data.corpus.corpus import Corpus
@@ -36,11 +36,11 @@ from ms_data.settings.arguments import check_counts, check_flags, check_share, c
 from ms_data.tokenization.tokenizer import Tokenizer
 from ms_data.tokenization.word_encoder import WordsDifferError
 
-_OURS = re.compile(
+_BUILD_FILES = re.compile(
     r"(shard-\d{5,}\.msd|index\.json|build\.json|tokenizer\.json|tokenizer_config\.json|"
     r"chat_template\.jinja|media\.json|journal\.msgpack)(\.partial)?"
 )
-"""The names of all that a build writes."""
+"""Names of all files that a build writes."""
 
 
 def build(
@@ -64,28 +64,30 @@ def build(
 ) -> Summary:
     """Tokenize a corpus into a folder of checked, compressed shards.
 
-    Documents keep their order, each with an end of text. The same call goes on with a killed build.
+    Documents keep their order; each ends with an end-of-text token. The same call resumes a killed
+    build.
 
     Args:
-        corpus: files, folders or addresses, or `stdlib`; see `find_corpus`.
-        tokenizer: a `tokenizer.json`, a tokenizer's folder or a loaded one.
-        out: the folder to make; it must not hold anything but the same build.
-        hold_out: share of documents, 0 ≤ share < 1, for the split `held_out`; their text decides.
+        corpus: files, folders or URLs, or `stdlib`; see `find_corpus`.
+        tokenizer: a `tokenizer.json`, a tokenizer folder, or a loaded tokenizer.
+        out: output folder; must be empty, or hold the same build.
+        hold_out: fraction of documents in the split `held_out`, at least 0 and below 1, chosen by a
+            hash of their text.
         shard_size_mib: a shard is closed at the first document end past this size.
-        text_column: the member or column of a row with the text.
-        skip_invalid: leave out what is not valid text instead of stopping.
-        chat: a Jinja file or a tokenizer's folder; rows are what `read_conversation` reads.
-        pairs: with `chat`, the rows are preference pairs; see `read_pair`.
-        allow_special: with `chat`, messages may spell special tokens.
-        processor: with `chat`, for messages with pictures and sound; or a folder that holds it.
-        document_limit_mib: a longer document, once unpacked, stops the build.
-        shard: `3/16` does the third part for an array of 16 jobs; `merge/16` makes OUT of all.
-        workers: the Ray cluster that tokenizes: `ray`, or `ray://HOST:PORT`; None: all cores.
-        on_progress: called with the bytes of the corpus that are done, and all, after each batch.
-        on_skip: called with the place and fault of each document that is left out.
+        text_column: column or JSON key with the text of a row.
+        skip_invalid: skip documents that are not valid text instead of stopping.
+        chat: a Jinja file or a tokenizer folder; rows then have the formats of `read_conversation`.
+        pairs: with `chat`, rows are preference pairs; see `read_pair`.
+        allow_special: with `chat`, allow special tokens in message text.
+        processor: with `chat`, processor for images and audio, or a folder that contains it.
+        document_limit_mib: a longer document (uncompressed) stops the build.
+        shard: `3/16` does the third of 16 parts of an array job; `merge/16` then creates OUT.
+        workers: Ray cluster for tokenization, `ray` or `ray://HOST:PORT`. None: all local cores.
+        on_progress: called after every batch with the corpus bytes done and the total.
+        on_skip: called with location and reason for every skipped document.
 
     Raises:
-        SettingError: an argument is out of range.
+        SettingError: an argument is invalid.
         CorpusError: the corpus is missing, empty, damaged or not text.
         TokenizerError: the tokenizer cannot be read.
         OutputError: `out` cannot be written, or holds something else.
@@ -93,8 +95,8 @@ def build(
     check_paths(out, corpus=corpus, tokenizer=tokenizer, chat=chat, processor=processor)
     check_flags(skip_invalid=skip_invalid, pairs=pairs, allow_special=allow_special)
     check_texts(text_column=text_column, shard=shard, workers=workers)
-    of_text = encoder_for(tokenizer, chat, pairs=pairs, allow_special=allow_special)
-    encoder = with_media(of_text, processor, corpus)
+    text_encoder = make_encoder(tokenizer, chat, pairs=pairs, allow_special=allow_special)
+    encoder = with_media(text_encoder, processor, corpus)
     source = find_corpus(
         corpus,
         text_column=text_column,
@@ -103,33 +105,37 @@ def build(
         document_limit_mib=document_limit_mib,
     )
     recipe = _recipe(encoder, source, hold_out, shard_size_mib)
-    where = ArrayShard.parse(shard, out, corpus), _cluster(workers)
-    return _perform(Job(source, encoder, recipe, on_progress, on_skip, *where), corpus, out)
+    shard_and_cluster = ArrayShard.parse(shard, out, corpus), _cluster_address(workers)
+    return _run_or_reuse(
+        Job(source, encoder, recipe, on_progress, on_skip, *shard_and_cluster), corpus, out
+    )
 
 
-def _cluster(workers: str | None) -> str:
-    """Return the address of the cluster that tokenizes; empty for none."""
+def _cluster_address(workers: str | None) -> str:
+    """Return the address of the Ray cluster; empty for local tokenization."""
     return "" if workers is None else str(worker_count(workers))
 
 
-def _perform(job: Job, corpus: CorpusName, out: str | Path) -> Summary:
-    """Run the build, or its part in an array of jobs, unless it is done already."""
+def _run_or_reuse(job: Job, corpus: CorpusName, out: str | Path) -> Summary:
+    """Run the build, or its part of an array job, unless it is already done."""
     with writing(Path(out)):
         folder = Path(os.path.realpath(out))
-        if (done := summary_of(folder, job.recipe, job.source, out)) is not None:
-            return merged(job.shard, done)
+        if (finished := finished_summary(folder, job.recipe, job.source, out)) is not None:
+            return merged(job.shard, finished)
     if job.shard is not None and job.shard.number:
-        return _proved(job, Job.run_shard, job.shard.remove_partial)
+        return _run_with_fallback(job, Job.run_shard, job.shard.remove_partial)
     return merged(job.shard, _publish(job, corpus, out))
 
 
-def _proved(job: Job, run: Callable[[Job], Summary], start_anew: Callable[[], None]) -> Summary:
-    """Run a job; if its word encoder differs from the library, begin again with the library."""
+def _run_with_fallback(
+    job: Job, run: Callable[[Job], Summary], discard: Callable[[], None]
+) -> Summary:
+    """Run a job; restart it with the `tokenizers` library if the fast encoder disagrees with it."""
     try:
         return run(job)
     except WordsDifferError as error:
-        start_anew()  # what is written may be wrong as well
-        return run(evolve(job, encoder=job.encoder.by_library(str(error))))
+        discard()  # earlier output may be wrong as well
+        return run(evolve(job, encoder=job.encoder.with_library(str(error))))
 
 
 def _recipe(encoder: TextEncoder, source: Corpus, hold_out: float, shard_size_mib: int) -> Recipe:
@@ -148,16 +154,18 @@ def _recipe(encoder: TextEncoder, source: Corpus, hold_out: float, shard_size_mi
 
 
 def _publish(job: Job, corpus: CorpusName, out: str | Path) -> Summary:
-    """Run a job in a folder beside `out`, which then takes its name."""
+    """Run a job in `OUT.partial`, then rename the folder to `out`."""
     folder = free_place(out)
-    for one in [corpus] if isinstance(corpus, str | Path) else corpus:
-        refuse_inside(folder, one)
-    aside = folder.with_name(folder.name + ".partial")
-    with work_folder(aside, _OURS):
-        journal = aside / JOURNAL
-        summary = _proved(job, lambda one: one.run(aside), lambda: journal.unlink(missing_ok=True))
-        save_record(aside, job.recipe, job.source, summary)
-        (aside / JOURNAL).unlink(missing_ok=True)
-        sync_folder(aside)
-        publish(aside, folder)
+    for path in [corpus] if isinstance(corpus, str | Path) else corpus:
+        refuse_inside(folder, path)
+    partial = folder.with_name(folder.name + ".partial")
+    with work_folder(partial, _BUILD_FILES):
+        journal = partial / JOURNAL
+        summary = _run_with_fallback(
+            job, lambda attempt: attempt.run(partial), lambda: journal.unlink(missing_ok=True)
+        )
+        save_record(partial, job.recipe, job.source, summary)
+        (partial / JOURNAL).unlink(missing_ok=True)
+        sync_folder(partial)
+        publish(partial, folder)
     return msgspec.structs.replace(summary, folder=str(out))

@@ -1,4 +1,4 @@
-"""Chooses the encoder of a build by its arguments."""
+"""Creates the encoder of a build from its arguments."""
 
 from pathlib import Path
 
@@ -8,33 +8,33 @@ from ms_data.errors import SettingError
 from ms_data.tokenization.tokenizer import Tokenizer
 
 
-def encoder_for(
+def make_encoder(
     tokenizer: str | Path | Tokenizer,
     chat: str | Path | ChatTemplate | None,
     *,
     pairs: bool,
     allow_special: bool,
 ) -> TextEncoder:
-    """Choose the encoder of a build by its arguments.
+    """Create the encoder of a build.
 
     Raises:
-        SettingError: arguments that need a chat template without one, or a template whose text
-            differs from day to day.
+        SettingError: an argument needs a chat template and there is none, or the output of the
+            template depends on the current date.
         TokenizerError: the tokenizer or the template cannot be read.
     """
     model = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
     if chat is None:
         if pairs or allow_special:
-            raise SettingError("pairs and allow_special need a chat template; give `chat`")
+            raise SettingError("pairs and allow_special need a chat template; set `chat`")
         try:
             return TextEncoder(tokenizer=model, words=model.word_encoder())
         except ValueError as error:
-            return TextEncoder(tokenizer=model, why_library=str(error))
+            return TextEncoder(tokenizer=model, library_reason=str(error))
     template = chat if isinstance(chat, ChatTemplate) else ChatTemplate.load(chat)
     if template.asks_date and template.today is None:
         raise SettingError(
-            "the chat template prints today's date, so a build would differ from day to day; "
-            "choose the date with --today"
+            "the chat template prints today's date, so builds would differ from day to day; "
+            "set the date with --today"
         )
     return ChatEncoder(
         template=template.with_tokens_of(model.folder),

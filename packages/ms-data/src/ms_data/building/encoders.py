@@ -1,4 +1,4 @@
-"""Turns the documents of a corpus into the words that a shard holds: text, or rows of messages."""
+"""Encoders that convert the documents of a corpus to shard words: plain text and chat rows."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ms_data.chat.messages import Message, read_conversation, refuse_media
 from ms_data.chat.pairs import read_pair
 from ms_data.chat.template import ChatTemplate, Rendered
-from ms_data.disk.format import Kind
+from ms_data.disk.format import DocumentKind
 from ms_data.disk.samples import PairSample, Sample, pack_pair, pack_sample
 from ms_data.media.parts import MediaKind
 from ms_data.tokenization.tokenizer import Tokenizer
@@ -22,7 +22,7 @@ from ms_data.tokenization.word_encoder import WordEncoder
 
 
 class ChatDocument(msgspec.Struct, frozen=True, array_like=True):
-    """A row once its template has run; its JSON is the text of a document of the build."""
+    """A rendered row; its JSON is passed through the build as a document's text."""
 
     parts: list[Rendered]
     weight: float
@@ -30,110 +30,110 @@ class ChatDocument(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Encoded(NamedTuple):
-    """A document as a dataset holds it."""
+    """A document as stored in a dataset."""
 
     words: NDArray[np.integer]
-    """What its shard holds, shape (n,)."""
+    """Document in its shard, shape (n,)."""
     media: NDArray[np.uint32] | None = None
-    """What the shard of its pictures and sounds holds, if it has any."""
+    """Document in the media shard, if it has images or audio."""
 
 
 class EncoderSetup(msgspec.Struct, frozen=True):
-    """What a process of a cluster needs to encode as this one does."""
+    """Settings that a worker process needs to encode identically."""
 
     tokenizer: bytes
     end_of_text: int
-    kind: Kind
+    kind: DocumentKind
     by_words: bool
-    why_library: str
+    library_reason: str
     media_tokens: dict[MediaKind, str]
-    """The token of each kind of media, where the rows may have some."""
+    """Placeholder token of each media type that rows may contain."""
 
 
 @frozen(kw_only=True)
 class TextEncoder:
-    """Turns documents of text into the words that a shard holds."""
+    """Encodes text documents."""
 
     tokenizer: Tokenizer
-    kind: Kind = "text"
+    kind: DocumentKind = "text"
     words: WordEncoder | None = None
-    """A faster encoder of documents; None leaves them to the `tokenizers` library."""
-    why_library: str = "conversations keep the places of their tokens"
-    """Why the library encodes, where it does."""
+    """Fast encoder for documents; None uses the `tokenizers` library."""
+    library_reason: str = "conversations need the offsets of their tokens"
+    """Reason for using the library."""
 
     @property
     def batches_ahead(self) -> int:
-        """Batches that are tokenized while one is written, so that no core waits for a document."""
+        """Batches tokenized ahead of the one being written, so that no core idles on a long one."""
         cores = len(os.sched_getaffinity(0))
-        return max(2, cores if self.words else cores // 4)  # the library uses all cores for each
+        return max(2, cores if self.words else cores // 4)  # the library is multithreaded itself
 
     @property
     def method(self) -> str:
-        """What encodes the documents, in words for a summary."""
+        """Description of the encoder, for the summary."""
         if self.words is not None:
-            return f"word by word, cut as by {self.words.split.name}"
-        return f"tokenizers {tokenizers.__version__}, as {self.why_library}"
+            return f"word by word, split like {self.words.split.name}"
+        return f"tokenizers {tokenizers.__version__}, because {self.library_reason}"
 
-    def by_library(self, why: str) -> "TextEncoder":
-        """Return the same encoder, but with the `tokenizers` library in place of the faster one."""
-        return evolve(self, words=None, why_library=why)
+    def with_library(self, why: str) -> "TextEncoder":
+        """Return this encoder with the `tokenizers` library instead of the fast encoder."""
+        return evolve(self, words=None, library_reason=why)
 
     @property
     def digest(self) -> str:
-        """Hexadecimal xxh3-128 of all settings but the tokenizer's; empty where there are none."""
+        """xxh3-128 of all settings apart from the tokenizer, hexadecimal; empty without any."""
         return ""
 
     @property
     def parser(self) -> Callable[[Mapping[str, Any]], str] | None:
-        """The function that makes a document's text from a row; None if documents are not rows."""
+        """Function that converts a row to a document's text; None if documents are not rows."""
         return None
 
     @property
     def media_tokens(self) -> dict[MediaKind, str]:
-        """The token of each kind of media that documents may have."""
+        """Placeholder token of each media type that documents may contain."""
         return {}
 
     def setup(self) -> bytes:
-        """Encode what another process needs to tokenize alike, once templates have run."""
+        """Serialize the settings that a worker needs to encode rendered documents identically."""
         return msgspec.msgpack.encode(
             EncoderSetup(
                 tokenizer=self.tokenizer.content,
                 end_of_text=self.tokenizer.end_of_text,
                 kind=self.kind,
                 by_words=self.words is not None,
-                why_library=self.why_library,
+                library_reason=self.library_reason,
                 media_tokens=self.media_tokens,
             )
         )
 
     def encode(self, texts: Sequence[str]) -> Sequence[Encoded]:
-        """Turn each document into its words, as a shard holds them."""
+        """Encode documents as shard words."""
         if self.words is not None:
-            found = self.tokenizer.encode_by_words(texts, self.words)
+            encoded = self.tokenizer.encode_by_words(texts, self.words)
         else:
-            found = self.tokenizer.encode_documents(texts)
-        return [Encoded(words) for words in found]
+            encoded = self.tokenizer.encode_documents(texts)
+        return [Encoded(words) for words in encoded]
 
     def hold_out_key(self, text: str) -> str:
         """Return the part of a document that decides whether it is held out."""
         return text
 
     def files(self) -> dict[str, bytes]:
-        """Return files to keep beside the shards, by name, apart from the tokenizer."""
+        """Return the files to save next to the shards, by name, apart from the tokenizer."""
         return {}
 
 
 @frozen(kw_only=True)
 class ChatEncoder(TextEncoder):
-    """Turns rows into text with the template, and text into words with the tokenizer."""
+    """Renders rows with the chat template and tokenizes the result."""
 
     template: ChatTemplate
-    kind: Kind = "conversations"
+    kind: DocumentKind = "conversations"
     allow_special: bool = False
-    """Let messages spell special tokens, which then are these tokens."""
+    """Allow messages to contain special tokens."""
 
     @property
-    def digest(self) -> str:  # noqa: D102 - as in the base class, like all that follows
+    def digest(self) -> str:  # noqa: D102 - documented in the base class, like the next ones
         settings = f"{self.template.digest} {self.kind} {self.allow_special}"
         return xxhash.xxh3_128_hexdigest(settings.encode())
 
@@ -145,10 +145,10 @@ class ChatEncoder(TextEncoder):
         return self.template.files()
 
     def parse(self, row: Mapping[str, Any]) -> str:
-        """Make the text of a document from one row.
+        """Convert a row to the text of a document.
 
         Raises:
-            ValueError: the row is of no known form, or the template refuses it.
+            ValueError: the row has an unknown format, or the template rejects it.
         """
         if self.kind == "preferences":
             pair = read_pair(row)
@@ -158,48 +158,48 @@ class ChatEncoder(TextEncoder):
                 self.render([*pair.prompt, *answer], pair.tools, first)
                 for answer in (pair.chosen, pair.rejected)
             ]
-            return as_json(ChatDocument(parts, pair.weight, pair.margin))
-        one = read_conversation(row)
-        refuse_media(one.messages)
-        return as_json(ChatDocument([self.render(one.messages, one.tools, 0)], one.weight))
+            return document_json(ChatDocument(parts, pair.weight, pair.margin))
+        chat = read_conversation(row)
+        refuse_media(chat.messages)
+        return document_json(ChatDocument([self.render(chat.messages, chat.tools, 0)], chat.weight))
 
     def encode(self, texts: Sequence[str]) -> Sequence[Encoded]:  # noqa: D102
         return encode_rows(self.tokenizer, texts, pairs=self.kind == "preferences")
 
     def hold_out_key(self, text: str) -> str:
-        """Return the document without the row's weight and margin."""
+        """Return the document without weight and margin."""
         plain = msgspec.structs.replace(_decode(text), weight=1.0, margin=0.0)
-        return as_json(plain)
+        return document_json(plain)
 
     def render(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, first: int
     ) -> Rendered:
-        """Render a conversation, of which messages before `first` are not trained on.
+        """Render a conversation; messages before `first` get no loss.
 
         Raises:
-            ValueError: a message spells a special token, or the template refuses them.
+            ValueError: a message contains a special token, or the template rejects the messages.
         """
         if not self.allow_special:
-            for at, message in enumerate(messages):
-                self._refuse_special(message, f"message {at}")
+            for index, message in enumerate(messages):
+                self._refuse_special(message, f"message {index}")
             self._refuse_special(tools, "tools")
         return self.template.render_for_training(messages, tools=tools, first=first)
 
-    def _refuse_special(self, value: object, place: str) -> None:
-        texts = list(_texts(value))
+    def _refuse_special(self, value: object, location: str) -> None:
+        texts = list(_iterate_strings(value))
         for token in self.tokenizer.special_tokens:
             if any(token in text for text in texts):
                 raise ValueError(
-                    f"{place} spells the special token {token!r}, which could end or forge a "
-                    "message; remove it, or let it be with --allow-special"
+                    f"{location} contains the special token {token!r}, which could end or forge a "
+                    "message; remove it, or allow it with --allow-special"
                 )
 
 
 def encode_rows(tokenizer: Tokenizer, texts: Sequence[str], *, pairs: bool) -> Sequence[Encoded]:
-    """Turn rows whose template has run into the words of conversations, or of preference pairs."""
+    """Encode rendered rows as conversations or preference pairs."""
     rows = [_decode(text) for text in texts]
     parts = [part for row in rows for part in row.parts]
-    samples = iter([Sample(*found) for found in tokenizer.encode_chats(parts)])
+    samples = iter([Sample(*encoded) for encoded in tokenizer.encode_chats(parts)])
     words = []
     for row in rows:
         if pairs:
@@ -211,22 +211,22 @@ def encode_rows(tokenizer: Tokenizer, texts: Sequence[str], *, pairs: bool) -> S
     return words
 
 
-def _texts(value: object) -> Iterator[str]:
-    """Find every text in a JSON value, keys included; parts of a content also joined."""
+def _iterate_strings(value: object) -> Iterator[str]:
+    """Yield the strings of a JSON value: values, keys, and the joined text parts of a list."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         yield from value
-        for one in value.values():
-            yield from _texts(one)
+        for item in value.values():
+            yield from _iterate_strings(item)
     elif isinstance(value, list):
         yield "".join(part["text"] for part in value if isinstance(part, dict) and _is_text(part))
-        for one in value:
-            yield from _texts(one)
+        for item in value:
+            yield from _iterate_strings(item)
 
 
-def as_json(document: ChatDocument) -> str:
-    """Encode a row whose template has run as the text of a document of the build."""
+def document_json(document: ChatDocument) -> str:
+    """Serialize a rendered row as the text of a document."""
     return msgspec.json.encode(document).decode()
 
 

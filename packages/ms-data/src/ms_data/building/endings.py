@@ -1,4 +1,4 @@
-"""Counts the answers of conversations, and how many of them end in a token that ends a turn."""
+"""Counts assistant answers, and those that end with an end-of-turn token."""
 
 from functools import lru_cache
 
@@ -16,21 +16,21 @@ class EndCounter:
     """Counts answers in the words of samples.
 
     Args:
-        tokenizer: its special tokens are those that can end a turn.
+        tokenizer: its special tokens count as end-of-turn tokens.
         header_words: words before the tokens of a sample.
     """
 
     tokenizer: Tokenizer
     header_words: int
-    _ends: frozenset[int] = field(init=False)
+    _end_tokens: frozenset[int] = field(init=False)
 
-    @_ends.default
+    @_end_tokens.default
     def _special_ids(self) -> frozenset[int]:
         special = map(self.tokenizer.special_token, self.tokenizer.special_tokens)
         return frozenset((self.tokenizer.end_of_text, *special))
 
     def count(self, words: NDArray[np.integer]) -> AnswerCounts:
-        """Count the answers of one sample, shape (n,): its runs of tokens that are trained on."""
+        """Count the answers of one sample, shape (n,): its runs of tokens with loss."""
         body = words[self.header_words :].astype(np.uint32)
         trained = np.concatenate(([False], (body & LOSS_BIT) != 0, [False]))
         edges = np.flatnonzero(trained[1:] != trained[:-1])
@@ -43,10 +43,10 @@ class EndCounter:
         )
 
     def _ends_turn(self, run: list[int]) -> bool:
-        # Templates may mark the line break after the end of a turn as part of the answer.
-        while run and run[-1] not in self._ends and _is_blank(self.tokenizer, run[-1]):
+        # Some templates include the line break after the end-of-turn token in the answer.
+        while run and run[-1] not in self._end_tokens and _is_blank(self.tokenizer, run[-1]):
             run.pop()
-        return bool(run) and run[-1] in self._ends
+        return bool(run) and run[-1] in self._end_tokens
 
 
 @lru_cache(maxsize=1 << 14)

@@ -1,4 +1,4 @@
-"""Runs a build: reads, tokenizes on all cores, assigns splits, compresses, saves as it goes."""
+"""Runs a build: reads documents, tokenizes on all cores, assigns splits, and writes shards."""
 
 import time
 from collections import Counter, deque
@@ -12,7 +12,7 @@ import msgspec
 import xxhash
 from attrs import frozen
 
-from ms_data.building.answers import EncodedBatch, packed, unpacked
+from ms_data.building.answers import EncodedBatch, pack_batch, unpack_batch
 from ms_data.building.encoders import Encoded, TextEncoder
 from ms_data.building.endings import EndCounter
 from ms_data.building.journal import AnswerCounts, BuildJournal, BuildProgress, Recipe
@@ -20,8 +20,8 @@ from ms_data.building.record import Summary
 from ms_data.corpus.corpus import Corpus, Document, Position
 from ms_data.corpus.file_kinds import omissions
 from ms_data.disk.format import (
+    DOCUMENT_KINDS,
     FRAME_BYTES,
-    KINDS,
     MEDIA_SUFFIX,
     Index,
     ShardEntry,
@@ -29,21 +29,21 @@ from ms_data.disk.format import (
     encode_index,
     token_type_for,
 )
-from ms_data.disk.media import place_media
+from ms_data.disk.media import set_media_span
 from ms_data.disk.writer import DatasetWriter
 from ms_data.errors import CorpusError
 from ms_data.files.durable import write_file
 from ms_data.files.work_folder import JOURNAL, load_journal, save_journal
 from ms_data.passes.array_jobs import Answers, ArrayShard, answers_in, key_of
-from ms_data.passes.ray_cluster import answers_on_ray
+from ms_data.passes.ray_cluster import map_on_ray
 
 BATCH_CHARACTERS = 1 << 20
-"""Text that is tokenized at once; where the library does, it takes some 150 MB."""
+"""Text tokenized at a time; the `tokenizers` library uses about 150 MB for it."""
 
 SAVE_EVERY_S = 5.0
-"""A build that is killed loses at most about this much work."""
+"""Seconds between saves of the journal, about the work lost when a build is killed."""
 
-_Encoded = Sequence[Encoded]
+_EncodedDocs = Sequence[Encoded]
 
 
 class _Batch(NamedTuple):
@@ -51,11 +51,11 @@ class _Batch(NamedTuple):
 
     documents: list[Document]
     characters: int
-    """Length of all documents."""
+    """Total length of the documents."""
     progress: BuildProgress
-    """How much of the corpus is done once these are."""
+    """Progress after these documents."""
     read_bytes: int
-    """Bytes of the corpus read by then."""
+    """Corpus bytes read up to the end of the batch."""
 
 
 @frozen
@@ -66,43 +66,43 @@ class Job:
     encoder: TextEncoder
     recipe: Recipe
     on_progress: Callable[[int, int], None]
-    """Called with the bytes of the corpus that are done, and all."""
+    """Called with the corpus bytes done and the total."""
     on_skip: Callable[[str], None] = lambda reason: None
-    """Called with the place and the fault of each document that is left out."""
+    """Called with location and reason for every skipped document."""
     shard: ArrayShard | None = None
-    """What this job does, where an array of jobs tokenizes."""
+    """This job's part of an array job."""
     cluster: str = ""
-    """The address of the Ray cluster, where one tokenizes."""
+    """Address of the Ray cluster; empty for local tokenization."""
 
     def run_shard(self) -> Summary:
-        """Tokenize the batches of one job of an array.
+        """Tokenize this job's batches of an array job.
 
         Raises:
-            OutputError: another process works on them, or the file cannot be written.
+            OutputError: another process is doing the same part, or the file cannot be written.
         """
         assert self.shard is not None
         path = self.shard.path()
-        if not (done := path.exists()):
-            with self.shard.writing(self._identity) as writer:
+        if not (already_done := path.exists()):
+            with self.shard.writing(self._settings_key) as writer:
                 batches = (
                     batch
-                    for n, batch in enumerate(
+                    for index, batch in enumerate(
                         _read_batches(self.source, BuildProgress(), self.on_skip)
                     )
-                    if writer.wants(n, _key(batch))
+                    if writer.wants(index, _key(batch))
                 )
                 with closing(_encode_ahead(batches, self.encoder)) as encoded:
-                    for batch, found in encoded:
-                        writer.add(_key(batch), packed(_texts(batch), found))
+                    for batch, words in encoded:
+                        writer.add(_key(batch), pack_batch(_texts(batch), words))
                         self.on_progress(batch.read_bytes, self.source.size_bytes)
         sizes: list[int] = []
         text_bytes = 0
         with path.open("rb") as file:
-            for _, begin, size in answers_in(path, self._identity):
-                file.seek(begin)
-                answer = msgspec.msgpack.decode(file.read(size), type=EncodedBatch)
-                sizes += answer.sizes
-                text_bytes += answer.text_bytes
+            for _, offset, size in answers_in(path, self._settings_key):
+                file.seek(offset)
+                encoded_batch = msgspec.msgpack.decode(file.read(size), type=EncodedBatch)
+                sizes += encoded_batch.sizes
+                text_bytes += encoded_batch.text_bytes
         return Summary(
             folder=str(path),
             documents=len(sizes),
@@ -114,40 +114,42 @@ class Job:
             left_out={},
             splits={},
             encoder=self.encoder.method,
-            built_before=done,
+            built_before=already_done,
         )
 
     @property
-    def _identity(self) -> bytes:
+    def _settings_key(self) -> bytes:
         return key_of(msgspec.json.encode(["build", self.recipe]))
 
-    def _encoded(self, batches: Iterable[_Batch]) -> Generator[tuple[_Batch, _Encoded], None, None]:
-        """Tokenize batches, here or on a cluster, or look up what an array of jobs made."""
+    def _encode_batches(
+        self, batches: Iterable[_Batch]
+    ) -> Generator[tuple[_Batch, _EncodedDocs], None, None]:
+        """Tokenize batches locally or on a cluster, or look up the results of an array job."""
         if self.shard is None and self.cluster:
-            asked = ((batch, msgspec.msgpack.encode(_texts(batch))) for batch in batches)
+            requests = ((batch, msgspec.msgpack.encode(_texts(batch))) for batch in batches)
             work, setup = "ms_data.building.elsewhere:prepare", self.encoder.setup()
-            for batch, answer in answers_on_ray(work, setup, asked, address=self.cluster):
-                yield batch, unpacked(answer)
+            for batch, result in map_on_ray(work, setup, requests, address=self.cluster):
+                yield batch, unpack_batch(result)
             return
         if self.shard is None:
             yield from _encode_ahead(batches, self.encoder)
             return
-        made = Answers(self.shard, self._identity)
+        stored = Answers(self.shard, self._settings_key)
         for batch in batches:
-            # Nobody was asked for the nothing that follows a saved last batch.
-            yield batch, unpacked(made.find(_key(batch))) if batch.documents else []
+            # The last batch may be empty, and array jobs do not store empty batches.
+            yield batch, unpack_batch(stored.find(_key(batch))) if batch.documents else []
 
     def run(self, folder: Path) -> Summary:
-        """Write what `folder` does not hold yet.
+        """Build the dataset in `folder`, resuming from its journal if there is one.
 
         Raises:
-            CorpusError: the corpus holds no text, or something that cannot be read.
-            OutputError: another build was interrupted in the folder, or it cannot be written.
+            CorpusError: the corpus holds no text, or an unreadable document.
+            OutputError: `folder` holds another interrupted build, or cannot be written.
         """
         journal = load_journal(folder, BuildJournal)
         if journal is not None:
             journal.check(self.recipe, self.source, folder)
-        _clear(folder, set(journal.dataset.names) if journal else set())
+        _remove_unsaved(folder, set(journal.dataset.names) if journal else set())
         progress = journal.progress if journal else BuildProgress()
         writer = DatasetWriter(
             folder,
@@ -157,16 +159,16 @@ class Job:
             state=journal.dataset if journal else None,
         )
         try:
-            saved = time.monotonic()
+            last_save = time.monotonic()
             batches = _read_batches(self.source, progress, self.on_skip)
-            with closing(self._encoded(batches)) as encoded:
-                for batch, found in encoded:
-                    self._write(writer, batch, found)
-                    answers = self._count(found, progress.answers)
+            with closing(self._encode_batches(batches)) as encoded:
+                for batch, words in encoded:
+                    self._write(writer, batch, words)
+                    answers = self._count(words, progress.answers)
                     progress = msgspec.structs.replace(batch.progress, answers=answers)
-                    if time.monotonic() - saved >= SAVE_EVERY_S:
+                    if time.monotonic() - last_save >= SAVE_EVERY_S:
                         self._save(folder, progress, writer)
-                        saved = time.monotonic()
+                        last_save = time.monotonic()
             return self._finish(folder, writer.close(), progress)
         finally:
             writer.abandon()
@@ -179,21 +181,21 @@ class Job:
     def _frame_tokens(self) -> int:
         return FRAME_BYTES // (2 if self._token_type == "uint16" else 4)
 
-    def _write(self, writer: DatasetWriter, batch: _Batch, encoded: _Encoded) -> None:
+    def _write(self, writer: DatasetWriter, batch: _Batch, encoded: _EncodedDocs) -> None:
         for document, (words, media) in zip(batch.documents, encoded, strict=True):
             split = "held_out" if self._is_held_out(document.text) else "train"
             if media is not None:
-                beside = split + MEDIA_SUFFIX
-                words = place_media(words, writer.tokens(beside), len(media))
-                writer.append(beside, media)
+                media_split = split + MEDIA_SUFFIX
+                words = set_media_span(words, writer.tokens(media_split), len(media))
+                writer.append(media_split, media)
             writer.append(split, words)
         self.on_progress(batch.read_bytes, self.source.size_bytes)
 
-    def _count(self, encoded: _Encoded, answers: AnswerCounts) -> AnswerCounts:
-        """Add the answers of a batch to those before it."""
+    def _count(self, encoded: _EncodedDocs, answers: AnswerCounts) -> AnswerCounts:
+        """Add the answers of a batch to `answers`."""
         if self.encoder.kind == "text":
             return answers
-        counter = EndCounter(self.encoder.tokenizer, KINDS[self.encoder.kind].header_words)
+        counter = EndCounter(self.encoder.tokenizer, DOCUMENT_KINDS[self.encoder.kind].header_words)
         for words, _ in encoded:
             answers = answers.plus(counter.count(words))
         return answers
@@ -208,7 +210,7 @@ class Job:
         journal = BuildJournal(
             recipe=self.recipe,
             progress=progress,
-            files_read=self.source.identity(progress.position.file + 1),
+            files_read=self.source.files_digest(progress.position.file + 1),
             dataset=writer.state(),
         )
         save_journal(folder, journal)
@@ -220,7 +222,7 @@ class Job:
             missing = omissions(progress.left_out, progress.skipped, progress.empty)
             raise CorpusError(
                 f"{self.source.name} is empty: no text in {len(self.source.files)} files{missing}; "
-                "give a corpus that holds text"
+                "use a corpus with text"
             )
         tokenizer, files = self.encoder.tokenizer, self.encoder.files()
         for name, content in {"tokenizer.json": tokenizer.content, **files}.items():
@@ -251,31 +253,32 @@ def _texts(batch: _Batch) -> list[str]:
 
 def _encode_ahead(
     batches: Iterable[_Batch], encoder: TextEncoder
-) -> Generator[tuple[_Batch, _Encoded], None, None]:
-    """Yield each batch with its tokens, in order, while the batches after it are tokenized."""
-    ahead: deque[tuple[_Batch, Future[_Encoded]]] = deque()
-    most = encoder.batches_ahead
-    pool = ThreadPoolExecutor(most)
+) -> Generator[tuple[_Batch, _EncodedDocs], None, None]:
+    """Yield encoded batches in order, while later batches are tokenized in the background."""
+    queue: deque[tuple[_Batch, Future[_EncodedDocs]]] = deque()
+    max_ahead = encoder.batches_ahead
+    pool = ThreadPoolExecutor(max_ahead)
     try:
         for batch in batches:
-            ahead.append((batch, pool.submit(encoder.encode, _texts(batch))))
-            # A batch may be one long document, whose tokens take more than all others.
-            while len(ahead) > most or (
-                len(ahead) > 1
-                and sum(one.characters for one, _ in ahead) > (most + 2) * BATCH_CHARACTERS
+            queue.append((batch, pool.submit(encoder.encode, _texts(batch))))
+            # A batch may be one long document that takes more memory than all others together.
+            while len(queue) > max_ahead or (
+                len(queue) > 1
+                and sum(queued.characters for queued, _ in queue)
+                > (max_ahead + 2) * BATCH_CHARACTERS
             ):
-                first, encoded = ahead.popleft()
+                first, encoded = queue.popleft()
                 yield first, encoded.result()
-        for first, encoded in ahead:
+        for first, encoded in queue:
             yield first, encoded.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _read_batches(
-    source: Corpus, start: BuildProgress, name_skipped: Callable[[str], None]
+    source: Corpus, start: BuildProgress, report_skip: Callable[[str], None]
 ) -> Iterator[_Batch]:
-    """Yield the documents after `start`, some MB of text at a time."""
+    """Yield the documents after `start` in batches of about `BATCH_CHARACTERS`."""
     documents: list[Document] = []
     size, text_bytes = 0, start.text_bytes
     skipped, empty, left_out = start.skipped, start.empty, Counter(start.left_out)
@@ -293,10 +296,10 @@ def _read_batches(
     def on_skip(reason: str) -> None:
         nonlocal skipped
         skipped += 1
-        name_skipped(reason)
+        report_skip(reason)
 
-    def on_leave_out(kind: str) -> None:
-        left_out[kind] += 1
+    def on_leave_out(file_type: str) -> None:
+        left_out[file_type] += 1
 
     def on_empty() -> None:
         nonlocal empty
@@ -312,8 +315,8 @@ def _read_batches(
     yield batch(Position(len(source.files)), source.size_bytes)
 
 
-def _clear(folder: Path, kept: set[str]) -> None:
-    """Remove what an earlier run wrote after its last save."""
+def _remove_unsaved(folder: Path, saved_names: set[str]) -> None:
+    """Remove files that an earlier run wrote after its last save."""
     for path in folder.iterdir():
-        if path.name not in kept and path.name != JOURNAL:
+        if path.name not in saved_names and path.name != JOURNAL:
             path.unlink()

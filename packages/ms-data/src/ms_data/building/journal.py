@@ -1,4 +1,4 @@
-"""The journal of a build, kept beside its shards so that a killed build can go on."""
+"""Journal of a build, stored with the shards, from which a killed build resumes."""
 
 from collections.abc import Container
 from pathlib import Path
@@ -13,7 +13,7 @@ _NAMES = {"chat": "the chat template or its settings", "tokenizer": "the tokeniz
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """All that decides the bytes of a dataset, apart from the corpus."""
+    """Everything that determines the bytes of a dataset, apart from the corpus."""
 
     tokenizer: str
     end_of_text: int
@@ -23,31 +23,31 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     libraries: str
     """Versions of tokenizers and zstandard."""
     chat: str
-    """Template, kind and settings of an instruction set, as a checksum; empty for text."""
+    """Checksum of an instruction dataset's template, document type and settings; else empty."""
     skip_invalid: bool
     document_limit_mib: int
 
-    def differences(self, other: "Recipe", *, besides: Container[str]) -> list[str]:
-        """Name the fields that differ in `other`, but for those of `besides`, with both values."""
+    def differences(self, other: "Recipe", *, ignored: Container[str]) -> list[str]:
+        """Describe the fields that differ from `other`, except those in `besides`."""
         return [
             f"{_NAMES.get(name, name)} is {getattr(other, name)!r}, was {getattr(self, name)!r}"
             for name in self.__struct_fields__
-            if name not in besides and getattr(self, name) != getattr(other, name)
+            if name not in ignored and getattr(self, name) != getattr(other, name)
         ]
 
 
 class AnswerCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """The answers of conversations or pairs; zeros for text."""
+    """Answers in conversations or pairs; zeros for text."""
 
     trained_tokens: int = 0
-    """Tokens that are trained on."""
+    """Tokens with loss."""
     answers: int = 0
-    """Runs of such tokens."""
+    """Runs of tokens with loss."""
     ended: int = 0
-    """Answers whose last token is a special one, such as the end of text."""
+    """Answers whose last token is special, such as the end-of-text token."""
 
     def plus(self, other: "AnswerCounts") -> "AnswerCounts":
-        """Add the counts of other samples."""
+        """Return the sum of two counts."""
         return AnswerCounts(
             trained_tokens=self.trained_tokens + other.trained_tokens,
             answers=self.answers + other.answers,
@@ -56,42 +56,42 @@ class AnswerCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BuildProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of a corpus is done."""
+    """Progress of a build through the corpus."""
 
     position: Position = Position()
     text_bytes: int = 0
-    """The documents as UTF-8."""
+    """UTF-8 bytes of the documents."""
     skipped: int = 0
-    """Documents left out because they are not valid text."""
+    """Documents skipped because they are not valid text."""
     left_out: dict[str, int] = {}
-    """Files of a folder left out because they are no text, by what they are."""
+    """Number of skipped non-text files, by file type."""
     empty: int = 0
-    """Rows, lines and files that hold no text, which are no documents."""
+    """Rows, lines and files without text."""
     answers: AnswerCounts = AnswerCounts()
 
 
 class BuildJournal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.journal.5"):
-    """The state of a build at a moment when all that it counts is safely on disk."""
+    """State of a build at a moment when everything it counts is synced to disk."""
 
     recipe: Recipe
     progress: BuildProgress
     files_read: str
-    """Names, sizes and times of the files that were read so far, as a checksum."""
+    """Checksum of paths, sizes and times of the files read so far."""
     dataset: DatasetState
 
     def check(self, recipe: Recipe, source: Corpus, folder: Path) -> None:
-        """Check that a build can go on from here.
+        """Check that a build can resume from this state.
 
         Raises:
-            OutputError: it has other settings or another corpus; names what differs.
+            OutputError: the build has other settings or another corpus; names the differences.
         """
-        # What was invalid may be left out from here on, which no earlier document depends on.
-        besides = "skip_invalid" if recipe.skip_invalid else "document_limit_mib"
-        differing = self.recipe.differences(recipe, besides=[besides])
-        if source.identity(self.progress.position.file + 1) != self.files_read:
-            differing.append("the corpus has other files, or other content")
-        if differing:
+        # Skipping invalid documents from here on, or a larger limit, changes no earlier document.
+        ignored = "skip_invalid" if recipe.skip_invalid else "document_limit_mib"
+        changes = self.recipe.differences(recipe, ignored=[ignored])
+        if source.files_digest(self.progress.position.file + 1) != self.files_read:
+            changes.append("the corpus has different files or content")
+        if changes:
             raise OutputError(
-                f"{folder} holds an interrupted build that cannot go on with other settings: "
-                f"{'; '.join(differing)}; give those it had, or remove the folder"
+                f"{folder} holds an interrupted build with different settings: "
+                f"{'; '.join(changes)}; use the same settings, or remove the folder"
             )

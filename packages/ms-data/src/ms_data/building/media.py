@@ -1,4 +1,4 @@
-"""Builds conversations with pictures and sound: their text as words, their files beside it."""
+"""Encodes conversations with images and audio: text as words, files as media documents."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,11 +11,11 @@ import numpy as np
 import xxhash
 from attrs import frozen
 
-from ms_data.building.encoders import ChatDocument, ChatEncoder, Encoded, TextEncoder, as_json
+from ms_data.building.encoders import ChatDocument, ChatEncoder, Encoded, TextEncoder, document_json
 from ms_data.chat.messages import read_conversation
 from ms_data.corpus.find import CorpusName
 from ms_data.corpus.places import is_remote
-from ms_data.disk.format import MEDIA_FILE, Kind
+from ms_data.disk.format import MEDIA_FILE, DocumentKind
 from ms_data.disk.media import PlacedItem, pack_media
 from ms_data.disk.samples import Sample, pack_media_sample
 from ms_data.errors import SettingError, TokenizerError
@@ -25,20 +25,20 @@ from ms_data.tokenization.tokenizer import Tokenizer
 
 
 class _MediaDocument(ChatDocument, frozen=True, array_like=True):
-    """A conversation once its template has run, and its pictures and sounds."""
+    """A rendered conversation with its images and audio."""
 
     media: tuple[MediaItem, ...] = ()
 
 
 @frozen(kw_only=True)
 class MediaEncoder(ChatEncoder):
-    """Turns rows with pictures and sound into words, and into the words of their files."""
+    """Encodes rows with images and audio."""
 
     processor: Processor
-    kind: Kind = "media"
+    kind: DocumentKind = "media"
 
     @property
-    def digest(self) -> str:  # noqa: D102 - as in the base class, like all that follows
+    def digest(self) -> str:  # noqa: D102 - documented in the base class, like the next ones
         settings = f"{super().digest} {self.processor.digest}"
         return xxhash.xxh3_128_hexdigest(settings.encode())
 
@@ -50,104 +50,108 @@ class MediaEncoder(ChatEncoder):
         return {**super().files(), MEDIA_FILE: self.processor.settings.encode()}
 
     def parse(self, row: Mapping[str, Any]) -> str:
-        """Make the text of a document from one row; decode its pictures and sounds once.
+        """Convert a row to the text of a document, and decode its images and audio once.
 
         Raises:
-            ValueError: the row is of no known form, the template refuses it or prints another
-                number of pictures or sounds than it has, or one of them cannot be read.
+            ValueError: the row has an unknown format, the template rejects it or prints a different
+                number of media tokens than there are items, or an item cannot be read.
         """
-        one = read_conversation(row)
-        messages, files = take_media(one.messages, self.processor.folder)
+        conversation = read_conversation(row)
+        messages, files = take_media(conversation.messages, self.processor.folder)
         media = [self.processor.measure(file) for file in files]
-        rendered = self.render(messages, one.tools, 0)
-        held = Counter(item.kind for item in media)
-        for kind, token in self.processor.tokens.items():
-            if (printed := rendered.text.count(token)) != held[kind]:
+        rendered = self.render(messages, conversation.tools, 0)
+        item_counts = Counter(item.kind for item in media)
+        for media_type, token in self.processor.tokens.items():
+            if (printed := rendered.text.count(token)) != item_counts[media_type]:
                 raise ValueError(
-                    f"the chat template prints {token!r} {printed} times for {held[kind]} parts "
-                    f"of type {kind!r}; take the model's own template"
+                    f"the chat template prints {token!r} {printed} times for "
+                    f"{item_counts[media_type]} parts of type {media_type!r}; use the template of "
+                    "the model"
                 )
-        return as_json(_MediaDocument([rendered], one.weight, 0.0, tuple(media)))
+        return document_json(_MediaDocument([rendered], conversation.weight, 0.0, tuple(media)))
 
     def encode(self, texts: Sequence[str]) -> Sequence[Encoded]:  # noqa: D102
         return encode_media_rows(self.tokenizer, texts, tokens=self.media_tokens)
 
     def hold_out_key(self, text: str) -> str:  # noqa: D102
-        return as_json(msgspec.structs.replace(_decode(text), weight=1.0))
+        return document_json(msgspec.structs.replace(_decode(text), weight=1.0))
 
 
 def encode_media_rows(
     tokenizer: Tokenizer, texts: Sequence[str], *, tokens: Mapping[MediaKind, str]
 ) -> Sequence[Encoded]:
-    """Turn rows whose template has run into the words of conversations and of their media.
+    """Encode rendered rows with images and audio.
 
     Args:
-        tokenizer: one that has `tokens` as special ones.
-        texts: what `MediaEncoder.parse` made.
-        tokens: the token of each kind of media.
+        tokenizer: tokenizer that has `tokens` as special tokens.
+        texts: results of `MediaEncoder.parse`.
+        tokens: placeholder token of each media type.
 
     Raises:
-        TokenizerError: a text has another number of these tokens than it has media.
+        TokenizerError: the number of media tokens in a text differs from the number of items.
     """
     rows = [_decode(text) for text in texts]
-    found = tokenizer.encode_chats([row.parts[0] for row in rows])
+    encoded = tokenizer.encode_chats([row.parts[0] for row in rows])
     return [
-        _encoded(tokenizer, Sample(ids, mask, row.weight), row.media, tokens)
-        for row, (ids, mask) in zip(rows, found, strict=True)
+        _expand_placeholders(tokenizer, Sample(ids, mask, row.weight), row.media, tokens)
+        for row, (ids, mask) in zip(rows, encoded, strict=True)
     ]
 
 
-def _encoded(
+def _expand_placeholders(
     tokenizer: Tokenizer,
     sample: Sample,
     media: Sequence[MediaItem],
     tokens: Mapping[MediaKind, str],
 ) -> Encoded:
-    """Repeat the token of each picture and sound as often as it has tokens."""
+    """Expand the placeholder of every image and audio clip to its number of tokens."""
     if not media:
         return Encoded(pack_media_sample(sample))
     repeats = np.ones(len(sample.tokens), np.int64)
     mask = sample.loss_mask.copy()
-    places: list[tuple[int, MediaItem]] = []
-    for kind, token in tokens.items():
-        items = [item for item in media if item.kind == kind]
-        at = np.flatnonzero(sample.tokens == tokenizer.special_token(token))
-        if len(at) != len(items):
+    positions: list[tuple[int, MediaItem]] = []
+    for media_type, token in tokens.items():
+        items = [item for item in media if item.kind == media_type]
+        indices = np.flatnonzero(sample.tokens == tokenizer.special_token(token))
+        if len(indices) != len(items):
             raise TokenizerError(
-                f"makes {len(at)} tokens {token!r} of a text with {len(items)}; it must be a "
-                "special token of the tokenizer; take the model's own"
+                f"encodes {len(indices)} tokens {token!r} in a text with {len(items)}; it must be "
+                "a special token of the tokenizer; use the model's tokenizer"
             )
-        repeats[at] = [item.tokens for item in items]
-        mask[at] = False
-        places += zip(at.tolist(), items, strict=True)
+        repeats[indices] = [item.tokens for item in items]
+        mask[indices] = False
+        positions += zip(indices.tolist(), items, strict=True)
     starts = np.cumsum(repeats) - repeats
-    placed = [PlacedItem(item, int(starts[at])) for at, item in sorted(places, key=_first)]
-    whole = Sample(np.repeat(sample.tokens, repeats), np.repeat(mask, repeats), sample.weight)
-    return Encoded(pack_media_sample(whole), pack_media(placed))
+    placed = [
+        PlacedItem(item, int(starts[indices]))
+        for indices, item in sorted(positions, key=_token_position)
+    ]
+    expanded = Sample(np.repeat(sample.tokens, repeats), np.repeat(mask, repeats), sample.weight)
+    return Encoded(pack_media_sample(expanded), pack_media(placed))
 
 
 def with_media(
     encoder: TextEncoder, processor: str | Path | Processor | None, corpus: CorpusName
 ) -> TextEncoder:
-    """Make an encoder read pictures and sound too, if there is a processor for them.
+    """Extend a chat encoder to images and audio if a processor is given.
 
     Args:
-        encoder: of conversations.
-        processor: or the folder of its settings.
-        corpus: paths in messages are relative to it, if it is one folder or file here.
+        encoder: encoder of conversations.
+        processor: the processor, or the folder with its settings.
+        corpus: base of relative media paths, if it is a single local folder or file.
 
     Raises:
-        SettingError: the encoder is of text or of pairs, which have none.
-        TokenizerError: the processor cannot be read, or its tokens are no special ones.
+        SettingError: the encoder is for text or preference pairs, which have no media.
+        TokenizerError: the processor cannot be read, or its tokens are not special tokens.
     """
     if processor is None:
         return encoder
     if not isinstance(encoder, ChatEncoder) or encoder.kind != "conversations":
-        raise SettingError("processor needs conversations; give `chat`, and no `pairs`")
+        raise SettingError("processor needs conversations; set `chat`, without `pairs`")
     if not isinstance(processor, Processor):
         processor = Processor.load(processor)
     if processor.folder is None:
-        processor = attrs.evolve(processor, folder=_folder_of(corpus))
+        processor = attrs.evolve(processor, folder=_corpus_folder(corpus))
     for token in processor.tokens.values():
         encoder.tokenizer.special_token(token)
     return MediaEncoder(
@@ -158,8 +162,8 @@ def with_media(
     )
 
 
-def _folder_of(corpus: CorpusName) -> Path | None:
-    """Return the folder that the one file of a corpus lies in, or that it is."""
+def _corpus_folder(corpus: CorpusName) -> Path | None:
+    """Return the folder of a corpus that is a single local folder or file, else None."""
     if not isinstance(corpus, str | Path):
         if len(corpus) != 1:
             return None
@@ -174,5 +178,5 @@ def _decode(text: str) -> _MediaDocument:
     return msgspec.json.decode(text, type=_MediaDocument)
 
 
-def _first(place: tuple[int, MediaItem]) -> int:
-    return place[0]
+def _token_position(position: tuple[int, MediaItem]) -> int:
+    return position[0]

@@ -1,4 +1,4 @@
-"""The record of a finished build, so that the same command again has nothing to do."""
+"""Record of a finished build; a repeated command then has nothing to do."""
 
 import os
 from collections import Counter
@@ -11,7 +11,7 @@ from ms_data.building.encoders import TextEncoder
 from ms_data.building.journal import AnswerCounts, BuildProgress, Recipe
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.file_kinds import omissions
-from ms_data.disk.format import BUILD_FILE, ShardEntry, sealed
+from ms_data.disk.format import BUILD_FILE, ShardEntry, encode_sealed
 from ms_data.disk.split import read_index
 from ms_data.errors import DataError, OutputError, printable
 from ms_data.files.durable import write_file
@@ -21,38 +21,38 @@ LIMIT_BYTES = 1 << 20
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a build wrote."""
+    """Result of a build."""
 
     folder: str
     documents: int
     tokens: int
     shards: int
     size_bytes: int
-    """All shards together."""
+    """Total size of the shards."""
     text_bytes: int
-    """The documents as UTF-8."""
+    """UTF-8 bytes of the documents."""
     skipped: int
-    """Documents left out because they are not valid text."""
+    """Documents skipped because they are not valid text."""
     left_out: dict[str, int]
-    """Files of a folder left out because they are no text, by what they are."""
+    """Number of skipped non-text files, by file type."""
     splits: dict[str, int]
-    """Tokens in each split."""
+    """Tokens per split."""
     encoder: str
-    """What turned text into tokens, in words."""
+    """Description of the encoder."""
     empty: int = 0
-    """Rows, lines and files that hold no text, which are no documents."""
+    """Rows, lines and files without text."""
     built_before: bool = False
-    """Whether all of it was there already, so that nothing was done."""
+    """Whether the dataset existed already, so that nothing was done."""
     split_documents: dict[str, int] = {}
-    """Documents in each split."""
+    """Documents per split."""
     begin_of_text: tuple[str, ...] = ()
-    """The tokens that begin each document of text, by name."""
+    """Names of the tokens that start a text document."""
     end_of_text: str = ""
-    """The token that ends each document of text, by name."""
+    """Name of the token that ends a text document."""
     answers: AnswerCounts = AnswerCounts()
-    """The answers of conversations or pairs."""
+    """Answers in conversations or pairs."""
     warnings: tuple[str, ...] = ()
-    """What is probably not as intended, a line each."""
+    """Likely mistakes, one line each."""
 
     @classmethod
     def of(
@@ -62,11 +62,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         recipe: Recipe,
         encoder: TextEncoder,
     ) -> "Summary":
-        """Sum up these shards."""
+        """Summarize a build from its shards."""
         splits: Counter[str] = Counter()
         documents: Counter[str] = Counter()
-        of_text = [shard for shard in shards if not shard.holds_media]
-        for shard in of_text:
+        document_shards = [shard for shard in shards if not shard.holds_media]
+        for shard in document_shards:
             splits[shard.split] += shard.tokens
             documents[shard.split] += shard.documents
         return cls(
@@ -90,21 +90,21 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def omissions(self) -> str:
-        """What was left out, as a part of a line; empty where nothing was."""
+        """Skipped documents and files as the end of a line; empty if there are none."""
         return omissions(self.left_out, self.skipped, self.empty)
 
     @property
     def contents(self) -> str:
-        """What each document holds besides its text, as a part of a line."""
-        found = self.answers
-        if found.answers:
+        """Tokens added to documents, or answer counts, as part of a line."""
+        answers = self.answers
+        if answers.answers:
             return (
-                f"{found.trained_tokens:,} tokens of {found.answers:,} answers are trained on "
-                f"({found.ended:,} end with a special token); "
+                f"{answers.trained_tokens:,} tokens of {answers.answers:,} answers are trained on "
+                f"({answers.ended:,} end with a special token); "
             )
         if not self.end_of_text:
             return ""
-        begin = f"begin with {' '.join(self.begin_of_text)} and " if self.begin_of_text else ""
+        begin = f"start with {' '.join(self.begin_of_text)} and " if self.begin_of_text else ""
         return f"documents {begin}end with {self.end_of_text}; "
 
 
@@ -112,85 +112,90 @@ def _warnings(documents: Mapping[str, int], answers: AnswerCounts, recipe: Recip
     total = sum(documents.values())
     if recipe.hold_out and not documents.get("held_out"):
         yield (
-            f"hold_out={recipe.hold_out:g} held out none of {total:,} documents, which are chosen "
-            "by a hash of their text; raise --hold-out, or evaluate on other data"
+            f"hold_out={recipe.hold_out:g} selected none of {total:,} documents, as the choice "
+            "depends on a hash of their text; raise --hold-out, or evaluate on other data"
         )
     if not documents.get("train"):
-        yield f"all {total:,} documents are held out and none is left to train on; lower --hold-out"
+        yield f"all {total:,} documents are held out, leaving none for training; lower --hold-out"
     if answers.answers and not answers.ended:
         yield (
-            f"none of {answers.answers:,} answers ends with a special token that is trained on, so "
-            "a model does not learn to end its answers; print the end of a turn after each answer "
-            "in the chat template, inside {% generation %} where it has that"
+            f"none of {answers.answers:,} answers ends with a special token that has loss, so the "
+            "model does not learn to stop; print an end-of-turn token after each answer in the "
+            "chat template, inside {% generation %} if it uses that"
         )
 
 
 class BuildRecord(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ms-data.build.5"
 ):
-    """What a dataset was built from, and with which settings."""
+    """Sources, settings and summary of a dataset."""
 
     recipe: Recipe
     listing: str
-    """Names and sizes of the files of the corpus, as a checksum."""
+    """Checksum of the names and sizes of the corpus files."""
     content: str
-    """Their bytes, as a checksum."""
+    """Checksum of the content of the corpus files."""
     summary: Summary
     checksum: str = ""
-    """Hexadecimal xxh3-128 of this record with an empty checksum."""
+    """xxh3-128 of this record with an empty checksum, hexadecimal."""
 
 
 def save_record(folder: Path, recipe: Recipe, source: Corpus, summary: Summary) -> None:
-    """Write the record of a finished build; read all of the corpus for its checksum.
+    """Write the record of a finished build, which reads the corpus once more for its checksum.
 
     Raises:
-        OutputError: the disk is full or the place cannot be written.
+        OutputError: the disk is full, or the file cannot be written.
     """
     record = BuildRecord(
-        recipe=recipe, listing=source.listing, content=source.content(), summary=summary
+        recipe=recipe,
+        listing=source.listing_digest,
+        content=source.content_digest(),
+        summary=summary,
     )
-    write_file(folder / BUILD_FILE, sealed(record, "checksum"))
+    write_file(folder / BUILD_FILE, encode_sealed(record, "checksum"))
 
 
-def summary_of(folder: Path, recipe: Recipe, source: Corpus, out: str | Path) -> Summary | None:
-    """Return the summary of the finished build in `folder`, if it is the one asked for.
+def finished_summary(
+    folder: Path, recipe: Recipe, source: Corpus, out: str | Path
+) -> Summary | None:
+    """Return the summary if `folder` holds this build, None if it holds no build.
 
     Raises:
-        OutputError: it is another build, of which it names what differs; or shards are damaged.
+        OutputError: the folder holds another build (names the differences), or damaged shards.
     """
     path = folder / BUILD_FILE
     if not os.path.exists(path) or not os.path.exists(folder / "index.json"):
         return None
     content = read_bytes(path, error=OutputError, limit_bytes=LIMIT_BYTES)
-    before = decode_json(content, BuildRecord, where=path, error=OutputError)
-    if sealed(before, "checksum") != content:
-        raise OutputError(f"{printable(path)}: damaged; remove {printable(out)} to build anew")
-    # A larger limit alone, under which all documents were valid, gives the same bytes.
-    differing = before.recipe.differences(recipe, besides=["document_limit_mib"])
-    if before.listing != source.listing:
-        differing.append("the corpus has other files, or other content")
+    saved = decode_json(content, BuildRecord, where=path, error=OutputError)
+    if encode_sealed(saved, "checksum") != content:
+        raise OutputError(f"{printable(path)}: damaged; remove {printable(out)} to rebuild")
+    # All documents were valid under the old limit, so a larger one gives the same bytes.
+    changes = saved.recipe.differences(recipe, ignored=["document_limit_mib"])
+    if saved.listing != source.listing_digest:
+        changes.append("the corpus has different files or content")
     changed = source.changed_since(path.stat().st_mtime_ns)
-    if changed and not differing and source.content() != before.content:
-        differing.append(f"the corpus has other content, as {printable(changed)} may")
-    if differing:
+    if changed and not changes and source.content_digest() != saved.content:
+        changes.append(f"the corpus content changed, possibly in {printable(changed)}")
+    if changes:
         raise OutputError(
             f"{printable(out)} is not empty: it holds another build: "
-            f"{'; '.join(differing)}; choose another folder, or remove it"
+            f"{'; '.join(changes)}; use another folder, or remove it"
         )
     _check_sizes(folder, out)
-    return msgspec.structs.replace(before.summary, folder=str(out), built_before=True)
+    return msgspec.structs.replace(saved.summary, folder=str(out), built_before=True)
 
 
 def _check_sizes(folder: Path, out: str | Path) -> None:
     try:
         shards = read_index(folder).shards
     except DataError as error:
-        raise OutputError(f"{error}; or remove {printable(out)} to build anew") from error
+        raise OutputError(f"{error}; or remove {printable(out)} to rebuild") from error
     for shard in shards:
         path = folder / shard.name
         size = path.stat().st_size if path.exists() else 0
         if size != shard.size_bytes:
             raise OutputError(
-                f"{printable(path)}: damaged: {size} bytes where {shard.size_bytes} were written; "
-                f"remove {printable(out)} to build anew"
+                f"{printable(path)}: damaged: has {size} bytes, but {shard.size_bytes} were "
+                f"written; remove {printable(out)} to rebuild"
             )

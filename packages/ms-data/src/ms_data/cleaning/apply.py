@@ -11,9 +11,9 @@ from ms_data.cleaning.rule_file import make_rule
 from ms_data.cleaning.text import Text
 from ms_data.cleaning.words import Splitter, splitter
 from ms_data.passes.batches import Batch, Item
-from ms_data.passes.output import line_of, packed
+from ms_data.passes.output import compress_lines, document_line
 from ms_data.passes.run import PassResult
-from ms_data.passes.tally import Entry, Example, ReasonTally, Tally, excerpt_of
+from ms_data.passes.tally import Entry, Example, ReasonTally, Tally, shorten
 
 
 class CleaningSetup(msgspec.Struct, frozen=True):
@@ -63,16 +63,16 @@ def clean_batch(
         if text is not None and number in near:
             entry.fate, entry.bytes_out, entry.reason = "dropped", 0, "pictures.near_bits"
             entry.value = near[number]
-            excerpt, text = excerpt_of(text), None
+            excerpt, text = shorten(text), None
         if text is not None:
             of_rows = isinstance(rules[0], RowRule)
-            line = text.encode() if of_rows else line_of(text, item.place, item.columns)
+            line = text.encode() if of_rows else document_line(text, item.place, item.columns)
             documents.append(line)
             for reason, cut in cuts:
                 tally.cuts.setdefault(reason, ReasonTally()).merge(cut)
         ledger.append(msgspec.json.encode(entry))
         tally.count(entry, excerpt)
-    return PassResult((packed(documents), packed(ledger)), tally)
+    return PassResult((compress_lines(documents), compress_lines(ledger)), tally)
 
 
 def judge(number: int, item: Item, rules: Sequence[Rule], split: Splitter) -> Verdict:
@@ -100,7 +100,7 @@ def judge(number: int, item: Item, rules: Sequence[Rule], split: Splitter) -> Ve
             entry.fate, entry.changes = "dropped", {}
             entry.reason = f"{rule.name}.{found.setting}"
             entry.value, entry.limit = found.value, found.limit
-            return Verdict(None, entry, excerpt_of(text.text) if rule.shown else "", [])
+            return Verdict(None, entry, shorten(text.text) if rule.shown else "", [])
     entry.bytes_out = len(text.text.encode())
     return Verdict(text.text, entry, "", cuts)
 
@@ -110,5 +110,5 @@ def _cut(
 ) -> tuple[str, ReasonTally]:
     examples = []
     if example:
-        examples = [Example(entry.document, entry.place, None, excerpt_of(example))]
+        examples = [Example(entry.document, entry.place, None, shorten(example))]
     return f"{rule.name}.{setting}", ReasonTally(times, size_bytes, examples)

@@ -65,7 +65,7 @@ def clean(
         parse=row_json if chosen.of_rows else None,
         columns=True,
         document_limit_mib=document_limit_mib,
-        or_leave_out=WITHOUT_STRICT,
+        skip_hint=WITHOUT_STRICT,
     )
     work = Pass(
         kind="clean",

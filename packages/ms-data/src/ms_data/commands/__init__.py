@@ -1,1 +1,1 @@
-"""The subcommands that clean and deduplicate, each a skin over one public function."""
+"""Subcommands for cleaning, deduplication and exchange, each a thin wrapper over one function."""

@@ -1,4 +1,4 @@
-"""The subcommand `dedup`."""
+"""The `dedup` subcommand."""
 
 import argparse
 
@@ -6,57 +6,57 @@ import msgspec
 
 from ms_data.commands.arguments import (
     Commands,
-    add_reading,
-    command,
-    name_left_out,
+    add_command,
+    add_reading_arguments,
     reading_options,
+    report_skipped,
 )
-from ms_data.commands.clean import add_writing, describe
+from ms_data.commands.clean import add_writing_arguments, describe_summary
 from ms_data.deduplication.dedup import dedup
 from ms_data.deduplication.options import DedupOptions
 from ms_data.progress import show_progress
 
 
 def add_dedup(commands: Commands) -> None:
-    """Add `dedup`."""
-    parser = command(
+    """Add the `dedup` subcommand."""
+    parser = add_command(
         commands,
         _run_dedup,
         "dedup",
-        "Keep one of the documents that are the same, or nearly, and say which.",
+        "Remove exact and near duplicates, and record which document each one duplicates.",
         "ms-data dedup cleaned --out unique --keep longest --substring-words 50",
     )
-    add_reading(parser, strict=True)
-    add_writing(parser)
-    usual = DedupOptions()
+    add_reading_arguments(parser, strict=True)
+    add_writing_arguments(parser)
+    defaults = DedupOptions()
     for name, text in (
-        ("exact", "the same text"),
-        ("minhash", "nearly the same text, by MinHash and bands"),
+        ("exact", "exact duplicates"),
+        ("minhash", "near duplicates, found by MinHash LSH"),
     ):
         action = argparse.BooleanOptionalAction
         parser.add_argument(f"--{name}", action=action, default=True, help=f"drop {text}")
     for name, value, text in (
-        ("bands", usual.bands, "bands of a signature"),
-        ("rows", usual.rows, "hashes of a band; alike with 1 - (1 - similarity^rows)^bands"),
-        ("ngram-words", usual.ngram_words, "words of the n-grams that are compared"),
-        ("substring-words", 0, "cut rows of so many words that stood before; 0: none"),
+        ("bands", defaults.bands, "bands per signature"),
+        ("rows", defaults.rows, "hashes per band; P(match) = 1 - (1 - similarity^rows)^bands"),
+        ("ngram-words", defaults.ngram_words, "words per n-gram"),
+        ("substring-words", 0, "cut repeated spans of at least this many words; 0: off"),
     ):
         help_text = f"{text} (default {value})"
         parser.add_argument(f"--{name}", type=int, default=value, help=help_text)
     choices = ("first", "longest", "priority")
-    text = "which one of those that are alike (default first)"
+    text = "document to keep from each group of duplicates (default first)"
     parser.add_argument("--keep", choices=choices, default="first", help=text)
     parser.add_argument(
         "--priority",
         action="append",
         default=[],
         metavar="PATTERN",
-        help="with --keep priority: files to prefer, as wiki/*; the best first",
+        help="with --keep priority: preferred files, such as wiki/*; repeat in falling order",
     )
 
 
 def _run_dedup(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
-    chosen = DedupOptions(
+    dedup_options = DedupOptions(
         exact=options.exact,
         minhash=options.minhash,
         bands=options.bands,
@@ -70,12 +70,12 @@ def _run_dedup(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
         summary = dedup(
             options.corpus,
             out=options.out,
-            options=chosen,
+            options=dedup_options,
             workers=options.workers,
             shard_size_mib=options.shard_size_mib,
             **reading_options(options),
             strict=options.strict,
             on_progress=on_progress,
-            on_quarantine=name_left_out,
+            on_quarantine=report_skipped,
         )
-    return summary, describe(summary)
+    return summary, describe_summary(summary)

@@ -1,1 +1,1 @@
-"""A corpus on disk: which files it has, what they are, and the documents in them."""
+"""Raw corpora, local or remote: file discovery, format detection and document readers."""

@@ -1,4 +1,4 @@
-"""Paths that functions take, refused before anything is read or made."""
+"""Checks of the paths that public functions take."""
 
 import os
 from pathlib import Path
@@ -10,17 +10,17 @@ from ms_data.files.untrusted import check_path
 
 
 def check_paths(
-    out: str | Path, *, written: Literal["folder", "file"] | None = "folder", **read: object
+    out: str | Path, *, written: Literal["folder", "file"] | None = "folder", **inputs: object
 ) -> None:
-    """Check the path of what is made, or the prefix of its files, and the paths that are read.
+    """Check an output path (or file prefix) and the input paths before any file is touched.
 
-    Anything but a path passes, and so does an address that fsspec reaches.
+    Values that are not paths, and URLs for fsspec, are not checked.
 
     Raises:
-        SettingError: no system takes a path to read.
-        OutputError: no system takes the path of what is made.
+        SettingError: an input path is one that no operating system accepts.
+        OutputError: the output path is one that no operating system accepts.
     """
-    for name, path in read.items():
+    for name, path in inputs.items():
         if isinstance(path, str | os.PathLike) and not is_remote(str(path)):
             check_path(name, path, error=SettingError)
     check_path("out", out, error=OutputError, written=written)

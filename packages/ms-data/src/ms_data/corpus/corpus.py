@@ -1,4 +1,4 @@
-"""Reads the documents of a corpus's files, one at a time, in one fixed order."""
+"""Reads the documents of a corpus one at a time, in a fixed order."""
 
 import gzip
 import hashlib
@@ -16,91 +16,91 @@ import xxhash
 import zstandard
 from attrs import field, frozen
 
-from ms_data.corpus.file_kinds import HEAD_BYTES, NotText, foreign_encoding, kind_of
-from ms_data.corpus.places import Place, RemoteFile, file_info, open_place
-from ms_data.corpus.reader import TOO_LONG, Found, Invalid, OpenFile, Reader, ReadOptions, Row
+from ms_data.corpus.file_kinds import HEAD_BYTES, NotText, detect_file_type, non_utf8_encoding
+from ms_data.corpus.places import CorpusFile, RemoteFile, file_info, open_corpus_file
+from ms_data.corpus.reader import TOO_LONG, Invalid, OpenFile, Reader, ReadOptions, ReadResult, Row
 from ms_data.corpus.readers import READERS, reader_of
 from ms_data.corpus.readers.json_lines import holds_rows
-from ms_data.corpus.unpacking import PACKINGS, unpacked
+from ms_data.corpus.unpacking import COMPRESSIONS, decompress_blocks
 from ms_data.errors import CorpusError, SettingError, TokenizerError
 
 
 class Position(NamedTuple):
-    """How far a corpus has been read."""
+    """Reading position in a corpus."""
 
     file: int = 0
-    """Files before this one are done."""
+    """Number of files that are finished."""
     documents: int = 0
-    """Documents, skipped ones included, done of this file."""
+    """Number of documents of the current file that are finished, including skipped ones."""
 
 
 class Document(NamedTuple):
-    """One text and where the next one starts."""
+    """One text, with the position after it."""
 
     text: str
     after: Position
     read_bytes: int
-    """Bytes of the corpus read so far, compressed ones as they lie on disk."""
+    """Bytes of the corpus read so far; for compressed files, compressed bytes."""
     columns: bytes = b""
-    """The other columns of its row as a JSON object, where they are asked for and there are any."""
+    """The row's other columns as a JSON object; empty if there are none or not requested."""
 
 
 @frozen(kw_only=True)
 class Corpus:
-    """The files to read and how."""
+    """The files of a corpus and how to read them."""
 
     name: str
-    """What the user typed."""
-    files: tuple[Place, ...]
-    """In the order of reading."""
+    """The corpus argument as the user wrote it, without credentials."""
+    files: tuple[CorpusFile, ...]
+    """Files in reading order."""
     names: tuple[str, ...] = field()
-    """What each is called below the folder that was named, by which another build knows it."""
-    named: frozenset[Place] = frozenset()
-    """The files that were named themselves, so that they must be text."""
+    """Paths of the files relative to the corpus folder; they identify a file across machines."""
+    named: frozenset[CorpusFile] = frozenset()
+    """Files that the user listed explicitly; one that is not text is an error."""
     reader: Reader | None = None
-    """Reads every file; None chooses one for each file by its name and first bytes."""
+    """Reader for all files. None: choose by the name and first bytes of each file."""
     options: ReadOptions = field(factory=ReadOptions)
     sizes_bytes: tuple[int, ...] = field(init=False)
-    """Size of each file."""
+    """File sizes, in reading order."""
 
     @names.default
-    def _own_names(self) -> tuple[str, ...]:
+    def _default_names(self) -> tuple[str, ...]:
         return tuple(path.name for path in self.files)
 
     @sizes_bytes.default
-    def _measure(self) -> tuple[int, ...]:
+    def _measure_sizes(self) -> tuple[int, ...]:
         return tuple(file_info(path).size_bytes for path in self.files)
 
     @property
     def size_bytes(self) -> int:
-        """Size of all files."""
+        """Total size of all files."""
         return sum(self.sizes_bytes)
 
-    def identity(self, count: int) -> str:
-        """Compute the hexadecimal xxh3-128 of the first `count` files' names, sizes and times."""
-        facts = [(path, file_info(path)) for path in self.files[:count]]
-        # A name need not be UTF-8.
+    def files_digest(self, count: int) -> str:
+        """Hash paths, sizes and modification times of the first `count` files (xxh3-128, hex)."""
+        infos = [(path, file_info(path)) for path in self.files[:count]]
+        # File names on Linux may be any bytes, not only UTF-8.
         return _digest(
-            os.fsencode(str(path)) + f"\0{one.size_bytes} {one.version}\0".encode()
-            for path, one in facts
+            os.fsencode(str(path)) + f"\0{info.size_bytes} {info.version}\0".encode()
+            for path, info in infos
         )
 
     @property
-    def listing(self) -> str:
-        """Hexadecimal xxh3-128 of the files' names below their folders and their sizes."""
+    def listing_digest(self) -> str:
+        """Hash of the files' relative paths and sizes (xxh3-128, hex)."""
         sized = zip(self.names, self.sizes_bytes, strict=True)
         return _digest(os.fsencode(name) + f"\0{size}\0".encode() for name, size in sized)
 
-    def content(self) -> str:
-        """Compute the hexadecimal xxh3-128 of every byte of every file, read on all cores.
+    def content_digest(self) -> str:
+        """Hash the content of all files, reading in parallel on all cores (xxh3-128, hex).
 
-        A file that lies elsewhere is read only where its place tells no version of it.
+        A remote file is only read if its store reports no version (such as an ETag).
         """
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return _digest(pool.map(_checksum_of, self.files))
+            return _digest(pool.map(_file_checksum, self.files))
 
-    def changed_since(self, time_ns: int) -> Place | None:
-        """Find the first file that was written after `time_ns`, as far as is known."""
+    def changed_since(self, time_ns: int) -> CorpusFile | None:
+        """Return the first file that was, or may have been, modified after `time_ns`."""
         times = ((path, file_info(path).modified_ns) for path in self.files)
         return next((path for path, time in times if time is None or time > time_ns), None)
 
@@ -111,108 +111,105 @@ class Corpus:
         on_leave_out: Callable[[str], None] = lambda kind: None,
         on_empty: Callable[[], None] = lambda: None,
     ) -> Iterator[Document]:
-        """Read the documents after `start`; texts that are empty are passed over.
+        """Yield the documents after `start`, in order. Empty texts are skipped.
 
         Args:
-            start: where an earlier reading stopped.
-            on_skip: called with the reason for each document that is not valid text, if
-                `skip_invalid` is on.
-            on_leave_out: called for each file of a folder that is no text with what it is.
-            on_empty: called for each row, line or file that is there and holds no text.
+            start: position at which an earlier run stopped.
+            on_skip: called with the reason for every invalid document, if `skip_invalid` is on.
+            on_leave_out: called with the file type for every skipped file that is not text.
+            on_empty: called for every row, line or file without text.
 
         Raises:
-            CorpusError: a file cannot be read, the one that was named is no text, or a document
-                is not valid text and `skip_invalid` is off.
+            CorpusError: a file cannot be read, a file that the user listed is not text, or a
+                document is invalid and `skip_invalid` is off.
         """
         done_bytes = sum(self.sizes_bytes[: start.file])
         for number in range(start.file, len(self.files)):
             path = self.files[number]
             skip = start.documents if number == start.file else 0
-            for nth, (found, read_bytes) in enumerate(self._read(number, skip), skip + 1):
+            for index, (item, read_bytes) in enumerate(self._read(number, skip), skip + 1):
                 columns = b""
-                if isinstance(found, Row):
+                if isinstance(item, Row):
                     if self.options.columns and self.options.parse is None:
-                        found, columns = self._with_columns(found)
+                        item, columns = self._split_row(item)
                     else:
-                        found = self._text_of(found)
-                if isinstance(found, NotText):
+                        item = self._parse_row(item)
+                if isinstance(item, NotText):
                     if path in self.named:
-                        raise CorpusError(
-                            f"{path}: {found.name}, which is not read as text; {found.remedy}"
-                        )
-                    on_leave_out(found.name)
-                elif isinstance(found, Invalid):
+                        raise CorpusError(f"{path}: {item.name}, not text; {item.remedy}")
+                    on_leave_out(item.name)
+                elif isinstance(item, Invalid):
                     if not self.options.skip_invalid:
-                        raise CorpusError(f"{found.reason}{self.options.or_leave_out}")
-                    on_skip(found.reason)
-                elif found:
-                    yield Document(found, Position(number, nth), done_bytes + read_bytes, columns)
+                        raise CorpusError(f"{item.reason}{self.options.skip_hint}")
+                    on_skip(item.reason)
+                elif item:
+                    yield Document(item, Position(number, index), done_bytes + read_bytes, columns)
                 else:
                     on_empty()
             done_bytes += self.sizes_bytes[number]
 
     def rows(self) -> Iterator[Mapping[str, Any]]:
-        """Read the rows of all tables, whose options must have `parse` or `columns`.
+        """Yield the rows of all tables; the options must have `parse` or `columns`.
 
         Raises:
             CorpusError: a file is not a table or cannot be read, or a row is invalid.
         """
         for number, path in enumerate(self.files):
-            for found, _ in self._read(number, 0):
-                if isinstance(found, Row):
-                    yield found.values
-                elif isinstance(found, Invalid):
-                    raise CorpusError(found.reason)
-                elif found:
-                    name = found.name if isinstance(found, NotText) else "text"
+            for item, _ in self._read(number, 0):
+                if isinstance(item, Row):
+                    yield item.values
+                elif isinstance(item, Invalid):
+                    raise CorpusError(item.reason)
+                elif item:
+                    name = item.name if isinstance(item, NotText) else "text"
                     raise CorpusError(f"{path}: {name}, not a table of rows; convert it")
 
-    def _with_columns(self, row: Row) -> tuple[str | Invalid, bytes]:
-        """Take the text of a row, and its other columns as JSON."""
-        others = dict(row.values)
+    def _split_row(self, row: Row) -> tuple[str | Invalid, bytes]:
+        """Return the text of a row, and its other columns as JSON."""
+        columns = dict(row.values)
         name = self.options.text_column
-        text = others.pop(name, None)
+        text = columns.pop(name, None)
         remedy = self.options.text_remedy
         if text is None:
             return Invalid(f"{row.place}: {name} is missing (null){remedy}"), b""
         if not isinstance(text, str):
-            kind = type(text).__name__
-            return Invalid(f"{row.place}: {name} is {kind}, not text{remedy}"), b""
+            type_name = type(text).__name__
+            return Invalid(f"{row.place}: {name} is {type_name}, not text{remedy}"), b""
         if len(text) > self.options.document_limit_bytes or (
             len(text.encode(errors="surrogatepass")) > self.options.document_limit_bytes
         ):
             return Invalid(f"{row.place}: {TOO_LONG}"), b""
         try:
             text.encode()
-            return text, json_of(others) if others else b""
+            return text, columns_json(columns) if columns else b""
         except (UnicodeError, ValueError, OverflowError, RecursionError) as error:
             return Invalid(f"{row.place}: a column cannot be written as JSON: {error}"), b""
 
-    def _text_of(self, row: Row) -> str | Invalid:
-        """Make the document of a row."""
-        assert self.options.parse is not None, "readers give rows where they are asked for"
+    def _parse_row(self, row: Row) -> str | Invalid:
+        """Convert a row to the text of a document."""
+        assert self.options.parse is not None, "readers yield rows only on request"
         try:
             return self.options.parse(row.values)
-        except TokenizerError as error:  # of the template, not of the row: nothing to leave out
+        except TokenizerError as error:  # the template is wrong, so skipping the row is no help
             raise TokenizerError(f"{row.place}: {error}") from error
-        except SettingError:  # a library that is not installed, say: no row can be read
+        except SettingError:  # no row can be read, for example because a library is missing
             raise
         except (ValueError, msgspec.MsgspecError) as error:
             return Invalid(f"{row.place}: {error}")
         except RecursionError:
-            return Invalid(f"{row.place}: it is nested too deeply; mend the row")
+            return Invalid(f"{row.place}: nested too deeply; fix the row")
 
-    def _read(self, number: int, start: int) -> Iterator[tuple[Found, int]]:
-        """Read what a file holds from number `start` on, with its bytes read so far."""
+    def _read(self, number: int, start: int) -> Iterator[tuple[ReadResult, int]]:
+        """Yield the items of a file from index `start` on, with the number of bytes read so far."""
         path = self.files[number]
         try:
-            with open_place(path) as raw:
-                file = self._opened(number, raw)
+            with open_corpus_file(path) as raw:
+                file = self._open_file(number, raw)
                 if not isinstance(file, OpenFile):
                     yield from [(file, 0)][start:]
                     return
-                for found in self._reader_of(file).documents(file, self.options, start):
-                    yield found, raw.tell() if file.done_bytes is None else file.done_bytes
+                for item in self._reader_of(file).documents(file, self.options, start):
+                    yield item, raw.tell() if file.done_bytes is None else file.done_bytes
         except (gzip.BadGzipFile, zlib.error, EOFError, zstandard.ZstdError) as error:
             raise CorpusError(
                 f"{path}: damaged compressed file ({error}); fetch or compress it again"
@@ -220,21 +217,26 @@ class Corpus:
         except OSError as error:
             raise CorpusError(f"{path}: cannot be read: {error.strerror or error}") from error
 
-    def _opened(self, number: int, raw: BufferedReader) -> OpenFile | Invalid | NotText:
-        """Find out what a file is, as far as its first bytes tell it."""
+    def _open_file(self, number: int, raw: BufferedReader) -> OpenFile | Invalid | NotText:
+        """Detect the format and compression of a file from its name and first bytes."""
         path = self.files[number]
         suffix = path.suffix[1:].lower()
-        name = path.stem if suffix in PACKINGS else path.name
-        kind = _look(path, name, raw.peek(HEAD_BYTES))
-        # What is said to be packed, and is not, would otherwise be read, or left out as no text.
-        packing = suffix if suffix in PACKINGS else kind
-        if not isinstance(packing, str):
-            return packing
-        blocks = unpacked(raw, packing)
+        name = path.stem if suffix in COMPRESSIONS else path.name
+        detected = _detect_type(path, name, raw.peek(HEAD_BYTES))
+        # Trust the suffix over the content: a damaged .gz must fail in decompression instead of
+        # being read, or skipped, as something else.
+        compression = suffix if suffix in COMPRESSIONS else detected
+        if not isinstance(compression, str):
+            return compression
+        blocks = decompress_blocks(raw, compression)
         first = next(blocks, b"")
-        inner = _look(path, name, first)
-        if inner:
-            return NotText("file packed twice", "unpack it") if isinstance(inner, str) else inner
+        inner_type = _detect_type(path, name, first)
+        if inner_type:
+            return (
+                NotText("file compressed twice", "unpack it")
+                if isinstance(inner_type, str)
+                else inner_type
+            )
         return OpenFile(
             path=path,
             name=name,
@@ -242,52 +244,52 @@ class Corpus:
             blocks=itertools.chain([first], blocks),
             raw=raw,
             size_bytes=self.sizes_bytes[number],
-            packed=bool(packing),
+            compressed=bool(compression),
             named=path in self.named,
         )
 
     def _reader_of(self, file: OpenFile) -> Reader:
-        found = self.reader or reader_of(file.name, file.head)
-        if found is not None:
-            return found
+        reader = self.reader or reader_of(file.name, file.head)
+        if reader is not None:
+            return reader
         if holds_rows(file, self.options):
             return READERS["json_lines"]
         if self.options.parse is not None:
             raise CorpusError(
-                f"{file.path}: it must be JSON Lines, a JSON array of rows, or a table; write one "
+                f"{file.path}: must be JSON Lines, a JSON array of rows, or a table; write one "
                 "row per line to a file that ends in .jsonl"
             )
         return READERS["text"]
 
 
-def _look(path: Place, name: str, head: bytes) -> str | Invalid | NotText:
-    """Say how a file that begins with `head` is packed, "" if not; or why it is not read."""
+def _detect_type(path: CorpusFile, name: str, head: bytes) -> str | Invalid | NotText:
+    """Return a file's compression ("" for none), or the reason why it cannot be read as text."""
     head = head[:HEAD_BYTES]
-    if reason := foreign_encoding(head):
+    if reason := non_utf8_encoding(head):
         return Invalid(f"{path}: {reason}")
-    return "" if reader_of(name, head) else kind_of(head)
+    return "" if reader_of(name, head) else detect_file_type(head)
 
 
-def json_of(columns: Mapping[str, Any]) -> bytes:
-    """Write columns as JSON; dates, decimals and bytes as text."""
+def columns_json(columns: Mapping[str, Any]) -> bytes:
+    """Encode columns as JSON; dates, decimals and bytes become strings."""
     try:
         return msgspec.json.encode(columns, enc_hook=str)
-    except (OverflowError, msgspec.MsgspecError):  # a whole number of more than 64 bits
+    except (OverflowError, msgspec.MsgspecError):  # an integer of more than 64 bits
         return json.dumps(columns, ensure_ascii=False, default=str).encode()
 
 
-def _checksum_of(path: Place) -> bytes:
-    if isinstance(path, RemoteFile) and path.facts.version:
-        return f"{path.url}\0{path.facts.size_bytes} {path.facts.version}".encode()
+def _file_checksum(path: CorpusFile) -> bytes:
+    if isinstance(path, RemoteFile) and path.info.version:
+        return f"{path.url}\0{path.info.size_bytes} {path.info.version}".encode()
     try:
-        with open_place(path) as file:
+        with open_corpus_file(path) as file:
             return hashlib.file_digest(file, xxhash.xxh3_128).digest()
     except OSError as error:
         raise CorpusError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def _digest(parts: Iterable[bytes]) -> str:
-    seen = xxhash.xxh3_128()
+    hasher = xxhash.xxh3_128()
     for part in parts:
-        seen.update(part)
-    return seen.hexdigest()
+        hasher.update(part)
+    return hasher.hexdigest()

@@ -1,4 +1,4 @@
-"""Finds, in a folder, the shards that `datasets` or `clean` saved, without what describes them."""
+"""Selects the data files of a folder that `datasets` or `clean` wrote, without its metadata."""
 
 from collections.abc import Mapping
 from pathlib import PurePosixPath
@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ms_data.corpus.places import Place, file_info, open_place
+from ms_data.corpus.places import CorpusFile, file_info, open_corpus_file
 from ms_data.errors import CorpusError
 
 _INFO, _STATE, _SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"
@@ -18,154 +18,159 @@ _CARD_BYTES = 1 << 16
 
 
 class _DataFile(msgspec.Struct):
-    """A shard in the list of a saved dataset."""
+    """Entry of the shard list of a saved dataset."""
 
     filename: str
 
 
 class _State(msgspec.Struct):
-    """The list of the shards of a saved dataset."""
+    """Shard list of a saved dataset (state.json)."""
 
     files: list[_DataFile] = msgspec.field(name="_data_files")
     indices: Any = msgspec.field(name="_indices_files", default=None)
 
 
 class _LedgerFile(msgspec.Struct):
-    """A file that `clean` or `dedup` wrote."""
+    """A file written by `clean` or `dedup`."""
 
     name: str
     size_bytes: int
 
 
 class _Ledger(msgspec.Struct):
-    """The list of the files of a folder that `clean` or `dedup` wrote."""
+    """File list of a folder that `clean` or `dedup` wrote."""
 
     files: list[_LedgerFile]
 
 
 class _Splits(msgspec.Struct):
-    """The splits of a saved dataset, each a folder."""
+    """Split names of a saved dataset; every split has its folder."""
 
     splits: list[str]
 
 
-def without_descriptions(files: dict[str, Place], folder: object) -> dict[str, Place]:
-    """Return those files of a folder that hold data.
+def select_data_files(files: dict[str, CorpusFile], folder: object) -> dict[str, CorpusFile]:
+    """Return the files of a folder that hold data.
 
     Args:
-        files: by their names below the folder, in the order of reading.
-        folder: what it is called in messages.
+        files: files by their path relative to the folder, in reading order.
+        folder: name of the folder, for messages.
 
     Raises:
-        CorpusError: a saved dataset lacks a shard that it lists, or has several splits.
+        CorpusError: a listed shard of a saved dataset is missing, or it has several splits.
     """
-    files = _without_ledgers(files)
+    files = _drop_ledger_files(files)
     if _SPLITS in files:
-        splits = _decoded(files[_SPLITS], _Splits).splits
+        splits = _decode_json(files[_SPLITS], _Splits).splits
         if len(splits) > 1:
             raise CorpusError(
-                f"{folder} holds the splits {', '.join(splits)}; give those to read, as "
+                f"{folder} holds the splits {', '.join(splits)}; pass the ones to read, such as "
                 f"{folder}/{splits[0]}"
             )
-    left_out: set[str] = set()
-    kept: dict[str, Place] = {}
-    homes = {_home(name) for name in files if PurePosixPath(name).name == _STATE}
-    saved = [home for home in homes if _below(home, _INFO) in files]
-    shards = {home: _shards(home, files) for home in saved}
+    processed: set[str] = set()
+    data_files: dict[str, CorpusFile] = {}
+    folder_paths = {_parent(name) for name in files if PurePosixPath(name).name == _STATE}
+    saved_datasets = [
+        folder_path for folder_path in folder_paths if _join(folder_path, _INFO) in files
+    ]
+    shards = {folder_path: _listed_shards(folder_path, files) for folder_path in saved_datasets}
     for name in files:
-        home = _home(name)
-        if home in shards:
-            kept |= shards[home]
-            left_out.add(name)
-        elif name == _SPLITS and saved:
-            left_out.add(name)
-    rest = {name: file for name, file in files.items() if name not in left_out}
-    if _is_card(rest.get(_CARD)):
-        del rest[_CARD]
-    return dict(sorted((kept | rest).items(), key=lambda one: PurePosixPath(one[0]).parts))
+        folder_path = _parent(name)
+        if folder_path in shards:
+            data_files |= shards[folder_path]
+            processed.add(name)
+        elif name == _SPLITS and saved_datasets:
+            processed.add(name)
+    others = {name: file for name, file in files.items() if name not in processed}
+    if _is_card(others.get(_CARD)):
+        del others[_CARD]
+    return dict(
+        sorted((data_files | others).items(), key=lambda pair: PurePosixPath(pair[0]).parts)
+    )
 
 
-def _without_ledgers(files: dict[str, Place]) -> dict[str, Place]:
-    """Keep only the documents of folders that `clean` and `dedup` wrote."""
-    homes = {_home(name) for name in files if PurePosixPath(name).name == _LEDGER}
-    ours = [home for home in homes if _below(home, _LEDGER_PART) in files]
-    for home in ours:
-        _check_ledger(home, files)
-    left_out = {
+def _drop_ledger_files(files: dict[str, CorpusFile]) -> dict[str, CorpusFile]:
+    """Return the files without the ledgers and reports of `clean` and `dedup`."""
+    folders = {_parent(name) for name in files if PurePosixPath(name).name == _LEDGER}
+    ledger_folders = [folder for folder in folders if _join(folder, _LEDGER_PART) in files]
+    for folder in ledger_folders:
+        _check_ledger(folder, files)
+    excluded = {
         name
-        for home in ours
+        for folder in ledger_folders
         for name in files
-        if name.startswith(_below(home, "")) and not name.startswith(_below(home, "documents/"))
+        if name.startswith(_join(folder, "")) and not name.startswith(_join(folder, "documents/"))
     }
-    return {name: file for name, file in files.items() if name not in left_out}
+    return {name: file for name, file in files.items() if name not in excluded}
 
 
-def _check_ledger(home: str, files: Mapping[str, Place]) -> None:
-    """Refuse a folder of `clean` or `dedup` from which documents are missing."""
-    place = files[_below(home, _LEDGER)]
-    for file in _decoded(place, _Ledger).files:
-        found = files.get(_below(home, file.name))
-        size = None if found is None else file_info(found).size_bytes
+def _check_ledger(folder: str, files: Mapping[str, CorpusFile]) -> None:
+    """Check that a folder of `clean` or `dedup` is complete."""
+    ledger = files[_join(folder, _LEDGER)]
+    for file in _decode_json(ledger, _Ledger).files:
+        actual_file = files.get(_join(folder, file.name))
+        size = None if actual_file is None else file_info(actual_file).size_bytes
         if file.name.startswith("documents/") and size != file.size_bytes:
-            there = "is not beside it" if size is None else f"has {size} bytes"
+            actual = "is missing" if size is None else f"has {size} bytes"
             raise CorpusError(
-                f"{place}: lists {file.name!r} with {file.size_bytes} bytes, which {there}; copy "
-                "the whole folder"
+                f"{ledger}: lists {file.name!r} with {file.size_bytes} bytes, but it {actual}; "
+                "copy the complete folder"
             )
 
 
-def _shards(home: str, files: Mapping[str, Place]) -> dict[str, Place]:
-    """Find the shards that the dataset in a folder lists, in its order."""
-    place = files[_below(home, _STATE)]
-    state = _decoded(place, _State)
+def _listed_shards(folder: str, files: Mapping[str, CorpusFile]) -> dict[str, CorpusFile]:
+    """Return the shards that a saved dataset lists, in its order."""
+    state_file = files[_join(folder, _STATE)]
+    state = _decode_json(state_file, _State)
     if state.indices:
         raise CorpusError(
-            f"{place}: its rows are chosen by a list of indices; save the dataset again, after "
-            "`flatten_indices()`"
+            f"{state_file}: the dataset selects rows by a list of indices; call "
+            "`flatten_indices()` and save it again"
         )
-    found = {}
+    shards = {}
     for shard in state.files:
-        name = _below(home, shard.filename)
+        name = _join(folder, shard.filename)
         if PurePosixPath(shard.filename).name != shard.filename or name not in files:
             raise CorpusError(
-                f"{place}: lists {shard.filename!r}, which is not beside it; copy the whole folder"
+                f"{state_file}: lists {shard.filename!r}, but it is missing; copy the complete "
+                "folder"
             )
-        found[name] = files[name]
-    return found
+        shards[name] = files[name]
+    return shards
 
 
-def _home(name: str) -> str:
+def _parent(name: str) -> str:
     return str(PurePosixPath(name).parent)
 
 
-def _below(home: str, name: str) -> str:
+def _join(home: str, name: str) -> str:
     return name if home == "." else f"{home}/{name}"
 
 
-def _is_card(place: Place | None) -> bool:
-    """Return whether a README.md describes a Hub dataset: it begins with fields for machines."""
-    if place is None:
+def _is_card(file: CorpusFile | None) -> bool:
+    """Return whether a README.md is a Hub dataset card: its YAML header has dataset fields."""
+    if file is None:
         return False
-    head = _head(place, _CARD_BYTES)
-    fields, mark, _ = head.removeprefix(b"---\n").partition(b"\n---")
-    if not head.startswith(b"---\n") or not mark:
+    head = _read_head(file, _CARD_BYTES)
+    fields, separator, _ = head.removeprefix(b"---\n").partition(b"\n---")
+    if not head.startswith(b"---\n") or not separator:
         return False
     return any(line.startswith(_CARD_FIELDS) for line in fields.split(b"\n"))
 
 
-def _decoded(place: Place, kind: type[Any]) -> Any:
-    content = _head(place, _LIMIT_BYTES + 1)
+def _decode_json(file: CorpusFile, struct_type: type[Any]) -> Any:
+    content = _read_head(file, _LIMIT_BYTES + 1)
     if len(content) > _LIMIT_BYTES:
-        raise CorpusError(f"{place}: larger than any list of shards; fetch it again")
+        raise CorpusError(f"{file}: too large for a list of shards; download it again")
     try:
-        return msgspec.json.decode(content, type=kind)
+        return msgspec.json.decode(content, type=struct_type)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise CorpusError(f"{place}: damaged ({error}); save the dataset again") from error
+        raise CorpusError(f"{file}: damaged ({error}); save the dataset again") from error
 
 
-def _head(place: Place, size: int) -> bytes:
+def _read_head(path: CorpusFile, size: int) -> bytes:
     try:
-        with open_place(place) as file:
+        with open_corpus_file(path) as file:
             return file.read(size)
     except OSError as error:
-        raise CorpusError(f"{place}: cannot be read: {error.strerror or error}") from error
+        raise CorpusError(f"{path}: cannot be read: {error.strerror or error}") from error

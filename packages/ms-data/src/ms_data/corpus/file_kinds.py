@@ -1,27 +1,28 @@
-"""Tells what a file is by its first bytes: text, packed text, or something that is no text."""
+"""Detects a file's type by its first bytes: text, compressed text, or not text."""
 
 import codecs
 from collections.abc import Mapping
 from typing import NamedTuple
 
 HEAD_BYTES = 512
-"""A tar archive names itself at byte 257; all others do so before."""
+"""Bytes needed for detection. A tar header has its magic at byte 257, all other formats before."""
 
-_UNPACK = "unpack it and give the folder"
+_UNPACK = "unpack it and pass the folder"
 _ROWS = "write its rows as JSON Lines (.jsonl) or Parquet"
-_TEXT = "give files of text"
+_TEXT = "pass text files"
 
 
 class NotText(NamedTuple):
-    """Why a file cannot be read as text."""
+    """A file type that is not text."""
 
     name: str
-    """What it is, such as `zip archive`."""
+    """Name of the file type, such as `zip archive`."""
     remedy: str = _TEXT
 
 
-Kind = NotText | str
-"""`gz`, `zst` or "" for what is read; otherwise why it is not."""
+FileType = NotText | str
+"""Detected type: the compression `gz` or `zst`, "" for uncompressed text, or a type that is not
+text."""
 
 _PACKED = {b"\x1f\x8b\x08": "gz", b"\x28\xb5\x2f\xfd": "zst"}
 
@@ -31,9 +32,11 @@ _SIGNATURES: dict[tuple[int, bytes], NotText] = {
     (0, b"7z\xbc\xaf\x27\x1c"): NotText("7z archive", _UNPACK),
     (0, b"Rar!\x1a\x07"): NotText("rar archive", _UNPACK),
     (0, b"!<arch>\n"): NotText("ar archive", _UNPACK),
-    (4, b"1AY&SY"): NotText("bzip2 file", "unpack it, or pack it by gzip or zstd"),
-    (0, b"\xfd7zXZ\x00"): NotText("xz file", "unpack it, or pack it by gzip or zstd"),
-    (0, b"\x04\x22\x4d\x18"): NotText("lz4 file", "unpack it, or pack it by gzip or zstd"),
+    (4, b"1AY&SY"): NotText("bzip2 file", "decompress it, or compress it with gzip or zstd"),
+    (0, b"\xfd7zXZ\x00"): NotText("xz file", "decompress it, or compress it with gzip or zstd"),
+    (0, b"\x04\x22\x4d\x18"): NotText(
+        "lz4 file", "decompress it, or compress it with gzip or zstd"
+    ),
     (0, b"Obj\x01"): NotText("Avro table", _ROWS),
     (0, b"SQLite format 3\x00"): NotText("SQLite database", _ROWS),
     (0, b"\x89HDF\r\n\x1a\n"): NotText("HDF5 file", _ROWS),
@@ -62,9 +65,10 @@ _SIGNATURES: dict[tuple[int, bytes], NotText] = {
     (0, b"wOF2"): NotText("font"),
     (0, b"wOFF"): NotText("font"),
     (0, b"GGUF"): NotText("GGUF model"),
-    (0, b"ms-data shard "): NotText("shard of ms-data", "give the text that it was built from"),
+    (0, b"ms-data shard "): NotText("shard of ms-data", "pass the text that it was built from"),
 }
-"""By where it stands and what it is. What holds NUL bytes needs no line here, but gets a name."""
+"""File types by (offset, magic bytes). Binary formats with NUL bytes are detected without an entry;
+an entry gives them a name."""
 
 _MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
@@ -76,27 +80,27 @@ _MARKS = {
 BINARY = NotText("file with NUL bytes")
 
 
-def foreign_encoding(head: bytes) -> str | None:
-    """Say why a text that begins with `head` cannot be read for its encoding, or None."""
-    for mark, encoding in _MARKS.items():
-        if head.startswith(mark):
-            return f"text in {encoding}; convert it, as by `iconv -f {encoding} -t UTF-8`"
+def non_utf8_encoding(head: bytes) -> str | None:
+    """Return why a file is not UTF-8 according to its byte order mark, or None."""
+    for bom, encoding in _MARKS.items():
+        if head.startswith(bom):
+            return f"text in {encoding}; convert it with `iconv -f {encoding} -t UTF-8`"
     return None
 
 
-def kind_of(head: bytes) -> Kind:
-    """Tell what a file is by `head`, its first bytes, up to `HEAD_BYTES` of them."""
-    for (at, signature), kind in _SIGNATURES.items():
-        if head.startswith(signature, at) and _plausible(signature, head):
-            return kind
-    for signature, packing in _PACKED.items():
+def detect_file_type(head: bytes) -> FileType:
+    """Detect a file's type from its first bytes, up to `HEAD_BYTES` of them."""
+    for (offset, signature), file_type in _SIGNATURES.items():
+        if head.startswith(signature, offset) and _plausible(signature, head):
+            return file_type
+    for signature, compression in _PACKED.items():
         if head.startswith(signature):
-            return packing
+            return compression
     return BINARY if b"\0" in head else ""
 
 
 def _plausible(signature: bytes, head: bytes) -> bool:
-    """Return whether a signature made of letters stands in a file that is not just text."""
+    """Return whether a match is real: magic bytes made of letters also occur in plain text."""
     if signature in (b"WEBP", b"WAVE"):
         return head.startswith(b"RIFF")
     if signature == b"1AY&SY":
@@ -105,12 +109,14 @@ def _plausible(signature: bytes, head: bytes) -> bool:
 
 
 def omissions(left_out: Mapping[str, int], skipped: int = 0, empty: int = 0) -> str:
-    """Say what was left out, for the end of a line; empty where nothing was."""
+    """Describe skipped documents and files as the end of a line; empty if nothing was skipped."""
     count = sum(left_out.values())
-    kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(left_out.items()))
+    listing = ", ".join(f"{number:,} {file_type}" for file_type, number in sorted(left_out.items()))
     files = "file" if count == 1 else "files"
-    invalid = f", {skipped:,} invalid ones left out" if skipped else ""
-    passed = f", {empty:,} without text passed over" if empty else ""
+    invalid = f", {skipped:,} invalid ones skipped" if skipped else ""
+    without_text = f", {empty:,} empty ones skipped" if empty else ""
     return (
-        invalid + passed + (f", {count:,} {files} left out as no text ({kinds})" if count else "")
+        invalid
+        + without_text
+        + (f", {count:,} non-text {files} skipped ({listing})" if count else "")
     )

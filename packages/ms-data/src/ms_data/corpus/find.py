@@ -1,4 +1,4 @@
-"""Finds the files of a corpus by what the user typed."""
+"""Finds the files of a corpus."""
 
 import os
 import sysconfig
@@ -7,8 +7,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from ms_data.corpus.corpus import Corpus
-from ms_data.corpus.dataset_folders import without_descriptions
-from ms_data.corpus.places import Place, is_remote, remote_files, without_secrets
+from ms_data.corpus.dataset_folders import select_data_files
+from ms_data.corpus.places import CorpusFile, is_remote, remote_files, strip_credentials
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB, ReadOptions
 from ms_data.corpus.readers import READERS
 from ms_data.errors import CorpusError, SettingError, printable
@@ -16,16 +16,16 @@ from ms_data.files.untrusted import check_path
 from ms_data.settings.arguments import check_flags, check_texts
 
 CorpusName = str | Path | Sequence[str | Path]
-"""A file, a folder or an address; several, which are read one after the other; or `stdlib`."""
+"""A file, folder or URL; a list of these, read in order; or `stdlib`."""
 
-_LIBRARY_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__"}
+_STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
 
 
-class _Part(NamedTuple):
-    """The files that one name stands for."""
+class _CorpusEntry(NamedTuple):
+    """Files of one entry of the corpus argument."""
 
-    files: Mapping[str, Place]
-    """By their names below it, in the order of reading."""
+    files: Mapping[str, CorpusFile]
+    """Files by relative path, in reading order."""
     folder: bool
 
 
@@ -37,144 +37,148 @@ def find_corpus(
     parse: Callable[[Mapping[str, Any]], str] | None = None,
     columns: bool = False,
     document_limit_mib: int = DOCUMENT_LIMIT_MIB,
-    or_leave_out: str = ReadOptions().or_leave_out,
+    skip_hint: str = ReadOptions().skip_hint,
 ) -> Corpus:
-    """Find the files of a corpus: files, folders of files, addresses of either, or `stdlib`.
+    """Find the files of a corpus: files, folders, URLs of either, or `stdlib`.
 
-    What a file is, its name and first bytes tell: see `readers`. A file that no reader claims is
-    one document of text. Any may be packed by gzip (.gz) or zstd (.zst). A folder is read in the
-    order of its files' names, hidden ones left out and links followed, each folder once; of a
-    folder that `datasets` saved, the shards that it lists. Files that are no text (archives,
-    pictures, programs, whatever holds NUL bytes) are left out when they are read. An address such
-    as s3://bucket/folder is reached through fsspec. `stdlib` means the running Python's own library
-    sources.
+    Readers are chosen by file name and first bytes, see `readers`; a file that no reader claims is
+    one text document. Files may be compressed with gzip (.gz) or zstd (.zst). Folders are read in
+    the order of file names; hidden files are skipped, links are followed, and a folder that is
+    linked twice is read once. In a folder saved by `datasets`, only the listed shards are read.
+    Non-text files (archives, images, programs, anything with NUL bytes) are skipped during reading.
+    URLs such as s3://bucket/folder are read through fsspec. `stdlib` means the sources of the
+    standard library of the running Python.
 
     Raises:
-        SettingError: the limit is below 1.
-        CorpusError: there is no such place, no file in it, or a link to nothing.
+        SettingError: the document limit is below 1.
+        CorpusError: a path does not exist, holds no files, or is a broken link.
     """
     check_texts(text_column=text_column)
     check_flags(skip_invalid=skip_invalid)
     if not isinstance(corpus, str | Path | Sequence):
         raise SettingError(f"corpus must be a path, an address or a list of them, got {corpus!r}")
-    given = [corpus] if isinstance(corpus, str | Path) else list(corpus)
-    if not given:
-        raise CorpusError("the corpus is no file at all; give one or more")
-    for one in given:
-        if not is_remote(str(one)):
-            check_path("corpus", one, error=CorpusError)
-    is_library = str(given[0]) == "stdlib" and len(given) == 1 and not Path("stdlib").exists()
-    parts = [_library() if is_library else _find(one) for one in given]
-    many = len(parts) > 1
-    found = [
-        (f"{number}/{name}" if many else name, place, part.folder)
+    entries = [corpus] if isinstance(corpus, str | Path) else list(corpus)
+    if not entries:
+        raise CorpusError("the corpus is an empty list; pass one or more files or folders")
+    for entry in entries:
+        if not is_remote(str(entry)):
+            check_path("corpus", entry, error=CorpusError)
+    is_stdlib = str(entries[0]) == "stdlib" and len(entries) == 1 and not Path("stdlib").exists()
+    parts = [_stdlib() if is_stdlib else _find_entry(entry) for entry in entries]
+    several = len(parts) > 1
+    files = [
+        (f"{number}/{name}" if several else name, file, part.folder)
         for number, part in enumerate(parts)
-        for name, place in part.files.items()
+        for name, file in part.files.items()
     ]
     return Corpus(
-        name=without_secrets(" ".join(map(str, given))),
-        files=tuple(place for _, place, _ in found),
-        names=tuple(name for name, _, _ in found),
-        named=frozenset(place for _, place, folder in found if not folder),
-        reader=READERS["python_source"] if is_library else None,
+        name=strip_credentials(" ".join(map(str, entries))),
+        files=tuple(file for _, file, _ in files),
+        names=tuple(name for name, _, _ in files),
+        named=frozenset(file for _, file, folder in files if not folder),
+        reader=READERS["python_source"] if is_stdlib else None,
         options=ReadOptions(
             text_column=text_column,
-            # Python's own tests hold sources that are broken on purpose.
-            skip_invalid=skip_invalid or is_library,
+            # Python's test suite contains sources with deliberate encoding errors.
+            skip_invalid=skip_invalid or is_stdlib,
             parse=parse,
             columns=columns,
             document_limit_mib=document_limit_mib,
-            or_leave_out=or_leave_out,
+            skip_hint=skip_hint,
         ),
     )
 
 
-def _find(corpus: str | Path) -> _Part:
-    """Find the files of one name."""
-    shown_name = without_secrets(str(corpus))
+def _find_entry(corpus: str | Path) -> _CorpusEntry:
+    """Find the files of one entry."""
+    shown_name = strip_credentials(str(corpus))
     if is_remote(str(corpus)):
-        found, folder = remote_files(str(corpus))
+        remote_entries, is_folder = remote_files(str(corpus))
         shown = {
             name: file
-            for name, file in found.items()
+            for name, file in remote_entries.items()
             if not any(part.startswith(".") for part in PurePosixPath(name).parts)
         }
-        files: dict[str, Place] = dict(sorted(shown.items(), key=lambda one: _order(one[0])))
+        files: dict[str, CorpusFile] = dict(
+            sorted(shown.items(), key=lambda item: _sort_key(item[0]))
+        )
     else:
         path = Path(corpus)
         try:
-            named, folder = path.is_file(), path.is_dir()
-            paths = _visible_files(path) if folder else [path]
+            is_file, is_folder = path.is_file(), path.is_dir()
+            paths = _visible_files(path) if is_folder else [path]
         except OSError as error:
             reason = error.strerror or error
             raise CorpusError(
-                f"{printable(corpus)}: cannot be read: {reason}; give a path"
+                f"{printable(corpus)}: cannot be read: {reason}; check the path"
             ) from error
-        if not (named or folder):
-            raise CorpusError(f"no file or folder {printable(corpus)}; give a path, or `stdlib`")
-        root = path if folder else path.parent
-        files = {os.path.relpath(one, root): one for one in paths}
-    if folder:
-        files = without_descriptions(files, shown_name)
+        if not (is_file or is_folder):
+            raise CorpusError(f"no file or folder {printable(corpus)}; check the path")
+        root = path if is_folder else path.parent
+        files = {os.path.relpath(item, root): item for item in paths}
+    if is_folder:
+        files = select_data_files(files, shown_name)
     if not files:
         raise CorpusError(
-            f"{shown_name} is empty: it holds no files to read; give a folder of text"
+            f"{shown_name} is empty: it holds no files to read; pass a folder of text files"
         )
-    return _Part(files, folder)
+    return _CorpusEntry(files, is_folder)
 
 
-def _order(name: str) -> tuple[str, ...]:
+def _sort_key(name: str) -> tuple[str, ...]:
     return PurePosixPath(name).parts
 
 
-def _library() -> _Part:
+def _stdlib() -> _CorpusEntry:
     library = Path(sysconfig.get_path("stdlib"))
-    return _Part({os.path.relpath(one, library): one for one in _library_files(library)}, True)
+    return _CorpusEntry(
+        {os.path.relpath(path, library): path for path in _stdlib_files(library)}, True
+    )
 
 
 def _visible_files(folder: Path) -> list[Path]:
-    """Find the files of a folder, links to folders last, so that files keep their own names."""
-    found: list[Path] = []
+    """List the files of a folder; linked folders come last so that files keep their real paths."""
+    files: list[Path] = []
     seen: set[tuple[int, int]] = set()
-    waiting = [folder]
-    while waiting:
-        for place, folders, names in _walk(waiting.pop(0)):
-            facts = os.stat(place)
-            if (facts.st_dev, facts.st_ino) in seen:
+    pending = [folder]
+    while pending:
+        for folder_path, folders, names in _walk(pending.pop(0)):
+            info = os.stat(folder_path)
+            if (info.st_dev, info.st_ino) in seen:
                 folders.clear()
                 continue
-            seen.add((facts.st_dev, facts.st_ino))
-            inner = sorted(Path(place, name) for name in folders if not name.startswith("."))
-            waiting += [path for path in inner if path.is_symlink()]
+            seen.add((info.st_dev, info.st_ino))
+            inner = sorted(Path(folder_path, name) for name in folders if not name.startswith("."))
+            pending += [path for path in inner if path.is_symlink()]
             folders[:] = [path.name for path in inner if not path.is_symlink()]
-            found += [Path(place, name) for name in names if not name.startswith(".")]
-    for path in found:
+            files += [Path(folder_path, name) for name in names if not name.startswith(".")]
+    for path in files:
         if path.is_symlink() and not path.exists():
-            raise CorpusError(f"{path}: a link to nothing; mend or remove it")
-    return sorted(path for path in found if path.is_file())
+            raise CorpusError(f"{path}: broken link; fix or remove it")
+    return sorted(path for path in files if path.is_file())
 
 
 def _walk(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Walk folders as `os.walk` does, which until Python 3.12 needs a stack as deep as they are."""
-    waiting = [str(top)]
-    while waiting:
-        place = waiting.pop()
+    """Walk a tree as `os.walk` does, which recursed per level before Python 3.12."""
+    pending = [str(top)]
+    while pending:
+        folder_path = pending.pop()
         try:
-            with os.scandir(place) as found:
-                entries = list(found)
+            with os.scandir(folder_path) as iterator:
+                entries = list(iterator)
         except OSError as error:
             raise CorpusError(
-                f"{printable(place)}: cannot be read: {error.strerror}; move it higher up, or "
-                "give it to this user to read"
+                f"{printable(folder_path)}: cannot be read: {error.strerror}; move it higher up, "
+                "or grant this user read access"
             ) from error
         folders = [entry.name for entry in entries if entry.is_dir()]
-        yield place, folders, [entry.name for entry in entries if not entry.is_dir()]
-        waiting += [os.path.join(place, name) for name in folders]
+        yield folder_path, folders, [entry.name for entry in entries if not entry.is_dir()]
+        pending += [os.path.join(folder_path, name) for name in folders]
 
 
-def _library_files(library: Path) -> list[Path]:
-    found = []
-    for place, folders, names in _walk(library):
-        folders[:] = [name for name in folders if name not in _LIBRARY_LEFT_OUT]
-        found += [Path(place, name) for name in names if name.endswith(".py")]
-    return sorted(found)
+def _stdlib_files(library: Path) -> list[Path]:
+    files = []
+    for folder, folders, names in _walk(library):
+        folders[:] = [name for name in folders if name not in _STDLIB_EXCLUDED]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(files)

@@ -1,7 +1,8 @@
-"""Checks the pages of a Parquet file as they pass, before anything is unpacked.
+"""Checks the page headers of a Parquet file while it is read, before pages are decompressed.
 
-A page says in its header how large it is once it is unpacked, and so much memory is taken for it.
-Headers are Thrift's compact protocol: fields of small numbers, and structures that are passed over.
+A page header declares the uncompressed size of the page, and Arrow allocates that much memory.
+Headers use Thrift's compact protocol: numbered fields with small integers, and structs that are
+skipped.
 """
 
 import io
@@ -10,7 +11,8 @@ from io import BufferedReader
 from typing import Any, NamedTuple
 
 PAGE_LIMIT_MIB = 1024
-"""A page is unpacked whole; writers make them of one MiB, or of one value."""
+"""Largest accepted page. Pages are decompressed in one piece; writers make them of 1 MiB or of one
+value."""
 
 _HEADER_BYTES = 1 << 20
 _STOP, _TRUE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 0, 1, 3, 7, 8, 9, 10, 11, 12
@@ -18,58 +20,58 @@ _DEPTH = 16
 
 
 class Chunk(NamedTuple):
-    """Where the pages of one column lie in one row group."""
+    """Byte range of one column's pages in one row group."""
 
     start: int
     stop: int
-    unpacked_bytes: int
-    """What all pages take together, as the file's footer says."""
+    uncompressed_bytes: int
+    """Total uncompressed size of the pages, as the file footer declares it."""
 
 
 class PageHeader(NamedTuple):
-    """What a page says of itself."""
+    """Sizes in a page header."""
 
     header_bytes: int
-    unpacked_bytes: int
-    packed_bytes: int
+    uncompressed_bytes: int
+    compressed_bytes: int
 
 
-class HeldError(Exception):
-    """A page was asked for between `hold` and `release`."""
+class ReadBlockedError(Exception):
+    """A page was requested while reads were blocked."""
 
 
 class CheckedPages(io.RawIOBase):
-    """A file whose pages are checked when they are first read."""
+    """File object for pyarrow that checks each page header when it is first read."""
 
     def __init__(self, raw: BufferedReader) -> None:
         self._raw = raw
-        self._next: list[list[int]] = []
-        self._held = False
+        self._expected: list[list[int]] = []
+        self._reads_blocked = False
 
-    def hold(self) -> None:
-        """Refuse to give anything until `release`."""
-        self._held = True
+    def block_reads(self) -> None:
+        """Make reads raise `ReadBlockedError` until `allow_reads`."""
+        self._reads_blocked = True
 
-    def release(self) -> None:
-        """Give what is asked for again."""
-        self._held = False
+    def allow_reads(self) -> None:
+        """Allow reads again."""
+        self._reads_blocked = False
 
     def expect(self, chunks: Sequence[Chunk]) -> None:
-        """Say which columns are read from here on."""
-        self._next = [list(chunk) for chunk in chunks]
+        """Set the column chunks that are read next."""
+        self._expected = [list(chunk) for chunk in chunks]
 
     def shared_bytes(self, column: Any, chunk: Chunk) -> int:
-        """Read how large a value that many rows share can be; 0 where each row has its own."""
+        """Size limit of a value that many rows share, such as a dictionary entry; 0 if none do."""
         if "DELTA_BYTE_ARRAY" in column.encodings:
-            return min(chunk.unpacked_bytes, PAGE_LIMIT_MIB << 20)
+            return min(chunk.uncompressed_bytes, PAGE_LIMIT_MIB << 20)
         if not column.has_dictionary_page:
             return 0
         self._raw.seek(chunk.start)
         content = self._raw.read(min(chunk.stop - chunk.start, _HEADER_BYTES >> 6))
         try:
-            return min(read_header(content).unpacked_bytes, chunk.unpacked_bytes)
+            return min(read_header(content).uncompressed_bytes, chunk.uncompressed_bytes)
         except IndexError as error:
-            raise ValueError(f"the header of the page at {chunk.start} does not end") from error
+            raise ValueError(f"the page header at {chunk.start} is not terminated") from error
 
     def readable(self) -> bool:  # noqa: D102 - a file's
         return True
@@ -84,104 +86,106 @@ class CheckedPages(io.RawIOBase):
         return self._raw.seek(offset, whence)
 
     def read(self, size: int = -1) -> bytes:  # noqa: D102 - a file's
-        if self._held:
-            raise HeldError
-        at = self._raw.tell()
-        found = self._raw.read(size)
-        for chunk in self._next:
-            while at <= chunk[0] < min(at + len(found), chunk[1]):
-                chunk[0] += self._page(found[chunk[0] - at :], chunk)
-        return found
+        if self._reads_blocked:
+            raise ReadBlockedError
+        position = self._raw.tell()
+        content = self._raw.read(size)
+        for chunk in self._expected:
+            while position <= chunk[0] < min(position + len(content), chunk[1]):
+                chunk[0] += self._check_page(content[chunk[0] - position :], chunk)
+        return content
 
-    def _page(self, content: bytes, chunk: list[int]) -> int:
-        """Check the page at the start of `content`; return its size as it lies in the file."""
-        start, stop, whole = chunk
+    def _check_page(self, content: bytes, chunk: list[int]) -> int:
+        """Check the page at the start of `content`; return its size in the file."""
+        start, stop, column_bytes = chunk
         try:
             page = read_header(content)
-        except IndexError:  # the rest of its header was not read with it
-            before = self._raw.tell()
+        except IndexError:  # the header extends past this read
+            position = self._raw.tell()
             self._raw.seek(start)
-            more = self._raw.read(min(stop - start, _HEADER_BYTES))
-            self._raw.seek(before)
+            header = self._raw.read(min(stop - start, _HEADER_BYTES))
+            self._raw.seek(position)
             try:
-                page = read_header(more)
+                page = read_header(header)
             except IndexError as error:
-                raise ValueError(f"the header of the page at {start} does not end") from error
-        if not 0 <= page.packed_bytes <= stop - start - page.header_bytes:
-            raise ValueError(f"the page at {start} is said to have {page.packed_bytes} bytes")
-        if not 0 <= page.unpacked_bytes <= whole:
+                raise ValueError(f"the page header at {start} is not terminated") from error
+        if not 0 <= page.compressed_bytes <= stop - start - page.header_bytes:
+            raise ValueError(f"the page at {start} declares {page.compressed_bytes} bytes")
+        if not 0 <= page.uncompressed_bytes <= column_bytes:
             raise ValueError(
-                f"the page at {start} is said to unpack to {page.unpacked_bytes} bytes, more than "
-                "its column"
+                f"the page at {start} declares {page.uncompressed_bytes} uncompressed bytes, more "
+                "than its column"
             )
-        if page.unpacked_bytes > PAGE_LIMIT_MIB << 20:
+        if page.uncompressed_bytes > PAGE_LIMIT_MIB << 20:
             raise ValueError(
-                f"the page at {start} unpacks to {page.unpacked_bytes >> 20} MiB, more than "
-                f"{PAGE_LIMIT_MIB}: write the table in smaller pages"
+                f"the page at {start} has {page.uncompressed_bytes >> 20} MiB uncompressed, more "
+                f"than {PAGE_LIMIT_MIB}: write the table in smaller pages"
             )
-        return page.header_bytes + page.packed_bytes
+        return page.header_bytes + page.compressed_bytes
 
 
 def read_header(content: bytes) -> PageHeader:
-    """Read the header of a page at the start of some bytes.
+    """Read a page header at the start of `content`.
 
     Raises:
-        IndexError: the header goes on after them.
-        ValueError: they are no header.
+        IndexError: the header extends past `content`.
+        ValueError: the bytes are not a page header.
     """
-    sizes = {2: -1, 3: -1}
-    at = field = 0
+    sizes = {2: -1, 3: -1}  # fields 2 and 3: uncompressed_page_size, compressed_page_size
+    offset = field = 0
     while True:
-        kind = content[at] & 15
-        if kind == _STOP:
-            return PageHeader(at + 1, sizes[2], sizes[3])
-        if content[at] >> 4:
-            field, at = field + (content[at] >> 4), at + 1
+        type_code = (
+            content[offset] & 15
+        )  # low four bits: type; high four bits: field number increment
+        if type_code == _STOP:
+            return PageHeader(offset + 1, sizes[2], sizes[3])
+        if content[offset] >> 4:
+            field, offset = field + (content[offset] >> 4), offset + 1
         else:
-            field, at = _number(content, at + 1)
-        if field in sizes and kind > _BYTE and kind < _DOUBLE:
-            sizes[field], at = _number(content, at)
+            field, offset = _read_varint(content, offset + 1)
+        if field in sizes and type_code > _BYTE and type_code < _DOUBLE:
+            sizes[field], offset = _read_varint(content, offset)
         else:
-            at = _after(content, at, kind, _DEPTH)
+            offset = _skip_value(content, offset, type_code, _DEPTH)
 
 
-def _number(content: bytes, at: int) -> tuple[int, int]:
-    """Read a number with its sign, and where the next value stands."""
-    value, at = _length(content, at)
-    return (value >> 1) ^ -(value & 1), at
+def _read_varint(content: bytes, offset: int) -> tuple[int, int]:
+    """Read a zigzag-encoded varint; return it with the offset of the next value."""
+    value, offset = _read_unsigned_varint(content, offset)
+    return (value >> 1) ^ -(value & 1), offset  # zigzag: 0, -1, 1, -2, ...
 
 
-def _length(content: bytes, at: int) -> tuple[int, int]:
-    """Read a number without a sign, and where the next value stands."""
+def _read_unsigned_varint(content: bytes, offset: int) -> tuple[int, int]:
+    """Read an unsigned varint; return it with the offset of the next value."""
     value = shift = 0
     while shift < 70:
-        byte = content[at]
+        byte = content[offset]
         value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
+        offset, shift = offset + 1, shift + 7
         if byte < 128:
-            return value, at
-    raise ValueError("the header of a page holds an endless number")
+            return value, offset
+    raise ValueError("a page header holds a number of more than ten bytes")
 
 
-def _after(content: bytes, at: int, kind: int, depth: int) -> int:
-    """Find where a value of some kind ends."""
-    if not depth or kind > _STRUCT:
-        raise ValueError("the header of a page is malformed")
-    if kind <= _TRUE + 1:
-        return at
-    if kind == _BYTE:
-        return at + 1
-    if kind == _DOUBLE:
-        return at + 8
-    if kind == _BINARY:
-        length, at = _length(content, at)
-        return at + length  # a byte beyond it is looked at next, so that it is all there
-    if kind == _STRUCT:
-        while content[at] & 15:
-            inner, short = content[at] & 15, content[at] >> 4
-            at = at + 1 if short else _number(content, at + 1)[1]
-            at = _after(content, at, inner, depth - 1)
-        return at + 1
-    if kind in (_LIST, _SET, _MAP):
-        raise ValueError("the header of a page is malformed")
-    return _number(content, at)[1]
+def _skip_value(content: bytes, offset: int, type_code: int, depth: int) -> int:
+    """Return the offset after a value of a given type."""
+    if not depth or type_code > _STRUCT:
+        raise ValueError("a page header is malformed")
+    if type_code <= _TRUE + 1:
+        return offset
+    if type_code == _BYTE:
+        return offset + 1
+    if type_code == _DOUBLE:
+        return offset + 8
+    if type_code == _BINARY:
+        length, offset = _read_unsigned_varint(content, offset)
+        return offset + length  # the caller reads the byte there, so a short buffer is noticed
+    if type_code == _STRUCT:
+        while content[offset] & 15:
+            inner_type, has_delta = content[offset] & 15, content[offset] >> 4
+            offset = offset + 1 if has_delta else _read_varint(content, offset + 1)[1]
+            offset = _skip_value(content, offset, inner_type, depth - 1)
+        return offset + 1
+    if type_code in (_LIST, _SET, _MAP):
+        raise ValueError("a page header is malformed")
+    return _read_varint(content, offset)[1]

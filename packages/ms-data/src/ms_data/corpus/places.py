@@ -1,4 +1,4 @@
-"""Says where the files of a corpus lie: on this machine, or wherever fsspec reaches."""
+"""Local and remote files of a corpus; remote files are read through fsspec."""
 
 import re
 from collections.abc import Iterator
@@ -18,65 +18,65 @@ _QUERY = re.compile(r"(://[^?\s'\"]*)\?[^\s'\"]*")
 
 
 class FileInfo(NamedTuple):
-    """What is known of a file without reading it."""
+    """File metadata, known without reading the file."""
 
     size_bytes: int
     version: str
-    """Changes whenever the content does, as far as the place tells; empty if it tells nothing."""
+    """Changes when the content changes, as far as the store tells; empty if it does not."""
     modified_ns: int | None
-    """When it was written; None where the place does not tell."""
+    """Modification time; None if the store does not report it."""
 
 
 @frozen(order=True)
 class RemoteFile:
-    """A file that fsspec reaches; what it offers is named as `Path` names it."""
+    """A file behind fsspec, with the attributes of `Path` that readers use."""
 
     url: str
-    """Its address without user, password and query: it is printed, and stored in ledgers."""
+    """URL without user, password and query, because it is printed and stored in ledgers."""
     filesystem: Any = field(repr=False, eq=False)
     path: str = field(eq=False)
-    """As the filesystem calls it."""
-    facts: FileInfo = field(eq=False)
-    """As the listing told them."""
+    """Path inside the file system."""
+    info: FileInfo = field(eq=False)
+    """Metadata from the listing."""
 
     def __str__(self) -> str:
         return self.url
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
-        return PurePosixPath(without_secrets(self.path)).name
+        """Last component of the path."""
+        return PurePosixPath(strip_credentials(self.path)).name
 
     @property
     def stem(self) -> str:
-        """The name without its last suffix."""
+        """Name without its last suffix."""
         return PurePosixPath(self.name).stem
 
     @property
     def suffix(self) -> str:
-        """The last suffix, with its dot."""
+        """Last suffix, including the dot."""
         return PurePosixPath(self.name).suffix
 
 
-Place = Path | RemoteFile
-"""A file of a corpus."""
+CorpusFile = Path | RemoteFile
+"""A local or remote file."""
 
 
-def open_place(place: Place) -> BufferedReader:
+def open_corpus_file(file: CorpusFile) -> BufferedReader:
     """Open a file for reading.
 
     Raises:
-        OSError: it cannot be opened.
-        CorpusError: it lies elsewhere and cannot be opened.
+        OSError: a local file cannot be opened.
+        CorpusError: a remote file cannot be opened.
     """
-    if isinstance(place, Path):
-        return place.open("rb")
-    with reaching(place.url):
-        return BufferedReader(_Reached(place.filesystem.open(place.path, "rb"), place.url))
+    if isinstance(file, Path):
+        return file.open("rb")
+    with remote_errors(file.url):
+        return BufferedReader(_RemoteStream(file.filesystem.open(file.path, "rb"), file.url))
 
 
-class _Reached(RawIOBase):
-    """A file elsewhere, whose client's errors become one line also while it is read."""
+class _RemoteStream(RawIOBase):
+    """Raw stream of a remote file that converts the client's errors to `CorpusError`."""
 
     def __init__(self, file: Any, url: str) -> None:
         self._file, self._url = file, url
@@ -88,13 +88,13 @@ class _Reached(RawIOBase):
         return bool(self._file.seekable())
 
     def readinto(self, buffer: Any) -> int:
-        with reaching(self._url):
+        with remote_errors(self._url):
             content = self._file.read(len(buffer))
         buffer[: len(content)] = content
         return len(content)
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        with reaching(self._url):
+        with remote_errors(self._url):
             return int(self._file.seek(offset, whence))
 
     def tell(self) -> int:
@@ -106,89 +106,87 @@ class _Reached(RawIOBase):
         super().close()
 
 
-def file_info(place: Place) -> FileInfo:
-    """Look up what is known of a file; of one elsewhere, what the listing told."""
-    if isinstance(place, RemoteFile):
-        return place.facts
-    facts = place.stat()
-    return FileInfo(facts.st_size, str(facts.st_mtime_ns), facts.st_mtime_ns)
+def file_info(file: CorpusFile) -> FileInfo:
+    """Return a file's size, version and modification time; for remote files, from the listing."""
+    if isinstance(file, RemoteFile):
+        return file.info
+    info = file.stat()
+    return FileInfo(info.st_size, str(info.st_mtime_ns), info.st_mtime_ns)
 
 
 def is_remote(text: str) -> bool:
-    """Return whether a corpus is named by its address instead of a path."""
+    """Return whether a corpus name is a URL."""
     return "://" in text
 
 
 def remote_files(url: str) -> tuple[dict[str, RemoteFile], bool]:
-    """Find the files at an address, by their paths below it, and whether it is a folder.
+    """List the files at a URL by relative path; also return whether it is a folder.
 
     Raises:
-        CorpusError: there is nothing, or it cannot be reached.
+        CorpusError: nothing exists at the URL, or it cannot be reached.
     """
-    shown = without_secrets(url)
+    safe_url = strip_credentials(url)
     try:
         fsspec = import_module("fsspec")
     except ImportError as error:
         raise CorpusError(
-            f"{printable(shown)}: fsspec is needed to reach it; pip install 'ms-data[remote]'"
+            f"{printable(safe_url)}: fsspec is needed to reach it; pip install 'ms-data[remote]'"
         ) from error
-    with reaching(shown):
+    with remote_errors(safe_url):
         filesystem, root = fsspec.core.url_to_fs(url)
         filesystem.invalidate_cache()
-        found = filesystem.find(root, detail=True)
-        if not (found or filesystem.exists(root)):
+        entries = filesystem.find(root, detail=True)
+        if not (entries or filesystem.exists(root)):
             raise FileNotFoundError(root)
-        folder = not (len(found) == 1 and root in found)
-        # The listings of http and others tell no sizes; files tell their own.
-        found = {
-            path: facts if isinstance(facts.get("size"), int) else filesystem.info(path)
-            for path, facts in found.items()
+        folder = not (len(entries) == 1 and root in entries)
+        # Listings of HTTP and some other stores have no sizes; ask for every file there.
+        entries = {
+            path: info if isinstance(info.get("size"), int) else filesystem.info(path)
+            for path, info in entries.items()
         }
-    base = PurePosixPath(without_secrets(root))
+    base = PurePosixPath(strip_credentials(root))
     files = {}
-    for path, facts in found.items():
-        name = PurePosixPath(without_secrets(path))
-        below = str(name.relative_to(base)) if folder else base.name
-        address = shown.rstrip("/") + "/" + below if folder else shown
-        files[below] = RemoteFile(address, filesystem, path, _facts(address, facts))
+    for path, info in entries.items():
+        name = PurePosixPath(strip_credentials(path))
+        relative_path = str(name.relative_to(base)) if folder else base.name
+        address = safe_url.rstrip("/") + "/" + relative_path if folder else safe_url
+        files[relative_path] = RemoteFile(address, filesystem, path, _file_info(address, info))
     return files, folder
 
 
-def without_secrets(text: str) -> str:
-    """Leave user, password and query out of the addresses in a text: queries hold signatures."""
+def strip_credentials(text: str) -> str:
+    """Remove users, passwords and queries from the URLs in a text; queries may hold signatures."""
     return _QUERY.sub(r"\1", _USER.sub(r"\1", text))
 
 
-def _facts(url: str, facts: dict[str, Any]) -> FileInfo:
-    size = facts.get("size")
+def _file_info(url: str, entry: dict[str, Any]) -> FileInfo:
+    size = entry.get("size")
     if not isinstance(size, int):
-        raise CorpusError(f"{printable(url)}: its size is not known there; copy it to a disk")
-    times = (facts.get(name) for name in ("mtime", "LastModified", "last_modified", "created"))
-    time = next((one for one in times if one is not None), None)
+        raise CorpusError(f"{printable(url)}: the store reports no size; copy the file to a disk")
+    times = (entry.get(name) for name in ("mtime", "LastModified", "last_modified", "created"))
+    time = next((value for value in times if value is not None), None)
     seconds = time.timestamp() if isinstance(time, datetime) else time
-    known = isinstance(seconds, int | float)
-    version = str(facts.get("ETag") or facts.get("etag") or (seconds if known else ""))
-    return FileInfo(size, version, int(seconds * 1e9) if known and seconds is not None else None)
+    has_time = isinstance(seconds, int | float)
+    version = str(entry.get("ETag") or entry.get("etag") or (seconds if has_time else ""))
+    return FileInfo(size, version, int(seconds * 1e9) if has_time and seconds is not None else None)
 
 
 @contextmanager
-def reaching(url: str) -> Iterator[None]:
-    """Turn whatever a store, or its client, raises into one line."""
+def remote_errors(url: str) -> Iterator[None]:
+    """Convert any error of a store or its client to a one-line `CorpusError`."""
     try:
         yield
     except CorpusError:
         raise
     except FileNotFoundError as error:
-        raise CorpusError(
-            f"nothing is found at {printable(url)}; give the address of a file or folder"
-        ) from error
+        raise CorpusError(f"there is nothing at {printable(url)}; check the URL") from error
     except ImportError as error:
         raise CorpusError(
-            f"{printable(url)}: its client is not installed: "
-            f"{printable(without_secrets(str(error)))}"
+            f"{printable(url)}: the client library is not installed: "
+            f"{printable(strip_credentials(str(error)))}"
         ) from error
-    except Exception as error:  # each store has errors of its own, with no base of theirs
-        words = printable(without_secrets(str(error))) or type(error).__name__
+    except Exception as error:  # the clients' exceptions have no common base class
+        reason = printable(strip_credentials(str(error))) or type(error).__name__
         raise CorpusError(
-            f"{printable(url)}: cannot be reached: {words}; look at the address and at your access"
+            f"{printable(url)}: cannot be reached: {reason}; check the URL and your access rights"
         ) from error

@@ -1,4 +1,4 @@
-"""Defines readers, which give the documents of one kind of file; `readers` holds them."""
+"""The reader interface, which `readers` implements per file format, and the types it exchanges."""
 
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
@@ -7,62 +7,62 @@ from typing import Any, NamedTuple, Protocol
 
 from attrs import define, field, frozen
 
-from ms_data.corpus.file_kinds import BINARY, NotText, kind_of
-from ms_data.corpus.places import Place
+from ms_data.corpus.file_kinds import BINARY, NotText, detect_file_type
+from ms_data.corpus.places import CorpusFile
 from ms_data.errors import CorpusError
 from ms_data.settings.arguments import check_counts
 
 DOCUMENT_LIMIT_MIB = 16
-"""A document of text of this size takes some 2 GB while it is tokenized."""
+"""Default size limit of a document; tokenizing 16 MiB of text takes about 2 GB of memory."""
 
 TOO_LONG = (
-    "longer than the largest document that is read; split it, or raise --document-limit-mib, for "
-    "some 130 times as much memory"
+    "longer than the document limit; split it, or raise --document-limit-mib (tokenizing takes "
+    "about 130 times the document's size in memory)"
 )
 
 
 class Invalid(NamedTuple):
-    """Stands in for a document that cannot be read."""
+    """Placeholder for a document that cannot be read."""
 
     reason: str
 
 
 class Row(NamedTuple):
-    """A row of a table, of which the corpus makes a document."""
+    """A table row, which the corpus converts to a document."""
 
     values: Mapping[str, Any]
     place: str
-    """Where it stands, for messages."""
+    """File and row number, for messages."""
 
 
-Found = str | Row | Invalid | NotText
-"""A document, or why there is none."""
+ReadResult = str | Row | Invalid | NotText
+"""A document, a row, or the reason why there is neither."""
 
 
 @define
 class OpenFile:
-    """One file of a corpus, to be read once."""
+    """An open file of a corpus, which is read once."""
 
-    path: Place
+    path: CorpusFile
     name: str
-    """Its name, without .gz or .zst."""
+    """File name without .gz or .zst."""
     head: bytes
-    """Its first bytes, unpacked."""
+    """First bytes, decompressed."""
     blocks: Iterator[bytes]
-    """Its content in order, unpacked, in blocks of bounded size."""
+    """Decompressed content in order, in blocks of bounded size."""
     raw: BufferedReader
-    """The file itself, for formats that are not read in order."""
+    """The underlying file, for formats with random access."""
     size_bytes: int
-    """As it lies on disk."""
-    packed: bool = False
-    """The file itself is packed, so that only its blocks can be read."""
+    """Size on disk."""
+    compressed: bool = False
+    """Whether the file is compressed, so that only `blocks` can be read."""
     named: bool = False
-    """Whether the user named it, so that it must be text."""
+    """Whether the user listed the file explicitly; then it must be text."""
     done_bytes: int | None = None
-    """How much is read, where the reader knows better than the place in the file tells."""
+    """Bytes read so far, if the reader knows better than the file position."""
 
-    def whole(self, limit: int) -> "bytes | Invalid":
-        """Read a file that is one document of at most `limit` bytes."""
+    def read_all(self, limit: int) -> "bytes | Invalid":
+        """Read the remaining content, up to `limit` bytes, as one document."""
         parts: list[bytes] = []
         for block in self.blocks:
             parts.append(block)
@@ -74,20 +74,20 @@ class OpenFile:
 
 @frozen(kw_only=True)
 class ReadOptions:
-    """How documents are read."""
+    """Options for reading documents."""
 
     text_column: str = "text"
-    """The member or column of a row that holds the text."""
+    """Column or JSON key with the text of a row."""
     skip_invalid: bool = False
-    """Leave out what cannot be read instead of stopping."""
-    or_leave_out: str = "; or leave out what is invalid with `ms-data build --skip-invalid`"
-    """How what cannot be read may be left out, for the message of one that stops."""
+    """Skip invalid documents instead of stopping."""
+    skip_hint: str = "; or skip invalid documents with `ms-data build --skip-invalid`"
+    """End of an error message that says how to skip invalid documents."""
     parse: Callable[[Mapping[str, Any]], str] | None = None
-    """Makes a document's text of a row, or raises ValueError; None takes `text_column`."""
+    """Converts a row to text, or raises ValueError. None: use `text_column`."""
     columns: bool = False
-    """Give each row's other columns with its text."""
+    """Return the other columns of a row with its text."""
     document_limit_mib: int = field(default=DOCUMENT_LIMIT_MIB)
-    """A longer document, or row, is not valid."""
+    """Longer documents and rows are invalid."""
 
     @document_limit_mib.validator
     def _at_least_one(self, _: object, value: int) -> None:
@@ -95,84 +95,86 @@ class ReadOptions:
 
     @property
     def rows(self) -> bool:
-        """Whether readers of tables give rows instead of texts."""
+        """Whether table readers yield rows instead of texts."""
         return self.columns or self.parse is not None
 
     @property
     def document_limit_bytes(self) -> int:
-        """The limit in bytes."""
+        """Document limit in bytes."""
         return self.document_limit_mib << 20
 
     @property
     def text_remedy(self) -> str:
-        """What to do about a row without its text; empty where the text is not one column."""
-        return "" if self.parse else "; name the text's column with --text-column"
+        """End of a message about a row without text; empty if rows are parsed."""
+        return "" if self.parse else "; name the text column with --text-column"
 
 
 class Reader(Protocol):
-    """Reads one kind of file."""
+    """Reader of one file format."""
 
     def claims(self, name: str, head: bytes, /) -> bool:
-        """Return whether a file is of this kind, by its unpacked name and its first bytes."""
+        """Return whether this reader handles a file, by its uncompressed name and first bytes."""
         ...
 
-    def documents(self, file: OpenFile, options: ReadOptions, start: int, /) -> Iterator[Found]:
-        """Yield what is found in a file, in order, from number `start` on.
+    def documents(
+        self, file: OpenFile, options: ReadOptions, start: int, /
+    ) -> Iterator[ReadResult]:
+        """Yield the items of a file in order, from index `start` on.
 
-        An empty text is passed over, but counts as a number.
+        An empty text is not a document, but it counts as an item.
         """
         ...
 
 
 @frozen(kw_only=True)
 class FileReader:
-    """A reader of the files that end, or begin, in one of some ways."""
+    """Reader that claims files by suffix or magic bytes."""
 
-    documents: Callable[[OpenFile, ReadOptions, int], Iterator[Found]]
+    documents: Callable[[OpenFile, ReadOptions, int], Iterator[ReadResult]]
     suffixes: tuple[str, ...] = ()
-    """How the names of its files end."""
+    """File name suffixes."""
     signatures: tuple[bytes, ...] = ()
-    """How its files begin, whatever their names."""
+    """Magic bytes; they match under any file name."""
     text: bool = True
-    """Whether its files are text, so that a file known to be something else is not claimed."""
+    """Whether the format is text; a file detected as something else is not claimed then."""
     refuses_nul: bool = False
-    """Whether its reader refuses NUL bytes itself, so that files that hold some are claimed."""
+    """Whether the reader rejects NUL bytes itself; files that contain some are then claimed."""
 
     def claims(self, name: str, head: bytes, /) -> bool:
-        """Return whether a file is of this kind."""
+        """Return whether a file has this format."""
         if head.startswith(self.signatures) and (self.text or b"\0" in head):
             return True
         if not name.lower().endswith(self.suffixes):
             return False
-        kind = kind_of(head) if self.text else ""
-        return kind == "" or (self.refuses_nul and kind == BINARY)
+        file_type = detect_file_type(head) if self.text else ""
+        return file_type == "" or (self.refuses_nul and file_type == BINARY)
 
 
-def library(name: str, extra: str, file: OpenFile) -> Any:
-    """Import a library that an extra brings.
+def import_library(name: str, extra: str, file: OpenFile) -> Any:
+    """Import an optional library.
 
     Raises:
-        CorpusError: it is not installed.
+        CorpusError: the library is not installed.
     """
     try:
         return import_module(name)
     except ImportError as error:
         raise CorpusError(
-            f"{file.path}: {name.partition('.')[0]} is needed to read it; "
+            f"{file.path}: reading it needs {name.partition('.')[0]}; "
             f"pip install 'ms-data[{extra}]'"
         ) from error
 
 
-def damaged(file: OpenFile, kind: str, problem: object) -> CorpusError:
-    """Say that a file is not whole."""
-    words = " ".join(str(problem).split()) or type(problem).__name__
+def damaged_file(file: OpenFile, format_name: str, problem: object) -> CorpusError:
+    """Return the error for a damaged file."""
+    reason = " ".join(str(problem).split()) or type(problem).__name__
     return CorpusError(
-        f"{file.path}: damaged {kind} ({words[:200]}); fetch the file or write it again"
+        f"{file.path}: damaged {format_name} ({reason[:200]}); download or write the file again"
     )
 
 
-def not_utf8(content: bytes) -> str | None:
-    """Say why some bytes are not UTF-8, or None if they are."""
+def utf8_problem(content: bytes) -> str | None:
+    """Return why `content` is not UTF-8, or None if it is."""
     try:
         content.decode()
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Turns Arrow record batches into documents, whatever file they came from."""
+"""Converts Arrow record batches to documents, for all table formats."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,14 +7,14 @@ from typing import Any
 
 from ms_data.corpus.reader import (
     TOO_LONG,
-    Found,
     Invalid,
     OpenFile,
     ReadOptions,
+    ReadResult,
     Row,
-    damaged,
-    library,
-    not_utf8,
+    damaged_file,
+    import_library,
+    utf8_problem,
 )
 from ms_data.errors import CorpusError, DataError, printable
 
@@ -22,17 +22,17 @@ _FAULTS = (ValueError, TypeError, LookupError, OSError, MemoryError, OverflowErr
 """What decoders raise over bad content."""
 
 _ROWS_AT_ONCE = 256
-"""Rows that become Python values at a time."""
+"""Rows converted to Python objects at a time."""
 
 
 @contextmanager
-def decoding_table(file: OpenFile, kind: str, extra: str) -> Iterator[Any]:
-    """Give pyarrow, and turn what it raises over a file into one line.
+def guarded_pyarrow(file: OpenFile, format_name: str, extra: str) -> Iterator[Any]:
+    """Yield pyarrow, and convert its errors about a file to `CorpusError`.
 
     Raises:
-        CorpusError: it is not installed, or the file is not whole.
+        CorpusError: pyarrow is not installed, or the file is damaged.
     """
-    arrow = library("pyarrow", extra, file)
+    arrow = import_library("pyarrow", extra, file)
     try:
         yield arrow
     except DataError:
@@ -46,57 +46,61 @@ def decoding_table(file: OpenFile, kind: str, extra: str) -> Iterator[Any]:
         MemoryError,
     ) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # the disk's or the network's, not the file's
-        # Parquet's decoders raise this as an OSError.
+            raise  # a disk or network error, not a damaged file
+        # Parquet decoders raise "Not yet implemented" as an OSError.
         if isinstance(error, NotImplementedError) or "Not yet implemented" in str(error):
-            words = printable(" ".join(str(error).split()))
+            reason = printable(" ".join(str(error).split()))
             raise CorpusError(
-                f"{file.path}: pyarrow cannot read this {kind}, which need not be damaged "
-                f"({words}); write it again with plain or dictionary encoding"
+                f"{file.path}: pyarrow does not support this {format_name} ({reason}); "
+                "write it again with plain or dictionary encoding"
             ) from error
-        raise damaged(file, kind, error) from error
+        raise damaged_file(file, format_name, error) from error
 
 
 def column_problem(arrow: Any, schema: Any, options: ReadOptions) -> str | None:
-    """Say why no column of a table can be the text; None if one can, or rows are asked for."""
+    """Return why a table has no usable text column; None if it has one or rows are requested."""
     if options.parse is not None:
         return None
     name = options.text_column
-    found = schema.get_all_field_indices(name)
-    if not found:
-        have = ", ".join(schema.names[:20]) or "none"
-        return f"no column {name!r}; it has: {have}{options.text_remedy}"
-    if len(found) > 1:
-        return f"{len(found)} columns {name!r}; write the table with one"
-    kind = schema.field(name).type
-    if not _is_text(arrow, kind):
-        return f"the column {name!r} is {kind}, not text{options.text_remedy}"
+    indices = schema.get_all_field_indices(name)
+    if not indices:
+        columns = ", ".join(schema.names[:20]) or "none"
+        return f"no column {name!r}; the columns are: {columns}{options.text_remedy}"
+    if len(indices) > 1:
+        return f"{len(indices)} columns {name!r}; write the table with one of them"
+    column_type = schema.field(name).type
+    if not _is_text(arrow, column_type):
+        return f"column {name!r} has type {column_type}, not text{options.text_remedy}"
     return None
 
 
-def _is_text(arrow: Any, kind: Any) -> bool:
+def _is_text(arrow: Any, column_type: Any) -> bool:
     types = arrow.types
-    if types.is_dictionary(kind):
-        kind = kind.value_type
-    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+    if types.is_dictionary(column_type):
+        column_type = column_type.value_type
+    return bool(
+        types.is_string(column_type)
+        or types.is_large_string(column_type)
+        or types.is_string_view(column_type)
+    )
 
 
 def batch_documents(
     arrow: Any, batch: Any, file: OpenFile, options: ReadOptions, first: int
-) -> Iterator[Found]:
-    """Yield each row of a record batch; `first` is the number of its first row, from 1."""
-    for at in range(0, batch.num_rows, _ROWS_AT_ONCE):
-        part = batch.slice(at, _ROWS_AT_ONCE)
+) -> Iterator[ReadResult]:
+    """Yield the documents of a record batch; `first` is the number of its first row, from 1."""
+    for offset in range(0, batch.num_rows, _ROWS_AT_ONCE):
+        part = batch.slice(offset, _ROWS_AT_ONCE)
         if options.rows:
-            yield from _rows(arrow, part, file, first + at)
+            yield from _rows(arrow, part, file, first + offset)
         else:
-            values = _encoded(arrow, part.column(options.text_column))
-            yield from _texts(values, file, options, first + at)
+            values = _text_bytes(arrow, part.column(options.text_column))
+            yield from _texts(values, file, options, first + offset)
 
 
 def _texts(
     values: Sequence[bytes | None], file: OpenFile, options: ReadOptions, first: int
-) -> Iterator[Found]:
+) -> Iterator[ReadResult]:
     limit = options.document_limit_bytes
     for number, value in zip(count(first), values, strict=False):
         if value is None:
@@ -110,18 +114,18 @@ def _texts(
             try:
                 yield value.decode()
             except UnicodeDecodeError:
-                yield Invalid(f"{file.path}: row {number}: {not_utf8(value)}")
+                yield Invalid(f"{file.path}: row {number}: {utf8_problem(value)}")
 
 
-def _encoded(arrow: Any, column: Any) -> Sequence[bytes | None]:
-    """Take the bytes of each text; the offsets are checked before anything is read by them."""
+def _text_bytes(arrow: Any, column: Any) -> Sequence[bytes | None]:
+    """Return the bytes of every text, after validating offsets and indices."""
     if arrow.types.is_dictionary(column.type):
         column.indices.validate(full=True)
-        words = _encoded(arrow, column.dictionary)
-        places = column.indices.to_pylist()
-        if any(one is not None and not 0 <= one < len(words) for one in places):
-            raise ValueError("an index lies beyond its dictionary")
-        return [None if one is None else words[one] for one in places]
+        dictionary = _text_bytes(arrow, column.dictionary)
+        indices = column.indices.to_pylist()
+        if any(index is not None and not 0 <= index < len(dictionary) for index in indices):
+            raise ValueError("an index is outside its dictionary")
+        return [None if index is None else dictionary[index] for index in indices]
     if arrow.types.is_string_view(column.type):
         raw = column.view(arrow.binary_view())
     elif arrow.types.is_large_string(column.type):
@@ -133,7 +137,7 @@ def _encoded(arrow: Any, column: Any) -> Sequence[bytes | None]:
     return values
 
 
-def _rows(arrow: Any, batch: Any, file: OpenFile, first: int) -> Iterator[Found]:
+def _rows(arrow: Any, batch: Any, file: OpenFile, first: int) -> Iterator[ReadResult]:
     try:
         batch.validate(full=True)
         rows = batch.to_pylist()
@@ -141,17 +145,17 @@ def _rows(arrow: Any, batch: Any, file: OpenFile, first: int) -> Iterator[Found]
         if batch.num_rows == 1:
             yield Invalid(f"{file.path}: row {first}: {' '.join(str(error).split())}")
             return
-        for at in range(batch.num_rows):
-            yield from _rows(arrow, batch.slice(at, 1), file, first + at)
+        for offset in range(batch.num_rows):
+            yield from _rows(arrow, batch.slice(offset, 1), file, first + offset)
         return
     for number, row in zip(count(first), rows, strict=False):
         yield Row(_without_nulls(row), f"{file.path}: row {number}")
 
 
 def _without_nulls(value: Any) -> Any:
-    """Leave out members without a value: Arrow gives every struct all members that one has."""
+    """Drop null members: every Arrow struct has the members of all rows."""
     if isinstance(value, dict):
-        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_without_nulls(one) for one in value]
+        return [_without_nulls(item) for item in value]
     return value

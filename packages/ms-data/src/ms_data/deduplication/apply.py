@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from ms_data.deduplication.records import SPAN
 from ms_data.deduplication.windows import cut_words
 from ms_data.passes.batches import Batch, Item
-from ms_data.passes.output import line_of, packed
+from ms_data.passes.output import compress_lines, document_line
 from ms_data.passes.run import PassResult
-from ms_data.passes.tally import Entry, Tally, excerpt_of
+from ms_data.passes.tally import Entry, Tally, shorten
 
 
 class Decided(msgspec.Struct, frozen=True):
@@ -72,10 +72,10 @@ def write_batch(batch: Batch, decisions: Decisions) -> PassResult:
     for number, item in enumerate(batch.items, batch.first):
         text, entry = _judge(number, item, decisions)
         if text is not None:
-            documents.append(line_of(text, item.place, item.columns))
+            documents.append(document_line(text, item.place, item.columns))
         ledger.append(msgspec.json.encode(entry))
-        tally.count(entry, excerpt_of(item.text or "") if entry.fate == "dropped" else "")
-    return PassResult((packed(documents), packed(ledger)), tally)
+        tally.count(entry, shorten(item.text or "") if entry.fate == "dropped" else "")
+    return PassResult((compress_lines(documents), compress_lines(ledger)), tally)
 
 
 def _judge(number: int, item: Item, decisions: Decisions) -> tuple[str | None, Entry]:

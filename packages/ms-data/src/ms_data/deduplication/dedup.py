@@ -73,7 +73,7 @@ def dedup(
         skip_invalid=not strict,
         columns=True,
         document_limit_mib=document_limit_mib,
-        or_leave_out=WITHOUT_STRICT,
+        skip_hint=WITHOUT_STRICT,
     )
     last = Pass(
         kind="dedup",
@@ -98,7 +98,7 @@ def _perform(first: Pass, last: Pass, out: str | Path) -> LedgerSummary:
     """Do both passes, or this job's part of the first one."""
     job = first.shard
     if job is not None and job.number:
-        return last.finished(out) or first.publish(job.folder / "signatures")
+        return last.finished_summary(out) or first.publish(job.folder / "signatures")
     return merged(job, last.publish(out))
 
 

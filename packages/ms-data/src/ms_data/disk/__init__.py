@@ -1,1 +1,1 @@
-"""The dataset on disk: its format, reading, writing, checking."""
+"""The dataset on disk: format, writing, reading and verification."""

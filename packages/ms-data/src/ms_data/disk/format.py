@@ -1,17 +1,18 @@
-"""Defines what lies on disk: the index of a dataset and the layout of a shard.
+"""On-disk format: the index of a dataset and the layout of a shard.
 
-A dataset is a folder: `index.json`, `tokenizer.json` and shards. A shard is, in this order,
+A dataset is a folder with `index.json`, `tokenizer.json` and shards. A shard contains, in this
+order,
 
-    MAGIC      16 bytes, the format and its version
-    frames     each one zstd frame of tokens followed by the ends of the documents in it
-    table      one FRAME record a frame: how to find, check and place it
-    footer     a msgpack `Footer`: totals, and the checksum of the table
-    TRAILER    16 bytes: the footer's checksum and size, and a closing mark
+        MAGIC      16 bytes, the format and its version
+        frames     one zstd frame each: tokens, then the ends of the documents in the frame
+        table      one FRAME record per frame: size, checksum and position
+        footer     a msgpack `Footer`: totals, and the checksum of the table
+        TRAILER    16 bytes: checksum and size of the footer, and an end mark
 
-Frames are the unit of reading, of checking and of damage: a reader needs one record and one
-frame to know its tokens, their documents and their positions, so memory does not grow with the
-number of documents. Each byte is covered: frames by the table, the table by the footer, the
-footer by the trailer and by the index, the trailer by what it says, and the index by itself.
+Frames are the unit of reading, checking and damage. One record and one frame suffice to decode
+tokens, their documents and positions, so memory does not grow with the number of documents.
+Checksums cover every byte: the table covers the frames, the footer the table, the trailer and the
+index cover the footer, the trailer has a fixed structure, and the index contains its own checksum.
 """
 
 import re
@@ -27,77 +28,77 @@ TRAILER = struct.Struct("<QI4s")
 TRAILER_MARK = b"end\n"
 
 FRAME = np.dtype([("size", "<u4"), ("ends", "<u4"), ("position", "<u8"), ("checksum", "<u8")])
-"""One frame: compressed bytes; document ends inside; tokens of its first document that stand
-in earlier frames; xxh3 of the compressed bytes."""
+"""Table record of a frame: compressed bytes; document ends in the frame; tokens of its first
+document that are in earlier frames; xxh3 of the compressed bytes."""
 
 FRAME_BYTES = 1 << 16
-"""Bytes of tokens in one frame before compression."""
+"""Uncompressed token bytes per frame."""
 
 MAX_FRAME_TOKENS = FRAME_BYTES // 2
-"""No frame holds more, so that a document's end fits the narrowest token type."""
+"""Maximum tokens per frame; a document end then fits the narrowest token type."""
 
-LARGEST = 1 << 60
-"""No count or size reaches it, so that sums of them fit 64 bits."""
+SIZE_LIMIT = 1 << 60
+"""Upper bound of all counts and sizes, so that their sums fit 64 bits."""
 
 TokenType = Literal["uint16", "uint32"]
 
-Kind = Literal["text", "conversations", "preferences", "media"]
-"""What the documents of a dataset are."""
+DocumentKind = Literal["text", "conversations", "preferences", "media"]
+"""Type of the documents of a dataset."""
 
 
-class KindInfo(NamedTuple):
-    """The facts of one kind of document."""
+class DocumentKindInfo(NamedTuple):
+    """Properties of a document type."""
 
     label: str
-    """What messages call such documents."""
+    """Name in messages."""
     header_words: int
-    """Words before the tokens of each document."""
+    """32-bit words before the tokens of every document."""
     stream: str
-    """The class that streams them."""
+    """Name of the stream class for this type."""
 
 
-KINDS: dict[Kind, KindInfo] = {
-    "text": KindInfo("text", 0, "TokenStream"),
-    "conversations": KindInfo("conversations", 1, "InstructionStream"),
-    "media": KindInfo("conversations with pictures or sound", 4, "InstructionStream"),
-    "preferences": KindInfo("preference pairs", 3, "PreferenceStream"),
+DOCUMENT_KINDS: dict[DocumentKind, DocumentKindInfo] = {
+    "text": DocumentKindInfo("text", 0, "TokenStream"),
+    "conversations": DocumentKindInfo("conversations", 1, "InstructionStream"),
+    "media": DocumentKindInfo("conversations with images or audio", 4, "InstructionStream"),
+    "preferences": DocumentKindInfo("preference pairs", 3, "PreferenceStream"),
 }
 
 LOSS_BIT = np.uint32(1 << 31)
-"""The bit of a word that says that its token is trained on, in datasets that are not text."""
+"""Bit of a word that marks a token with loss, in datasets other than text."""
 
 MEDIA_SUFFIX = "_media"
-"""What the name of a split ends in that holds the pictures and sounds of another."""
+"""Suffix of the split with the images and audio of another split."""
 
 BUILD_FILE = "build.json"
-"""What a dataset was built from, and the summary of the build."""
+"""File with the sources and the summary of a build."""
 
 MEDIA_FILE = "media.json"
-"""The settings of the processor, in a folder of conversations with pictures or sound."""
+"""File with the processor settings, in datasets with images or audio."""
 
 SHARD_NAME = re.compile(r"shard-[0-9]{5,9}\.msd")
 _SPLIT_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
 def checksum(content: bytes | memoryview, *, seed: int = 0) -> int:
-    """Return the 64-bit xxh3 of `content`."""
+    """Return the 64-bit xxh3 hash of `content`."""
     return xxhash.xxh3_64_intdigest(content, seed)
 
 
-def token_type_for(vocabulary_size: int, kind: Kind = "text") -> TokenType:
-    """Return the narrowest type that holds every token of a vocabulary, and the loss bit."""
+def token_type_for(vocabulary_size: int, kind: DocumentKind = "text") -> TokenType:
+    """Return the narrowest type for the tokens of a vocabulary, including the loss bit."""
     return "uint16" if vocabulary_size <= 1 << 16 and kind == "text" else "uint32"
 
 
-def frames_of(tokens: int, frame_tokens: int) -> int:
-    """Count the frames that hold `tokens` tokens; only the last one may be short."""
+def frame_count(tokens: int, frame_tokens: int) -> int:
+    """Return the number of frames for `tokens` tokens; only the last one may be short."""
     return -(-tokens // frame_tokens)
 
 
 class Footer(
     msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.shard.1", forbid_unknown_fields=True
 ):
-    """Totals of one shard, checked against the table and the index."""
+    """Totals of a shard, checked against the table and the index."""
 
     token_type: TokenType
     frame_tokens: int
@@ -112,12 +113,12 @@ class Footer(
 
     @property
     def frames(self) -> int:
-        """Frames in the shard."""
-        return frames_of(self.tokens, self.frame_tokens)
+        """Number of frames in the shard."""
+        return frame_count(self.tokens, self.frame_tokens)
 
 
 class ShardEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One shard as the index knows it."""
+    """Entry of a shard in the index."""
 
     name: str
     split: str
@@ -127,40 +128,40 @@ class ShardEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     footer_checksum: int
 
     def __post_init__(self) -> None:
-        # The name is a plain file name, so no index can point outside its folder.
+        # Only plain file names are valid, so an index cannot point outside its folder.
         _require(SHARD_NAME.fullmatch(self.name) is not None, "name", self.name)
         _require(_SPLIT_NAME.fullmatch(self.split) is not None, "split", self.split)
         _require(self.size_bytes > len(MAGIC) + TRAILER.size, "size_bytes", self.size_bytes)
-        _require(self.size_bytes < LARGEST, "size_bytes", self.size_bytes)
-        _require(0 < self.tokens < LARGEST, "tokens", self.tokens)
+        _require(self.size_bytes < SIZE_LIMIT, "size_bytes", self.size_bytes)
+        _require(0 < self.tokens < SIZE_LIMIT, "tokens", self.tokens)
         _require(0 < self.documents <= self.tokens, "documents", self.documents)
 
     @property
     def holds_media(self) -> bool:
-        """Whether its documents are the pictures and sounds of conversations."""
+        """Whether the documents are the images and audio of conversations."""
         return self.split.endswith(MEDIA_SUFFIX)
 
 
 class Index(
     msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.index.1", forbid_unknown_fields=True
 ):
-    """The whole dataset: what its tokens mean and which shards hold them, split by split."""
+    """Index of a dataset: the meaning of its tokens, and the shards of every split."""
 
     token_type: TokenType
     frame_tokens: int
     vocabulary_size: int
     end_of_text: int
     tokenizer: str
-    """Hexadecimal xxh3-128 of `tokenizer.json`."""
+    """xxh3-128 of `tokenizer.json`, hexadecimal."""
     hold_out: float
-    """Share of documents asked for in the split `held_out`."""
+    """Requested fraction of documents in the split `held_out`."""
     shards: tuple[ShardEntry, ...]
-    kind: Kind | msgspec.UnsetType = msgspec.UNSET
-    """What a document is; not there where it is text."""
+    kind: DocumentKind | msgspec.UnsetType = msgspec.UNSET
+    """Document type; absent for text."""
     chat: str | msgspec.UnsetType = msgspec.UNSET
-    """Hexadecimal xxh3-128 of the chat template's files, one after the other."""
+    """xxh3-128 of the concatenated chat template files, hexadecimal."""
     fingerprint: str = ""
-    """Hexadecimal xxh3-128 of this index with an empty fingerprint: names the dataset."""
+    """xxh3-128 of this index with an empty fingerprint, hexadecimal; identifies the dataset."""
 
     def __post_init__(self) -> None:
         _require(0 < self.frame_tokens <= MAX_FRAME_TOKENS, "frame_tokens", self.frame_tokens)
@@ -172,66 +173,66 @@ class Index(
         _require(0 <= self.end_of_text < self.vocabulary_size, "end_of_text", self.end_of_text)
         _require(len(self.shards) > 0, "shards", "none")
         tokens = sum(shard.tokens for shard in self.shards)
-        _require(tokens < LARGEST, "the sum of tokens", tokens)
+        _require(tokens < SIZE_LIMIT, "the sum of tokens", tokens)
         names = [shard.name for shard in self.shards]
         _require(len(set(names)) == len(names), "shards", "the same name twice")
 
     @property
-    def document_kind(self) -> Kind:
-        """What a document is."""
+    def document_kind(self) -> DocumentKind:
+        """Document type, including text."""
         return "text" if self.kind is msgspec.UNSET else self.kind
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The names of the splits, in the order of their first shard; not those of media."""
-        named = (shard.split for shard in self.shards if not shard.holds_media)
-        return tuple(dict.fromkeys(named))
+        """Split names in the order of their first shard, without media splits."""
+        names = (shard.split for shard in self.shards if not shard.holds_media)
+        return tuple(dict.fromkeys(names))
 
 
-def sealed_files(index: Index) -> list[tuple[tuple[str, ...], str]]:
-    """Return the files beside the shards, with the checksum of those that are sealed together."""
-    found: list[tuple[tuple[str, ...], str]] = [(("tokenizer.json",), index.tokenizer)]
+def checksummed_files(index: Index) -> list[tuple[tuple[str, ...], str]]:
+    """Return groups of files next to the shards, each with the joint checksum of the group."""
+    groups: list[tuple[tuple[str, ...], str]] = [(("tokenizer.json",), index.tokenizer)]
     if index.chat is not msgspec.UNSET:
         media = (MEDIA_FILE,) if index.kind == "media" else ()
-        found.append((("chat_template.jinja", "tokenizer_config.json", *media), index.chat))
-    return found
+        groups.append((("chat_template.jinja", "tokenizer_config.json", *media), index.chat))
+    return groups
 
 
-def sealed(value: msgspec.Struct, field: str) -> bytes:
+def encode_sealed(value: msgspec.Struct, field: str) -> bytes:
     """Encode `value` with its own checksum.
 
-    Its member `field` becomes the hexadecimal xxh3-128 of the same with that member empty.
+    The member `field` becomes the hexadecimal xxh3-128 of the encoding in which it is empty.
     """
-    name = xxhash.xxh3_128_hexdigest(_encode(msgspec.structs.replace(value, **{field: ""})))
-    return _encode(msgspec.structs.replace(value, **{field: name}))
+    digest = xxhash.xxh3_128_hexdigest(_encode(msgspec.structs.replace(value, **{field: ""})))
+    return _encode(msgspec.structs.replace(value, **{field: digest}))
 
 
-_SEAL = re.compile(rb'"checksum": "([0-9a-f]{32})"\n\}\n\Z')
+_CHECKSUM_FIELD = re.compile(rb'"checksum": "([0-9a-f]{32})"\n\}\n\Z')
 
 
-def seal_holds(content: bytes) -> bool:
-    """Return whether the bytes that `sealed` wrote with a last member `checksum` are unchanged."""
-    found = _SEAL.search(content)
-    if found is None:
+def is_intact(content: bytes) -> bool:
+    """Return whether bytes written by `encode_sealed`, with `checksum` last, are unchanged."""
+    match = _CHECKSUM_FIELD.search(content)
+    if match is None:
         return False
-    empty = content[: found.start(1)] + content[found.end(1) :]
-    return xxhash.xxh3_128_hexdigest(empty) == found[1].decode()
+    unsealed = content[: match.start(1)] + content[match.end(1) :]
+    return xxhash.xxh3_128_hexdigest(unsealed) == match[1].decode()
 
 
 def encode_index(index: Index) -> bytes:
-    """Encode an index with its fingerprint; the same index always gives the same bytes."""
-    return sealed(index, "fingerprint")
+    """Encode an index with its fingerprint, deterministically."""
+    return encode_sealed(index, "fingerprint")
 
 
 def decode_index(content: bytes) -> Index:
-    """Read an index and check every byte of it.
+    """Decode an index and check all its bytes.
 
     Raises:
-        ValueError: the bytes are not exactly what `encode_index` wrote.
+        ValueError: the bytes are not exactly those that `encode_index` wrote.
     """
     index = msgspec.json.decode(content, type=Index)
     if encode_index(index) != content:
-        raise ValueError("its fingerprint does not match its content")
+        raise ValueError("the fingerprint does not match the content")
     return index
 
 
@@ -239,6 +240,6 @@ def _encode(value: msgspec.Struct) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
 
 
-def _require(holds: bool, name: str, value: object) -> None:
-    if not holds:
+def _require(condition: bool, name: str, value: object) -> None:
+    if not condition:
         raise ValueError(f"{name} cannot be {value!r}")

@@ -1,9 +1,9 @@
-"""Keeps decoded frames: of one process in its memory, or in a file that local processes share.
+"""Caches of decoded frames, in the memory of a process or in a file that local processes share.
 
-Processes that read the same split each need all frames of a window, for a few rows of each. With a
-shared file a frame is decompressed and checked once a machine: whoever needs it first leaves it
-there. Nobody waits or locks: a slot that another process is writing fails its checksum, and the
-reader decodes the frame itself.
+Processes that read the same split all need every frame of a window, for a few rows each. With a
+shared file, a frame is decompressed and checked once per machine, by the first process that needs
+it. There are no locks: a slot that another process is writing fails its checksum, and the reader
+then decodes the frame itself.
 """
 
 import logging
@@ -23,10 +23,11 @@ from ms_data.disk.format import checksum
 from ms_data.disk.shard import Frame
 from ms_data.errors import SettingError
 
-_HEAD = struct.Struct("<QQQII")
-"""Checksum (of the body, seeded with that of the rest), frame, position, tokens, ends."""
-_ROOM_FOR_ENDS = 4
-"""A slot has room for one document end per so many tokens; a frame with more is not shared."""
+_HEADER = struct.Struct("<QQQII")
+"""Checksum (of the body, seeded with the checksum of the other fields), frame number, position,
+tokens, ends."""
+_TOKENS_PER_END = 4
+"""A slot has space for one document end per four tokens; fuller frames are not cached."""
 _log = logging.getLogger(__name__)
 
 
@@ -34,52 +35,52 @@ class FrameCache(Protocol):
     """A cache of decoded frames."""
 
     def get(self, number: int) -> Frame | None:
-        """Return the frame of this number in the split, if it is there."""
+        """Return frame `number` of the split if it is cached."""
 
     def put(self, number: int, frame: Frame) -> None:
-        """Keep a frame, perhaps in another's place."""
+        """Cache a frame; may evict another."""
 
 
-class LastUsedFrames:
-    """The frames that this process used most recently.
+class LRUFrameCache:
+    """LRU cache of the frames of this process.
 
     Args:
-        most: how many.
+        capacity: maximum number of frames.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
         self._frames: OrderedDict[int, Frame] = OrderedDict()
 
     def get(self, number: int) -> Frame | None:
-        """Return the frame of this number in the split, if it is there."""
+        """Return frame `number` of the split if it is cached."""
         frame = self._frames.get(number)
         if frame is not None:
             self._frames.move_to_end(number)
         return frame
 
     def put(self, number: int, frame: Frame) -> None:
-        """Keep a frame in place of the least recently used one."""
+        """Cache a frame; evicts the least recently used one if the cache is full."""
         self._frames[number] = frame
-        if len(self._frames) > self._most:
+        if len(self._frames) > self._capacity:
             self._frames.popitem(last=False)
 
 
-class SharedFrames:
-    """Frames in one file, each in the slot that follows from its number.
+class SharedFrameCache:
+    """Frame cache in one file; the frame number determines the slot.
 
-    The file is this user's alone. Each process that ends removes its name; those that have it open
-    go on with it. A file that a killed process left is used again.
+    The file belongs to this user. Every process removes the file name when it ends; processes that
+    have the file open can still use it. A file left behind by a killed process is reused.
 
     Args:
-        folder: on this machine, best in memory, such as /dev/shm.
-        name: of the split; other data have other names.
-        frame_tokens: most tokens in a frame.
-        token_type: of its tokens.
-        size_bytes: of the file at most; at least one slot.
+        folder: folder on this machine, best in memory, such as /dev/shm.
+        name: name of the split, unique to the data.
+        frame_tokens: maximum tokens per frame.
+        token_type: type of a token.
+        size_bytes: maximum file size; there is at least one slot.
 
     Raises:
-        SettingError: the folder cannot hold the file, or a file of that name is another's.
+        SettingError: the file cannot be created in the folder, or belongs to another user.
     """
 
     def __init__(
@@ -91,9 +92,9 @@ class SharedFrames:
         token_type: DTypeLike,
         size_bytes: int,
     ) -> None:
-        self._type = np.dtype(token_type).newbyteorder("<")
-        most = frame_tokens * self._type.itemsize + frame_tokens // _ROOM_FOR_ENDS * 8
-        self._slot_bytes = _HEAD.size + most
+        self._token_type = np.dtype(token_type).newbyteorder("<")
+        body_bytes = frame_tokens * self._token_type.itemsize + frame_tokens // _TOKENS_PER_END * 8
+        self._slot_bytes = _HEADER.size + body_bytes
         self._slots = max(1, size_bytes // self._slot_bytes)
         self._frame_tokens = frame_tokens
         self._last: tuple[int, Frame] | None = None
@@ -104,58 +105,59 @@ class SharedFrames:
             self._descriptor = os.open(path, flags, 0o600)
         except OSError as error:
             raise SettingError(
-                f"shared_cache: {path} cannot be opened: {error.strerror}; give a folder of this"
-                " machine that can be written, such as /dev/shm"
+                f"shared_cache: {path} cannot be opened: {error.strerror}; use a writable folder"
+                " on this machine, such as /dev/shm"
             ) from error
-        self._finalizer = weakref.finalize(self, _leave, self._descriptor, path, os.getpid())
-        found = os.fstat(self._descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        self._finalizer = weakref.finalize(
+            self, _close_and_unlink, self._descriptor, path, os.getpid()
+        )
+        info = os.fstat(self._descriptor)
+        if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
             raise SettingError(
-                f"shared_cache: {path} is not a file of this user; remove it, or give another"
-                " folder"
+                f"shared_cache: {path} is not a file of this user; remove it or use another folder"
             )
 
     def get(self, number: int) -> Frame | None:
-        """Return the frame of this number in the split, if its slot holds it whole."""
+        """Return frame `number` of the split if its slot holds it intact."""
         if self._last is not None and self._last[0] == number:
             return self._last[1]
-        found = self._read(number)
-        if found is not None:
-            self._last = number, found
-        return found
+        frame = self._read(number)
+        if frame is not None:
+            self._last = number, frame
+        return frame
 
     def _read(self, number: int) -> Frame | None:
         offset = self._offset(number)
         try:
-            head = os.pread(self._descriptor, _HEAD.size, offset)
-            if len(head) < _HEAD.size:
+            header = os.pread(self._descriptor, _HEADER.size, offset)
+            if len(header) < _HEADER.size:
                 return None
-            expected, held, position, tokens, ends = _HEAD.unpack(head)
-            size = tokens * self._type.itemsize + ends * 8
-            if held != number or not tokens or size > self._slot_bytes - _HEAD.size:
+            expected, cached_number, position, tokens, ends = _HEADER.unpack(header)
+            size = tokens * self._token_type.itemsize + ends * 8
+            if cached_number != number or not tokens or size > self._slot_bytes - _HEADER.size:
                 return None
             body = np.empty(size, np.uint8)
-            if os.preadv(self._descriptor, [body.data], offset + _HEAD.size) != size:
+            if os.preadv(self._descriptor, [body.data], offset + _HEADER.size) != size:
                 return None
         except OSError:
             return None
-        if checksum(body.data, seed=checksum(head[8:])) != expected:
+        if checksum(body.data, seed=checksum(header[8:])) != expected:
             return None
-        stop = tokens * self._type.itemsize
+        stop = tokens * self._token_type.itemsize
         bounds: NDArray[np.int64] = np.frombuffer(body, "<i8", ends, stop)
-        return Frame(np.frombuffer(body, self._type, tokens), bounds, position)
+        return Frame(np.frombuffer(body, self._token_type, tokens), bounds, position)
 
     def put(self, number: int, frame: Frame) -> None:
-        """Keep a frame in its slot, whatever lay there."""
+        """Store a frame in its slot, replacing any other frame."""
         self._last = number, frame
-        body = frame.tokens.astype(self._type, copy=False).tobytes()
+        body = frame.tokens.astype(self._token_type, copy=False).tobytes()
         body += frame.ends.astype("<i8", copy=False).tobytes()
-        if not self._writable or len(body) > self._slot_bytes - _HEAD.size:
+        if not self._writable or len(body) > self._slot_bytes - _HEADER.size:
             return
-        head = _HEAD.pack(0, number, frame.position, len(frame.tokens), len(frame.ends))[8:]
-        expected = checksum(body, seed=checksum(head)).to_bytes(8, "little")
+        header = _HEADER.pack(0, number, frame.position, len(frame.tokens), len(frame.ends))[8:]
+        expected = checksum(body, seed=checksum(header)).to_bytes(8, "little")
         try:
-            os.pwritev(self._descriptor, [expected, head, body], self._offset(number))
+            os.pwritev(self._descriptor, [expected, header, body], self._offset(number))
         except OSError as error:
             self._writable = False
             _log.warning("decoded frames are no longer shared: %s", error.strerror)
@@ -164,9 +166,9 @@ class SharedFrames:
         return number % self._slots * self._slot_bytes
 
 
-def _leave(descriptor: int, path: Path, process: int) -> None:
-    """Close the file, and remove its name if it is still this file's."""
-    if os.getpid() != process:  # a fork, whose parent goes on with it
+def _close_and_unlink(descriptor: int, path: Path, process: int) -> None:
+    """Close the file, and remove its name unless another file has it by now."""
+    if os.getpid() != process:  # in a forked child; the parent still uses the file
         return
     with suppress(OSError):
         if os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False)):

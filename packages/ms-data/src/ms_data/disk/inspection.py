@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from ms_data.disk.format import BUILD_FILE, MEDIA_SUFFIX, seal_holds
+from ms_data.disk.format import BUILD_FILE, MEDIA_SUFFIX, is_intact
 from ms_data.disk.split import dataset_folder, read_index
 from ms_data.errors import SettingError
 from ms_data.files.untrusted import read_bytes
@@ -14,24 +14,24 @@ _LIMIT_BYTES = 1 << 20
 
 
 class _Record(msgspec.Struct):
-    """The part of a build.json that is shown."""
+    """The displayed part of build.json."""
 
     summary: dict[str, Any]
 
 
 class SplitInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One split of a dataset."""
+    """Size of one split."""
 
     shards: int
     documents: int
     tokens: int
     size_bytes: int
     media_size_bytes: int = 0
-    """Shards of its pictures and sounds, which the others do not count."""
+    """Size of the shards with its images and audio, not included in `size_bytes`."""
 
 
 class DatasetInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A dataset in a few numbers."""
+    """Summary of a dataset."""
 
     folder: str
     fingerprint: str
@@ -41,8 +41,8 @@ class DatasetInfo(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str
     splits: dict[str, SplitInfo]
     build: dict[str, Any] | None = None
-    """The summary of the build: what was left out, and how documents begin and end. None for a
-    dataset that was imported, or whose build.json is damaged (see `verify`)."""
+    """Summary of the build: what was skipped, and how documents start and end. None for an imported
+    dataset, or if build.json is damaged (see `verify`)."""
 
 
 def inspect(folder: str | Path) -> DatasetInfo:
@@ -50,7 +50,7 @@ def inspect(folder: str | Path) -> DatasetInfo:
 
     Raises:
         SettingError: the folder holds no dataset.
-        DamageError: its index is not what was written.
+        DamageError: the index is damaged.
     """
     index = read_index(dataset_folder(folder))
     splits = {}
@@ -73,17 +73,17 @@ def inspect(folder: str | Path) -> DatasetInfo:
         end_of_text=index.end_of_text,
         tokenizer=index.tokenizer,
         splits=splits,
-        build=_summary(Path(folder) / BUILD_FILE),
+        build=_read_summary(Path(folder) / BUILD_FILE),
     )
 
 
-def _summary(path: Path) -> dict[str, Any] | None:
-    """Read the summary in a build.json."""
+def _read_summary(path: Path) -> dict[str, Any] | None:
+    """Return the summary in a build.json, or None."""
     try:
         content = read_bytes(path, error=SettingError, limit_bytes=_LIMIT_BYTES)
     except SettingError:
         return None
-    if not seal_holds(content):
+    if not is_intact(content):
         return None
     try:
         return msgspec.json.decode(content, type=_Record).summary

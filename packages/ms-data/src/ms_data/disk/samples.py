@@ -1,13 +1,12 @@
 """Packs conversations and preference pairs as documents of a shard, and reads them by number.
 
-A sample is one document of 32-bit words: a header, then tokens whose highest bit says whether
-they are trained on.
+A sample is one document of 32-bit words: a header, then tokens whose highest bit is the loss mask.
 
-    conversations   weight (float32), tokens
-    media           weight, place of its pictures and sounds (64 bits, 32 bits), tokens
-    preferences     weight, margin (float32), tokens of the chosen part, chosen, rejected
+        conversations   weight (float32), tokens
+        media           weight, start (64 bits) and size (32 bits) of its media, tokens
+        preferences     weight, margin (float32), number of chosen tokens, chosen, rejected
 
-The chosen and the rejected part of a pair hold the prompt each, as they are trained on.
+Both responses of a pair include the prompt.
 """
 
 from collections.abc import Sequence
@@ -19,14 +18,14 @@ import xxhash
 from numpy.typing import NDArray
 
 from ms_data.disk.format import (
-    KINDS,
+    DOCUMENT_KINDS,
     LOSS_BIT,
     MEDIA_FILE,
     MEDIA_SUFFIX,
-    Kind,
-    sealed_files,
+    DocumentKind,
+    checksummed_files,
 )
-from ms_data.disk.media import PlacedItem, media_place, read_media
+from ms_data.disk.media import PlacedItem, media_span, read_media
 from ms_data.disk.split import Split, dataset_folder
 from ms_data.errors import DamageError, SettingError
 from ms_data.files.untrusted import read_bytes
@@ -34,7 +33,7 @@ from ms_data.media.processor import Processor
 from ms_data.media.settings import MediaSettings
 
 CACHE_BYTES = 32 << 20
-"""Decoded frames that are kept."""
+"""Size of the cache of decoded frames."""
 
 _Words = NDArray[np.uint32]
 
@@ -45,12 +44,12 @@ class Sample(NamedTuple):
     tokens: NDArray[np.int64]
     """Shape (n,)."""
     loss_mask: NDArray[np.bool_]
-    """Shape (n,): whether the token is one of the assistant's, which are trained on."""
+    """Shape (n,): True for tokens with loss, those of the assistant."""
     weight: float = 1.0
 
 
 class PairSample(NamedTuple):
-    """Two answers to one prompt, each with the prompt before it."""
+    """Two responses to one prompt, each including the prompt."""
 
     chosen: Sample
     rejected: Sample
@@ -60,52 +59,58 @@ class PairSample(NamedTuple):
 
 def pack_sample(sample: Sample) -> _Words:
     """Pack a conversation as words, shape (n + 1,)."""
-    return np.concatenate((_floats(sample.weight), _marked(sample)))
+    return np.concatenate((_float_words(sample.weight), _words_with_loss_bit(sample)))
 
 
 def pack_media_sample(sample: Sample) -> _Words:
-    """Pack a conversation that may have pictures and sounds, which `place_media` adds."""
-    return np.concatenate((_floats(sample.weight), np.zeros(3, np.uint32), _marked(sample)))
+    """Pack a conversation with images or audio; `set_media_span` completes the header."""
+    return np.concatenate(
+        (_float_words(sample.weight), np.zeros(3, np.uint32), _words_with_loss_bit(sample))
+    )
 
 
 def pack_pair(pair: PairSample) -> _Words:
-    """Pack a pair as words."""
+    """Pack a preference pair as words."""
     size = np.array([len(pair.chosen.tokens)], np.uint32)
-    header = (_floats(pair.weight, pair.margin), size)
-    return np.concatenate((*header, _marked(pair.chosen), _marked(pair.rejected)))
+    header = (_float_words(pair.weight, pair.margin), size)
+    return np.concatenate(
+        (*header, _words_with_loss_bit(pair.chosen), _words_with_loss_bit(pair.rejected))
+    )
 
 
 class Samples(Sequence[Sample | PairSample]):
-    """The samples of one split, by number, in the order of the corpus.
+    """The samples of one split by number, in the order of the corpus.
 
     Args:
-        folder: what `build` wrote from an instruction or preference set.
+        folder: output folder of `build` for an instruction or preference dataset.
         split: `train` or `held_out`.
-        kind: `conversations`, those with pictures and sound included, or `preferences`, if it must
-            be one of them.
+        kind: required type: `conversations`, including those with images and audio, or
+            `preferences`. None: any.
 
     Raises:
-        SettingError: the folder holds no samples of this kind, or no such split.
-        DamageError: bytes are not those that were written.
+        SettingError: the folder holds no samples of this type, or no such split.
+        DamageError: data on disk is damaged.
     """
 
     def __init__(
-        self, folder: str | Path, split: str = "train", *, kind: Kind | None = None
+        self, folder: str | Path, split: str = "train", *, kind: DocumentKind | None = None
     ) -> None:
         self.folder, self.split = dataset_folder(folder), split
-        kinds: tuple[Kind, ...] = (kind,) if kind else ("conversations", "preferences", "media")
+        kinds: tuple[DocumentKind, ...] = (
+            (kind,) if kind else ("conversations", "preferences", "media")
+        )
         if kind == "conversations":
             kinds = ("conversations", "media")
         self._split = Split(folder, split, kinds=kinds, cache_bytes=CACHE_BYTES)
-        self.kind: Kind = self._split.kind
+        self.kind: DocumentKind = self._split.kind
         self.dataset_index = self._split.index
-        """What the tokens mean, and the dataset's fingerprint."""
+        """Index of the dataset, with the fingerprint."""
         self._media: Split | None = None
-        self._header = KINDS[self.kind].header_words
+        self._header = DOCUMENT_KINDS[self.kind].header_words
         ends = self._split.all_ends()
         self._starts = np.concatenate(([0], ends[:-1])).astype(np.int64)
         self.sizes: NDArray[np.int64] = np.diff(ends, prepend=0) - self._header
-        """Tokens of each sample, shape (count,); of a pair, both parts together."""
+        """Tokens per sample, shape (count,); for pairs, both responses together."""
         if not len(self.sizes) or int(self.sizes.min()) < 1:
             raise DamageError(Path(folder, "index.json"), "index", "a sample has no tokens")
 
@@ -116,66 +121,66 @@ class Samples(Sequence[Sample | PairSample]):
         words = self._words(number)
         floats = words[:2].view(np.float32)
         if self.kind != "preferences":
-            return _read(words[self._header :], float(floats[0]))
+            return _unpack_sample(words[self._header :], float(floats[0]))
         size, body = int(words[2]), words[self._header :]
         if not 0 < size < len(body):
-            raise DamageError(self._split.folder, f"sample {number}", "its parts have no tokens")
-        chosen, rejected = _read(body[:size], 1.0), _read(body[size:], 1.0)
+            raise DamageError(self._split.folder, f"sample {number}", "a response has no tokens")
+        chosen, rejected = _unpack_sample(body[:size], 1.0), _unpack_sample(body[size:], 1.0)
         return PairSample(chosen, rejected, float(floats[0]), float(floats[1]))
 
     def conversation(self, number: int) -> Sample:
-        """Read sample `number` of a dataset of conversations."""
-        found = self[number]
-        if not isinstance(found, Sample):
-            raise SettingError("preference pairs where conversations are asked for")
-        return found
+        """Return sample `number` of a conversation dataset."""
+        sample = self[number]
+        if not isinstance(sample, Sample):
+            raise SettingError("the dataset holds preference pairs, conversations are needed")
+        return sample
 
     def pair(self, number: int) -> PairSample:
-        """Read sample `number` of a dataset of preference pairs."""
-        found = self[number]
-        if not isinstance(found, PairSample):
-            raise SettingError("conversations where preference pairs are asked for")
-        return found
+        """Return sample `number` of a preference dataset."""
+        sample = self[number]
+        if not isinstance(sample, PairSample):
+            raise SettingError("the dataset holds conversations, preference pairs are needed")
+        return sample
 
     def media(self, number: int) -> list[PlacedItem]:
-        """Read the pictures and sounds of sample `number`, in their order.
+        """Return the images and audio of sample `number`, in order.
 
         Raises:
-            DamageError: bytes are not those that were written.
+            DamageError: data on disk is damaged.
         """
         if self.kind != "media":
             return []
-        start, size = media_place(self._words(number, header=True))
+        start, size = media_span(self._words(number, header=True))
         if not size:
             return []
         if self._media is None:
             name = self.split + MEDIA_SUFFIX
             self._media = Split(self.folder, name, kinds=("media",), cache_bytes=1 << 17)
-        where = f"media of sample {number}"
+        part = f"media of sample {number}"
         if start + size > self._media.tokens:
-            raise DamageError(self.folder, where, "lie beyond their shards")
+            raise DamageError(self.folder, part, "extend past the end of the shards")
         try:
-            found = read_media(self._media.read(start, start + size).view(np.uint32))
+            items = read_media(self._media.read(start, start + size).view(np.uint32))
         except ValueError as error:
-            raise DamageError(self.folder, where, str(error)) from error
-        if any(one.stop > self.sizes[number] for one in found):
-            raise DamageError(self.folder, where, "stand beyond its tokens")
-        return found
+            raise DamageError(self.folder, part, str(error)) from error
+        if any(item.stop > self.sizes[number] for item in items):
+            raise DamageError(self.folder, part, "extend past the tokens of the sample")
+        return items
 
     @property
     def processor(self) -> Processor | None:
-        """The processor that prepares pictures and sounds for a model; None where there are none.
+        """The processor for the images and audio; None for a dataset without.
 
         Raises:
-            DamageError: its file is not the one that was written.
+            DamageError: the file with the processor settings is damaged.
         """
         if self.kind != "media":
             return None
-        names, expected = sealed_files(self.dataset_index)[-1]
+        names, expected = checksummed_files(self.dataset_index)[-1]
         contents = [read_bytes(self.folder / name, error=SettingError) for name in names]
         path = self.folder / MEDIA_FILE
         if xxhash.xxh3_128_hexdigest(b"".join(contents)) != expected:
-            raise DamageError(path, "file", "its checksum is not the one in the index")
+            raise DamageError(path, "file", "checksum differs from the index")
         return Processor(MediaSettings.decode(contents[-1], path))
 
     def _words(self, number: int, *, header: bool = False) -> _Words:
@@ -184,15 +189,15 @@ class Samples(Sequence[Sample | PairSample]):
         return self._split.read(start, stop).view(np.uint32)
 
 
-def _floats(*values: float) -> _Words:
+def _float_words(*values: float) -> _Words:
     return np.array(values, "<f4").view(np.uint32)
 
 
-def _marked(sample: Sample) -> _Words:
+def _words_with_loss_bit(sample: Sample) -> _Words:
     words = sample.tokens.astype(np.uint32)
     words[sample.loss_mask] |= LOSS_BIT
     return words
 
 
-def _read(words: _Words, weight: float) -> Sample:
+def _unpack_sample(words: _Words, weight: float) -> Sample:
     return Sample((words & ~LOSS_BIT).astype(np.int64), (words & LOSS_BIT) != 0, weight)

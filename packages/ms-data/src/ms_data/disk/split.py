@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ms_data.disk.format import KINDS, Index, Kind, decode_index, frames_of
-from ms_data.disk.frame_cache import FrameCache, LastUsedFrames, SharedFrames
+from ms_data.disk.format import DOCUMENT_KINDS, DocumentKind, Index, decode_index, frame_count
+from ms_data.disk.frame_cache import FrameCache, LRUFrameCache, SharedFrameCache
 from ms_data.disk.shard import Frame, Shard
 from ms_data.errors import DamageError, SettingError, printable
 from ms_data.files.untrusted import check_path, open_file
@@ -83,7 +83,7 @@ class Split:
         folder: str | Path,
         name: str,
         *,
-        kinds: tuple[Kind, ...] = ("text",),
+        kinds: tuple[DocumentKind, ...] = ("text",),
         cache_bytes: int = 0,
         shared_cache: str | Path | None = None,
     ) -> None:
@@ -91,7 +91,7 @@ class Split:
         self.index = read_index(self.folder)
         self.kind = self.index.document_kind
         if self.kind not in kinds:
-            held, wanted = KINDS[self.kind], KINDS[kinds[0]]
+            held, wanted = DOCUMENT_KINDS[self.kind], DOCUMENT_KINDS[kinds[0]]
             raise SettingError(
                 f"{folder} holds {held.label}, read by {held.stream}; give {wanted.label}"
             )
@@ -104,7 +104,7 @@ class Split:
         self._frames_before = [
             0,
             *accumulate(
-                frames_of(entry.tokens, self.index.frame_tokens) for entry in self._entries
+                frame_count(entry.tokens, self.index.frame_tokens) for entry in self._entries
             ),
         ]
         self._frames = self._cache(name, cache_bytes, shared_cache)
@@ -181,9 +181,9 @@ class Split:
     def _cache(self, name: str, size_bytes: int, folder: str | Path | None) -> FrameCache:
         tokens, kind = self.index.frame_tokens, self.index.token_type
         if folder is None:
-            return LastUsedFrames(max(1, size_bytes // (tokens * np.dtype(kind).itemsize)))
+            return LRUFrameCache(max(1, size_bytes // (tokens * np.dtype(kind).itemsize)))
         check_path("shared_cache", folder, error=SettingError)
-        return SharedFrames(
+        return SharedFrameCache(
             Path(folder),
             f"ms-data-{os.geteuid()}-{self.index.fingerprint}-{name}",
             frame_tokens=tokens,

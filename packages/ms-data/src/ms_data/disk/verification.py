@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from ms_data.disk.format import (
     BUILD_FILE,
-    KINDS,
+    DOCUMENT_KINDS,
     LOSS_BIT,
     MAGIC,
     Index,
     ShardEntry,
-    seal_holds,
-    sealed_files,
+    checksummed_files,
+    is_intact,
 )
 from ms_data.disk.shard import Frame, Shard
 from ms_data.disk.split import dataset_folder, read_index
@@ -28,15 +28,15 @@ from ms_data.errors import DamageError, SettingError
 from ms_data.files.untrusted import open_file
 
 _PIECE_BYTES = 1 << 17
-"""About what a frame takes on disk at most."""
+"""Read size, about the largest compressed frame."""
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """One thing that is not as it was written."""
+    """A damaged part of a dataset."""
 
     file: str
     part: str
-    """The damaged part, such as `frame 12`, `frame table` or `footer`."""
+    """Damaged part, such as `frame 12`, `frame table` or `footer`."""
     problem: str
 
     def __str__(self) -> str:
@@ -44,31 +44,31 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What `verify` found."""
+    """Result of `verify`."""
 
     faults: tuple[Fault, ...]
     shards: int
     frames: int
-    """Frames that were decoded."""
+    """Number of decoded frames."""
     size_bytes: int
-    """Bytes of all shards."""
+    """Total size of all shards."""
     unchecked: tuple[str, ...] = ()
-    """Other files of the folder, which the index knows nothing of."""
+    """Other files in the folder, which are not part of the dataset."""
 
     @property
     def ok(self) -> bool:
-        """Whether all bytes of the dataset are as they were written."""
+        """Whether the dataset is undamaged."""
         return not self.faults
 
 
 def verify(
-    folder: str | Path, *, on_progress: Callable[[int, int], None] = lambda done, total: None
+    folder: str | Path, *, on_progress: Callable[[int, int], None] = lambda bytes_done, total: None
 ) -> Report:
-    """Read and decode the whole dataset in `folder` and report all damage, by file and part.
+    """Read and decode the dataset in `folder` completely, and report all damage by file and part.
 
     Args:
-        folder: a folder that `build` wrote.
-        on_progress: called with the bytes that are checked, and all, after each shard.
+        folder: output folder of `build`.
+        on_progress: called after every shard with the bytes checked so far and the total.
 
     Raises:
         SettingError: the folder holds no dataset.
@@ -80,15 +80,15 @@ def verify(
         return Report(faults=(_fault(error),), shards=0, frames=0, size_bytes=0)
     total = sum(entry.size_bytes for entry in index.shards)
     faults = _check_files(folder, index)
-    frames = done = 0
-    # Reading, checksums and zstd let go of the interpreter, so threads use all cores.
+    frames = bytes_done = 0
+    # Reading, checksums and zstd release the GIL, so threads use all cores.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = pool.map(lambda entry: _check_shard(folder, entry, index), index.shards)
-        for entry, (found, checked) in zip(index.shards, results, strict=True):
-            faults += found
-            frames += checked
-            done += entry.size_bytes
-            on_progress(done, total)
+        for entry, (shard_faults, shard_frames) in zip(index.shards, results, strict=True):
+            faults += shard_faults
+            frames += shard_frames
+            bytes_done += entry.size_bytes
+            on_progress(bytes_done, total)
     return Report(
         faults=tuple(faults),
         shards=len(index.shards),
@@ -99,22 +99,22 @@ def verify(
 
 
 def _unchecked(folder: Path, index: Index) -> tuple[str, ...]:
-    """Name what is in the folder and is not part of the dataset."""
+    """Return the names of the files in the folder that are not part of the dataset."""
     known = {"index.json", BUILD_FILE, *(entry.name for entry in index.shards)}
-    known |= {name for names, _ in sealed_files(index) for name in names}
+    known |= {name for names, _ in checksummed_files(index) for name in names}
     return tuple(sorted(path.name for path in folder.iterdir() if path.name not in known))
 
 
 def _check_files(folder: Path, index: Index) -> list[Fault]:
-    """Check build.json, the tokenizer and, of an instruction set, the files of its template."""
+    """Check build.json, the tokenizer, and the chat template of instruction datasets."""
     record = folder / BUILD_FILE
     try:
-        # Imported datasets have none.
-        if record.exists() and not seal_holds(_read(record)):
-            return [Fault(BUILD_FILE, "file", "its checksum does not match its content")]
+        # Imported datasets have no build.json.
+        if record.exists() and not is_intact(_read(record)):
+            return [Fault(BUILD_FILE, "file", "checksum mismatch")]
     except OSError as error:
         return [Fault(BUILD_FILE, "file", f"cannot be read: {error.strerror}")]
-    for names, expected in sealed_files(index):
+    for names, expected in checksummed_files(index):
         content = b""
         for name in names:
             try:
@@ -123,17 +123,17 @@ def _check_files(folder: Path, index: Index) -> list[Fault]:
                 return [Fault(name, "file", f"cannot be read: {error.strerror}")]
         if xxhash.xxh3_128_hexdigest(content) != expected:
             others = "".join(f"with {name}, " for name in names[:-1])
-            return [Fault(names[-1], "file", f"{others}its checksum is not the one in the index")]
+            return [Fault(names[-1], "file", f"{others}checksum differs from the index")]
     return []
 
 
 def _check_shard(folder: Path, entry: ShardEntry, index: Index) -> tuple[list[Fault], int]:
-    """Find the faults of one shard, and count its frames that were decoded."""
+    """Return the faults of one shard and the number of its decoded frames."""
     try:
         shard = Shard(folder, entry, index.frame_tokens)
     except DamageError as error:
-        cut = _frame_cut_off(folder / entry.name, entry)
-        return [Fault(error.file, cut or error.part, error.problem)], 0
+        truncated_frame = _truncated_frame(folder / entry.name, entry)
+        return [Fault(error.file, truncated_frame or error.part, error.problem)], 0
     faults: list[Fault] = []
     decoded = 0
     position: int | None = 0
@@ -149,30 +149,30 @@ def _check_shard(folder: Path, entry: ShardEntry, index: Index) -> tuple[list[Fa
             faults.append(Fault(entry.name, f"frame {number}", problem))
         position = _position_after(frame)
     if position:
-        faults.append(Fault(entry.name, "footer", "the last document has no end"))
+        faults.append(Fault(entry.name, "footer", "the last document is not terminated"))
     shard.close()
     return faults, decoded
 
 
 def _inconsistency(frame: Frame, position: int | None, index: Index, *, media: bool) -> str | None:
-    """Find what cannot be in a frame whose bytes are those that were written."""
+    """Return a logical error in a frame whose checksum is correct, or None."""
     text = index.document_kind == "text"
-    tokens = frame.tokens if text else _without_headers(frame, index)
+    tokens = frame.tokens if text else _drop_headers(frame, index)
     if not media and tokens.size and int(tokens.max()) >= index.vocabulary_size:
         return "a token is outside the vocabulary"
     if text and (frame.tokens[frame.ends - 1] != index.end_of_text).any():
-        return "a document does not end in the end of text"
+        return "a document does not end with the end-of-text token"
     if position is not None and frame.position != position:
-        return "it does not go on where the frame before it stops"
+        return "it does not continue the previous frame"
     return None
 
 
-def _without_headers(frame: Frame, index: Index) -> NDArray[np.unsignedinteger]:
-    """Return the tokens of conversations or pairs, whose documents have a header each."""
+def _drop_headers(frame: Frame, index: Index) -> NDArray[np.unsignedinteger]:
+    """Return the tokens of conversations or pairs, without the header of each document."""
     starts = np.concatenate(([-frame.position], frame.ends[frame.ends < len(frame.tokens)]))
-    place = np.arange(len(frame.tokens))
-    place -= np.repeat(starts, np.diff(np.maximum(starts, 0), append=len(frame.tokens)))
-    return frame.tokens[place >= KINDS[index.document_kind].header_words] & ~LOSS_BIT
+    position = np.arange(len(frame.tokens))  # within the document
+    position -= np.repeat(starts, np.diff(np.maximum(starts, 0), append=len(frame.tokens)))
+    return frame.tokens[position >= DOCUMENT_KINDS[index.document_kind].header_words] & ~LOSS_BIT
 
 
 def _position_after(frame: Frame) -> int:
@@ -189,27 +189,27 @@ def _read(path: Path) -> bytes:
         raise OSError(errno.EINVAL, "not a file") from error
 
 
-def _frame_cut_off(path: Path, entry: ShardEntry) -> str | None:
-    """Name the frame in which a shortened file ends, by unpacking what is there."""
+def _truncated_frame(path: Path, entry: ShardEntry) -> str | None:
+    """Return the frame in which a truncated file ends, by decompressing the file."""
     try:
         content = _read(path)
     except OSError:
         return None
     if not len(MAGIC) <= len(content) < entry.size_bytes:
         return None
-    number, at = 0, len(MAGIC)
+    number, offset = 0, len(MAGIC)
     while True:
-        unpacker = zstandard.ZstdDecompressor().decompressobj()
-        while not unpacker.eof:
-            piece = content[at : at + _PIECE_BYTES]
+        decompressor = zstandard.ZstdDecompressor().decompressobj()
+        while not decompressor.eof:
+            piece = content[offset : offset + _PIECE_BYTES]
             if not piece:
                 return f"frame {number}"
             try:
-                unpacker.decompress(piece)
+                decompressor.decompress(piece)
             except zstandard.ZstdError:
-                return None  # all frames are there: it is the table that is cut
-            at += len(piece)
-        number, at = number + 1, at - len(unpacker.unused_data)
+                return None  # all frames are complete; the file ends in the table
+            offset += len(piece)
+        number, offset = number + 1, offset - len(decompressor.unused_data)
 
 
 def _fault(error: DamageError) -> Fault:

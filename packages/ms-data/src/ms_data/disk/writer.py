@@ -1,4 +1,4 @@
-"""Writes documents into shards, in such a way that a killed writer can go on."""
+"""Writes documents into shards; a killed writer can resume."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -25,13 +25,13 @@ from ms_data.disk.format import (
 from ms_data.errors import OutputError
 
 COMPRESSION_LEVEL = 3
-"""On tokens, levels 9 and 19 save 9% and 13% more at a quarter and a sixtieth of the speed."""
+"""On tokens, levels 9 and 19 save 9% and 13% more, at 1/4 and 1/60 of the speed."""
 
 _PIECE_BYTES = 1 << 20
 
 
 class ShardState(msgspec.Struct, frozen=True, kw_only=True):
-    """A shard that is being written: what is on disk already, and what is not yet."""
+    """State of an unfinished shard: what is on disk, and what is still in memory."""
 
     name: str
     split: str
@@ -40,27 +40,27 @@ class ShardState(msgspec.Struct, frozen=True, kw_only=True):
     documents: int
     position: int
     pending: bytes
-    """Tokens of the frame that is not full yet."""
+    """Tokens of the unfinished frame."""
     ends: tuple[int, ...]
-    """Document ends in that frame."""
+    """Document ends in the unfinished frame."""
     table: bytes
     """FRAME records of the frames on disk."""
 
     def __post_init__(self) -> None:
-        # The name is a plain file name, so no journal can have a file elsewhere cut off.
+        # Only plain file names are valid, so a journal cannot truncate files in other folders.
         if SHARD_NAME.fullmatch(self.name) is None or self.size_bytes < len(MAGIC):
-            raise ValueError(f"a shard cannot be {self.name!r} of {self.size_bytes} bytes")
+            raise ValueError(f"{self.name!r} of {self.size_bytes} bytes is not a shard")
         if len(self.table) % FRAME.itemsize or min(self.tokens, self.documents, self.position) < 0:
-            raise ValueError(f"the state of {self.name} is not one that a build wrote")
+            raise ValueError(f"the saved state of {self.name} is invalid")
 
 
 class DatasetState(msgspec.Struct, frozen=True, kw_only=True):
-    """All shards of a dataset that is being written."""
+    """State of an unfinished dataset."""
 
     closed: tuple[ShardEntry, ...] = ()
     open: tuple[ShardState, ...] = ()
     checksums: dict[str, int] = {}
-    """xxh3 of the bytes of each shard that are counted here, by its name."""
+    """xxh3 of the counted bytes of every shard, by name."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -69,14 +69,14 @@ class DatasetState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShardWriter:
-    """Appends documents to a shard file and closes it with table, footer and trailer.
+    """Appends documents to a shard file, and finishes it with table, footer and trailer.
 
     Args:
-        path: the file to write; its name becomes the shard's.
-        split: the split that the shard belongs to.
+        path: output file; its name is the shard name.
+        split: split that the shard belongs to.
         token_type: type of a token on disk.
-        frame_tokens: tokens in each frame but the last.
-        state: what `state` returned, to go on from there.
+        frame_tokens: tokens per frame, except for the last.
+        state: a result of `state` to resume from.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class ShardWriter:
     ) -> None:
         self._name, self._split = path.name, split
         self._token_type: TokenType = token_type
-        self._kind = np.dtype(token_type).newbyteorder("<")
-        self._buffer = np.empty(frame_tokens, self._kind)
+        self._dtype = np.dtype(token_type).newbyteorder("<")
+        self._buffer = np.empty(frame_tokens, self._dtype)
         self._compressor = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL)
         self._filled, self._position = 0, 0
         self._ends: list[int] = []
@@ -107,7 +107,7 @@ class ShardWriter:
             self._restore(state)
 
     def append(self, document: NDArray[np.integer]) -> None:
-        """Add one document, shape (n,) with n ≥ 1, its end-of-text token included."""
+        """Add one document, shape (n,) with n ≥ 1, including its end-of-text token."""
         length, start = len(document), 0
         while start < length:
             stop = min(length, start + len(self._buffer) - self._filled)
@@ -122,8 +122,8 @@ class ShardWriter:
         self.documents += 1
 
     def _flush(self, position: int) -> None:
-        """Write the buffered tokens as a frame; the next one begins at `position`."""
-        ends = np.array(self._ends, self._kind)
+        """Write the buffered tokens as a frame; `position` is the next frame's position."""
+        ends = np.array(self._ends, self._dtype)
         payload = self._compressor.compress(self._buffer[: self._filled].tobytes() + ends.tobytes())
         self._write(payload)
         record = (len(payload), len(ends), self._position, checksum(payload))
@@ -137,11 +137,11 @@ class ShardWriter:
 
     @property
     def checksum(self) -> int:
-        """xxh3 of all bytes that were written."""
+        """xxh3 of all bytes written so far."""
         return self._written.intdigest()
 
     def state(self) -> ShardState:
-        """Sync what is written and return all that is needed to go on after a crash."""
+        """Sync the file and return the state for a resume after a crash."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return ShardState(
@@ -160,9 +160,9 @@ class ShardWriter:
         self._file.truncate(state.size_bytes)
         while piece := self._file.read(_PIECE_BYTES):
             self._written.update(piece)
-        if len(state.pending) % self._kind.itemsize or len(state.pending) > self._buffer.nbytes:
-            raise OutputError(f"the state of {state.name} is damaged; remove the folder")
-        pending = np.frombuffer(state.pending, self._kind)
+        if len(state.pending) % self._dtype.itemsize or len(state.pending) > self._buffer.nbytes:
+            raise OutputError(f"the saved state of {state.name} is damaged; remove the folder")
+        pending = np.frombuffer(state.pending, self._dtype)
         self._filled = len(pending)
         self._buffer[: self._filled] = pending
         self._ends, self._position = list(state.ends), state.position
@@ -171,7 +171,7 @@ class ShardWriter:
         self.documents = state.documents
 
     def close(self) -> ShardEntry:
-        """Write what follows the frames, sync and close the file; return its entry."""
+        """Write table, footer and trailer, sync and close the file; return the index entry."""
         if self._filled:
             self._flush(position=0)
         footer = Footer(
@@ -202,23 +202,23 @@ class ShardWriter:
         try:
             self._file.close()
         except OSError:
-            # Buffered bytes found no room. They are not part of any saved state.
+            # The disk is full. The lost buffered bytes are not part of any saved state.
             self._file.raw.close()  # type: ignore[attr-defined]
 
 
 class DatasetWriter:
-    """Adds documents to the open shard of their split, which is closed when it is large enough.
+    """Appends documents to the open shard of their split; finishes shards at a size limit.
 
     Args:
-        folder: where the shards are written.
+        folder: output folder.
         token_type: type of a token on disk.
-        frame_tokens: tokens in a frame.
-        shard_size_bytes: a shard is closed at the first document end past this size.
-        state: what `state` returned, to go on from there.
+        frame_tokens: tokens per frame.
+        shard_size_bytes: a shard is finished at the first document end past this size.
+        state: a result of `state` to resume from.
 
     Raises:
-        OSError: a file that `state` names cannot be written.
-        OutputError: it is gone, or not what was written.
+        OSError: a file named in `state` cannot be written.
+        OutputError: a file named in `state` is missing or damaged.
     """
 
     def __init__(
@@ -255,22 +255,22 @@ class DatasetWriter:
             del self._open[split]
 
     def tokens(self, split: str) -> int:
-        """Count the tokens that were added to a split."""
-        done = sum(entry.tokens for entry in self._closed if entry.split == split)
+        """Return the number of tokens added to a split."""
+        closed_tokens = sum(entry.tokens for entry in self._closed if entry.split == split)
         writer = self._open.get(split)
-        return done + (writer.tokens if writer else 0)
+        return closed_tokens + (writer.tokens if writer else 0)
 
     def state(self) -> DatasetState:
-        """Sync all shards and return what is needed to go on after a crash."""
-        opened = tuple(writer.state() for writer in self._open.values())
-        for shard, writer in zip(opened, self._open.values(), strict=True):
+        """Sync all shards and return the state for a resume after a crash."""
+        open_states = tuple(writer.state() for writer in self._open.values())
+        for shard, writer in zip(open_states, self._open.values(), strict=True):
             self._checksums[shard.name] = writer.checksum
         return DatasetState(
-            closed=tuple(self._closed), open=opened, checksums=dict(self._checksums)
+            closed=tuple(self._closed), open=open_states, checksums=dict(self._checksums)
         )
 
     def close(self) -> tuple[ShardEntry, ...]:
-        """Finish all shards and return their entries by name."""
+        """Finish all shards and return their entries, sorted by name."""
         for split in tuple(self._open):
             self._closed.append(self._open.pop(split).close())
         return tuple(sorted(self._closed, key=lambda entry: entry.name))
@@ -292,35 +292,35 @@ class DatasetWriter:
 
 
 def _check_files(folder: Path, state: DatasetState) -> None:
-    """Check that every byte that the state counts is on disk; open shards may have grown since.
+    """Check the bytes on disk that the state counts; open shards may have grown since.
 
     Raises:
-        OutputError: bytes are gone, more or others.
+        OutputError: a file is too short, too long or changed.
     """
-    wanted = [(shard.name, shard.size_bytes, False) for shard in state.closed]
-    wanted += [(shard.name, shard.size_bytes, True) for shard in state.open]
+    expected = [(shard.name, shard.size_bytes, False) for shard in state.closed]
+    expected += [(shard.name, shard.size_bytes, True) for shard in state.open]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        sums = pool.map(lambda one: _checksum_of(folder / one[0], one[1]), wanted)
-        for (name, size_bytes, growing), found in zip(wanted, sums, strict=True):
+        sums = pool.map(lambda entry: _prefix_checksum(folder / entry[0], entry[1]), expected)
+        for (name, size_bytes, growing), digest in zip(expected, sums, strict=True):
             path = folder / name
             size = path.stat().st_size if path.exists() else 0
             problem = ""
             if size < size_bytes or (size > size_bytes and not growing):
-                problem = f"{size} bytes where {size_bytes} were written"
-            elif found != state.checksums.get(name):
-                problem = "its checksum is not that of the bytes that were written"
+                problem = f"has {size} bytes, but {size_bytes} were written"
+            elif digest != state.checksums.get(name):
+                problem = "checksum mismatch"
             if problem:
-                raise OutputError(f"{path}: damaged: {problem}; remove {folder} to build anew")
+                raise OutputError(f"{path}: damaged: {problem}; remove {folder} to rebuild")
 
 
-def _checksum_of(path: Path, size_bytes: int) -> int | None:
-    """Compute xxh3 of the first bytes of a file, or None where it has fewer."""
-    found, left = xxhash.xxh3_64(), size_bytes
+def _prefix_checksum(path: Path, size_bytes: int) -> int | None:
+    """Return the xxh3 of the first bytes of a file, or None if it has fewer."""
+    hasher, remaining = xxhash.xxh3_64(), size_bytes
     try:
         with path.open("rb") as file:
-            while left and (piece := file.read(min(left, _PIECE_BYTES))):
-                found.update(piece)
-                left -= len(piece)
+            while remaining and (piece := file.read(min(remaining, _PIECE_BYTES))):
+                hasher.update(piece)
+                remaining -= len(piece)
     except FileNotFoundError:
         return None
-    return None if left else found.intdigest()
+    return None if remaining else hasher.intdigest()

@@ -1,1 +1,1 @@
-"""A pass over a corpus: documents in, documents and a ledger out, on all cores, resumable."""
+"""Resumable multi-process passes over a corpus, which write documents and a ledger."""

@@ -1,4 +1,4 @@
-"""Cuts a corpus into batches that depend on its documents alone, so that their bytes do too."""
+"""Cuts a corpus into batches that depend only on its documents, so that output is reproducible."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -8,59 +8,59 @@ import msgspec
 from ms_data.corpus.corpus import Corpus, Document, Position
 
 BATCH_CHARACTERS = 1 << 20
-"""Text that one process works on at once."""
+"""Text per batch, the unit of work of one process."""
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True):
-    """One document of a batch, or one that cannot be read."""
+    """A document of a batch, or the reason why it cannot be read."""
 
     place: str
-    """The file's name in the corpus and the document's number in it; of what cannot be read, its
-    own words."""
+    """File name in the corpus and document number in the file; for an unreadable document, the
+    error."""
     text: str | None
-    """None where it cannot be read."""
+    """None for an unreadable document."""
     columns: bytes = b""
-    """The other columns of its row as a JSON object; empty where there are none."""
+    """Other columns of the row as a JSON object; empty if there are none."""
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):
-    """Documents that are worked on together."""
+    """Documents that are processed together."""
 
     first: int
-    """Number of the first document in the corpus."""
+    """Index of the first document in the corpus."""
     items: list[Item]
 
 
 class PassProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of a corpus is done."""
+    """Progress of a pass through the corpus."""
 
     position: Position = Position()
     documents: int = 0
-    """Documents, with those that cannot be read."""
+    """Documents so far, including unreadable ones."""
     left_out: dict[str, int] = {}
-    """Files of a folder left out because they are no text, by what they are."""
+    """Number of skipped non-text files, by file type."""
     empty: int = 0
-    """Rows, lines and files that hold no text, which are no documents."""
+    """Rows, lines and files without text."""
 
 
 class ReadBatch(msgspec.Struct, frozen=True):
-    """A batch and how much of the corpus is done with it."""
+    """A batch, with the progress after it."""
 
     batch: Batch
     progress: PassProgress
     read_bytes: int
-    """Bytes of the corpus read by then."""
+    """Corpus bytes read up to the end of the batch."""
 
 
 def read_batches(
     source: Corpus, start: PassProgress, on_quarantine: Callable[[str], None]
 ) -> Iterator[ReadBatch]:
-    """Yield the documents after `start`, about a MiB of text at a time.
+    """Yield the documents after `start` in batches of about `BATCH_CHARACTERS`.
 
     Args:
-        source: with `skip_invalid`, what cannot be read is an item of its batch.
-        start: where an earlier run stopped; a batch began there.
-        on_quarantine: called with the place and fault of each document that cannot be read.
+        source: the corpus; with `skip_invalid`, unreadable documents become items of their batch.
+        start: progress of an earlier run, at the start of a batch.
+        on_quarantine: called with location and reason for every unreadable document.
     """
     items: list[Item] = []
     size, first, empty = 0, start.documents, start.empty
@@ -70,7 +70,7 @@ def read_batches(
         items.append(Item(reason, None))
         on_quarantine(reason)
 
-    def made(position: Position, read_bytes: int) -> ReadBatch:
+    def make_batch(position: Position, read_bytes: int) -> ReadBatch:
         progress = PassProgress(
             position=position,
             documents=first + len(items),
@@ -79,22 +79,22 @@ def read_batches(
         )
         return ReadBatch(Batch(first, items), progress, read_bytes)
 
-    def on_leave_out(kind: str) -> None:
-        left_out[kind] += 1
+    def on_leave_out(file_type: str) -> None:
+        left_out[file_type] += 1
 
     def on_empty() -> None:
         nonlocal empty
         empty += 1
 
     for document in source.documents(start.position, quarantine, on_leave_out, on_empty):
-        items.append(Item(_place(source, document), document.text, document.columns))
+        items.append(Item(_location(source, document), document.text, document.columns))
         size += len(document.text) + len(document.columns)
         if size >= BATCH_CHARACTERS:
-            yield made(document.after, document.read_bytes)
+            yield make_batch(document.after, document.read_bytes)
             items, size, first = [], 0, first + len(items)
-    yield made(Position(len(source.files)), source.size_bytes)
+    yield make_batch(Position(len(source.files)), source.size_bytes)
 
 
-def _place(source: Corpus, document: Document) -> str:
+def _location(source: Corpus, document: Document) -> str:
     name = source.names[document.after.file]
     return f"{name}#{document.after.documents}"

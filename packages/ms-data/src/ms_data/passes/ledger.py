@@ -1,4 +1,4 @@
-"""Reads the ledger of a finished pass, line by line."""
+"""Reads the ledger of a finished pass."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,73 +8,78 @@ import msgspec
 import zstandard
 from attrs import define, field
 
-from ms_data.corpus.unpacking import lines_of, unpacked
+from ms_data.corpus.unpacking import decompress_blocks, split_lines
 from ms_data.errors import SettingError, printable
 from ms_data.passes.record import PassRecord
 from ms_data.passes.tally import Entry, Tally
 
-_KEPT_VALUES = 100_000
+_MAX_VALUES = 100_000
 _LINE_BYTES = 1 << 24
 _SHOWN_QUARANTINED = 50
 
 
 @define
-class Values:
-    """What a rule found in the documents that it dropped."""
+class MeasuredValues:
+    """Values that a rule measured in the documents that it dropped."""
 
     limit: float | None = None
     count: int = 0
-    found: list[float] = field(factory=list)
-    """The first of them."""
+    samples: list[float] = field(factory=list)
+    """The first measured values."""
 
     def add(self, value: float, limit: object) -> None:
-        """Take one value."""
+        """Add one value."""
         self.count += 1
-        if len(self.found) < _KEPT_VALUES:
-            self.found.append(value)
+        if len(self.samples) < _MAX_VALUES:
+            self.samples.append(value)
         if isinstance(limit, int | float):
             self.limit = limit
 
     @property
-    def are_shares(self) -> bool:
+    def are_fractions(self) -> bool:
         """Whether the limit and all values are between 0 and 1."""
-        return self.limit is not None and all(0 <= one <= 1 for one in (self.limit, *self.found))
+        values = (self.limit, *self.samples)
+        return all(value is not None and 0 <= value <= 1 for value in values)
 
     def bins(self, count: int) -> list[tuple[float, int]]:
-        """Count the values in each of so many equal parts; equal values are one part.
+        """Return a histogram with `count` bins; a single bin if all values are equal.
 
-        Shares are counted on an axis from 0 to 1.
+        Fractions are shown on an axis from 0 to 1.
         """
-        least, most = (0.0, 1.0) if self.are_shares else (min(self.found), max(self.found))
-        if most == least:
-            return [(least, len(self.found))]
-        width = (most - least) / count
-        placed = Counter(min(count - 1, int((one - least) / width)) for one in self.found)
-        return [(least + width * at * count / max(1, count - 1), placed[at]) for at in range(count)]
+        low, high = (0.0, 1.0) if self.are_fractions else (min(self.samples), max(self.samples))
+        if high == low:
+            return [(low, len(self.samples))]
+        width = (high - low) / count
+        counts = Counter(min(count - 1, int((value - low) / width)) for value in self.samples)
+        return [
+            (low + width * index * count / max(1, count - 1), counts[index])
+            for index in range(count)
+        ]
 
 
 @define
 class Findings:
-    """What lines of a ledger say together."""
+    """Contents of a ledger, for the report."""
 
-    values: dict[str, Values] = field(factory=dict)
+    values: dict[str, MeasuredValues] = field(factory=dict)
+    """Measured values, by rule and setting."""
     files: dict[str, Counter[str]] = field(factory=dict)
-    """Fates of the documents of each file."""
+    """Number of documents per fate, by file."""
     quarantined: list[str] = field(factory=list)
-    """The first of them."""
+    """The first unreadable documents."""
 
 
 def read_ledger(folder: Path, record: PassRecord) -> Iterator[Entry]:
-    """Read all lines of a ledger.
+    """Yield all entries of a ledger.
 
     Raises:
         SettingError: a file is missing or damaged.
     """
     decoder = msgspec.json.Decoder(Entry)
-    for path in (folder / one.name for one in record.files if one.name.startswith("ledger/")):
+    for path in (folder / file.name for file in record.files if file.name.startswith("ledger/")):
         try:
             with path.open("rb") as file:
-                for line in lines_of(unpacked(file, "zst"), _LINE_BYTES):
+                for line in split_lines(decompress_blocks(file, "zst"), _LINE_BYTES):
                     yield decoder.decode(line or b"")
         except (
             OSError,
@@ -83,30 +88,32 @@ def read_ledger(folder: Path, record: PassRecord) -> Iterator[Entry]:
             msgspec.MsgspecError,
             UnicodeError,
         ) as error:
-            raise SettingError(f"{printable(path)}: damaged: {error}; write it anew") from error
+            raise SettingError(
+                f"{printable(path)}: damaged: {error}; run the command again"
+            ) from error
 
 
 def read_findings(folder: Path, record: PassRecord) -> Findings:
-    """Read a ledger, and check that it adds up to its record.
+    """Read a ledger and check that its totals match the record.
 
     Raises:
-        SettingError: it is damaged.
+        SettingError: the ledger is damaged.
     """
-    found, tally = Findings(), Tally()
+    findings, tally = Findings(), Tally()
     for entry in read_ledger(folder, record):
         tally.count(entry)
         if entry.fate == "quarantined":
-            if len(found.quarantined) < _SHOWN_QUARANTINED:
-                found.quarantined.append(entry.place)
+            if len(findings.quarantined) < _SHOWN_QUARANTINED:
+                findings.quarantined.append(entry.place)
             continue
         name = entry.place.rpartition("#")[0]
-        found.files.setdefault(name, Counter())[entry.fate] += 1
+        findings.files.setdefault(name, Counter())[entry.fate] += 1
         if entry.fate == "dropped" and isinstance(entry.value, int | float):
-            found.values.setdefault(entry.reason, Values()).add(entry.value, entry.limit)
+            findings.values.setdefault(entry.reason, MeasuredValues()).add(entry.value, entry.limit)
     if (tally.documents, tally.kept, tally.bytes_out) != (
         record.tally.documents,
         record.tally.kept,
         record.tally.bytes_out,
     ):
-        raise SettingError(f"{printable(folder)}: its ledger is damaged; write the folder anew")
-    return found
+        raise SettingError(f"{printable(folder)}: the ledger is damaged; run the command again")
+    return findings

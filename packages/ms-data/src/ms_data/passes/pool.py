@@ -1,4 +1,4 @@
-"""Works on batches in several processes, and gives their answers in the order of asking."""
+"""Processes batches in several worker processes and yields results in request order."""
 
 import contextlib
 import json
@@ -14,54 +14,54 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from ms_data.errors import DataError, SettingError, printable
-from ms_data.passes.ray_cluster import answers_on_ray, check_ray
-from ms_data.passes.worker import ANSWER, PREFIX_BYTES
+from ms_data.passes.ray_cluster import check_ray, map_on_ray
+from ms_data.passes.worker import PREFIX_BYTES, RESULT
 
 _WORKER = Path(__file__).with_name("worker.py")
 AHEAD = 2
-"""Requests that wait for a free process, so that none waits for the reader."""
+"""Requests queued beyond the number of processes, so that no process waits for the reader."""
 
 Work = Callable[[bytes], bytes]
 T = TypeVar("T")
 
 
 class WorkerError(DataError, RuntimeError):
-    """A process that works on batches ended before its work was done."""
+    """A worker process ended before its work was done."""
 
 
 class _Process:
-    """One process, and the pipe to it."""
+    """A worker process and the pipes to it."""
 
     def __init__(self, work: str, setup: bytes) -> None:
-        # -I: nothing from the environment or the current folder is run before the paths are set.
+        # -I: run no code from the environment or the current folder before sys.path is set.
         command = [sys.executable, "-I", str(_WORKER), work, json.dumps(sys.path)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._send(setup)
 
-    def ask(self, request: bytes) -> bytes:
-        """Send a request and wait for its answer."""
+    def request(self, request: bytes) -> bytes:
+        """Send a request and wait for the result."""
         assert self._process.stdout is not None
         self._send(request)
-        kind = self._process.stdout.read(1)
+        status_byte = self._process.stdout.read(1)
         size = int.from_bytes(self._process.stdout.read(PREFIX_BYTES), "little")
         content = self._process.stdout.read(size)
-        if not kind or len(content) < size:
+        if not status_byte or len(content) < size:
             status = self._process.wait()
-            why = f"signal {-status}" if status < 0 else f"status {status}"
+            cause = f"signal {-status}" if status < 0 else f"status {status}"
             raise WorkerError(
-                f"a process that works on documents was ended by {why}, maybe for lack of memory; "
-                "run the same again with fewer --workers"
+                f"a worker process was ended by {cause}, possibly for lack of memory; "
+                "run the same command again with fewer --workers"
             )
-        if kind != ANSWER:
+        if status_byte != RESULT:
             raise RuntimeError(content.decode())
         return content
 
     def kill(self) -> None:
-        """End the process, whoever waits for its answer."""
+        """Kill the process, even if a thread waits for its result."""
         self._process.kill()
 
     def close(self) -> None:
-        """Close the pipes of a process that was killed."""
+        """Close the pipes of a killed process."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -71,78 +71,79 @@ class _Process:
 
     def _send(self, request: bytes) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is found out when there is no answer
+        with contextlib.suppress(BrokenPipeError):  # reading the result reports the failure
             self._process.stdin.write(len(request).to_bytes(PREFIX_BYTES, "little"))
             self._process.stdin.write(request)
             self._process.stdin.flush()
 
 
 def worker_count(workers: int | str | None) -> int | str:
-    """Return the number of processes, or the address of a Ray cluster; None means one a core.
+    """Return the number of processes or the address of a Ray cluster; None: one process per core.
 
     Raises:
-        SettingError: below 1, or no such cluster, or ray is not installed.
+        SettingError: the number is below 1, the address is invalid, or ray is not installed.
     """
     if isinstance(workers, str):
         if workers != "ray" and not workers.startswith("ray://"):
             raise SettingError(
-                f"workers is {printable(workers)!r}; give a number, ray, or ray://HOST:PORT"
+                f"workers must be a number, ray or ray://HOST:PORT, got {printable(workers)!r}"
             )
         check_ray()
         return workers
     if workers is None:
         return len(os.sched_getaffinity(0))
     if workers < 1:
-        raise SettingError(f"workers is {workers}; give 1 or more")
+        raise SettingError(f"workers must be at least 1, got {workers}")
     return workers
 
 
-def ordered_answers(
+def map_ordered(
     work: str, setup: bytes, requests: Iterable[tuple[T, bytes]], *, workers: int | str
 ) -> Generator[tuple[T, bytes], None, None]:
-    """Yield each request's companion with its answer, in the order of the requests.
+    """Process requests in parallel; yield every request's tag with its result, in request order.
 
     Args:
-        work: `module:function`; it takes `setup` and returns the function that answers requests.
-        setup: given to `work` once in each process.
-        requests: read as far ahead as there are processes, and `AHEAD`.
-        workers: processes, of which 1 works in this one; or a Ray cluster.
+        work: `module:function`; the function takes `setup` and returns the function that processes
+            requests.
+        setup: passed to `work` once in every process.
+        requests: (tag, request) pairs; as many are read ahead as there are processes, plus `AHEAD`.
+        workers: number of processes (1: this process), or the address of a Ray cluster.
 
     Raises:
         WorkerError: a process was killed.
-        ClusterError: the cluster cannot be reached, or lost a process for good.
+        ClusterError: the cluster cannot be reached, or lost a process permanently.
     """
     if isinstance(workers, str):
-        yield from answers_on_ray(work, setup, requests, address=workers)
+        yield from map_on_ray(work, setup, requests, address=workers)
         return
     if workers == 1:
         module, _, name = work.partition(":")
         function: Work = getattr(import_module(module), name)(setup)
-        for companion, request in requests:
-            yield companion, function(request)
+        for tag, request in requests:
+            yield tag, function(request)
         return
-    free: SimpleQueue[_Process] = SimpleQueue()
+    idle: SimpleQueue[_Process] = SimpleQueue()
     processes = [_Process(work, setup) for _ in range(workers)]
     for process in processes:
-        free.put(process)
+        idle.put(process)
 
-    def ask(request: bytes) -> bytes:
-        process = free.get()
+    def process_request(request: bytes) -> bytes:
+        process = idle.get()
         try:
-            return process.ask(request)
+            return process.request(request)
         finally:
-            free.put(process)
+            idle.put(process)
 
     threads = ThreadPoolExecutor(workers)
     try:
-        waiting: deque[tuple[T, Future[bytes]]] = deque()
-        for companion, request in requests:
-            waiting.append((companion, threads.submit(ask, request)))
-            while len(waiting) > workers + AHEAD:
-                first, answer = waiting.popleft()
-                yield first, answer.result()
-        for first, answer in waiting:
-            yield first, answer.result()
+        pending: deque[tuple[T, Future[bytes]]] = deque()
+        for tag, request in requests:
+            pending.append((tag, threads.submit(process_request, request)))
+            while len(pending) > workers + AHEAD:
+                first_tag, result = pending.popleft()
+                yield first_tag, result.result()
+        for first_tag, result in pending:
+            yield first_tag, result.result()
     finally:
         for process in processes:
             process.kill()

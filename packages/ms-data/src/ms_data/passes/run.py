@@ -1,8 +1,8 @@
-"""Runs a pass over a corpus: batches to processes, their answers to files, in one fixed order.
+"""Runs a pass over a corpus: batches go to worker processes, results to files, in fixed order.
 
-It works in `OUT.partial` beside the folder asked for, which takes that name when all is synced.
-Every few seconds it syncs what it wrote and notes how far it is; the same command after a crash
-goes on from there and ends in the same bytes.
+A pass works in `OUT.partial`, which is renamed to OUT when everything is synced. Every few seconds
+it syncs its output and saves its progress in a journal. After a crash, the same command resumes
+from the journal and produces identical bytes.
 """
 
 import os
@@ -33,39 +33,39 @@ from ms_data.files.work_folder import (
 )
 from ms_data.passes.array_jobs import Answers, ArrayShard, answers_in, key_of
 from ms_data.passes.batches import PassProgress, ReadBatch, read_batches
-from ms_data.passes.output import FileEntry, SeriesWriter, entry_of
-from ms_data.passes.pool import ordered_answers
+from ms_data.passes.output import FileEntry, SeriesWriter, file_entry
+from ms_data.passes.pool import map_ordered
 from ms_data.passes.record import (
     LEDGER_FILE,
     LedgerSummary,
     PassRecord,
     differences,
-    finished,
+    finished_summary,
     save_record,
 )
 from ms_data.passes.tally import Tally
 from ms_data.settings.arguments import check_counts
 
 SAVE_EVERY_S = 5.0
-"""A pass that is killed loses at most about this much work."""
+"""Seconds between saves of the journal, about the work lost when a pass is killed."""
 
-WITHOUT_STRICT = "; without --strict it is left out and named"
-"""What to do about a document that stops a pass."""
+WITHOUT_STRICT = "; without --strict it is skipped and reported"
+"""Remedy for a document that stops a pass."""
 
 SERIES = ("documents", "ledger")
 
-_OURS = re.compile(
+_PASS_FILES = re.compile(
     r"((documents|ledger)(/part-\d{5,}\.jsonl\.zst)?|scratch(\.partial)?(/.*)?|ledger\.json|"
     r"clusters\.jsonl|journal\.msgpack)(\.partial)?"
 )
-"""All that a pass writes."""
+"""Names of all files that a pass writes."""
 
 
 def reading_recipe(source: Corpus, shard_size_mib: int) -> dict[str, Any]:
-    """Return the settings of reading and writing that decide the bytes.
+    """Return the read and write settings that determine the output.
 
     Raises:
-        SettingError: the size of a shard is below 1.
+        SettingError: the shard size is below 1.
     """
     check_counts(shard_size_mib=shard_size_mib)
     return {
@@ -79,21 +79,21 @@ def reading_recipe(source: Corpus, shard_size_mib: int) -> dict[str, Any]:
 
 
 class PassResult(msgspec.Struct, frozen=True, array_like=True):
-    """What one process made of a batch."""
+    """Output of a worker process for one batch."""
 
     frames: tuple[bytes, bytes]
-    """Documents and ledger, each as JSON Lines packed by zstd; empty where there are none."""
+    """Documents and ledger entries, each a zstd frame of JSON Lines; empty if there are none."""
     tally: Tally
 
 
 class PassJournal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.pass.2"):
-    """The state of a pass at a moment when all that it counts is safely on disk."""
+    """State of a pass at a moment when everything it counts is synced to disk."""
 
     kind: str
     recipe: dict[str, Any]
     progress: PassProgress
     files_read: str
-    """Names, sizes and times of the files that were read so far, as a checksum."""
+    """Checksum of paths, sizes and times of the files read so far."""
     series: dict[str, tuple[FileEntry, ...]]
     tally: Tally
 
@@ -106,163 +106,166 @@ class Pass:
     """The command, such as `clean`."""
     source: Corpus
     recipe: Mapping[str, Any]
-    """All that decides the bytes, apart from the corpus, as JSON values."""
+    """Everything that determines the output, apart from the corpus, as JSON values."""
     work: str
-    """`module:function`; it takes `setup` and returns the function that turns the JSON of a `Batch`
-    into that of a `PassResult`."""
+    """`module:function`; the function takes `setup` and returns the function that converts an
+    encoded `Batch` to an encoded `PassResult`."""
     workers: int | str
-    """Processes, or a Ray cluster."""
+    """Number of processes, or the address of a Ray cluster."""
     shard_size_mib: int
     on_progress: Callable[[int, int], None]
-    """Called with the bytes of the corpus that are done, and all."""
+    """Called with the corpus bytes done and the total."""
     on_quarantine: Callable[[str], None]
-    """Called with the place and the fault of each document that cannot be read."""
+    """Called with location and reason for every unreadable document."""
     prepare: Callable[[Path], bytes]
-    """Returns `setup`, once a folder to work in is held."""
+    """Returns `setup`, given the work folder."""
     corpus: CorpusName
-    """What the user typed."""
+    """The corpus argument as the user wrote it."""
     scratch: str = ""
-    """A folder inside the work folder that `prepare` fills; it is not kept."""
+    """Temporary folder in the work folder, which `prepare` fills."""
     extra: tuple[str, ...] = ()
-    """Files beside those of a pass that `prepare` writes."""
+    """Additional output files that `prepare` writes."""
     shard: ArrayShard | None = None
-    """What this job does, where an array of jobs works on the pass."""
+    """This job's part of an array job."""
 
-    def finished(self, out: str | Path) -> LedgerSummary | None:
-        """Return the summary of the same pass, if it is in `out` already.
+    def finished_summary(self, out: str | Path) -> LedgerSummary | None:
+        """Return the summary if `out` holds this finished pass already.
 
         Raises:
-            OutputError: something else is there.
+            OutputError: `out` holds something else.
         """
         check_path("out", out, error=OutputError, written="folder")
         with writing(Path(out)):
             folder = Path(os.path.realpath(out))
-            return finished(folder, self.kind, dict(self.recipe), self.source, out)
+            return finished_summary(folder, self.kind, dict(self.recipe), self.source, out)
 
     def publish(self, out: str | Path) -> LedgerSummary:
-        """Run the pass, or what is left of it, and give the folder its name.
+        """Run or resume the pass, then rename the work folder to `out`.
 
         Raises:
-            CorpusError: the corpus holds no document, or a file is damaged.
+            CorpusError: the corpus holds no documents, or a file is damaged.
             OutputError: `out` cannot be written, or holds something else.
         """
-        if (done := self.finished(out)) is not None:
-            return done
+        if (summary := self.finished_summary(out)) is not None:
+            return summary
         if self.shard is not None and self.shard.number:
-            return self._answer(self.shard)
+            return self._run_shard(self.shard)
         folder = free_place(out)
-        for one in [self.corpus] if isinstance(self.corpus, str | Path) else self.corpus:
-            refuse_inside(folder, one)
-        aside = folder.with_name(folder.name + ".partial")
-        with work_folder(aside, _OURS):
-            record = self._run(aside)
-            save_record(aside, record)
+        for path in [self.corpus] if isinstance(self.corpus, str | Path) else self.corpus:
+            refuse_inside(folder, path)
+        partial = folder.with_name(folder.name + ".partial")
+        with work_folder(partial, _PASS_FILES):
+            record = self._run(partial)
+            save_record(partial, record)
             if self.scratch:
-                gone = aside / f"{self.scratch}.partial"
-                (aside / self.scratch).rename(gone)  # no half of it is taken for the whole
-                shutil.rmtree(gone)
-            (aside / JOURNAL).unlink(missing_ok=True)
-            sync_tree(aside)
-            publish(aside, folder)
+                old_scratch = partial / f"{self.scratch}.partial"
+                # Rename first: a partly deleted folder must not look like a complete one.
+                (partial / self.scratch).rename(old_scratch)
+                shutil.rmtree(old_scratch)
+            (partial / JOURNAL).unlink(missing_ok=True)
+            sync_tree(partial)
+            publish(partial, folder)
         return record.summary(out)
 
-    def _answer(self, shard: ArrayShard) -> LedgerSummary:
-        """Work on the batches of one job of an array."""
+    def _run_shard(self, shard: ArrayShard) -> LedgerSummary:
+        """Process this job's batches of an array job."""
         path, tally = shard.path(), Tally()
-        if not (done := path.exists()):
-            with shard.writing(self._identity) as writer:
-                read = enumerate(read_batches(self.source, PassProgress(), lambda reason: None))
-                requests = ((n, one, msgspec.msgpack.encode(one.batch)) for n, one in read)
-                asked = (
-                    ((one, key), request)
-                    for n, one, request in requests
+        if not (already_done := path.exists()):
+            with shard.writing(self._settings_key) as writer:
+                batches = enumerate(read_batches(self.source, PassProgress(), lambda reason: None))
+                encoded = ((n, read, msgspec.msgpack.encode(read.batch)) for n, read in batches)
+                requests = (
+                    ((read, key), request)
+                    for n, read, request in encoded
                     if writer.wants(n, key := key_of(request))
                 )
                 setup = self.prepare(shard.folder)
-                answers = ordered_answers(self.work, setup, asked, workers=self.workers)
-                with closing(answers):
-                    for (one, key), content in answers:
+                results = map_ordered(self.work, setup, requests, workers=self.workers)
+                with closing(results):
+                    for (read, key), content in results:
                         writer.add(key, content)
-                        self.on_progress(one.read_bytes, self.source.size_bytes)
+                        self.on_progress(read.read_bytes, self.source.size_bytes)
         with path.open("rb") as file:
-            for _, begin, size in answers_in(path, self._identity):
-                file.seek(begin)
+            for _, offset, size in answers_in(path, self._settings_key):
+                file.seek(offset)
                 tally.merge(msgspec.msgpack.decode(file.read(size), type=PassResult).tally)
         summary = LedgerSummary.of(str(path), tally, {}, path.stat().st_size)
-        return msgspec.structs.replace(summary, done_before=done)
+        return msgspec.structs.replace(summary, done_before=already_done)
 
     @property
-    def _identity(self) -> bytes:
+    def _settings_key(self) -> bytes:
         return key_of(msgspec.json.encode([self.kind, self.recipe]))
 
-    def _answers(
-        self, setup: bytes, asked: Iterator[tuple[ReadBatch, bytes]]
+    def _results(
+        self, setup: bytes, requests: Iterator[tuple[ReadBatch, bytes]]
     ) -> Generator[tuple[ReadBatch, bytes], None, None]:
-        """Work on batches, or look up what an array of jobs made of them."""
+        """Process batches, or look up the results of an array job."""
         if self.shard is None:
-            yield from ordered_answers(self.work, setup, asked, workers=self.workers)
+            yield from map_ordered(self.work, setup, requests, workers=self.workers)
             return
-        made = Answers(self.shard, self._identity)
-        # Nobody was asked for the nothing that follows a saved last batch.
-        nothing = msgspec.msgpack.encode(PassResult((b"", b""), Tally()))
-        for read, request in asked:
-            yield read, made.find(key_of(request)) if read.batch.items else nothing
+        stored = Answers(self.shard, self._settings_key)
+        # The last batch may be empty, and array jobs do not store empty batches.
+        empty = msgspec.msgpack.encode(PassResult((b"", b""), Tally()))
+        for read, request in requests:
+            yield read, stored.find(key_of(request)) if read.batch.items else empty
 
     def _run(self, folder: Path) -> PassRecord:
-        journal = self._journal(folder)
-        _clear(folder, journal.series if journal else {})
+        journal = self._load_journal(folder)
+        _remove_unsaved(folder, journal.series if journal else {})
         setup = self.prepare(folder)
         tally = journal.tally if journal else Tally()
         progress = journal.progress if journal else PassProgress()
         writers: dict[str, SeriesWriter] = {}
-        saved = time.monotonic()
-        unreadable, fault = 0, ""
+        last_save = time.monotonic()
+        unreadable, first_fault = 0, ""
 
         def quarantine(reason: str) -> None:
-            nonlocal unreadable, fault
-            unreadable, fault = unreadable + 1, fault or reason
+            nonlocal unreadable, first_fault
+            unreadable, first_fault = unreadable + 1, first_fault or reason
             self.on_quarantine(reason)
 
-        asked = (
-            (one, msgspec.msgpack.encode(one.batch))
-            for one in read_batches(self.source, progress, quarantine)
+        requests = (
+            (read, msgspec.msgpack.encode(read.batch))
+            for read in read_batches(self.source, progress, quarantine)
         )
         try:
             for name in SERIES:
                 entries = journal.series[name] if journal else ()
                 size = self.shard_size_mib << 20
                 writers[name] = SeriesWriter(folder, name, shard_size_bytes=size, entries=entries)
-            with closing(self._answers(setup, asked)) as answers:
-                for read, content in answers:
-                    answer = msgspec.msgpack.decode(content, type=PassResult)
-                    for writer, frame in zip(writers.values(), answer.frames, strict=True):
+            with closing(self._results(setup, requests)) as results:
+                for read, content in results:
+                    result = msgspec.msgpack.decode(content, type=PassResult)
+                    for writer, frame in zip(writers.values(), result.frames, strict=True):
                         writer.write(frame)
-                    tally.merge(answer.tally)
+                    tally.merge(result.tally)
                     progress = read.progress
                     self.on_progress(read.read_bytes, self.source.size_bytes)
-                    if time.monotonic() - saved >= SAVE_EVERY_S:
+                    if time.monotonic() - last_save >= SAVE_EVERY_S:
                         self._save(folder, progress, writers, tally)
-                        saved = time.monotonic()
+                        last_save = time.monotonic()
             if not tally.documents:
-                raise CorpusError(f"{self.source.name} is empty: it holds no document; give text")
+                raise CorpusError(
+                    f"{self.source.name} is empty: it holds no documents; use a corpus with text"
+                )
             if unreadable == tally.documents:
-                raise CorpusError(f"no document of {self.source.name} can be read: {fault}")
+                raise CorpusError(f"no document of {self.source.name} can be read: {first_fault}")
             return self._record(folder, progress, writers, tally)
         finally:
             for writer in writers.values():
                 writer.abandon()
 
-    def _journal(self, folder: Path) -> PassJournal | None:
+    def _load_journal(self, folder: Path) -> PassJournal | None:
         journal = load_journal(folder, PassJournal)
         if journal is None:
             return None
-        differing = differences(journal.kind, journal.recipe, self.kind, dict(self.recipe))
-        if self.source.identity(journal.progress.position.file + 1) != journal.files_read:
-            differing.append("the corpus has other files, or other content")
-        if differing:
+        changes = differences(journal.kind, journal.recipe, self.kind, dict(self.recipe))
+        if self.source.files_digest(journal.progress.position.file + 1) != journal.files_read:
+            changes.append("the corpus has different files or content")
+        if changes:
             raise OutputError(
-                f"{folder} holds interrupted work that cannot go on with other settings: "
-                f"{'; '.join(differing)}; give those it had, or remove the folder"
+                f"{folder} holds an interrupted run with different settings: "
+                f"{'; '.join(changes)}; use the same settings, or remove the folder"
             )
         return journal
 
@@ -277,7 +280,7 @@ class Pass:
             kind=self.kind,
             recipe=dict(self.recipe),
             progress=progress,
-            files_read=self.source.identity(progress.position.file + 1),
+            files_read=self.source.files_digest(progress.position.file + 1),
             series={name: writer.sync() for name, writer in writers.items()},
             tally=tally,
         )
@@ -296,18 +299,18 @@ class Pass:
         return PassRecord(
             kind=self.kind,
             recipe=dict(self.recipe),
-            listing=self.source.listing,
-            content=self.source.content(),
+            listing=self.source.listing_digest,
+            content=self.source.content_digest(),
             tally=tally,
             left_out=progress.left_out,
             empty=progress.empty,
-            files=(*written, *(entry_of(folder, name) for name in self.extra)),
+            files=(*written, *(file_entry(folder, name) for name in self.extra)),
         )
 
 
-def _clear(folder: Path, kept: Mapping[str, tuple[FileEntry, ...]]) -> None:
-    """Remove what an earlier run wrote after its last save."""
-    names = {entry.name for entries in kept.values() for entry in entries} | {JOURNAL}
+def _remove_unsaved(folder: Path, saved_series: Mapping[str, tuple[FileEntry, ...]]) -> None:
+    """Remove files that an earlier run wrote after its last save."""
+    names = {entry.name for entries in saved_series.values() for entry in entries} | {JOURNAL}
     for series in SERIES:
         for path in (folder / series).glob("*"):
             if str(path.relative_to(folder)) not in names:

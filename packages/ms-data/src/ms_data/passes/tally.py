@@ -1,4 +1,4 @@
-"""Counts what became of documents, so that it adds up: in = kept + dropped + quarantined."""
+"""Counts the fates of documents and bytes; the totals always add up."""
 
 from typing import Literal
 
@@ -7,33 +7,33 @@ import msgspec
 EXAMPLES = 3
 EXCERPT_CHARACTERS = 160
 SIZES = 34
-"""Classes of sizes: class n holds documents of 2ⁿ⁻¹ to 2ⁿ - 1 bytes."""
+"""Number of size classes; class n holds documents of 2ⁿ⁻¹ to 2ⁿ - 1 bytes."""
 
 Fate = Literal["kept", "dropped", "quarantined"]
 
 
 class Entry(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What became of one document: a line of the ledger."""
+    """A line of the ledger: the fate of one document."""
 
     document: int
-    """Its number in the corpus, from 0."""
+    """Index in the corpus, from 0."""
     place: str
-    """The file's name in the corpus and the document's number in it."""
+    """File name in the corpus and document number in the file."""
     fate: Fate
     bytes_in: int = 0
     bytes_out: int = 0
     reason: str = ""
-    """The rule and its setting that decided, as `gopher_quality.min_words`."""
+    """Rule and setting that decided, such as `gopher_quality.min_words`."""
     value: float | str | None = None
-    """What the rule found."""
+    """Value that the rule measured."""
     limit: float | str | None = None
-    """What the setting asks."""
+    """Value of the setting."""
     changes: dict[str, int] = {}
-    """Bytes that each rule took away, by rule; below 0 where it added some."""
+    """Bytes removed, by rule; negative if the rule added bytes."""
 
 
 class Example(msgspec.Struct, frozen=True):
-    """One document or line that a rule dropped."""
+    """A document or line that a rule dropped."""
 
     document: int
     place: str
@@ -42,7 +42,7 @@ class Example(msgspec.Struct, frozen=True):
 
 
 class ReasonTally(msgspec.Struct):
-    """What one reason dropped, or changed."""
+    """Documents and bytes dropped or changed for one reason."""
 
     documents: int = 0
     size_bytes: int = 0
@@ -56,17 +56,17 @@ class ReasonTally(msgspec.Struct):
             self.examples = [*self.examples, example]
 
     def merge(self, other: "ReasonTally") -> None:
-        """Add what came after."""
+        """Add the tally of later documents."""
         self.documents += other.documents
         self.size_bytes += other.size_bytes
         self.examples = (self.examples + other.examples)[:EXAMPLES]
 
 
 class Tally(msgspec.Struct, kw_only=True):
-    """What became of all documents.
+    """Totals over all documents.
 
-    documents = kept + dropped + quarantined, and bytes_in = bytes_out + what was dropped + what
-    was taken away from documents that were kept.
+    documents = kept + dropped + quarantined, and bytes_in = bytes_out + bytes of dropped documents
+    + bytes removed from kept documents.
     """
 
     documents: int = 0
@@ -75,86 +75,86 @@ class Tally(msgspec.Struct, kw_only=True):
     bytes_in: int = 0
     bytes_out: int = 0
     dropped: dict[str, ReasonTally] = {}
-    """Documents dropped, by the rule and setting that decided."""
+    """Dropped documents, by rule and setting."""
     changed: dict[str, ReasonTally] = {}
-    """Documents that were kept and changed, and the bytes taken away, by rule."""
+    """Kept documents with changes, and the bytes removed, by rule."""
     cuts: dict[str, ReasonTally] = {}
-    """Parts of documents that rules found and cut or masked, by rule and setting."""
+    """Parts of documents that were cut or masked, by rule and setting."""
     sizes_in: list[int] = []
-    """Documents by size class."""
+    """Documents per size class."""
     sizes_out: list[int] = []
 
     def count(self, entry: Entry, excerpt: str = "") -> None:
-        """Count one line of the ledger."""
+        """Count one ledger entry."""
         self.documents += 1
         self.bytes_in += entry.bytes_in
         self.bytes_out += entry.bytes_out
         if entry.fate == "quarantined":
             self.quarantined += 1
             return
-        self.sizes_in = _with(self.sizes_in, entry.bytes_in)
+        self.sizes_in = _count_size(self.sizes_in, entry.bytes_in)
         if entry.fate == "dropped":
             example = Example(entry.document, entry.place, entry.value, excerpt)
-            _at(self.dropped, entry.reason).add(entry.bytes_in, example)
+            _get_or_create(self.dropped, entry.reason).add(entry.bytes_in, example)
             return
         self.kept += 1
-        self.sizes_out = _with(self.sizes_out, entry.bytes_out)
+        self.sizes_out = _count_size(self.sizes_out, entry.bytes_out)
         for rule, size in entry.changes.items():
-            _at(self.changed, rule).add(size, None)
+            _get_or_create(self.changed, rule).add(size, None)
 
     def merge(self, other: "Tally") -> None:
-        """Add the tally of what came after."""
+        """Add the tally of later documents."""
         for name in ("documents", "kept", "quarantined", "bytes_in", "bytes_out"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("dropped", "changed", "cuts"):
             for reason, tally in getattr(other, name).items():
-                _at(getattr(self, name), reason).merge(tally)
+                _get_or_create(getattr(self, name), reason).merge(tally)
         self.sizes_in = _sum(self.sizes_in, other.sizes_in)
         self.sizes_out = _sum(self.sizes_out, other.sizes_out)
 
     @property
     def dropped_documents(self) -> int:
-        """Documents dropped for whatever reason."""
-        return sum(one.documents for one in self.dropped.values())
+        """Number of dropped documents."""
+        return sum(tally.documents for tally in self.dropped.values())
 
     def faults(self) -> list[str]:
-        """Return what does not add up; nothing where all does."""
-        found = []
+        """Return the totals that do not add up."""
+        faults = []
         if self.documents != self.kept + self.dropped_documents + self.quarantined:
-            found.append(
+            faults.append(
                 f"{self.documents} documents are not {self.kept} kept, {self.dropped_documents} "
                 f"dropped and {self.quarantined} quarantined"
             )
-        dropped = sum(one.size_bytes for one in self.dropped.values())
-        changed = sum(one.size_bytes for one in self.changed.values())
+        dropped = sum(tally.size_bytes for tally in self.dropped.values())
+        changed = sum(tally.size_bytes for tally in self.changed.values())
         if self.bytes_in != self.bytes_out + dropped + changed:
-            found.append(
+            faults.append(
                 f"{self.bytes_in} bytes are not {self.bytes_out} kept, {dropped} dropped and "
-                f"{changed} taken away"
+                f"{changed} removed"
             )
-        return found
+        return faults
 
 
-def excerpt_of(text: str) -> str:
-    """Return the beginning of a text in one line."""
+def shorten(text: str) -> str:
+    """Return the beginning of a text as one line."""
     head = " ".join(text[: 2 * EXCERPT_CHARACTERS].split())
     cut = head if len(head) <= EXCERPT_CHARACTERS else f"{head[:EXCERPT_CHARACTERS]}..."
     return cut.encode(errors="replace").decode()
 
 
-def _at(tallies: dict[str, ReasonTally], reason: str) -> ReasonTally:
+def _get_or_create(tallies: dict[str, ReasonTally], reason: str) -> ReasonTally:
     if reason not in tallies:
         tallies[reason] = ReasonTally()
     return tallies[reason]
 
 
-def _with(sizes: list[int], size_bytes: int) -> list[int]:
-    at = min(size_bytes.bit_length(), SIZES - 1)
-    sizes = sizes + [0] * (at + 1 - len(sizes))
-    sizes[at] += 1
+def _count_size(sizes: list[int], size_bytes: int) -> list[int]:
+    size_class = min(size_bytes.bit_length(), SIZES - 1)
+    sizes = sizes + [0] * (size_class + 1 - len(sizes))
+    sizes[size_class] += 1
     return sizes
 
 
-def _sum(one: list[int], other: list[int]) -> list[int]:
-    longer, shorter = (one, other) if len(one) >= len(other) else (other, one)
-    return [n + (shorter[at] if at < len(shorter) else 0) for at, n in enumerate(longer)]
+def _sum(first: list[int], second: list[int]) -> list[int]:
+    longer, shorter = (first, second) if len(first) >= len(second) else (second, first)
+    return [n + (shorter[index] if index < len(shorter) else 0) for index, n in enumerate(longer)]

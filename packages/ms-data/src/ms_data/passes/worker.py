@@ -1,7 +1,7 @@
-"""What runs in a process that works on batches: requests in, answers out, until the pipe closes.
+"""Main program of a worker process: reads requests and writes results until the pipe closes.
 
-It is started by its path. A request is bytes behind its length in eight; an answer is the same
-with one byte before it, which says whether it is an answer or the trace of a failure.
+It is started by its path. A request is an 8-byte length and the content; a result is the same after
+one byte that tells success from failure (a traceback).
 """
 
 import json
@@ -12,12 +12,12 @@ from importlib import import_module
 from typing import BinaryIO
 
 PREFIX_BYTES = 8
-ANSWER, FAILURE = b"a", b"f"
+RESULT, FAILURE = b"a", b"f"
 
 
 def main() -> None:
-    """Answer requests; the first one is what the work is prepared with."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks decides
+    """Process requests; the first message is the setup."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     sys.path[:] = json.loads(sys.argv[2])
     module, _, name = sys.argv[1].partition(":")
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
@@ -32,7 +32,7 @@ def main() -> None:
         return
     while (request := read(stdin)) is not None:
         try:
-            write(stdout, ANSWER, work(request))
+            write(stdout, RESULT, work(request))
         except BrokenPipeError:
             return
         except Exception:
@@ -40,16 +40,16 @@ def main() -> None:
 
 
 def read(file: BinaryIO) -> bytes | None:
-    """Read one request; None where the pipe is closed."""
+    """Read one message; None if the pipe is closed."""
     prefix = file.read(PREFIX_BYTES)
     size = int.from_bytes(prefix, "little")
     content = file.read(size)
     return content if len(prefix) == PREFIX_BYTES and len(content) == size else None
 
 
-def write(file: BinaryIO, kind: bytes, content: bytes) -> None:
-    """Write one answer."""
-    file.write(kind + len(content).to_bytes(PREFIX_BYTES, "little") + content)
+def write(file: BinaryIO, status: bytes, content: bytes) -> None:
+    """Write one result."""
+    file.write(status + len(content).to_bytes(PREFIX_BYTES, "little") + content)
     file.flush()
 
 

@@ -1,1 +1,1 @@
-"""Batches for training, from a dataset on disk."""
+"""Training batches from a dataset on disk."""

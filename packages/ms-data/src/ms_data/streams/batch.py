@@ -1,4 +1,4 @@
-"""Defines batches, and fills their rows part by part."""
+"""Batch types, and filling batch rows with packed samples."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, TypedDict
@@ -9,58 +9,58 @@ from numpy.typing import NDArray
 from ms_data.disk.samples import Sample
 
 IGNORED = -100
-"""The target of a token that predicts nothing."""
+"""Target of tokens without loss."""
 
 
 class Batch(TypedDict):
-    """What a training step reads; b rows of S tokens."""
+    """Input of a training step: b rows of S tokens."""
 
     tokens: NDArray[np.int64]
     """Shape (b, S)."""
     targets: NDArray[np.int64]
-    """Shape (b, S): the next token, or -100 where it belongs to another document."""
+    """Shape (b, S): the next token, or -100 if it belongs to another document."""
     positions: NDArray[np.int64]
-    """Shape (b, S): distance from the first token of the document in this row."""
+    """Shape (b, S): position within the document, counted from its first token in this row."""
     documents: NDArray[np.int32]
-    """Shape (b, S): counts the documents of a row from 0."""
+    """Shape (b, S): document number within the row, from 0."""
 
 
 class WeightedBatch(Batch):
-    """A batch whose tokens count differently."""
+    """A batch with a loss weight per token."""
 
     weights: NDArray[np.float32]
-    """Shape (b, S): how much a token's loss counts, 0 where the target is -100."""
+    """Shape (b, S): loss weight of each token; 0 where the target is -100."""
 
 
 class RowPart(NamedTuple):
-    """The tokens of one sample in a row, n of them."""
+    """n tokens of one sample, as placed in a row."""
 
     tokens: NDArray[np.int64]
     """Shape (n,)."""
     targets: NDArray[np.int64]
-    """Shape (n,), or (n - 1,) where the sample ends."""
+    """Shape (n,), or (n - 1,) at the end of the sample."""
     weights: NDArray[np.float32]
-    """The same shape as the targets."""
+    """Same shape as the targets."""
 
     @classmethod
     def of(cls, sample: Sample, start: int, stop: int, weight: float) -> "RowPart":
-        """Take tokens `start` to `stop` of a sample, whose targets all have this weight."""
-        after = slice(start + 1, stop + 1)
-        mask = sample.loss_mask[after]
-        targets = np.where(mask, sample.tokens[after], IGNORED)
+        """Cut tokens `start` to `stop` out of a sample; all its targets get the weight `weight`."""
+        shifted = slice(start + 1, stop + 1)  # targets are the tokens shifted by one
+        mask = sample.loss_mask[shifted]
+        targets = np.where(mask, sample.tokens[shifted], IGNORED)
         return cls(sample.tokens[start:stop], targets, mask * np.float32(weight))
 
 
 def fill_rows(
     rows: Sequence[Sequence[RowPart]], *, count: int, width: int, end_of_text: int
 ) -> WeightedBatch:
-    """Fill rows with parts laid end to end, each part a document of its own.
+    """Lay parts end to end in rows; every part is a separate document.
 
     Args:
-        rows: at most `count` of them, each of `width` tokens at most.
-        count: rows of the batch; those that are missing hold no target.
-        width: tokens of a row.
-        end_of_text: the token that stands where nothing else does.
+        rows: at most `count` rows, each with at most `width` tokens in total.
+        count: rows in the batch; missing rows have no targets.
+        width: tokens per row.
+        end_of_text: token that fills the empty space.
     """
     shape = (count, width)
     batch = WeightedBatch(
@@ -70,17 +70,17 @@ def fill_rows(
         documents=np.zeros(shape, np.int32),
         weights=np.zeros(shape, np.float32),
     )
-    for at, row in enumerate(rows):
-        done = 0
+    for row_index, row in enumerate(rows):
+        filled = 0
         for document, part in enumerate(row):
-            stop, last = done + len(part.tokens), done + len(part.targets)
-            batch["tokens"][at, done:stop] = part.tokens
-            batch["targets"][at, done:last] = part.targets
-            batch["weights"][at, done:last] = part.weights
-            batch["documents"][at, done:stop] = document
-            batch["positions"][at, done:stop] = np.arange(stop - done)
-            done = stop
-        # What is left is a document of its own, which nothing sees and nothing learns from.
-        batch["documents"][at, done:] = len(row)
-        batch["positions"][at, done:] = np.arange(width - done)
+            stop, last_target = filled + len(part.tokens), filled + len(part.targets)
+            batch["tokens"][row_index, filled:stop] = part.tokens
+            batch["targets"][row_index, filled:last_target] = part.targets
+            batch["weights"][row_index, filled:last_target] = part.weights
+            batch["documents"][row_index, filled:stop] = document
+            batch["positions"][row_index, filled:stop] = np.arange(stop - filled)
+            filled = stop
+        # Padding is a separate document without targets, so no sample attends to it.
+        batch["documents"][row_index, filled:] = len(row)
+        batch["positions"][row_index, filled:] = np.arange(width - filled)
     return batch

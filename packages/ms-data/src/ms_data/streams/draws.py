@@ -1,4 +1,4 @@
-"""Finds the n-th sample drawn from a source, epoch after epoch, by arithmetic."""
+"""Maps the n-th draw from a source to a sample, over all epochs, without stored state."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -6,16 +6,16 @@ from numpy.typing import NDArray
 from ms_data.streams.order import Order
 
 WINDOW = 4096
-"""Draws that are computed at once."""
+"""Draws computed at a time."""
 
 
-class Draws:
-    """Draws every sample once an epoch, each epoch in another order that the seed decides.
+class DrawSequence:
+    """Draws every sample once per epoch, in an order that depends on the seed and the epoch.
 
     Args:
-        samples: samples in the source.
+        samples: number of samples in the source.
         seed: any integer.
-        shuffle: False draws in the order of the corpus.
+        shuffle: False keeps the order of the corpus.
     """
 
     def __init__(self, samples: int, *, seed: int, shuffle: bool) -> None:

@@ -1,4 +1,4 @@
-"""Streams conversations for training: mixed, packed, shared by processes, resumable exactly."""
+"""Streams conversations for training: mixed, packed, split among ranks, with exact resume."""
 
 import operator
 from collections import deque
@@ -12,63 +12,64 @@ from ms_data.disk.samples import Samples
 from ms_data.errors import DamageError, SettingError
 from ms_data.media.processor import Processor
 from ms_data.streams.batch import WeightedBatch, fill_rows
-from ms_data.streams.draws import Draws
+from ms_data.streams.draws import DrawSequence
 from ms_data.streams.media import PictureBatch, SoundBatch, media_batch
 from ms_data.streams.mixed import MixedStream, Sources
 from ms_data.streams.mixture import Weights
-from ms_data.streams.packed_source import Long, PackedSource, Weighting
+from ms_data.streams.packed_source import LongMode, PackedSource, Weighting
 from ms_data.streams.packer import Row
 from ms_data.streams.packing_rules import PACKING_RULES
-from ms_data.streams.share import StreamPlace, count, truth
+from ms_data.streams.share import StreamPlace, read_bool, read_count
 
 _CHOICES: dict[str, Collection[str]] = {
-    "long": get_args(Long),
+    "long": get_args(LongMode),
     "packing": PACKING_RULES,
     "weighting": get_args(Weighting),
 }
 
 
 class InstructionBatch(WeightedBatch, PictureBatch, SoundBatch):
-    """A batch of packed conversations; b rows of S tokens.
+    """A batch of packed conversations: b rows of S tokens.
 
-    Those with pictures have what `PictureBatch` names, those with sound what `SoundBatch` does;
-    in every batch, also in those that happen to hold none.
+    Datasets with images add the keys of `PictureBatch` to every batch, datasets with audio those of
+    `SoundBatch`, even if a batch happens to hold no image or audio.
     """
 
     task: NDArray[np.int64]
-    """Shape (b,): the number of the source; the documents of a row are of one source."""
+    """Shape (b,): index of the source; all documents of a row come from one source."""
 
 
 class InstructionStream(MixedStream[InstructionBatch]):
-    """Global batches of packed rows, of which each process receives its own.
+    """Global batches of packed rows, from which every process receives its rows.
 
-    Samples are drawn from the sources as a `Mixture` says and packed source by source. Which
-    samples lie in which row depends on the data, the seed and the settings alone: not on the
-    number of processes, nor on the batch size.
+    Samples are drawn from the sources by a `Mixture` and packed per source. The assignment of
+    samples to rows depends only on the data, the seed and the settings, not on the number of
+    processes or the batch size.
 
     Args:
-        sources: a folder that `build(..., chat=...)` wrote, or several, by name.
-        sequence_length: tokens in a row, S.
-        batch_size: rows in a global batch.
-        seed: any integer; another seed is another order.
-        place: has `rank` and `count`; see `TokenStream`.
-        split: which part of the data, `train` or `held_out`.
-        weights: how often samples of each source are drawn, by name or in their order, or
-            `Phase`s; by default as many as each holds.
-        max_epochs: how many times each source is read at most, by name; the others then share its
-            weight, and the stream ends when none may give more.
-        long: a sample longer than a row is cut off (`truncate`) or cut in parts (`split`).
-        packing: which rule places samples in rows; a module of `packing_rules`.
-        open_rows: rows packed at a time for each source; 0 gives each sample a row of its own.
-        weighting: `token` counts each target alike, `sample` each sample.
-        shuffle: False draws in the order of the corpus.
-        epochs: stop after this many times the samples of all sources, rows that are not full
-            then included; None never stops.
+        sources: a folder that `build(..., chat=...)` wrote, or several by name.
+        sequence_length: tokens per row, S.
+        batch_size: rows per global batch.
+        seed: random seed of the order.
+        place: object with `rank` and `count`; see `TokenStream`.
+        split: `train` or `held_out`.
+        weights: sampling weights of the sources, by name or in order, or `Phase`s. Default:
+            proportional to the number of samples.
+        max_epochs: maximum number of passes over each source, by name. A source that reaches it
+            passes its weight to the others; the stream ends when all have reached it.
+        long: for samples longer than a row, `truncate` cuts them off and `split` cuts them into
+            parts.
+        packing: name of a packing rule, a module of `packing_rules`.
+        open_rows: rows packed at a time for each source; 0 gives every sample its own row.
+        weighting: `token` weights all targets equally, `sample` all samples.
+        shuffle: False keeps the order of the corpus.
+        epochs: stop after this number of passes over all sources, including partly filled rows.
+            None: never stop.
 
     Raises:
-        SettingError: an argument is out of range, a source has nothing to learn, or two were
-            built with different tokenizers.
-        DamageError: bytes are not those that were written.
+        SettingError: an argument is out of range, a source has no targets, or two sources have
+            different tokenizers.
+        DamageError: data on disk is damaged.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class InstructionStream(MixedStream[InstructionBatch]):
         split: str = "train",
         weights: Weights | None = None,
         max_epochs: Mapping[str, float] | None = None,
-        long: Long = "truncate",
+        long: LongMode = "truncate",
         packing: str = "best_fit",
         open_rows: int = 512,
         weighting: Weighting = "token",
@@ -116,7 +117,7 @@ class InstructionStream(MixedStream[InstructionBatch]):
             epochs=epochs,
             max_epochs=max_epochs,
         )
-        self._processor = _one_processor(self.names, self._sources)
+        self._processor = _common_processor(self.names, self._sources)
         self._ready: deque[tuple[int, Row]] = deque()
         self._rows = self._tokens = 0
         self._flushed = False
@@ -124,23 +125,25 @@ class InstructionStream(MixedStream[InstructionBatch]):
     def _open(self, number: int) -> PackedSource:
         settings, length = self._settings, self.sequence_length
         samples = Samples(self.folders[number], settings["split"], kind="conversations")
-        draws = Draws(len(samples), seed=self._source_seed(number), shuffle=settings["shuffle"])
+        draws = DrawSequence(
+            len(samples), seed=self._source_seed(number), shuffle=settings["shuffle"]
+        )
         packer = PACKING_RULES[settings["packing"]](length, window=settings["open_rows"])
         return PackedSource(samples, draws, packer, length=length, long=settings["long"])
 
     @property
     def delivered_rows(self) -> int:
-        """Rows with samples that all processes together have received."""
+        """Rows with samples delivered to all processes so far."""
         return self._rows
 
     @property
     def fill(self) -> float:
-        """The share of the delivered tokens that are of samples; the rest is padding."""
+        """Fraction of delivered tokens that are not padding."""
         return self._tokens / max(1, self._rows * self.sequence_length)
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
-        """For each source: samples `drawn`, `truncated` and `split`, segments `without_targets`."""
+        """Per source: samples `drawn`, `truncated` and `split`, and segments `without_targets`."""
         return {
             name: dict(source.counters)
             for name, source in zip(self.names, self._sources, strict=True)
@@ -160,25 +163,26 @@ class InstructionStream(MixedStream[InstructionBatch]):
         return self._deliver(rows)
 
     def of_tasks(self, tasks: Sequence[int]) -> InstructionBatch:
-        """Draw a global batch whose rows are of these sources, apart from the mixture.
+        """Draw a global batch with the given sources, outside the mixture.
 
         Args:
-            tasks: the number of a source for each row of the global batch.
+            tasks: source index for every row of the global batch.
 
         Raises:
-            SettingError: not one a row, or there is no such source.
+            SettingError: the number of tasks is not the batch size, or a source does not exist.
         """
-        if len(tasks) != self.batch_size or not all(0 <= one < len(self.names) for one in tasks):
+        if len(tasks) != self.batch_size or not all(0 <= task < len(self.names) for task in tasks):
             raise SettingError(
-                f"tasks {list(tasks)}: give {self.batch_size} numbers below {len(self.names)}"
+                f"tasks must be {self.batch_size} numbers below {len(self.names)}, "
+                f"got {list(tasks)}"
             )
-        return self._deliver([self._next_of(task) for task in tasks])
+        return self._deliver([self._next_row(task) for task in tasks])
 
-    def _next_of(self, task: int) -> tuple[int, Row]:
+    def _next_row(self, task: int) -> tuple[int, Row]:
         while True:
-            for at, (source, row) in enumerate(self._ready):
+            for index, (source, row) in enumerate(self._ready):
                 if source == task:
-                    del self._ready[at]
+                    del self._ready[index]
                     return task, row
             self._draw(task)
 
@@ -188,79 +192,85 @@ class InstructionStream(MixedStream[InstructionBatch]):
     def _deliver(self, rows: list[tuple[int, Row]]) -> InstructionBatch:
         self._rows += len(rows)
         self._tokens += sum(stop - start for _, row in rows for _, start, stop in row)
-        own = self._share.of(rows)
-        task = np.zeros(self._share.rows, np.int64)
-        task[: len(own)] = [source for source, _ in own]
+        local_rows = self._rank_rows.of(rows)
+        task = np.zeros(self._rank_rows.rows, np.int64)
+        task[: len(local_rows)] = [source for source, _ in local_rows]
         batch = fill_rows(
-            [[self._sources[at].read(one, self._weighting) for one in row] for at, row in own],
-            count=self._share.rows,
+            [
+                [self._sources[source].read(segment, self._weighting) for segment in row]
+                for source, row in local_rows
+            ],
+            count=self._rank_rows.rows,
             width=self.sequence_length,
             end_of_text=self._sources[0].samples.dataset_index.end_of_text,
         )
-        return {**batch, **self._media(own, batch["positions"]), "task": task}
+        return {**batch, **self._media(local_rows, batch["positions"]), "task": task}
 
     def _media(
         self, rows: Sequence[tuple[int, Row]], positions: NDArray[np.int64]
     ) -> InstructionBatch:
-        """Make what pictures and sounds in these rows fill."""
+        """Prepare the images and audio of these rows."""
         if self._processor is None:
             return cast(InstructionBatch, {})
         parts = [
-            [(one.stop - one.start, self._sources[at].media(one)) for one in row]
-            for at, row in rows
+            [
+                (segment.stop - segment.start, self._sources[source].media(segment))
+                for segment in row
+            ]
+            for source, row in rows
         ]
         try:
-            found = media_batch(parts, self._processor, positions)
+            media = media_batch(parts, self._processor, positions)
         except ValueError as error:
-            folders = ", ".join(sorted({self.names[at] for at, _ in rows}))
+            folders = ", ".join(sorted({self.names[source] for source, _ in rows}))
             raise DamageError(self.folders[0], f"media of {folders}", str(error)) from error
-        return cast(InstructionBatch, found)
+        return cast(InstructionBatch, media)
 
     def _position(self) -> dict[str, Any]:
         return {
-            **self._ledger(),
+            **self._mixture_state(),
             "sources": [source.state() for source in self._sources],
-            "ready": [[task, [list(one) for one in row]] for task, row in self._ready],
+            "ready": [[task, [list(segment) for segment in row]] for task, row in self._ready],
             "rows": self._rows,
             "tokens": self._tokens,
             "flushed": self._flushed,
         }
 
-    def _go_to(self, position: Mapping[str, Any]) -> None:
-        for source, one in zip(self._sources, position["sources"], strict=True):
-            source.restore(one)
+    def _restore_position(self, position: Mapping[str, Any]) -> None:
+        for source, state in zip(self._sources, position["sources"], strict=True):
+            source.restore(state)
         self._ready = deque(
-            (count(task), tuple(self._sources[task].segment(one) for one in row))
+            (read_count(task), tuple(self._sources[task].segment(values) for values in row))
             for task, row in position["ready"]
         )
-        self._rows, self._tokens = count(position["rows"]), count(position["tokens"])
-        self._load_ledger(position)
-        # A run that ended goes on where this stream has more epochs.
-        reached = self._end is not None and self._mixture.position >= self._end
-        self._flushed = truth(position["flushed"]) and reached
+        self._rows, self._tokens = read_count(position["rows"]), read_count(position["tokens"])
+        self._load_mixture_state(position)
+        # A finished run can resume with more epochs, so `flushed` only holds at the end.
+        at_end = self._end is not None and self._mixture.position >= self._end
+        self._flushed = read_bool(position["flushed"]) and at_end
 
 
-def _one_processor(names: Sequence[str], sources: Sequence[PackedSource]) -> Processor | None:
-    """Return the processor of all sources that have pictures or sound.
+def _common_processor(names: Sequence[str], sources: Sequence[PackedSource]) -> Processor | None:
+    """Return the processor that all sources with images or audio share, or None.
 
     Raises:
-        SettingError: two differ.
+        SettingError: the sources have different processors.
     """
-    found = [(name, source.samples.processor) for name, source in zip(names, sources, strict=True)]
-    held = [(name, one) for name, one in found if one is not None]
-    for name, one in held:
-        if one.settings != held[0][1].settings:
+    pairs = [(name, source.samples.processor) for name, source in zip(names, sources, strict=True)]
+    processors = [(name, processor) for name, processor in pairs if processor is not None]
+    for name, processor in processors:
+        if processor.settings != processors[0][1].settings:
             raise SettingError(
-                f"sources {held[0][0]!r} and {name!r} were built with different processors, so "
-                "one model cannot read both; build both with one"
+                f"sources {processors[0][0]!r} and {name!r} were built with different processors, "
+                "so one model cannot read both; build both with the same processor"
             )
-    return held[0][1] if held else None
+    return processors[0][1] if processors else None
 
 
 def _check(open_rows: int, choices: Mapping[str, str]) -> None:
     if open_rows < 0:
-        raise SettingError(f"open_rows is {open_rows}; it must be 0 (no packing) or more")
+        raise SettingError(f"open_rows must be 0 (no packing) or more, got {open_rows}")
     for name, value in choices.items():
         if value not in _CHOICES[name]:
-            known = " or ".join(map(repr, _CHOICES[name]))
-            raise SettingError(f"{name} is {value!r}; it must be {known}")
+            names = " or ".join(map(repr, _CHOICES[name]))
+            raise SettingError(f"{name} must be {names}, got {value!r}")

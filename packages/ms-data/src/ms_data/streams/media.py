@@ -1,4 +1,4 @@
-"""Makes what a model reads of the pictures and sounds in packed rows, and says where they stand."""
+"""Model inputs for the images and audio in packed rows."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypedDict
@@ -9,38 +9,39 @@ from numpy.typing import NDArray
 from ms_data.disk.media import PlacedItem
 from ms_data.media.processor import MediaItem, Processor
 
-Places = NDArray[np.int64]
+Spans = NDArray[np.int64]
 
 
 class PictureBatch(TypedDict, total=False):
-    """What a batch holds beside its tokens where a source has pictures; p of them."""
+    """Additional batch keys of sources with images; p images per batch."""
 
     pixel_values: NDArray[np.float32]
-    """Shape (patches of all, numbers a patch), picture after picture."""
+    """Shape (total patches, values per patch), image after image."""
     image_grid_thw: NDArray[np.int64]
-    """Shape (p, 3): patches of each in time, down and across."""
-    image_places: Places
-    """Shape (p, 3): its row, its first token and one past its last."""
+    """Shape (p, 3): patches per image in time, height and width."""
+    image_places: Spans
+    """Shape (p, 3): row, first token, and one past the last token."""
     positions_thw: NDArray[np.int64]
-    """Shape (3, b, S): positions of tokens in time, down and across, from 0 in each document."""
+    """Shape (3, b, S): token positions in time, height and width, from 0 in each document."""
 
 
 class SoundBatch(TypedDict, total=False):
-    """What a batch holds beside its tokens where a source has sound; a of them."""
+    """Additional batch keys of sources with audio; a clips per batch."""
 
     input_features: NDArray[np.float32]
-    """Shape (a, mels, frames): spectrograms."""
+    """Shape (a, mels, frames): mel spectrograms."""
     feature_attention_mask: NDArray[np.int64]
-    """Shape (a, frames): 1 where there is sound."""
-    audio_places: Places
-    """Shape (a, 3): its row, its first token and one past its last."""
+    """Shape (a, frames): 1 for audio, 0 for padding."""
+    audio_places: Spans
+    """Shape (a, 3): row, first token, and one past the last token."""
 
 
-class _Found(NamedTuple):
-    """An item in a batch."""
+class _BatchItem(NamedTuple):
+    """An image or audio clip in a batch."""
 
     item: MediaItem
-    place: tuple[int, int, int]
+    span: tuple[int, int, int]
+    """Row, first token, one past the last token."""
 
 
 def media_batch(
@@ -48,65 +49,66 @@ def media_batch(
     processor: Processor,
     positions: NDArray[np.int64],
 ) -> dict[str, Any]:
-    """Make the members of a batch that pictures and sounds fill.
+    """Compute the batch keys for images and audio.
 
     Args:
-        rows: of each row the parts, as how many tokens they have and what stands in them.
-        processor: of the model.
-        positions: shape (b, S), as without pictures.
+        rows: for every row its parts, as (number of tokens, items).
+        processor: the model's processor.
+        positions: shape (b, S), token positions without images.
 
     Raises:
-        ValueError: a file is not what it was when the shards were built.
+        ValueError: a media file changed since the shards were built.
     """
-    found = list(_found(rows))
+    items = list(_iterate_items(rows))
     batch: dict[str, Any] = {}
     if processor.settings.pictures:
-        pictures = [one for one in found if one.item.kind == "image"]
+        images = [entry for entry in items if entry.item.kind == "image"]
         merge = processor.settings.pictures.merge_size
-        batch["pixel_values"] = processor.patches([one.item for one in pictures])
-        grids = [one.item.grid for one in pictures]
+        batch["pixel_values"] = processor.patches([entry.item for entry in images])
+        grids = [entry.item.grid for entry in images]
         batch["image_grid_thw"] = np.array(grids, np.int64).reshape(-1, 3)
-        batch["image_places"] = _places(pictures)
-        batch["positions_thw"] = _positions(positions, pictures, merge)
+        batch["image_places"] = _span_array(images)
+        batch["positions_thw"] = _positions_thw(positions, images, merge)
     if processor.settings.sound:
-        sounds = [one for one in found if one.item.kind == "audio"]
-        features, mask = processor.spectrograms([one.item for one in sounds])
+        sounds = [entry for entry in items if entry.item.kind == "audio"]
+        features, mask = processor.spectrograms([entry.item for entry in sounds])
         batch |= {"input_features": features, "feature_attention_mask": mask}
-        batch["audio_places"] = _places(sounds)
+        batch["audio_places"] = _span_array(sounds)
     return batch
 
 
-def _found(rows: Sequence[Sequence[tuple[int, Sequence[PlacedItem]]]]) -> Iterator[_Found]:
-    for at, row in enumerate(rows):
-        done = 0
+def _iterate_items(
+    rows: Sequence[Sequence[tuple[int, Sequence[PlacedItem]]]],
+) -> Iterator[_BatchItem]:
+    for row_index, row in enumerate(rows):
+        offset = 0
         for tokens, items in row:
             for placed in items:
-                place = (at, done + placed.start, done + placed.stop)
-                yield _Found(placed.item, place)
-            done += tokens
+                span = (row_index, offset + placed.start, offset + placed.stop)
+                yield _BatchItem(placed.item, span)
+            offset += tokens
 
 
-def _places(found: Sequence[_Found]) -> Places:
-    return np.array([one.place for one in found], np.int64).reshape(-1, 3)
+def _span_array(items: Sequence[_BatchItem]) -> Spans:
+    return np.array([item.span for item in items], np.int64).reshape(-1, 3)
 
 
-def _positions(
-    positions: NDArray[np.int64], pictures: Sequence[_Found], merge: int
+def _positions_thw(
+    positions: NDArray[np.int64], images: Sequence[_BatchItem], merge: int
 ) -> NDArray[np.int64]:
-    """Compute the positions of tokens in time, down and across, shape (3, b, S).
+    """Compute multimodal rotary positions, shape (3, b, S).
 
-    Those of text go up by one in all three; a picture has one position in time and a grid of
-    them down and across; what follows it in its document goes on after the largest one
-    (Qwen2-VL, section 2.1, multimodal rotary position embedding).
+    Text advances all three axes by 1. An image has one time position and a grid of height and width
+    positions; the text after it continues from the largest of these (Qwen2-VL, section 2.1).
     """
-    steps = np.tile(positions, (3, 1, 1))
-    for item, (row, start, stop) in pictures:
+    positions_thw = np.tile(positions, (3, 1, 1))
+    for item, (row, start, stop) in images:
         time, height, width = item.grid[0], item.grid[1] // merge, item.grid[2] // merge
-        first = steps[:, row, start : start + 1].copy()
-        steps[:, row, start:stop] = first + np.indices((time, height, width)).reshape(3, -1)
-        rest = positions[row, stop:]
-        # The document goes on until positions begin anew.
-        ends = np.flatnonzero(rest == 0)
-        end = stop + (int(ends[0]) if len(ends) else len(rest))
-        steps[:, row, stop:end] += max(time, height, width) - (stop - start)
-    return steps
+        first = positions_thw[:, row, start : start + 1].copy()  # (3, 1)
+        positions_thw[:, row, start:stop] = first + np.indices((time, height, width)).reshape(3, -1)
+        after = positions[row, stop:]
+        # The document ends where the next position is 0.
+        ends = np.flatnonzero(after == 0)
+        end = stop + (int(ends[0]) if len(ends) else len(after))
+        positions_thw[:, row, stop:end] += max(time, height, width) - (stop - start)
+    return positions_thw

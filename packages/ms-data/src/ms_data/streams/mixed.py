@@ -1,4 +1,4 @@
-"""Mixes several sources in one stream: their names, their tokenizers, and the ledger of draws."""
+"""Base class of streams that mix several sources."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,32 +15,32 @@ from ms_data.streams.share import BatchStream
 
 B = TypeVar("B")
 Sources = str | Path | Mapping[str, str | Path]
-"""A folder of shards, or several, by name."""
+"""A folder of shards, or several by name."""
 
 _log = logging.getLogger(__name__)
 
 
 class MixedStream(BatchStream[B]):
-    """A stream that draws from one source or several, in exact proportion.
+    """A stream that draws from one or more sources in exact proportions.
 
-    A subclass names its sources, opens them, and then mixes them.
+    Subclasses call `_name_sources`, open the sources, and then call `_mix`.
     """
 
     _mixture: Mixture
-    _last: int | None
+    _sample_limit: int | None
 
     def _name_sources(self, sources: Sources) -> None:
         if isinstance(sources, str | Path):
             sources = {dataset_folder(sources).name: sources}
         if not sources:
-            raise SettingError("sources names no folder; name at least one to learn from")
+            raise SettingError("sources is empty; pass at least one dataset folder")
         self.folders = tuple(dataset_folder(folder) for folder in sources.values())
-        """Where the sources lie, with the tokenizer that made them."""
+        """Dataset folders of the sources; each contains its tokenizer."""
         self.names = tuple(sources)
-        """The sources; `task` counts them from 0."""
+        """Source names; `task` is an index into them."""
 
     def _source_seed(self, number: int) -> int:
-        # Far apart, so that a source's order is not that of its neighbour under the next seed.
+        # A large stride, so that source i with seed s + 1 differs from source i + 1 with seed s.
         seed: int = self._settings["seed"]
         return seed * 1_000_003 + number
 
@@ -53,18 +53,17 @@ class MixedStream(BatchStream[B]):
         epochs: int | None,
         max_epochs: Mapping[str, float] | None,
     ) -> None:
-        """Begin the ledger.
+        """Create the mixture.
 
         Args:
-            indices: of the sources' datasets.
-            sizes: how many samples each holds.
-            weights: as `Mixture` takes them; None draws as many of each as it holds.
-            epochs: after how many times all samples the stream ends.
-            max_epochs: how many times each source is read at most, by name.
+            indices: dataset indices of the sources.
+            sizes: number of samples of each source.
+            weights: weights as in `Mixture`; None draws in proportion to the sizes.
+            epochs: number of passes over all samples after which the stream ends.
+            max_epochs: maximum number of passes over each source, by name.
 
         Raises:
-            SettingError: two sources were built with different tokenizers, or the ledger cannot
-                be.
+            SettingError: the sources have different tokenizers, or the mixture is invalid.
         """
         self._check_tokenizers(indices)
         self._indices = tuple(indices)
@@ -74,100 +73,104 @@ class MixedStream(BatchStream[B]):
         }
         limits = {}
         if max_epochs is not None:
-            self._settings["max_epochs"] = {name: float(one) for name, one in max_epochs.items()}
-            held = dict(zip(self.names, sizes, strict=True))
-            for name, most in max_epochs.items():
-                if not 0 <= most < float("inf"):
-                    raise SettingError(f"max_epochs of {name!r} is {most}; it must be 0 or more")
-                limits[name] = int(most * held.get(name, 0))
-        given: Weights = [float(size) for size in sizes] if weights is None else weights
-        self._mixture = Mixture(self.names, given, limits=limits)
-        self._given = _planned(self._mixture.phases)
-        self._last = None if epochs is None else epochs * sum(sizes)
+            self._settings["max_epochs"] = {
+                name: float(limit) for name, limit in max_epochs.items()
+            }
+            size_of = dict(zip(self.names, sizes, strict=True))
+            for name, limit in max_epochs.items():
+                if not 0 <= limit < float("inf"):
+                    raise SettingError(f"max_epochs of {name!r} must be 0 or more, got {limit}")
+                limits[name] = int(limit * size_of.get(name, 0))
+        initial: Weights = [float(size) for size in sizes] if weights is None else weights
+        self._mixture = Mixture(self.names, initial, limits=limits)
+        self._initial_phases = _phases_to_json(self._mixture.phases)
+        self._sample_limit = None if epochs is None else epochs * sum(sizes)
 
     def _check_tokenizers(self, indices: Sequence[Index]) -> None:
         first = indices[0]
-        for name, other in zip(self.names, indices, strict=True):
-            if (other.tokenizer, other.end_of_text) != (first.tokenizer, first.end_of_text):
+        for name, index in zip(self.names, indices, strict=True):
+            if (index.tokenizer, index.end_of_text) != (first.tokenizer, first.end_of_text):
                 raise SettingError(
                     f"sources {self.names[0]!r} and {name!r} were built with different tokenizers "
-                    "or ends of text, so their tokens mean different things; build both with one"
+                    "or end-of-text tokens, so they cannot be mixed; build both with the same one"
                 )
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples of all sources together."""
+        """Number of samples of all sources together."""
         return sum(self._sizes)
 
     @property
     def vocabulary_size(self) -> int:
-        """Every token is below it."""
+        """Vocabulary size; all tokens are below it."""
         return max(index.vocabulary_size for index in self._indices)
 
     @property
     def fingerprint(self) -> str:
-        """Name the data by its content."""
+        """Hash that identifies the content of the data."""
         if len(self._indices) == 1:
             return self._indices[0].fingerprint
-        all_of_them = " ".join(index.fingerprint for index in self._indices)
-        return xxhash.xxh3_128_hexdigest(all_of_them.encode())
+        fingerprints = " ".join(index.fingerprint for index in self._indices)
+        return xxhash.xxh3_128_hexdigest(fingerprints.encode())
 
     @property
     def mixture(self) -> Mixture:
-        """The ledger of what was drawn from where."""
+        """The mixture, which counts the samples drawn from every source."""
         return self._mixture
 
     def change_weights(self, weights: Weights) -> int:
-        """Change the weights from now on; see `Mixture.change`."""
+        """Change the weights for the following samples; see `Mixture.change`."""
         return self._mixture.change(weights)
 
     @property
     def _end(self) -> int | None:
-        """After how many samples the stream ends: all its epochs, or all that sources may give."""
-        ends = [one for one in (self._last, self._mixture.end) if one is not None]
+        """Number of samples after which the stream ends, by `epochs` or the sources' limits."""
+        ends = [end for end in (self._sample_limit, self._mixture.end) if end is not None]
         return min(ends, default=None)
 
-    def _ledger(self) -> dict[str, Any]:
-        """Return the ledger, and the weights that this stream was made with."""
-        return {"mixture": self._mixture.state_dict(), "weights": self._given}
+    def _mixture_state(self) -> dict[str, Any]:
+        """Return the state of the mixture and the weights that the stream was created with."""
+        return {"mixture": self._mixture.state_dict(), "weights": self._initial_phases}
 
-    def _load_ledger(self, position: Mapping[str, Any]) -> None:
-        """Go to a saved ledger; other weights than those it began with take effect from here."""
-        before = position["weights"]
-        if not _is_plan(before, len(self.names)):
-            raise ValueError(f"weights {before!r} are no phases of {len(self.names)} sources")
+    def _load_mixture_state(self, position: Mapping[str, Any]) -> None:
+        """Restore a mixture; this stream's weights, if different, apply from here on."""
+        saved_weights = position["weights"]
+        if not _is_plan(saved_weights, len(self.names)):
+            raise ValueError(
+                f"weights {saved_weights!r} are not phases of {len(self.names)} sources"
+            )
         self._mixture.load_state_dict(position["mixture"])
-        if before == self._given:
+        if saved_weights == self._initial_phases:
             return
-        plan = [Phase(start, weights) for start, weights in self._given]
-        at = self._mixture.position
-        was = self._mixture.weights
+        plan = [Phase(start, weights) for start, weights in self._initial_phases]
+        position_before = self._mixture.position
+        old_weights = self._mixture.weights
         start = self._mixture.change(plan)
-        now = self._mixture.weights
-        named = ", ".join(
-            f"{name} {was[name]:g} -> {now[name]:g}"
+        new_weights = self._mixture.weights
+        changes = ", ".join(
+            f"{name} {old_weights[name]:g} -> {new_weights[name]:g}"
             for name in self.names
-            if was[name] != now[name]
+            if old_weights[name] != new_weights[name]
         )
         _log.warning(
             "weights changed on resume after %d samples, in effect from %d on: %s",
-            at,
+            position_before,
             start,
-            named or "in later phases",
+            changes or "in later phases",
         )
 
 
-def _planned(phases: Iterable[Phase]) -> list[list[Any]]:
+def _phases_to_json(phases: Iterable[Phase]) -> list[list[Any]]:
     return [[phase.start, list(phase.weights)] for phase in phases]
 
 
 def _is_plan(value: Any, sources: int) -> bool:
-    """Return whether a JSON value can be what `_planned` gives."""
+    """Return whether a JSON value has the format of `_planned`."""
     return (
         isinstance(value, list)
         and len(value) > 0
         and all(isinstance(phase, list) and len(phase) == 2 for phase in value)
         and all(type(start) is int and isinstance(weights, list) for start, weights in value)
         and all(len(weights) == sources for _, weights in value)
-        and all(isinstance(one, int | float) for _, weights in value for one in weights)
+        and all(isinstance(weight, int | float) for _, weights in value for weight in weights)
     )

@@ -1,14 +1,17 @@
-"""Decides which source the next sample comes from, with an exact ledger.
+"""Chooses the source of every sample so that the counts follow the weights exactly.
 
-After t samples a source has been drawn within one sample of its due, the sum of its weights over
-those t, at every t: Tijdeman's rule ("The chairman assignment problem", 1980). Among the sources
-that are due enough, it takes the one that would first fall too far behind; it must know the
-weights to come, so phases are given beforehand where they are known. Weights that change
-unforeseen take effect after a lead-in of at most n - 1 samples, one of each source that is behind;
-then every source has exactly its due and the rule begins anew. Within the lead-in no source is off
-by more than one either. A source with a limit stops where its due reaches it, which is known
-beforehand: the others share its weight from there on. All arithmetic is in whole numbers: a ledger
-saved and loaded is the same ledger.
+Let the due of a source be the sum of its weights over the first t samples. At every t, the number
+of samples drawn from a source differs from its due by less than one: Tijdeman's rule ("The chairman
+assignment problem", 1980). Among the sources whose next sample may already be drawn, the rule takes
+the one with the earliest deadline. It needs to know future weights, so phases are passed in advance
+where they are known.
+
+A change of weights that was not known in advance takes effect after a lead-in of at most n - 1
+samples, one from every source that is behind. After the lead-in every source has exactly its due,
+and the rule restarts; during the lead-in no source is off by more than one either. A source with a
+limit stops when its due reaches the limit; the position is known in advance, and the other sources
+share its weight from there on. All arithmetic uses integers, so a saved and restored mixture
+continues identically.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,62 +20,62 @@ from typing import Any, TypeVar
 from attrs import field, frozen
 
 from ms_data.errors import SettingError, StateError
-from ms_data.streams.share import reading_state
+from ms_data.streams.share import state_errors
 
 SCALE = 1 << 32
-"""Weights are whole multiples of 1 / SCALE that sum to 1."""
+"""Weights are integer multiples of 1 / SCALE that sum to 1."""
 
 NEVER = 1 << 62
 T = TypeVar("T")
 _Counts = tuple[int, ...]
-_Lead = tuple[int, _Counts]
-"""Where a lead-in begins, and the counts that it ends with."""
+_LeadIn = tuple[int, _Counts]
+"""Position where a lead-in starts, and the counts at its end."""
 
 
-def _floats(given: Iterable[float]) -> tuple[float, ...]:
-    return tuple(float(one) for one in given)
+def _floats(values: Iterable[float]) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)
 
 
 @frozen
 class Phase:
-    """The weights from one sample on."""
+    """Weights that apply from one sample on."""
 
     start: int
-    """Samples drawn, over all sources, before this phase."""
+    """Number of samples, over all sources, drawn before this phase."""
     weights: tuple[float, ...] = field(converter=_floats)
-    """One a source; their ratios count."""
+    """One weight per source; only their ratios matter."""
 
 
 Weights = Mapping[str, float] | Sequence[float] | Sequence[Phase]
-"""One a source, by name or in their order; or the weights of each phase."""
+"""One weight per source, by name or in order; or the phases."""
 
 
 @frozen(kw_only=True)
 class _Stage:
-    """A part of the run in which dues grow evenly, from `start` on."""
+    """A part of the run, starting at `start`, in which dues grow linearly."""
 
     start: int
-    shares: tuple[int, ...]
-    """Growth a sample, in units of 1 / SCALE."""
+    rates: tuple[int, ...]
+    """Growth of the due per sample, in units of 1 / SCALE."""
     dues: tuple[int, ...]
     """Dues at `start`, in the same units."""
-    led_in: int | None = None
-    """Where the samples begin that lead in this stage, whose dues are then whole."""
+    lead_in_start: int | None = None
+    """Position where the lead-in to this stage starts; the dues are integers then."""
 
 
 class Mixture:
-    """Draws from sources in exact proportion.
+    """Draws from sources in exact proportions.
 
     Args:
-        names: the sources.
-        weights: one a source, by name or in their order, whose ratios count; or `Phase`s in the
-            order of their starts, the first at 0; by default all alike.
-        limits: how many samples each source gives at most, by name; the mixture ends where no
-            source may give more.
+        names: source names.
+        weights: one weight per source, by name or in order, of which only the ratios matter; or
+            `Phase`s in order, the first with start 0. Default: equal weights.
+        limits: maximum number of samples from each source, by name. The mixture ends when all
+            sources have reached their limit.
 
     Raises:
-        SettingError: weights are not finite, negative or all 0, or phases are out of order; or
-            the sources of a phase reach their limits before the next one begins.
+        SettingError: weights are not finite, negative or all 0; phases are out of order; or all
+            sources of a phase reach their limits before the next phase starts.
     """
 
     def __init__(
@@ -83,112 +86,128 @@ class Mixture:
         limits: Mapping[str, int] | None = None,
     ) -> None:
         if not names or len(set(names)) != len(names):
-            raise SettingError(f"sources {list(names)!r}: give one or more names, each once")
+            raise SettingError(f"sources must be one or more distinct names, got {list(names)!r}")
         self.names = tuple(names)
+        # Tijdeman's bound for n sources is 1 - 1 / (2n - 2).
         self._slack = SCALE // (2 * (len(names) - 1)) if len(names) > 1 else 0
         self._position, self._counts = 0, [0] * len(names)
         unknown = sorted(set(limits or ()) - set(names))
         if unknown:
-            raise SettingError(f"a limit for {unknown[0]!r}, which is none of {sorted(names)}")
+            raise SettingError(f"limits has {unknown[0]!r}, which is not one of {sorted(names)}")
         self._limits = [None if limits is None else limits.get(name) for name in names]
-        self._set([(phase, None) for phase in self._phases_of(weights)])
+        self._set_plan([(phase, None) for phase in self._parse_phases(weights)])
 
-    def _phases_of(self, weights: Weights | None) -> list[Phase]:
-        given: Sequence[Any] = self._in_order(
+    def _parse_phases(self, weights: Weights | None) -> list[Phase]:
+        values: Sequence[Any] = self._in_order(
             [1.0] * len(self.names) if weights is None else weights
         )
-        phases = [one for one in given if isinstance(one, Phase)]
-        plain = [one for one in given if not isinstance(one, Phase)]
-        return [Phase(0, plain)] if plain or not phases else phases
+        phases = [value for value in values if isinstance(value, Phase)]
+        numbers = [value for value in values if not isinstance(value, Phase)]
+        return [Phase(0, numbers)] if numbers or not phases else phases
 
     @property
     def position(self) -> int:
-        """Samples drawn so far."""
+        """Number of samples drawn so far."""
         return self._position
 
     @property
     def counts(self) -> dict[str, int]:
-        """Samples drawn so far from each source."""
+        """Number of samples drawn so far from each source."""
         return dict(zip(self.names, self._counts, strict=True))
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The weights over the run, unforeseen changes included."""
+        """Weights over the whole run, including changes that were not known in advance."""
         return tuple(phase for phase, _ in self._plan)
 
     @property
     def weights(self) -> dict[str, float]:
-        """The shares of the sources now, or where a lead-in that has begun ends; they sum to 1."""
+        """Current weights, normalized to sum to 1; during a lead-in, those it leads to."""
         stage = self._stage(self._position + 1)
-        shares = (share / SCALE for share in stage.shares)
-        return dict(zip(self.names, shares, strict=True))
+        rates = (rate / SCALE for rate in stage.rates)
+        return dict(zip(self.names, rates, strict=True))
 
     @property
     def end(self) -> int | None:
-        """How many samples there are, where limits end the mixture; else None."""
+        """Number of samples after which the limits end the mixture; None if they do not."""
         return self._end
 
     def due(self, position: int) -> dict[str, float]:
-        """Compute how many of the first `position` samples each source should give."""
+        """Return how many of the first `position` samples each source should supply."""
         dues = (self._due(source, position) / SCALE for source in range(len(self.names)))
         return dict(zip(self.names, dues, strict=True))
 
     def draw(self) -> int:
-        """Choose the source of the next sample; return its number."""
-        source = self._lead_in.pop() if self._lead_in else self._most_urgent()
+        """Choose the source of the next sample; return its index."""
+        source = self._lead_in_queue.pop() if self._lead_in_queue else self._most_urgent()
         self._counts[source] += 1
         self._position += 1
-        self._windows[source] = self._window(source)
+        self._draw_windows[source] = self._draw_window(source)
         return source
 
     def _most_urgent(self) -> int:
         best, best_deadline = -1, NEVER + 1
-        for source, (release, deadline) in enumerate(self._windows):
+        for source, (release, deadline) in enumerate(self._draw_windows):
             if release <= self._position + 1 and deadline < best_deadline:
                 best, best_deadline = source, deadline
-        assert best >= 0, "dues sum to the position, so some source is due"
+        assert best >= 0, "dues sum to the position, so at least one source is due"
         return best
 
     def step_back(self, counts: Mapping[str, int]) -> None:
-        """Go back to where the ledger had these counts, with the same phases."""
+        """Return to the position with these counts, keeping the phases."""
         self._counts = [counts[name] for name in self.names]
         self._position = sum(self._counts)
-        self._set(self._plan)
+        self._set_plan(self._plan)
 
     def change(self, weights: Weights) -> int:
-        """Set other weights from now on, in place of all later phases.
+        """Change the weights for the following samples, replacing all later phases.
 
-        Only the `Phase`s that are in force now, or later, are taken.
+        Of several `Phase`s, those that are over already are ignored.
 
         Returns:
-            How many samples are drawn before they take effect, over all sources from the start:
-            for n sources at most n - 1 more than now.
+            Number of samples, from the start of the run, after which the new weights apply: with n
+                sources, at most n - 1 more than the current position.
 
         Raises:
-            SettingError: weights are not finite, negative or all 0, or not one a source.
+            SettingError: weights are not finite, negative or all 0, or their number is not that of
+                the sources.
         """
-        now = self._position
-        phases = self._phases_of(weights)
+        position = self._position
+        phases = self._parse_phases(weights)
         for phase in phases:
-            _shares(phase.weights, self.names)
-        current = next((one for one in reversed(phases) if one.start <= now), phases[0])
-        stage = self._led
-        if stage is not None and stage.led_in is not None and stage.led_in <= now <= stage.start:
-            # These samples lead in the new weights as well as those that never came.
-            start, whole = stage.start, [due // SCALE for due in stage.dues]
-            lead: _Lead | None = (stage.led_in, tuple(whole))
+            _integer_rates(phase.weights, self.names)
+        current = next((phase for phase in reversed(phases) if phase.start <= position), phases[0])
+        stage = self._lead_in_stage
+        if (
+            stage is not None
+            and stage.lead_in_start is not None
+            and stage.lead_in_start <= position <= stage.start
+        ):
+            # A lead-in is running: it now leads to the new weights.
+            start, counts = stage.start, [due // SCALE for due in stage.dues]
+            lead: _LeadIn | None = (stage.lead_in_start, tuple(counts))
         else:
-            behind = [self._due(at, now) > count * SCALE for at, count in enumerate(self._counts)]
-            start = now + sum(behind)
-            lead = (now, tuple(map(sum, zip(self._counts, behind, strict=True)))) if now else None
-        kept = [one for one in self._plan if one[0].start < start and one[0].start <= now]
-        later: list[tuple[Phase, _Lead | None]] = [(one, None) for one in phases]
-        later = [one for one in later if one[0].start > start]
-        before = self._plan
+            # The lead-in draws one sample from every source that is behind its due.
+            behind = [
+                self._due(source, position) > count * SCALE
+                for source, count in enumerate(self._counts)
+            ]
+            start = position + sum(behind)
+            lead = (
+                (position, tuple(map(sum, zip(self._counts, behind, strict=True))))
+                if position
+                else None
+            )
+        past = [
+            entry for entry in self._plan if entry[0].start < start and entry[0].start <= position
+        ]
+        upcoming: list[tuple[Phase, _LeadIn | None]] = [(phase, None) for phase in phases]
+        upcoming = [entry for entry in upcoming if entry[0].start > start]
+        old_plan = self._plan
         try:
-            self._set([*kept, (Phase(start, current.weights), lead), *later])
+            self._set_plan([*past, (Phase(start, current.weights), lead), *upcoming])
         except SettingError:
-            self._set(before)
+            self._set_plan(old_plan)
             raise
         return start
 
@@ -196,13 +215,11 @@ class Mixture:
         if not isinstance(weights, Mapping):
             return weights
         if set(weights) != set(self.names):
-            raise SettingError(
-                f"weights are for {sorted(weights)}; give one for each of {sorted(self.names)}"
-            )
+            raise SettingError(f"weights must name {sorted(self.names)}, got {sorted(weights)}")
         return [weights[name] for name in self.names]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ledger: a few JSON values."""
+        """Return the state as JSON values."""
         return {
             "names": list(self.names),
             "counts": list(self._counts),
@@ -213,148 +230,157 @@ class Mixture:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a ledger, its phases included.
+        """Restore a state, including its phases.
 
         Raises:
-            StateError: it is of other sources, or not a ledger.
+            StateError: the state belongs to other sources, or is invalid.
         """
         if list(state.get("names", ())) != list(self.names):
             raise StateError(
-                f"the ledger is of the sources {state.get('names')!r}, this mixture has "
-                f"{list(self.names)!r}; name the same ones in the same order"
+                f"the mixture state has sources {state.get('names')!r}, this mixture has "
+                f"{list(self.names)!r}; use the same sources in the same order"
             )
-        with reading_state("the ledger"):
+        with state_errors("the mixture state"):
             counts = [int(count) for count in state["counts"]]
             if len(counts) != len(self.names) or min(counts) < 0:
-                raise ValueError("counts do not fit the sources")
-            plan: list[tuple[Phase, _Lead | None]] = [
+                raise ValueError("counts do not match the sources")
+            plan: list[tuple[Phase, _LeadIn | None]] = [
                 (Phase(int(start), weights), lead and (int(lead[0]), tuple(map(int, lead[1]))))
                 for start, weights, lead in state["phases"]
             ]
             self._position, self._counts = sum(counts), counts
-            self._set(plan)
+            self._set_plan(plan)
 
-    def _set(self, plan: list[tuple[Phase, _Lead | None]]) -> None:
-        """Set phases, each with its lead-in, if it has one."""
+    def _set_plan(self, plan: list[tuple[Phase, _LeadIn | None]]) -> None:
+        """Install phases with their lead-ins, and recompute the stages."""
         starts = [phase.start for phase, _ in plan]
         if not starts or starts[0] != 0 or starts != sorted(set(starts)):
             raise SettingError(
-                f"phases start at {starts}; the first starts at 0, the others each later"
+                f"phases must start at 0 and then at increasing positions, got {starts}"
             )
         self._stages: list[_Stage] = []
         self._end: int | None = None
-        self._led: _Stage | None = None
+        self._lead_in_stage: _Stage | None = None
         ends = [lead[0] if lead else phase.start for phase, lead in plan[1:]]
         for (phase, lead), end in zip(plan, [*ends, NEVER], strict=True):
             if lead is not None:
                 dues = tuple(count * SCALE for count in lead[1])
             elif self._stages:
-                dues = tuple(self._due(at, phase.start) for at in range(len(self.names)))
+                dues = tuple(self._due(source, phase.start) for source in range(len(self.names)))
             else:
                 dues = (0,) * len(self.names)
             self._add_stages(phase, dues, lead[0] if lead else None, end)
         self._plan = plan
-        self._lead_in = self._leading()
-        self._windows = [self._window(source) for source in range(len(self.names))]
+        self._lead_in_queue = self._remaining_lead_in()
+        self._draw_windows = [self._draw_window(source) for source in range(len(self.names))]
 
-    def _add_stages(self, phase: Phase, dues: _Counts, led_in: int | None, end: int) -> None:
-        """Add the stages of a phase: one, and another wherever a source reaches its limit."""
+    def _add_stages(self, phase: Phase, dues: _Counts, lead_in_start: int | None, end: int) -> None:
+        """Add the stages of a phase: one, plus one for every limit that is reached."""
         weights, start = list(phase.weights), phase.start
-        _shares(weights, self.names)
+        _integer_rates(weights, self.names)
         while True:
-            shares = _shares(weights, self.names) if any(weights) else [0] * len(weights)
-            stage = _Stage(start=start, shares=tuple(shares), dues=dues, led_in=led_in)
-            reached = self._reached(stage)
-            cut = min(reached.values(), default=NEVER)
-            if cut > start or not any(weights):
+            rates = _integer_rates(weights, self.names) if any(weights) else [0] * len(weights)
+            stage = _Stage(start=start, rates=tuple(rates), dues=dues, lead_in_start=lead_in_start)
+            limit_positions = self._limit_positions(stage)
+            next_limit = min(limit_positions.values(), default=NEVER)
+            if next_limit > start or not any(weights):
                 self._stages.append(stage)
-                if led_in is not None:
-                    self._led, led_in = stage, None
+                if lead_in_start is not None:
+                    self._lead_in_stage, lead_in_start = stage, None
             if not any(weights):
                 self._end = start
                 if end != NEVER:
                     raise SettingError(
-                        f"the sources of the phase from {phase.start} on reach their limits after "
-                        f"{start} samples, before the phase from {end} on; begin that one earlier"
+                        f"all sources of the phase at {phase.start} reach their limits after "
+                        f"{start} samples, before the next phase at {end}; start that one earlier"
                     )
-            if cut >= end or not any(weights):
+            if next_limit >= end or not any(weights):
                 return
-            for source, at in reached.items():
-                if at == cut:
+            for source, position in limit_positions.items():
+                if position == next_limit:
                     weights[source] = 0.0
-            grown = zip(dues, shares, strict=True)
-            dues = tuple(due + (cut - start) * share for due, share in grown)
-            start = cut
+            pairs = zip(dues, rates, strict=True)
+            dues = tuple(due + (next_limit - start) * rate for due, rate in pairs)
+            start = next_limit
 
-    def _reached(self, stage: _Stage) -> dict[int, int]:
-        """Find up to which position each source of a stage may grow, if it has a limit."""
+    def _limit_positions(self, stage: _Stage) -> dict[int, int]:
+        """Return the position at which each source of a stage reaches its limit."""
         return {
-            at: stage.start + max(0, limit * SCALE - stage.dues[at]) // share
-            for at, (limit, share) in enumerate(zip(self._limits, stage.shares, strict=True))
-            if limit is not None and share
+            source: stage.start + max(0, limit * SCALE - stage.dues[source]) // rate
+            for source, (limit, rate) in enumerate(zip(self._limits, stage.rates, strict=True))
+            if limit is not None and rate
         }
 
-    def _leading(self) -> list[int]:
-        """Find the sources that are still to be drawn in the lead-in, last one first."""
-        stage = self._led
-        if stage is None or stage.led_in is None:
+    def _remaining_lead_in(self) -> list[int]:
+        """Return the sources still to be drawn in the lead-in, last one first."""
+        stage = self._lead_in_stage
+        if stage is None or stage.lead_in_start is None:
             return []
-        begin = stage.led_in
+        begin = stage.lead_in_start
         if not begin <= self._position < stage.start:
             return []
-        owed = [due - count * SCALE for due, count in zip(stage.dues, self._counts, strict=True)]
-        missing = [source for source, one in enumerate(owed) if one > 0]
-        # Who was furthest behind comes first.
-        return sorted(missing, key=lambda at: (self._due(at, begin) - stage.dues[at], -at))
+        owed_counts = [
+            due - count * SCALE for due, count in zip(stage.dues, self._counts, strict=True)
+        ]
+        missing = [source for source, owed in enumerate(owed_counts) if owed > 0]
+        # The source furthest behind is drawn first.
+        return sorted(
+            missing, key=lambda source: (self._due(source, begin) - stage.dues[source], -source)
+        )
 
     def _stage(self, position: int) -> _Stage:
-        """Find the stage that `position` lies in, or leads in to."""
-        found = self._stages[0]
+        """Return the stage that `position` belongs to, including its lead-in."""
+        current = self._stages[0]
         for stage in self._stages:
-            begins = stage.start if stage.led_in is None else stage.led_in + 1
-            if begins <= position:
-                found = stage
-        return found
+            first_position = stage.start if stage.lead_in_start is None else stage.lead_in_start + 1
+            if first_position <= position:
+                current = stage
+        return current
 
     def _due(self, source: int, position: int) -> int:
         stage = self._stage(position)
         if position >= stage.start:
-            return stage.dues[source] + (position - stage.start) * stage.shares[source]
-        assert stage.led_in is not None
-        begin = self._due(source, stage.led_in)
-        way = (stage.dues[source] - begin) * (position - stage.led_in)
-        return begin + way // (stage.start - stage.led_in)
+            return stage.dues[source] + (position - stage.start) * stage.rates[source]
+        assert stage.lead_in_start is not None
+        # During the lead-in the due is interpolated linearly.
+        begin = self._due(source, stage.lead_in_start)
+        growth = (stage.dues[source] - begin) * (position - stage.lead_in_start)
+        return begin + growth // (stage.start - stage.lead_in_start)
 
-    def _window(self, source: int) -> tuple[int, int]:
-        """Compute from which draw on the source's next sample may come, and by which it must."""
+    def _draw_window(self, source: int) -> tuple[int, int]:
+        """Return the earliest and the latest position for the source's next sample."""
         owed = self._counts[source] * SCALE
-        deadline = self._first(source, owed + SCALE - self._slack)
-        return self._first(source, owed + self._slack), deadline
+        deadline = self._first_position(source, owed + SCALE - self._slack)
+        return self._first_position(source, owed + self._slack), deadline
 
-    def _first(self, source: int, due: int) -> int:
-        """Find the smallest position, from the current stage on, with this due or more."""
-        ends = [one.start if one.led_in is None else one.led_in for one in self._stages[1:]]
+    def _first_position(self, source: int, due: int) -> int:
+        """Return the first position, from the current stage on, where the due is at least `due`."""
+        ends = [
+            stage.start if stage.lead_in_start is None else stage.lead_in_start
+            for stage in self._stages[1:]
+        ]
         for stage, end in zip(self._stages, [*ends, NEVER], strict=True):
             missing = due - stage.dues[source]
             if missing <= 0:
                 return stage.start
-            if stage.shares[source]:
-                at = stage.start - (-missing // stage.shares[source])
-                if at <= end:
-                    return at
+            if stage.rates[source]:
+                position = stage.start - (-missing // stage.rates[source])
+                if position <= end:
+                    return position
         return NEVER
 
 
-def _shares(weights: Sequence[float], names: Sequence[str]) -> list[int]:
-    """Turn weights into whole numbers of the same ratio that sum to SCALE; 0 stays 0."""
-    if len(weights) != len(names) or not all(0 <= one < float("inf") for one in weights):
+def _integer_rates(weights: Sequence[float], names: Sequence[str]) -> list[int]:
+    """Convert weights to integers of the same ratio that sum to SCALE; 0 stays 0."""
+    if len(weights) != len(names) or not all(0 <= weight < float("inf") for weight in weights):
         raise SettingError(
-            f"weights {list(weights)} for {list(names)}: give a number of 0 or more for each"
+            f"weights must be one number of 0 or more for each of {list(names)}, "
+            f"got {list(weights)}"
         )
     total = sum(weights)
     if not 0 < total < float("inf"):
-        raise SettingError(f"weights {list(weights)}: at least one must be above 0")
-    shares = [int(one / total * SCALE) for one in weights]
-    largest = max(range(len(shares)), key=shares.__getitem__)
-    shares[largest] += SCALE - sum(shares)
-    return shares
+        raise SettingError(f"at least one weight must be above 0, got {list(weights)}")
+    rates = [int(weight / total * SCALE) for weight in weights]
+    largest = max(range(len(rates)), key=rates.__getitem__)
+    rates[largest] += SCALE - sum(rates)  # absorbs the rounding error
+    return rates

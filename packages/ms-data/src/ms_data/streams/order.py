@@ -1,11 +1,11 @@
-"""Orders samples by a pure function of (seed, epoch, position) with no memory.
+"""Shuffled sample order as a pure function of (seed, epoch, position), without stored state.
 
-Samples that lie together on disk form chunks. Chunks are permuted over the whole epoch, then
-samples within a window of a few chunks. So a reader decodes each frame about once and holds one
-window; any window is computed alone, which makes resuming at any point immediate.
+Neighboring samples on disk form chunks. Chunks are permuted over the epoch, then samples within a
+window of several chunks. A reader thus decodes every frame about once and holds one window; any
+window can be computed alone, so resuming is immediate at any position.
 
-The permutation of n values is an 8-round Feistel network on a grid of barely more
-than n cells; values that fall outside are sent round again (cycle walking).
+The permutation of n values is an 8-round Feistel network on a grid of barely more than n cells;
+values that fall outside are mapped again until they fall inside (cycle walking).
 """
 
 from hashlib import blake2b
@@ -22,26 +22,26 @@ _Keys = NDArray[np.uint64]
 
 @frozen(kw_only=True)
 class Order:
-    """The order in which the samples of each epoch are delivered."""
+    """Order in which the samples of every epoch are delivered."""
 
     samples: int = field(validator=ge(1))
-    """Samples in an epoch."""
+    """Samples per epoch."""
     seed: int = 0
     """Any integer."""
     chunk_samples: int = field(default=1, validator=ge(1))
-    """Neighbouring samples that stay in one window."""
+    """Neighboring samples that stay together in a window."""
     window_chunks: int = field(default=64, validator=ge(1))
     """Chunks that are shuffled together and held in memory."""
     shuffle: bool = True
-    """False delivers the samples as they lie on disk."""
+    """False delivers the samples in the order on disk."""
 
     @property
     def window_samples(self) -> int:
-        """Samples in a window; the last window of an epoch may be shorter."""
+        """Samples per window; the last window of an epoch may be shorter."""
         return self.chunk_samples * self.window_chunks
 
     def window(self, epoch: int, number: int) -> NDArray[np.int64]:
-        """Return the samples of window `number` of an epoch, shape (w,), in their order."""
+        """Return the samples of window `number` of an epoch in delivery order, shape (w,)."""
         start = number * self.window_samples
         size = min(self.window_samples, self.samples - start)
         slots = np.arange(size, dtype=np.uint64)
@@ -51,25 +51,27 @@ class Order:
         return self._samples_at(epoch, slots.astype(np.int64) + start)
 
     def _samples_at(self, epoch: int, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples at `slots` of the epoch's permuted chunks laid end to end."""
+        """Return the samples at `slots` of the epoch, in which permuted chunks lie end to end."""
         chunk = self.chunk_samples
-        whole, rest = divmod(self.samples, chunk)
+        full_chunks, short_size = divmod(self.samples, chunk)
         keys = self._keys(epoch, "chunks")
-        # The short chunk takes a place of its own among the whole ones.
-        short = int(keys[-1] % np.uint64(whole + 1)) if rest else whole
-        place, offset = np.divmod(slots, chunk)
-        place_after, offset_after = np.divmod(slots - rest, chunk)
-        before = slots < short * chunk
-        inside = ~before & (slots < short * chunk + rest)
-        place = np.where(before, place, place_after)
+        # The short last chunk is inserted at a random slot among the full ones.
+        short_slot = int(keys[-1] % np.uint64(full_chunks + 1)) if short_size else full_chunks
+        chunk_slot, offset = np.divmod(slots, chunk)
+        slot_after, offset_after = np.divmod(slots - short_size, chunk)
+        before = slots < short_slot * chunk
+        in_short = ~before & (slots < short_slot * chunk + short_size)
+        chunk_slot = np.where(before, chunk_slot, slot_after)
         offset = np.where(before, offset, offset_after)
-        place[inside] = min(short, whole - 1)
+        chunk_slot[in_short] = min(short_slot, full_chunks - 1)
         samples: NDArray[np.int64] = offset
-        if whole:
-            near = np.arange(place.min(), min(place.max() + 1, whole), dtype=np.uint64)
-            moved = permute(near, whole, keys).astype(np.int64)
-            samples = moved[place - place.min()] * chunk + offset
-        samples[inside] = whole * chunk + slots[inside] - short * chunk
+        if full_chunks:
+            neighbors = np.arange(
+                chunk_slot.min(), min(chunk_slot.max() + 1, full_chunks), dtype=np.uint64
+            )
+            permuted = permute(neighbors, full_chunks, keys).astype(np.int64)
+            samples = permuted[chunk_slot - chunk_slot.min()] * chunk + offset
+        samples[in_short] = full_chunks * chunk + slots[in_short] - short_slot * chunk
         return samples
 
     def _keys(self, epoch: int, purpose: str) -> _Keys:
@@ -78,14 +80,14 @@ class Order:
 
 
 def permute(values: NDArray[np.uint64], size: int, keys: _Keys) -> NDArray[np.uint64]:
-    """Permute `values` as the permutation of range(size) that `keys` choose.
+    """Apply the permutation of range(size) that `keys` define to `values`.
 
     Args:
-        values: uint64, any shape, each below `size`.
-        size: how many values are permuted, 1 ≤ size < 2**60.
-        keys: uint64, shape (8,), one a round.
+        values: uint64, any shape, all below `size`.
+        size: number of values in the permutation, 1 ≤ size < 2**60.
+        keys: uint64, shape (8,), one per round.
     """
-    left = isqrt(size - 1) + 1
+    left = isqrt(size - 1) + 1  # grid of left x right ≥ size cells
     right = -(-size // left)
     images = _rounds(values, np.uint64(left), np.uint64(right), keys)
     outside = images >= size
@@ -108,7 +110,7 @@ def _rounds(
 
 
 def _hash_below(bound: np.uint64, values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
-    """Hash each value to a number below `bound`, which is below 2**32."""
+    """Hash every value to a number below `bound`, which is below 2**32."""
     mixed = (values ^ key) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(32)
     mixed *= np.uint64(0xD6E8FEB86659FD93)

@@ -1,4 +1,4 @@
-"""Draws one set of conversations in its order, and packs it into rows of its own."""
+"""Draws the samples of one conversation dataset and packs them into rows."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -9,11 +9,11 @@ from ms_data.disk.media import PlacedItem
 from ms_data.disk.samples import Samples
 from ms_data.errors import SettingError
 from ms_data.streams.batch import RowPart
-from ms_data.streams.draws import Draws
+from ms_data.streams.draws import DrawSequence
 from ms_data.streams.packer import OpenRow, Packer, Row, Segment, cut_sample
-from ms_data.streams.share import count
+from ms_data.streams.share import read_count
 
-Long = Literal["truncate", "split"]
+LongMode = Literal["truncate", "split"]
 Weighting = Literal["token", "sample"]
 _COUNTERS = ("drawn", "truncated", "split", "without_targets")
 
@@ -22,39 +22,39 @@ class PackedSource:
     """Draws samples and packs them.
 
     Args:
-        samples: conversations.
-        draws: their order.
-        packer: places them in rows.
-        length: tokens in a row.
-        long: what becomes of a sample longer than a row: its beginning is kept, or all its parts.
+        samples: the conversations.
+        draws: order of the samples.
+        packer: assigns segments to rows.
+        length: tokens per row.
+        long: `truncate` keeps the beginning of a sample longer than a row, `split` all its parts.
 
     Raises:
         SettingError: no sample has a target within `length` tokens.
-        DamageError: bytes are not those that were written.
+        DamageError: data on disk is damaged.
     """
 
     def __init__(
-        self, samples: Samples, draws: Draws, packer: Packer, *, length: int, long: Long
+        self, samples: Samples, draws: DrawSequence, packer: Packer, *, length: int, long: LongMode
     ) -> None:
         self.samples = samples
         self.counters = dict.fromkeys(_COUNTERS, 0)
-        """Samples drawn so far in all epochs, samples cut off and samples cut in parts, and
-        segments left out because they hold no target."""
+        """Counts over all epochs: samples drawn, truncated and split into parts, and segments
+        dropped because they have no targets."""
         if samples.kind == "media" and long != "truncate":
             raise SettingError(
-                f"{samples.folder}: long is {long!r}, which could cut a picture or sound in parts; "
-                "take 'truncate', which leaves out those that do not fit"
+                f"{samples.folder}: long={long!r} could cut an image or audio clip into parts; "
+                "use 'truncate', which drops those that do not fit"
             )
         self._draws, self._packer = draws, packer
         self._length, self._long = length, long
-        if not any(self._segments(one)[0] for one in range(len(samples))):
+        if not any(self._segments(number)[0] for number in range(len(samples))):
             raise SettingError(
-                f"{samples.folder}: no sample of split {samples.split!r} has anything to learn "
-                f"within {length} tokens; raise sequence_length, or look at the data"
+                f"{samples.folder}: no sample of split {samples.split!r} has a target within "
+                f"{length} tokens; raise sequence_length, or check the data"
             )
 
     def draw(self) -> list[Row]:
-        """Draw one sample; return the rows that it fills."""
+        """Draw one sample; return the rows that this completes."""
         number = self._draws[self.counters["drawn"]]
         self.counters["drawn"] += 1
         segments, without_targets = self._segments(number)
@@ -64,73 +64,80 @@ class PackedSource:
         return [row for segment in segments for row in self._packer.add(segment)]
 
     def flush(self) -> list[Row]:
-        """Close the rows that are not full, and return them."""
+        """Close the partly filled rows and return them."""
         return self._packer.flush()
 
     def _segments(self, number: int) -> tuple[list[Segment], int]:
-        """Find the segments of a sample that hold a target, and count those that do not."""
+        """Return a sample's segments with targets, and the number of segments without."""
         size = int(self.samples.sizes[number])
         segments = cut_sample(number, size, self._length, split=self._long == "split")
         if size > self._length and self.samples.kind == "media":
-            segments = [self._between_media(segments[0])]
+            segments = [self._end_before_cut_media(segments[0])]
         if 1 < size <= self._length:
             return segments, 0
         mask = self.samples.conversation(number).loss_mask
-        kept = [one for one in segments if mask[one.start + 1 : one.stop + 1].any()]
-        return kept, len(segments) - len(kept)
+        with_targets = [
+            segment for segment in segments if mask[segment.start + 1 : segment.stop + 1].any()
+        ]
+        return with_targets, len(segments) - len(with_targets)
 
-    def _between_media(self, segment: Segment) -> Segment:
-        """End a segment before the first picture or sound that does not fit it whole."""
-        cut = [one for one in self.samples.media(segment.sample) if one.stop > segment.stop]
-        stop = min([segment.stop, *(one.start for one in cut)])
+    def _end_before_cut_media(self, segment: Segment) -> Segment:
+        """End a segment before the first image or audio clip that does not fit completely."""
+        cut_items = [
+            item for item in self.samples.media(segment.sample) if item.stop > segment.stop
+        ]
+        stop = min([segment.stop, *(item.start for item in cut_items)])
         return segment._replace(stop=max(1, stop))
 
     def media(self, segment: Segment) -> list[PlacedItem]:
-        """Read the pictures and sounds in a segment, placed from its first token on."""
-        found = self.samples.media(segment.sample)
-        return [one for one in found if one.stop <= segment.stop]
+        """Return the images and audio of a segment, with positions relative to its first token."""
+        items = self.samples.media(segment.sample)
+        return [item for item in items if item.stop <= segment.stop]
 
     def read(self, segment: Segment, weighting: Weighting) -> RowPart:
-        """Read a segment as a part of a row.
+        """Read a segment as part of a row.
 
         Args:
-            segment: which tokens.
-            weighting: `sample` divides the weight among all targets of the sample, if it is cut
-                in parts, or among those that are left, if it is cut off.
+            segment: the tokens to read.
+            weighting: `sample` divides the sample's weight among its targets: all of them if the
+                sample is split into parts, the remaining ones if it is truncated.
         """
         sample = self.samples.conversation(segment.sample)
-        shared = 1
+        targets = 1
         if weighting == "sample":
             stop = None if self._long == "split" else segment.stop + 1
-            shared = max(1, int(np.count_nonzero(sample.loss_mask[1:stop])))
-        return RowPart.of(sample, segment.start, segment.stop, sample.weight / shared)
+            targets = max(1, int(np.count_nonzero(sample.loss_mask[1:stop])))
+        return RowPart.of(sample, segment.start, segment.stop, sample.weight / targets)
 
     def state(self) -> dict[str, Any]:
-        """Return the JSON values that `restore` takes."""
-        rows = [[row.number, [list(one) for one in row.segments]] for row in self._packer.open_rows]
+        """Return the state as JSON values, for `restore`."""
+        rows = [
+            [row.number, [list(segment) for segment in row.segments]]
+            for row in self._packer.open_rows
+        ]
         return {**self.counters, "opened": self._packer.opened, "open": rows}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go to where `state` was taken.
+        """Restore a state.
 
         Raises:
-            ValueError: it cannot be this source's.
+            ValueError: the state does not fit this source.
         """
         rows = [
-            OpenRow(count(number), tuple(self.segment(one) for one in segments))
+            OpenRow(read_count(number), tuple(self.segment(values) for values in segments))
             for number, segments in state["open"]
         ]
-        self._packer.restore(rows, count(state["opened"]))
-        self.counters = {name: count(state[name]) for name in _COUNTERS}
+        self._packer.restore(rows, read_count(state["opened"]))
+        self.counters = {name: read_count(state[name]) for name in _COUNTERS}
 
     def segment(self, values: Any) -> Segment:
-        """Make a segment from its JSON values.
+        """Create a segment from its JSON values.
 
         Raises:
             ValueError: there is no such segment.
         """
-        segment = Segment(*(count(one) for one in values))
-        known = segment.sample < len(self.samples)
-        if not known or not segment.start < segment.stop <= self.samples.sizes[segment.sample]:
-            raise ValueError(f"{segment} is no segment of a sample here")
+        segment = Segment(*(read_count(value) for value in values))
+        exists = segment.sample < len(self.samples)
+        if not exists or not segment.start < segment.stop <= self.samples.sizes[segment.sample]:
+            raise ValueError(f"{segment} is not a segment of this source")
         return segment

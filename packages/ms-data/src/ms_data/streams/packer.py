@@ -1,6 +1,6 @@
-"""Defines packers, which place segments of samples in rows, one segment at a time.
+"""The packer interface: packers assign segments of samples to rows, one segment at a time.
 
-The folder `packing_rules` holds the rules, a module each.
+The modules of `packing_rules` implement it.
 """
 
 from collections.abc import Iterable
@@ -11,31 +11,31 @@ class Segment(NamedTuple):
     """Tokens `start` to `stop` of one sample."""
 
     sample: int
-    """Number of the sample, counted by whoever packs."""
+    """Sample index, as numbered by the caller."""
     start: int
     stop: int
 
 
 Row = tuple[Segment, ...]
-"""The segments of one row of a batch."""
+"""Segments of one batch row."""
 
 
 class OpenRow(NamedTuple):
-    """A row that has room left."""
+    """A row with free space."""
 
     number: int
-    """Rows opened before it."""
+    """Number of rows opened before it."""
     segments: Row
 
 
 class Packer(Protocol):
-    """Places segments in rows; the same segments always give the same rows."""
+    """Assigns segments to rows, deterministically."""
 
     opened: int
-    """Rows opened so far."""
+    """Number of rows opened so far."""
 
     def __init__(self, capacity: int, *, window: int) -> None:
-        """Pack rows of `capacity` tokens, of which at most `window` are open at a time."""
+        """Pack rows of `capacity` tokens, with at most `window` open rows."""
 
     def add(self, segment: Segment) -> list[Row]:
         """Place one segment of 1 to `capacity` tokens; return the rows that this closes."""
@@ -47,20 +47,20 @@ class Packer(Protocol):
 
     @property
     def open_rows(self) -> tuple[OpenRow, ...]:
-        """The whole state, but for `opened`: rows that have room left."""
+        """The complete state apart from `opened`: rows with free space."""
         ...
 
     def restore(self, rows: Iterable[OpenRow], opened: int) -> None:
-        """Go on from the `open_rows` and `opened` of another packer of this capacity.
+        """Continue from the `open_rows` and `opened` of another packer with this capacity.
 
         Raises:
-            ValueError: the rows cannot be a packer's.
+            ValueError: the rows are not a valid packer state.
         """
         ...
 
 
 def cut_sample(sample: int, size: int, capacity: int, *, split: bool) -> list[Segment]:
-    """Cut a sample into segments: one where it fits, else its beginning or, to `split` it, all."""
+    """Cut a sample into segments of `capacity` tokens; without `split`, keep only the first."""
     if size <= capacity:
         return [Segment(sample, 0, size)]
     stop = size if split else capacity

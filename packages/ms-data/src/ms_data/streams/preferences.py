@@ -1,4 +1,4 @@
-"""Streams preference pairs for training: two rows a pair, chosen above rejected."""
+"""Streams preference pairs for training: two rows per pair, chosen before rejected."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,40 +12,40 @@ from ms_data.disk.split import dataset_folder
 from ms_data.errors import SettingError
 from ms_data.settings.arguments import check_counts
 from ms_data.streams.batch import RowPart, WeightedBatch, fill_rows
-from ms_data.streams.draws import Draws
-from ms_data.streams.share import BatchStream, StreamPlace, count
+from ms_data.streams.draws import DrawSequence
+from ms_data.streams.share import BatchStream, StreamPlace, read_count
 
 WIDTH_STEP = 8
-"""Rows are as wide as the longest of the global batch, rounded up to a multiple of this."""
+"""Row width: the longest row of the global batch, rounded up to a multiple of this."""
 
 
 class PreferenceBatch(WeightedBatch):
-    """A batch of pairs; rows 2i and 2i + 1 are the chosen and the rejected part of one."""
+    """A batch of pairs; rows 2i and 2i + 1 are the chosen and the rejected response of pair i."""
 
     margin: NDArray[np.float32]
-    """Shape (b,): by how much the chosen part is better, the same for both rows of a pair."""
+    """Shape (b,): margin by which the chosen response is better; equal in both rows of a pair."""
 
 
 class PreferenceStream(BatchStream[PreferenceBatch]):
-    """Global batches of pairs, of which each process receives its own.
+    """Global batches of pairs, from which every process receives its pairs.
 
-    A pair one of whose parts has no target within `sequence_length` tokens is left out and
-    counted; others that are longer are cut off and counted.
+    Pairs of which one response has no target within `sequence_length` tokens are dropped and
+    counted in `left_out`; other pairs that are longer are truncated and counted in `cut_off`.
 
     Args:
-        folder: what `build(..., chat=..., pairs=True)` wrote.
-        sequence_length: tokens in a row at most.
-        batch_size: pairs in a global batch.
-        seed: any integer; another seed is another order.
-        place: has `rank` and `count`; see `TokenStream`.
-        split: which part of the data, `train` or `held_out`.
-        shuffle: False draws in the order of the corpus.
-        epochs: stop after the last pair of so many; the last batch is filled up with rows that
-            hold no target. None never stops.
+        folder: output folder of `build(..., chat=..., pairs=True)`.
+        sequence_length: maximum tokens per row.
+        batch_size: pairs per global batch.
+        seed: random seed of the order.
+        place: object with `rank` and `count`; see `TokenStream`.
+        split: `train` or `held_out`.
+        shuffle: False keeps the order of the corpus.
+        epochs: stop after this number of passes; the last batch is padded with rows without
+            targets. None: never stop.
 
     Raises:
         SettingError: an argument is out of range, or no pair fits.
-        DamageError: bytes are not those that were written.
+        DamageError: data on disk is damaged.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PreferenceStream(BatchStream[PreferenceBatch]):
     ) -> None:
         check_counts(sequence_length=sequence_length)
         if sequence_length < 2:
-            raise SettingError(f"sequence_length is {sequence_length}; it must be 2 or more")
+            raise SettingError(f"sequence_length must be 2 or more, got {sequence_length}")
         super().__init__(
             sequence_length=sequence_length,
             batch_size=batch_size,
@@ -74,69 +74,76 @@ class PreferenceStream(BatchStream[PreferenceBatch]):
         )
         self.samples = Samples(folder, split, kind="preferences")
         self.folders = (dataset_folder(folder),)
-        """Where the pairs lie, with the tokenizer that made them."""
+        """The dataset folder, which contains the tokenizer."""
         self.cut_off = 0
-        """Pairs of an epoch one of whose parts is longer and loses its last tokens."""
-        self._kept = [number for number in range(len(self.samples)) if self._fits(number)]
-        self.left_out = len(self.samples) - len(self._kept)
-        """Pairs of an epoch that are left out, as a part has no target in this length."""
-        if not self._kept:
+        """Pairs per epoch with a truncated response."""
+        self._usable_pairs = [number for number in range(len(self.samples)) if self._fits(number)]
+        self.left_out = len(self.samples) - len(self._usable_pairs)
+        """Pairs per epoch that are dropped because a response has no target in this length."""
+        if not self._usable_pairs:
             raise SettingError(
-                f"{folder}: no pair of split {split!r} has both answers within {sequence_length} "
-                "tokens; raise sequence_length"
+                f"{folder}: no pair of split {split!r} has targets of both responses within "
+                f"{sequence_length} tokens; raise sequence_length"
             )
-        self._draws = Draws(len(self._kept), seed=self._settings["seed"], shuffle=shuffle)
-        self._last = None if epochs is None else epochs * len(self._kept)
+        self._draws = DrawSequence(
+            len(self._usable_pairs), seed=self._settings["seed"], shuffle=shuffle
+        )
+        self._last = None if epochs is None else epochs * len(self._usable_pairs)
         self._drawn = 0
-        self._is_of_one_dataset()
+        self._identify_by_fingerprint()
 
     @property
     def fingerprint(self) -> str:
-        """Name the data by its content."""
+        """Hash that identifies the content of the data."""
         return self.samples.dataset_index.fingerprint
 
     @property
     def pairs_per_epoch(self) -> int:
-        """Pairs that are delivered in an epoch."""
-        return len(self._kept)
+        """Pairs delivered per epoch."""
+        return len(self._usable_pairs)
 
     @property
     def vocabulary_size(self) -> int:
-        """Every token is below it."""
+        """Vocabulary size; all tokens are below it."""
         return self.samples.dataset_index.vocabulary_size
 
     @property
     def consumed_pairs(self) -> int:
-        """Pairs that all processes together have received."""
+        """Pairs delivered to all processes so far."""
         return self._drawn
 
     def __next__(self) -> PreferenceBatch:
-        left = self.batch_size if self._last is None else self._last - self._drawn
-        if left <= 0:
+        remaining = self.batch_size if self._last is None else self._last - self._drawn
+        if remaining <= 0:
             raise StopIteration
-        draws = range(self._drawn, self._drawn + min(left, self.batch_size))
-        pairs = [self.samples.pair(self._kept[self._draws[draw]]) for draw in draws]
+        draws = range(self._drawn, self._drawn + min(remaining, self.batch_size))
+        pairs = [self.samples.pair(self._usable_pairs[self._draws[draw]]) for draw in draws]
         longest = max(len(part.tokens) for pair in pairs for part in pair[:2])
         width = min(self.sequence_length, -(-longest // WIDTH_STEP) * WIDTH_STEP)
-        own, rows = self._share.of(pairs), 2 * self._share.rows
-        parts = [[RowPart.of(part, 0, width, one.weight)] for one in own for part in one[:2]]
-        end = self.samples.dataset_index.end_of_text
+        local_pairs, rows = self._rank_rows.of(pairs), 2 * self._rank_rows.rows
+        parts = [
+            [RowPart.of(part, 0, width, pair.weight)] for pair in local_pairs for part in pair[:2]
+        ]
+        end_of_text = self.samples.dataset_index.end_of_text
         margin = np.zeros(rows, np.float32)
-        margin[: 2 * len(own)] = np.repeat([pair.margin for pair in own], 2)
+        margin[: 2 * len(local_pairs)] = np.repeat([pair.margin for pair in local_pairs], 2)
         self._drawn += len(pairs)
-        return {**fill_rows(parts, count=rows, width=width, end_of_text=end), "margin": margin}
+        return {
+            **fill_rows(parts, count=rows, width=width, end_of_text=end_of_text),
+            "margin": margin,
+        }
 
     def _position(self) -> dict[str, Any]:
         return {"consumed_pairs": self._drawn}
 
-    def _go_to(self, position: Mapping[str, Any]) -> None:
-        self._drawn = count(position["consumed_pairs"])
+    def _restore_position(self, position: Mapping[str, Any]) -> None:
+        self._drawn = read_count(position["consumed_pairs"])
 
     def _fits(self, number: int) -> bool:
-        """Return whether both parts of a pair have targets within a row; count it if cut off."""
+        """Return whether both responses have targets within a row; count the pair if truncated."""
         if int(self.samples.sizes[number]) <= self.sequence_length:
             return True
-        # A row of S tokens has S targets, so the sample that fills it has one token more.
+        # A row of S tokens has S targets, so it uses S + 1 tokens of a sample.
         stop = self.sequence_length + 1
         parts = self.samples.pair(number)[:2]
         fits = all(bool(part.loss_mask[1:stop].any()) for part in parts)

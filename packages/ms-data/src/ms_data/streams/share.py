@@ -1,4 +1,4 @@
-"""Shares a batch among processes, and checks the settings and states of all streams."""
+"""Base class of all streams: rows per rank, settings, and saved states."""
 
 import operator
 from abc import abstractmethod
@@ -18,72 +18,73 @@ T = TypeVar("T")
 
 
 class StreamPlace(Protocol):
-    """Where a process stands among those that share each global batch."""
+    """Rank of this process among those that share every global batch."""
 
     @property
     def rank(self) -> int:
-        """This process, from 0."""
+        """Rank of this process, from 0."""
         ...
 
     @property
     def count(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         ...
 
 
 @frozen
-class Share:
-    """The part of each global batch that one process receives."""
+class RankRows:
+    """The rows of every global batch that one process receives."""
 
     rank: int
     count: int
     rows: int
-    """Rows, or pairs, of a global batch that are its own."""
+    """Number of rows (or pairs) of this process."""
     first: int
-    """The first of them."""
+    """Index of the first one in the global batch."""
 
     @classmethod
-    def at(cls, place: StreamPlace | None, batch_size: int) -> "Share":
-        """Compute the share of the process at `place`; None takes whole batches.
+    def at(cls, place: StreamPlace | None, batch_size: int) -> "RankRows":
+        """Return the rows of the process at `place`; None selects all rows.
 
         Raises:
-            SettingError: the rank is not one of the processes, or they cannot share evenly.
+            SettingError: the rank is out of range, or the batch size is not a multiple of the
+                number of processes.
         """
         check_counts(batch_size=batch_size)
         rank, count = (place.rank, place.count) if place else (0, 1)
         if not (is_whole(rank) and is_whole(count) and 0 <= rank < count):
-            raise SettingError(f"place: rank {rank!r} is not one of {count!r}, from 0 on")
+            raise SettingError(f"place: rank must be 0 to count - 1, got {rank!r} of {count!r}")
         if batch_size % count:
             raise SettingError(
-                f"batch_size {batch_size} cannot be shared by {count} ranks; "
-                f"take a multiple of {count}"
+                f"batch_size {batch_size} cannot be divided among {count} ranks; "
+                f"use a multiple of {count}"
             )
         rows = operator.index(batch_size) // count
         return cls(rank, count, rows, rank * rows)
 
-    def among(self, shares: Sequence[int], batch_size: int) -> "Share":
-        """Compute this process's share where each takes as many rows as `shares` says.
+    def with_row_counts(self, shares: Sequence[int], batch_size: int) -> "RankRows":
+        """Return this process's rows if every process takes the given number of rows.
 
         Raises:
-            SettingError: they are not a share for each process, or do not make up the batch.
+            SettingError: there is not one number per process, or they do not sum to the batch size.
         """
-        rows = [operator.index(each) for each in shares]
+        rows = [operator.index(row_count) for row_count in shares]
         if len(rows) != self.count or min(rows) < 1 or sum(rows) != batch_size:
             raise SettingError(
-                f"shares {rows} do not share out batch_size {batch_size} over {self.count} ranks;"
-                " give each of them at least 1 row, and all rows"
+                f"shares {rows} do not divide batch_size {batch_size} among {self.count} ranks;"
+                " use one number of at least 1 per rank, summing to batch_size"
             )
-        return Share(self.rank, self.count, rows[self.rank], sum(rows[: self.rank]))
+        return RankRows(self.rank, self.count, rows[self.rank], sum(rows[: self.rank]))
 
     def of(self, rows: Sequence[T]) -> Sequence[T]:
-        """Take the rows of a global batch that are this process's own."""
+        """Select this process's rows of a global batch."""
         return rows[self.first : self.first + self.rows]
 
 
 class BatchStream(Iterator[B]):
-    """A stream of global batches that can save its position and resume from it.
+    """A stream of global batches that can save and restore its position.
 
-    A subclass adds to `_settings`, and gives and takes its position in JSON values.
+    Subclasses add to `_settings`, and convert their position to and from JSON values.
     """
 
     def __init__(
@@ -101,8 +102,8 @@ class BatchStream(Iterator[B]):
         check_flags(shuffle=shuffle)
         check_texts(split=split)
         if not is_whole(seed):
-            raise SettingError(f"seed must be a whole number, got {seed!r}")
-        self._share = Share.at(place, batch_size)
+            raise SettingError(f"seed must be an integer, got {seed!r}")
+        self._rank_rows = RankRows.at(place, batch_size)
         self.sequence_length = operator.index(sequence_length)
         self.batch_size = operator.index(batch_size)
         self._settings: dict[str, Any] = {
@@ -111,43 +112,43 @@ class BatchStream(Iterator[B]):
             "seed": operator.index(seed),
             "shuffle": bool(shuffle),
         }
-        """All that decides which samples come when."""
+        """Everything that determines the order of the samples."""
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Name the data by its content."""
+        """Hash that identifies the content of the data."""
 
-    def _is_of_one_dataset(self) -> None:
-        """Let a state name the data as a dataset's, whatever its folder is called."""
+    def _identify_by_fingerprint(self) -> None:
+        """Identify the data in saved states by its fingerprint instead of by folder names."""
         self._settings = {"dataset": self.fingerprint, **self._settings}
 
     def __iter__(self) -> Self:
         return self
 
     def share_out(self, shares: Sequence[int]) -> None:
-        """Give each process as many rows of the global batches that follow as `shares` says.
+        """Set the number of rows of the following global batches that every process receives.
 
-        Every process gives the same. What the batches hold, their order and the states stay what
-        they are: only who reads which of their rows changes.
+        All processes must pass the same numbers. The content and order of global batches and the
+        saved states do not change, only which process reads which rows.
 
         Args:
-            shares: rows, or pairs, of each process in the order of ranks.
+            shares: rows (or pairs) per process, in the order of ranks.
 
         Raises:
-            SettingError: they are not a share for each process, or do not make up the batch.
+            SettingError: there is not one number per process, or they do not sum to the batch size.
         """
-        self._share = self._share.among(shares, self.batch_size)
+        self._rank_rows = self._rank_rows.with_row_counts(shares, self.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the stream stands: JSON values, the same in every process."""
+        """Return the position as JSON values, identical in all processes."""
         return {"version": STATE_VERSION, "settings": self._settings, **self._position()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where `state` was taken; batch size and number of processes may differ.
+        """Restore a position; the batch size and the number of processes may differ.
 
         Raises:
-            StateError: the state is of other data or other settings; names what differs.
+            StateError: the state belongs to other data or settings; names the difference.
         """
         if state.get("version") != STATE_VERSION:
             raise StateError(
@@ -156,53 +157,53 @@ class BatchStream(Iterator[B]):
             )
         settings = state.get("settings")
         for name, value in self._settings.items():
-            given = settings.get(name) if isinstance(settings, Mapping) else None
-            if given != value:
+            saved = settings.get(name) if isinstance(settings, Mapping) else None
+            if saved != value:
                 raise StateError(
-                    f"stream state has {name} {given!r} where this stream has {value!r}; "
-                    "make the stream as it was, or start it anew"
+                    f"stream state has {name} {saved!r}, this stream has {value!r}; "
+                    "use the same settings, or start without the state"
                 )
-        before = self._position()
+        old_position = self._position()
         try:
-            with reading_state():
-                self._go_to(state)
+            with state_errors():
+                self._restore_position(state)
         except StateError:
-            self._go_to(before)
+            self._restore_position(old_position)
             raise
 
     @abstractmethod
     def _position(self) -> dict[str, Any]:
-        """Return where the stream stands, in JSON values."""
+        """Return the position as JSON values."""
 
     @abstractmethod
-    def _go_to(self, position: Mapping[str, Any]) -> None:
-        """Go to a position; raise ValueError or the like for one that cannot be."""
+    def _restore_position(self, position: Mapping[str, Any]) -> None:
+        """Restore a position; raise ValueError or a similar error if it is invalid."""
 
 
 @contextmanager
-def reading_state(what: str = "stream state") -> Iterator[None]:
-    """Turn whatever a damaged state makes its reader raise into a StateError."""
+def state_errors(label: str = "stream state") -> Iterator[None]:
+    """Convert the errors that a damaged state causes to StateError."""
     try:
         yield
     except StateError:
         raise
     except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise StateError(f"{what} is damaged: {error}") from error
+        raise StateError(f"{label} is damaged: {error}") from error
 
 
-def count(value: Any) -> int:
-    """Read a whole number of 0 or more from its JSON value.
+def read_count(value: Any) -> int:
+    """Return a JSON value that must be an integer of 0 or more.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: it is not.
     """
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is not a count")
     return value
 
 
-def truth(value: Any) -> bool:
-    """Read true or false from its JSON value.
+def read_bool(value: Any) -> bool:
+    """Return a JSON value that must be true or false.
 
     Raises:
         ValueError: it is neither.

@@ -1,4 +1,4 @@
-"""Reads the samples of one dataset of text in a shuffled order, from any place in it."""
+"""Reads fixed-length samples of one text dataset in shuffled order, from any position."""
 
 import operator
 from collections.abc import Iterable
@@ -16,31 +16,32 @@ from ms_data.streams.order import Order
 from ms_data.streams.window import Window
 
 CACHE_MIB = 64
-"""Decoded frames that a stream keeps, unless it is told otherwise."""
+"""Default size of the cache of decoded frames."""
 GOLDEN = (5**0.5 - 1) / 2
-"""The fractional parts of its multiples are spread evenly, however many one takes."""
+"""Golden ratio; the fractional parts of its multiples are evenly spread for any number of ranks."""
 CHUNK_FRAMES = 4
-"""Frames in a chunk: with about four, reading twice the one that two chunks share is cheap."""
+"""Frames per chunk; with about four, decoding the frames at chunk borders twice is cheap."""
 
 
 class TokenSource:
-    """The samples of a split in their order, epoch after epoch.
+    """The samples of a split in delivery order, epoch after epoch.
 
     Args:
-        folder: a folder that `build` wrote.
-        split: which part of it.
-        length: tokens in a sample.
+        folder: output folder of `build`.
+        split: name of the split.
+        length: tokens per sample.
         seed: any integer.
         shuffle: False reads in the order on disk.
-        chunk_samples: neighbouring samples that are read together; None takes about four frames.
+        chunk_samples: neighboring samples that are read together; None: about four frames.
         window_chunks: chunks that are shuffled together and held in memory.
-        cache_mib: decoded frames that are kept.
-        shared_cache: where they are kept for all processes of this machine; None for this one.
-        rank: of this process among those that read the split.
+        cache_mib: size of the cache of decoded frames.
+        shared_cache: folder of a frame cache for all processes of this machine; None: a cache in
+            this process.
+        rank: rank of this process among those that read the split.
 
     Raises:
-        SettingError: an argument is out of range, or the split is too short for it.
-        DamageError: the index, or later a frame, is not what was written.
+        SettingError: an argument is out of range, or the split is too short.
+        DamageError: the index, or later a frame, is damaged.
     """
 
     def __init__(
@@ -58,11 +59,11 @@ class TokenSource:
         rank: int = 0,
     ) -> None:
         if cache_mib < 0:
-            raise SettingError(f"cache_mib is {cache_mib}; give 0 or more MiB")
+            raise SettingError(f"cache_mib must be 0 or more, got {cache_mib}")
         self._split = Split(
             folder, split, cache_bytes=operator.index(cache_mib) << 20, shared_cache=shared_cache
         )
-        self._turn = rank * GOLDEN % 1 if shared_cache is not None else 0.0
+        self._start_fraction = rank * GOLDEN % 1 if shared_cache is not None else 0.0
         self._length = length
         samples = self._split.tokens // length
         if not samples:
@@ -80,12 +81,12 @@ class TokenSource:
             window_chunks=operator.index(window_chunks),
             shuffle=shuffle,
         )
-        """Which sample is drawn when."""
+        """Delivery order of the samples."""
         self._window: tuple[tuple[int, int], Window] | None = None
 
     @property
     def index(self) -> Index:
-        """What the tokens mean."""
+        """Index of the dataset."""
         return self._split.index
 
     def read(self, start: int, count: int) -> Batch:
@@ -93,33 +94,33 @@ class TokenSource:
         parts = []
         while count:
             rows = self._rows(start, count)
-            got = len(rows["tokens"])
+            rows_read = len(rows["tokens"])
             parts.append(rows)
-            start, count = start + got, count - got
-        return parts[0] if len(parts) == 1 else _join(parts)
+            start, count = start + rows_read, count - rows_read
+        return parts[0] if len(parts) == 1 else _concatenate(parts)
 
-    def _rows(self, start: int, most: int) -> Batch:
-        """Read up to `most` samples from `start`, ending with the window."""
+    def _rows(self, start: int, limit: int) -> Batch:
+        """Read up to `most` samples from `start`, at most to the end of the window."""
         epoch, position = divmod(start, self.order.samples)
         number, offset = divmod(position, self.order.window_samples)
         key = (epoch, number)
         if self._window is None or self._window[0] != key:
-            # Forgotten first: if reading fails, its memory holds neither window.
-            old, self._window = self._window, None
+            # Drop it first: its buffer is reused, so after a failure it holds neither window.
+            previous, self._window = self._window, None
             window = Window(
                 self._split,
                 self.order.window(epoch, number),
                 length=self._length,
                 chunk_samples=self.order.chunk_samples,
-                reuse=old[1] if old else None,
-                turn=self._turn,
+                reuse=previous[1] if previous else None,
+                start_fraction=self._start_fraction,
             )
             self._window = (key, window)
         window = self._window[1]
-        return window.rows(offset, min(offset + most, len(window)))
+        return window.rows(offset, min(offset + limit, len(window)))
 
 
-def _join(parts: list[Batch]) -> Batch:
+def _concatenate(parts: list[Batch]) -> Batch:
     values: Iterable[Any] = zip(*(part.values() for part in parts), strict=True)
     joined: Any = dict(zip(parts[0], map(np.concatenate, values), strict=True))
     return cast(Batch, joined)

@@ -1,4 +1,4 @@
-"""Streams text for training: shuffled, mixed, shared by processes and resumable by arithmetic."""
+"""Streams text for training: shuffled, mixed, split among ranks, with exact resume."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,46 +11,47 @@ from ms_data.files.untrusted import check_path
 from ms_data.streams.batch import Batch
 from ms_data.streams.mixed import MixedStream, Sources
 from ms_data.streams.mixture import Weights
-from ms_data.streams.share import StreamPlace, count
+from ms_data.streams.share import StreamPlace, read_count
 from ms_data.streams.token_source import CACHE_MIB, TokenSource
 
 
 class TokenStream(MixedStream[Batch]):
-    """Global batches of fixed-length samples, of which each process receives its rows.
+    """Global batches of fixed-length samples, from which every process receives its rows.
 
-    Sample i of an epoch covers tokens i·S to i·S + S of the split's documents laid end to end.
-    The order depends on the data, the seed and the position alone: not on the number of
-    processes, nor on the batch size. Epochs follow each other without a seam, and batches straddle
-    them. Several sources are drawn from as a `Mixture` says, each in its own order and epochs; the
-    batch then says by `task` which source a row is of.
+    Sample i of an epoch covers tokens i·S to i·S + S of the split's documents, laid end to end. The
+    order depends only on the data, the seed and the position, not on the number of processes or the
+    batch size. Epochs follow each other without a gap, and batches may span two of them. Several
+    sources are drawn from by a `Mixture`, each with its own order and epochs; `task` in the batch
+    then holds the source index of every row.
 
     Args:
-        sources: a folder that `build` wrote, or several, by name.
-        sequence_length: tokens in a sample, S.
-        batch_size: samples in a global batch.
-        seed: any integer; another seed is another order.
-        place: has `rank` and `count`; this reader gets rows `rank·b` to `(rank + 1)·b` of each
-            global batch with b = batch_size / count, until `share_out` says otherwise. None reads
-            whole batches.
-        split: which part of each dataset, `train` or `held_out`.
-        weights: how often samples of each source are drawn, by name or in their order, or
-            `Phase`s; by default as many as each holds.
-        max_epochs: how many times each source is read at most, by name; the others then share its
-            weight, and the stream ends before the batch that none of them can fill.
+        sources: a folder that `build` wrote, or several by name.
+        sequence_length: tokens per sample, S.
+        batch_size: samples per global batch.
+        seed: random seed of the order.
+        place: object with `rank` and `count`. This process receives rows `rank·b` to `(rank + 1)·b`
+            of every global batch, where b = batch_size / count, unless `share_out` changes this.
+            None: all rows.
+        split: `train` or `held_out`.
+        weights: sampling weights of the sources, by name or in order, or `Phase`s. Default:
+            proportional to the number of samples.
+        max_epochs: maximum number of passes over each source, by name. A source that reaches it
+            passes its weight to the others; the stream ends before the batch that they cannot fill.
         shuffle: False reads in the order on disk.
-        epochs: stop before the batch that this many times all samples cannot fill; None never
-            stops.
-        chunk_samples: neighbouring samples that are read together; None takes about four frames.
-        window_chunks: chunks of a source that are shuffled together and held in memory.
-        cache_mib: decoded frames of each source that are kept, in MiB; 0 for the last one alone.
-        shared_cache: a folder of this machine, best in memory, such as `/dev/shm`, where frames are
-            kept for all processes that read a source, so that a machine decodes each once; in a
-            file of `cache_mib`, which is removed as they end. None keeps them in each process.
+        epochs: stop before the batch that this number of passes over all samples cannot fill. None:
+            never stop.
+        chunk_samples: neighboring samples that are read together; None: about four frames.
+        window_chunks: chunks per source that are shuffled together and held in memory.
+        cache_mib: size of the cache of decoded frames per source, in MiB; 0 keeps only the last
+            frame.
+        shared_cache: folder for a frame cache that all processes of this machine share, best in
+            memory, such as `/dev/shm`, so that every frame is decoded once per machine. The file
+            has `cache_mib` MiB and is removed at the end. None: a cache per process.
 
     Raises:
-        SettingError: an argument is out of range, a split is too short for it, or two sources
-            were built with different tokenizers.
-        DamageError: the index, or later a frame, is not what was written.
+        SettingError: an argument is out of range, a split is too short, or two sources have
+            different tokenizers.
+        DamageError: the index, or later a frame, is damaged.
     """
 
     def __init__(
@@ -84,9 +85,9 @@ class TokenStream(MixedStream[Batch]):
         )
         self._mixed = not isinstance(sources, str | Path)
         if not self._mixed and (weights is not None or max_epochs is not None):
-            raise SettingError("weights and max_epochs are for several sources; give them by name")
+            raise SettingError("weights and max_epochs need named sources; pass sources as a dict")
         self._name_sources(sources)
-        cache = {"mib": cache_mib, "shared": shared_cache, "rank": self._share.rank}
+        cache = {"mib": cache_mib, "shared": shared_cache, "rank": self._rank_rows.rank}
         self._sources = [
             self._open(number, chunk_samples, window_chunks, cache)
             for number in range(len(self.names))
@@ -101,9 +102,9 @@ class TokenStream(MixedStream[Batch]):
         self._consumed = 0
         orders = [source.order for source in self._sources]
         chunks = [order.chunk_samples for order in orders]
-        if not self._mixed:  # whatever the folder is called
+        if not self._mixed:  # the folder may be renamed before a resume
             del self._settings["sources"]
-            self._is_of_one_dataset()
+            self._identify_by_fingerprint()
         self._settings |= {
             "chunk_samples": chunks if self._mixed else chunks[0],
             "window_chunks": orders[0].window_chunks,
@@ -131,64 +132,64 @@ class TokenStream(MixedStream[Batch]):
         if self._end is not None and self._end < self.batch_size:
             raise SettingError(
                 f"split {self._settings['split']!r} has {self.samples_per_epoch} sequences of "
-                f"{self.sequence_length} tokens, which in {epochs or 'their'} epochs do not fill "
-                f"one batch of {self.batch_size}; lower batch_size or sequence_length"
+                f"{self.sequence_length} tokens, too few to fill one batch of {self.batch_size} "
+                f"in {epochs or 'their'} epochs; lower batch_size or sequence_length"
             )
 
     @property
     def batches_per_epoch(self) -> int:
-        """Whole global batches in one epoch."""
+        """Complete global batches per epoch."""
         return self.samples_per_epoch // self.batch_size
 
     @property
     def consumed_samples(self) -> int:
-        """Samples that all processes together have received."""
+        """Samples delivered to all processes so far."""
         return self._mixture.position if self._mixed else self._consumed
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next sample, from 0; of all sources together."""
+        """Epoch of the next sample, from 0, over all sources together."""
         return self.consumed_samples // self.samples_per_epoch
 
     def __next__(self) -> Batch:
         if self._end is not None and self.consumed_samples + self.batch_size > self._end:
             raise StopIteration
-        share = self._share
+        rank_rows = self._rank_rows
         if not self._mixed:
-            batch = self._sources[0].read(self._consumed + share.first, share.rows)
+            batch = self._sources[0].read(self._consumed + rank_rows.first, rank_rows.rows)
             self._consumed += self.batch_size
             return batch
-        before = self._mixture.counts
+        counts = self._mixture.counts
         try:
-            return self._draw(list(before.values()))
+            return self._draw(list(counts.values()))
         except BaseException:
-            self._mixture.step_back(before)
+            self._mixture.step_back(counts)
             raise
 
     def _draw(self, drawn: list[int]) -> Batch:
-        """Draw a global batch, given the counts before it, and read this process's rows."""
+        """Draw a global batch and read this process's rows; `drawn` are the counts before it."""
         tasks = np.array([self._mixture.draw() for _ in range(self.batch_size)])
-        first = self._share.first
-        own = tasks[first : first + self._share.rows]
+        first = self._rank_rows.first
+        local_tasks = tasks[first : first + self._rank_rows.rows]
         batch: dict[str, Any] = {}
         for number, source in enumerate(self._sources):
-            rows = np.flatnonzero(own == number)
+            rows = np.flatnonzero(local_tasks == number)
             if not len(rows):
                 continue
             start = drawn[number] + int(np.count_nonzero(tasks[:first] == number))
             part = source.read(start, len(rows))
             for name, values in part.items():
                 if name not in batch:
-                    shape = (len(own), self.sequence_length)
+                    shape = (len(local_tasks), self.sequence_length)
                     batch[name] = np.empty(shape, values.dtype)  # type: ignore[attr-defined]
                 batch[name][rows] = values
-        return cast(Batch, {**batch, "task": own})
+        return cast(Batch, {**batch, "task": local_tasks})
 
     def _position(self) -> dict[str, Any]:
-        return self._ledger() if self._mixed else {"consumed_samples": self._consumed}
+        return self._mixture_state() if self._mixed else {"consumed_samples": self._consumed}
 
-    def _go_to(self, position: Mapping[str, Any]) -> None:
+    def _restore_position(self, position: Mapping[str, Any]) -> None:
         if self._mixed:
-            self._load_ledger(position)
+            self._load_mixture_state(position)
         else:
-            self._consumed = count(position["consumed_samples"])
+            self._consumed = read_count(position["consumed_samples"])

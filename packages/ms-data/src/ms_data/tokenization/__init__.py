@@ -1,1 +1,1 @@
-"""Text to tokens and back, and training a tokenizer."""
+"""Encoding text as tokens, decoding, and tokenizer training."""

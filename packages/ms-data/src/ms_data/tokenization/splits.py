@@ -1,11 +1,10 @@
-"""Where the words of published pre-tokenizers begin, found for a whole batch at once.
+"""Vectorized word boundaries of published pre-tokenizers, for a whole batch at a time.
 
-A word is what a tokenizer's model is given at a time. Each character is put into one of a few
-classes, and the classes of a character and its neighbours say whether a word begins at it: a
-table, looked up for all characters together. What reaches further than the neighbours (runs of
-digits, lines of blanks, contractions) is mended at the few places where it occurs. The classes
-are asked of the regular expressions of the `tokenizers` library itself, so that they are those of
-its Unicode version.
+A word is the unit that a tokenizer's model encodes. Every character is mapped to one of a few
+classes, and a lookup table decides from the classes of a character and its neighbors whether a word
+starts there. Cases with a longer range (runs of digits, blank lines, contractions) are corrected
+afterwards at the few places where they occur. The classes come from the regular expressions of the
+`tokenizers` library itself, so they match its Unicode version.
 """
 
 from collections.abc import Callable
@@ -18,15 +17,15 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 Classes: TypeAlias = NDArray[np.uint8]
-"""The class of each character, shape (n,); texts stand between characters of the class EDGE."""
+"""Class of every character, shape (n,); texts are separated by characters of the class EDGE."""
 Codes: TypeAlias = NDArray[np.integer]
-"""The code points of the same characters, shape (n,)."""
+"""Code points of the same characters, shape (n,)."""
 Starts: TypeAlias = NDArray[np.bool_]
-"""Whether a word begins at a character, shape (n,)."""
+"""Whether a word starts at a character, shape (n,)."""
 
 OTHER, LETTER, NUMBER, SPACE, BLANK, NEWLINE, EDGE = range(7)
 KNOWN_CODES = 0x34000
-"""Characters below it have a class; those above are private, unassigned or tags."""
+"""Code points below this have a class; those above are private, unassigned or tags."""
 
 _CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -37,50 +36,52 @@ _META_SPACE = "\u2581"
 
 @frozen
 class WordSplit:
-    """One way to cut text into words."""
+    """A rule for splitting text into words."""
 
     name: str
     begins: NDArray[np.bool_]
-    """By the classes of two characters before, the character and the next one: 4 x 3 bits."""
+    """Lookup table over the classes of the two previous characters, the character and the next one:
+    4 x 3 bits."""
     classes: Callable[[], Classes]
-    """Gives the class of each code point below KNOWN_CODES."""
-    mend: Callable[[Classes, Codes, Starts], None]
-    """Corrects the starts where neighbours don't decide."""
+    """Returns the class of every code point below KNOWN_CODES."""
+    fix_starts: Callable[[Classes, Codes, Starts], None]
+    """Corrects the starts that neighbors cannot decide."""
     unknown: tuple[str, ...] = ()
-    """A text with one of these is not cut here."""
+    """Texts that contain one of these are left to the library."""
     spaces: tuple[str, ...] = ()
-    """A text that begins with none of these is given a leading space; empty adds none."""
+    """Texts that start with none of these get a leading space; empty adds none."""
 
     def starts(self, classes: Classes, codes: Codes) -> Starts:
-        """Find where words begin; an EDGE is a word of its own."""
+        """Find the word starts; an EDGE character is a separate word."""
         starts = np.ones(len(classes), np.bool_)
+        # key[i] packs the classes of characters i to i + 3; it decides about character i + 2.
         key = classes[:-3].astype(np.uint16)
-        for at in (1, 2, 3):
+        for offset in (1, 2, 3):
             key <<= 3
-            key |= classes[at : len(classes) - 3 + at]
+            key |= classes[offset : len(classes) - 3 + offset]
         starts[2:-1] = self.begins.take(key)
-        self.mend(classes, codes, starts)
+        self.fix_starts(classes, codes, starts)
         return starts
 
 
-def split_of(pre_tokenizer: dict[str, Any] | None) -> WordSplit | str:
-    """Find the split of a tokenizer's pre-tokenizer, as its file has it, or why there is none."""
+def find_split(pre_tokenizer: dict[str, Any] | None) -> WordSplit | str:
+    """Return the split of a pre-tokenizer in a tokenizer file, or the reason why there is none."""
     match pre_tokenizer:
         case None:
-            return "the tokenizer has no pre-tokenizer, so that a whole text is one word"
+            return "the tokenizer has no pre-tokenizer, so every text is one word"
         case {"type": "ByteLevel", "use_regex": True, "add_prefix_space": prefix}:
             return _gpt2(prefix)
         case {
             "type": "Sequence",
             "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"} as first,
+                {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"} as split,
                 {"type": "ByteLevel", "use_regex": False, "add_prefix_space": False},
             ],
-        } if not first.get("invert"):
-            for digits, written in ((1, r"\p{N}"), (3, r"\p{N}{1,3}")):
-                if pattern == _CL100K.replace("DIGITS", written):
+        } if not split.get("invert"):
+            for digits, digit_pattern in ((1, r"\p{N}"), (3, r"\p{N}{1,3}")):
+                if pattern == _CL100K.replace("DIGITS", digit_pattern):
                     return _cl100k(digits)
-            return "the regular expression of its pre-tokenizer is none that is known"
+            return "the regular expression of its pre-tokenizer is unknown"
         case {
             "type": "Metaspace",
             "replacement": "\u2581",
@@ -88,129 +89,131 @@ def split_of(pre_tokenizer: dict[str, Any] | None) -> WordSplit | str:
             "prepend_scheme": scheme,
         }:
             return _metaspace(scheme != "never")
-        case {"type": kind}:
-            return f"its pre-tokenizer is {kind} with settings of its own"
-    return "its pre-tokenizer is of an unknown kind"
+        case {"type": type_name}:
+            return f"its pre-tokenizer is {type_name} with unsupported settings"
+    return "its pre-tokenizer has an unknown type"
 
 
 @lru_cache
 def _gpt2(prefix: bool) -> WordSplit:
-    r"""Build the split of GPT-2.
+    r"""Return the split of GPT-2.
 
     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
     """
 
-    def begins(_: int, before: int, one: int, after: int) -> bool:
-        if EDGE in (one, before):
+    def begins(_: int, before: int, current: int, after: int) -> bool:
+        if EDGE in (current, before):
             return True
-        if one >= SPACE:  # the last blank of a run goes with what follows
+        if current >= SPACE:  # the last blank of a run belongs to the next word
             return before < SPACE or after < SPACE
-        return before not in (SPACE, one)
+        return before not in (SPACE, current)
 
-    def mend(classes: Classes, codes: Codes, starts: Starts) -> None:
-        _cut_contractions(codes, starts, any_case=False)
+    def fix_starts(classes: Classes, codes: Codes, starts: Starts) -> None:
+        _split_contractions(codes, starts, any_case=False)
 
     spaces = (" ",) if prefix else ()
-    return WordSplit("GPT-2", _table(begins), unicode_classes, mend, spaces=spaces)
+    return WordSplit("GPT-2", _table(begins), unicode_classes, fix_starts, spaces=spaces)
 
 
 @lru_cache
 def _cl100k(digits: int) -> WordSplit:
-    """Cut by cl100k's expression, as Llama 3 and Qwen 2 do, with so many digits in a word."""
+    """Return the split of cl100k, as in Llama 3 and Qwen 2, with up to `digits` digits per word."""
 
-    def begins(two_before: int, before: int, one: int, after: int) -> bool:
-        if EDGE in (one, before):
+    def begins(second_before: int, before: int, current: int, after: int) -> bool:
+        if EDGE in (current, before):
             return True
-        if one == LETTER:  # takes one sign or blank before it along, but not the last of several
-            return before in (NUMBER, NEWLINE) or (before == OTHER and two_before in (OTHER, SPACE))
-        if one == NUMBER:
+        if current == LETTER:  # includes one preceding sign or blank, but not the last of several
+            return before in (NUMBER, NEWLINE) or (
+                before == OTHER and second_before in (OTHER, SPACE)
+            )
+        if current == NUMBER:
             return digits == 1 or before != NUMBER
-        if one == OTHER:
+        if current == OTHER:
             return before not in (OTHER, SPACE)
-        if one == NEWLINE:  # goes with signs and blanks before it
+        if current == NEWLINE:  # belongs to the signs and blanks before it
             return before in (LETTER, NUMBER)
         return before not in (SPACE, BLANK) or after < SPACE
 
-    def mend(classes: Classes, codes: Codes, starts: Starts) -> None:
+    def fix_starts(classes: Classes, codes: Codes, starts: Starts) -> None:
         if digits > 1:
-            _cut_numbers(classes, starts, digits)
-        _join_empty_lines(classes, starts)
-        _cut_contractions(codes, starts, any_case=True)
+            _split_numbers(classes, starts, digits)
+        _join_blank_lines(classes, starts)
+        _split_contractions(codes, starts, any_case=True)
 
-    # The long s is an s to an expression that doesn't look at the case.
-    name = f"cl100k, {digits} {'digits' if digits > 1 else 'digit'} a word"
-    return WordSplit(name, _table(begins), unicode_classes, mend, unknown=("'\u017f",))
+    # A case-insensitive expression also matches the long s as an s.
+    name = f"cl100k, {digits} {'digits' if digits > 1 else 'digit'} per word"
+    return WordSplit(name, _table(begins), unicode_classes, fix_starts, unknown=("'\u017f",))
 
 
 @lru_cache
 def _metaspace(prefix: bool) -> WordSplit:
-    """Begin a word before each space."""
+    """Return the split that starts a word before every space."""
 
-    def begins(_: int, before: int, one: int, after: int) -> bool:
-        return one == SPACE or EDGE in (one, before)
+    def begins(_: int, before: int, current: int, after: int) -> bool:
+        return current == SPACE or EDGE in (current, before)
 
     def classes() -> Classes:
-        found = np.full(KNOWN_CODES, OTHER, np.uint8)
-        found[[ord(" "), ord(_META_SPACE)]] = SPACE
-        return found
+        table = np.full(KNOWN_CODES, OTHER, np.uint8)
+        table[[ord(" "), ord(_META_SPACE)]] = SPACE
+        return table
 
-    def mend(classes: Classes, codes: Codes, starts: Starts) -> None:
+    def fix_starts(classes: Classes, codes: Codes, starts: Starts) -> None:
         pass
 
     spaces = (" ", _META_SPACE) if prefix else ()
-    return WordSplit("Metaspace", _table(begins), lru_cache(classes), mend, spaces=spaces)
+    return WordSplit("Metaspace", _table(begins), lru_cache(classes), fix_starts, spaces=spaces)
 
 
 def _table(begins: Callable[[int, int, int, int], bool]) -> NDArray[np.bool_]:
-    keys = ((at >> 9, at >> 6 & 7, at >> 3 & 7, at & 7) for at in range(1 << 12))
+    keys = ((bits >> 9, bits >> 6 & 7, bits >> 3 & 7, bits & 7) for bits in range(1 << 12))
     return np.array([begins(*key) for key in keys])
 
 
 @lru_cache
 def unicode_classes() -> Classes:
-    """Ask the expressions of the `tokenizers` library for the class of each code point."""
+    """Determine the class of every code point with the expressions of the `tokenizers` library."""
     surrogates = range(0xD800, 0xE000)
-    known = [code for code in range(KNOWN_CODES) if code not in surrogates]
-    codes = np.array(known, np.uint32)
+    code_points = [code for code in range(KNOWN_CODES) if code not in surrogates]
+    codes = np.array(code_points, np.uint32)
     classes = np.full(KNOWN_CODES, OTHER, np.uint8)
-    # Runs of any class first, so that the slow expressions look at one character of each.
-    runs = _matches(r"\p{L}+|\p{N}+|\s+", "".join(map(chr, known)))
+    # Find runs of equal class first; then the slow expressions only test one character of each.
+    runs = _matches(r"\p{L}+|\p{N}+|\s+", "".join(map(chr, code_points)))
     for begin, end in runs:
-        one = chr(known[begin])
-        for kind, pattern in ((LETTER, r"\p{L}"), (NUMBER, r"\p{N}"), (BLANK, r"\s")):
-            if _matches(pattern, one):
-                classes[codes[begin:end]] = kind
+        char = chr(code_points[begin])
+        for char_class, pattern in ((LETTER, r"\p{L}"), (NUMBER, r"\p{N}"), (BLANK, r"\s")):
+            if _matches(pattern, char):
+                classes[codes[begin:end]] = char_class
     classes[ord(" ")] = SPACE
     classes[[ord("\n"), ord("\r")]] = NEWLINE
     return classes
 
 
 def _matches(pattern: str, text: str) -> list[tuple[int, int]]:
-    """Return the places in a text that a pattern of the `tokenizers` library matches."""
+    """Return the spans that a pattern of the `tokenizers` library matches in a text."""
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "removed")
-    between = [place for _, place in split.pre_tokenize_str(text)]
-    edges = [0, *(edge for place in between for edge in place), len(text)]
-    places = zip(edges[::2], edges[1::2], strict=True)
-    return [(begin, end) for begin, end in places if begin < end]
+    gaps = [span for _, span in split.pre_tokenize_str(text)]
+    edges = [0, *(edge for span in gaps for edge in span), len(text)]
+    spans = zip(edges[::2], edges[1::2], strict=True)
+    return [(begin, end) for begin, end in spans if begin < end]
 
 
-def _cut_contractions(codes: Codes, starts: Starts, *, any_case: bool) -> None:
-    """Make 's, 't, 're, 've, 'm, 'll and 'd words where an apostrophe begins one."""
-    at = np.flatnonzero(starts & (codes == ord("'")))
-    last, bit = len(codes) - 1, 0x20 if any_case else 0
-    first = codes[np.minimum(at + 1, last)] | bit
-    second = codes[np.minimum(at + 2, last)] | bit
-    one = np.isin(first, [ord(letter) for letter in "stmd"])
-    two = np.zeros(len(at), np.bool_)
+def _split_contractions(codes: Codes, starts: Starts, *, any_case: bool) -> None:
+    """Make 's, 't, 're, 've, 'm, 'll and 'd words where an apostrophe starts a word."""
+    apostrophes = np.flatnonzero(starts & (codes == ord("'")))
+    last, bit = len(codes) - 1, 0x20 if any_case else 0  # bit 0x20 maps letters to lower case
+    first = codes[np.minimum(apostrophes + 1, last)] | bit
+    second = codes[np.minimum(apostrophes + 2, last)] | bit
+    one_letter = np.isin(first, [ord(letter) for letter in "stmd"])
+    two_letters = np.zeros(len(apostrophes), np.bool_)
     for pair in ("re", "ve", "ll"):
-        two |= (first == ord(pair[0])) & (second == ord(pair[1]))
-    starts[at[one | two] + 1] = False
-    starts[at[one] + 2] = True
-    starts[at[two] + 3] = True
+        two_letters |= (first == ord(pair[0])) & (second == ord(pair[1]))
+    starts[apostrophes[one_letter | two_letters] + 1] = False
+    starts[apostrophes[one_letter] + 2] = True
+    starts[apostrophes[two_letters] + 3] = True
 
 
-def _cut_numbers(classes: Classes, starts: Starts, digits: int) -> None:
-    """Begin a word after every so many digits of a run."""
+def _split_numbers(classes: Classes, starts: Starts, digits: int) -> None:
+    """Start a word after every `digits` digits of a run."""
     number = classes == NUMBER
     begin = np.flatnonzero(number[1:] & ~number[:-1]) + 1
     end = np.flatnonzero(number[:-1] & ~number[1:]) + 1
@@ -221,8 +224,8 @@ def _cut_numbers(classes: Classes, starts: Starts, digits: int) -> None:
         begin = begin + digits
 
 
-def _join_empty_lines(classes: Classes, starts: Starts) -> None:
-    """Join blanks between two ends of lines to the first, unless that one belongs to signs."""
+def _join_blank_lines(classes: Classes, starts: Starts) -> None:
+    """Join blanks between two line ends to the first one, unless that one belongs to signs."""
     blank = (classes == SPACE) | (classes == BLANK)
     newline = classes == NEWLINE
     begin = np.flatnonzero(blank[1:] & newline[:-1]) + 1

@@ -1,4 +1,4 @@
-"""Reads the files next to a tokenizer.json, which name its special tokens and may add tokens."""
+"""Reads the files next to a tokenizer.json, which name special tokens and may add tokens."""
 
 import json
 import os
@@ -24,23 +24,23 @@ _ROLES = (
     "cls_token",
     "mask_token",
 )
-"""The roles that transformers knows, in the order in which it adds tokens for them."""
+"""Token roles of transformers, in the order in which it adds their tokens."""
 _UNUSED = frozenset(("unk_token", "pad_token", "cls_token", "mask_token"))
-"""Roles of tokens that no document holds unless tokenizer.json has them."""
+"""Roles whose tokens occur in no document unless tokenizer.json has them."""
 
 
 @frozen(kw_only=True)
 class TokenizerFolder:
-    """The settings of a tokenizer's folder, merged as transformers merges them."""
+    """Settings of a tokenizer folder, merged like in transformers."""
 
     settings: Mapping[str, Any]
 
     @classmethod
     def read(cls, folder: Path) -> "TokenizerFolder":
-        """Read the files that are there; each may be missing.
+        """Read the files of a folder; each may be missing.
 
         Raises:
-            TokenizerError: one cannot be read or is not a JSON object.
+            TokenizerError: a file cannot be read, or is not a JSON object.
         """
         settings = dict(_read(folder / CONFIG))
         # transformers reads the two older files only where this key is missing.
@@ -59,68 +59,76 @@ class TokenizerFolder:
         return _role_tokens(self.settings)
 
     def complete(self, content: bytes, added: Mapping[str, bool]) -> bytes:
-        """Add the tokens that only the other files name, with the ids that transformers gives.
+        """Add the tokens that only the other files name, with the IDs that transformers assigns.
 
         Args:
-            content: a tokenizer.json.
-            added: its added tokens, and whether each is special.
+            content: content of a tokenizer.json.
+            added: its added tokens; the values tell whether a token is special.
         """
-        wanted: list[tokenizers.AddedToken] = []
+        new_tokens: list[tokenizers.AddedToken] = []
         numbered = self.settings["added_tokens_decoder"]
         if not isinstance(numbered, Mapping):
             raise TokenizerError(f"{CONFIG}: added_tokens_decoder must be an object")
         try:
-            for _, facts in sorted(numbered.items(), key=lambda item: int(item[0])):
-                if facts["content"] not in added:
-                    wanted.append(tokenizers.AddedToken(**facts))
+            for _, fields in sorted(numbered.items(), key=lambda item: int(item[0])):
+                if fields["content"] not in added:
+                    new_tokens.append(tokenizers.AddedToken(**fields))
         except (TypeError, ValueError, KeyError) as error:
             raise TokenizerError(
-                f"{CONFIG}: added_tokens_decoder must map ids to tokens: {error}; fetch it again"
+                f"{CONFIG}: added_tokens_decoder must map ids to tokens: {error}; download it again"
             ) from error
         roles = dict(self.special_tokens)
-        # A padding token of its own is never read, and would only widen the vocabulary.
+        # A separate padding token occurs in no document and would only enlarge the vocabulary.
         while roles and next(reversed(roles)) in _UNUSED:
             roles.popitem()
-        names = {token.content for token in wanted}
-        named = dict.fromkeys([*roles.values(), *_extra_tokens(self.settings)])
-        wanted += [
+        names = {token.content for token in new_tokens}
+        names_in_order = dict.fromkeys([*roles.values(), *_extra_tokens(self.settings)])
+        new_tokens += [
             tokenizers.AddedToken(token, special=True, normalized=False)
-            for token in named
+            for token in names_in_order
             if token and token not in names and not added.get(token)
         ]
-        if not wanted:
+        if not new_tokens:
             return content
         model = tokenizers.Tokenizer.from_str(content.decode())
-        model.add_tokens(wanted)
-        model.add_special_tokens([token for token in wanted if token.special])
+        model.add_tokens(new_tokens)
+        model.add_special_tokens([token for token in new_tokens if token.special])
         return model.to_str().encode()
 
 
-def with_begin(content: bytes, begin: tuple[tuple[str, int], ...]) -> bytes:
-    """Make a tokenizer.json put these tokens, by name and id, before each text and none after it.
+def set_begin_tokens(content: bytes, begin: tuple[tuple[str, int], ...]) -> bytes:
+    """Set the tokens (name, ID) that a tokenizer.json adds before a text; it adds none after it.
 
-    What its post-processor does besides adding tokens (trimming offsets) is kept.
+    Post-processors that add no tokens (such as offset trimming) are kept.
     """
     document = json.loads(content)
-    now = document.get("post_processor")
-    parts = now["processors"] if now and now["type"] == "Sequence" else [now] if now else []
-    kept = [part for part in parts if part["type"] == "ByteLevel"]
+    old_processor = document.get("post_processor")
+    parts = (
+        old_processor["processors"]
+        if old_processor and old_processor["type"] == "Sequence"
+        else [old_processor]
+        if old_processor
+        else []
+    )
+    processors = [part for part in parts if part["type"] == "ByteLevel"]
     if begin:
-        first = [{"SpecialToken": {"id": name, "type_id": 0}} for name, _ in begin]
-        second = [{"SpecialToken": {"id": name, "type_id": 1}} for name, _ in begin]
-        single = [*first, {"Sequence": {"id": "A", "type_id": 0}}]
-        kept.append(
+        single_begin = [{"SpecialToken": {"id": name, "type_id": 0}} for name, _ in begin]
+        pair_begin = [{"SpecialToken": {"id": name, "type_id": 1}} for name, _ in begin]
+        single = [*single_begin, {"Sequence": {"id": "A", "type_id": 0}}]
+        processors.append(
             {
                 "type": "TemplateProcessing",
                 "single": single,
-                "pair": [*single, *second, {"Sequence": {"id": "B", "type_id": 1}}],
+                "pair": [*single, *pair_begin, {"Sequence": {"id": "B", "type_id": 1}}],
                 "special_tokens": {
                     name: {"id": name, "ids": [number], "tokens": [name]} for name, number in begin
                 },
             }
         )
-    sequence = {"type": "Sequence", "processors": kept}
-    document["post_processor"] = sequence if len(kept) > 1 else kept[0] if kept else None
+    sequence = {"type": "Sequence", "processors": processors}
+    document["post_processor"] = (
+        sequence if len(processors) > 1 else processors[0] if processors else None
+    )
     return json.dumps(document, ensure_ascii=False).encode()
 
 
@@ -130,30 +138,30 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return read_json(path, dict[str, Any], error=TokenizerError)
     except TokenizerError as error:
-        raise TokenizerError(f"{error}; fetch the tokenizer's folder again") from error
+        raise TokenizerError(f"{error}; download the tokenizer folder again") from error
 
 
 def _role_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens that settings name, transformers' own roles first."""
-    further = settings.get("extra_special_tokens")
-    named = {key: settings[key] for key in _ROLES if key in settings}
-    named |= {key: value for key, value in settings.items() if key.endswith("_token")}
-    named |= further if isinstance(further, Mapping) else {}
-    texts = {key: token_text(value) for key, value in named.items()}
+    """Return the special tokens in the settings by role, those of `_ROLES` first."""
+    extra_tokens = settings.get("extra_special_tokens")
+    values_by_role = {key: settings[key] for key in _ROLES if key in settings}
+    values_by_role |= {key: value for key, value in settings.items() if key.endswith("_token")}
+    values_by_role |= extra_tokens if isinstance(extra_tokens, Mapping) else {}
+    texts = {key: token_text(value) for key, value in values_by_role.items()}
     return {key: text for key, text in texts.items() if text is not None}
 
 
 def _extra_tokens(settings: Mapping[str, Any]) -> list[str]:
     """Return the special tokens without a role."""
-    found: list[str] = []
+    tokens: list[str] = []
     for key in ("extra_special_tokens", "additional_special_tokens"):
         values = settings.get(key)
         texts = map(token_text, values) if isinstance(values, list) else ()
-        found += [text for text in texts if text is not None]
-    return found
+        tokens += [text for text in texts if text is not None]
+    return tokens
 
 
 def token_text(value: Any) -> str | None:
-    """Return the text of a token as settings name it: itself, or an object with its `content`."""
+    """Return the text of a token, which settings give as a string or an object with `content`."""
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if isinstance(text, str) else None

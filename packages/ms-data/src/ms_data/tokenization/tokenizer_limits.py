@@ -1,7 +1,7 @@
-"""Checks a tokenizer.json before its sizes are turned into memory, and what it makes of text.
+"""Checks a tokenizer.json for sizes that would exhaust memory, before the library loads it.
 
-A tokenizer comes from whoever published the model. The library takes memory by the largest id, not
-by the number of tokens, and applies whatever replacements a normalizer lists.
+Tokenizers are untrusted files. The library allocates memory by the largest ID, not the number of
+tokens, and applies any replacements that a normalizer lists.
 """
 
 import math
@@ -12,12 +12,12 @@ import msgspec
 
 from ms_data.errors import TokenizerError
 
-MOST_TOKENS = 1 << 21
-"""Eight times the largest vocabulary in common use; the library takes 0.7 kB per token."""
+MAX_TOKENS = 1 << 21
+"""Eight times the largest common vocabulary; the library uses 0.7 kB per token."""
 LIMIT_BYTES = 128 << 20
-"""Four times the largest tokenizer.json in common use."""
+"""Four times the largest common tokenizer.json."""
 GROWTH = 16
-"""No common normalizer makes a text longer than this many times its characters."""
+"""Maximum growth of a text by normalization, far above that of any common normalizer."""
 
 _ID_SLACK = 1 << 16
 _CHAIN_GROWTH = 1 << 12
@@ -34,11 +34,11 @@ class AddedToken(msgspec.Struct, frozen=True):
 
 class _Model(msgspec.Struct, frozen=True):
     vocab: dict[str, int] | list[tuple[str, float]]
-    """Unigram lists tokens with their scores."""
+    """Unigram models list tokens with scores."""
 
 
 class TokenizerFile(msgspec.Struct, frozen=True):
-    """The parts of a tokenizer.json that are checked."""
+    """The checked parts of a tokenizer.json."""
 
     model: _Model
     added_tokens: list[AddedToken] | None = None
@@ -46,52 +46,53 @@ class TokenizerFile(msgspec.Struct, frozen=True):
 
     @property
     def added(self) -> dict[str, bool]:
-        """The added tokens, and whether each is special."""
+        """Added tokens; the values tell whether a token is special."""
         return {token.content: token.special for token in self.added_tokens or []}
 
 
 def check_file(content: bytes) -> TokenizerFile:
-    """Decode the parts of a tokenizer.json that decide its memory, and check their sizes.
+    """Decode the parts of a tokenizer.json that determine its memory, and check their sizes.
 
     Raises:
-        TokenizerError: the vocabulary, an id or the growth of a text is beyond any real tokenizer.
-        msgspec.MsgspecError: it is not a tokenizer.json.
+        TokenizerError: the vocabulary, an ID or the growth of a text exceeds that of any real
+            tokenizer.
+        msgspec.MsgspecError: the content is not a tokenizer.json.
     """
     if len(content) > LIMIT_BYTES:
         raise TokenizerError(
-            f"has {len(content) >> 20} MiB; a tokenizer.json has {LIMIT_BYTES >> 20} at most"
+            f"has {len(content) >> 20} MiB; a tokenizer.json must not exceed {LIMIT_BYTES >> 20}"
         )
     file = msgspec.json.decode(content, type=TokenizerFile)
     vocab, added = file.model.vocab, file.added_tokens or []
     count = len(vocab) + len(added)
-    if count > MOST_TOKENS:
-        raise TokenizerError(f"has {count:,} tokens; a tokenizer has {MOST_TOKENS:,} at most")
+    if count > MAX_TOKENS:
+        raise TokenizerError(f"has {count:,} tokens; a tokenizer must not exceed {MAX_TOKENS:,}")
     numbers = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
     largest = max([max(numbers, default=0), *(token.id for token in added)])
     if largest > 2 * count + _ID_SLACK:
         raise TokenizerError(
-            f"numbers its {count:,} tokens up to {largest:,}, and memory is taken by the largest "
+            f"numbers its {count:,} tokens up to {largest:,}, and memory depends on the largest "
             "id; renumber them without large gaps"
         )
     if _static_growth(file.normalizer) > _CHAIN_GROWTH:
         raise TokenizerError(
-            "has a normalizer whose replacements make a text thousands of times longer; take them "
-            "out of the tokenizer.json"
+            "has a normalizer whose replacements make a text thousands of times longer; remove "
+            "them from the tokenizer.json"
         )
     return file
 
 
 def may_grow(normalizer: Any) -> bool:
-    """Return whether a normalizer can make text much longer, so that texts must be measured."""
+    """Return whether a normalizer can make text much longer, so that texts must be checked."""
     precompiled = any(part.get("type") == "Precompiled" for part in _parts(normalizer))
     return precompiled or _static_growth(normalizer) > GROWTH
 
 
 def check_growth(normalize: Callable[[str], str], texts: Sequence[str]) -> None:
-    """Normalize texts piece by piece and refuse one that becomes far longer.
+    """Normalize texts piece by piece, and reject one that becomes far longer.
 
     Raises:
-        TokenizerError: a text does.
+        TokenizerError: a text grows beyond the limit.
     """
     for text in texts:
         size, limit = 0, GROWTH * (len(text) + _PIECE_CHARACTERS)
@@ -105,7 +106,7 @@ def check_growth(normalize: Callable[[str], str], texts: Sequence[str]) -> None:
 
 
 def _parts(normalizer: Any) -> Iterator[dict[str, Any]]:
-    """Yield the normalizers of a sequence, nested ones included."""
+    """Yield the normalizers of a sequence, including nested ones."""
     if not isinstance(normalizer, dict):
         return
     inner = normalizer.get("normalizers")
@@ -117,7 +118,7 @@ def _parts(normalizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def _static_growth(normalizer: Any) -> float:
-    """Compute how many times longer the replacements of a normalizer can make a text at most."""
+    """Return an upper bound for the growth of a text by a normalizer's replacements."""
     growth = 1.0
     for part in _parts(normalizer):
         content, pattern, text = part.get("content"), part.get("pattern"), part.get("prepend")
@@ -125,7 +126,7 @@ def _static_growth(normalizer: Any) -> float:
             literal = pattern.get("String")
             if isinstance(literal, str) and literal:
                 growth *= max(1.0, len(content) / len(literal))
-            else:  # an expression may match between all characters
+            else:  # a regular expression may match between any two characters
                 growth *= 1.0 + len(content)
         if isinstance(text, str):
             growth *= 1.0 + len(text) / _PIECE_CHARACTERS

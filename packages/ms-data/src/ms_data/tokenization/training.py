@@ -15,15 +15,15 @@ from ms_data.errors import CorpusError, OutputError, SettingError
 from ms_data.files.durable import write_file
 from ms_data.files.untrusted import check_path, decoding
 from ms_data.tokenization.tokenizer import END_OF_TEXT, Tokenizer
-from ms_data.tokenization.tokenizer_limits import MOST_TOKENS
+from ms_data.tokenization.tokenizer_limits import MAX_TOKENS
 
 SMALLEST_VOCABULARY = 257
-"""All bytes and the end of a text."""
+"""256 bytes and the end-of-text token."""
 
 LONGEST_WORD = 1000
-"""Most characters without a word border that the trainer is given at a time."""
-# Each run is looked at from its start alone, so that no text takes long to look through.
-ENDLESS_WORD = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}|(?<!\s)\s{{{LONGEST_WORD},}}")
+"""Maximum characters passed to the trainer without a word boundary."""
+# The lookbehinds match runs only from their start, so the search is linear in the text.
+LONG_WORD = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}|(?<!\s)\s{{{LONGEST_WORD},}}")
 
 
 def train_tokenizer(
@@ -37,28 +37,28 @@ def train_tokenizer(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_leave_out: Callable[[str], None] = lambda kind: None,
 ) -> Tokenizer:
-    """Learn a byte-level BPE from a corpus; any text can be encoded with it.
+    """Train a byte-level BPE tokenizer, which can encode any text.
 
     Args:
-        corpus: as for `build`.
-        vocab_size: most tokens to learn, the 256 bytes and the end of text included.
-        out: where to write it: a file if it ends in .json, else a folder that
-            `transformers.AutoTokenizer` opens too; None keeps it in memory.
-        text_column: the member or column of a row that holds the text.
-        skip_invalid: leave out what is not valid text.
-        document_limit_mib: a document, once unpacked, of more than so many MiB is not valid.
-        on_progress: called with the bytes of the corpus that are read, and all.
-        on_leave_out: called for each file of a folder that is no text with what it is.
+        corpus: see `build`.
+        vocab_size: maximum vocabulary size, including the 256 bytes and the end-of-text token.
+        out: output file if it ends in .json, otherwise a folder that `transformers.AutoTokenizer`
+            can load. None: do not save.
+        text_column: column or JSON key with the text of a row.
+        skip_invalid: skip documents that are not valid text.
+        document_limit_mib: a longer document (uncompressed) is invalid.
+        on_progress: called with the corpus bytes read so far and the total.
+        on_leave_out: called with the file type for every skipped file that is not text.
 
     Raises:
-        SettingError: vocab_size has no room for the bytes, or shards have none for it.
+        SettingError: vocab_size is too small for the bytes, or too large for shards.
         CorpusError: the corpus is missing, empty or malformed.
         OutputError: `out` cannot be written.
     """
-    if not SMALLEST_VOCABULARY <= vocab_size <= MOST_TOKENS:
+    if not SMALLEST_VOCABULARY <= vocab_size <= MAX_TOKENS:
         raise SettingError(
-            f"vocab_size is {vocab_size}; it must be {SMALLEST_VOCABULARY} or more, "
-            f"which is every byte and the end of text, and {MOST_TOKENS} at most"
+            f"vocab_size must be {SMALLEST_VOCABULARY} (bytes and end of text) to {MAX_TOKENS}, "
+            f"got {vocab_size}"
         )
     if out is not None:
         check_path("out", out, error=OutputError, written="file" if _is_file(out) else "folder")
@@ -67,7 +67,7 @@ def train_tokenizer(
         text_column=text_column,
         skip_invalid=skip_invalid,
         document_limit_mib=document_limit_mib,
-        or_leave_out="; or leave out what is invalid with `ms-data tokenizer --skip-invalid`",
+        skip_hint="; or skip invalid documents with `ms-data tokenizer --skip-invalid`",
     )
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -90,19 +90,19 @@ def train_tokenizer(
 
 
 def _is_file(out: str | Path) -> bool:
-    """Return whether a file is meant: by its name, or because one stands there."""
+    """Return whether `out` means a file: by its name, or because a file exists there."""
     with decoding(out, error=OutputError):
-        stands = os.path.exists(out) and not os.path.isdir(out)
-    return Path(out).suffix == ".json" or stands
+        exists = os.path.exists(out) and not os.path.isdir(out)
+    return Path(out).suffix == ".json" or exists
 
 
-def _without_endless_words(text: str) -> Iterator[str]:
-    """Cut a text inside whatever would be one word of a thousand characters or more.
+def _split_long_words(text: str) -> Iterator[str]:
+    """Cut a text inside words of a thousand characters or more.
 
-    The trainer's time grows with the square of a word's length, and such a word teaches nothing.
+    Training time is quadratic in the word length, and such words are useless for training.
     """
     begin = 0
-    for run in ENDLESS_WORD.finditer(text):
+    for run in LONG_WORD.finditer(text):
         for end in range(run.start() + LONGEST_WORD, run.end(), LONGEST_WORD):
             yield text[begin:end]
             begin = end
@@ -117,9 +117,8 @@ def _texts(
     document = None
     for document in source.documents(on_leave_out=on_leave_out):
         on_progress(document.read_bytes, source.size_bytes)
-        yield from _without_endless_words(document.text)
+        yield from _split_long_words(document.text)
     if document is None:
         raise CorpusError(
-            f"{source.name} is empty: no text in {len(source.files)} files; "
-            "give a corpus that holds text"
+            f"{source.name} is empty: no text in {len(source.files)} files; use a corpus with text"
         )

@@ -1,13 +1,12 @@
-"""Encodes documents word by word from a table of words, and proves it on a sample of them.
+"""Encodes documents word by word with a table of known words, and verifies a sample of them.
 
-A tokenizer cuts a text into words and its model encodes each word by itself, so that a word has
-the same tokens wherever it stands. Where the cut is one that `splits` knows, a document is cut
-there for a whole batch at once and each different word is encoded once, by the tokenizer's own
-model. That the tokens are those of the library is proved on the first documents and on every
-512th one, by its text.
+A tokenizer splits a text into words, and its model encodes every word independently, so a word
+always has the same tokens. If `splits` supports the pre-tokenizer, a batch of documents is split at
+once, and the tokenizer's model encodes each distinct word only once. The result is compared with
+the library for the first documents and for about every 512th document, chosen by a hash of its
+text.
 
-What is left to the library: documents that spell an added token, and those with characters whose
-class is not known.
+Documents that contain an added token, or characters of unknown class, are left to the library.
 """
 
 import json
@@ -20,84 +19,86 @@ import xxhash
 from numpy.typing import NDArray
 
 from ms_data.errors import DataError, printable
-from ms_data.tokenization.splits import EDGE, KNOWN_CODES, WordSplit, split_of
+from ms_data.tokenization.splits import EDGE, KNOWN_CODES, WordSplit, find_split
 from ms_data.tokenization.word_table import PADDING, Tokens, WordTable
 
 GROUP_CHARACTERS = 1 << 17
-"""Text that is cut at once: what it needs stays in a core's cache."""
-ENDLESS_CHARACTERS = 1 << 20
-"""Longest text without a place to cut that is encoded as one word."""
-PROVED_FIRST = 1 << 18
-"""Characters of the first documents, all of which are proved."""
-PROVED_ONE_IN = 512
-"""One in so many of the other documents is proved, if it is no longer than these."""
+"""Text split at a time, so that the arrays stay in a core's cache."""
+MAX_WORD_CHARACTERS = 1 << 20
+"""Longest text without a split point that is encoded as one word."""
+VERIFIED_FIRST = 1 << 18
+"""Characters at the beginning of a corpus whose documents are all verified; longer documents never
+are."""
+VERIFIED_ONE_IN = 512
+"""One in this many other documents is verified."""
 
-_LIKE_ASCII = ("NFC", "NFD", "NFKC", "NFKD")
-"""Normalizers that leave ASCII as it is, and text on both sides of a cut beside ASCII too."""
+_ASCII_SAFE = ("NFC", "NFD", "NFKC", "NFKD")
+"""Normalizers that do not change ASCII, and that can be applied separately to the parts of a text
+cut next to ASCII."""
 
 
 class WordsDifferError(DataError, RuntimeError):
-    """The tokens of a document are not those of the `tokenizers` library."""
+    """A document has other tokens than with the `tokenizers` library."""
 
 
 class WordEncoder:
-    """Encodes documents as `encode_batch` does, several times faster.
+    """Encodes documents like `encode_batch`, several times faster.
 
     Args:
-        model: a tokenizer of the library, without truncation, padding and dropout, that takes
-            special tokens for plain text.
+        model: tokenizer of the library, without truncation, padding and dropout, that encodes
+            special tokens as plain text.
 
     Raises:
-        ValueError: there is no known cut for this tokenizer; says why.
+        ValueError: the pre-tokenizer is not supported; gives the reason.
     """
 
     def __init__(self, model: tokenizers.Tokenizer) -> None:
         spec: dict[str, Any] = json.loads(model.to_str())
-        split = split_of(spec["pre_tokenizer"])
+        split = find_split(spec["pre_tokenizer"])
         if isinstance(split, str):
             raise ValueError(split)
         self.split: WordSplit = split
         self._model = model
         self._normalizer = spec["normalizer"]
         self._added = [token["content"] for token in spec["added_tokens"] if not token["special"]]
-        words = _of_words(spec)
-        self._table = WordTable(lambda some: _encode(words, [word.decode() for word in some]))
-        self._unproved = PROVED_FIRST
+        words = _word_model(spec)
+        self._table = WordTable(lambda batch: _encode(words, [word.decode() for word in batch]))
+        self._unverified = VERIFIED_FIRST
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """Encode each text, shape (n,) each.
+        """Encode texts, shape (n,) each.
 
         Raises:
-            WordsDifferError: a text of the sample has other tokens than the library gives it.
+            WordsDifferError: a verified text has other tokens than with the library.
         """
-        plain = [self._prepared(text) for text in texts]
+        plain = [self._prepare(text) for text in texts]
         parts: list[list[Tokens]] = [[] for _ in texts]
         for group in _groups(plain):
-            for (at, _), tokens in zip(group, self._encode_group(group), strict=True):
-                parts[at].append(tokens)
-        for at, text in enumerate(plain):
+            for (index, _), tokens in zip(group, self._encode_group(group), strict=True):
+                parts[index].append(tokens)
+        for index, text in enumerate(plain):
             if text is None:
-                parts[at] = [np.array(_encode(self._model, [texts[at]])[0], np.uint32)]
-        found = [one[0] if len(one) == 1 else np.concatenate(one) for one in parts]
-        self._prove(texts, found)
-        return found
+                parts[index] = [np.array(_encode(self._model, [texts[index]])[0], np.uint32)]
+        encoded = [ids[0] if len(ids) == 1 else np.concatenate(ids) for ids in parts]
+        self._verify(texts, encoded)
+        return encoded
 
-    def _prepared(self, text: str) -> str | None:
-        """Return the text as it is cut; None where the library has to do it."""
+    def _prepare(self, text: str) -> str | None:
+        """Normalize a text for splitting; None if the library must encode it."""
         if any(token in text for token in self._added):
             return None
         if self._normalizer is not None:
-            text = self._normalized(text)
+            text = self._normalize(text)
             if any(token in text for token in self._added):
                 return None
-        if not text or any(one in text for one in self.split.unknown):
+        if not text or any(sequence in text for sequence in self.split.unknown):
             return None
         if not text.isascii() and _codes(text).max() >= KNOWN_CODES:
             return None
         return f" {text}" if self.split.spaces and not text.startswith(self.split.spaces) else text
 
-    def _normalized(self, text: str) -> str:
-        if self._normalizer["type"] not in _LIKE_ASCII:
+    def _normalize(self, text: str) -> str:
+        if self._normalizer["type"] not in _ASCII_SAFE:
             return str(self._model.normalizer.normalize_str(text))
         if text.isascii():
             return text
@@ -105,64 +106,65 @@ class WordEncoder:
 
     def _encode_group(self, group: Sequence[tuple[int, str]]) -> list[Tokens]:
         """Encode parts of texts together, shape (n,) each."""
+        # Parts are separated by NUL characters of class EDGE, which are words and removed below.
         text = "".join(("\0", *(f"{part}\0" for _, part in group)))
         edges = np.cumsum([0, *(len(part) + 1 for _, part in group)])
         codes = np.frombuffer(text.encode(), np.uint8) if text.isascii() else _codes(text)
         classes = self.split.classes().take(codes)
         classes[edges] = EDGE
-        begins = np.flatnonzero(self.split.starts(classes, codes))
-        between = np.searchsorted(begins, edges)
+        starts = np.flatnonzero(self.split.starts(classes, codes))
+        edge_words = np.searchsorted(starts, edges)
         if not text.isascii():
-            begins = _byte_places(codes)[begins]
-        sizes = np.diff(begins, append=begins[-1] + 1)
-        words = np.delete(np.arange(len(begins)), between)
+            starts = _byte_offsets(codes)[starts]
+        sizes = np.diff(starts, append=starts[-1] + 1)
+        words = np.delete(np.arange(len(starts)), edge_words)
         buffer = text.encode() + PADDING
-        tokens, counts = self._table.encode(buffer, begins[words], sizes[words])
-        ends = np.concatenate(([0], counts.cumsum()))[between - np.arange(len(between))]
+        tokens, counts = self._table.encode(buffer, starts[words], sizes[words])
+        ends = np.concatenate(([0], counts.cumsum()))[edge_words - np.arange(len(edge_words))]
         return np.split(tokens, ends[1:-1])
 
-    def _prove(self, texts: Sequence[str], found: Sequence[Tokens]) -> None:
-        """Compare the texts of the sample with what the library makes of them."""
-        for text, tokens in zip(texts, found, strict=True):
-            first, self._unproved = self._unproved > 0, self._unproved - len(text)
-            chosen = xxhash.xxh3_64_intdigest(text.encode()) % PROVED_ONE_IN == 0
-            if len(text) > PROVED_FIRST or not (first or chosen):
+    def _verify(self, texts: Sequence[str], encoded: Sequence[Tokens]) -> None:
+        """Compare a sample of the texts with the library's tokens."""
+        for text, tokens in zip(texts, encoded, strict=True):
+            first, self._unverified = self._unverified > 0, self._unverified - len(text)
+            sampled = xxhash.xxh3_64_intdigest(text.encode()) % VERIFIED_ONE_IN == 0
+            if len(text) > VERIFIED_FIRST or not (first or sampled):
                 continue
             if tokens.tolist() != _encode(self._model, [text])[0]:
                 raise WordsDifferError(
                     f"encoded word by word ({self.split.name}), {printable(text)!r} has other "
-                    "tokens than the tokenizers library gives it"
+                    "tokens than with the tokenizers library"
                 )
 
 
-def _of_words(spec: dict[str, Any]) -> tokenizers.Tokenizer:
-    """Return the same model for words that are cut already."""
-    kind: dict[str, Any] = {"type": "Metaspace", "replacement": "\u2581", "split": False}
+def _word_model(spec: dict[str, Any]) -> tokenizers.Tokenizer:
+    """Return the model without pre-tokenization, for words that are already split."""
+    metaspace: dict[str, Any] = {"type": "Metaspace", "replacement": "\u2581", "split": False}
     if spec["pre_tokenizer"]["type"] == "Metaspace":
-        words = kind | {"prepend_scheme": "never"}
+        pre_tokenizer = metaspace | {"prepend_scheme": "never"}
     else:
-        words = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-        words["trim_offsets"] = True
-    plain: dict[str, Any] = {"normalizer": None, "post_processor": None, "added_tokens": []}
-    document = json.dumps(spec | plain | {"pre_tokenizer": words})
+        pre_tokenizer = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+        pre_tokenizer["trim_offsets"] = True
+    overrides: dict[str, Any] = {"normalizer": None, "post_processor": None, "added_tokens": []}
+    document = json.dumps(spec | overrides | {"pre_tokenizer": pre_tokenizer})
     try:
         model: tokenizers.Tokenizer = tokenizers.Tokenizer.from_str(document)
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"its model cannot be written again ({printable(error)})") from error
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"its model cannot be serialized ({printable(error)})") from error
     return model
 
 
 def _encode(model: tokenizers.Tokenizer, texts: list[str]) -> list[list[int]]:
-    return [one.ids for one in model.encode_batch_fast(texts, add_special_tokens=False)]
+    return [encoding.ids for encoding in model.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def _groups(texts: Sequence[str | None]) -> Iterator[list[tuple[int, str]]]:
-    """Yield the parts of texts with their texts' numbers, so much text at a time."""
+    """Yield groups of (text index, part of the text) with about GROUP_CHARACTERS in total."""
     group: list[tuple[int, str]] = []
     size = 0
-    for at, text in enumerate(texts):
+    for index, text in enumerate(texts):
         for part in _cut(text) if text is not None else ():
-            group.append((at, part))
+            group.append((index, part))
             size += len(part)
             if size >= GROUP_CHARACTERS:
                 yield group
@@ -172,41 +174,40 @@ def _groups(texts: Sequence[str | None]) -> Iterator[list[tuple[int, str]]]:
 
 
 def _cut(text: str) -> Iterator[str]:
-    """Cut a text before spaces that follow another character, where every split begins a word."""
+    """Cut a text before spaces that follow a non-space; every split starts a word there."""
     begin = 0
     while len(text) - begin > GROUP_CHARACTERS:
         cut = _last_cut(text, begin, begin + GROUP_CHARACTERS)
-        if cut == begin or cut - begin > ENDLESS_CHARACTERS:
-            # The library takes 300 bytes for a character of one word, so that a word without end
-            # is cut in its midst.
-            cut = min(len(text), begin + ENDLESS_CHARACTERS)
+        if cut == begin or cut - begin > MAX_WORD_CHARACTERS:
+            # The library needs 300 bytes per character of a word, so endless words are cut.
+            cut = min(len(text), begin + MAX_WORD_CHARACTERS)
         yield text[begin:cut]
         begin = cut
     yield text[begin:]
 
 
 def _last_cut(text: str, begin: int, end: int) -> int:
-    """Return the last place in a range before which a text may be cut, or after it, or `begin`."""
-    at = end
-    while (at := text.rfind(" ", begin + 1, at)) > 0:
-        if not text[at - 1].isspace():
-            return at
-    at = end - 1
-    while (at := text.find(" ", at + 1)) > 0:
-        if not text[at - 1].isspace():
-            return at
+    """Return the last cut point in a range, else the first one after it, else `begin`."""
+    position = end
+    while (position := text.rfind(" ", begin + 1, position)) > 0:
+        if not text[position - 1].isspace():
+            return position
+    position = end - 1
+    while (position := text.find(" ", position + 1)) > 0:
+        if not text[position - 1].isspace():
+            return position
     return begin
 
 
 def _codes(text: str) -> NDArray[np.uint32]:
-    """Return the text's code points, shape (n,)."""
+    """Return the code points of a text, shape (n,)."""
     return np.frombuffer(text.encode("utf-32-le"), np.uint32)
 
 
-def _byte_places(codes: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Find where each character begins in UTF-8, shape (n,)."""
+def _byte_offsets(codes: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return the offset of every character in UTF-8, shape (n,)."""
     sizes = np.ones(len(codes), np.int64)
-    for least in (1 << 7, 1 << 11, 1 << 16):
-        sizes += codes >= least
-    places: NDArray[np.int64] = sizes.cumsum() - sizes
-    return places
+    for bound in (1 << 7, 1 << 11, 1 << 16):
+        sizes += codes >= bound
+    offsets: NDArray[np.int64] = sizes.cumsum() - sizes
+    return offsets

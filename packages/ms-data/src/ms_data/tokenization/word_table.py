@@ -1,8 +1,8 @@
-"""Remembers the tokens of words, and looks up those of many words at once.
+"""Hash table of the tokens of known words, with lookups of many words at a time.
 
-An open hash table in arrays: the bytes of a word are compared as a few integers of eight bytes, so
-that no word is taken for another. It has a fixed size; words that find no room in it, or are too
-long, are encoded again each time.
+An open-addressing table in arrays. Words are compared by all their bytes, as a few 8-byte integers,
+so different words are never confused. The size is fixed; words that do not fit, or are too long,
+are encoded again every time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,108 +13,110 @@ import numpy as np
 from numpy.typing import NDArray
 
 LONGEST_WORD = 64
-"""Bytes of the longest word that is remembered."""
+"""Longest word in the table, in bytes."""
 PADDING = b"\0" * LONGEST_WORD
-"""What must follow the words of a buffer."""
+"""Bytes that must follow the words in a buffer."""
 
-_SLOT_BITS, _MOST_WORDS, _MOST_TOKENS = 20, 1 << 18, 1 << 21
+_SLOT_BITS, _MAX_WORDS, _MAX_TOKENS = 20, 1 << 18, 1 << 21
 _WIDTHS = (1, 2, LONGEST_WORD // 8)
-"""Integers by which words are compared: those of up to 8, 16 and 64 bytes."""
+"""Integers per word comparison: words of up to 8, 16 and 64 bytes."""
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _MASKS = np.array([(1 << 8 * size) - 1 for size in range(9)], np.uint64)
 
 Integers: TypeAlias = NDArray[np.int64]
 Tokens: TypeAlias = NDArray[np.uint32]
 Keys: TypeAlias = NDArray[np.uint64]
-"""The bytes of words as integers, zeros behind them, shape (width, n)."""
+"""Bytes of words as integers, padded with zeros, shape (width, n)."""
 
 
 class WordTable:
-    """The tokens of words that were seen before; several threads may use it.
+    """Cache of the tokens of words; safe for several threads.
 
     Args:
-        encode: gives the tokens of each of some words, and is asked once for a word that has room.
+        encode: returns the tokens of a list of words; called once for every word in the table.
     """
 
     def __init__(self, encode: Callable[[Sequence[bytes]], Sequence[Sequence[int]]]) -> None:
         self._encode = encode
         self._lock = Lock()
-        # Entry 0 stands for no word. np.zeros takes memory only where it is written to.
+        # Entry 0 means no word. np.zeros allocates memory only for pages that are written.
         self._slots = np.zeros(1 << _SLOT_BITS, np.int32)
-        self._keys = np.zeros((_WIDTHS[-1], _MOST_WORDS), np.uint64)
-        self._sizes = np.zeros(_MOST_WORDS, np.uint8)
-        self._begins = np.zeros(_MOST_WORDS, np.int64)
-        self._counts = np.zeros(_MOST_WORDS, np.int64)
-        self._tokens = np.zeros(_MOST_TOKENS, np.uint32)
+        self._keys = np.zeros((_WIDTHS[-1], _MAX_WORDS), np.uint64)
+        self._sizes = np.zeros(_MAX_WORDS, np.uint8)
+        self._begins = np.zeros(_MAX_WORDS, np.int64)
+        self._counts = np.zeros(_MAX_WORDS, np.int64)
+        self._tokens = np.zeros(_MAX_TOKENS, np.uint32)
         self._words, self._used = 1, 0
 
     def encode(self, buffer: bytes, begins: Integers, sizes: Integers) -> tuple[Tokens, Integers]:
         """Encode words of a buffer.
 
         Args:
-            buffer: holds the words, and `PADDING` behind them.
-            begins: where each begins, shape (n,).
-            sizes: bytes of each, shape (n,), 1 or more.
+            buffer: the words, followed by `PADDING`.
+            begins: offset of every word, shape (n,).
+            sizes: bytes of every word, at least 1, shape (n,).
 
         Returns:
-            The tokens of all words laid end to end, and how many each has, shape (n,).
+            Concatenated tokens of all words, and the number of tokens per word, shape (n,).
         """
         entries = self._find(buffer, begins, sizes)
         counts = self._counts.take(entries)
         missing = np.flatnonzero(entries == 0)
-        found: list[Sequence[int]] = []
+        new_tokens: list[Sequence[int]] = []
         if len(missing):
             words = _cut(buffer, begins[missing], sizes[missing])
             tokens_of = self._learn(list(dict.fromkeys(words)))
-            found = [tokens_of[word] for word in words]
-            counts[missing] = [len(one) for one in found]
+            new_tokens = [tokens_of[word] for word in words]
+            counts[missing] = [len(ids) for ids in new_tokens]
         before = counts.cumsum() - counts
-        # What is not known is taken from anywhere, and overwritten.
-        places = _ranges(self._begins.take(entries), counts)
-        tokens = self._tokens.take(places, mode="clip")
-        if found:
-            places = _ranges(before[missing], counts[missing])
-            tokens[places] = np.fromiter((one for word in found for one in word), np.uint32)
+        # Missing words get arbitrary tokens here, which are overwritten below.
+        indices = _ranges(self._begins.take(entries), counts)
+        tokens = self._tokens.take(indices, mode="clip")
+        if new_tokens:
+            indices = _ranges(before[missing], counts[missing])
+            tokens[indices] = np.fromiter((token for ids in new_tokens for token in ids), np.uint32)
         return tokens, counts
 
     def _find(self, buffer: bytes, begins: Integers, sizes: Integers) -> Integers:
-        """Return the entry of each word, shape (n,); 0 where it is not known."""
+        """Return the entry of every word, shape (n,); 0 if it is not in the table."""
         entries = np.zeros(len(begins), np.int64)
-        for width, some in _by_width(sizes):
-            of_these = sizes.take(some)
-            keys = _keys(buffer, begins.take(some), of_these, width)
-            entries[some] = self._look_up(keys, of_these)
+        for width, selected in _by_width(sizes):
+            selected_sizes = sizes.take(selected)
+            keys = _keys(buffer, begins.take(selected), selected_sizes, width)
+            entries[selected] = self._look_up(keys, selected_sizes)
         return entries
 
     def _look_up(self, keys: Keys, sizes: Integers) -> Integers:
         slots = _first_slots(keys, sizes)
         entries: Integers = self._slots.take(slots).astype(np.int64)
-        asked = np.flatnonzero((entries != 0) & ~self._are(entries, keys, sizes))
-        while len(asked):  # another word was there, so the next slot is looked at
-            slots[asked] = (slots[asked] + 1) & (len(self._slots) - 1)
-            found = self._slots[slots[asked]].astype(np.int64)
-            entries[asked] = found
-            asked = asked[(found != 0) & ~self._are(found, keys[:, asked], sizes[asked])]
+        pending = np.flatnonzero((entries != 0) & ~self._matches(entries, keys, sizes))
+        while len(pending):  # linear probing: another word has the slot, so try the next one
+            slots[pending] = (slots[pending] + 1) & (len(self._slots) - 1)
+            candidates = self._slots[slots[pending]].astype(np.int64)
+            entries[pending] = candidates
+            pending = pending[
+                (candidates != 0) & ~self._matches(candidates, keys[:, pending], sizes[pending])
+            ]
         return entries
 
-    def _are(self, entries: Integers, keys: Keys, sizes: Integers) -> NDArray[np.bool_]:
-        """Return whether each entry of the table is the word beside it."""
-        same: NDArray[np.bool_] = self._sizes.take(entries) == sizes
-        for at, part in enumerate(keys):
-            same &= self._keys[at].take(entries) == part
-        return same
+    def _matches(self, entries: Integers, keys: Keys, sizes: Integers) -> NDArray[np.bool_]:
+        """Return whether every entry is the given word, shape (n,)."""
+        equal: NDArray[np.bool_] = self._sizes.take(entries) == sizes
+        for index, part in enumerate(keys):
+            equal &= self._keys[index].take(entries) == part
+        return equal
 
     def _learn(self, words: Sequence[bytes]) -> dict[bytes, Sequence[int]]:
-        """Encode different words and remember those that have room."""
+        """Encode distinct words, and store those that fit."""
         tokens_of = dict(zip(words, self._encode(words), strict=True))
         with self._lock:
-            room = _MOST_WORDS - self._words
+            room = _MAX_WORDS - self._words
             short = [word for word in words if len(word) <= LONGEST_WORD][:room]
             buffer, sizes = b"".join(short), np.fromiter(map(len, short), np.int64)
             begins = sizes.cumsum() - sizes
-            # Another thread may have been faster.
+            # Another thread may have added some of them.
             new = np.flatnonzero(self._find(buffer + PADDING, begins, sizes) == 0)
-            tokens = [tokens_of[short[at]] for at in new.tolist()]
+            tokens = [tokens_of[short[index]] for index in new.tolist()]
             self._add(buffer + PADDING, begins[new], sizes[new], tokens)
         return tokens_of
 
@@ -123,19 +125,19 @@ class WordTable:
     ) -> None:
         counts = np.fromiter(map(len, tokens), np.int64)
         total = int(counts.sum())
-        if self._used + total > _MOST_TOKENS:
+        if self._used + total > _MAX_TOKENS:
             return
         added = slice(self._words, self._words + len(begins))
-        self._tokens[self._used : self._used + total] = [one for word in tokens for one in word]
+        self._tokens[self._used : self._used + total] = [token for ids in tokens for token in ids]
         self._begins[added] = self._used + counts.cumsum() - counts
         self._counts[added], self._sizes[added] = counts, sizes
-        for width, some in _by_width(sizes):
-            keys = _keys(buffer, begins[some], sizes[some], width)
-            entries = some + self._words
+        for width, selected in _by_width(sizes):
+            keys = _keys(buffer, begins[selected], sizes[selected], width)
+            entries = selected + self._words
             self._keys[:width, entries] = keys
-            # The slots last, as others read meanwhile.
+            # Write the slots last, because other threads read without the lock.
             for slot, entry in zip(
-                _first_slots(keys, sizes[some]).tolist(), entries.tolist(), strict=True
+                _first_slots(keys, sizes[selected]).tolist(), entries.tolist(), strict=True
             ):
                 while self._slots[slot]:
                     slot = (slot + 1) & (len(self._slots) - 1)
@@ -144,36 +146,36 @@ class WordTable:
 
 
 def _by_width(sizes: Integers) -> Iterator[tuple[int, Integers]]:
-    """Yield each width, in integers, with the words that are compared by so many."""
+    """Yield every width (in integers) with the indices of the words of that width."""
     shortest = 1
     for width in _WIDTHS:
-        some = np.flatnonzero((sizes >= shortest) & (sizes <= 8 * width))
+        selected = np.flatnonzero((sizes >= shortest) & (sizes <= 8 * width))
         shortest = 8 * width + 1
-        if len(some):
-            yield width, some
+        if len(selected):
+            yield width, selected
 
 
 def _keys(buffer: bytes, begins: Integers, sizes: Integers, width: int) -> Keys:
     """Return the bytes of words as integers, shape (width, n)."""
     keys = np.empty((width, len(begins)), np.uint64)
-    for at in range(width):
-        # Eight bytes from every byte of the buffer on.
-        places = len(buffer) - len(PADDING)
-        eights = np.ndarray((places,), "<u8", buffer, offset=8 * at, strides=(1,))
-        keys[at] = eights.take(begins)
-        keys[at] &= _MASKS.take(np.minimum(np.maximum(sizes - 8 * at, 0), 8))
+    for index in range(width):
+        # A view of 8 bytes starting at every byte of the buffer.
+        positions = len(buffer) - len(PADDING)
+        words64 = np.ndarray((positions,), "<u8", buffer, offset=8 * index, strides=(1,))
+        keys[index] = words64.take(begins)
+        keys[index] &= _MASKS.take(np.minimum(np.maximum(sizes - 8 * index, 0), 8))
     return keys
 
 
 def _first_slots(keys: Keys, sizes: Integers) -> Integers:
-    """Find where the search for each word begins, shape (n,)."""
-    mixed = sizes.astype(np.uint64)
+    """Return the first slot of every word, shape (n,)."""
+    hashes = sizes.astype(np.uint64)
     for part in keys:
-        mixed ^= part
-        mixed *= _MULTIPLIER
-        mixed ^= mixed >> np.uint64(32)
-    mixed *= _MULTIPLIER
-    return (mixed >> np.uint64(64 - _SLOT_BITS)).astype(np.int64)
+        hashes ^= part
+        hashes *= _MULTIPLIER
+        hashes ^= hashes >> np.uint64(32)
+    hashes *= _MULTIPLIER
+    return (hashes >> np.uint64(64 - _SLOT_BITS)).astype(np.int64)
 
 
 def _cut(buffer: bytes, begins: Integers, sizes: Integers) -> list[bytes]:
@@ -182,8 +184,8 @@ def _cut(buffer: bytes, begins: Integers, sizes: Integers) -> list[bytes]:
 
 
 def _ranges(begins: Integers, counts: Integers) -> Integers:
-    """Concatenate ranges: `counts` numbers from each of `begins` on."""
+    """Concatenate ranges of `counts` integers starting at `begins`."""
     before = counts.cumsum() - counts
-    found: Integers = np.repeat(begins - before, counts)
-    found += np.arange(len(found))
-    return found
+    result: Integers = np.repeat(begins - before, counts)
+    result += np.arange(len(result))
+    return result

@@ -81,7 +81,7 @@ def _index(
     """Return the hashes of all n-grams, sorted, by how many words they have."""
     found: dict[int, list[NDArray[np.uint64]]] = {}
     for document in find_corpus(
-        Path(benchmarks), text_column=text_column, or_leave_out=""
+        Path(benchmarks), text_column=text_column, skip_hint=""
     ).documents():
         hashes = _HASHES(_plain(document.text))
         if len(hashes) >= least:

@@ -1,4 +1,4 @@
-"""The readers: a module each, which names its `Reader` as `READER`."""
+"""Readers of file formats; every module defines its `Reader` as `READER`."""
 
 from importlib import import_module
 from pkgutil import iter_modules
@@ -11,9 +11,9 @@ READERS: dict[str, Reader] = {
     module.name: import_module(f"{__name__}.{module.name}").READER
     for module in iter_modules(__path__)
 }
-"""Every module of this folder, by name."""
+"""Readers by module name."""
 
 
 def reader_of(name: str, head: bytes) -> Reader | None:
-    """Find the reader that claims a file by its unpacked name and first bytes, if one does."""
-    return next((one for one in READERS.values() if one.claims(name, head)), None)
+    """Return the reader that claims a file by its uncompressed name and first bytes, or None."""
+    return next((reader for reader in READERS.values() if reader.claims(name, head)), None)

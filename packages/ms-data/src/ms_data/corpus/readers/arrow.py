@@ -1,23 +1,30 @@
-"""Reads Arrow tables, files and streams, batch by batch: the shards of `datasets` among them."""
+"""Reads Arrow files and streams batch by batch, including the shards of `datasets`."""
 
 from collections.abc import Iterator
 
 from ms_data.corpus.arrow_messages import CheckedMessages
-from ms_data.corpus.reader import FileReader, Found, Invalid, OpenFile, ReadOptions, library
-from ms_data.corpus.tables import batch_documents, column_problem, decoding_table
-from ms_data.corpus.unpacking import Content
+from ms_data.corpus.reader import (
+    FileReader,
+    Invalid,
+    OpenFile,
+    ReadOptions,
+    ReadResult,
+    import_library,
+)
+from ms_data.corpus.tables import batch_documents, column_problem, guarded_pyarrow
+from ms_data.corpus.unpacking import ByteReader
 
 _FILE = b"ARROW1\0\0"
 _STREAM = b"\xff\xff\xff\xff"
 
 
-def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Found]:
-    with decoding_table(file, "Arrow table", "parquet") as arrow:
-        content = Content(file.blocks)
-        if file.head.startswith(_FILE):  # a stream between its mark and its list of batches
+def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[ReadResult]:
+    with guarded_pyarrow(file, "Arrow table", "parquet") as arrow:
+        content = ByteReader(file.blocks)
+        if file.head.startswith(_FILE):  # the file format is a stream between magic and footer
             content.skip(len(_FILE))
         source = CheckedMessages(content)
-        stream = library("pyarrow.ipc", "parquet", file).open_stream(source)
+        stream = import_library("pyarrow.ipc", "parquet", file).open_stream(source)
         problem = column_problem(arrow, stream.schema, options)
         if problem:
             yield Invalid(f"{file.path}: {problem}")

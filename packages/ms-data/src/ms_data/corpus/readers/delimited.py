@@ -1,4 +1,4 @@
-"""Reads tables of text: rows of fields, with a comma or a tab between, below a line of names."""
+"""Reads CSV and TSV files with a header line."""
 
 import csv
 from collections.abc import Iterator
@@ -8,25 +8,25 @@ from ms_data.corpus.file_kinds import BINARY
 from ms_data.corpus.reader import (
     TOO_LONG,
     FileReader,
-    Found,
     Invalid,
     OpenFile,
     ReadOptions,
+    ReadResult,
     Row,
-    not_utf8,
+    utf8_problem,
 )
-from ms_data.corpus.unpacking import lines_of
+from ms_data.corpus.unpacking import split_lines
 
 
 class _TooLongError(Exception):
-    """A row has more bytes than a document may have."""
+    """A row exceeds the document limit."""
 
 
 class _Lines(Iterator[str]):
-    """The lines of a file, each with its end, and how long the row is that they make."""
+    """Lines of a file with their ends, counting the bytes of the current row."""
 
     def __init__(self, blocks: Iterator[bytes], limit: int) -> None:
-        self._lines = lines_of(blocks, limit)
+        self._lines = split_lines(blocks, limit)
         self._limit = limit
         self._first = True
         self.row_bytes = 0
@@ -36,12 +36,12 @@ class _Lines(Iterator[str]):
         self.row_bytes += self._limit + 1 if line is None else len(line)
         if line is None or self.row_bytes > self._limit:
             raise _TooLongError
-        mark, self._first = self._first, False
-        # What is no UTF-8 is said of its row.
-        return line.decode("utf-8-sig" if mark else "utf-8", "surrogateescape") + "\n"
+        may_have_bom, self._first = self._first, False
+        # Invalid UTF-8 survives as surrogates, and is reported for its row later.
+        return line.decode("utf-8-sig" if may_have_bom else "utf-8", "surrogateescape") + "\n"
 
 
-def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Found]:
+def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[ReadResult]:
     delimiter = "\t" if file.name.lower().endswith(".tsv") else ","
     limit = options.document_limit_bytes
     lines = _Lines(file.blocks, limit)
@@ -50,75 +50,75 @@ def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Fou
     number = 0
     while True:
         lines.row_bytes = 0
-        found: Found | list[str]
+        row: ReadResult | list[str]
         try:
-            with _fields_of(limit):
-                found = next(rows)
+            with _field_size_limit(limit):
+                row = next(rows)
         except StopIteration:
             return
         except _TooLongError:
-            yield Invalid(f"{file.path}: row {number}: {TOO_LONG}; what follows it is not read")
+            yield Invalid(f"{file.path}: row {number}: {TOO_LONG}; the rows after it are not read")
             return
         except csv.Error as error:
-            found = Invalid(f"{file.path}: row {number}: malformed: {error}; mend the row")
+            row = Invalid(f"{file.path}: row {number}: malformed: {error}; fix the row")
         if names is None:
-            problem = _names_problem(found, options)
+            problem = _header_problem(row, options)
             if problem:
                 yield Invalid(f"{file.path}: {problem}")
                 return
-            names, number = list(found), 1
+            names, number = list(row), 1
             continue
         if number > start:
-            yield _document(found, names, f"{file.path}: row {number}", options)
+            yield _document(row, names, f"{file.path}: row {number}", options)
         number += 1
 
 
-def _names_problem(found: Found | list[str], options: ReadOptions) -> str | None:
-    """Say why the first line does not name the columns."""
-    if not isinstance(found, list) or not found:
-        return "no names of columns in its first line; write them there"
+def _header_problem(header: ReadResult | list[str], options: ReadOptions) -> str | None:
+    """Return why the first line is not a usable header, or None."""
+    if not isinstance(header, list) or not header:
+        return "the first line must hold the column names; add a header line"
     name = options.text_column
-    if options.parse is None and found.count(name) != 1:
-        have = ", ".join(found[:20])
-        many = "no column" if name not in found else f"{found.count(name)} columns"
-        return f"{many} {name!r}; it has: {have}{options.text_remedy}"
+    if options.parse is None and header.count(name) != 1:
+        columns = ", ".join(header[:20])
+        count = "no column" if name not in header else f"{header.count(name)} columns"
+        return f"{count} {name!r}; the columns are: {columns}{options.text_remedy}"
     return None
 
 
 def _document(
-    found: Found | list[str], names: list[str], place: str, options: ReadOptions
-) -> Found:
-    if not isinstance(found, list):
-        return found
-    if not found:
+    row: ReadResult | list[str], names: list[str], place: str, options: ReadOptions
+) -> ReadResult:
+    if not isinstance(row, list):
+        return row
+    if not row:
         return ""  # a blank line
-    if len(found) != len(names):
-        return Invalid(f"{place}: {len(found)} fields below {len(names)} names; mend the row")
+    if len(row) != len(names):
+        return Invalid(f"{place}: {len(row)} fields for {len(names)} columns; fix the row")
     if options.rows:
-        values = dict(zip(names, found, strict=True))
-        problem = next(filter(None, map(_text_problem, found)), None)
+        values = dict(zip(names, row, strict=True))
+        problem = next(filter(None, map(_text_problem, row)), None)
         return Invalid(f"{place}: {problem}") if problem else Row(values, place)
-    text = found[names.index(options.text_column)]
+    text = row[names.index(options.text_column)]
     problem = _text_problem(text)
     return Invalid(f"{place}: {problem}") if problem else text
 
 
 def _text_problem(text: str) -> str | None:
     if "\0" in text:
-        return f"{BINARY.name.removeprefix('file with ')} in a text; mend the row"
+        return f"{BINARY.name.removeprefix('file with ')} in a text; fix the row"
     if text.isascii():
         return None
-    return not_utf8(text.encode(errors="surrogateescape"))
+    return utf8_problem(text.encode(errors="surrogateescape"))
 
 
 @contextmanager
-def _fields_of(limit: int) -> Iterator[None]:
-    """Let the module `csv` read fields up to a limit, which is one for the whole process."""
-    before = csv.field_size_limit(limit + 1)
+def _field_size_limit(limit: int) -> Iterator[None]:
+    """Set the field size limit of the `csv` module, which is global to the process."""
+    previous = csv.field_size_limit(limit + 1)
     try:
         yield
     finally:
-        csv.field_size_limit(before)
+        csv.field_size_limit(previous)
 
 
 READER = FileReader(documents=_documents, suffixes=(".csv", ".tsv"))

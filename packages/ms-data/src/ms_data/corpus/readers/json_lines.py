@@ -1,4 +1,4 @@
-"""Reads rows of JSON, one per line or the items of one array: documents, or instruction rows."""
+"""Reads JSON rows, one per line or as the items of one array."""
 
 import codecs
 import re
@@ -11,62 +11,65 @@ import msgspec
 from ms_data.corpus.reader import (
     TOO_LONG,
     FileReader,
-    Found,
     Invalid,
     OpenFile,
     ReadOptions,
+    ReadResult,
     Row,
-    not_utf8,
+    utf8_problem,
 )
-from ms_data.corpus.unpacking import JSONArrayError, array_items, lines_of
+from ms_data.corpus.unpacking import JSONArrayError, array_items, split_lines
 
 _ROWS_BEGIN = re.compile(rb'\s*(?:\[\s*\{|\{\s*")')
 
 
 def row_type(column: str) -> Any:
-    """Return the type of a JSON object whose member `column` is a text."""
+    """Return a struct type for JSON objects whose member `column` is a string."""
     return msgspec.defstruct("Row", [("text", str, msgspec.field(name=column))])
 
 
-def json_decoder(options: ReadOptions) -> Callable[[bytes, str], Found]:
-    """Make what reads a row from its JSON, which stands at a place."""
+def json_decoder(options: ReadOptions) -> Callable[[bytes, str], ReadResult]:
+    """Return a function that decodes one row from its JSON and its location in the file."""
     if options.rows:
         return _row
     decoder = msgspec.json.Decoder(row_type(options.text_column))
 
     def text(line: bytes, place: str) -> str:
-        found: str = decoder.decode(line).text
-        found.encode()
-        return found
+        content: str = decoder.decode(line).text
+        content.encode()
+        return content
 
     return text
 
 
-def decoded(decode: Callable[[bytes, str], Found], line: bytes, place: str, remedy: str) -> Found:
-    """Read a row, or say why there is none."""
+def decode_row(
+    decode: Callable[[bytes, str], ReadResult], line: bytes, place: str, remedy: str
+) -> ReadResult:
+    """Decode a row; return `Invalid` if that fails."""
     try:
         return decode(line, place)
     except msgspec.ValidationError as error:
         return Invalid(f"{place}: {error}{remedy}")
     except (msgspec.DecodeError, UnicodeError) as error:
-        reason = not_utf8(line) or f"malformed JSON line: {error}; mend the line"
+        reason = utf8_problem(line) or f"malformed JSON line: {error}; fix the line"
         return Invalid(f"{place}: {reason}")
     except RecursionError:
-        return Invalid(f"{place}: its JSON is nested too deeply; mend the line")
+        return Invalid(f"{place}: its JSON is nested too deeply; fix the line")
 
 
-def _row(line: bytes, place: str) -> Found:
+def _row(line: bytes, place: str) -> ReadResult:
     row = msgspec.json.decode(line)
     if not isinstance(row, dict):
-        return Invalid(f"{place}: a row must be a JSON object, not {type(row).__name__}")
+        return Invalid(f"{place}: a row must be a JSON object, got {type(row).__name__}")
     return Row(row, place)
 
 
 def holds_rows(file: OpenFile, options: ReadOptions) -> bool:
-    """Return whether a file that no name tells apart holds rows of JSON, by how it begins.
+    """Return whether a file without a telling suffix holds JSON rows, judging by its beginning.
 
-    It does where it begins with an array of rows, or with one or two lines of a row each. A row is
-    an object; one with the text column, unless rows are parsed or the user named a .json file.
+    It does if it begins with an array of rows, or with one or two lines of one row each. A row is
+    an object; it must have the text column, unless rows are parsed or the user listed the .json
+    file.
     """
     if not _ROWS_BEGIN.match(file.head.removeprefix(codecs.BOM_UTF8)):
         return False
@@ -81,19 +84,19 @@ def holds_rows(file: OpenFile, options: ReadOptions) -> bool:
 
     with_text = row_type(options.text_column)
     named = file.named and file.name.lower().endswith(".json")
-    row = dict[str, Any] if named or options.parse else with_text
+    row_schema = dict[str, Any] if named or options.parse else with_text
     try:
         if _is_array(file):
-            first = list(islice(array_items(peek(), limit), 1))
+            first_rows = list(islice(array_items(peek(), limit), 1))
         else:
-            lines = (line for line in lines_of(peek(), limit) if line is None or line.strip())
-            first = list(islice(lines, 2))
-            # One object alone may be a document, such as a file of settings.
-            row = row if len(first) > 1 or options.parse else with_text
-        for text in first:
-            if text is not None:  # too long, which its reader reports
-                msgspec.json.decode(text.removeprefix(codecs.BOM_UTF8), type=row)
-        return bool(first)
+            lines = (line for line in split_lines(peek(), limit) if line is None or line.strip())
+            first_rows = list(islice(lines, 2))
+            # A single object may be a document, such as a configuration file.
+            row_schema = row_schema if len(first_rows) > 1 or options.parse else with_text
+        for text in first_rows:
+            if text is not None:  # None: too long, which the reader reports
+                msgspec.json.decode(text.removeprefix(codecs.BOM_UTF8), type=row_schema)
+        return bool(first_rows)
     except (ValueError, RecursionError):
         return False
     finally:
@@ -104,9 +107,9 @@ def _is_array(file: OpenFile) -> bool:
     return file.head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
-def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Found]:
+def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[ReadResult]:
     decode, remedy = json_decoder(options), options.text_remedy
-    split, unit = (array_items, ": item ") if _is_array(file) else (lines_of, ":")
+    split, unit = (array_items, ": item ") if _is_array(file) else (split_lines, ":")
     try:
         for number, text in enumerate(split(file.blocks, options.document_limit_bytes), 1):
             if number <= start:
@@ -117,9 +120,9 @@ def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Fou
                 continue
             if number == 1:
                 text = text.removeprefix(codecs.BOM_UTF8)
-            yield decoded(decode, text, place, remedy) if text.strip() else ""
+            yield decode_row(decode, text, place, remedy) if text.strip() else ""
     except JSONArrayError as error:
-        yield Invalid(f"{file.path}: {error}; fetch the file or write it again")
+        yield Invalid(f"{file.path}: {error}; download or write the file again")
 
 
 READER = FileReader(

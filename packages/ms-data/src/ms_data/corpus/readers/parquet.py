@@ -1,29 +1,36 @@
-"""Reads Parquet: row group by row group, of which a few MiB are decoded at a time."""
+"""Reads Parquet files, decoding a few MiB of one row group at a time."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from ms_data.corpus.file_kinds import NotText
-from ms_data.corpus.parquet_pages import CheckedPages, Chunk, HeldError
-from ms_data.corpus.reader import FileReader, Found, Invalid, OpenFile, ReadOptions, library
-from ms_data.corpus.tables import batch_documents, column_problem, decoding_table
+from ms_data.corpus.parquet_pages import CheckedPages, Chunk, ReadBlockedError
+from ms_data.corpus.reader import (
+    FileReader,
+    Invalid,
+    OpenFile,
+    ReadOptions,
+    ReadResult,
+    import_library,
+)
+from ms_data.corpus.tables import batch_documents, column_problem, guarded_pyarrow
 from ms_data.corpus.unpacking import READ_BYTES
 
 _BATCH_BYTES = 4 << 20
-"""About so much is decoded at once, of rows of common size."""
+"""Approximate size of a decoded batch, for rows of average size."""
 
 _SHARED_BYTES = 1 << 28
-"""What the rows of a batch may take whose values lie in the file once, and are repeated."""
+"""Memory limit per batch for values that are stored once and repeated in many rows."""
 
 _METADATA_BYTES = 1 << 28
-"""More than the names and statistics of a file ever take."""
+"""Limit for the names and statistics in a footer; no real file comes close."""
 
 
-def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Found]:
-    if file.packed:
-        yield NotText("packed Parquet table", "unpack it; its columns are packed in themselves")
+def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[ReadResult]:
+    if file.compressed:
+        yield NotText("compressed Parquet file", "unpack it; its columns are already compressed")
         return
-    with decoding_table(file, "Parquet table", "parquet") as arrow:
+    with guarded_pyarrow(file, "Parquet table", "parquet") as arrow:
         pages = CheckedPages(file.raw)
         table = _open(file, pages)
         problem = column_problem(arrow, table.schema_arrow, options)
@@ -36,7 +43,7 @@ def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Fou
 
 
 def _open(file: OpenFile, pages: CheckedPages) -> Any:
-    return library("pyarrow.parquet", "parquet", file).ParquetFile(
+    return import_library("pyarrow.parquet", "parquet", file).ParquetFile(
         pages,
         buffer_size=READ_BYTES,
         pre_buffer=False,
@@ -49,39 +56,40 @@ def _open(file: OpenFile, pages: CheckedPages) -> Any:
 def _batches(
     table: Any, pages: CheckedPages, start: int, file: OpenFile, columns: list[str] | None
 ) -> Iterator[tuple[Any, int]]:
-    """Yield the batches after row `start`, with the number of the first row of each."""
-    begin, begin_bytes = 0, 0
-    groups = [table.metadata.row_group(one) for one in range(table.metadata.num_row_groups)]
-    whole = max(1, sum(one.total_byte_size for one in groups))
+    """Yield the batches after row `start`, each with the index of its first row."""
+    first_row, bytes_before = 0, 0
+    groups = [table.metadata.row_group(index) for index in range(table.metadata.num_row_groups)]
+    total_bytes = max(1, sum(group.total_byte_size for group in groups))
     for number, group in enumerate(groups):
         row_bytes = group.total_byte_size / max(1, group.num_rows)
-        done = 0 if begin + group.num_rows > start else group.num_rows
-        for batch in [] if done else _decoded(table, pages, number, columns):
-            read = begin_bytes + row_bytes * (done + batch.num_rows)
-            file.done_bytes = min(file.size_bytes, int(file.size_bytes * read / whole))
-            skipped = max(0, start - begin - done)
+        rows_done = 0 if first_row + group.num_rows > start else group.num_rows
+        for batch in [] if rows_done else _decode_group(table, pages, number, columns):
+            bytes_done = bytes_before + row_bytes * (rows_done + batch.num_rows)
+            file.done_bytes = min(file.size_bytes, int(file.size_bytes * bytes_done / total_bytes))
+            skipped = max(0, start - first_row - rows_done)
             if skipped < batch.num_rows:
-                yield batch.slice(skipped), begin + done + skipped
-            done += batch.num_rows
-        if done != group.num_rows:
-            raise ValueError(f"row group {number} holds {done} rows, not {group.num_rows}")
-        begin, begin_bytes = begin + group.num_rows, begin_bytes + group.total_byte_size
+                yield batch.slice(skipped), first_row + rows_done + skipped
+            rows_done += batch.num_rows
+        if rows_done != group.num_rows:
+            raise ValueError(f"row group {number} holds {rows_done} rows, not {group.num_rows}")
+        first_row, bytes_before = first_row + group.num_rows, bytes_before + group.total_byte_size
 
 
-def _decoded(
+def _decode_group(
     table: Any, pages: CheckedPages, number: int, columns: list[str] | None
 ) -> Iterator[Any]:
-    """Decode a row group, so few rows at a time that they cannot take much memory."""
+    """Decode a row group in batches small enough to bound the memory."""
     _check_chunks(table, pages, number, columns)
     group = table.metadata.row_group(number)
-    paths = [table.schema.column(at).path for at in range(group.num_columns)]
-    places = [at for at, path in enumerate(paths) if columns is None or path in columns]
-    chosen = [group.column(at) for at in places]
-    chunks = [_chunk(one) for one in chosen]
+    paths = [table.schema.column(index).path for index in range(group.num_columns)]
+    indices = [index for index, path in enumerate(paths) if columns is None or path in columns]
+    selected = [group.column(index) for index in indices]
+    chunks = [_chunk(column) for column in selected]
     pages.expect(chunks)
-    each = group.total_byte_size / max(1, group.num_rows)
-    size = min(group.num_rows, _BATCH_BYTES / max(1.0, each))
-    for column, chunk in zip(chosen, chunks, strict=True):
+    row_bytes = group.total_byte_size / max(1, group.num_rows)
+    size = min(group.num_rows, _BATCH_BYTES / max(1.0, row_bytes))  # rows per batch
+    for column, chunk in zip(selected, chunks, strict=True):
+        # A dictionary entry is stored once, but takes memory in every row that uses it.
         shared = pages.shared_bytes(column, chunk)
         if shared:
             size = min(size, _SHARED_BYTES / shared)
@@ -92,17 +100,17 @@ def _decoded(
 
 
 def _check_chunks(table: Any, pages: CheckedPages, number: int, columns: list[str] | None) -> None:
-    """Let pyarrow check what the footer says of a row group while it can still raise an error.
+    """Let pyarrow validate the footer's entry of a row group where it raises an error.
 
-    pyarrow 26 ends the process when it is asked for one bad column by itself.
+    pyarrow 26 aborts the process if it reads one bad column alone.
     """
-    pages.hold()
+    pages.block_reads()
     try:
         next(table.iter_batches(1, row_groups=[number], columns=columns, use_threads=False), None)
-    except HeldError:
-        return  # it was about to read a page
+    except ReadBlockedError:
+        return  # the metadata is valid: pyarrow went on to read a page
     finally:
-        pages.release()
+        pages.allow_reads()
 
 
 def _chunk(column: Any) -> Chunk:
@@ -110,7 +118,7 @@ def _chunk(column: Any) -> Chunk:
     if column.has_dictionary_page and column.dictionary_page_offset is not None:
         first = min(first, column.dictionary_page_offset)
     if min(first, column.total_compressed_size, column.total_uncompressed_size) < 0:
-        raise ValueError(f"the column {column.path_in_schema!r} has a size below 0")
+        raise ValueError(f"column {column.path_in_schema!r} has a negative size")
     return Chunk(first, first + column.total_compressed_size, column.total_uncompressed_size)
 
 

@@ -1,16 +1,16 @@
-"""Reads Python's sources, decoded as the interpreter does, by their encoding cookie."""
+"""Reads Python sources, decoded by their encoding cookie like the interpreter does."""
 
 import io
 import tokenize
 from collections.abc import Iterator
 
-from ms_data.corpus.reader import FileReader, Found, Invalid, OpenFile, ReadOptions
+from ms_data.corpus.reader import FileReader, Invalid, OpenFile, ReadOptions, ReadResult
 
 
-def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Found]:
+def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[ReadResult]:
     if start:
         return
-    content = file.whole(options.document_limit_bytes)
+    content = file.read_all(options.document_limit_bytes)
     if isinstance(content, Invalid):
         yield content
         return
@@ -22,4 +22,4 @@ def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Fou
 
 
 READER = FileReader(documents=_documents)
-"""It claims no name: in a user's folder, a source is text like any other."""
+"""Claims no file names: in a user's folder, Python sources are plain text."""

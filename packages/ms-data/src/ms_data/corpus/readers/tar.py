@@ -1,7 +1,7 @@
-"""Reads WebDataset archives: members that share a name up to its first dot are one sample.
+"""Reads WebDataset archives: members that share a name up to the first dot are one sample.
 
-A sample's text is its .txt member, else its .json member, which is a row. Members are read in
-order, whole or not at all; nothing is ever written, and a name only tells what belongs together.
+The text of a sample is its .txt member, or else its .json member, which is a row. Members are read
+in order and in one piece. Nothing is extracted to disk; names only group the members.
 """
 
 import tarfile
@@ -13,20 +13,20 @@ from attrs import define
 from ms_data.corpus.file_kinds import BINARY, NotText
 from ms_data.corpus.reader import (
     TOO_LONG,
-    Found,
     Invalid,
     OpenFile,
     ReadOptions,
-    damaged,
-    not_utf8,
+    ReadResult,
+    damaged_file,
+    utf8_problem,
 )
-from ms_data.corpus.readers.json_lines import decoded, json_decoder
-from ms_data.corpus.unpacking import Content
+from ms_data.corpus.readers.json_lines import decode_row, json_decoder
+from ms_data.corpus.unpacking import ByteReader
 
 _BLOCK = tarfile.BLOCKSIZE
-_MARK, _MARK_AT = b"ustar", 257
+_MAGIC, _MAGIC_OFFSET = b"ustar", 257
 _HEADER_LIMIT_BYTES = 1 << 20
-"""A name, or what else is said of a member, is never longer."""
+"""Largest extended header, such as a long name."""
 
 _TEXT, _ROW = "txt", "json"
 _FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
@@ -40,14 +40,14 @@ class _Member(NamedTuple):
 
 @define
 class _Sample:
-    """Members that share a key, one after the other."""
+    """Consecutive members with the same key."""
 
     key: str
     members: dict[str, bytes | Invalid]
-    """What is read of them, by the rest of their names."""
+    """Content of the .txt and .json members, by suffix."""
 
 
-def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Found]:
+def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[ReadResult]:
     decode = json_decoder(options)
     for number, sample in enumerate(_samples(file, options.document_limit_bytes)):
         if not number and not sample.members:
@@ -58,55 +58,55 @@ def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Fou
 
 
 def _document(
-    sample: _Sample, place: str, options: ReadOptions, decode: Callable[[bytes, str], Found]
-) -> Found:
+    sample: _Sample, place: str, options: ReadOptions, decode: Callable[[bytes, str], ReadResult]
+) -> ReadResult:
     text = sample.members.get(_TEXT)
     if text is None or options.parse is not None:
         row = sample.members.get(_ROW)
         if row is None:
-            wanted = ".json" if options.parse else ".txt or .json"
-            return Invalid(f"{place}: no member {wanted}; name the text so")
+            suffixes = ".json" if options.parse else ".txt or .json"
+            return Invalid(f"{place}: no {suffixes} member; add one to the sample")
         if isinstance(row, Invalid):
             return row
-        return decoded(decode, row, f"{place}.{_ROW}", options.text_remedy)
+        return decode_row(decode, row, f"{place}.{_ROW}", options.text_remedy)
     if isinstance(text, Invalid):
         return text
     if b"\0" in text:
-        return Invalid(f"{place}.{_TEXT}: {BINARY.name}; give text")
-    problem = not_utf8(text)
+        return Invalid(f"{place}.{_TEXT}: {BINARY.name}; store plain text")
+    problem = utf8_problem(text)
     return Invalid(f"{place}.{_TEXT}: {problem}") if problem else text.decode()
 
 
 def _samples(file: OpenFile, limit: int) -> Iterator[_Sample]:
-    """Gather the members of each sample; a sample without text is one all the same."""
-    content = Content(file.blocks)
+    """Group members by key; yields samples without text as well."""
+    content = ByteReader(file.blocks)
     sample: _Sample | None = None
     for member in _members(content, file):
         folder, slash, name = member.name.rpartition("/")
-        stem, _, kind = name.partition(".")
+        stem, _, suffix = name.partition(".")
         key = folder + slash + stem
         if sample is None or sample.key != key:
             if sample is not None:
                 yield sample
             sample = _Sample(key, {})
         padded = -(-member.size // _BLOCK) * _BLOCK
-        if kind not in (_TEXT, _ROW):
+        if suffix not in (_TEXT, _ROW):
             _skip(content, padded, file)
             continue
-        if kind in sample.members:
-            raise damaged(file, "tar archive", f"two members {member.name}")
+        if suffix in sample.members:
+            raise damaged_file(file, "tar archive", f"two members {member.name}")
         if member.size > limit:
-            sample.members[kind] = Invalid(f"{file.path}: {member.name}: {TOO_LONG}")
+            sample.members[suffix] = Invalid(f"{file.path}: {member.name}: {TOO_LONG}")
             _skip(content, padded, file)
         else:
-            sample.members[kind] = _exactly(content, padded, file)[: member.size]
+            sample.members[suffix] = _read_exactly(content, padded, file)[: member.size]
     if sample is not None:
         yield sample
 
 
-def _members(content: Content, file: OpenFile) -> Iterator[_Member]:
-    """Yield each regular member; its content must be read before the next one is asked for."""
-    more: dict[str, str] = {}
+def _members(content: ByteReader, file: OpenFile) -> Iterator[_Member]:
+    """Yield the regular members; read or skip a member's content before requesting the next one."""
+    overrides: dict[str, str] = {}
     ended = True
     while block := content.read(_BLOCK):
         if not block.strip(b"\0"):
@@ -115,88 +115,94 @@ def _members(content: Content, file: OpenFile) -> Iterator[_Member]:
         ended = False
         info = _header(block, file)
         if info.type in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE):
-            more |= _records(_said(content, info, file), file)
+            overrides |= _pax_records(
+                _read_extended_header(content, info, file), file
+            )  # pax header of the next member
         elif info.type == tarfile.GNUTYPE_LONGNAME:
-            more["path"] = _said(content, info, file).rstrip(b"\0").decode("utf-8", "replace")
+            overrides["path"] = (
+                _read_extended_header(content, info, file).rstrip(b"\0").decode("utf-8", "replace")
+            )
         elif info.type in (tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK):
-            _said(content, info, file)
+            _read_extended_header(content, info, file)
         else:
-            yield from _checked(info, more, file)
-            more = {}
+            yield from _regular_file(info, overrides, file)
+            overrides = {}
     if not ended:
-        raise damaged(file, "tar archive", "it ends without its mark of an end")
+        raise damaged_file(file, "tar archive", "the end-of-archive block is missing")
 
 
 def _header(block: bytes, file: OpenFile) -> tarfile.TarInfo:
     try:
         return tarfile.TarInfo.frombuf(block, "utf-8", "replace")
     except tarfile.HeaderError as error:
-        raise damaged(file, "tar archive", f"a header: {error}") from error
+        raise damaged_file(file, "tar archive", f"invalid header: {error}") from error
 
 
-def _checked(info: tarfile.TarInfo, more: dict[str, str], file: OpenFile) -> Iterator[_Member]:
-    """Return a member if it is a file; refuse what is no part of a data set."""
-    name, size = more.get("path", info.name), _size(info, more, file)
+def _regular_file(
+    info: tarfile.TarInfo, overrides: dict[str, str], file: OpenFile
+) -> Iterator[_Member]:
+    """Yield a member if it is a regular file; reject links, devices and unsafe paths."""
+    name, size = overrides.get("path", info.name), _size(info, overrides, file)
     problem = ""
     if info.type != tarfile.DIRTYPE and info.type not in _FILES:
         problem = "a link or a device"
     elif name.startswith("/") or ".." in name.split("/"):
-        problem = "a path that leads out of it"
+        problem = "a path outside the archive"
     if problem:
-        raise damaged(file, "tar archive", f"{name}: {problem}, which no data set holds")
+        raise damaged_file(file, "tar archive", f"{name}: {problem}, not allowed in a dataset")
     if info.type != tarfile.DIRTYPE:
         yield _Member(name.removeprefix("./"), size)
 
 
-def _size(info: tarfile.TarInfo, more: dict[str, str], file: OpenFile) -> int:
-    said = more.get("size", str(info.size))
-    if not (said.isascii() and said.isdigit() and len(said) <= 15):
-        raise damaged(file, "tar archive", f"{info.name}: a size of {said[:40]}")
-    return int(said)
+def _size(info: tarfile.TarInfo, overrides: dict[str, str], file: OpenFile) -> int:
+    size = overrides.get("size", str(info.size))
+    if not (size.isascii() and size.isdigit() and len(size) <= 15):
+        raise damaged_file(file, "tar archive", f"{info.name}: a size of {size[:40]}")
+    return int(size)
 
 
-def _said(content: Content, info: tarfile.TarInfo, file: OpenFile) -> bytes:
-    """Read what a member says of the one after it."""
+def _read_extended_header(content: ByteReader, info: tarfile.TarInfo, file: OpenFile) -> bytes:
+    """Read an extended header, which describes the member after it."""
     if not 0 <= info.size <= _HEADER_LIMIT_BYTES:
-        raise damaged(file, "tar archive", f"{info.name}: a header of {info.size} bytes")
-    return _exactly(content, -(-info.size // _BLOCK) * _BLOCK, file)[: info.size]
+        raise damaged_file(file, "tar archive", f"{info.name}: a header of {info.size} bytes")
+    return _read_exactly(content, -(-info.size // _BLOCK) * _BLOCK, file)[: info.size]
 
 
-def _records(said: bytes, file: OpenFile) -> dict[str, str]:
-    """Read the records of a pax header, each its length, a name and a value."""
-    found = {}
-    while said:
-        length, _, _ = said.partition(b" ")
-        known = length.isdigit() and len(length) < 8
-        if not (known and len(length) + 3 < int(length) <= len(said)):
-            raise damaged(file, "tar archive", "a header whose parts have no length")
-        record, said = said[: int(length)], said[int(length) :]
+def _pax_records(header: bytes, file: OpenFile) -> dict[str, str]:
+    """Parse the records of a pax header, each "LENGTH NAME=VALUE" and a newline."""
+    records = {}
+    while header:
+        length, _, _ = header.partition(b" ")
+        valid_length = length.isdigit() and len(length) < 8
+        if not (valid_length and len(length) + 3 < int(length) <= len(header)):
+            raise damaged_file(file, "tar archive", "a pax header with an invalid record length")
+        record, header = header[: int(length)], header[int(length) :]
         name, _, value = record[len(length) + 1 : -1].partition(b"=")
-        found[name.decode("utf-8", "replace")] = value.decode("utf-8", "replace")
-    return found
+        records[name.decode("utf-8", "replace")] = value.decode("utf-8", "replace")
+    return records
 
 
-def _exactly(content: Content, size: int, file: OpenFile) -> bytes:
-    found = content.read(size)
-    if len(found) != size:
-        raise damaged(file, "tar archive", "it ends inside a member")
-    return found
+def _read_exactly(content: ByteReader, size: int, file: OpenFile) -> bytes:
+    block = content.read(size)
+    if len(block) != size:
+        raise damaged_file(file, "tar archive", "the archive ends inside a member")
+    return block
 
 
-def _skip(content: Content, size: int, file: OpenFile) -> None:
+def _skip(content: ByteReader, size: int, file: OpenFile) -> None:
     if content.skip(size) != size:
-        raise damaged(file, "tar archive", "it ends inside a member")
+        raise damaged_file(file, "tar archive", "the archive ends inside a member")
 
 
 class _TarReader:
-    """Reads archives, which are known by a mark inside their first header, or their name."""
+    """Claims archives by the magic in their first header, or by name."""
 
     documents = staticmethod(_documents)
 
     def claims(self, name: str, head: bytes, /) -> bool:
-        """Return whether a file is an archive."""
-        marked = head.startswith(_MARK, _MARK_AT) and b"\0" in head
-        return marked or name.endswith(".tar")
+        """Return whether a file is a tar archive."""
+        has_magic = head.startswith(_MAGIC, _MAGIC_OFFSET) and b"\0" in head
+        return has_magic or name.endswith(".tar")
 
 
 READER = _TarReader()

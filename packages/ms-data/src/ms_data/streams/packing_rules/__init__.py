@@ -1,4 +1,4 @@
-"""The packing rules: a module each, which names its `Packer` as `RULE`."""
+"""Packing rules; every module defines its `Packer` as `RULE`."""
 
 from importlib import import_module
 from pkgutil import iter_modules
@@ -11,4 +11,4 @@ PACKING_RULES: dict[str, type[Packer]] = {
     module.name: import_module(f"{__name__}.{module.name}").RULE
     for module in iter_modules(__path__)
 }
-"""Every module of this folder, by name."""
+"""Packing rules by module name."""

@@ -1,9 +1,9 @@
-"""Packs each segment where it fits best, in bounded memory.
+"""Best-fit packing in bounded memory.
 
-A sample goes into the open row that it fills best; where it fits none, a new row is opened. Past
-a bounded number of open rows the fullest one is closed. Nothing is sorted and no list of all
-samples is held, so packing begins at once, mixes what it is given, and its whole state is the
-open rows. (Best-fit decreasing, which sorts first, fills no better here and needs all lengths.)
+A segment goes into the open row with the least space that still fits it; if none fits, a new row is
+opened. When there are too many open rows, the fullest one is closed. Nothing is sorted and no list
+of all samples is needed, so packing starts at once and its state is just the open rows. Best-fit
+decreasing, which sorts first, does not fill better here and needs all lengths.
 """
 
 from bisect import bisect_left, insort
@@ -13,12 +13,12 @@ from ms_data.streams.packer import OpenRow, Row, Segment
 
 
 class BestFitPacker:
-    """Packs segments into rows of `capacity` tokens; the same segments always give the same rows.
+    """Packs segments into rows of `capacity` tokens, deterministically.
 
     Args:
-        capacity: tokens in a row.
-        window: rows that are open at a time; more of them fill better, with 0 each segment gets a
-            row of its own.
+        capacity: tokens per row.
+        window: maximum number of open rows. More rows fill better; 0 gives every segment its own
+            row.
 
     Raises:
         ValueError: `capacity` is below 1 or `window` below 0.
@@ -26,15 +26,17 @@ class BestFitPacker:
 
     def __init__(self, capacity: int, *, window: int = 512) -> None:
         if capacity < 1 or window < 0:
-            raise ValueError(f"capacity {capacity}, window {window}: give 1 and 0 or more")
+            raise ValueError(
+                f"capacity must be at least 1 and window at least 0, got {capacity} and {window}"
+            )
         self._capacity, self._window = capacity, window
         self._open: dict[int, list[Segment]] = {}
         self._spaces: list[tuple[int, int]] = []  # (free tokens, row), sorted
         self.opened = 0
-        """Rows opened so far."""
+        """Number of rows opened so far."""
 
     def add(self, segment: Segment) -> list[Row]:
-        """Place one segment; return the rows, at most one, that this closes.
+        """Place one segment; return the rows that this closes, at most one.
 
         Raises:
             ValueError: the segment is empty or longer than a row.
@@ -42,11 +44,11 @@ class BestFitPacker:
         size = segment.stop - segment.start
         if not 0 < size <= self._capacity:
             raise ValueError(
-                f"{segment} has {size} tokens; a row has room for 1 to {self._capacity}"
+                f"{segment} has {size} tokens, must have 1 to {self._capacity} to fit in a row"
             )
-        at = bisect_left(self._spaces, (size, -1))
-        if at < len(self._spaces):
-            space, row = self._spaces.pop(at)
+        index = bisect_left(self._spaces, (size, -1))
+        if index < len(self._spaces):
+            space, row = self._spaces.pop(index)
             self._open[row].append(segment)
         else:
             space, row = self._capacity, self.opened
@@ -67,26 +69,29 @@ class BestFitPacker:
 
     @property
     def open_rows(self) -> tuple[OpenRow, ...]:
-        """The whole state, but for `opened`: rows that have room left."""
+        """The complete state apart from `opened`: rows with free space."""
         return tuple(OpenRow(row, tuple(segments)) for row, segments in sorted(self._open.items()))
 
     def restore(self, rows: Iterable[OpenRow], opened: int) -> None:
-        """Go on from the `open_rows` and `opened` of another packer of this capacity.
+        """Continue from the `open_rows` and `opened` of another packer with this capacity.
 
         Raises:
-            ValueError: the rows cannot be a packer's.
+            ValueError: the rows are not a valid packer state.
         """
-        spaces, kept = [], {}
+        spaces, open_segments = [], {}
         for number, segments in rows:
             space = self._capacity - sum(stop - start for _, start, stop in segments)
-            sound = all(sample >= 0 and 0 <= start < stop for sample, start, stop in segments)
-            if not (segments and sound and space > 0 and 0 <= number < opened) or number in kept:
-                raise ValueError(f"open row {number} cannot be one of this packer's")
-            kept[number] = [Segment(*segment) for segment in segments]
+            valid = all(sample >= 0 and 0 <= start < stop for sample, start, stop in segments)
+            if (
+                not (segments and valid and space > 0 and 0 <= number < opened)
+                or number in open_segments
+            ):
+                raise ValueError(f"open row {number} is not valid for this packer")
+            open_segments[number] = [Segment(*segment) for segment in segments]
             spaces.append((space, number))
         if len(spaces) > self._window:
-            raise ValueError(f"{len(spaces)} open rows; this packer has {self._window}")
-        self._open, self._spaces, self.opened = kept, sorted(spaces), opened
+            raise ValueError(f"{len(spaces)} open rows, but this packer allows {self._window}")
+        self._open, self._spaces, self.opened = open_segments, sorted(spaces), opened
 
 
 RULE = BestFitPacker
