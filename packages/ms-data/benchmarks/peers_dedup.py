@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from ms_data.cleaning.words import plain_words
-from ms_data.deduplication.clusters import join_alike
+from ms_data.deduplication.clusters import join_equal_keys
 from ms_data.deduplication.minhash import MinHash
 from ms_data.deduplication.records import RECORD
 
@@ -145,7 +145,7 @@ def join_random(documents: int) -> None:
     began = time.process_time()
     with tempfile.TemporaryDirectory() as place:
         size = documents * BANDS * RECORD.itemsize
-        joined = join_alike(Path(place), "j", frames(), documents=documents, size_bytes=size)
+        joined = join_equal_keys(Path(place), "j", frames(), documents=documents, size_bytes=size)
         later = int((joined.labels != np.arange(documents, dtype=np.uint32)).sum())
     spent = time.process_time() - began
     status = Path("/proc/self/status").read_text()

@@ -21,11 +21,11 @@ import ms_data.passes.batches
 from ms_data import DedupOptions, OutputError, SettingError, dedup, draw_stats
 from ms_data.cleaning.words import HAN, KANA
 from ms_data.cli import main
-from ms_data.deduplication.clusters import Cluster, Edges, Joined, choose
+from ms_data.deduplication.clusters import Cluster, Components, Edges, choose
 from ms_data.deduplication.minhash import MinHash, WordHashes
 from ms_data.deduplication.records import FACTS, RECORD, SPAN
-from ms_data.deduplication.sorting import Buckets, runs, with_first
-from ms_data.deduplication.substrings import joined_spans
+from ms_data.deduplication.sorting import Buckets, repeat_first_record, runs
+from ms_data.deduplication.substrings import join_spans
 from ms_data.deduplication.windows import Windows, cut_words
 from ms_data.passes.ledger import read_ledger
 from ms_data.passes.record import read_record
@@ -212,7 +212,7 @@ def test_clusters_are_those_of_the_slow_truth(
         records["key"] = np.repeat(np.arange(len(part)), 2)
         records["document"] = [end for edge in part for end in sorted(edge)]
         found.add(records)
-    joined = Joined(folder / "labels", 20)
+    joined = Components(folder / "labels", 20)
     joined.join(found)
     sets = [{n} for n in range(20)]
     for one, other in edges:
@@ -264,9 +264,9 @@ def test_a_key_of_more_records_than_memory_holds_is_given_in_parts(
     )
     assert all(len(part) <= 8 for part in parts)  # a file of two parts is not cut
     edges = Edges(folder / "edges")
-    for part in with_first(parts):
+    for part in repeat_first_record(parts):
         edges.add(part)
-    joined = Joined(folder / "labels", len(keys))
+    joined = Components(folder / "labels", len(keys))
     joined.join(edges)
     assert joined.labels.tolist() == [keys.index(key) for key in keys]
 
@@ -284,7 +284,7 @@ def test_spans_that_meet_are_written_as_one(found: list[tuple[int, int, int]]) -
     spans = np.zeros(len(found), SPAN)
     for span, (document, first, length) in zip(spans, found, strict=True):
         span["key"], span["first"], span["end"] = document << 60, first, first + length
-    joined = [tuple(one) for one in joined_spans(spans).tolist()]
+    joined = [tuple(one) for one in join_spans(spans).tolist()]
     held = [{(key, n) for n in range(first, end)} for key, first, end in joined]
     assert set().union(*held) == {
         (document << 60, n)

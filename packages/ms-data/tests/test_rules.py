@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ms_data.cleaning.languages import chinese_script, identify
 from ms_data.cleaning.ngrams import Ngrams
 from ms_data.cleaning.personal import (
-    KINDS,
+    PERSONAL_DATA_TYPES,
     find_personal_data,
     is_chinese_identity,
     passes_luhn,
@@ -254,7 +254,7 @@ def test_a_wrong_check_digit_is_no_identity_and_no_card() -> None:
     assert not any(map(is_chinese_identity, wrong))
     for at in range(1, 15):
         digits = CARD[:at] + str((int(CARD[at]) + 1) % 10) + CARD[at + 1 :]
-        assert find_personal_data(digits, frozenset(KINDS)) == []
+        assert find_personal_data(digits, frozenset(PERSONAL_DATA_TYPES)) == []
 
 
 def test_dropping_says_what_kind_was_found_and_never_the_data() -> None:

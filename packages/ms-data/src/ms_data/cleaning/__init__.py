@@ -1,1 +1,1 @@
-"""Cleans documents by named rules, each a module of `rules`."""
+"""Cleans documents with named rules; every module of `rules` defines one."""

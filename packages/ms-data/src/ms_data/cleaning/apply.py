@@ -1,4 +1,4 @@
-"""What a process does with a batch: rules in order, the documents that are left, the ledger."""
+"""Applies rules to a batch of documents in a worker process."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,36 +17,37 @@ from ms_data.passes.tally import Entry, Example, ReasonTally, Tally, shorten
 
 
 class CleaningSetup(msgspec.Struct, frozen=True):
-    """What a process is prepared with."""
+    """Settings of a worker process."""
 
     words: str
     rules: list[tuple[str, dict[str, Any]]]
-    """By name, with all settings."""
+    """Rule names with all their settings."""
     near: dict[int, int] = {}
-    """Rows with near-duplicates before them, by number: how many bits differ."""
+    """Rows with an earlier near-duplicate, by row number; the value is the number of differing
+    bits."""
 
 
 class Verdict(NamedTuple):
-    """What rules made of a document."""
+    """Outcome of a document."""
 
     text: str | None
-    """None where it is dropped."""
+    """The cleaned text; None if the document is dropped."""
     entry: Entry
     excerpt: str
-    """Excerpt of a document that is dropped, as the rule saw it."""
+    """Excerpt of a dropped document, as the rule saw it."""
     cuts: list[tuple[str, ReasonTally]]
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Return the function that turns a batch into its answer, both as msgpack."""
+    """Return the function that cleans a batch; request and result are msgpack."""
     settings = msgspec.msgpack.decode(setup, type=CleaningSetup)
     rules = [make_rule(name, values, where="the rules") for name, values in settings.rules]
     split = splitter(settings.words)
     decoder = msgspec.msgpack.Decoder(Batch)
 
     def work(request: bytes) -> bytes:
-        answer = clean_batch(decoder.decode(request), rules, split, settings.near)
-        return msgspec.msgpack.encode(answer)
+        result = clean_batch(decoder.decode(request), rules, split, settings.near)
+        return msgspec.msgpack.encode(result)
 
     return work
 
@@ -54,7 +55,7 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
 def clean_batch(
     batch: Batch, rules: Sequence[Rule], split: Splitter, near: Mapping[int, int]
 ) -> PassResult:
-    """Apply rules to the documents of a batch; those that are `near` others are dropped."""
+    """Apply rules to the documents of a batch, and drop the rows in `near`."""
     tally = Tally()
     documents: list[bytes] = []
     ledger: list[bytes] = []
@@ -65,8 +66,8 @@ def clean_batch(
             entry.value = near[number]
             excerpt, text = shorten(text), None
         if text is not None:
-            of_rows = isinstance(rules[0], RowRule)
-            line = text.encode() if of_rows else document_line(text, item.place, item.columns)
+            row_rules = isinstance(rules[0], RowRule)
+            line = text.encode() if row_rules else document_line(text, item.place, item.columns)
             documents.append(line)
             for reason, cut in cuts:
                 tally.cuts.setdefault(reason, ReasonTally()).merge(cut)
@@ -87,25 +88,25 @@ def judge(number: int, item: Item, rules: Sequence[Rule], split: Splitter) -> Ve
     for rule in rules:
         if rule.languages and text.language not in rule.languages:
             continue
-        found = rule.apply(text)
-        if isinstance(found, Change):
-            size = len(text.text.encode()) - len(found.text.encode())
-            if found.text != text.text:
+        outcome = rule.apply(text)
+        if isinstance(outcome, Change):
+            size = len(text.text.encode()) - len(outcome.text.encode())
+            if outcome.text != text.text:
                 entry.changes = entry.changes | {rule.name: size}
-            cuts += [_cut(entry, rule, *one) for one in found.cuts]
-            before, text = text, Text(found.text, split)
-            if not found.text.strip():
-                found, text = Drop("nothing_left", 0, 1), before
-        if isinstance(found, Drop):
+            cuts += [_cut_tally(entry, rule, *cut) for cut in outcome.cuts]
+            old_text, text = text, Text(outcome.text, split)
+            if not outcome.text.strip():
+                outcome, text = Drop("nothing_left", 0, 1), old_text
+        if isinstance(outcome, Drop):
             entry.fate, entry.changes = "dropped", {}
-            entry.reason = f"{rule.name}.{found.setting}"
-            entry.value, entry.limit = found.value, found.limit
+            entry.reason = f"{rule.name}.{outcome.setting}"
+            entry.value, entry.limit = outcome.value, outcome.limit
             return Verdict(None, entry, shorten(text.text) if rule.shown else "", [])
     entry.bytes_out = len(text.text.encode())
     return Verdict(text.text, entry, "", cuts)
 
 
-def _cut(
+def _cut_tally(
     entry: Entry, rule: Rule, setting: str, times: int, size_bytes: int, example: str
 ) -> tuple[str, ReasonTally]:
     examples = []

@@ -1,4 +1,4 @@
-"""Cleans a corpus: rules keep, change or drop its documents, and a ledger says which."""
+"""Cleans a corpus: rules keep, change or drop documents, and a ledger records every outcome."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,35 +34,37 @@ def clean(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_quarantine: Callable[[str], None] = lambda reason: None,
 ) -> LedgerSummary:
-    """Write the documents of a corpus that rules keep, as they change them, and a ledger.
+    """Clean a corpus with rules, and write the kept documents and a ledger.
 
-    Documents keep their order; the bytes do not depend on `workers`. What was cut short goes on.
+    Documents keep their order; the output does not depend on `workers`. The same call resumes an
+    interrupted run.
 
     Args:
-        corpus: files, folders or addresses of text and tables, or `stdlib`; see `find_corpus`.
-        rules: a file of rules (`ms-data init clean` writes one), its tables, or the rules in order.
-        out: the folder to make: `documents`, which `build` reads, `ledger`, and `ledger.json`.
-        workers: processes; None: one a core; or a Ray cluster: `ray`, or `ray://HOST:PORT`.
-        shard_size_mib: a file is closed at the first MiB of text past this size, once packed.
-        text_column: the member or column of a row that holds the text.
-        strict: stop at a document that cannot be read instead of naming it and going on.
-        document_limit_mib: a longer document, once unpacked, cannot be read.
-        shard: `3/16` does the third part for an array of 16 jobs; `merge/16` makes OUT of all.
-        on_progress: called with the bytes of the corpus that are done, and all, after each batch.
-        on_quarantine: called with the place and fault of each document that cannot be read.
+        corpus: files, folders or URLs of text and tables, or `stdlib`; see `find_corpus`.
+        rules: a rule file (`ms-data init clean` writes one), its tables, or the rules in order.
+        out: output folder with `documents`, which `build` reads, `ledger` and `ledger.json`.
+        workers: number of processes, or a Ray cluster, `ray` or `ray://HOST:PORT`. None: one
+            process per core.
+        shard_size_mib: a file is closed at the first MiB of text past this compressed size.
+        text_column: column or JSON key with the text of a row.
+        strict: stop at an unreadable document instead of reporting and skipping it.
+        document_limit_mib: a longer document (uncompressed) counts as unreadable.
+        shard: `3/16` does the third of 16 parts of an array job; `merge/16` then creates OUT.
+        on_progress: called after every batch with the corpus bytes done and the total.
+        on_quarantine: called with location and reason for every unreadable document.
 
     Raises:
-        SettingError: an argument or a rule cannot be used, or needs a library that is missing.
+        SettingError: an argument or a rule is invalid, or needs a library that is not installed.
         CorpusError: the corpus is missing, empty or damaged, or with `strict` not text.
         OutputError: `out` cannot be written, or holds something else.
     """
     check_paths(out, corpus=corpus, rules=rules)
-    chosen = _checked(read_rules(rules))
+    rule_set = _check_rules(read_rules(rules))
     source = find_corpus(
         corpus,
         text_column=text_column,
         skip_invalid=not strict,
-        parse=row_json if chosen.of_rows else None,
+        parse=row_json if rule_set.for_rows else None,
         columns=True,
         document_limit_mib=document_limit_mib,
         skip_hint=WITHOUT_STRICT,
@@ -71,9 +73,9 @@ def clean(
         kind="clean",
         corpus=corpus,
         source=source,
-        recipe={**_recipe(chosen), **reading_recipe(source, shard_size_mib)},
+        recipe={**_recipe(rule_set), **reading_recipe(source, shard_size_mib)},
         work="ms_data.cleaning.apply:prepare",
-        prepare=lambda folder: _setup(chosen, source),
+        prepare=lambda folder: _worker_setup(rule_set, source),
         workers=worker_count(workers),
         shard_size_mib=shard_size_mib,
         on_progress=on_progress,
@@ -83,36 +85,40 @@ def clean(
     return merged(work.shard, work.publish(out))
 
 
-def _setup(chosen: RuleSet, source: Corpus) -> bytes:
-    """Return what processes need to apply the rules; look for near-duplicates first, if asked."""
+def _worker_setup(rule_set: RuleSet, source: Corpus) -> bytes:
+    """Return the settings of workers, after the search for near-duplicates that a rule may need."""
     near: Mapping[int, int] = {}
-    rules = [rule for rule in chosen.rules if isinstance(rule, RowRule)]
-    for at, rule in enumerate(rules):
+    rules = [rule for rule in rule_set.rules if isinstance(rule, RowRule)]
+    for index, rule in enumerate(rules):
         bits = getattr(rule, "near_bits", None)
         if bits is not None:
-            ordered = [rule, *rules[:at], *rules[at + 1 :]]
-            near = near_rows(source, ordered, bits, splitter(chosen.words))
-    return msgspec.msgpack.encode(CleaningSetup(chosen.words, chosen.settings(), dict(near)))
+            ordered = [rule, *rules[:index], *rules[index + 1 :]]
+            near = near_rows(source, ordered, bits, splitter(rule_set.words))
+    return msgspec.msgpack.encode(CleaningSetup(rule_set.words, rule_set.settings(), dict(near)))
 
 
-def _checked(chosen: RuleSet) -> RuleSet:
-    splitter(chosen.words)
-    for rule in chosen.rules:
+def _check_rules(rule_set: RuleSet) -> RuleSet:
+    splitter(rule_set.words)
+    for rule in rule_set.rules:
         rule.check()
-    return chosen
+    return rule_set
 
 
-def _recipe(chosen: RuleSet) -> dict[str, object]:
-    """Return what decides, of the rules, the bytes that are written."""
-    settings = chosen.settings()
+def _recipe(rule_set: RuleSet) -> dict[str, object]:
+    """Return the rule settings and library versions that determine the output."""
+    settings = rule_set.settings()
     return {
-        "words": chosen.words,
+        "words": rule_set.words,
         "rules": [name for name, _ in settings],
-        **{f"rule {n} ({name})": _plain(one) for n, (name, one) in enumerate(settings, 1)},
-        **{f"{rule.name}: made with": one for rule in chosen.rules if (one := rule.identity())},
+        **{f"rule {n} ({name})": _plain(values) for n, (name, values) in enumerate(settings, 1)},
+        **{
+            f"{rule.name}: made with": using
+            for rule in rule_set.rules
+            if (using := rule.identity())
+        },
     }
 
 
 def _plain(settings: dict[str, object]) -> object:
-    """Turn settings into what JSON gives back of them, so that they compare."""
+    """Convert settings to the values that JSON returns for them, for comparison with saved ones."""
     return msgspec.json.decode(msgspec.json.encode(settings))

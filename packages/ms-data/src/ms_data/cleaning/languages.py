@@ -1,7 +1,7 @@
-"""Tells the language of a text: Chinese, Japanese and Korean by script, the others by a library.
+"""Language identification: Chinese, Japanese and Korean by script, other languages by a library.
 
-Chinese characters that only one of GB 2312 and Big5 holds tell simplified from traditional script:
-no table is needed.
+Simplified and traditional Chinese are told apart without a table: by characters that only GB 2312
+or only Big5 contains.
 """
 
 import re
@@ -12,20 +12,20 @@ from ms_data.cleaning.words import HAN, HANGUL, KANA
 from ms_data.errors import SettingError
 
 SAMPLE_CHARACTERS = 4000
-LETTERS_A_CHARACTER = 3
-"""A Chinese character says about as much as three letters."""
+LETTERS_PER_CHARACTER = 3
+"""Weight of a Chinese character relative to a letter."""
 
 UNKNOWN = "unknown"
 
-_HAN, _KANA, _HANGUL = (re.compile(f"[{one}]") for one in (HAN, KANA, HANGUL))
+_HAN, _KANA, _HANGUL = (re.compile(f"[{script}]") for script in (HAN, KANA, HANGUL))
 _LETTER = re.compile(r"[^\W\d_]")
 
 
 def identify(text: str) -> str:
-    """Return the ISO 639-1 code of a text's language by its first characters, or "unknown".
+    """Return the ISO 639-1 code of a text's language, judging by its beginning, or "unknown".
 
     Raises:
-        SettingError: the script does not tell it, and resiliparse is not installed.
+        SettingError: the script does not decide, and resiliparse is not installed.
     """
     sample = text[:SAMPLE_CHARACTERS]
     letters = len(_LETTER.findall(sample))
@@ -33,9 +33,9 @@ def identify(text: str) -> str:
         return UNKNOWN
     if sample.isascii():
         return _identify_by_letters(sample)
-    han, kana, hangul = (len(one.findall(sample)) for one in (_HAN, _KANA, _HANGUL))
+    han, kana, hangul = (len(script.findall(sample)) for script in (_HAN, _KANA, _HANGUL))
     others = letters - han - kana - hangul
-    if LETTERS_A_CHARACTER * (han + kana + hangul) < others:
+    if LETTERS_PER_CHARACTER * (han + kana + hangul) < others:
         return _identify_by_letters(sample)
     if hangul > han + kana:
         return "ko"
@@ -43,10 +43,10 @@ def identify(text: str) -> str:
 
 
 def chinese_script(text: str) -> str:
-    """Tell "simplified" from "traditional" script; "unknown" where a text shows neither."""
-    found = set(_HAN.findall(text[: 4 * SAMPLE_CHARACTERS]))
-    simplified = sum(_is_simplified(one) for one in found)
-    traditional = sum(_is_traditional(one) for one in found)
+    """Return "simplified" or "traditional", or "unknown" if a text shows neither."""
+    characters = set(_HAN.findall(text[: 4 * SAMPLE_CHARACTERS]))
+    simplified = sum(_is_simplified(character) for character in characters)
+    traditional = sum(_is_traditional(character) for character in characters)
     if simplified == traditional:
         return UNKNOWN
     return "simplified" if simplified > traditional else "traditional"
@@ -71,8 +71,8 @@ def _encodes(character: str, encoding: str) -> bool:
 
 
 @cache
-def detector() -> Any:
-    """Return the function that tells languages by their letters.
+def language_detector() -> Any:
+    """Return the function that detects languages by their letters.
 
     Raises:
         SettingError: its library is not installed.
@@ -81,11 +81,11 @@ def detector() -> Any:
         from resiliparse.parse.lang import detect_fast
     except ImportError as error:
         raise SettingError(
-            "to tell languages needs resiliparse; install it with `pip install 'ms-data[clean]'`"
+            "language detection needs resiliparse; install it with `pip install 'ms-data[clean]'`"
         ) from error
     return detect_fast
 
 
 def _identify_by_letters(sample: str) -> str:
-    found: str = detector()(sample)[0]
-    return found
+    language: str = language_detector()(sample)[0]
+    return language

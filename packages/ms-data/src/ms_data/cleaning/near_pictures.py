@@ -1,8 +1,8 @@
-"""Finds rows whose pictures are near-duplicates of an earlier row's, by a perceptual hash.
+"""Finds rows with near-duplicate images by a perceptual hash.
 
-The hash is of differences: brightness of 9 x 8 fields, a bit for each pair of neighbours in a line
-(Krawetz 2013, "Kind of like that"). Two of at most `bits` different bits have a part in common when
-their 64 are cut in more parts than that, so only those are compared.
+The difference hash compares the brightness of horizontal neighbors in a 9 x 8 image (Krawetz 2013,
+"Kind of like that"). If two 64-bit hashes differ in at most `bits` bits and are cut into more than
+`bits` parts, at least one part is equal, so only hashes with an equal part are compared.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ms_data.cleaning.rows import RowRule, row_of
+from ms_data.cleaning.rows import RowRule, decode_row
 from ms_data.cleaning.rule import Drop
 from ms_data.cleaning.text import Text
 from ms_data.cleaning.words import Splitter
@@ -23,16 +23,16 @@ BITS = 64
 
 
 def picture_hash(picture: Any) -> int:
-    """Return the 64 bits of a decoded picture."""
+    """Return the 64-bit difference hash of a decoded image."""
     small = np.asarray(picture.convert("L").resize((9, 8)), np.int16)
     return int.from_bytes(np.packbits(small[:, 1:] > small[:, :-1]).tobytes(), "big")
 
 
-class Seen:
-    """The pictures of rows that are kept.
+class HashIndex:
+    """Hashes of the images of kept rows.
 
     Args:
-        bits: how many bits two hashes may differ by and be near-duplicates.
+        bits: maximum number of differing bits of near-duplicates.
     """
 
     def __init__(self, bits: int) -> None:
@@ -41,42 +41,42 @@ class Seen:
         self._parts = [(low, (1 << (high - low)) - 1) for low, high in pairwise(edges)]
         self._known: dict[tuple[int, int], list[int]] = {}
 
-    def nearest(self, found: int) -> int | None:
-        """Return by how many bits the nearest hash differs; None where none is near enough."""
-        alike = {
+    def nearest(self, image_hash: int) -> int | None:
+        """Return the number of bits by which the nearest hash differs; None if all are too far."""
+        candidates = {
             other
-            for at, (low, mask) in enumerate(self._parts)
-            for other in self._known.get((at, found >> low & mask), ())
+            for index, (low, mask) in enumerate(self._parts)
+            for other in self._known.get((index, image_hash >> low & mask), ())
         }
-        distance = min(((found ^ other).bit_count() for other in alike), default=BITS)
+        distance = min(((image_hash ^ other).bit_count() for other in candidates), default=BITS)
         return distance if distance <= self._bits else None
 
-    def add(self, found: int) -> None:
-        """Take the hash of a picture of a row that is kept."""
-        for at, (low, mask) in enumerate(self._parts):
-            self._known.setdefault((at, found >> low & mask), []).append(found)
+    def add(self, image_hash: int) -> None:
+        """Add the hash of an image of a kept row."""
+        for index, (low, mask) in enumerate(self._parts):
+            self._known.setdefault((index, image_hash >> low & mask), []).append(image_hash)
 
 
 def near_rows(
     source: Corpus, rules: Sequence[RowRule], bits: int, split: Splitter
 ) -> Mapping[int, int]:
-    """Find the rows that have a near-duplicate before them, among those that rules keep.
+    """Find the rows with an earlier near-duplicate, among the rows that the rules keep.
 
     Returns:
-        For each such row, by its number, by how many bits its picture differs.
+        For every such row, by its number, the number of differing bits.
     """
-    seen, near = Seen(bits), {}
+    seen, near_duplicates = HashIndex(bits), {}
     for read in read_batches(source, PassProgress(), lambda reason: None):
         for number, item in enumerate(read.batch.items, read.batch.first):
             text = Text(item.text or "", split)
             if item.text is None or any(isinstance(rule.apply(text), Drop) for rule in rules):
                 continue
-            files = rules[0].files(row_of(text), "image")
+            files = rules[0].files(decode_row(text), "image")
             hashes = [picture_hash(decode_picture(file.content)) for file in files]
-            distances = [one for one in map(seen.nearest, hashes) if one is not None]
+            distances = [distance for distance in map(seen.nearest, hashes) if distance is not None]
             if distances:
-                near[number] = min(distances)
+                near_duplicates[number] = min(distances)
                 continue
-            for one in hashes:
-                seen.add(one)
-    return near
+            for image_hash in hashes:
+                seen.add(image_hash)
+    return near_duplicates

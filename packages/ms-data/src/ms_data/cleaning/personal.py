@@ -1,4 +1,4 @@
-"""Finds personal data in text: each kind by its form, and by its check digits where it has any."""
+"""Finds personal data in text, by its format and its check digits."""
 
 import ipaddress
 import re
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ms_data.cleaning.words import HAN
 
-KINDS = ("mail", "telephone", "ip_address", "identity_number", "card_number")
+PERSONAL_DATA_TYPES = ("mail", "telephone", "ip_address", "identity_number", "card_number")
 
 _MAIL = re.compile(
     r"(?<![\w.+-])[A-Za-z0-9][\w.+%-]{0,63}@(?:"
@@ -29,68 +29,68 @@ _CHECKS = "10X98765432"
 
 
 class PersonalItem(NamedTuple):
-    """One piece of personal data."""
+    """A piece of personal data."""
 
     kind: str
     start: int
     end: int
 
 
-def find_personal_data(text: str, kinds: frozenset[str]) -> list[PersonalItem]:
-    """Find the pieces of some kinds in order; none lies within another."""
-    found: list[PersonalItem] = []
-    if "mail" in kinds and "@" in text:
-        found += [PersonalItem("mail", *one.span()) for one in _MAIL.finditer(text)]
-    if "ip_address" in kinds:
-        found += _addresses(text)
-    if kinds.intersection(("telephone", "identity_number", "card_number")):
-        for one in _NUMBER.finditer(text):
-            kind, size = kind_of_number(one[0], kinds)
-            if kind:
-                found.append(PersonalItem(kind, one.start(), one.start() + size))
-    found.sort(key=lambda one: (one.start, -one.end))
-    kept: list[PersonalItem] = []
-    for piece in found:
-        if not kept or piece.start >= kept[-1].end:
-            kept.append(piece)
-    return kept
+def find_personal_data(text: str, types: frozenset[str]) -> list[PersonalItem]:
+    """Return the non-overlapping items of the given types, in order."""
+    items: list[PersonalItem] = []
+    if "mail" in types and "@" in text:
+        items += [PersonalItem("mail", *match.span()) for match in _MAIL.finditer(text)]
+    if "ip_address" in types:
+        items += _addresses(text)
+    if types.intersection(("telephone", "identity_number", "card_number")):
+        for match in _NUMBER.finditer(text):
+            number_type, size = classify_number(match[0], types)
+            if number_type:
+                items.append(PersonalItem(number_type, match.start(), match.start() + size))
+    items.sort(key=lambda item: (item.start, -item.end))
+    disjoint: list[PersonalItem] = []
+    for item in items:
+        if not disjoint or item.start >= disjoint[-1].end:
+            disjoint.append(item)
+    return disjoint
 
 
-def kind_of_number(written: str, kinds: frozenset[str]) -> tuple[str, int]:
-    """Tell what a number is, and how many of its characters belong to it; "" if it is nothing."""
-    for kind, forms in _FORMS:
-        if kind in kinds:
-            for form in forms:
-                size = form(written)
+def classify_number(number: str, types: frozenset[str]) -> tuple[str, int]:
+    """Return the type of a number and the length of its match; "" and 0 if there is none."""
+    for number_type, matchers in _MATCHERS:
+        if number_type in types:
+            for matcher in matchers:
+                size = matcher(number)
                 if size:
-                    return kind, size
+                    return number_type, size
     return "", 0
 
 
-def is_chinese_identity(written: str) -> bool:
-    """Return whether 18 characters are a GB 11643-1999 identity number, by date and check digit."""
-    if len(written) != 18 or not written[:17].isdigit():
+def is_chinese_identity(number: str) -> bool:
+    """Return whether a text is a GB 11643-1999 identity number: date and check digit are valid."""
+    if len(number) != 18 or not number[:17].isdigit():
         return False
     try:
-        born = date(int(written[6:10]), int(written[10:12]), int(written[12:14]))
+        born = date(int(number[6:10]), int(number[10:12]), int(number[12:14]))
     except ValueError:
         return False
-    # Its last digit is by ISO 7064, MOD 11-2.
-    total = sum(int(digit) * weight for digit, weight in zip(written, _WEIGHTS, strict=False))
-    return born.year >= 1880 and written[17].upper() == _CHECKS[total % 11]
+    # The check digit follows ISO 7064, MOD 11-2.
+    total = sum(int(digit) * weight for digit, weight in zip(number, _WEIGHTS, strict=False))
+    return born.year >= 1880 and number[17].upper() == _CHECKS[total % 11]
 
 
 def passes_luhn(digits: str) -> bool:
-    """Return whether the last digit checks the others by ISO/IEC 7812-1, annex B."""
+    """Return whether the last digit is a valid check digit by ISO/IEC 7812-1, annex B."""
     total = 0
-    for at, digit in enumerate(reversed(digits)):
-        number = int(digit) * (2 if at % 2 else 1)
+    for index, digit in enumerate(reversed(digits)):
+        number = int(digit) * (2 if index % 2 else 1)
         total += number - 9 if number > 9 else number
     return total % 10 == 0
 
 
 def _is_card(digits: str) -> bool:
-    """Return whether digits are a card's: an issuer that there is, a length, and a check digit."""
+    """Return whether digits are a card number: known issuer, valid length and check digit."""
     size = len(digits)
     issued = (
         (digits[0] == "4" and size in (13, 16, 19))
@@ -105,35 +105,35 @@ def _is_card(digits: str) -> bool:
     return issued and len(set(digits)) > 2 and passes_luhn(digits)
 
 
-def _identity(written: str) -> int:
-    if is_chinese_identity(written):
-        return len(written)
-    return len(written) if _US_IDENTITY.fullmatch(written) else 0
+def _identity(number: str) -> int:
+    if is_chinese_identity(number):
+        return len(number)
+    return len(number) if _US_IDENTITY.fullmatch(number) else 0
 
 
-def _card(written: str) -> int:
-    if not 13 <= len(written) <= 23:
+def _card(number: str) -> int:
+    if not 13 <= len(number) <= 23:
         return 0
-    plain = written.replace("-", " ")
-    parts = plain.split(" ")
+    spaced = number.replace("-", " ")
+    parts = spaced.split(" ")
     grouped = all(3 <= len(part) <= 6 for part in parts[:-1]) and "" not in parts
     digits = "".join(parts)
-    single = len(set(written) & set("- ")) < 2
-    fits = digits.isdigit() and 13 <= len(digits) <= 19
-    return len(written) if grouped and single and fits and _is_card(digits) else 0
+    single = len(set(number) & set("- ")) < 2
+    valid_length = digits.isdigit() and 13 <= len(digits) <= 19
+    return len(number) if grouped and single and valid_length and _is_card(digits) else 0
 
 
-def _telephone(written: str) -> int:
-    forms = (_CHINESE_MOBILE, _CHINESE_LANDLINE, _NORTH_AMERICAN)
-    if any(form.fullmatch(written) for form in forms):
-        return len(written)
-    if _INTERNATIONAL.fullmatch(written):
-        digits = sum(map(str.isdigit, written))
-        return len(written) if 9 <= digits <= 15 else 0
+def _telephone(number: str) -> int:
+    patterns = (_CHINESE_MOBILE, _CHINESE_LANDLINE, _NORTH_AMERICAN)
+    if any(pattern.fullmatch(number) for pattern in patterns):
+        return len(number)
+    if _INTERNATIONAL.fullmatch(number):
+        digits = sum(map(str.isdigit, number))
+        return len(number) if 9 <= digits <= 15 else 0
     return 0
 
 
-_FORMS: tuple[tuple[str, tuple[Callable[[str], int], ...]], ...] = (
+_MATCHERS: tuple[tuple[str, tuple[Callable[[str], int], ...]], ...] = (
     ("identity_number", (_identity,)),
     ("card_number", (_card,)),
     ("telephone", (_telephone,)),
@@ -141,14 +141,14 @@ _FORMS: tuple[tuple[str, tuple[Callable[[str], int], ...]], ...] = (
 
 
 def _addresses(text: str) -> Iterator[PersonalItem]:
-    """Find addresses of the public internet; those for examples and at home are nobody's."""
-    for form, mark in ((_IPV4, "."), (_IPV6, ":")):
-        if mark not in text:
+    """Yield the public IP addresses in a text, without private and documentation addresses."""
+    for pattern, separator in ((_IPV4, "."), (_IPV6, ":")):
+        if separator not in text:
             continue
-        for one in form.finditer(text):
+        for match in pattern.finditer(text):
             try:
-                address = ipaddress.ip_address(one[0])
+                address = ipaddress.ip_address(match[0])
             except ValueError:
                 continue
-            if address.is_global and len(one[0]) > 4:
-                yield PersonalItem("ip_address", *one.span())
+            if address.is_global and len(match[0]) > 4:
+                yield PersonalItem("ip_address", *match.span())

@@ -1,4 +1,4 @@
-"""Rows of conversations with pictures and sound, as rules see them."""
+"""Rows of conversations with images and audio, for rules."""
 
 import base64
 from collections.abc import Mapping
@@ -18,60 +18,60 @@ from ms_data.settings import a_path
 
 @frozen(kw_only=True)
 class RowRule(Rule):
-    """A rule that looks at the pictures or sounds of a row; its text is the row's JSON."""
+    """A rule for the images or audio of a row; its text is the row's JSON."""
 
     folder: str | None = field(default=None, validator=a_path(optional=True))
-    """The folder that paths of pictures and sounds in rows are relative to."""
+    """Base folder of image and audio paths in rows."""
 
     def check(self) -> None:
-        """Refuse `languages`, as a row has several texts.
+        """Reject `languages`, because a row has several texts.
 
         Raises:
-            ConfigError: it is set.
+            ConfigError: `languages` is set.
         """
         if self.languages:
-            raise ConfigError(f"{self.name} looks at all rows; leave out its languages")
+            raise ConfigError(f"{self.name} applies to all rows; remove its languages")
 
-    def files(self, row: Mapping[str, Any], kind: MediaKind) -> list[EncodedFile]:
-        """Read the pictures, or the sounds, of a row.
+    def files(self, row: Mapping[str, Any], media_kind: MediaKind) -> list[EncodedFile]:
+        """Read the image or audio files of a row.
 
         Raises:
-            ValueError: one is not there, or lies elsewhere.
+            ValueError: a file is missing, or outside the base folder.
         """
-        others = {one for one, found in MEDIA_TYPES.items() if found != kind}
+        other_types = {name for name, media in MEDIA_TYPES.items() if media != media_kind}
         messages = [dict(message) for message in row["messages"]]
         for message in messages:
             if isinstance(message.get("content"), list):
-                parts = [one for one in message["content"] if one["type"] not in others]
+                parts = [part for part in message["content"] if part["type"] not in other_types]
                 message["content"] = parts
         return take_media(messages, Path(self.folder) if self.folder else None)[1]
 
 
-def row_of(text: Text) -> dict[str, Any]:
-    """Return the row that a document of JSON holds."""
+def decode_row(text: Text) -> dict[str, Any]:
+    """Decode the row of a document."""
     return msgspec.json.decode(text.text, type=dict[str, Any])
 
 
 def row_json(row: Mapping[str, Any]) -> str:
-    """Make the document of a row, whose bytes become `data:` addresses.
+    """Encode a row as a document; bytes become `data:` URLs.
 
     Raises:
-        ValueError: it is no row of `messages`.
+        ValueError: the row has no valid `messages`.
     """
     if "messages" not in row:
-        raise ValueError("a row without `messages`, which rules of pictures and sound look at")
+        raise ValueError("a row without `messages`, which image and audio rules need")
     read_conversation(row)
-    return msgspec.json.encode(_plain(row)).decode()
+    return msgspec.json.encode(_json_ready(row)).decode()
 
 
-def _plain(value: Any) -> Any:
-    """Write a picture's or sound's bytes as JSON can hold them."""
+def _json_ready(value: Any) -> Any:
+    """Convert bytes to `data:` URLs, so that JSON can hold them."""
     if isinstance(value, Mapping):
         if isinstance(value.get("bytes"), bytes):
-            return _plain(value["bytes"])
-        return {name: _plain(one) for name, one in value.items()}
+            return _json_ready(value["bytes"])
+        return {name: _json_ready(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_json_ready(item) for item in value]
     if isinstance(value, bytes):
         return f"data:application/octet-stream;base64,{base64.b64encode(value).decode()}"
     return value

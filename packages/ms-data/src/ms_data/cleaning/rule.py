@@ -1,4 +1,4 @@
-"""Defines rules, which keep, change or drop documents; `rules` holds them."""
+"""The rule interface: rules keep, change or drop documents; `rules` contains them."""
 
 from abc import ABC, abstractmethod
 from importlib.metadata import version
@@ -12,14 +12,14 @@ from ms_data.settings import shown
 
 
 class Drop(NamedTuple):
-    """Why a document is dropped."""
+    """Reason for dropping a document."""
 
     setting: str
-    """The setting that decided; with the rule's name the reason in the ledger."""
+    """The setting that decided; with the rule name, it is the reason in the ledger."""
     value: float | str
-    """What was found."""
+    """The measured value."""
     limit: float | str
-    """What the setting asks."""
+    """The value of the setting."""
 
 
 class Cut(NamedTuple):
@@ -29,90 +29,92 @@ class Cut(NamedTuple):
     times: int
     size_bytes: int
     example: str = ""
-    """One of them; empty where it must not be shown."""
+    """One of the parts; empty if it must not be shown."""
 
 
 class Change(NamedTuple):
-    """A document that is kept with another text."""
+    """A kept document with a changed text."""
 
     text: str
     cuts: tuple[Cut, ...] = ()
 
 
 Outcome = Drop | Change | None
-"""None keeps a document as it is."""
+"""None keeps a document unchanged."""
 
 
-def _codes(instance: object, attribute: "Attribute[Any]", value: object) -> None:
-    if not isinstance(value, tuple) or not all(isinstance(one, str) and one for one in value):
-        raise ConfigError(f'{attribute.name} is {shown(value)}; give codes, as ["en", "zh"]')
+def _language_codes(instance: object, attribute: "Attribute[Any]", value: object) -> None:
+    if not isinstance(value, tuple) or not all(isinstance(code, str) and code for code in value):
+        raise ConfigError(
+            f'{attribute.name} must be a list of codes such as ["en", "zh"], got {shown(value)}'
+        )
 
 
 def as_tuple(value: object) -> object:
-    """Convert a list from a file to a tuple; leave anything else for the validator to refuse."""
+    """Convert a list from a file to a tuple; the validator rejects other values."""
     return tuple(value) if isinstance(value, list) else value
 
 
 @frozen(kw_only=True)
 class Rule(ABC):
-    """What a rule is: settings, and what they make of a document."""
+    """A rule: settings, and their effect on a document."""
 
     name: ClassVar[str]
-    """As in a file of rules."""
+    """Name in rule files."""
     shown: ClassVar[bool] = True
-    """Whether the beginning of a document that it drops may be shown."""
-    languages: tuple[str, ...] = field(default=(), converter=as_tuple, validator=_codes)
-    """Languages of the documents that the rule looks at, as ISO 639-1 codes; none: all."""
+    """Whether excerpts of dropped documents may be shown."""
+    languages: tuple[str, ...] = field(default=(), converter=as_tuple, validator=_language_codes)
+    """Languages that the rule applies to, as ISO 639-1 codes; empty: all."""
 
     @abstractmethod
     def apply(self, text: Text, /) -> Outcome:
         """Keep, change or drop a document."""
 
     def check(self) -> None:
-        """Check, before any work, that what the rule needs is there.
+        """Check in advance that the libraries and files of the rule are available.
 
         Raises:
             SettingError: a library or a file is missing.
         """
         if self.languages:
-            from ms_data.cleaning.languages import detector
+            from ms_data.cleaning.languages import language_detector
 
-            detector()
+            language_detector()
 
     def identity(self) -> str:
-        """Name what decides beside the settings, such as a library; empty if nothing does."""
+        """Return what affects the result besides the settings, such as a library version, or ""."""
         return library_version("Resiliparse") if self.languages else ""
 
 
 def library_version(name: str) -> str:
-    """Return the name and version of a library, as another version may decide otherwise."""
+    """Return the name and version of a library, which may affect results."""
     return f"{name} {version(name)}"
 
 
-def shares(*, count: int) -> Any:
-    """Check for a list of as many shares from 0 to 1."""
+def fractions(*, count: int) -> Any:
+    """Return a validator for a tuple of `count` numbers from 0 to 1."""
 
     def check(instance: object, attribute: "Attribute[Any]", value: object) -> None:
         fits = isinstance(value, tuple) and len(value) == count
-        if not fits or not all(type(one) in (int, float) and 0 <= one <= 1 for one in value):  # type: ignore[attr-defined]
+        if not fits or not all(type(item) in (int, float) and 0 <= item <= 1 for item in value):  # type: ignore[attr-defined]
             raise ConfigError(
-                f"{attribute.name} is {shown(value)}; give {count} numbers from 0 to 1"
+                f"{attribute.name} must be {count} numbers from 0 to 1, got {shown(value)}"
             )
 
     return check
 
 
 def texts(instance: object, attribute: "Attribute[Any]", value: object) -> None:
-    """Check for a list of texts."""
-    if not isinstance(value, tuple) or not all(isinstance(one, str) and one for one in value):
-        raise ConfigError(f"{attribute.name} is {shown(value)}; give a list of texts")
+    """Validate a tuple of non-empty strings."""
+    if not isinstance(value, tuple) or not all(isinstance(item, str) and item for item in value):
+        raise ConfigError(f"{attribute.name} must be a list of strings, got {shown(value)}")
 
 
 def over(setting: str, value: float, limit: float) -> Drop | None:
-    """Drop what is above a limit."""
+    """Return a Drop if a value exceeds its limit."""
     return Drop(setting, round(value, 6), limit) if value > limit else None
 
 
 def under(setting: str, value: float, limit: float) -> Drop | None:
-    """Drop what is below a limit."""
+    """Return a Drop if a value is below its limit."""
     return Drop(setting, round(value, 6), limit) if value < limit else None

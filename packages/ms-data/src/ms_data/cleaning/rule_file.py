@@ -1,4 +1,4 @@
-"""Reads a file of rules, and writes one to begin with."""
+"""Reads rule files, and writes the initial one."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ from ms_data.settings.run_file import build
 from ms_data.settings.template import template_text
 
 _WORD_RULES = ("gopher_repetition", "gopher_quality", "c4_quality", "fineweb_quality")
-_BEGUN = (
+_ENABLED = (
     "unicode",
     "control_characters",
     "language",
@@ -30,8 +30,8 @@ _BEGUN = (
     "chinese_quality",
     "personal_data",
 )
-_ORDER = (*_BEGUN, "c4_paragraphs", "decontaminate", "pictures", "sound")
-_BEGIN: dict[str, dict[str, Any]] = {
+_ORDER = (*_ENABLED, "c4_paragraphs", "decontaminate", "pictures", "sound")
+_INITIAL_SETTINGS: dict[str, dict[str, Any]] = {
     "unicode": {"form": "NFC"},
     "control_characters": {"line_ends": True},
     "language": {"keep": ["en", "zh"]},
@@ -42,37 +42,37 @@ _BEGIN: dict[str, dict[str, Any]] = {
 }
 
 Rules = str | Path | Mapping[str, Any] | Sequence[Rule]
-"""A file of rules, its tables, or the rules themselves, in order."""
+"""A rule file, its tables, or the rules in order."""
 
 
 @frozen(kw_only=True)
 class RuleSet:
-    """Rules in the order in which they are applied."""
+    """Rules in the order of application."""
 
     rules: tuple[Rule, ...]
     words: str = field(default="plain", validator=one_of(*SPLITTERS))
-    """What splits text into words: plain, or spacy for the words that datatrove counts."""
+    """Word splitter: plain, or spacy for the same word counts as datatrove."""
 
     @property
-    def of_rows(self) -> bool:
-        """Whether they look at rows with pictures and sound; else at text."""
+    def for_rows(self) -> bool:
+        """Whether the rules are for rows with images and audio instead of text."""
         return isinstance(self.rules[0], RowRule)
 
     def settings(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the rules by name, with all their settings."""
+        """Return the rule names with all their settings."""
         return [(rule.name, asdict(rule)) for rule in self.rules]
 
 
 def make_rule(name: str, settings: Mapping[str, Any], *, where: str) -> Rule:
-    """Make a rule from its name and settings.
+    """Create a rule from its name and settings.
 
     Raises:
-        ConfigError: there is no such rule, or a setting is unknown or cannot be used.
+        ConfigError: there is no such rule, or a setting is unknown or invalid.
     """
     if name not in RULES:
         raise ConfigError(f"{where}: unknown rule {name!r}; {nearest(name, RULES)}")
     if not isinstance(settings, Mapping):
-        raise ConfigError(f"{where}: {name} is no table; write [{name}] above its settings")
+        raise ConfigError(f"{where}: {name} must be a table; write [{name}] above its settings")
     return build(RULES[name], settings, where=f"{where}, {name}")
 
 
@@ -80,17 +80,17 @@ def read_rules(rules: Rules) -> RuleSet:
     """Read rules from a file or its tables.
 
     Raises:
-        ConfigError: the file cannot be read, holds no rule, or a setting cannot be used.
+        ConfigError: the file cannot be read, holds no rules, or has an invalid setting.
     """
     if isinstance(rules, str | Path):
         return _rule_set(read_toml(rules, error=ConfigError), str(rules))
     if isinstance(rules, Mapping):
         return _rule_set(rules, "rules")
-    return _some(RuleSet(rules=tuple(rules)), "rules")
+    return _checked_set(RuleSet(rules=tuple(rules)), "rules")
 
 
 def rules_template() -> str:
-    """Return a file of rules to begin with: those for English and Chinese, with all settings."""
+    """Return the initial rule file: rules for English and Chinese, with all settings."""
     keys = []
     for name in _ORDER:
         groups = groups_of(place_of(RULES[name]), hidden=("name", "shown"))
@@ -98,12 +98,12 @@ def rules_template() -> str:
         inner["languages"] = _languages(inner["languages"], name)
         keys.append(Key(name=name, meaning=groups[0].title + ".", inner=tuple(inner.values())))
     general = KeyGroup(
-        title="Rules are applied in the order of their tables; a table that is deleted is off",
+        title="Rules run in the order of their tables; delete a table to disable its rule",
         keys=(Key(name="words", meaning=_meaning("words"), default="plain"), *keys),
     )
-    title = "What ms-data clean keeps, changes and drops."
-    text = template_text(title, [general], _BEGIN)
-    return _off(text, [name for name in _ORDER if name not in _BEGUN])
+    title = "Rules of ms-data clean: which documents to keep, change and drop."
+    text = template_text(title, [general], _INITIAL_SETTINGS)
+    return _comment_out(text, [name for name in _ORDER if name not in _ENABLED])
 
 
 def _rule_set(tables: Mapping[str, Any], where: str) -> RuleSet:
@@ -111,25 +111,25 @@ def _rule_set(tables: Mapping[str, Any], where: str) -> RuleSet:
     words = tables.pop("words", "plain")
     rules = tuple(make_rule(name, table, where=where) for name, table in tables.items())
     try:
-        return _some(RuleSet(rules=rules, words=words), where)
+        return _checked_set(RuleSet(rules=rules, words=words), where)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _some(rules: RuleSet, where: str) -> RuleSet:
+def _checked_set(rules: RuleSet, where: str) -> RuleSet:
     if not rules.rules:
-        raise ConfigError(f"{where} holds no rule; `ms-data init clean` writes one to begin with")
-    of_text = [rule.name for rule in rules.rules if not isinstance(rule, RowRule)]
-    if of_text and len(of_text) < len(rules.rules):
+        raise ConfigError(f"{where} holds no rules; create a file with `ms-data init clean`")
+    text_rules = [rule.name for rule in rules.rules if not isinstance(rule, RowRule)]
+    if text_rules and len(text_rules) < len(rules.rules):
         raise ConfigError(
-            f"{where}: {of_text[0]} looks at text, and pictures and sound at rows of messages; give"
-            " each kind a file of its own"
+            f"{where}: {text_rules[0]} is a rule for text, pictures and sound are rules for rows "
+            "of messages; put them in separate files"
         )
     return rules
 
 
 def _languages(key: Key, name: str) -> Key:
-    default = list(RULES[name]().languages) if name in _BEGUN else []
+    default = list(RULES[name]().languages) if name in _ENABLED else []
     return evolve(key, default=default)
 
 
@@ -138,8 +138,8 @@ def _meaning(name: str) -> str:
     return next(key.meaning for group in groups for key in group.keys if key.name == name)
 
 
-def _off(text: str, names: list[str]) -> str:
-    """Put the tables of some rules behind a #."""
+def _comment_out(text: str, names: list[str]) -> str:
+    """Comment out the tables of some rules."""
     for name in names:
         text = text.replace(f"\n[{name}]", f"\n# [{name}]")
     return text

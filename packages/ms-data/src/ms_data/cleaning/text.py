@@ -1,4 +1,4 @@
-"""A document as rules see it: what several of them ask is computed once."""
+"""A document as rules see it, with cached words, lines and language."""
 
 import string
 import unicodedata
@@ -27,10 +27,10 @@ _SENTENCE_ENDS = (
 
 SENTENCE_ENDS = frozenset(
     chr(code)
-    for one in _SENTENCE_ENDS
-    for code in (range(one[0], one[1] + 1) if isinstance(one, tuple) else (one,))
+    for entry in _SENTENCE_ENDS
+    for code in (range(entry[0], entry[1] + 1) if isinstance(entry, tuple) else (entry,))
 )
-"""What ends a sentence in some script: Unicode's Sentence_Terminal, and three signs of Khmer."""
+"""Sentence-ending characters of all scripts: Unicode's Sentence_Terminal, and three Khmer signs."""
 
 SIGNS = SENTENCE_ENDS.union(
     string.punctuation,
@@ -39,11 +39,11 @@ SIGNS = SENTENCE_ENDS.union(
     "\u2501\u3001\u3008\u3009\u300a\u300b\u300c\u300d\u3010\u3011",
     "\uff05\uff08\uff09\uff0c\uff1a\uff1b\uff5e",
 )
-"""A word of these alone is no word where words are counted."""
+"""Punctuation and control characters; a word of these alone is not counted as a word."""
 
 
 class Text:
-    """A text, its words and lines."""
+    """A text with its words and lines."""
 
     def __init__(self, text: str, split: Splitter) -> None:
         self.text = text
@@ -51,29 +51,29 @@ class Text:
 
     @cached_property
     def words(self) -> list[str]:
-        """Its words in order."""
+        """Words in order."""
         return self.split(self.text)
 
     @cached_property
     def counts(self) -> Counter[str]:
-        """How often each word stands there."""
+        """Number of occurrences of each word."""
         return Counter(self.words)
 
     @cached_property
     def lines(self) -> list[str]:
-        """Its lines, ended as by `str.splitlines`."""
+        """Lines, split like `str.splitlines`."""
         return self.text.splitlines()
 
     @cached_property
     def language(self) -> str:
-        """The code of its language, or "unknown"."""
+        """ISO 639-1 code of the language, or "unknown"."""
         return identify(self.text)
 
 
 def count_sentences(words: list[str]) -> int:
-    """Count the sentences that words make.
+    """Count the sentences in a list of words.
 
-    Each ends behind a sentence end and the signs that follow it.
+    A sentence ends after a sentence end and the punctuation that follows it.
     """
     sentences, ended = 0, False
     for word in words:
@@ -86,12 +86,12 @@ def count_sentences(words: list[str]) -> int:
 
 
 def repeats(parts: list[str]) -> tuple[int, int]:
-    """Count the parts that stood before, and their characters."""
+    """Return the number of parts that occurred before, and their total characters."""
     counts = Counter(parts)
     if len(counts) == len(parts):
         return 0, 0
-    again = [(part, count - 1) for part, count in counts.items() if count > 1]
-    return sum(count for _, count in again), sum(len(part) * count for part, count in again)
+    repeated = [(part, count - 1) for part, count in counts.items() if count > 1]
+    return sum(count for _, count in repeated), sum(len(part) * count for part, count in repeated)
 
 
 def _is_punctuation(word: str) -> bool:

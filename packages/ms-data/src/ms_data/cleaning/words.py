@@ -1,4 +1,4 @@
-"""Splits text into words, which the published rules count."""
+"""Word splitters, for the published rules that count words."""
 
 import re
 from collections.abc import Callable
@@ -16,49 +16,48 @@ Splitter = Callable[[str], list[str]]
 _PLAIN = re.compile(
     rf"[^\W{HAN}{KANA}]+(?:['\u2019][^\W\d_]+)?|\.{{2,}}|-{{2,}}|[{HAN}{KANA}]|[^\w\s]"
 )
-_CHUNK_CHARACTERS = 64
-_KEPT_CHUNKS = 1 << 18
+_MAX_CACHED_CHARACTERS = 64
+_CACHE_ENTRIES = 1 << 18
 
 
 def plain_words(text: str) -> list[str]:
     """Split text into runs of letters and digits, and single signs.
 
-    An apostrophe stays within a word, dots and dashes in a row are one, and each Chinese or
-    Japanese character is a word. No character but white space is lost.
+    An apostrophe is part of a word, consecutive dots or dashes form one word, and every Chinese or
+    Japanese character is a word. Only white space is dropped.
     """
     return _PLAIN.findall(text)
 
 
 class SpacyWords:
-    """The words of spaCy's English tokenizer, which datatrove takes for English.
+    """Words of spaCy's English tokenizer, which datatrove uses for English.
 
-    That tokenizer works on what stands between white space, so that each such piece is split once
-    and remembered.
+    The tokenizer works on pieces between white space, so every piece is split once and cached.
     """
 
     def __init__(self) -> None:
         self._tokenizer = _spacy_tokenizer()
-        self._known: dict[str, list[str]] = {}
+        self._cache: dict[str, list[str]] = {}
 
     def __call__(self, text: str) -> list[str]:
         """Split a text into words."""
-        known = self._known
+        cached = self._cache
         words: list[str] = []
         for piece in text.split():
-            found = known.get(piece)
-            if found is None:
-                found = self._split(piece)
-            words += found
+            piece_words = cached.get(piece)
+            if piece_words is None:
+                piece_words = self._split(piece)
+            words += piece_words
         return words
 
     def _split(self, piece: str) -> list[str]:
-        found = [token.text for token in self._tokenizer(piece)]
-        found = [word.strip() for word in found if word.strip()]
-        if len(piece) <= _CHUNK_CHARACTERS:
-            if len(self._known) >= _KEPT_CHUNKS:
-                self._known.clear()
-            self._known[piece] = found
-        return found
+        words = [token.text for token in self._tokenizer(piece)]
+        words = [word.strip() for word in words if word.strip()]
+        if len(piece) <= _MAX_CACHED_CHARACTERS:
+            if len(self._cache) >= _CACHE_ENTRIES:
+                self._cache.clear()
+            self._cache[piece] = words
+        return words
 
 
 SPLITTERS = ("plain", "spacy")
@@ -66,7 +65,7 @@ SPLITTERS = ("plain", "spacy")
 
 @cache
 def splitter(name: str) -> Splitter:
-    """Return a splitter by its name in `SPLITTERS`.
+    """Return the splitter with a name of `SPLITTERS`.
 
     Raises:
         SettingError: its library is not installed.
@@ -79,6 +78,6 @@ def _spacy_tokenizer() -> Any:
         import spacy
     except ImportError as error:
         raise SettingError(
-            'words = "spacy" needs spaCy; install it with `pip install spacy`, or take "plain"'
+            'words = "spacy" needs spaCy; install it with `pip install spacy`, or use "plain"'
         ) from error
     return spacy.blank("en").tokenizer

@@ -1,1 +1,1 @@
-"""Finds documents, and parts of documents, that stand in a corpus more than once."""
+"""Finds duplicate documents, and repeated parts of documents."""

@@ -1,4 +1,4 @@
-"""The second pass over a batch: writes the documents kept, without parts that stood before."""
+"""Second pass over a batch: writes the kept documents, without repeated parts."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,46 +16,46 @@ from ms_data.passes.run import PassResult
 from ms_data.passes.tally import Entry, Tally, shorten
 
 
-class Decided(msgspec.Struct, frozen=True):
-    """Where a process reads what was decided."""
+class DecisionFiles(msgspec.Struct, frozen=True):
+    """Location of the decisions, for worker processes."""
 
     folder: str
     substrings: bool
 
 
 class Decisions:
-    """What was decided of each document, in mapped files."""
+    """Decisions about all documents, in memory-mapped files."""
 
-    def __init__(self, decided: Decided) -> None:
-        folder = Path(decided.folder)
+    def __init__(self, location: DecisionFiles) -> None:
+        folder = Path(location.folder)
         self._keeper: NDArray[Any] = np.memmap(folder / "keeper", np.uint32, "r")
         self._same: NDArray[Any] = np.memmap(folder / "same", np.bool_, "r")
         self._starts: NDArray[Any] | None = None
         self._spans: NDArray[Any] = np.empty(0, SPAN)
-        if decided.substrings:
+        if location.substrings:
             self._starts = np.memmap(folder / "spans.starts", np.uint64, "r")
             if (folder / "spans.bin").stat().st_size:
                 self._spans = np.memmap(folder / "spans.bin", SPAN, "r")
 
     def keeper(self, document: int) -> int:
-        """Return the document that is kept for one, itself where it is kept."""
+        """Return the document that replaces `document`; itself if it is kept."""
         return int(self._keeper[document])
 
     def same(self, document: int) -> bool:
-        """Return whether a document that is dropped has the text of the one that is kept."""
+        """Return whether a dropped document has exactly the text of the one that is kept."""
         return bool(self._same[document])
 
     def spans(self, document: int) -> list[tuple[int, int]]:
-        """Return the words of a document that stood before."""
+        """Return the word spans of a document that occurred before."""
         if self._starts is None:
             return []
-        found = self._spans[int(self._starts[document]) : int(self._starts[document + 1])]
-        return list(zip(found["first"].tolist(), found["end"].tolist(), strict=True))
+        spans = self._spans[int(self._starts[document]) : int(self._starts[document + 1])]
+        return list(zip(spans["first"].tolist(), spans["end"].tolist(), strict=True))
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Return the function that turns a batch into its answer, both as msgpack."""
-    decisions = Decisions(msgspec.msgpack.decode(setup, type=Decided))
+    """Return the function that processes a batch; request and result are msgpack."""
+    decisions = Decisions(msgspec.msgpack.decode(setup, type=DecisionFiles))
     decoder = msgspec.msgpack.Decoder(Batch)
 
     def work(request: bytes) -> bytes:
@@ -65,7 +65,7 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
 
 
 def write_batch(batch: Batch, decisions: Decisions) -> PassResult:
-    """Write the documents of a batch that are kept, and the ledger of all."""
+    """Write the kept documents of a batch, and the ledger entries of all."""
     tally = Tally()
     documents: list[bytes] = []
     ledger: list[bytes] = []

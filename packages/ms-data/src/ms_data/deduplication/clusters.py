@@ -1,4 +1,4 @@
-"""Joins documents that are alike into clusters, and chooses the one of each that is kept."""
+"""Joins similar documents into clusters, and chooses the document to keep from each."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,34 +10,34 @@ from numpy.typing import NDArray
 
 from ms_data.deduplication.options import DedupOptions
 from ms_data.deduplication.records import FACTS, RECORD
-from ms_data.deduplication.sorting import Buckets, Records, runs, with_first
+from ms_data.deduplication.sorting import Buckets, Records, repeat_first_record, runs
 
 _EDGE = np.dtype([("one", "<u4"), ("other", "<u4")])
 _MEMBER = np.dtype([("key", "<u8"), ("better", "<u4"), ("document", "<u4")])
-"""A document of a cluster; the key is the least number in it, from the first bit on."""
+"""A document of a cluster; the key is the cluster's smallest document number, in the high bits."""
 _CHUNK = 1 << 20
 
 Labels = NDArray[np.uint32]
 
 
 class Cluster(msgspec.Struct, frozen=True):
-    """Documents that are alike: a line of `clusters.jsonl`."""
+    """Similar documents: a line of `clusters.jsonl`."""
 
     kept: int
-    """The number of the one that is kept."""
+    """Number of the kept document."""
     documents: list[int]
-    """All of them, in the order of the corpus."""
+    """Numbers of all documents, in the order of the corpus."""
 
 
-class Chosen(NamedTuple):
-    """A cluster, and which of it is kept."""
+class ChosenCluster(NamedTuple):
+    """A cluster, with the choice of the kept document."""
 
     kept: int
     documents: Labels
-    """All of them, in the order of the corpus."""
+    """Numbers of all documents, in the order of the corpus."""
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the JSON of its `Cluster`, in parts of bounded size, with a line's end."""
+        """Yield the JSON line of the `Cluster`, in parts of bounded size."""
         yield b'{"kept":%d,"documents":[' % self.kept
         for start in range(0, len(self.documents), _CHUNK):
             numbers = msgspec.json.encode(self.documents[start : start + _CHUNK].tolist())
@@ -45,10 +45,10 @@ class Chosen(NamedTuple):
         yield b"]}\n"
 
 
-class Joined:
-    """Clusters as a label for each document: the least number that it is joined with.
+class Components:
+    """Connected components: the label of a document is the smallest number in its component.
 
-    Labels lie in a mapped file, so that memory does not grow with the corpus.
+    Labels are in a memory-mapped file, so memory does not grow with the corpus.
     """
 
     def __init__(self, path: Path, documents: int) -> None:
@@ -58,114 +58,120 @@ class Joined:
             part[:] = np.arange(start, start + len(part), dtype=np.uint32)
 
     def join(self, edges: "Edges") -> None:
-        """Join the two ends of every edge, and whatever these are joined with."""
+        """Join the two ends of all edges."""
+        # Propagate minimum labels along the edges until nothing changes.
         changed = True
         while changed:
             changed = False
-            for one, other in edges.read():
-                changed |= self._lower(one, other)
+            for left, right in edges.read():
+                changed |= self._lower(left, right)
 
-    def _lower(self, one: Labels, other: Labels) -> bool:
+    def _lower(self, left: Labels, right: Labels) -> bool:
         labels = self.labels
-        low, high = labels[one], labels[other]
-        differing = low != high
-        if not differing.any():
+        left_labels, right_labels = labels[left], labels[right]
+        differ = left_labels != right_labels
+        if not differ.any():
             return False
-        one, other, low, high = (each[differing] for each in (one, other, low, high))
-        least = np.minimum(low, high)
-        for place in (low, high, one, other):
-            np.minimum.at(labels, place, least)
-        for place in (one, other):
-            labels[place] = labels[labels[place]]
+        left, right, left_labels, right_labels = (
+            values[differ] for values in (left, right, left_labels, right_labels)
+        )
+        least = np.minimum(left_labels, right_labels)
+        for targets in (left_labels, right_labels, left, right):
+            np.minimum.at(labels, targets, least)
+        for targets in (left, right):  # pointer jumping
+            labels[targets] = labels[labels[targets]]
         return True
 
 
 class Edges:
-    """Pairs of documents that are alike, in a file."""
+    """Pairs of similar documents, in a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         path.write_bytes(b"")
 
     def add(self, records: Records) -> None:
-        """Add a pair for each record after the first of a run of the same key and check."""
+        """Add an edge from the first record of every run of equal key and check to the others."""
         first = runs(records, "key", "check")
-        again = first != np.arange(len(records))
-        edges = np.zeros(int(again.sum()), _EDGE)
-        edges["one"] = records["document"][first[again]]
-        edges["other"] = records["document"][again]
+        repeated = first != np.arange(len(records))
+        edges = np.zeros(int(repeated.sum()), _EDGE)
+        edges["one"] = records["document"][first[repeated]]
+        edges["other"] = records["document"][repeated]
         with self._path.open("ab") as file:
             file.write(np.unique(edges[edges["one"] != edges["other"]]).tobytes())
 
     def read(self) -> Iterator[tuple[Labels, Labels]]:
-        """Yield all pairs, many at a time."""
+        """Yield all edges, in blocks."""
         with self._path.open("rb") as file:
             while content := file.read(_CHUNK * _EDGE.itemsize):
                 edges = np.frombuffer(content, _EDGE)
                 yield edges["one"], edges["other"]
 
 
-def join_alike(
+def join_equal_keys(
     folder: Path, name: str, records: Iterable[bytes], *, documents: int, size_bytes: int
-) -> Joined:
-    """Join the documents of which `RECORD`s have the same key.
+) -> Components:
+    """Join documents whose `RECORD`s have an equal key and check.
 
     Args:
-        folder: for files that are not kept.
-        name: of these files.
-        records: as bytes, many at a time.
-        documents: how many there are.
-        size_bytes: of all records, about.
+        folder: folder for temporary files.
+        name: name of these files.
+        records: encoded records, in blocks.
+        documents: number of documents.
+        size_bytes: approximate size of all records.
     """
     buckets = Buckets(folder / name, RECORD, size_bytes)
     for content in records:
         buckets.add(np.frombuffer(content, RECORD))
     edges = Edges(folder / f"{name}.edges")
-    for part in with_first(buckets.sorted()):
+    for part in repeat_first_record(buckets.sorted()):
         edges.add(part)
-    joined = Joined(folder / f"{name}.labels", documents)
-    joined.join(edges)
-    return joined
+    components = Components(folder / f"{name}.labels", documents)
+    components.join(edges)
+    return components
 
 
-def choose(folder: Path, labels: Labels, facts: Records, options: DedupOptions) -> Iterator[Chosen]:
-    """Choose the document of each cluster that is kept; in the order of their first documents.
+def choose(
+    folder: Path, labels: Labels, facts: Records, options: DedupOptions
+) -> Iterator[ChosenCluster]:
+    """Choose the document to keep from every cluster, in the order of the first documents.
 
-    Members are sorted in files by their cluster, so that one cluster is in memory at a time, or
-    some small ones.
+    Members are sorted by cluster in files, so that memory holds only one large cluster or several
+    small ones at a time.
 
     Args:
-        folder: for files that are not kept.
-        labels: the least number that each document is joined with.
+        folder: folder for temporary files.
+        labels: smallest number in the component of each document.
         facts: `FACTS` of each document.
-        options: which one is kept.
+        options: the criterion.
     """
     assert facts.dtype == FACTS
     shift = np.uint64(64 - max(1, len(labels).bit_length()))
     members = Buckets(folder / "clusters", _MEMBER, len(labels) * _MEMBER.itemsize)
     for start in range(0, len(labels), _CHUNK):
-        own = labels[start : start + _CHUNK]
-        later = start + np.flatnonzero(own != _numbers(labels, start))
-        found: Records = np.zeros(len(later), _MEMBER)
-        found["key"] = labels[later].astype(np.uint64) << shift
-        found["document"], found["better"] = later, _better(facts, later, options)
-        members.add(found)
-    for part in _whole_keys(members.sorted()):
+        block = labels[start : start + _CHUNK]
+        # The smallest member of a cluster has its own number as label; it is added below.
+        duplicates = start + np.flatnonzero(block != _numbers(labels, start))
+        rows: Records = np.zeros(len(duplicates), _MEMBER)
+        rows["key"] = labels[duplicates].astype(np.uint64) << shift
+        rows["document"], rows["better"] = duplicates, _keep_order(facts, duplicates, options)
+        members.add(rows)
+    for part in _merge_split_keys(members.sorted()):
         keys = np.unique(part["key"])
         roots: Records = np.zeros(len(keys), _MEMBER)
         roots["key"] = keys
         roots["document"] = roots["key"] >> shift
-        roots["better"] = _better(facts, roots["document"], options)
-        every: Records = np.concatenate((roots, part))
-        every = every[np.lexsort((every["document"], every["better"], every["key"]))]
-        for one in np.split(every["document"], np.flatnonzero(np.diff(every["key"])) + 1):
-            yield Chosen(int(one[0]), np.sort(one))
+        roots["better"] = _keep_order(facts, roots["document"], options)
+        combined: Records = np.concatenate((roots, part))
+        combined = combined[np.lexsort((combined["document"], combined["better"], combined["key"]))]
+        for cluster in np.split(combined["document"], np.flatnonzero(np.diff(combined["key"])) + 1):
+            yield ChosenCluster(int(cluster[0]), np.sort(cluster))
 
 
-def _better(
+def _keep_order(
     facts: Records, documents: NDArray[np.integer], options: DedupOptions
 ) -> NDArray[np.integer]:
-    """Rank documents from 0 to 2**32 - 1: the least is kept, of equal ones the first."""
+    """Return sort keys of documents: the smallest is kept, of equal ones the first."""
     ranks: dict[str, NDArray[np.integer]] = {
         "longest": np.iinfo(np.uint32).max - facts["size"][documents],
         "priority": facts["rank"][documents],
@@ -174,16 +180,16 @@ def _better(
     return ranks[options.keep]
 
 
-def _whole_keys(parts: Iterable[Records]) -> Iterator[Records]:
-    """Put the parts of one key together again."""
-    waiting: list[Records] = []
+def _merge_split_keys(parts: Iterable[Records]) -> Iterator[Records]:
+    """Concatenate parts so that no key is split between two."""
+    pending: list[Records] = []
     for part in parts:
-        if waiting and waiting[-1]["key"][-1] != part["key"][0]:
-            yield np.concatenate(waiting)
-            waiting.clear()
-        waiting.append(part)
-    if waiting:
-        yield np.concatenate(waiting)
+        if pending and pending[-1]["key"][-1] != part["key"][0]:
+            yield np.concatenate(pending)
+            pending.clear()
+        pending.append(part)
+    if pending:
+        yield np.concatenate(pending)
 
 
 def _numbers(labels: Labels, start: int) -> Labels:

@@ -1,7 +1,7 @@
-"""Deduplicates a corpus: the same text, nearly the same text, and parts that stood before.
+"""Deduplicates a corpus: exact duplicates, near duplicates, and repeated parts of documents.
 
-A first pass hashes every document; the hashes are sorted in files, so that memory does not grow
-with the corpus; a second pass writes what is kept.
+A first pass hashes every document. The hashes are sorted in files, so memory does not grow with the
+corpus. A second pass writes the kept documents.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,8 +15,8 @@ from attrs import asdict, evolve, frozen
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.find import CorpusName, find_corpus
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
-from ms_data.deduplication.apply import Decided
-from ms_data.deduplication.clusters import Labels, choose, join_alike
+from ms_data.deduplication.apply import DecisionFiles
+from ms_data.deduplication.clusters import Labels, choose, join_equal_keys
 from ms_data.deduplication.minhash import SIGNATURES
 from ms_data.deduplication.options import DedupOptions
 from ms_data.deduplication.records import FACTS, RECORD
@@ -46,27 +46,28 @@ def dedup(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_quarantine: Callable[[str], None] = lambda reason: None,
 ) -> LedgerSummary:
-    """Write a corpus with one document of each group that is alike, and a ledger.
+    """Deduplicate a corpus, and write one document of each cluster and a ledger.
 
     Args:
-        corpus: files, folders or addresses of text and tables, or `stdlib`; see `find_corpus`.
-        out: the folder to make: that of `clean`, and `clusters.jsonl`, a line for those alike.
-        options: what counts as a duplicate, and which one is kept.
-        workers: processes; None: one a core; or a Ray cluster: `ray`, or `ray://HOST:PORT`.
-        shard_size_mib: a file is closed at the first MiB of text past this size, once packed.
-        text_column: the member or column of a row that holds the text.
-        strict: stop at a document that cannot be read instead of naming it and going on.
-        document_limit_mib: a longer document, once unpacked, cannot be read.
-        shard: `3/16` hashes the third part for an array of 16 jobs; `merge/16` does the rest.
-        on_progress: called with the bytes that are done, and all, in each of the two passes.
-        on_quarantine: called with the place and fault of what cannot be read.
+        corpus: files, folders or URLs of text and tables, or `stdlib`; see `find_corpus`.
+        out: output folder, as for `clean`, with `clusters.jsonl`: one line per cluster.
+        options: criteria for duplicates and for the document to keep.
+        workers: number of processes, or a Ray cluster, `ray` or `ray://HOST:PORT`. None: one
+            process per core.
+        shard_size_mib: a file is closed at the first MiB of text past this compressed size.
+        text_column: column or JSON key with the text of a row.
+        strict: stop at an unreadable document instead of reporting and skipping it.
+        document_limit_mib: a longer document (uncompressed) counts as unreadable.
+        shard: `3/16` hashes the third of 16 parts of an array job; `merge/16` does the rest.
+        on_progress: called with the bytes done and the total, in each of the two passes.
+        on_quarantine: called with location and reason for every unreadable document.
 
     Raises:
-        SettingError: an argument or option cannot be used.
+        SettingError: an argument or option is invalid.
         CorpusError: the corpus is missing, empty or damaged, or with `strict` not text.
         OutputError: `out` cannot be written, or holds something else.
     """
-    chosen = _checked(options or DedupOptions())
+    dedup_options = _check_options(options or DedupOptions())
     source = find_corpus(
         corpus,
         text_column=text_column,
@@ -79,7 +80,7 @@ def dedup(
         kind="dedup",
         corpus=corpus,
         source=source,
-        recipe={**reading_recipe(source, shard_size_mib), **_recipe(chosen)},
+        recipe={**reading_recipe(source, shard_size_mib), **_recipe(dedup_options)},
         work="ms_data.deduplication.apply:prepare",
         prepare=lambda folder: b"",
         workers=worker_count(workers),
@@ -90,12 +91,14 @@ def dedup(
         extra=(CLUSTERS,),
     )
     job = ArrayShard.parse(shard, out, corpus)
-    first = evolve(_signing(last, _plain(chosen), on_quarantine), shard=job)
-    return _perform(first, evolve(last, prepare=_Decide(first, source, chosen).run), out)
+    first = evolve(_signature_pass(last, _plain(dedup_options), on_quarantine), shard=job)
+    return _run_passes(
+        first, evolve(last, prepare=_DecisionStep(first, source, dedup_options).run), out
+    )
 
 
-def _perform(first: Pass, last: Pass, out: str | Path) -> LedgerSummary:
-    """Do both passes, or this job's part of the first one."""
+def _run_passes(first: Pass, last: Pass, out: str | Path) -> LedgerSummary:
+    """Run both passes, or this job's part of the first one."""
     job = first.shard
     if job is not None and job.number:
         return last.finished_summary(out) or first.publish(job.folder / "signatures")
@@ -103,24 +106,26 @@ def _perform(first: Pass, last: Pass, out: str | Path) -> LedgerSummary:
 
 
 def _plain(options: DedupOptions) -> dict[str, Any]:
-    """Turn options into what JSON gives back of them, so that they compare."""
+    """Convert options to the values that JSON returns for them, for comparison with saved ones."""
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(asdict(options)))
     return plain
 
 
 def _recipe(options: DedupOptions) -> dict[str, Any]:
-    """Return what decides which documents are kept."""
+    """Return the settings that determine which documents are kept."""
     return {**_plain(options), "signatures": SIGNATURES}
 
 
-def _checked(options: DedupOptions) -> DedupOptions:
+def _check_options(options: DedupOptions) -> DedupOptions:
     if not (options.exact or options.minhash or options.substring_words):
-        raise SettingError("nothing is looked for; give exact, minhash or substring_words")
+        raise SettingError("no criterion is enabled; set exact, minhash or substring_words")
     return options
 
 
-def _signing(last: Pass, options: dict[str, Any], on_quarantine: Callable[[str], None]) -> Pass:
-    """Return the first pass, which hashes all documents and names what cannot be read."""
+def _signature_pass(
+    last: Pass, options: dict[str, Any], on_quarantine: Callable[[str], None]
+) -> Pass:
+    """Return the first pass, which hashes all documents and reports unreadable ones."""
     return evolve(
         last,
         kind="dedup signatures",
@@ -134,15 +139,15 @@ def _signing(last: Pass, options: dict[str, Any], on_quarantine: Callable[[str],
 
 
 @frozen
-class _Decide:
-    """Decides between the two passes which documents are kept."""
+class _DecisionStep:
+    """Chooses the documents to keep, between the two passes."""
 
     first: Pass
     source: Corpus
     options: DedupOptions
 
     def run(self, folder: Path) -> bytes:
-        """Hash all documents, and decide which are kept."""
+        """Hash all documents, and choose those to keep."""
         scratch = folder / _SCRATCH
         scratch.mkdir(exist_ok=True)
         signatures = scratch / "signatures"
@@ -150,8 +155,8 @@ class _Decide:
         record = read_record(signatures)
         facts = np.memmap(scratch / "facts", FACTS, "w+", shape=(record.tally.documents,))
         for frame in read_frames(signatures, record):
-            found = np.frombuffer(frame.facts, FACTS)
-            facts[frame.first : frame.first + len(found)] = found
+            frame_facts = np.frombuffer(frame.facts, FACTS)
+            facts[frame.first : frame.first + len(frame_facts)] = frame_facts
         keeper = self._keepers(folder, record, facts)
         if self.options.substring_words:
             find_repeated(
@@ -159,23 +164,25 @@ class _Decide:
                 self._records(record, signatures, "windows"),
                 keeper,
                 words=self.options.substring_words,
-                size_bytes=sum(one.size_bytes for one in record.files),
+                size_bytes=sum(file.size_bytes for file in record.files),
             )
-        return msgspec.msgpack.encode(Decided(str(scratch), bool(self.options.substring_words)))
+        return msgspec.msgpack.encode(
+            DecisionFiles(str(scratch), bool(self.options.substring_words))
+        )
 
     def _keepers(self, folder: Path, record: PassRecord, facts: np.ndarray[Any, Any]) -> Labels:
-        """Join what is alike, write the clusters, and map each document to the one kept."""
+        """Join similar documents, write the clusters, and map every document to the kept one."""
         scratch, count = folder / _SCRATCH, len(facts)
         size = count * RECORD.itemsize
         signatures = scratch / "signatures"
-        exact = join_alike(
+        exact = join_equal_keys(
             scratch,
             "exact",
             self._records(record, signatures, "exact"),
             documents=count,
             size_bytes=size,
         )
-        alike = join_alike(
+        similar = join_equal_keys(
             scratch,
             "alike",
             self._records(record, signatures, "exact", "near"),
@@ -186,7 +193,7 @@ class _Decide:
         same = np.memmap(scratch / "same", np.bool_, "w+", shape=(count,))
         keeper[:] = np.arange(count, dtype=np.uint32)
         with (folder / CLUSTERS).open("wb") as file:
-            for cluster in choose(scratch, alike.labels, facts, self.options):
+            for cluster in choose(scratch, similar.labels, facts, self.options):
                 file.writelines(cluster.lines())
                 keeper[cluster.documents] = cluster.kept
                 labels = exact.labels[cluster.documents]

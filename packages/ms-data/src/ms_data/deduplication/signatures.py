@@ -1,4 +1,4 @@
-"""The first pass over a batch: makes what its documents are compared by."""
+"""First pass over a batch: computes the hashes by which documents are compared."""
 
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
@@ -23,28 +23,28 @@ _PREFIX_BYTES = 8
 
 
 class SignatureFrame(msgspec.Struct, frozen=True, array_like=True):
-    """What the documents of a batch are compared by; arrays as bytes."""
+    """Hashes of the documents of a batch; arrays as bytes."""
 
     first: int
-    """Number of its first document."""
+    """Number of the first document."""
     exact: bytes
-    """`RECORD`s: hashes of whole texts."""
+    """`RECORD`s: hashes of complete texts."""
     near: bytes
     """`RECORD`s: hashes of bands."""
     windows: bytes
-    """`WINDOW`s."""
+    """`WINDOW` records."""
     facts: bytes
-    """`FACTS` of every document."""
+    """`FACTS` of all documents."""
 
 
 class SignatureSetup(msgspec.Struct, frozen=True):
-    """What a process needs to make signatures: the options, by name."""
+    """Options of a worker process, by name."""
 
     options: dict[str, bool | int | str | list[str]]
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Return the function that turns a batch into its answer, both as msgpack."""
+    """Return the function that hashes a batch; request and result are msgpack."""
     options = DedupOptions(**msgspec.msgpack.decode(setup, type=SignatureSetup).options)  # type: ignore[arg-type]
     decoder = msgspec.msgpack.Decoder(Batch)
     signer = Signer(options)
@@ -60,7 +60,7 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
 
 
 class Signer:
-    """Makes the frames of batches."""
+    """Computes the frames of batches."""
 
     def __init__(self, options: DedupOptions) -> None:
         self._options = options
@@ -70,13 +70,13 @@ class Signer:
         self._windows = Windows(options.substring_words)
 
     def frame(self, batch: Batch) -> SignatureFrame:
-        """Compute what the documents of a batch are compared by."""
-        read = [(n, one.text) for n, one in enumerate(batch.items, batch.first) if one.text]
-        numbers = np.array([number for number, _ in read], np.uint32)
-        texts = [text for _, text in read]
+        """Compute the hashes of the documents of a batch."""
+        readable = [(n, item.text) for n, item in enumerate(batch.items, batch.first) if item.text]
+        numbers = np.array([number for number, _ in readable], np.uint32)
+        texts = [text for _, text in readable]
         facts = np.zeros(len(batch.items), FACTS)
-        facts["size"] = [len((one.text or "").encode()) for one in batch.items]
-        facts["rank"] = [self._rank(one) for one in batch.items]
+        facts["size"] = [len((item.text or "").encode()) for item in batch.items]
+        facts["rank"] = [self._priority_rank(item) for item in batch.items]
         return SignatureFrame(
             batch.first,
             self._exact(texts, numbers) if self._options.exact else b"",
@@ -110,28 +110,30 @@ class Signer:
             parts.append(records.tobytes())
         return b"".join(parts)
 
-    def _rank(self, item: Item) -> int:
+    def _priority_rank(self, item: Item) -> int:
         name = item.place.rpartition("#")[0]
-        fitting = (n for n, one in enumerate(self._options.priority) if fnmatchcase(name, one))
-        return next(fitting, len(self._options.priority))
+        matching = (
+            n for n, pattern in enumerate(self._options.priority) if fnmatchcase(name, pattern)
+        )
+        return next(matching, len(self._options.priority))
 
 
 def read_frames(folder: Path, record: PassRecord) -> Iterator[SignatureFrame]:
-    """Read the frames that a pass wrote, in order.
+    """Yield the frames that a pass wrote, in order.
 
     Raises:
-        OutputError: one is damaged.
+        OutputError: a file is damaged.
     """
     decoder = msgspec.msgpack.Decoder(SignatureFrame)
     for entry in record.files:
-        path, seen = folder / entry.name, xxhash.xxh3_128()
+        path, hasher = folder / entry.name, xxhash.xxh3_128()
         with path.open("rb") as file:
             while prefix := file.read(_PREFIX_BYTES):
                 content = file.read(min(int.from_bytes(prefix, "little"), entry.size_bytes))
-                seen.update(prefix + content)
+                hasher.update(prefix + content)
                 try:
                     yield decoder.decode(content)
                 except msgspec.MsgspecError as error:
                     raise OutputError(f"{path}: damaged; remove {folder.parent}") from error
-        if seen.hexdigest() != entry.checksum:
+        if hasher.hexdigest() != entry.checksum:
             raise OutputError(f"{path}: damaged; remove {folder.parent}")

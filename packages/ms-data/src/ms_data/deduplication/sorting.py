@@ -1,7 +1,7 @@
-"""Sorts more records than memory holds: by their first bits into files, then file by file.
+"""External sorting: distributes records to files by their high key bits, then sorts each file.
 
-Where many records share a key, as rows of zeros do, a file is itself more than memory holds. It is
-sorted in parts, which are then merged.
+If many records share a key (runs of zeros, for example), a file itself may exceed memory. It is
+then sorted in parts, which are merged.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,21 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 MEMORY_BYTES = 64 << 20
-"""Records of one file, on average, and of one part that is given; sorting takes about three times
-as much."""
-MOST_FILES = 4096
+"""Average size of a file, and maximum size of a yielded part; sorting needs three times as much."""
+MAX_FILES = 4096
 BUFFER_BYTES = 32 << 20
-"""Buffers of all files together."""
+"""Total size of the buffers of all files."""
 
 Records = NDArray[Any]
 
 
 class Buckets:
-    """Records by the first bits of the field `key`."""
+    """Records in files, by the high bits of the field `key`."""
 
     def __init__(self, folder: Path, dtype: np.dtype[Any], expected_bytes: int) -> None:
         count = 1
-        while count < MOST_FILES and expected_bytes / count > MEMORY_BYTES:
+        while count < MAX_FILES and expected_bytes / count > MEMORY_BYTES:
             count *= 2
         self._dtype = dtype
         self._bits = count.bit_length() - 1
@@ -34,30 +33,30 @@ class Buckets:
         self._paths = [folder / f"{number:04d}" for number in range(count)]
         for path in folder.iterdir():
             path.unlink()
-        self._waiting: list[list[bytes]] = [[] for _ in range(count)]
-        self._held_bytes = 0
+        self._buffers: list[list[bytes]] = [[] for _ in range(count)]
+        self._buffered_bytes = 0
 
     def add(self, records: Records) -> None:
-        """Take some records."""
+        """Add records."""
         if self._bits:
-            places = (records["key"] >> np.uint64(64 - self._bits)).astype(np.int64)
-            records = records[np.argsort(places, kind="stable")]
-            ends = np.cumsum(np.bincount(places, minlength=len(self._paths)))
+            bucket_numbers = (records["key"] >> np.uint64(64 - self._bits)).astype(np.int64)
+            records = records[np.argsort(bucket_numbers, kind="stable")]
+            ends = np.cumsum(np.bincount(bucket_numbers, minlength=len(self._paths)))
             parts = np.split(records, ends[:-1])
         else:
             parts = [records]
-        for waiting, part in zip(self._waiting, parts, strict=True):
+        for buffer, part in zip(self._buffers, parts, strict=True):
             if len(part):
-                waiting.append(part.tobytes())
-        self._held_bytes += records.nbytes
-        if self._held_bytes > BUFFER_BYTES:
+                buffer.append(part.tobytes())
+        self._buffered_bytes += records.nbytes
+        if self._buffered_bytes > BUFFER_BYTES:
             self._flush()
 
     def sorted(self) -> Iterator[Records]:
-        """Yield the records sorted by key, those of one key in the order of adding.
+        """Yield the records sorted by key; records of equal key keep their order.
 
-        All records of a key come in one part, but of a key with more than memory holds in several,
-        one after the other. Each file is removed once it is read.
+        All records of a key are in one part, unless they exceed memory; then they are in several
+        consecutive parts. Files are removed after reading.
         """
         self._flush()
         for path in self._paths:
@@ -68,99 +67,103 @@ class Buckets:
                 path.unlink()
                 yield _by_key(records)
             else:
-                yield from _merged(path, self._dtype)
+                yield from _merge_sort(path, self._dtype)
                 path.unlink()
 
     def _flush(self) -> None:
-        for path, waiting in zip(self._paths, self._waiting, strict=True):
-            if waiting:
+        for path, buffer in zip(self._paths, self._buffers, strict=True):
+            if buffer:
                 with path.open("ab") as file:
-                    file.writelines(waiting)
-                waiting.clear()
-        self._held_bytes = 0
+                    file.writelines(buffer)
+                buffer.clear()
+        self._buffered_bytes = 0
 
 
 def _by_key(records: Records) -> Records:
     return records[np.argsort(records["key"], kind="stable")]
 
 
-def _merged(path: Path, dtype: np.dtype[Any]) -> Iterator[Records]:
-    """Yield the records of a large file sorted by key, a part of bounded size at a time."""
-    size, most = path.stat().st_size // dtype.itemsize, max(1, MEMORY_BYTES // dtype.itemsize)
-    begins = range(0, size, most)
+def _merge_sort(path: Path, dtype: np.dtype[Any]) -> Iterator[Records]:
+    """Yield the records of a large file sorted by key, in parts of bounded size."""
+    size, part_size = path.stat().st_size // dtype.itemsize, max(1, MEMORY_BYTES // dtype.itemsize)
+    begins = range(0, size, part_size)
     with path.open("r+b") as file:
         for begin in begins:
-            records = _by_key(np.fromfile(path, dtype, most, offset=begin * dtype.itemsize))
+            records = _by_key(np.fromfile(path, dtype, part_size, offset=begin * dtype.itemsize))
             file.seek(begin * dtype.itemsize)
             file.write(records.tobytes())
-    share = max(1, most // len(begins))
-    parts = [_SortedPart(path, dtype, begin, min(begin + most, size), share) for begin in begins]
+    read_size = max(1, part_size // len(begins))
+    parts = [
+        _SortedPart(path, dtype, begin, min(begin + part_size, size), read_size) for begin in begins
+    ]
     while sum(part.fill() for part in parts):
-        unread = [part.held["key"][-1] for part in parts if part.more]
+        unread = [part.buffered["key"][-1] for part in parts if part.has_more]
         if not unread:
-            yield _by_key(np.concatenate([part.take(len(part.held)) for part in parts]))
+            yield _by_key(np.concatenate([part.take(len(part.buffered)) for part in parts]))
             continue
-        # Whatever is not read yet comes at or behind the least of the last keys that are.
+        # Records not read yet have keys of at least this, so everything below is complete.
         least = min(unread)
-        below = [part.take(int(np.searchsorted(part.held["key"], least))) for part in parts]
-        if any(map(len, below)):
-            yield _by_key(np.concatenate(below))
+        complete = [part.take(int(np.searchsorted(part.buffered["key"], least))) for part in parts]
+        if any(map(len, complete)):
+            yield _by_key(np.concatenate(complete))
         else:
             for part in parts:
                 yield from part.take_all_of(least)
 
 
 class _SortedPart:
-    """A part of a file that is sorted by key, read some records at a time."""
+    """A sorted part of a file, read in blocks."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], begin: int, end: int, share: int) -> None:
-        self._path, self._at, self._end, self._share = path, begin, end, share
-        self.held: Records = np.empty(0, dtype)
-        """What is read and not taken."""
+        self._path, self._position, self._end, self._read_size = path, begin, end, share
+        self.buffered: Records = np.empty(0, dtype)
+        """Records read but not taken yet."""
 
     @property
-    def more(self) -> bool:
-        """Whether there are records that are not read."""
-        return self._at < self._end
+    def has_more(self) -> bool:
+        """Whether there are unread records."""
+        return self._position < self._end
 
     def fill(self) -> bool:
-        """Read more where little is held; return whether anything is left."""
-        dtype = self.held.dtype
-        count = min(self._share, self._end - self._at)
-        if count and 2 * len(self.held) <= self._share:
-            read = np.fromfile(self._path, dtype, count, offset=self._at * dtype.itemsize)
-            self._at += count
-            self.held = np.concatenate((self.held, read))
-        return len(self.held) > 0
+        """Read more records if few are buffered; return whether any are left."""
+        dtype = self.buffered.dtype
+        count = min(self._read_size, self._end - self._position)
+        if count and 2 * len(self.buffered) <= self._read_size:
+            block = np.fromfile(self._path, dtype, count, offset=self._position * dtype.itemsize)
+            self._position += count
+            self.buffered = np.concatenate((self.buffered, block))
+        return len(self.buffered) > 0
 
     def take(self, count: int) -> Records:
-        """Remove and return the first records that are held."""
-        taken, self.held = self.held[:count], self.held[count:]
-        return taken
+        """Remove and return the first `count` buffered records."""
+        records, self.buffered = self.buffered[:count], self.buffered[count:]
+        return records
 
     def take_all_of(self, key: np.uint64) -> Iterator[Records]:
-        """Remove and yield all records of the least key, some at a time."""
-        while self.fill() and self.held["key"][0] == key:
-            yield self.take(int(np.searchsorted(self.held["key"], key, side="right")))
+        """Remove and yield all records with the smallest key, in blocks."""
+        while self.fill() and self.buffered["key"][0] == key:
+            yield self.take(int(np.searchsorted(self.buffered["key"], key, side="right")))
 
 
-def with_first(parts: Iterable[Records]) -> Iterator[Records]:
-    """Put the first record of a key before each further part of that key."""
+def repeat_first_record(parts: Iterable[Records]) -> Iterator[Records]:
+    """If a key continues from the previous part, prepend the first record of that key."""
     first: Records | None = None
     for part in parts:
         if first is not None and part["key"][0] == first["key"][0]:
             part = np.concatenate((first, part))
-        at = int(np.searchsorted(part["key"], part["key"][-1]))
-        first = part[at : at + 1].copy()
+        start = int(np.searchsorted(part["key"], part["key"][-1]))
+        first = part[start : start + 1].copy()
         yield part
 
 
 def runs(records: Records, *fields: str) -> NDArray[np.int64]:
-    """Find, for each record, the first of its run; the records of a run agree in all fields."""
+    """Return the index of the first record of each record's run of equal fields, shape (n,)."""
     if not len(records):
         return np.empty(0, np.int64)
-    fresh = np.ones(len(records), bool)
-    fresh[1:] = np.logical_or.reduce([records[one][1:] != records[one][:-1] for one in fields])
-    starts = np.flatnonzero(fresh)
-    found: NDArray[np.int64] = starts[np.cumsum(fresh) - 1]
-    return found
+    is_first = np.ones(len(records), bool)
+    is_first[1:] = np.logical_or.reduce(
+        [records[name][1:] != records[name][:-1] for name in fields]
+    )
+    starts = np.flatnonzero(is_first)
+    result: NDArray[np.int64] = starts[np.cumsum(is_first) - 1]
+    return result

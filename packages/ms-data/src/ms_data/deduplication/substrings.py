@@ -1,4 +1,4 @@
-"""Finds the rows of words that stood before, for every document that is kept."""
+"""Finds spans of words that occurred before, in every kept document."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 
 from ms_data.deduplication.clusters import Labels
 from ms_data.deduplication.records import SPAN, WINDOW
-from ms_data.deduplication.sorting import Buckets, Records, runs, with_first
+from ms_data.deduplication.sorting import Buckets, Records, repeat_first_record, runs
 
 _CHUNK = 1 << 20
 
@@ -15,37 +15,39 @@ _CHUNK = 1 << 20
 def find_repeated(
     folder: Path, records: Iterable[bytes], keeper: Labels, *, words: int, size_bytes: int
 ) -> tuple[Path, Path]:
-    """Write which words of each document stood before.
+    """Write the repeated word spans of each document.
 
-    Of rows that overlap in one document, the words of the first stay.
+    If repeated windows overlap within one document, the words of the first one are kept.
 
     Args:
-        folder: for the files.
-        records: `WINDOW`s of all documents as bytes, many at a time.
-        keeper: which document is kept for each; those that are dropped count for nothing.
-        words: of a row.
-        size_bytes: of all records, about.
+        folder: output folder.
+        records: encoded `WINDOW`s of all documents, in blocks.
+        keeper: the kept document for each document; dropped documents are ignored.
+        words: words per window.
+        size_bytes: approximate size of all records.
 
     Returns:
-        The files of spans, in the order of documents, and of where those of each begin.
+        The file of spans in document order, and the file with the index of each document's first
+        span.
     """
     documents = len(keeper)
     shift = np.uint64(64 - max(1, documents.bit_length()))
     buckets = Buckets(folder / "windows", WINDOW, size_bytes)
     for content in records:
-        found = np.frombuffer(content, WINDOW)
-        buckets.add(found[keeper[found["document"]] == found["document"]])
+        windows = np.frombuffer(content, WINDOW)
+        buckets.add(windows[keeper[windows["document"]] == windows["document"]])
     spans = Buckets(folder / "spans", SPAN, size_bytes)
-    for part in with_first(buckets.sorted()):
-        spans.add(_repeated(part, words, shift))
+    for part in repeat_first_record(buckets.sorted()):
+        spans.add(_repeated_spans(part, words, shift))
     path, starts = folder / "spans.bin", folder / "spans.starts"
     counts = np.memmap(starts, np.uint64, "w+", shape=(documents + 1,))
     with path.open("wb") as file:
         for part in spans.sorted():
-            joined = joined_spans(part)
+            joined = join_spans(part)
             file.write(joined.tobytes())
-            held, number = np.unique(joined["key"] >> shift, return_counts=True)
-            counts[held + np.uint64(1)] += number.astype(np.uint64)
+            numbers, span_counts = np.unique(joined["key"] >> shift, return_counts=True)
+            counts[numbers + np.uint64(1)] += span_counts.astype(np.uint64)
+    # Turn counts into offsets by a cumulative sum in blocks.
     before = np.uint64(0)
     for start in range(0, documents + 1, _CHUNK):
         part = counts[start : start + _CHUNK]
@@ -56,29 +58,32 @@ def find_repeated(
     return path, starts
 
 
-def _repeated(records: Records, words: int, shift: np.uint64) -> Records:
-    """Return the words of rows that are not the first of their kind."""
+def _repeated_spans(records: Records, words: int, shift: np.uint64) -> Records:
+    """Return the spans of windows that are not the first of their kind."""
     first = runs(records, "key")
-    again = first != np.arange(len(records))
-    one, other = records[first[again]], records[again]
-    spans = np.zeros(len(other), SPAN)
-    spans["key"] = other["document"].astype(np.uint64) << shift
-    own = np.where(one["document"] == other["document"], one["word"] + np.uint32(words), 0)
-    spans["first"] = np.maximum(other["word"], own)
-    spans["end"] = other["word"] + np.uint32(words)
+    is_repeated = first != np.arange(len(records))
+    original, repeated = records[first[is_repeated]], records[is_repeated]
+    spans = np.zeros(len(repeated), SPAN)
+    spans["key"] = repeated["document"].astype(np.uint64) << shift
+    # In one document, a window may overlap its original, whose words are kept.
+    original_end = np.where(
+        original["document"] == repeated["document"], original["word"] + np.uint32(words), 0
+    )
+    spans["first"] = np.maximum(repeated["word"], original_end)
+    spans["end"] = repeated["word"] + np.uint32(words)
     return spans[spans["first"] < spans["end"]]
 
 
-def joined_spans(spans: Records) -> Records:
-    """Join spans of a document that meet, so that fewer hold the same words."""
+def join_spans(spans: Records) -> Records:
+    """Join overlapping and adjacent spans of a document."""
     spans = spans[np.lexsort((spans["first"], spans["key"]))]
     document = np.cumsum(np.diff(spans["key"], prepend=spans["key"][:1]) != 0).astype(np.uint64)
-    # Each document lies behind the one before, so that the furthest end is of the same one.
+    # Offset the spans by document, so that the running maximum never crosses documents.
     first, end = ((document << np.uint64(32)) + spans[name] for name in ("first", "end"))
     furthest = np.maximum.accumulate(end)
-    fresh = np.ones(len(spans), bool)
-    fresh[1:] = first[1:] > furthest[:-1]
-    starts = np.flatnonzero(fresh)
+    is_start = np.ones(len(spans), bool)
+    is_start[1:] = first[1:] > furthest[:-1]
+    starts = np.flatnonzero(is_start)
     joined = spans[starts]
     last = np.append(starts[1:], len(spans)) - 1
     joined["end"] = (furthest[last] & np.uint64(0xFFFFFFFF)).astype(np.uint32)

@@ -121,7 +121,7 @@ def patches_of(picture: Any, settings: PictureSettings) -> NDArray[np.float32]:
     return repeated.reshape(grid.height * grid.width, settings.width)
 
 
-def need_pillow() -> None:
+def check_pillow() -> None:
     """Find out whether pictures can be decoded.
 
     Raises:

@@ -136,7 +136,7 @@ def _check_wav(content: bytes) -> None:
             return
 
 
-def need_soundfile() -> None:
+def check_soundfile() -> None:
     """Find out whether sound can be decoded.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The rules: a module each, which names its class as `RULE`."""
+"""Cleaning rules; every module defines its class as `RULE`."""
 
 from importlib import import_module
 from pkgutil import iter_modules
@@ -11,4 +11,4 @@ RULES: dict[str, type[Rule]] = {
     module.name: import_module(f"{__name__}.{module.name}").RULE
     for module in iter_modules(__path__)
 }
-"""Every module of this folder, by name."""
+"""Rules by module name."""

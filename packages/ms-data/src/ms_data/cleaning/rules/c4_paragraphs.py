@@ -1,4 +1,4 @@
-"""The rule of mC4 for pages without paragraphs."""
+"""mC4's rule for pages without paragraphs."""
 
 from attrs import field, frozen
 
@@ -14,12 +14,12 @@ class C4Paragraphs(Rule):
     name = "c4_paragraphs"
 
     min_long_lines: int = field(default=3, validator=whole(least=0))
-    """Long lines that a document has at least."""
+    """Minimum number of long lines."""
     long_line_characters: int = field(default=200, validator=whole(least=0))
-    """Characters that a long line has at least."""
+    """Minimum characters of a long line."""
 
     def apply(self, text: Text, /) -> Outcome:
-        """Drop what has few long lines."""
+        """Drop documents with few long lines."""
         lines = text.text.split("\n")
         long = sum(len(line) >= self.long_line_characters for line in lines)
         return under("min_long_lines", long, self.min_long_lines)

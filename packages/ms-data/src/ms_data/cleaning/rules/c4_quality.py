@@ -1,4 +1,4 @@
-"""The rules of C4 for lines and pages."""
+"""C4's rules for lines and pages."""
 
 import re
 from collections import defaultdict
@@ -28,36 +28,36 @@ class C4Quality(Rule):
     name = "c4_quality"
 
     remove_citations: bool = field(default=True, validator=flag)
-    """Cut Wikipedia's marks of citations out of lines."""
+    """Remove Wikipedia citation marks from lines."""
     ended_lines: bool = field(default=True, validator=flag)
-    """Cut lines that don't end in a mark of punctuation, or end in an ellipsis."""
+    """Cut lines that end without punctuation or with an ellipsis."""
     min_words_a_line: int = field(default=3, validator=whole(least=0))
-    """Cut lines of fewer words, counted between spaces."""
+    """Cut lines with fewer words, counted between spaces."""
     max_word_characters: int = field(default=1000, validator=whole())
     """Cut lines with a longer word."""
     javascript: bool = field(default=True, validator=flag)
-    """Cut lines that name JavaScript."""
+    """Cut lines that mention JavaScript."""
     policies: bool = field(default=True, validator=flag)
     """Cut lines about cookies, privacy and terms of use."""
     lorem_ipsum: bool = field(default=True, validator=flag)
-    """Drop documents that hold lorem ipsum."""
+    """Drop documents with lorem ipsum."""
     curly_brackets: bool = field(default=True, validator=flag)
-    """Drop documents that hold a curly bracket."""
+    """Drop documents with a curly bracket."""
     min_sentences: int = field(default=5, validator=whole(least=0))
-    """Sentences that are left at least."""
+    """Minimum number of remaining sentences."""
 
     def apply(self, text: Text, /) -> Outcome:
-        """Cut lines, and drop what then have few sentences."""
-        kept: list[str] = []
-        cut: dict[str, list[str]] = defaultdict(list)
+        """Cut lines, and drop documents with too few remaining sentences."""
+        kept_lines: list[str] = []
+        cut_lines: dict[str, list[str]] = defaultdict(list)
         sentences = 0
-        for whole_line in text.lines:
-            line = whole_line.strip()
+        for original_line in text.lines:
+            line = original_line.strip()
             words = line.split()
             if len(line) > self.max_word_characters and any(
                 len(word) > self.max_word_characters for word in words
             ):
-                cut["max_word_characters"].append(whole_line)
+                cut_lines["max_word_characters"].append(original_line)
                 continue
             if self.remove_citations and "[" in line:
                 line = _CITATION.sub("", line)
@@ -65,16 +65,16 @@ class C4Quality(Rule):
             if isinstance(reason, Drop):
                 return reason
             if reason:
-                cut[reason].append(whole_line)
+                cut_lines[reason].append(original_line)
                 continue
-            kept.append(line)
+            kept_lines.append(line)
             sentences += self._sentences(line, text)
         if sentences < self.min_sentences:
             return Drop("min_sentences", sentences, self.min_sentences)
-        return Change("\n".join(kept).strip(), tuple(_cuts(cut)))
+        return Change("\n".join(kept_lines).strip(), tuple(_cuts(cut_lines)))
 
     def _judge(self, line: str, words: int) -> Drop | str:
-        """Tell why a line is cut, or its document dropped; empty where it is kept."""
+        """Return the reason for cutting a line ("" keeps it), or a Drop of its document."""
         if self.ended_lines and (not line.endswith(_ENDS) or line.endswith("...")):
             return "ended_lines"
         if words < self.min_words_a_line:
@@ -86,7 +86,7 @@ class C4Quality(Rule):
             return "javascript"
         if self.curly_brackets and "{" in line:
             return Drop("curly_brackets", "{", "")
-        if self.policies and any(one in lower for one in _POLICIES):
+        if self.policies and any(phrase in lower for phrase in _POLICIES):
             return "policies"
         return ""
 

@@ -19,39 +19,39 @@ _ENDS = ("\u3002", "\uff01", "\uff1f", "\u2026", "\uff1b", "\uff1a", ".", "!", "
 
 @frozen(kw_only=True)
 class ChineseQuality(Rule):
-    """Gopher's and FineWeb's measures by characters instead of words; the limits are our own."""
+    """Measures of Gopher and FineWeb, in characters instead of words; the limits are our own."""
 
     name = "chinese_quality"
 
     languages: tuple[str, ...] = field(default=("zh",), converter=as_tuple, validator=texts)
-    """Languages of the documents that the rule looks at, as ISO 639-1 codes; none: all."""
+    """Languages that the rule applies to, as ISO 639-1 codes; empty: all."""
     min_characters: int = field(default=75, validator=whole(least=0))
-    """Chinese characters that a document has at least."""
+    """Minimum number of Chinese characters."""
     max_characters: int = field(default=200_000, validator=whole())
-    """Chinese characters that a document has at most."""
+    """Maximum number of Chinese characters."""
     min_chinese: float = field(default=0.3, validator=number(most=1))
-    """Share of Chinese characters in all letters, at least."""
+    """Minimum fraction of Chinese characters among all letters."""
     max_signs: float = field(default=0.35, validator=number(most=1))
-    """Share of punctuation and other signs in what is not white space, at most."""
+    """Maximum fraction of punctuation and other signs among non-space characters."""
     min_ended_lines: float = field(default=0.12, validator=number(most=1))
-    """Share of lines that end as a sentence does, at least."""
+    """Minimum fraction of lines that end like a sentence."""
     min_sentences: int = field(default=3, validator=whole(least=0))
-    """Sentence ends that a document has at least."""
+    """Minimum number of sentence ends."""
     max_mean_sentence_characters: float = field(default=200, validator=number())
-    """Chinese characters for each sentence end, at most."""
+    """Maximum average number of Chinese characters per sentence end."""
     max_short_lines: float = field(default=0.67, validator=number(most=1))
-    """Share of short lines, at most."""
+    """Maximum fraction of short lines."""
     short_line_characters: int = field(default=10, validator=whole(least=0))
-    """Characters that a short line has at most."""
+    """Maximum characters of a short line."""
     max_repeated_line_characters: float = field(default=0.2, validator=number(most=1))
-    """Share of characters in lines that stood before, at most."""
+    """Maximum fraction of characters in repeated lines."""
     repeated_ngram_characters: int = field(default=10, validator=whole(least=2, most=100))
-    """Length of the n-grams of characters that are looked for; a word of letters is one."""
+    """Length of the character n-grams to check; a word of letters counts as one character."""
     max_repeated_ngrams: float = field(default=0.15, validator=number(most=1))
-    """Share of characters in n-grams that stood before, at most."""
+    """Maximum fraction of characters in repeated n-grams."""
 
     def apply(self, text: Text, /) -> Outcome:
-        """Drop what has too few or too many characters, lines and sentences of some kind."""
+        """Drop documents outside the limits for characters, lines and sentences."""
         body = text.text
         han = len(_HAN.findall(body))
         letters = sum(map(len, _LETTERS.findall(body)))
@@ -62,8 +62,8 @@ class ChineseQuality(Rule):
         count = max(1, len(lines))
         ended = sum(line.rstrip(_CLOSING).endswith(_ENDS) for line in lines) / count
         short = sum(len(line) <= self.short_line_characters for line in lines) / count
-        again = repeats(lines)[1] / max(1, len(dense))
-        sentence = han / max(1, ends)
+        repeated = repeats(lines)[1] / max(1, len(dense))
+        mean_sentence = han / max(1, ends)
         return (
             under("min_characters", han, self.min_characters)
             or over("max_characters", han, self.max_characters)
@@ -71,9 +71,11 @@ class ChineseQuality(Rule):
             or over("max_signs", signs / max(1, len(dense)), self.max_signs)
             or under("min_ended_lines", ended, self.min_ended_lines)
             or under("min_sentences", ends, self.min_sentences)
-            or over("max_mean_sentence_characters", sentence, self.max_mean_sentence_characters)
+            or over(
+                "max_mean_sentence_characters", mean_sentence, self.max_mean_sentence_characters
+            )
             or over("max_short_lines", short, self.max_short_lines)
-            or over("max_repeated_line_characters", again, self.max_repeated_line_characters)
+            or over("max_repeated_line_characters", repeated, self.max_repeated_line_characters)
             or over(
                 "max_repeated_ngrams",
                 self._repeated(body) / max(1, len(dense)),

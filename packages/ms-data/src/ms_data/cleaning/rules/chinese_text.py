@@ -1,4 +1,4 @@
-"""Writes Chinese text one way: width, punctuation, spaces and script."""
+"""Normalizes Chinese text: width, punctuation, spaces and script."""
 
 import re
 from functools import cache
@@ -24,41 +24,41 @@ _SPACES = re.compile(rf"(?<=[{HAN}{_CHINESE_SIGNS}])[ \t]+(?=[{HAN}{_CHINESE_SIG
 
 @frozen(kw_only=True)
 class ChineseText(Rule):
-    """Writes Chinese as GB/T 15834-2011 punctuates it; OpenCC converts between scripts."""
+    """Writes Chinese with the punctuation of GB/T 15834-2011; OpenCC converts between scripts."""
 
     name = "chinese_text"
 
     languages: tuple[str, ...] = field(default=("zh",), converter=as_tuple, validator=texts)
-    """Languages of the documents that the rule looks at, as ISO 639-1 codes; none: all."""
+    """Languages that the rule applies to, as ISO 639-1 codes; empty: all."""
     width: bool = field(default=True, validator=flag)
-    """Write letters, digits and spaces of full width as those of ASCII."""
+    """Convert full-width letters, digits and spaces to ASCII."""
     punctuation: bool = field(default=True, validator=flag)
-    """Write commas, full stops and the like behind a Chinese character in full width."""
+    """Convert commas, periods and similar signs after a Chinese character to full width."""
     spaces: bool = field(default=True, validator=flag)
-    """Take out spaces between Chinese characters."""
+    """Remove spaces between Chinese characters."""
     script: str = field(default="keep", validator=one_of("keep", "simplified", "traditional"))
-    """Convert all to one script; needs OpenCC (pip install 'ms-data[chinese]')."""
+    """Convert everything to one script; needs OpenCC (pip install 'ms-data[chinese]')."""
 
     def check(self) -> None:
-        """Need OpenCC where scripts are converted."""
+        """Check that OpenCC is installed if scripts are converted."""
         super().check()
         if self.script != "keep":
             _converter(self.script)
 
     def identity(self) -> str:
-        """Return the version of OpenCC, where scripts are converted."""
+        """Return the version of OpenCC if scripts are converted."""
         converted = library_version("OpenCC") if self.script != "keep" else ""
         return f"{super().identity()} {converted}".strip()
 
     def apply(self, text: Text, /) -> Outcome:
-        """Change the text."""
+        """Return the normalized text."""
         body = text.text
         if body.isascii():
             return None
         if self.width:
             body = body.translate(_NARROW)
         if self.punctuation:
-            body = _SIGN.sub(lambda found: _SIGNS[found[0]], body)
+            body = _SIGN.sub(lambda match: _SIGNS[match[0]], body)
         if self.spaces:
             body = _SPACES.sub("", body)
         if self.script != "keep":

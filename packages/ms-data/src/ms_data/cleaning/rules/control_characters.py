@@ -1,4 +1,4 @@
-"""Takes out characters that no reader sees."""
+"""Removes invisible characters."""
 
 import re
 
@@ -21,19 +21,19 @@ _ALL = re.compile(
 
 @frozen(kw_only=True)
 class ControlCharacters(Rule):
-    """Takes out control characters (Unicode category Cc), but for tabs and line ends."""
+    """Removes control characters (Unicode category Cc), except tabs and line ends."""
 
     name = "control_characters"
 
     line_ends: bool = field(default=True, validator=flag)
-    """Write every line end as a line feed."""
+    """Convert all line ends to line feeds."""
     escapes: bool = field(default=True, validator=flag)
-    """Take out the colours of terminals and letters that were typed twice for bold."""
+    """Remove terminal colors, and letters that were typed twice for bold."""
     zero_width: bool = field(default=True, validator=flag)
-    """Take out zero width spaces, soft hyphens and byte order marks; joiners stay."""
+    """Remove zero-width spaces, soft hyphens and byte order marks; joiners are kept."""
 
     def apply(self, text: Text, /) -> Outcome:
-        """Change what holds one."""
+        """Return the text without such characters."""
         body = text.text
         if not _ALL.search(body):
             return None
@@ -48,7 +48,7 @@ class ControlCharacters(Rule):
 
 
 def _keep_line_ends(body: str) -> str:
-    return _CONTROLS.sub(lambda found: found[0] if found[0] in "\r\x85" else "", body)
+    return _CONTROLS.sub(lambda match: match[0] if match[0] in "\r\x85" else "", body)
 
 
 RULE = ControlCharacters

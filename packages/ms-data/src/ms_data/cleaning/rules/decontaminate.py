@@ -1,4 +1,4 @@
-"""Drops documents that hold parts of benchmark texts."""
+"""Drops documents that contain parts of benchmark texts."""
 
 from functools import cache
 from pathlib import Path
@@ -21,47 +21,49 @@ _HASHES = WordHashCache()
 
 @frozen(kw_only=True)
 class Decontaminate(Rule):
-    """Drops what shares 13 words in a row with a benchmark (Brown et al. 2020, appendix C)."""
+    """Drops texts with 13 consecutive words of a benchmark (Brown et al. 2020, appendix C)."""
 
     name = "decontaminate"
 
     benchmarks: str = field(metadata={"example": "benchmarks.jsonl"}, validator=a_path())
-    """File or folder of the benchmarks' texts, anything that a corpus may be."""
+    """File or folder with the benchmark texts, in any corpus format."""
     text_column: str = field(default="text", validator=text())
-    """The member or column of a row that holds the text."""
+    """Column or JSON key with the text of a row."""
     ngram_words: int = field(default=13, validator=whole(most=100))
-    """Words in a row that decide; case and signs do not count, a Chinese character is a word."""
+    """Words per n-gram; case and punctuation are ignored, and a Chinese character is a word."""
     min_words: int = field(default=8, validator=whole(most=100))
-    """A benchmark text of fewer words than n-grams have is looked for whole, if it has these."""
+    """A benchmark text shorter than an n-gram is matched as one, if it has this many words."""
 
     def check(self) -> None:
         """Read the benchmarks."""
         super().check()
-        if not self._windows():
+        if not self._benchmark_hashes():
             raise SettingError(
-                f"{self.benchmarks} holds no text of {self.min_words} words; give others, or lower "
-                "min_words of decontaminate"
+                f"{self.benchmarks} holds no text of {self.min_words} words; use other benchmarks, "
+                "or lower min_words of decontaminate"
             )
 
     def identity(self) -> str:
-        """Return the n-grams of the benchmarks."""
-        parts = [hashes.tobytes() for _, hashes in sorted(self._windows().items())]
+        """Return a hash of the benchmark n-grams."""
+        parts = [hashes.tobytes() for _, hashes in sorted(self._benchmark_hashes().items())]
         return f"{super().identity()} {xxhash.xxh3_128_hexdigest(b'|'.join(parts))}".strip()
 
     def apply(self, text: Text, /) -> Outcome:
-        """Drop a document with one of the n-grams."""
-        words = _plain(text.text)
+        """Drop a document that contains one of the n-grams."""
+        words = _normalized_words(text.text)
         hashes = _HASHES(words)
-        for size, known in self._windows().items():
+        for size, benchmark_hashes in self._benchmark_hashes().items():
             windows = window_hashes(hashes, size)
-            at = np.minimum(np.searchsorted(known, windows), len(known) - 1)
-            found = np.flatnonzero(known[at] == windows)
-            if len(found):
-                start = int(found[0])
+            nearest = np.minimum(
+                np.searchsorted(benchmark_hashes, windows), len(benchmark_hashes) - 1
+            )
+            matches = np.flatnonzero(benchmark_hashes[nearest] == windows)
+            if len(matches):
+                start = int(matches[0])
                 return Drop("benchmarks", " ".join(words[start : start + size]), size)
         return None
 
-    def _windows(self) -> dict[int, NDArray[np.uint64]]:
+    def _benchmark_hashes(self) -> dict[int, NDArray[np.uint64]]:
         return _index(
             self.benchmarks,
             self.text_column,
@@ -70,24 +72,24 @@ class Decontaminate(Rule):
         )
 
 
-def _plain(text: str) -> list[str]:
+def _normalized_words(text: str) -> list[str]:
     return [word for word in plain_words(text.lower()) if word[0].isalnum()]
 
 
 @cache
 def _index(
-    benchmarks: str, text_column: str, size: int, least: int
+    benchmarks: str, text_column: str, size: int, min_words: int
 ) -> dict[int, NDArray[np.uint64]]:
-    """Return the hashes of all n-grams, sorted, by how many words they have."""
-    found: dict[int, list[NDArray[np.uint64]]] = {}
+    """Return the sorted hashes of all n-grams, by number of words."""
+    parts_by_size: dict[int, list[NDArray[np.uint64]]] = {}
     for document in find_corpus(
         Path(benchmarks), text_column=text_column, skip_hint=""
     ).documents():
-        hashes = _HASHES(_plain(document.text))
-        if len(hashes) >= least:
+        hashes = _HASHES(_normalized_words(document.text))
+        if len(hashes) >= min_words:
             window = min(size, len(hashes))
-            found.setdefault(window, []).append(window_hashes(hashes, window))
-    return {window: np.unique(np.concatenate(parts)) for window, parts in found.items()}
+            parts_by_size.setdefault(window, []).append(window_hashes(hashes, window))
+    return {window: np.unique(np.concatenate(parts)) for window, parts in parts_by_size.items()}
 
 
 RULE = Decontaminate

@@ -1,4 +1,4 @@
-"""The quality rules that FineWeb added to those of others."""
+"""The quality rules that FineWeb added to earlier ones."""
 
 from attrs import field, frozen
 
@@ -16,18 +16,18 @@ class FineWebQuality(Rule):
     name = "fineweb_quality"
 
     min_ended_lines: float = field(default=0.12, validator=number(most=1))
-    """Share of lines that end as a sentence does, at least."""
+    """Minimum fraction of lines that end like a sentence."""
     max_short_lines: float = field(default=0.67, validator=number(most=1))
-    """Share of short lines, at most."""
+    """Maximum fraction of short lines."""
     short_line_characters: int = field(default=30, validator=whole(least=0))
-    """Characters that a short line has at most."""
+    """Maximum characters of a short line."""
     max_repeated_line_characters: float = field(default=0.01, validator=number(most=1))
-    """Share of characters in lines that stood before, at most."""
+    """Maximum fraction of characters in repeated lines."""
     max_lines_a_word: float = field(default=0.3, validator=number())
-    """Line ends for each word, at most."""
+    """Maximum number of line ends per word."""
 
     def apply(self, text: Text, /) -> Outcome:
-        """Drop lists, and what has few sentences or repeats lines."""
+        """Drop lists, and documents with few sentences or repeated lines."""
         lines = [line for line in text.text.split("\n") if line.strip()]
         if not lines:
             return Drop("min_ended_lines", 0.0, self.min_ended_lines)

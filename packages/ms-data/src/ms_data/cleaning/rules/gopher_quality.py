@@ -1,4 +1,4 @@
-"""The quality rules of Gopher."""
+"""Gopher's quality rules."""
 
 from attrs import field, frozen
 
@@ -11,35 +11,35 @@ _STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 
 @frozen(kw_only=True)
 class GopherQuality(Rule):
-    """Gopher's quality rules (Rae et al. 2021, arXiv:2112.11446, A.1.1), made for English."""
+    """Gopher's quality rules (Rae et al. 2021, arXiv:2112.11446, A.1.1), designed for English."""
 
     name = "gopher_quality"
 
     min_words: int = field(default=50, validator=whole(least=0))
-    """Words, signs alone not counted, that a document has at least."""
+    """Minimum number of words, not counting punctuation."""
     max_words: int = field(default=100_000, validator=whole())
-    """Words that a document has at most."""
+    """Maximum number of words."""
     min_mean_word_length: float = field(default=3, validator=number())
-    """Characters of a word, on average, at least."""
+    """Minimum average word length in characters."""
     max_mean_word_length: float = field(default=10, validator=number())
-    """Characters of a word, on average, at most."""
+    """Maximum average word length in characters."""
     max_hashes_a_word: float = field(default=0.1, validator=number())
-    """Signs # for each word, at most."""
+    """Maximum number of # signs per word."""
     max_ellipses_a_word: float = field(default=0.1, validator=number())
-    """Ellipses for each word, at most."""
+    """Maximum number of ellipses per word."""
     max_bullet_lines: float = field(default=0.9, validator=number(most=1))
-    """Share of lines that begin with a bullet or a dash, at most."""
+    """Maximum fraction of lines that start with a bullet or a dash."""
     max_ellipsis_lines: float = field(default=0.3, validator=number(most=1))
-    """Share of lines that end in an ellipsis, at most."""
+    """Maximum fraction of lines that end with an ellipsis."""
     min_alphabetic_words: float = field(default=0.8, validator=number(most=1))
-    """Share of words, signs counted, with a letter, at least."""
+    """Minimum fraction of words, including signs, that contain a letter."""
     min_stop_words: int = field(default=2, validator=whole(least=0))
-    """How many of the stop words occur, at least."""
+    """Minimum number of different stop words."""
     stop_words: tuple[str, ...] = field(default=_STOP_WORDS, converter=as_tuple, validator=texts)
-    """Words of which nearly every text has some."""
+    """Words of which nearly every text contains several."""
 
     def apply(self, text: Text, /) -> Outcome:
-        """Drop what has too few or too many words, lines and signs of some kind."""
+        """Drop documents outside the limits for words, lines and signs."""
         words, characters, alphabetic = 0, 0, 0
         for word, count in text.counts.items():
             if word.isalpha():
@@ -76,8 +76,8 @@ class GopherQuality(Rule):
         )
 
     def _stop_words(self, text: Text) -> Drop | None:
-        found = sum(word in text.counts for word in set(self.stop_words))
-        return under("min_stop_words", found, self.min_stop_words)
+        count = sum(word in text.counts for word in set(self.stop_words))
+        return under("min_stop_words", count, self.min_stop_words)
 
 
 RULE = GopherQuality

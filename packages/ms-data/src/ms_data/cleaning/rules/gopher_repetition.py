@@ -1,11 +1,11 @@
-"""The repetition rules of Gopher."""
+"""Gopher's repetition rules."""
 
 import re
 
 from attrs import field, frozen
 
 from ms_data.cleaning.ngrams import Ngrams
-from ms_data.cleaning.rule import Drop, Outcome, Rule, as_tuple, over, shares
+from ms_data.cleaning.rule import Drop, Outcome, Rule, as_tuple, fractions, over
 from ms_data.cleaning.text import Text, repeats
 from ms_data.settings import number
 
@@ -21,24 +21,24 @@ class GopherRepetition(Rule):
     name = "gopher_repetition"
 
     max_repeated_paragraphs: float = field(default=0.3, validator=number(most=1))
-    """Share of paragraphs that stood before, at most."""
+    """Maximum fraction of repeated paragraphs."""
     max_repeated_paragraph_characters: float = field(default=0.2, validator=number(most=1))
-    """Share of characters in paragraphs that stood before, at most."""
+    """Maximum fraction of characters in repeated paragraphs."""
     max_repeated_lines: float = field(default=0.3, validator=number(most=1))
-    """Share of lines that stood before, at most."""
+    """Maximum fraction of repeated lines."""
     max_repeated_line_characters: float = field(default=0.2, validator=number(most=1))
-    """Share of characters in lines that stood before, at most."""
+    """Maximum fraction of characters in repeated lines."""
     max_top_ngrams: tuple[float, ...] = field(
-        default=_TOP, converter=as_tuple, validator=shares(count=3)
+        default=_TOP, converter=as_tuple, validator=fractions(count=3)
     )
-    """Share of characters in the commonest n-gram of words, at most, for n = 2 to 4."""
+    """Maximum fraction of characters in the most frequent word n-gram, for n = 2 to 4."""
     max_repeated_ngrams: tuple[float, ...] = field(
-        default=_REPEATED, converter=as_tuple, validator=shares(count=6)
+        default=_REPEATED, converter=as_tuple, validator=fractions(count=6)
     )
-    """Share of characters in n-grams of words that stood before, at most, for n = 5 to 10."""
+    """Maximum fraction of characters in repeated word n-grams, for n = 5 to 10."""
 
     def apply(self, text: Text, /) -> Outcome:
-        """Drop what repeats paragraphs, lines or words."""
+        """Drop documents with repeated paragraphs, lines or words."""
         body = text.text
         return (
             self._parts("paragraph", _PARAGRAPHS.split(body.strip()), len(body))
@@ -46,15 +46,15 @@ class GopherRepetition(Rule):
             or self.repeated_words(text.words, len(body))
         )
 
-    def _parts(self, kind: str, parts: list[str], size: int) -> Drop | None:
+    def _parts(self, unit: str, parts: list[str], size: int) -> Drop | None:
         count, characters = repeats(parts)
-        many, long = f"max_repeated_{kind}s", f"max_repeated_{kind}_characters"
-        return over(many, count / len(parts), getattr(self, many)) or over(
-            long, characters / size, getattr(self, long)
+        count_setting, size_setting = f"max_repeated_{unit}s", f"max_repeated_{unit}_characters"
+        return over(count_setting, count / len(parts), getattr(self, count_setting)) or over(
+            size_setting, characters / size, getattr(self, size_setting)
         )
 
     def repeated_words(self, words: list[str], size: int) -> Drop | None:
-        """Drop what repeats words; `size` is the length of the text."""
+        """Drop a document with repeated words; `size` is the length of the text."""
         ngrams = Ngrams(words)
         for limit in self.max_top_ngrams:
             ngrams.grow()

@@ -1,4 +1,4 @@
-"""Drops rows whose pictures are broken, blank, tiny or extreme, or not what their text says."""
+"""Drops rows whose images are broken, blank, tiny or extreme, or contradict their text."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from attrs import field, frozen
 
-from ms_data.cleaning.languages import detector, identify
-from ms_data.cleaning.rows import RowRule, row_of
+from ms_data.cleaning.languages import identify, language_detector
+from ms_data.cleaning.rows import RowRule, decode_row
 from ms_data.cleaning.rule import Drop, Outcome, library_version, over, under
 from ms_data.cleaning.text import Text
-from ms_data.media.pictures import decode_picture, need_pillow
+from ms_data.media.pictures import check_pillow, decode_picture
 from ms_data.settings import flag, number, whole
 
 _SIZE = re.compile(
@@ -21,70 +21,70 @@ _SIZE = re.compile(
 
 @frozen(kw_only=True)
 class Pictures(RowRule):
-    """Looks at the pictures of rows: whole, large and varied enough, and as their text says."""
+    """Checks that the images of rows are intact, large and varied enough, and match their text."""
 
     name = "pictures"
 
     min_side: int = field(default=28, validator=whole(least=1))
-    """Pixels of the shorter side; a token of Qwen-VL has 28."""
+    """Minimum pixels of the shorter side; a token of Qwen-VL covers 28."""
     max_ratio: float = field(default=20.0, validator=number(least=1))
-    """How many times as long as the other a side may be."""
+    """Maximum ratio of the longer to the shorter side."""
     min_contrast: float = field(default=2.0, validator=number(most=127))
-    """Standard deviation of its brightness from 0 to 255; a blank picture has next to none."""
+    """Minimum standard deviation of the brightness (0 to 255); near 0 for a blank image."""
     near_bits: int | None = field(default=None, validator=whole(least=0, most=16, optional=True))
-    """Drop a row with a picture that differs from one before by so few of 64 bits of a hash; 3 is
-    a copy of another size or quality. None looks for no near-duplicates."""
+    """Drop a row with an image whose 64-bit perceptual hash differs from an earlier one in at most
+    this many bits; 3 finds copies of another size or quality. None: keep near-duplicates."""
     match_size: bool = field(default=True, validator=flag)
-    """Drop a row of one picture whose text says another size in pixels, as `640x480 px`."""
+    """Drop a row with one image whose text states another size in pixels, such as `640x480 px`."""
     match_language: bool = field(default=False, validator=flag)
-    """Drop a row whose member `language`, an ISO 639-1 code, is not that of its text."""
+    """Drop a row whose `language` key, an ISO 639-1 code, differs from the language of its text."""
 
     def check(self) -> None:
-        """Need Pillow, and resiliparse for languages."""
+        """Check that Pillow is installed, and resiliparse if languages are compared."""
         super().check()
-        need_pillow()
+        check_pillow()
         if self.match_language:
-            detector()
+            language_detector()
 
     def identity(self) -> str:
         """Return the versions of the libraries."""
-        more = f" {library_version('Resiliparse')}" if self.match_language else ""
-        return library_version("pillow") + more
+        resiliparse = f" {library_version('Resiliparse')}" if self.match_language else ""
+        return library_version("pillow") + resiliparse
 
     def apply(self, text: Text, /) -> Outcome:
-        """Drop a row for the first of its pictures that is not good."""
-        row = row_of(text)
+        """Drop a row for its first bad image."""
+        row = decode_row(text)
         try:
-            pictures = [decode_picture(one.content) for one in self.files(row, "image")]
+            images = [decode_picture(file.content) for file in self.files(row, "image")]
         except ValueError as error:
             return Drop("broken", str(error)[:200], "whole")
-        for picture in pictures:
-            if found := self._judge(picture):
-                return found
-        said = " ".join(_texts(row["messages"]))
-        if self.match_size and len(pictures) == 1 and (sizes := _SIZE.findall(said)):
-            size = pictures[0].size
-            if not any({int(one), int(other)} == set(size) for one, other in sizes):
+        for image in images:
+            if drop := self._judge(image):
+                return drop
+        row_text = " ".join(_texts(row["messages"]))
+        if self.match_size and len(images) == 1 and (sizes := _SIZE.findall(row_text)):
+            size = images[0].size
+            if not any({int(width), int(height)} == set(size) for width, height in sizes):
                 return Drop("match_size", "x".join(sizes[0]), "x".join(map(str, size)))
-        wanted = row.get("language")
-        if self.match_language and isinstance(wanted, str):
-            found_language = identify(said)
-            if found_language not in (wanted, "unknown"):
-                return Drop("match_language", found_language, wanted)
+        expected = row.get("language")
+        if self.match_language and isinstance(expected, str):
+            language = identify(row_text)
+            if language not in (expected, "unknown"):
+                return Drop("match_language", language, expected)
         return None
 
-    def _judge(self, picture: Any) -> Drop | None:
-        short, long = sorted(picture.size)
+    def _judge(self, image: Any) -> Drop | None:
+        short, long = sorted(image.size)
         return (
             under("min_side", short, self.min_side)
             or over("max_ratio", long / short, self.max_ratio)
-            or under("min_contrast", _contrast(picture), self.min_contrast)
+            or under("min_contrast", _contrast(image), self.min_contrast)
         )
 
 
-def _contrast(picture: Any) -> float:
-    """Return the standard deviation of a picture's brightness."""
-    return float(np.asarray(picture.convert("L"), np.float32).std())
+def _contrast(image: Any) -> float:
+    """Return the standard deviation of an image's brightness."""
+    return float(np.asarray(image.convert("L"), np.float32).std())
 
 
 def _texts(messages: list[Mapping[str, Any]]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Repairs text that was decoded wrongly, and normalises Unicode."""
+"""Repairs wrongly decoded text, and normalizes Unicode."""
 
 import unicodedata
 from typing import Any, Literal, cast
@@ -13,28 +13,28 @@ from ms_data.settings import flag, one_of
 
 @frozen(kw_only=True)
 class Unicode(Rule):
-    """Repairs wrongly decoded text with ftfy (Speer 2019), and normalises (Unicode annex 15)."""
+    """Repairs wrongly decoded text with ftfy (Speer 2019), and normalizes (Unicode annex 15)."""
 
     name = "unicode"
 
     repair: bool = field(default=True, validator=flag)
-    """Undo wrong decodings, such as Ã© for é. Line ends, quotes and widths are left alone."""
+    """Undo wrong decodings, such as Ã© for é. Line ends, quotes and widths are not changed."""
     form: str = field(default="NFC", validator=one_of("NFC", "NFKC", "none"))
-    """Normal form of the text: NFC, NFKC or none."""
+    """Normalization form: NFC, NFKC or none."""
 
     def check(self) -> None:
-        """Need ftfy."""
+        """Check that ftfy is installed."""
         super().check()
         if self.repair:
             _ftfy()
 
     def identity(self) -> str:
-        """Return the versions of ftfy and of Python's table of Unicode."""
-        repaired = library_version("ftfy") if self.repair else ""
-        return f"{super().identity()} {repaired} Unicode {unicodedata.unidata_version}".strip()
+        """Return the versions of ftfy and of Python's Unicode database."""
+        ftfy_version = library_version("ftfy") if self.repair else ""
+        return f"{super().identity()} {ftfy_version} Unicode {unicodedata.unidata_version}".strip()
 
     def apply(self, text: Text, /) -> Outcome:
-        """Change what is no plain ASCII."""
+        """Return the repaired and normalized text."""
         body = text.text
         if body.isascii():
             return None
