@@ -62,7 +62,7 @@ TEXTS = {
     *("device", "ops", "sample_prompt", "arguments", "metrics", "balance", "runtime"),
     *("groups", "adamw", "fused", "settings", "loss_scale", "languages", "script", "stop_words"),
     *("chinese_script", "keep", "action", "mask", "words", "form", "priority"),
-    *("chip", "peak_tflops", "products", "dtype", "product_dtype", "or_leave_out"),
+    *("chip", "peak_tflops", "products", "dtype", "product_dtype", "skip_hint"),
 }
 """Settings whose text is no path."""
 

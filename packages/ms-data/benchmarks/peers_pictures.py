@@ -21,7 +21,7 @@ from PIL import Image
 from transformers.image_utils import load_image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from ms_data.media.pictures import decode_picture, patches_of
+from ms_data.media.pictures import decode_picture, image_patches
 from ms_data.media.settings import PictureSettings
 
 PIXELS = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
@@ -84,7 +84,7 @@ def main() -> None:
     megapixels = 0.0
     for content in files:
         theirs = processor([load_image(Image.open(io.BytesIO(content)))], return_tensors="np")
-        ours = patches_of(decode_picture(content), settings)
+        ours = image_patches(decode_picture(content), settings)
         assert np.array_equal(ours, theirs["pixel_values"])
         _, down, across = theirs["image_grid_thw"][0].tolist()
         sizes.append((across * 14, down * 14))
@@ -92,7 +92,7 @@ def main() -> None:
         megapixels += width * height / 1e6
     print(f"{len(files)} pictures, {megapixels:.1f} megapixels, equal in every number", flush=True)
     works: dict[str, Callable[[], object]] = {
-        "ms-data": lambda: [patches_of(decode_picture(one), settings) for one in files],
+        "ms-data": lambda: [image_patches(decode_picture(one), settings) for one in files],
         "transformers, Pillow backend": lambda: [
             processor([load_image(Image.open(io.BytesIO(one)))], return_tensors="np")
             for one in files

@@ -23,7 +23,7 @@ from ms_data import (
 )
 from ms_data.cli import main
 from ms_data.passes import batches
-from ms_data.passes.array_jobs import ArrayShard, key_of
+from ms_data.passes.array_jobs import ArrayShard, request_key
 
 from .chats import write_rows, write_tokenizer
 from .test_build import facts_of, texts_of, write_lines
@@ -95,7 +95,7 @@ def test_a_job_that_is_missing_is_named(works: dict[str, Work], tmp_path: Path) 
     """And one that is done already has nothing to do."""
     for name, work in works.items():
         work(tmp_path / name, shard="1/2")
-        with pytest.raises(OutputError, match=r"2-of-2\.answers is not there; .* --shard 2/2"):
+        with pytest.raises(OutputError, match=r"2-of-2\.answers is missing; .* --shard 2/2"):
             work(tmp_path / name, shard="merge/2")
         again = work(tmp_path / name, shard="1/2")
         assert getattr(again, "done_before", False) or getattr(again, "built_before", False)
@@ -161,7 +161,7 @@ def test_an_interrupted_job_goes_on(cut: int, works: dict[str, Work], tmp_path: 
 def test_what_is_no_shard_is_refused(text: str, works: dict[str, Work], tmp_path: Path) -> None:
     """With the form that is meant."""
     for work in works.values():
-        with pytest.raises(SettingError, match=r"give 3/16 for the third job of 16"):
+        with pytest.raises(SettingError, match=r"use 3/16 for the third of 16 jobs"):
             work(tmp_path / "out", shard=text)
 
 
@@ -169,7 +169,7 @@ def test_two_processes_cannot_write_one_part(works: dict[str, Work], tmp_path: P
     """The second one is told so."""
     shard = ArrayShard.parse("1/2", tmp_path / "out", "stdlib")
     assert shard is not None
-    with shard.writing(key_of(b"")), pytest.raises(OutputError, match="another process"):
+    with shard.writing(request_key(b"")), pytest.raises(OutputError, match="another process"):
         works["build"](tmp_path / "out", shard="1/2")
 
 

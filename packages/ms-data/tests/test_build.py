@@ -468,7 +468,7 @@ def test_a_folder_inside_the_corpus_is_refused(tokenizer: Tokenizer, tmp_path: P
     (tmp_path / "in" / "a.txt").write_text("text")
     (tmp_path / "link").symlink_to(tmp_path / "in")
     for out in ("in/out", "link/out", "in/deep/out"):
-        with pytest.raises(OutputError, match=r"lies in the corpus .*choose a folder outside"):
+        with pytest.raises(OutputError, match=r"is inside the corpus .*use a folder outside"):
             build(tmp_path / "in", tokenizer=tokenizer, out=tmp_path / out)
     assert [path.name for path in (tmp_path / "in").iterdir()] == ["a.txt"]
     build(tmp_path / "in", tokenizer=tokenizer, out=tmp_path / "in" / ".made")

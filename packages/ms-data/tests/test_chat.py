@@ -124,10 +124,13 @@ def test_an_answer_that_no_prefix_proves_is_refused() -> None:
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("{% for m in messages %}{{ m.role }}: {% endfor %}", "no text.*nothing would be learnt"),
+        (
+            "{% for m in messages %}{{ m.role }}: {% endfor %}",
+            "no assistant text.*nothing to train on",
+        ),
         (
             "{% for m in messages %}{{ m.content }}{% generation %}{% endgeneration %}{% endfor %}",
-            "no text.*nothing would be learnt",
+            "no assistant text.*nothing to train on",
         ),
         (
             "{% for m in messages %}{% set x %}{% generation %} {{ m.content }}{% endgeneration %}"
@@ -226,7 +229,7 @@ def test_the_template_of_a_processor_is_read_where_there_is_no_other(tmp_path: P
 def test_a_template_of_another_shape_is_refused_with_its_file(tmp_path: Path, value: Any) -> None:
     """Text, or a list of names and templates."""
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
-    with pytest.raises(TokenizerError, match="chat_template is neither text nor a list"):
+    with pytest.raises(TokenizerError, match="chat_template must be a string or a list"):
         ChatTemplate.load(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(CHATML)
     assert ChatTemplate.load(tmp_path).source == CHATML

@@ -252,8 +252,8 @@ def test_a_process_that_is_killed_is_said_so(
         process.kill()
         return asked(process, request)
 
-    asked = _Process.ask
-    monkeypatch.setattr(_Process, "ask", killed)
+    asked = _Process.call
+    monkeypatch.setattr(_Process, "call", killed)
     with pytest.raises(WorkerError, match=r"signal 9.*--workers"):
         clean(some_lines(tmp_path), RULES, out=tmp_path / "out", workers=2)
 

@@ -161,8 +161,8 @@ def test_every_hash_that_is_near_is_found(found: int, flipped: set[int], bits: i
 @pytest.mark.parametrize(
     ("rules", "reason"),
     [
-        ({"pictures": {}, "unicode": {}}, "unicode looks at text"),
-        ({"sound": {"languages": ["en"]}}, "leave out its languages"),
+        ({"pictures": {}, "unicode": {}}, "unicode is a rule for text"),
+        ({"sound": {"languages": ["en"]}}, "remove its languages"),
         ({"pictures": {"min_side": 0}}, "min_side"),
     ],
 )

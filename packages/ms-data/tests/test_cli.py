@@ -200,7 +200,7 @@ def test_a_finished_build_again_has_nothing_to_do(
     os.utime(corpus, (1, 1))
     os.truncate(place / "shards" / "shard-00000.msd", 50)
     assert main([*command, "--hold-out", "0.2"]) == 2
-    assert "shard-00000.msd: damaged: 50 bytes where" in capsys.readouterr().err
+    assert "shard-00000.msd: damaged: has 50 bytes, but" in capsys.readouterr().err
     (place / "shards" / "shard-00000.msd").write_bytes(b"")
     (place / "corpus.jsonl").write_text('{"text": "x"}\n')
     assert main([*command, "--hold-out", "0.2"]) == 2

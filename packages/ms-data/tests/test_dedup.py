@@ -439,7 +439,7 @@ def test_the_command_deduplicates(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_looking_for_nothing_is_refused(tmp_path: Path) -> None:
     """Without exact, MinHash and rows of words there is nothing to do."""
     options = DedupOptions(exact=False, minhash=False)
-    with pytest.raises(SettingError, match="nothing is looked for"):
+    with pytest.raises(SettingError, match="no criterion is enabled"):
         dedup(corpus(tmp_path), out=tmp_path / "out", options=options)
 
 

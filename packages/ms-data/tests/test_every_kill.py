@@ -196,7 +196,10 @@ def again(work: Work, place: Path, out: Path) -> None:
     try:
         work(place, out)
     except OutputError as error:
-        if not re.search("is there; choose another|is not empty; choose another", str(error)):
+        if not re.search(
+            "is there; choose another|exists; choose another|is not empty; (?:choose|use) another",
+            str(error),
+        ):
             raise
 
 

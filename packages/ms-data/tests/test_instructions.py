@@ -446,7 +446,7 @@ def test_rows_that_differ_in_their_weight_alone_are_in_one_split(
     ("row", "says"),
     [
         ('{"messages": 5}', "rows.jsonl:2: messages must be a list"),
-        ('{"text": "x"}', "rows.jsonl:2: fits no form"),
+        ('{"text": "x"}', "rows.jsonl:2: the row matches no format"),
         (
             '{"messages": ' + "[" * 10**5 + "]" * 10**5 + "}",
             "rows.jsonl:2: its JSON is nested too deeply",
@@ -493,7 +493,9 @@ def test_a_jinja_file_is_told_the_special_tokens_of_the_tokenizer(
     with pytest.raises(SettingError, match=r"reads bos_token.*tokenizer_config\.json"):
         build(place / "more.jsonl", tokenizer=file, out=tmp_path / "none", chat=alone)
     (model / "tokenizer_config.json").write_text("[")
-    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: Expected `object`.*fetch"):
+    with pytest.raises(
+        TokenizerError, match=r"tokenizer_config\.json: Expected `object`.*download"
+    ):
         build(place / "more.jsonl", tokenizer=Tokenizer.load(model), out=tmp_path / "n", chat=alone)
 
 
@@ -523,7 +525,7 @@ def test_no_part_of_a_row_may_spell_a_special_token(
 
 def test_wrong_uses_are_refused(place: Path, tmp_path: Path) -> None:
     """A reader for other data, a plain text file, an undated template, one name for two sources."""
-    with pytest.raises(SettingError, match="holds conversations, read by InstructionStream"):
+    with pytest.raises(SettingError, match="holds conversations, for InstructionStream"):
         TokenStream(place / "rows", sequence_length=8, batch_size=1)
     with pytest.raises(SettingError, match="holds preference pairs"):
         InstructionStream(place / "pairs", sequence_length=8, batch_size=1)

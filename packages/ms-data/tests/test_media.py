@@ -21,7 +21,7 @@ from ms_data.cli import main
 from ms_data.disk.samples import Samples
 from ms_data.errors import CorpusError, DamageError, SettingError, TokenizerError
 from ms_data.media.parts import EncodedFile
-from ms_data.media.pictures import decode_picture, grid_of, patches_of
+from ms_data.media.pictures import decode_picture, image_patches, patch_grid
 from ms_data.media.settings import PICTURE_PIXELS, _picture, _sound, read_settings
 from ms_data.media.sound import decode_sound, spectrogram
 
@@ -164,9 +164,9 @@ def test_the_grid_of_any_size_is_the_processors(width: int, height: int, config:
         down, across = smart_resize(height, width, factor=own.factor, **bounds)
     except ValueError:
         with pytest.raises(ValueError, match="over 200 times"):
-            grid_of(width, height, own)
+            patch_grid(width, height, own)
         return
-    grid = grid_of(width, height, own)
+    grid = patch_grid(width, height, own)
     assert grid == (1, down // own.patch_size, across // own.patch_size)
 
 
@@ -192,7 +192,7 @@ def test_patches_of_qwen3_are_the_processors(tmp_path: Path, size: tuple[int, in
         (encoded(pixels, exif=exif), Image.fromarray(np.rot90(pixels, -1).copy())),
     ]:
         expected = images(picture, return_tensors="np")["pixel_values"]
-        assert (patches_of(decode_picture(file), own) == expected).all()
+        assert (image_patches(decode_picture(file), own) == expected).all()
 
 
 @pytest.mark.parametrize("form", ["WAV", "FLAC"])
@@ -389,30 +389,30 @@ def test_tables_and_lines_give_the_same_shards(seeing: Path, tmp_path: Path, for
 
 
 HOSTILE = {
-    "..": ({"type": "image", "image": "../secret.png"}, "leaves the folder"),
-    "absolute": ({"type": "image", "image": "/etc/passwd"}, "leaves the folder"),
+    "..": ({"type": "image", "image": "../secret.png"}, "is outside the media folder"),
+    "absolute": ({"type": "image", "image": "/etc/passwd"}, "is outside the media folder"),
     "link": ({"type": "image", "image": "link.png"}, "is a link"),
     "folder link": ({"type": "image", "image": "out/secret.png"}, "is a link"),
-    "folder": ({"type": "image", "image": "inner"}, "is no file"),
-    "pipe": ({"type": "image", "image": "pipe"}, "is no file"),
+    "folder": ({"type": "image", "image": "inner"}, "must be a file"),
+    "pipe": ({"type": "image", "image": "pipe"}, "must be a file"),
     "missing": ({"type": "image", "image": "none.png"}, "cannot be read"),
-    "NUL": ({"type": "image", "image": "a\0b"}, "leaves the folder"),
+    "NUL": ({"type": "image", "image": "a\0b"}, "is outside the media folder"),
     "endless": ({"type": "image", "image": "x" * 5000}, "cannot be read"),
-    "network": ({"type": "image", "image": "https://example.org/a.png"}, "nothing is fetched"),
+    "network": ({"type": "image", "image": "https://example.org/a.png"}, "nothing is downloaded"),
     "number": ({"type": "image", "image": 7}, "names no file"),
     "none": ({"type": "image"}, "names no file"),
-    "base64": ({"type": "image", "image": "data:image/png;base64,a*b"}, "no base64"),
+    "base64": ({"type": "image", "image": "data:image/png;base64,a*b"}, "not valid base64"),
     "plain data": ({"type": "image", "image": "data:image/png,abc"}, "base64"),
-    "bomb": ({"type": "image", "image": "bomb.png"}, "more pixels than any that is read"),
-    "lying": ({"type": "image", "image": "lying.png"}, "broken picture"),
-    "cut off": ({"type": "image", "image": "cut.jpg"}, "broken picture"),
-    "gif": ({"type": "image", "image": "a.gif"}, "no picture of PNG or JPEG"),
-    "text": ({"type": "image", "image": "a.txt"}, "no picture of PNG or JPEG"),
+    "bomb": ({"type": "image", "image": "bomb.png"}, "exceed the limit"),
+    "lying": ({"type": "image", "image": "lying.png"}, "broken image"),
+    "cut off": ({"type": "image", "image": "cut.jpg"}, "broken image"),
+    "gif": ({"type": "image", "image": "a.gif"}, "not a PNG or JPEG image"),
+    "text": ({"type": "image", "image": "a.txt"}, "not a PNG or JPEG image"),
     "empty": ({"type": "image", "image": "empty.png"}, "has 0 bytes"),
-    "huge": ({"type": "image", "image": "huge.png"}, "is no file of at most"),
+    "huge": ({"type": "image", "image": "huge.png"}, "must be a file of at most"),
     "thin": ({"type": "image", "image": "thin.png"}, "over 200 times"),
-    "sound": ({"type": "audio", "audio": "a.wav"}, "does not read"),
-    "video": ({"type": "video", "video": "a.mp4"}, "no text, picture or sound"),
+    "sound": ({"type": "audio", "audio": "a.wav"}, "does not support"),
+    "video": ({"type": "video", "video": "a.mp4"}, "is not text, an image or audio"),
 }
 
 
@@ -463,12 +463,12 @@ def test_a_harmful_part_is_refused_in_one_line_and_can_be_left_out(
 
 WRONG_SOUNDS = {
     "rate": (recorded(hummed(800), rate_hz=8000), "resample it"),
-    "long": (recorded(hummed(40_000)), "cut it in parts"),
+    "long": (recorded(hummed(40_000)), "split it"),
     "short": (recorded(hummed(100)), "too short"),
-    "no sound": (b"RIFF", "no sound of WAV or FLAC"),
-    "cut off": (recorded(hummed(8000))[:-2000], "cut off"),
-    "cut flac": (recorded(hummed(8000), "FLAC")[:-4000], "sound"),
-    "ogg": (recorded(hummed(8000), "OGG"), "is not read"),
+    "no sound": (b"RIFF", "not a WAV or FLAC file"),
+    "cut off": (recorded(hummed(8000))[:-2000], "truncated"),
+    "cut flac": (recorded(hummed(8000), "FLAC")[:-4000], "audio|FLAC"),
+    "ogg": (recorded(hummed(8000), "OGG"), "is not supported"),
 }
 
 
@@ -493,7 +493,7 @@ def test_a_bomb_is_refused_before_memory_is_taken() -> None:
     """Its head says more pixels than are read: nothing of that size is made."""
     side = int(PICTURE_PIXELS**0.5) + 1
     tracemalloc.start()
-    with pytest.raises(ValueError, match="more pixels than any that is read"):
+    with pytest.raises(ValueError, match="exceed the limit"):
         decode_picture(png_of(side, side))
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
@@ -527,7 +527,7 @@ def test_a_template_that_prints_other_places_is_refused(seeing: Path, tmp_path: 
     ("config", "reason"),
     [
         ({"image_processor_type": "CLIPImageProcessor"}, "not one of Qwen-VL"),
-        ({**QWEN2, "do_resize": False}, "do_resize is off"),
+        ({**QWEN2, "do_resize": False}, "do_resize=false"),
         ({**QWEN2, "resample": 2}, "resample"),
         ({**QWEN2, "patch_size": 10**9}, "patch_size"),
         ({**QWEN2, "max_pixels": 1 << 40}, "max_pixels"),

@@ -19,7 +19,7 @@ from ms_data import InstructionStream, build, verify
 from ms_data.disk.media import PlacedItem, pack_media, read_media
 from ms_data.disk.samples import Samples
 from ms_data.errors import DamageError, TokenizerError
-from ms_data.media.parts import EncodedFile, take_media
+from ms_data.media.parts import EncodedFile, extract_media
 from ms_data.media.pictures import decode_picture
 from ms_data.media.processor import MediaItem, Processor
 from ms_data.media.settings import read_settings
@@ -208,7 +208,7 @@ def test_mpeg_in_a_wav_file_is_refused_before_its_decoder_sees_it(
     content = bytearray(FILES[3])
     at = content.index(b"fmt ") + 8
     content[at : at + 2] = tag.to_bytes(2, "little")
-    with pytest.raises(ValueError, match="MPEG sound in a WAV file is not read"):
+    with pytest.raises(ValueError, match="MPEG audio in a WAV file is not supported"):
         decode_sound(bytes(content))
     assert capfd.readouterr() == ("", "")
 
@@ -235,7 +235,7 @@ def test_any_part_is_read_or_refused(kind: str, value: object) -> None:
     messages = [{"role": "user", "content": [{"type": kind, kind: value}]}]
     said = "messages[0].content[0]"
     try:
-        take_media(messages, Path("/nonexistent"))
+        extract_media(messages, Path("/nonexistent"))
     except ValueError as error:
         said = str(error)
     assert "messages[0].content[0]" in said
@@ -266,5 +266,5 @@ def test_a_file_that_changed_its_size_since_it_was_measured_is_damage(tmp_path: 
     processor = Processor.load(write_model(tmp_path, QWEN2))
     item = processor.measure(EncodedFile("image", FILES[0], "here"))
     other = MediaItem("image", encoded(drawn(300, 20)), item.tokens, item.grid)
-    with pytest.raises(ValueError, match="patches where the grid is"):
+    with pytest.raises(ValueError, match="patches do not match the grid"):
         processor.patches([other])

@@ -94,7 +94,7 @@ def test_arguments_reach_a_template_in_the_form_that_it_takes(
     """As an object or as JSON, however the row gives them."""
     template = ChatTemplate(source, special_tokens={"bos_token": "<s>"})
     assert said in template.render_for_training([USER, call(arguments)]).text
-    with pytest.raises(ValueError, match="text that is no JSON"):
+    with pytest.raises(ValueError, match="string but not JSON"):
         template.render_for_training([USER, call("{city")])
 
 
@@ -117,8 +117,8 @@ def test_text_parts_are_printed_as_text(source: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"messages": [USER, ANSWER], "images": ["a.png"]}, "`images`, which is not read"),
-        ({"messages": [USER, ANSWER], "functions": [{}]}, "`functions`, which is not read"),
+        ({"messages": [USER, ANSWER], "images": ["a.png"]}, "`images`, which is not supported"),
+        ({"messages": [USER, ANSWER], "functions": [{}]}, "`functions`, which is not supported"),
         ({"messages": [USER, {"role": "tool", "content": None}, ANSWER]}, "without content"),
         (
             {"messages": [{"role": "system", "content": "a"}, USER, ANSWER], "system": "b"},

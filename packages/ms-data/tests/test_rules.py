@@ -301,15 +301,15 @@ def test_every_rule_is_in_the_template_and_says_its_source() -> None:
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({}, "holds no rule"),
+        ({}, "holds no rules"),
         ({"gopher": {}}, "did you mean 'gopher_quality'|gopher_repetition"),
         ({"gopher_quality": {"min_word": 3}}, "did you mean 'min_words'"),
         ({"gopher_quality": {"min_words": -1}}, "whole number"),
-        ({"gopher_quality": 3}, "no table"),
+        ({"gopher_quality": 3}, "must be a table"),
         ({"words": "nltk", "unicode": {}}, "words is 'nltk'"),
         ({"gopher_repetition": {"max_top_ngrams": [0.2]}}, "3 numbers"),
         ({"decontaminate": {}}, "'benchmarks' is missing"),
-        ({"language": {"keep": "en"}}, "list of texts"),
+        ({"language": {"keep": "en"}}, "list of strings"),
     ],
 )
 def test_settings_that_cannot_be_used_are_one_line(tables: dict[str, object], words: str) -> None:

@@ -173,5 +173,5 @@ def test_what_no_json_holds_is_refused() -> None:
     deep: list[object] = []
     deep.append(deep)
     for value in (deep, {1}, "\ud800"):
-        with pytest.raises(ValueError, match=r"no JSON|half a character|refuses"):
+        with pytest.raises(ValueError, match=r"as JSON|half a character|refuses"):
             template.render([{"role": "user", "content": value}])

@@ -28,9 +28,9 @@ from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.find import CorpusName, find_corpus
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
 from ms_data.files.durable import publish, sync_folder, writing
-from ms_data.files.work_folder import JOURNAL, free_place, refuse_inside, work_folder
+from ms_data.files.work_folder import JOURNAL, check_outside_corpus, resolve_output, work_folder
 from ms_data.media.processor import Processor
-from ms_data.passes.array_jobs import ArrayShard, merged
+from ms_data.passes.array_jobs import ArrayShard, remove_merged
 from ms_data.passes.pool import worker_count
 from ms_data.settings.arguments import check_counts, check_flags, check_share, check_texts
 from ms_data.tokenization.tokenizer import Tokenizer
@@ -121,10 +121,10 @@ def _run_or_reuse(job: Job, corpus: CorpusName, out: str | Path) -> Summary:
     with writing(Path(out)):
         folder = Path(os.path.realpath(out))
         if (finished := finished_summary(folder, job.recipe, job.source, out)) is not None:
-            return merged(job.shard, finished)
+            return remove_merged(job.shard, finished)
     if job.shard is not None and job.shard.number:
         return _run_with_fallback(job, Job.run_shard, job.shard.remove_partial)
-    return merged(job.shard, _publish(job, corpus, out))
+    return remove_merged(job.shard, _publish(job, corpus, out))
 
 
 def _run_with_fallback(
@@ -155,9 +155,9 @@ def _recipe(encoder: TextEncoder, source: Corpus, hold_out: float, shard_size_mi
 
 def _publish(job: Job, corpus: CorpusName, out: str | Path) -> Summary:
     """Run a job in `OUT.partial`, then rename the folder to `out`."""
-    folder = free_place(out)
+    folder = resolve_output(out)
     for path in [corpus] if isinstance(corpus, str | Path) else corpus:
-        refuse_inside(folder, path)
+        check_outside_corpus(folder, path)
     partial = folder.with_name(folder.name + ".partial")
     with work_folder(partial, _BUILD_FILES):
         journal = partial / JOURNAL

@@ -11,7 +11,7 @@ import xxhash
 from attrs import evolve, frozen
 from numpy.typing import NDArray
 
-from ms_data.chat.messages import Message, read_conversation, refuse_media
+from ms_data.chat.messages import Message, read_conversation, reject_media
 from ms_data.chat.pairs import read_pair
 from ms_data.chat.template import ChatTemplate, Rendered
 from ms_data.disk.format import DocumentKind
@@ -153,14 +153,14 @@ class ChatEncoder(TextEncoder):
         if self.kind == "preferences":
             pair = read_pair(row)
             first = len(pair.prompt)
-            refuse_media([*pair.prompt, *pair.chosen, *pair.rejected])
+            reject_media([*pair.prompt, *pair.chosen, *pair.rejected])
             parts = [
                 self.render([*pair.prompt, *answer], pair.tools, first)
                 for answer in (pair.chosen, pair.rejected)
             ]
             return document_json(ChatDocument(parts, pair.weight, pair.margin))
         chat = read_conversation(row)
-        refuse_media(chat.messages)
+        reject_media(chat.messages)
         return document_json(ChatDocument([self.render(chat.messages, chat.tools, 0)], chat.weight))
 
     def encode(self, texts: Sequence[str]) -> Sequence[Encoded]:  # noqa: D102

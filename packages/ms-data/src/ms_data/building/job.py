@@ -34,7 +34,7 @@ from ms_data.disk.writer import DatasetWriter
 from ms_data.errors import CorpusError
 from ms_data.files.durable import write_file
 from ms_data.files.work_folder import JOURNAL, load_journal, save_journal
-from ms_data.passes.array_jobs import Answers, ArrayShard, answers_in, key_of
+from ms_data.passes.array_jobs import ArrayShard, StoredResults, read_results, request_key
 from ms_data.passes.ray_cluster import map_on_ray
 
 BATCH_CHARACTERS = 1 << 20
@@ -98,7 +98,7 @@ class Job:
         sizes: list[int] = []
         text_bytes = 0
         with path.open("rb") as file:
-            for _, offset, size in answers_in(path, self._settings_key):
+            for _, offset, size in read_results(path, self._settings_key):
                 file.seek(offset)
                 encoded_batch = msgspec.msgpack.decode(file.read(size), type=EncodedBatch)
                 sizes += encoded_batch.sizes
@@ -119,7 +119,7 @@ class Job:
 
     @property
     def _settings_key(self) -> bytes:
-        return key_of(msgspec.json.encode(["build", self.recipe]))
+        return request_key(msgspec.json.encode(["build", self.recipe]))
 
     def _encode_batches(
         self, batches: Iterable[_Batch]
@@ -134,7 +134,7 @@ class Job:
         if self.shard is None:
             yield from _encode_ahead(batches, self.encoder)
             return
-        stored = Answers(self.shard, self._settings_key)
+        stored = StoredResults(self.shard, self._settings_key)
         for batch in batches:
             # The last batch may be empty, and array jobs do not store empty batches.
             yield batch, unpack_batch(stored.find(_key(batch))) if batch.documents else []
@@ -244,7 +244,7 @@ class Job:
 
 
 def _key(batch: _Batch) -> bytes:
-    return key_of(msgspec.msgpack.encode(_texts(batch)))
+    return request_key(msgspec.msgpack.encode(_texts(batch)))
 
 
 def _texts(batch: _Batch) -> list[str]:

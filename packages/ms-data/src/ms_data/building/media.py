@@ -19,7 +19,7 @@ from ms_data.disk.format import MEDIA_FILE, DocumentKind
 from ms_data.disk.media import PlacedItem, pack_media
 from ms_data.disk.samples import Sample, pack_media_sample
 from ms_data.errors import SettingError, TokenizerError
-from ms_data.media.parts import MediaKind, take_media
+from ms_data.media.parts import MediaKind, extract_media
 from ms_data.media.processor import MediaItem, Processor
 from ms_data.tokenization.tokenizer import Tokenizer
 
@@ -57,7 +57,7 @@ class MediaEncoder(ChatEncoder):
                 number of media tokens than there are items, or an item cannot be read.
         """
         conversation = read_conversation(row)
-        messages, files = take_media(conversation.messages, self.processor.folder)
+        messages, files = extract_media(conversation.messages, self.processor.folder)
         media = [self.processor.measure(file) for file in files]
         rendered = self.render(messages, conversation.tools, 0)
         item_counts = Counter(item.kind for item in media)

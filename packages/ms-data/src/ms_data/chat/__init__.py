@@ -1,1 +1,1 @@
-"""Chat templates and the messages of instruction sets."""
+"""Chat templates, and the message formats of instruction datasets."""

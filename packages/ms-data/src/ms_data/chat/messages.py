@@ -1,14 +1,14 @@
-"""Reads the rows of instruction sets, in the forms in which they are published.
+"""Reads rows of instruction datasets in the published formats.
 
-| form | keys |
-|---|---|
-| OpenAI | `messages`: role and content, tool calls and `weight` included; `tools` |
-| ShareGPT | `conversations`: from and value, `weight` included; `system`, `tools` |
-| Alpaca | `instruction`, `input`, `output`; `system`, `history` |
+ format | keys |
+---|---|
+ OpenAI | `messages`: role, content, optional tool calls and `weight`; `tools` |
+ ShareGPT | `conversations`: from, value, optional `weight`; `system`, `tools` |
+ Alpaca | `instruction`, `input`, `output`; `system`, `history` |
 
-A content is text, or parts: `text`, `image` and `audio` (`image_url` and `audio_url` likewise).
-A row may carry further keys of its own (an id, a source); one that fits two forms or none, or a
-message with a key, role or type that its form doesn't have, is refused with the reason.
+Content is text or a list of parts of type `text`, `image` or `audio` (also `image_url` and
+`audio_url`). Rows may have other keys, such as an ID or a source. A row that matches two formats or
+none, or a message with a key, role or type unknown to its format, is rejected with the reason.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ import msgspec
 from ms_data.media.parts import MEDIA_TYPES
 
 Message = dict[str, Any]
-"""`role`, `content`, and what the role allows, as a chat template reads it."""
+"""`role`, `content` and the other keys of the role, as chat templates read them."""
 
 _ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 _KEYS = {
@@ -33,10 +33,10 @@ _KEYS = {
     "thinking",
     "weight",
 }
-_PART = "make each a part of a message's content, as {'type': 'image', 'image': PATH}"
-_LOST_KEYS = {
+_PART = "put each into a message's content as a part such as {'type': 'image', 'image': PATH}"
+_UNSUPPORTED_KEYS = {
     **dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), _PART),
-    "functions": "give `tools`, as OpenAI's newer form has them",
+    "functions": "use `tools`, as in OpenAI's current format",
 }
 _SHAREGPT_KEYS = {"from", "value", "weight"}
 _SHAREGPT_ROLES = {
@@ -54,116 +54,124 @@ _SHAREGPT_ROLES = {
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """Messages, of which those of the role `assistant` are trained on."""
+    """A conversation; the messages of the role `assistant` are trained on."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     weight: float = 1.0
-    """How much this sample's loss counts, 0 or more."""
+    """Loss weight of the sample, at least 0."""
 
 
 def read_conversation(row: Mapping[str, Any]) -> Conversation:
-    """Read the conversation in one row of an instruction set.
+    """Read the conversation in a row of an instruction dataset.
 
     Raises:
-        ValueError: the row fits none of the forms, or more than one; names the place in it.
+        ValueError: the row matches no format, or more than one, or is invalid; names the location.
     """
-    found = [form for form in _FORMS if form in row]
-    if len(found) != 1:
+    matching = [key for key in _READERS if key in row]
+    if len(matching) != 1:
         keys = ", ".join(map(repr, row)) or "none"
-        what = "fits no form" if not found else f"fits {len(found)} forms ({', '.join(found)})"
+        which = f"{len(matching)} formats ({', '.join(matching)})" if matching else "no format"
         raise ValueError(
-            f"{what}, its keys being {keys}; give `messages` (OpenAI), `conversations` "
-            "(ShareGPT) or `instruction` and `output` (Alpaca)"
+            f"the row matches {which}, its keys are {keys}; use `messages` (OpenAI), "
+            "`conversations` (ShareGPT) or `instruction` and `output` (Alpaca)"
         )
     check_other_keys(row)
-    messages = _FORMS[found[0]](row)
+    messages = _READERS[matching[0]](row)
     if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("no message of the assistant, so there is nothing to learn")
+        raise ValueError("no assistant message, so there is nothing to train on")
     return Conversation(messages=messages, tools=read_tools(row), weight=read_number(row, "weight"))
 
 
 def check_other_keys(row: Mapping[str, Any]) -> None:
-    """Refuse keys of a row whose content would be left out.
+    """Reject keys whose content would be ignored.
 
     Raises:
-        ValueError: the row has pictures, sounds or tools in a key that is not read.
+        ValueError: the row has images, audio or tools in an unsupported key.
     """
-    for key in _LOST_KEYS:
+    for key in _UNSUPPORTED_KEYS:
         if row.get(key):
-            raise ValueError(f"the row has `{key}`, which is not read; {_LOST_KEYS[key]}")
+            raise ValueError(
+                f"the row has `{key}`, which is not supported; {_UNSUPPORTED_KEYS[key]}"
+            )
 
 
 def read_messages(value: object, name: str) -> list[Message]:
-    """Read a list of OpenAI messages; `name` says where they stand."""
-    return [_message(one, place) for place, one in _objects(value, name, "messages", _KEYS)]
+    """Read a list of OpenAI messages; `name` is its location in the row."""
+    return [
+        _message(item, location)
+        for location, item in _iterate_objects(value, name, "messages", _KEYS)
+    ]
 
 
 def read_sharegpt(value: object, name: str) -> list[Message]:
     """Read a list of ShareGPT turns as messages."""
-    return [_turn(one, place) for place, one in _objects(value, name, "turns", _SHAREGPT_KEYS)]
+    return [
+        _turn(item, location)
+        for location, item in _iterate_objects(value, name, "turns", _SHAREGPT_KEYS)
+    ]
 
 
 def alpaca_messages(row: Mapping[str, Any]) -> list[Message]:
-    """Read system, history and instruction of an Alpaca row; `input` follows a blank line."""
+    """Read system message, history and instruction of an Alpaca row; `input` is appended."""
     messages = read_system(row)
     history = row.get("history") or []
     if not isinstance(history, list):
-        raise ValueError(f"history must be a list of pairs, not {_shown(history)}")
-    for at, pair in enumerate(history):
+        raise ValueError(f"history must be a list of pairs, got {_shorten(history)}")
+    for index, pair in enumerate(history):
         if not isinstance(pair, list) or len(pair) != 2:
-            raise ValueError(f"history[{at}] must be [question, answer], not {_shown(pair)}")
-        messages.append({"role": "user", "content": _text(pair[0], f"history[{at}][0]")})
-        messages.append({"role": "assistant", "content": _text(pair[1], f"history[{at}][1]")})
+            raise ValueError(f"history[{index}] must be [question, answer], got {_shorten(pair)}")
+        messages.append({"role": "user", "content": _text(pair[0], f"history[{index}][0]")})
+        messages.append({"role": "assistant", "content": _text(pair[1], f"history[{index}][1]")})
     instruction = _text(row["instruction"], "instruction")
-    more = _text(row.get("input") or "", "input")
-    text = f"{instruction}\n\n{more}" if more else instruction
+    input_text = _text(row.get("input") or "", "input")
+    text = f"{instruction}\n\n{input_text}" if input_text else instruction
     if not text.strip():
         raise ValueError("instruction is empty")
     return [*messages, {"role": "user", "content": text}]
 
 
 def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Read the `tools` of a row, JSON schemas or text that holds them; an empty list is none."""
+    """Read the `tools` of a row: a list of JSON schemas, or its JSON text; None if empty."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:
             tools = msgspec.json.decode(tools)
         except msgspec.DecodeError as error:
-            raise ValueError(f"tools is text that is no JSON: {error}") from error
+            raise ValueError(f"tools is a string but not JSON: {error}") from error
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(f"tools must be a list of JSON schemas, not {_shown(tools)}")
+        raise ValueError(f"tools must be a list of JSON schemas, got {_shorten(tools)}")
     return tools
 
 
-def refuse_media(messages: Sequence[Message]) -> None:
-    """Refuse pictures and sound where only text is read.
+def reject_media(messages: Sequence[Message]) -> None:
+    """Reject images and audio if there is no processor for them.
 
     Raises:
-        ValueError: a message holds one.
+        ValueError: a message contains an image or audio.
     """
-    for at, message in enumerate(messages):
+    for index, message in enumerate(messages):
         content = message.get("content")
         for part in content if isinstance(content, list) else []:
             if part["type"] in MEDIA_TYPES:
                 raise ValueError(
-                    f"messages[{at}] holds a picture or sound; give the model's processor "
-                    "(--processor), or leave it out"
+                    f"messages[{index}] contains an image or audio; pass the model's processor "
+                    "(--processor), or remove it"
                 )
 
 
 def read_number(row: Mapping[str, Any], name: str, default: float = 1.0) -> float:
-    """Read a number of 0 or more that a row may carry."""
+    """Read an optional number of a row, which must be at least 0."""
     value = row.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
-        raise ValueError(f"{name} is {_shown(value)}; it must be a number of 0 or more")
+        raise ValueError(f"{name} must be a number of 0 or more, got {_shorten(value)}")
     return float(value)
 
 
 def read_system(row: Mapping[str, Any]) -> list[Message]:
-    """Read the message of a row's `system`; none where it has none."""
+    """Read the `system` key of a row as a list of one message; empty without it."""
     if not row.get("system"):
         return []
     return [{"role": "system", "content": _text(row["system"], "system")}]
@@ -185,109 +193,107 @@ def _sharegpt(row: Mapping[str, Any]) -> list[Message]:
 
 def _alpaca(row: Mapping[str, Any]) -> list[Message]:
     if "output" not in row:
-        raise ValueError("`instruction` without `output`; an Alpaca row has both")
+        raise ValueError("`instruction` without `output`; an Alpaca row needs both")
     answer = {"role": "assistant", "content": _text(row["output"], "output")}
-    return [*alpaca_messages(row), _checked(answer, "output")]
+    return [*alpaca_messages(row), _check_message(answer, "output")]
 
 
-_FORMS: dict[str, Callable[[Mapping[str, Any]], list[Message]]] = {
+_READERS: dict[str, Callable[[Mapping[str, Any]], list[Message]]] = {
     "messages": _openai,
     "conversations": _sharegpt,
     "instruction": _alpaca,
 }
 
 
-def _objects(
-    value: object, name: str, what: str, keys: set[str]
+def _iterate_objects(
+    value: object, name: str, noun: str, keys: set[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each object of a list, whose keys must be among these, with its place."""
+    """Yield the objects of a list with their locations, after checking their keys."""
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{name} must be a list of {what}, not {_shown(value)}")
-    for at, one in enumerate(value):
-        place = f"{name}[{at}]"
-        if not isinstance(one, dict):
-            raise ValueError(f"{place} must be an object, not {_shown(one)}")
-        if unknown := sorted(set(one) - keys):
+        raise ValueError(f"{name} must be a list of {noun}, got {_shorten(value)}")
+    for index, item in enumerate(value):
+        location = f"{name}[{index}]"
+        if not isinstance(item, dict):
+            raise ValueError(f"{location} must be an object, got {_shorten(item)}")
+        if unknown := sorted(set(item) - keys):
             raise ValueError(
-                f"{place} has an unknown key {unknown[0]!r}; it may have {sorted(keys)}"
+                f"{location} has an unknown key {unknown[0]!r}; allowed keys are {sorted(keys)}"
             )
-        yield place, one
+        yield location, item
 
 
-def _role(value: object, roles: Mapping[str, str], place: str) -> str:
+def _role(value: object, roles: Mapping[str, str], location: str) -> str:
     if not isinstance(value, str) or value not in roles:
-        raise ValueError(f"{place} is {_shown(value)}; it must be one of {', '.join(roles)}")
+        raise ValueError(f"{location} must be one of {', '.join(roles)}, got {_shorten(value)}")
     return roles[value]
 
 
-def _message(value: dict[str, Any], place: str) -> Message:
+def _message(value: dict[str, Any], location: str) -> Message:
     if "role" not in value:
-        raise ValueError(
-            f"{place} must have a `role`, as in role and content; it is {_shown(value)}"
-        )
-    _role(value["role"], _ROLES, f"{place}.role")
-    message = {key: one for key, one in value.items() if one is not None}
+        raise ValueError(f"{location} must have a `role` and a `content`, got {_shorten(value)}")
+    _role(value["role"], _ROLES, f"{location}.role")
+    message = {key: item for key, item in value.items() if item is not None}
     content = message.get("content")
     if isinstance(content, list):
-        for at, part in enumerate(content):
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind == "text":
-                _text(part.get("text"), f"{place}.content[{at}].text")
-            elif not isinstance(kind, str) or kind not in MEDIA_TYPES:
+        for index, part in enumerate(content):
+            part_type = part.get("type") if isinstance(part, dict) else None
+            if part_type == "text":
+                _text(part.get("text"), f"{location}.content[{index}].text")
+            elif not isinstance(part_type, str) or part_type not in MEDIA_TYPES:
                 raise ValueError(
-                    f"{place}.content[{at}] is no text, picture or sound; nothing else is "
-                    "trained on"
+                    f"{location}.content[{index}] is not text, an image or audio; other types are "
+                    "not supported"
                 )
     elif content is not None:
-        _text(content, f"{place}.content")
-    return _checked(message, place)
+        _text(content, f"{location}.content")
+    return _check_message(message, location)
 
 
-def _turn(value: dict[str, Any], place: str) -> Message:
+def _turn(value: dict[str, Any], location: str) -> Message:
     if not {"from", "value"} <= set(value):
-        raise ValueError(f"{place} must have `from` and `value`, not {_shown(value)}")
-    role = _role(value["from"], _SHAREGPT_ROLES, f"{place}.from")
-    text = _text(value["value"], f"{place}.value")
+        raise ValueError(f"{location} must have `from` and `value`, got {_shorten(value)}")
+    role = _role(value["from"], _SHAREGPT_ROLES, f"{location}.from")
+    text = _text(value["value"], f"{location}.value")
     message: Message = {"role": role, "content": text}
     if value["from"] == "function_call":
-        message |= {"content": "", "tool_calls": _calls(text, place)}
+        message |= {"content": "", "tool_calls": _calls(text, location)}
     if value.get("weight") is not None:
         message["weight"] = value["weight"]
-    return _checked(message, place)
+    return _check_message(message, location)
 
 
-def _checked(message: Message, place: str) -> Message:
-    """Check that a message is not empty and its weight is 0 or 1."""
+def _check_message(message: Message, location: str) -> Message:
+    """Return the message after checking that it is not empty and that its weight is 0 or 1."""
     if message.get("weight", 0) not in (0, 1):
-        raise ValueError(f"{place}.weight is {_shown(message['weight'])}; it must be 0 or 1")
+        raise ValueError(f"{location}.weight must be 0 or 1, got {_shorten(message['weight'])}")
     filled = message.get("content") or message.get("tool_calls")
     if message["role"] in ("assistant", "user") and not filled:
-        raise ValueError(f"{place} is an empty message of the {message['role']}; give it a content")
+        raise ValueError(f"{location} is an empty {message['role']} message; add content")
     if not filled and not isinstance(message.get("content"), str):
         raise ValueError(
-            f"{place} is a message of the role {message['role']} without content; give it a text, "
-            "which may be empty"
+            f"{location} is a {message['role']} message without content; add a string, which may "
+            "be empty"
         )
     return message
 
 
-def _calls(text: str, place: str) -> list[dict[str, Any]]:
+def _calls(text: str, location: str) -> list[dict[str, Any]]:
     try:
         call = msgspec.json.decode(text, type=dict[str, Any])
         function = {"name": call["name"], "arguments": call["arguments"]}
     except (msgspec.DecodeError, KeyError) as error:
         raise ValueError(
-            f"{place}.value must be JSON with `name` and `arguments`, not {_shown(text)}"
+            f"{location}.value must be JSON with `name` and `arguments`, got {_shorten(text)}"
         ) from error
     return [{"type": "function", "function": function}]
 
 
-def _text(value: object, place: str) -> str:
+def _text(value: object, location: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{place} must be text, not {_shown(value)}")
+        raise ValueError(f"{location} must be a string, got {_shorten(value)}")
     return value
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

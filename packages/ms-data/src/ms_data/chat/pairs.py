@@ -1,14 +1,14 @@
-"""Reads preference pairs as they are published: a prompt, a chosen and a rejected answer.
+"""Reads preference pairs in the published formats: a prompt, a chosen and a rejected response.
 
-| keys | what they hold |
-|---|---|
-| `prompt`, `chosen`, `rejected` | text each; or messages each; or a prompt of text and messages |
-| `chosen`, `rejected` | whole message lists that begin alike: what they share is the prompt |
-| `conversations` or `messages`, `chosen`, `rejected` | a history, and one answer each |
-| `instruction`, `input`, `chosen`, `rejected` | Alpaca's prompt, and one text each |
+ keys | content |
+---|---|
+ `prompt`, `chosen`, `rejected` | strings; or message lists; or a string prompt and message lists |
+ `chosen`, `rejected` | complete message lists, whose common beginning is the prompt |
+ `conversations` or `messages`, `chosen`, `rejected` | a history, and one response each |
+ `instruction`, `input`, `chosen`, `rejected` | an Alpaca prompt, and one string each |
 
-`system` comes first in the prompt of every form. `margin` says by how much the chosen one is
-better, `weight` how much the pair counts.
+In every format, `system` is the first message of the prompt. `margin` is the margin by which the
+chosen response is better, `weight` the weight of the pair.
 """
 
 from collections.abc import Mapping
@@ -29,11 +29,11 @@ from ms_data.chat.messages import (
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """Two answers to one prompt."""
+    """Two responses to one prompt."""
 
     prompt: list[Message]
     chosen: list[Message]
-    """The answer that was liked better, seldom more than one message."""
+    """The preferred response, usually a single message."""
     rejected: list[Message]
     tools: list[dict[str, Any]] | None = None
     weight: float = 1.0
@@ -41,14 +41,16 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_pair(row: Mapping[str, Any]) -> Pair:
-    """Read the pair in one row of a preference set.
+    """Read the preference pair in a row.
 
     Raises:
-        ValueError: the row fits none of the forms; names the place in it.
+        ValueError: the row matches no format, or is invalid; names the location.
     """
     if not {"chosen", "rejected"} <= set(row):
         keys = ", ".join(map(repr, row)) or "none"
-        raise ValueError(f"its keys are {keys}; a preference pair has `chosen` and `rejected`")
+        raise ValueError(
+            f"a preference pair must have `chosen` and `rejected`, the row has the keys {keys}"
+        )
     check_other_keys(row)
     prompts = [key for key in ("prompt", "messages", "conversations", "instruction") if key in row]
     if len(prompts) > 1:
@@ -56,17 +58,17 @@ def read_pair(row: Mapping[str, Any]) -> Pair:
     chosen, rejected = _answer(row["chosen"], "chosen"), _answer(row["rejected"], "rejected")
     prompt = _prompt(row, prompts[0]) if prompts else []
     if len(prompts) == 0 or (chosen[: len(prompt)] == prompt == rejected[: len(prompt)]):
-        shared = _shared(chosen, rejected)
+        shared = _common_prefix(chosen, rejected)
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     if not prompt:
-        raise ValueError("no prompt: give `prompt`, or message lists that begin alike")
+        raise ValueError("no prompt: add `prompt`, or message lists with a common beginning")
     if prompts != ["instruction"]:
         prompt = _with_system(read_system(row), prompt)
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         if not answer or answer[0]["role"] != "assistant" or answer[-1]["role"] != "assistant":
-            raise ValueError(f"{name} must begin and end with a message of the assistant")
+            raise ValueError(f"{name} must start and end with an assistant message")
     if chosen == rejected:
-        raise ValueError("chosen and rejected are the same answer, so neither is preferred")
+        raise ValueError("chosen and rejected are identical, so neither is preferred")
     return Pair(
         prompt=prompt,
         chosen=chosen,
@@ -89,7 +91,7 @@ def _prompt(row: Mapping[str, Any], key: str) -> list[Message]:
 
 
 def _with_system(system: list[Message], prompt: list[Message]) -> list[Message]:
-    """Put the row's system message before the prompt, unless it is there already."""
+    """Prepend the row's system message to the prompt, unless it is there already."""
     if system and prompt[0]["role"] == "system":
         if prompt[:1] != system:
             raise ValueError("`system` is not the system message of the prompt; keep one of them")
@@ -106,11 +108,11 @@ def _answer(value: object, name: str) -> list[Message]:
     return read_messages(turns, name)
 
 
-def _shared(chosen: list[Message], rejected: list[Message]) -> int:
-    """Count the messages that both begin with, never the last message of either."""
+def _common_prefix(chosen: list[Message], rejected: list[Message]) -> int:
+    """Count the messages of the common beginning, excluding the last message of both lists."""
     shared = 0
-    for one, other in zip(chosen[:-1], rejected[:-1], strict=False):
-        if one != other:
+    for left, right in zip(chosen[:-1], rejected[:-1], strict=False):
+        if left != right:
             break
         shared += 1
     return shared

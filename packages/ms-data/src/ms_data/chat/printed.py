@@ -1,8 +1,7 @@
-"""Checks that a chat template prints all that a conversation says.
+"""Checks that a chat template renders everything in a conversation.
 
-A template prints what its author thought of. Tool calls, thoughts, a system message or a name that
-it has no place for are left out without a word, and the model then learns from something else than
-the data.
+Templates silently drop what they do not support, such as tool calls, reasoning, system messages or
+names. The model would then be trained on something other than the data.
 """
 
 import json
@@ -11,9 +10,9 @@ from typing import Any
 
 from ms_data.chat.messages import Message
 
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-_END_OF_THOUGHT = "</think>"
-_REMEDY = "take a template that prints it, or leave it out of the data"
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_END_OF_REASONING = "</think>"
+_REMEDY = "use a template that prints it, or remove it from the data"
 
 
 def check_printed(
@@ -23,87 +22,93 @@ def check_printed(
     spans: Sequence[tuple[int, int]],
     trained: Container[int],
 ) -> None:
-    """Check that a rendered conversation holds every text of its messages and tools.
+    """Check that a rendered conversation contains every text of its messages and tools.
 
-    White space is not compared, and a text may be written as JSON. Each text needs a place of its
-    own, longer ones first, so that two equal answers must both be printed.
+    White space is ignored, and a text may be JSON-encoded. Every text must have a separate
+    occurrence, longer texts first, so two equal answers must both be printed.
 
     Args:
         messages: the conversation.
-        tools: the tools that are offered in it.
+        tools: the available tools.
         text: the rendered conversation.
-        spans: where the answers that are trained on are in `text`.
-        trained: numbers of the messages that are trained on.
+        spans: spans of `text` that are trained on.
+        trained: indices of the messages that are trained on.
 
     Raises:
-        ValueError: a text is missing; names its place.
+        ValueError: a text is missing; names its location.
     """
-    rest = _plain(text)
-    learned = _plain("\0".join(text[start:stop] for start, stop in spans))
-    wanted: list[tuple[str, str]] = []
-    for at, message in enumerate(messages):
-        place, is_trained = f"messages[{at}]", at in trained
-        for where, said in _contents(message, place):
+    remaining = _without_spaces(text)
+    trained_text = _without_spaces("\0".join(text[start:stop] for start, stop in spans))
+    expected: list[tuple[str, str]] = []
+    for index, message in enumerate(messages):
+        message_location, is_trained = f"messages[{index}]", index in trained
+        for location, content in _content_texts(message, message_location):
             if message["role"] == "assistant" and not is_trained:
-                # Templates leave out the thoughts of earlier turns, as a model is used.
-                said = said.rpartition(_END_OF_THOUGHT)[2]
-            elif is_trained and not _forms_in(said, learned):
+                # Templates drop the reasoning of earlier turns, as at inference.
+                content = content.rpartition(_END_OF_REASONING)[2]
+            elif is_trained and not _occurring_forms(content, trained_text):
                 raise ValueError(
-                    f"{where} is not in the text that is trained on; {_REMEDY}, or correct the "
-                    "{% generation %} marks"
+                    f"{location} is not in the text that is trained on; {_REMEDY}, or correct the "
+                    "{% generation %} tags"
                 )
-            wanted.append((said, where))
+            expected.append((content, location))
         if is_trained:
-            thoughts = [(key, message[key]) for key in THOUGHTS if message.get(key)]
-            wanted += {said: f"{place}.{key}" for key, said in thoughts}.items()
-        wanted += _called(message.get("tool_calls"), place)
-    for at, tool in enumerate(tools or ()):
+            thoughts = [(key, message[key]) for key in REASONING_KEYS if message.get(key)]
+            expected += {content: f"{message_location}.{key}" for key, content in thoughts}.items()
+        expected += _call_texts(message.get("tool_calls"), message_location)
+    for index, tool in enumerate(tools or ()):
         function = tool.get("function", tool)
         for key in ("name", "description"):
-            about = function.get(key) if isinstance(function, Mapping) else None
-            if isinstance(about, str):
-                wanted.append((about, f"tools[{at}].{key}"))
-    for said, where in sorted(wanted, key=lambda pair: -len(pair[0])):
-        form = next(iter(_forms_in(said, rest)), None)
-        if form is None:
-            raise ValueError(f"{where} is not printed by the chat template; {_REMEDY}")
-        rest = rest.replace(form, "\0", 1) if form else rest
-    whole = _plain(text)
-    for at, message in enumerate(messages):
-        # A tool's name is that of its call, which has the place.
-        if isinstance(message.get("name"), str) and not _forms_in(message["name"], whole):
-            raise ValueError(f"messages[{at}].name is not printed by the chat template; {_REMEDY}")
+            description = function.get(key) if isinstance(function, Mapping) else None
+            if isinstance(description, str):
+                expected.append((description, f"tools[{index}].{key}"))
+    for content, location in sorted(expected, key=lambda pair: -len(pair[0])):
+        occurrence = next(iter(_occurring_forms(content, remaining)), None)
+        if occurrence is None:
+            raise ValueError(f"{location} is not printed by the chat template; {_REMEDY}")
+        remaining = remaining.replace(occurrence, "\0", 1) if occurrence else remaining
+    full_text = _without_spaces(text)
+    for index, message in enumerate(messages):
+        # A tool message repeats the name of its call, so it needs no separate occurrence.
+        if isinstance(message.get("name"), str) and not _occurring_forms(
+            message["name"], full_text
+        ):
+            raise ValueError(
+                f"messages[{index}].name is not printed by the chat template; {_REMEDY}"
+            )
 
 
-def _contents(message: Message, place: str) -> Iterator[tuple[str, str]]:
-    """Yield the place and the text of a content, or of each text part of it."""
+def _content_texts(message: Message, location: str) -> Iterator[tuple[str, str]]:
+    """Yield the location and the text of a content, or of its text parts."""
     content = message.get("content")
     if isinstance(content, str):
-        yield f"{place}.content", content
-    for at, part in enumerate(content if isinstance(content, list) else ()):
+        yield f"{location}.content", content
+    for index, part in enumerate(content if isinstance(content, list) else ()):
         if part.get("type") == "text":
-            yield f"{place}.content[{at}].text", part["text"]
+            yield f"{location}.content[{index}].text", part["text"]
 
 
-def _called(calls: Any, place: str) -> Iterator[tuple[str, str]]:
-    """Yield each text of tool calls with its place."""
-    for at, call in enumerate(calls if isinstance(calls, list) else ()):
-        where = f"{place}.tool_calls[{at}]"
+def _call_texts(calls: Any, message_location: str) -> Iterator[tuple[str, str]]:
+    """Yield the texts of tool calls with their locations."""
+    for index, call in enumerate(calls if isinstance(calls, list) else ()):
+        location = f"{message_location}.tool_calls[{index}]"
         function = call.get("function", call) if isinstance(call, Mapping) else {}
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
             except ValueError as error:
-                raise ValueError(f"{where}: arguments are text that is no JSON: {error}") from error
+                raise ValueError(
+                    f"{location}: arguments is a string but not JSON: {error}"
+                ) from error
         if isinstance(function.get("name"), str):
-            yield function["name"], f"{where}.name"
-        for said in _leaves(arguments):
-            yield said, f"{where}.arguments"
+            yield function["name"], f"{location}.name"
+        for text in _leaves(arguments):
+            yield text, f"{location}.arguments"
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """Yield each key and each text of a JSON value."""
+    """Yield all keys and strings of a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -115,18 +120,18 @@ def _leaves(value: Any) -> Iterator[str]:
             yield from _leaves(inner)
 
 
-def _forms_in(said: str, text: str) -> list[str]:
-    """Return the forms in which a text is written in another one: plain, or as JSON."""
+def _occurring_forms(string: str, text: str) -> list[str]:
+    """Return the forms in which a string occurs in a text: plain, or JSON-encoded."""
     forms = dict.fromkeys(
-        _plain(form)
+        _without_spaces(form)
         for form in (
-            said,
-            json.dumps(said, ensure_ascii=False)[1:-1],
-            json.dumps(said)[1:-1],
+            string,
+            json.dumps(string, ensure_ascii=False)[1:-1],
+            json.dumps(string)[1:-1],
         )
     )
     return [form for form in forms if form in text]
 
 
-def _plain(text: str) -> str:
+def _without_spaces(text: str) -> str:
     return "".join(text.split())

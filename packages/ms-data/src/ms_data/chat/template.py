@@ -1,15 +1,15 @@
-"""Renders messages with a tokenizer's own chat template, and finds what is trained on.
+"""Renders messages with a tokenizer's chat template, and finds the spans to train on.
 
-A template is a Jinja program that comes with a tokenizer. It runs in Jinja's immutable sandbox,
-with the same settings, filters and globals that transformers gives it, so that the text is the
-same (tests hold both against each other), and in a process of its own with limits of time, memory
-and size (`chat.worker`), so that a template can neither hang nor fill this one. What the
-assistant says, which is trained on, is found
+A template is a Jinja program that comes with a tokenizer. It runs in Jinja's immutable sandbox with
+the settings, filters and globals of transformers, so that the text is identical (a test compares
+the two), and in a separate process with limits on time, memory and output (`chat.worker`), so that
+a template cannot hang this process or exhaust its memory. The spans of the assistant are found
 
-1. by the template's own marks, `{% generation %}` to `{% endgeneration %}`, where it has them;
-2. otherwise by prefixes: the text up to an answer, with the prompt that asks for it, must begin
-   the text with that answer, and this must begin the whole. Where a template rewrites what came
-   earlier the proof fails, and the conversation is refused instead of being trained on wrongly.
+1. by the template's own tags `{% generation %}` and `{% endgeneration %}`, if it has them;
+2. otherwise by prefixes: the rendering up to an answer, with generation prompt, must be a prefix of
+the rendering including the answer, which must be a prefix of the complete text. If a template
+rewrites earlier turns, the check fails, and the conversation is rejected rather than trained on
+incorrectly.
 """
 
 import json
@@ -36,20 +36,20 @@ class Rendered(NamedTuple):
 
     text: str
     spans: tuple[tuple[int, int], ...]
-    """Where the assistant speaks, in characters; in order, apart from each other."""
+    """Character spans to train on, in order and disjoint."""
 
 
 class ChatTemplate:
     """A tokenizer's chat template.
 
     Args:
-        source: Jinja text.
-        special_tokens: such as `bos_token`, as the template reads them.
-        today: the date that the template prints if it asks for it; None is the day it runs.
+        source: Jinja source.
+        special_tokens: special tokens by role, such as `bos_token`, for the template.
+        today: date for templates that print one. None: the current day.
 
     Raises:
         SettingError: jinja2 is not installed.
-        TokenizerError: the template is not valid Jinja, or compiling it takes too much.
+        TokenizerError: the template is not valid Jinja, or compiling it exceeds the limits.
     """
 
     def __init__(
@@ -61,35 +61,35 @@ class ChatTemplate:
     ) -> None:
         if len(source) > TEMPLATE_LIMIT_BYTES or not _is_text([source, special_tokens or {}]):
             raise TokenizerError(
-                f"not a valid chat template: it or its special tokens are no text, or longer than "
-                f"{TEMPLATE_LIMIT_BYTES >> 20} MiB"
+                "not a valid chat template: it or its special tokens are not valid text, or longer "
+                f"than {TEMPLATE_LIMIT_BYTES >> 20} MiB"
             )
         self.source = source
         self.special_tokens = dict(special_tokens or {})
         self.today = today
         self.asks_date = "strftime_now" in source
         """Whether the template prints the date."""
-        seen = [source, self.special_tokens, str(today) if self.asks_date else ""]
-        content = json.dumps(seen, sort_keys=True).encode()
+        inputs = [source, self.special_tokens, str(today) if self.asks_date else ""]
+        content = json.dumps(inputs, sort_keys=True).encode()
         self.digest = xxhash.xxh3_128_hexdigest(content)
-        """Hexadecimal xxh3-128 of all that its text depends on but the messages."""
+        """xxh3-128 of everything that affects its output besides the messages, hexadecimal."""
         self._probed = False
-        self._reads = self._compile()
+        self._used_tokens = self._compile()
 
     @classmethod
     def load(
         cls, path: str | Path, *, name: str | None = None, today: date | None = None
     ) -> "ChatTemplate":
-        """Read a template.
+        """Load a template.
 
         Args:
-            path: a tokenizer's folder, with `chat_template.jinja`, or a `tokenizer_config.json` or
-                `chat_template.json` that holds the template; or a Jinja file.
-            name: which template, where there are several; by default the one named `default`.
+            path: a tokenizer folder, with `chat_template.jinja`, or a `tokenizer_config.json` or
+                `chat_template.json` that contains the template; or a Jinja file.
+            name: name of the template if there are several. None: `default`.
             today: see `ChatTemplate`.
 
         Raises:
-            TokenizerError: there is none, or it cannot be read.
+            TokenizerError: there is no template, or it cannot be read.
         """
         check_path("a chat template", path, error=TokenizerError)
         path = Path(path)
@@ -101,7 +101,7 @@ class ChatTemplate:
                     source, tokens = _read_template(path), {}
         except TokenizerError as error:
             raise TokenizerError(
-                f"no chat template: {error}; give a tokenizer's folder with tokenizer_config.json "
+                f"no chat template: {error}; pass a tokenizer folder with tokenizer_config.json "
                 "or chat_template.jinja"
             ) from error
         try:
@@ -110,33 +110,33 @@ class ChatTemplate:
             raise TokenizerError(f"{printable(path)}: {error}") from error
 
     def with_tokens_of(self, folder: Path | None) -> "ChatTemplate":
-        """Return this template with the special tokens that it reads, if it was given none.
+        """Return this template with the special tokens of a tokenizer, unless it has some already.
 
         Args:
-            folder: the tokenizer's, with a `tokenizer_config.json` that names them.
+            folder: tokenizer folder with a `tokenizer_config.json`.
 
         Raises:
-            SettingError: it reads some, and no one says what they are.
+            SettingError: the template uses special tokens, but there is no file that defines them.
             TokenizerError: tokenizer_config.json cannot be read.
         """
-        asked = self._reads
-        if self.special_tokens or not asked:
+        used = self._used_tokens
+        if self.special_tokens or not used:
             return self
         config = folder / "tokenizer_config.json" if folder else None
         if config is None or not config.exists():
             raise SettingError(
-                f"the chat template reads {asked[0]}, which is given nowhere; give the folder of "
-                "a tokenizer with tokenizer_config.json as the tokenizer or as the template"
+                f"the chat template uses {used[0]}, which is not defined; pass a tokenizer folder "
+                "with tokenizer_config.json as the tokenizer or as the template"
             )
         try:
-            known = _special_tokens(_read_config(config))
+            defined = _special_tokens(_read_config(config))
         except TokenizerError as error:
-            raise TokenizerError(f"{error}; fetch the tokenizer's folder again") from error
-        tokens = {name: known[name] for name in asked if name in known}
+            raise TokenizerError(f"{error}; download the tokenizer folder again") from error
+        tokens = {name: defined[name] for name in used if name in defined}
         return ChatTemplate(self.source, special_tokens=tokens, today=self.today)
 
     def files(self) -> dict[str, bytes]:
-        """Return the files that `load` reads this template from, by name."""
+        """Return the files from which `load` reads this template, by name."""
         config = json.dumps(self.special_tokens, indent=2, sort_keys=True, ensure_ascii=False)
         return {
             "chat_template.jinja": self.source.encode(),
@@ -151,21 +151,20 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         **variables: Any,
     ) -> str:
-        """Render messages as transformers' `apply_chat_template` does.
+        """Render messages like transformers' `apply_chat_template`.
 
         Args:
-            messages: at least one; None as a value is the same as no such key.
+            messages: at least one message; keys with the value None are ignored.
             tools: JSON schemas of functions.
-            add_generation_prompt: end with what asks the assistant to speak.
-            variables: further names that the template reads.
+            add_generation_prompt: append the prompt for the assistant's next message.
+            variables: additional variables of the template.
 
         Raises:
-            ValueError: the template refuses the messages; says why.
-            TokenizerError: it takes more time or memory than any sound template, or makes a longer
-                text.
+            ValueError: the template rejects the messages; gives the reason.
+            TokenizerError: rendering exceeds the limits on time, memory or output size.
         """
-        more = {"prompt": bool(add_generation_prompt), "variables": variables}
-        return str(self._ask("render", messages, tools, **more)["text"])
+        options = {"prompt": bool(add_generation_prompt), "variables": variables}
+        return str(self._ask("render", messages, tools, **options)["text"])
 
     def render_for_training(
         self,
@@ -174,117 +173,118 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         first: int = 0,
     ) -> Rendered:
-        """Render a conversation and find the spans of the assistant's messages.
+        """Render a conversation, and find the spans of the assistant's messages.
 
         Args:
-            messages: of any roles; the assistant's are trained on unless their `weight` is 0.
+            messages: assistant messages are trained on, unless their `weight` is 0.
             tools: JSON schemas of functions.
-            first: messages before this one are not trained on.
+            first: messages before this index are not trained on.
 
         Raises:
-            ValueError: the template refuses the messages or does not print all of them, or it
-                cannot be proved which part is the assistant's, or that part is empty.
-            TokenizerError: as `render`.
+            ValueError: the template rejects the messages or does not print all of them, or the
+                assistant's spans are empty or cannot be determined.
+            TokenizerError: see `render`.
         """
         if not self._probed:
             self._probe()
-        turns = [at for at, one in enumerate(messages) if one["role"] == "assistant"]
-        wanted = [at for at in turns if at >= first and messages[at].get("weight", 1)]
-        rendered = self._train(messages, tools, turns, wanted)
-        check_printed(messages, tools, rendered.text, rendered.spans, frozenset(wanted))
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        trained = [index for index in turns if index >= first and messages[index].get("weight", 1)]
+        rendered = self._find_spans(messages, tools, turns, trained)
+        check_printed(messages, tools, rendered.text, rendered.spans, frozenset(trained))
         return rendered
 
-    def _train(
+    def _find_spans(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
         turns: Sequence[int],
-        wanted: Sequence[int],
+        trained: Sequence[int],
     ) -> Rendered:
-        """Render a conversation and find the spans of the messages `wanted`, out of `turns`."""
-        plain = [{key: one[key] for key in one if key != "weight"} for one in messages]
-        answer = self._ask("train", plain, tools, turns=list(turns), wanted=list(wanted))
-        text: str = answer["text"]
-        spans = [(start, stop) for start, stop in answer["spans"] if text[start:stop].strip()]
+        """Render a conversation, and find the spans of the messages in `trained`."""
+        plain = [{key: message[key] for key in message if key != "weight"} for message in messages]
+        reply = self._ask("train", plain, tools, turns=list(turns), wanted=list(trained))
+        text: str = reply["text"]
+        spans = [(start, stop) for start, stop in reply["spans"] if text[start:stop].strip()]
         if not spans:
             raise ValueError(
-                "the template gives the assistant no text in this conversation, so nothing would "
-                "be learnt; give it an answer of weight 1, or mend the template"
+                "the template prints no assistant text in this conversation, so there is nothing "
+                "to train on; add an answer of weight 1, or fix the template"
             )
         return Rendered(text, tuple(spans))
 
     def _probe(self) -> None:
-        """Refuse a template that prints no answer where it should be trained on.
+        """Check with a test conversation that the spans to train on contain the answer.
 
         Raises:
-            ValueError: an answer's words are not in what would be trained on.
+            ValueError: the answer's text is outside the spans.
         """
         self._probed = True
-        asked = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": _PROBE}]
+        messages = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": _PROBE}]
         try:
-            text, spans = self._train(asked, None, [1], [1])
+            text, spans = self._find_spans(messages, None, [1], [1])
         except TokenizerError:
             raise
-        except ValueError:  # it wants other messages than these; what it is given is judged alone
+        except ValueError:  # the template needs other messages; every conversation is checked alone
             return
         if not any(_PROBE in text[start:stop] for start, stop in spans):
             self._probed = False
             raise ValueError(
-                "the template gives the assistant no text of its own, so nothing would be learnt; "
-                "mend the template, or mark the answers in it with {% generation %}"
+                "the template prints no assistant text, so there is nothing to train on; fix the "
+                "template, or mark the answers in it with {% generation %}"
             )
 
     def _ask(
         self,
-        do: str,
+        action: str,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
-        **more: Any,
+        **options: Any,
     ) -> dict[str, Any]:
-        """Ask the process that renders about some messages."""
+        """Send a request about messages to the render process."""
         if not messages:
-            raise ValueError("a conversation without messages; give at least one")
+            raise ValueError("a conversation must have at least one message")
         request = {
             "messages": list(messages),
             "tools": list(tools) if tools else None,
             "variables": {},
-            **more,
+            **options,
         }
         try:
-            answer = self._request(do, request)
-            if "unknown" in answer:
+            reply = self._request(action, request)
+            if "unknown" in reply:
                 self._compile()
-                answer = self._request(do, request)
+                reply = self._request(action, request)
         except DataError:
             raise
         except (RecursionError, TypeError, ValueError) as error:
-            raise ValueError(f"the messages are no JSON: {error}; mend them") from error
-        if "refused" in answer:
-            raise ValueError(answer["refused"])
-        return answer
+            raise ValueError(
+                f"the messages cannot be encoded as JSON: {error}; fix them"
+            ) from error
+        if "refused" in reply:
+            raise ValueError(reply["refused"])
+        return reply
 
     def _compile(self) -> tuple[str, ...]:
-        """Compile the template; return the special tokens that it reads."""
+        """Compile the template; return the special tokens that it uses."""
         today = str(self.today) if self.today else None
-        about = {"source": self.source, "tokens": self.special_tokens, "today": today}
-        answer = self._request("compile", about)
-        if "invalid" in answer:
-            raise TokenizerError(f"not a valid chat template: {answer['invalid']}")
-        return tuple(answer["reads"])
+        settings = {"source": self.source, "tokens": self.special_tokens, "today": today}
+        reply = self._request("compile", settings)
+        if "invalid" in reply:
+            raise TokenizerError(f"not a valid chat template: {reply['invalid']}")
+        return tuple(reply["reads"])
 
-    def _request(self, do: str, about: Mapping[str, Any]) -> dict[str, Any]:
-        request = {"do": do, "name": self.digest, **about}
-        answer = ask(request, needs="ms-data[chat]", error=SettingError)
-        if "limit" in answer:
+    def _request(self, action: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        request = {"do": action, "name": self.digest, **fields}
+        reply = ask(request, needs="ms-data[chat]", error=SettingError)
+        if "limit" in reply:
             raise TokenizerError(
-                f"the chat template {answer['limit']}, so it was stopped; look at what it does, or "
-                "take another one"
+                f"the chat template {reply['limit']}, so it was stopped; fix it, or use another one"
             )
-        return answer
+        return reply
 
 
 def _from_folder(folder: Path, name: str | None) -> tuple[str, dict[str, Any]]:
-    """Read the template and the special tokens of a tokenizer's folder."""
+    """Read the template and the special tokens of a tokenizer folder."""
     path = folder / "tokenizer_config.json"
     config = _read_config(path) if path.exists() else {}
     files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
@@ -294,15 +294,17 @@ def _from_folder(folder: Path, name: str | None) -> tuple[str, dict[str, Any]]:
     if files:
         templates = {name: _read_template(path) for name, path in files.items()}
     elif config.get("chat_template") is None and legacy.exists():
-        # Processors wrote it before there was chat_template.jinja.
-        templates = _named(_read_config(legacy).get("chat_template"))
+        # Older processors wrote this file instead of chat_template.jinja.
+        templates = _templates_by_name(_read_config(legacy).get("chat_template"))
     else:
-        templates = _named(config.get("chat_template"))
-    wanted = name or "default"
-    if wanted not in templates:
-        have = ", ".join(templates) or "none"
-        raise ValueError(f"there is no template named {wanted!r}; there are: {have}")
-    return templates[wanted], _special_tokens(config)
+        templates = _templates_by_name(config.get("chat_template"))
+    template_name = name or "default"
+    if template_name not in templates:
+        available = ", ".join(templates) or "none"
+        raise ValueError(
+            f"there is no template named {template_name!r}; the templates are: {available}"
+        )
+    return templates[template_name], _special_tokens(config)
 
 
 def _read_template(path: Path) -> str:
@@ -314,7 +316,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _is_text(value: Any) -> bool:
-    """Return whether all text in a value can be encoded as Unicode, without lone surrogates."""
+    """Return whether all strings in a value are valid Unicode, without lone surrogates."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -323,24 +325,24 @@ def _is_text(value: Any) -> bool:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens of a tokenizer_config.json, such as `bos_token`, by name."""
-    named = {key: value for key, value in config.items() if key.endswith("_token")}
+    """Return the special tokens of a tokenizer_config.json by role, such as `bos_token`."""
+    values_by_role = {key: value for key, value in config.items() if key.endswith("_token")}
     texts = {
         key: value.get("content") if isinstance(value, dict) else value
-        for key, value in named.items()
+        for key, value in values_by_role.items()
     }
     return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
-def _named(value: Any) -> dict[str, str]:
+def _templates_by_name(value: Any) -> dict[str, str]:
     if isinstance(value, str):
         return {"default": value}
-    if isinstance(value, dict) and all(isinstance(one, str) for one in value.values()):
+    if isinstance(value, dict) and all(isinstance(item, str) for item in value.values()):
         return value
     if value is None:
         return {}
     if not isinstance(value, list) or not all(
-        isinstance(one, dict) and {"name", "template"} <= set(one) for one in value
+        isinstance(item, dict) and {"name", "template"} <= set(item) for item in value
     ):
-        raise ValueError("chat_template is neither text nor a list of `name` and `template`")
-    return {str(one["name"]): str(one["template"]) for one in value}
+        raise ValueError("chat_template must be a string or a list of `name` and `template`")
+    return {str(item["name"]): str(item["template"]) for item in value}

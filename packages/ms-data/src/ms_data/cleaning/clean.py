@@ -14,7 +14,7 @@ from ms_data.corpus.arguments import check_paths
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.find import CorpusName, find_corpus
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
-from ms_data.passes.array_jobs import ArrayShard, merged
+from ms_data.passes.array_jobs import ArrayShard, remove_merged
 from ms_data.passes.pool import worker_count
 from ms_data.passes.record import LedgerSummary
 from ms_data.passes.run import WITHOUT_STRICT, Pass, reading_recipe
@@ -82,7 +82,7 @@ def clean(
         on_quarantine=on_quarantine,
         shard=ArrayShard.parse(shard, out, corpus),
     )
-    return merged(work.shard, work.publish(out))
+    return remove_merged(work.shard, work.publish(out))
 
 
 def _worker_setup(rule_set: RuleSet, source: Corpus) -> bytes:

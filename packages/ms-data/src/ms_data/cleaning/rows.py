@@ -12,7 +12,7 @@ from ms_data.chat.messages import read_conversation
 from ms_data.cleaning.rule import Rule
 from ms_data.cleaning.text import Text
 from ms_data.errors import ConfigError
-from ms_data.media.parts import MEDIA_TYPES, EncodedFile, MediaKind, take_media
+from ms_data.media.parts import MEDIA_TYPES, EncodedFile, MediaKind, extract_media
 from ms_data.settings import a_path
 
 
@@ -44,7 +44,7 @@ class RowRule(Rule):
             if isinstance(message.get("content"), list):
                 parts = [part for part in message["content"] if part["type"] not in other_types]
                 message["content"] = parts
-        return take_media(messages, Path(self.folder) if self.folder else None)[1]
+        return extract_media(messages, Path(self.folder) if self.folder else None)[1]
 
 
 def decode_row(text: Text) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Reads the rows of a table: JSON Lines, CSV, Parquet and all other tables that readers know."""
+"""Reads the rows of tables in all formats: JSON Lines, CSV, Parquet and others."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -8,17 +8,16 @@ from ms_data.corpus.find import find_corpus
 
 
 def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Read the rows of a table, one after the other.
+    """Yield the rows of a table.
 
-    The name and the first bytes tell which table it is: JSON Lines, a JSON array of objects, CSV,
-    TSV, Parquet or Arrow, each plain or compressed by gzip or zstd. Members without a value are
-    left out.
+    The format is detected by name and first bytes: JSON Lines, a JSON array of objects, CSV, TSV,
+    Parquet or Arrow, uncompressed or compressed with gzip or zstd. Null members are dropped.
 
     Args:
-        path: a file, a folder of files, or an address.
+        path: a file, a folder of files, or a URL.
 
     Yields:
-        Values by column; all values of CSV and TSV are strings.
+        Values by column name; all values of CSV and TSV files are strings.
 
     Raises:
         CorpusError: a file is not a table or cannot be read, or a row is invalid.
@@ -28,4 +27,4 @@ def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def _unused(row: Mapping[str, Any]) -> str:
-    raise AssertionError("rows are not made documents")
+    raise AssertionError("rows are not converted to documents")

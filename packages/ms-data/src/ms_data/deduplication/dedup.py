@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from attrs import asdict, evolve, frozen
 
+from ms_data.corpus.arguments import check_paths
 from ms_data.corpus.corpus import Corpus
 from ms_data.corpus.find import CorpusName, find_corpus
 from ms_data.corpus.reader import DOCUMENT_LIMIT_MIB
@@ -23,7 +24,7 @@ from ms_data.deduplication.records import FACTS, RECORD
 from ms_data.deduplication.signatures import SignatureFrame, SignatureSetup, read_frames
 from ms_data.deduplication.substrings import find_repeated
 from ms_data.errors import SettingError
-from ms_data.passes.array_jobs import ArrayShard, merged
+from ms_data.passes.array_jobs import ArrayShard, remove_merged
 from ms_data.passes.pool import worker_count
 from ms_data.passes.record import LedgerSummary, PassRecord, read_record
 from ms_data.passes.run import WITHOUT_STRICT, Pass, reading_recipe
@@ -67,6 +68,7 @@ def dedup(
         CorpusError: the corpus is missing, empty or damaged, or with `strict` not text.
         OutputError: `out` cannot be written, or holds something else.
     """
+    check_paths(out, corpus=corpus)
     dedup_options = _check_options(options or DedupOptions())
     source = find_corpus(
         corpus,
@@ -102,7 +104,7 @@ def _run_passes(first: Pass, last: Pass, out: str | Path) -> LedgerSummary:
     job = first.shard
     if job is not None and job.number:
         return last.finished_summary(out) or first.publish(job.folder / "signatures")
-    return merged(job, last.publish(out))
+    return remove_merged(job, last.publish(out))
 
 
 def _plain(options: DedupOptions) -> dict[str, Any]:

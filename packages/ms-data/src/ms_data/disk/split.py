@@ -1,4 +1,4 @@
-"""Reads a split of a dataset as one long row of tokens."""
+"""Reads a split of a dataset as one sequence of tokens."""
 
 import os
 from bisect import bisect_right
@@ -17,14 +17,14 @@ from ms_data.errors import DamageError, SettingError, printable
 from ms_data.files.untrusted import check_path, open_file
 
 OPEN_SHARDS = 128
-"""Shards that a reader keeps open: one descriptor and a table of some 100 kB each."""
+"""Maximum number of open shards; each needs a descriptor and a table of about 100 kB."""
 
 
 def dataset_folder(folder: str | Path) -> Path:
-    """Take the path of a folder of shards.
+    """Return the path of a dataset folder.
 
     Raises:
-        SettingError: no system takes it.
+        SettingError: the path is one that no operating system accepts.
     """
     check_path("a dataset", folder, error=SettingError)
     return Path(folder)
@@ -35,7 +35,7 @@ def read_index(folder: Path) -> Index:
 
     Raises:
         SettingError: there is no dataset in the folder.
-        DamageError: the index is not exactly what was written.
+        DamageError: the index is damaged.
     """
     path = folder / "index.json"
     if not os.path.lexists(path):
@@ -59,23 +59,23 @@ def read_index(folder: Path) -> Index:
 
 
 INDEX_LIMIT_BYTES = 1 << 28
-"""More than a million shards."""
+"""Enough for more than a million shards."""
 
 
 class Split:
     """The documents of one split, end to end, addressed by token.
 
     Args:
-        folder: the dataset.
-        name: the split.
-        kinds: what its documents may be.
-        cache_bytes: of decoded frames that are kept; one at least.
-        shared_cache: a folder of this machine, best in memory, where they are kept for all
-            processes that read the split; None keeps the last used ones in this process.
+        folder: folder of the dataset.
+        name: name of the split.
+        kinds: accepted document types.
+        cache_bytes: size of the cache of decoded frames; at least one frame is cached.
+        shared_cache: folder on this machine, best in memory, of a cache for all processes that read
+            the split; None: a cache in this process.
 
     Raises:
-        SettingError: the dataset has no such split, or documents of another kind.
-        DamageError: the index or, when read, a shard is damaged.
+        SettingError: the dataset has no such split, or another document type.
+        DamageError: the index or, during reading, a shard is damaged.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class Split:
         self.index = read_index(self.folder)
         self.kind = self.index.document_kind
         if self.kind not in kinds:
-            held, wanted = DOCUMENT_KINDS[self.kind], DOCUMENT_KINDS[kinds[0]]
+            actual, expected = DOCUMENT_KINDS[self.kind], DOCUMENT_KINDS[kinds[0]]
             raise SettingError(
-                f"{folder} holds {held.label}, read by {held.stream}; give {wanted.label}"
+                f"{folder} holds {actual.label}, for {actual.stream}; use {expected.label} here"
             )
         self._entries = [shard for shard in self.index.shards if shard.split == name]
         if not self._entries:
             have = ", ".join(self.index.splits)
-            raise SettingError(f"{folder} has no split {name!r}; it has: {have}")
+            raise SettingError(f"{folder} has no split {name!r}; the splits are: {have}")
         self._starts = [0, *accumulate(entry.tokens for entry in self._entries)]
         self._shards: OrderedDict[int, Shard] = OrderedDict()
         self._frames_before = [
@@ -107,20 +107,20 @@ class Split:
                 frame_count(entry.tokens, self.index.frame_tokens) for entry in self._entries
             ),
         ]
-        self._frames = self._cache(name, cache_bytes, shared_cache)
+        self._frames = self._create_cache(name, cache_bytes, shared_cache)
 
     @property
     def tokens(self) -> int:
-        """Tokens in the split."""
+        """Number of tokens in the split."""
         return self._starts[-1]
 
     @property
     def documents(self) -> int:
-        """Documents in the split."""
+        """Number of documents in the split."""
         return sum(entry.documents for entry in self._entries)
 
     def all_ends(self) -> NDArray[np.int64]:
-        """Find one past the last token of each document, shape (documents,); decode every frame.
+        """Return one past the last token of every document, shape (documents,); decodes all frames.
 
         Raises:
             DamageError: a frame is damaged.
@@ -133,10 +133,10 @@ class Split:
         return np.concatenate(ends)
 
     def read(self, start: int, stop: int) -> NDArray[np.unsignedinteger]:
-        """Read the tokens from `start` to `stop`, which must lie inside the split.
+        """Return the tokens from `start` to `stop`, which must be inside the split.
 
         Raises:
-            DamageError: a frame that holds some is damaged.
+            DamageError: a frame that is needed is damaged.
         """
         parts = self._parts(start, stop)
         return np.concatenate([frame.tokens[low:high] for frame, low, high in parts])
@@ -145,22 +145,22 @@ class Split:
         """Fill `out`, shape (n,), with the tokens from `start`.
 
         Returns:
-            Shape (e,), increasing: one past the last token of each document that ends inside.
+            Shape (e,), increasing: one past the last token of every document that ends inside.
 
         Raises:
-            DamageError: a frame that holds some is damaged.
+            DamageError: a frame that is needed is damaged.
         """
         ends: list[NDArray[np.int64]] = []
-        done = 0
+        filled = 0
         for frame, low, high in self._parts(start, start + len(out)):
-            out[done : done + high - low] = frame.tokens[low:high]
+            out[filled : filled + high - low] = frame.tokens[low:high]
             first, last = np.searchsorted(frame.ends, (low, high), side="right")
-            ends.append(frame.ends[first:last] + (done - low))
-            done += high - low
+            ends.append(frame.ends[first:last] + (filled - low))
+            filled += high - low
         return np.concatenate(ends)
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[Frame, int, int]]:
-        """Yield each frame that holds tokens from `start` to `stop`, and where they stand in it."""
+        """Yield the frames that hold tokens `start` to `stop`, each with its token range."""
         while start < stop:
             shard = bisect_right(self._starts, start) - 1
             number, low = divmod(start - self._starts[shard], self.index.frame_tokens)
@@ -170,7 +170,7 @@ class Split:
             start += high - low
 
     def _frame(self, shard: int, number: int) -> Frame:
-        """Return a decoded frame, which may have been kept, because samples share them."""
+        """Return a decoded frame, from the cache if possible."""
         key = self._frames_before[shard] + number
         frame = self._frames.get(key)
         if frame is None:
@@ -178,16 +178,16 @@ class Split:
             self._frames.put(key, frame)
         return frame
 
-    def _cache(self, name: str, size_bytes: int, folder: str | Path | None) -> FrameCache:
-        tokens, kind = self.index.frame_tokens, self.index.token_type
+    def _create_cache(self, name: str, size_bytes: int, folder: str | Path | None) -> FrameCache:
+        tokens, token_type = self.index.frame_tokens, self.index.token_type
         if folder is None:
-            return LRUFrameCache(max(1, size_bytes // (tokens * np.dtype(kind).itemsize)))
+            return LRUFrameCache(max(1, size_bytes // (tokens * np.dtype(token_type).itemsize)))
         check_path("shared_cache", folder, error=SettingError)
         return SharedFrameCache(
             Path(folder),
             f"ms-data-{os.geteuid()}-{self.index.fingerprint}-{name}",
             frame_tokens=tokens,
-            token_type=kind,
+            token_type=token_type,
             size_bytes=size_bytes,
         )
 

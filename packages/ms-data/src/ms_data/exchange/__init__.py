@@ -1,1 +1,1 @@
-"""Datasets of other libraries read and written: Megatron's, MosaicML's and Parquet."""
+"""Conversion from and to datasets of other libraries: Megatron, MosaicML and Parquet."""

@@ -1,4 +1,4 @@
-"""Writes a split of shards as other libraries read it."""
+"""Exports a split of shards to the formats of other libraries."""
 
 from collections.abc import Iterator
 from importlib import import_module
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ms_data.corpus.arguments import check_paths
 from ms_data.disk.split import Split
 from ms_data.errors import OutputError, SettingError, printable
-from ms_data.exchange.megatron import interrupted, write_megatron
+from ms_data.exchange.megatron import was_interrupted, write_megatron
 from ms_data.files.durable import replace, writing
 from ms_data.files.untrusted import check_path
 from ms_data.tokenization.tokenizer import Tokenizer
@@ -20,11 +20,11 @@ from ms_data.tokenization.tokenizer import Tokenizer
 Format = Literal["megatron", "parquet"]
 
 _ROWS_BYTES = 16 << 20
-"""Tokens and text of the documents that are written to Parquet at once."""
+"""Size of a Parquet batch: tokens and text."""
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
-    """What was written."""
+    """Result of an export."""
 
     files: tuple[str, ...]
     documents: int
@@ -35,46 +35,48 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
 def export_dataset(
     shards: str | Path, *, out: str | Path, target: Format, split: str = "train"
 ) -> Exported:
-    """Write the documents of a split, in their order and with their end of text.
+    """Export the documents of a split, in order and with their end-of-text tokens.
 
     Args:
-        shards: a folder of shards of text.
-        out: for `megatron` the PREFIX of PREFIX.bin and PREFIX.idx; for `parquet` the file, with
-            the columns `text` (string, as the tokenizer decodes it) and `tokens` (list of uint32).
+        shards: folder of text shards.
+        out: for `megatron`, the PREFIX of PREFIX.bin and PREFIX.idx; for `parquet`, the file, with
+            columns `text` (string, decoded by the tokenizer) and `tokens` (list of uint32).
         target: `megatron` or `parquet` (extra `parquet`).
         split: `train` or `held_out`.
 
     Raises:
-        SettingError: no such target or split, or pyarrow is missing.
-        DamageError: bytes of the shards are not those that were written.
-        OutputError: a file is there already, or cannot be written.
+        SettingError: unknown target or split, or pyarrow is not installed.
+        DamageError: a shard is damaged.
+        OutputError: a file exists already, or cannot be written.
     """
     check_paths(out, written=None, shards=shards)
     if target not in get_args(Format):
-        raise SettingError(f"target is {target!r}; give megatron or parquet")
+        raise SettingError(f"target must be megatron or parquet, got {target!r}")
     source = Split(shards, split)
-    place = Path(out)
-    names = [place] if target == "parquet" else [Path(f"{place}.bin"), Path(f"{place}.idx")]
-    for path in names:
+    out_path = Path(out)
+    files = (
+        [out_path] if target == "parquet" else [Path(f"{out_path}.bin"), Path(f"{out_path}.idx")]
+    )
+    for path in files:
         check_path("out", path, error=OutputError, written="file")
-    with writing(place):
-        ours = target == "megatron" and interrupted(place)
-        for path in names:
-            if path.exists() and not ours:
-                raise OutputError(f"{printable(path)} is there; choose another name, or remove it")
-        place.parent.mkdir(parents=True, exist_ok=True)
+    with writing(out_path):
+        is_resume = target == "megatron" and was_interrupted(out_path)
+        for path in files:
+            if path.exists() and not is_resume:
+                raise OutputError(f"{printable(path)} exists; choose another name, or remove it")
+        out_path.parent.mkdir(parents=True, exist_ok=True)
     ends = source.all_ends()
     if target == "parquet":
-        _write_parquet(place, source, ends, Tokenizer.load(shards))
+        _write_parquet(out_path, source, ends, Tokenizer.load(shards))
     else:
         lengths = np.diff(ends, prepend=0).tolist()
         documents = _documents(source, ends)
-        write_megatron(place, documents, lengths, vocabulary_size=source.index.vocabulary_size)
+        write_megatron(out_path, documents, lengths, vocabulary_size=source.index.vocabulary_size)
     return Exported(
-        files=tuple(map(str, names)),
+        files=tuple(map(str, files)),
         documents=len(ends),
         tokens=source.tokens,
-        size_bytes=sum(path.stat().st_size for path in names),
+        size_bytes=sum(path.stat().st_size for path in files),
     )
 
 
@@ -91,7 +93,9 @@ def _write_parquet(
     try:
         pa, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError as error:
-        raise SettingError("Parquet needs pyarrow; pip install 'ms-data[parquet]'") from error
+        raise SettingError(
+            "exporting Parquet needs pyarrow; pip install 'ms-data[parquet]'"
+        ) from error
     schema = pa.schema([("text", pa.large_string()), ("tokens", pa.large_list(pa.uint32()))])
 
     def write(file: object) -> None:

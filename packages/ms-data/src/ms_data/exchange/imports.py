@@ -1,4 +1,4 @@
-"""Makes shards of a dataset that another library wrote."""
+"""Imports a dataset of another library as shards."""
 
 import os
 import re
@@ -17,26 +17,26 @@ from ms_data.errors import CorpusError, printable
 from ms_data.exchange.mds import MdsReader, Value
 from ms_data.exchange.megatron import MegatronReader
 from ms_data.files.durable import publish, sync_folder, write_file
-from ms_data.files.work_folder import free_place, work_folder
+from ms_data.files.work_folder import resolve_output, work_folder
 from ms_data.settings.arguments import check_counts
 from ms_data.tokenization.tokenizer import Tokenizer
 
 
 class Imported(DatasetInfo, frozen=True, kw_only=True):
-    """What was made of a dataset, and what became of its documents.
+    """Description of the new dataset, with the outcome of the source documents.
 
-    The documents that were written are documents_in - empty + further.
+    The number of written documents is documents_in - empty + further.
     """
 
     documents_in: int
-    """Documents, or rows, of the dataset that was read."""
+    """Documents or rows of the source."""
     empty: int
-    """Those without a token or text, which are no documents."""
+    """Source documents without tokens or text."""
     further: int
-    """Documents that begin behind an end of text within another."""
+    """Additional documents, split off at an end-of-text token inside another."""
 
 
-_OURS = re.compile(r"(shard-\d{5,}\.msd|index\.json|tokenizer\.json)(\.partial)?")
+_IMPORT_FILES = re.compile(r"(shard-\d{5,}\.msd|index\.json|tokenizer\.json)(\.partial)?")
 _BATCH_CHARACTERS = 1 << 20
 
 
@@ -49,21 +49,21 @@ def import_dataset(
     shard_size_mib: int = 64,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Imported:
-    """Make shards of Megatron's `.bin` and `.idx`, or of a folder of MDS.
+    """Convert Megatron `.bin` and `.idx` files, or a folder of MDS, to shards.
 
-    Tokens are taken as they are: a document that does not end in the tokenizer's end of text is
-    given one, and one with an end of text in its midst is several. Text is tokenized.
+    Tokens are not changed. A document without the tokenizer's end-of-text token at its end gets
+    one, and a document with one inside is split there. Text is tokenized.
 
     Args:
-        source: PREFIX.idx with PREFIX.bin beside it, or a folder with MDS's index.json.
-        tokenizer: the one that made the tokens, or is to.
-        out: the folder to make.
-        column: of MDS, the one that holds the text or the tokens.
+        source: PREFIX.idx, with PREFIX.bin in the same folder, or a folder with MDS's index.json.
+        tokenizer: the tokenizer that encoded the tokens, or will encode the text.
+        out: output folder.
+        column: MDS column with the text or the tokens.
         shard_size_mib: a shard is closed at the first document end past this size.
-        on_progress: called with the bytes that are done, and all.
+        on_progress: called with the bytes done and the total.
 
     Raises:
-        SettingError: an argument is out of range.
+        SettingError: an argument is invalid.
         CorpusError: the source is missing, damaged or empty, or has unknown tokens.
         TokenizerError: the tokenizer cannot be read.
         OutputError: `out` cannot be written, or holds something else.
@@ -73,15 +73,15 @@ def import_dataset(
     model = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
     path = Path(source)
     reader = MdsReader(path, column) if os.path.isdir(path) else MegatronReader(path)
-    folder = free_place(out)
-    aside = folder.with_name(folder.name + ".partial")
-    with work_folder(aside, _OURS):
-        counts = _write(aside, reader, model, shard_size_mib << 20, on_progress)
-        sync_folder(aside)
-        publish(aside, folder)
-    made = msgspec.structs.asdict(inspect(out))
+    folder = resolve_output(out)
+    partial = folder.with_name(folder.name + ".partial")
+    with work_folder(partial, _IMPORT_FILES):
+        counts = _write(partial, reader, model, shard_size_mib << 20, on_progress)
+        sync_folder(partial)
+        publish(partial, folder)
+    info = msgspec.structs.asdict(inspect(out))
     return Imported(
-        **made,
+        **info,
         documents_in=counts["read"],
         empty=counts["empty"],
         further=counts["further"],
@@ -95,35 +95,35 @@ def _write(
     shard_size_bytes: int,
     on_progress: Callable[[int, int], None],
 ) -> dict[str, int]:
-    """Write the dataset; return what became of the documents that were read."""
+    """Write the dataset; return the counts of the outcome."""
     counts = {"read": 0, "empty": 0, "further": 0}
-    kind = token_type_for(tokenizer.vocabulary_size)
-    frame_tokens = FRAME_BYTES // np.dtype(kind).itemsize
+    token_type = token_type_for(tokenizer.vocabulary_size)
+    frame_tokens = FRAME_BYTES // np.dtype(token_type).itemsize
     for path in folder.iterdir():
         path.unlink()
     writer = DatasetWriter(
-        folder, token_type=kind, frame_tokens=frame_tokens, shard_size_bytes=shard_size_bytes
+        folder, token_type=token_type, frame_tokens=frame_tokens, shard_size_bytes=shard_size_bytes
     )
     try:
-        done = 0
-        for place, tokens, size in _encoded(reader.documents(), tokenizer):
+        bytes_done = 0
+        for location, tokens, size in _encode_documents(reader.documents(), tokenizer):
             written = 0
-            for document in _documents(tokens, tokenizer, place):
+            for document in _split_documents(tokens, tokenizer, location):
                 writer.append("train", document)
                 written += 1
             counts["read"] += 1
             counts["empty"] += not written
             counts["further"] += max(0, written - 1)
-            done += size
-            on_progress(done, reader.size_bytes)
+            bytes_done += size
+            on_progress(bytes_done, reader.size_bytes)
         shards = writer.close()
     finally:
         writer.abandon()
     if not shards:
-        raise CorpusError("the dataset is empty: it holds no document; give one that does")
+        raise CorpusError("the dataset is empty: it holds no documents; use a dataset with text")
     write_file(folder / "tokenizer.json", tokenizer.content)
     index = Index(
-        token_type=kind,
+        token_type=token_type,
         frame_tokens=frame_tokens,
         vocabulary_size=tokenizer.vocabulary_size,
         end_of_text=tokenizer.end_of_text,
@@ -135,43 +135,43 @@ def _write(
     return counts
 
 
-def _encoded(
+def _encode_documents(
     documents: Iterator[tuple[str, Value]], tokenizer: Tokenizer
 ) -> Iterator[tuple[str, NDArray[np.integer], int]]:
-    """Yield each document's place, tokens and size in bytes; texts are tokenized in batches."""
+    """Yield location, tokens and size in bytes of all documents; texts are tokenized in batches."""
     texts: list[tuple[str, str]] = []
-    waiting = 0
+    pending_characters = 0
 
     def encode() -> Iterator[tuple[str, NDArray[np.integer], int]]:
-        for (place, text), tokens in zip(
+        for (location, text), tokens in zip(
             texts, tokenizer.encode_documents([text for _, text in texts]), strict=True
         ):
-            yield place, tokens if text else tokens[:0], len(text.encode())
+            yield location, tokens if text else tokens[:0], len(text.encode())
 
-    for place, value in documents:
+    for location, value in documents:
         if not isinstance(value, str):
-            yield place, value, value.nbytes
+            yield location, value, value.nbytes
         else:
-            texts.append((place, value))
-            waiting += len(value)
-        if waiting >= _BATCH_CHARACTERS:
+            texts.append((location, value))
+            pending_characters += len(value)
+        if pending_characters >= _BATCH_CHARACTERS:
             yield from encode()
-            texts, waiting = [], 0
+            texts, pending_characters = [], 0
     yield from encode()
 
 
-def _documents(
-    tokens: NDArray[np.integer], tokenizer: Tokenizer, place: str
+def _split_documents(
+    tokens: NDArray[np.integer], tokenizer: Tokenizer, location: str
 ) -> Iterator[NDArray[np.integer]]:
-    """Cut tokens into documents that end in the end of text."""
+    """Split tokens into documents that end with the end-of-text token."""
     if not len(tokens):
         return
-    least, most = int(tokens.min()), int(tokens.max())
-    if least < 0 or most >= tokenizer.vocabulary_size:
-        wrong = least if least < 0 else most
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= tokenizer.vocabulary_size:
+        invalid = low if low < 0 else high
         raise CorpusError(
-            f"{printable(place)} has the token {wrong}, which a tokenizer of "
-            f"{tokenizer.vocabulary_size} tokens lacks; give the tokenizer that made it"
+            f"{printable(location)} has the token {invalid}, but the tokenizer has only "
+            f"{tokenizer.vocabulary_size} tokens; pass the tokenizer that encoded it"
         )
     ends = np.flatnonzero(tokens == tokenizer.end_of_text) + 1
     for part in np.split(tokens, ends):

@@ -1,1 +1,1 @@
-"""Writes files that last, and reads files that others may have written or damaged."""
+"""Durable writes, and checked reads of files that may be damaged or untrusted."""

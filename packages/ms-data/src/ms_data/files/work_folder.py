@@ -22,7 +22,7 @@ _CHECKSUM_BYTES = 8
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def free_place(out: str | Path) -> Path:
+def resolve_output(out: str | Path) -> Path:
     """Resolve the path of an output folder, which must be missing or empty.
 
     Raises:
@@ -37,47 +37,47 @@ def free_place(out: str | Path) -> Path:
     return folder
 
 
-def refuse_inside(folder: Path, corpus: str | Path) -> None:
+def check_outside_corpus(folder: Path, corpus: str | Path) -> None:
     """Refuse an output folder inside the corpus, since later builds would read it.
 
     Raises:
         OutputError: the folder is inside the corpus and not hidden.
     """
-    place = Path(os.path.realpath(corpus))
-    if not place.is_dir() or not folder.is_relative_to(place):
+    corpus_path = Path(os.path.realpath(corpus))
+    if not corpus_path.is_dir() or not folder.is_relative_to(corpus_path):
         return
-    if not any(part.startswith(".") for part in folder.relative_to(place).parts):
+    if not any(part.startswith(".") for part in folder.relative_to(corpus_path).parts):
         raise OutputError(
-            f"{folder} lies in the corpus {corpus}, which the next build would read it with; "
-            "choose a folder outside"
+            f"{folder} is inside the corpus {corpus}, so the next build would read it; use a "
+            "folder outside the corpus"
         )
 
 
 @contextmanager
-def work_folder(aside: Path, ours: re.Pattern[str]) -> Iterator[None]:
+def work_folder(folder: Path, expected_files: re.Pattern[str]) -> Iterator[None]:
     """Lock the temporary folder for this process; on failure keep it only if it has a journal.
 
     Args:
-        aside: the temporary folder.
-        ours: pattern of the relative paths that the job writes.
+        folder: the temporary folder.
+        expected_files: pattern of the relative paths that the job writes.
 
     Raises:
         OutputError: another process uses it, it has other files, or it cannot be written.
     """
-    with writing(aside):
-        aside.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(aside, os.O_RDONLY | os.O_DIRECTORY)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        _lock(descriptor, aside)
-        _refuse_foreign(aside, ours)
+        _lock(descriptor, folder)
+        _check_expected_files(folder, expected_files)
         try:
-            with writing(aside):
+            with writing(folder):
                 yield
         except BaseException as error:
-            if (aside / JOURNAL).exists():
-                error.add_note(f"what is done is kept in {aside}: the same command resumes there")
+            if (folder / JOURNAL).exists():
+                error.add_note(f"progress is saved in {folder}; the same command resumes there")
             else:
-                shutil.rmtree(aside, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
             raise
     finally:
         os.close(descriptor)
@@ -90,11 +90,11 @@ def save_journal(folder: Path, journal: msgspec.Struct) -> None:
         OutputError: the disk is full or the folder cannot be written.
     """
     content = msgspec.msgpack.encode(journal)
-    sealed = xxhash.xxh3_64_intdigest(content).to_bytes(_CHECKSUM_BYTES, "little") + content
-    write_file(folder / JOURNAL, sealed)
+    checksummed = xxhash.xxh3_64_intdigest(content).to_bytes(_CHECKSUM_BYTES, "little") + content
+    write_file(folder / JOURNAL, checksummed)
 
 
-def load_journal(folder: Path, kind: type[T]) -> T | None:
+def load_journal(folder: Path, struct_type: type[T]) -> T | None:
     """Read the journal of an interrupted job; None if there is none.
 
     Raises:
@@ -107,31 +107,29 @@ def load_journal(folder: Path, kind: type[T]) -> T | None:
     body = content[_CHECKSUM_BYTES:]
     try:
         if xxhash.xxh3_64_intdigest(body) != int.from_bytes(content[:_CHECKSUM_BYTES], "little"):
-            raise ValueError("its checksum does not match")
-        return msgspec.msgpack.decode(body, type=kind)
+            raise ValueError("checksum mismatch")
+        return msgspec.msgpack.decode(body, type=struct_type)
     except (ValueError, RecursionError) as error:
-        raise OutputError(f"{path}: damaged ({error}); remove {folder} to build anew") from error
+        raise OutputError(f"{path}: damaged ({error}); remove {folder} to rebuild") from error
 
 
-def _lock(descriptor: int, aside: Path) -> None:
+def _lock(descriptor: int, folder: Path) -> None:
     """Lock the folder, and check that its path still names it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        same = os.path.samestat(os.fstat(descriptor), aside.stat())
+        same = os.path.samestat(os.fstat(descriptor), folder.stat())
     except (BlockingIOError, FileNotFoundError):
         same = False
     if not same:
-        raise OutputError(
-            f"another build is writing {aside}; wait for it, or choose another folder"
-        )
+        raise OutputError(f"another build is writing {folder}; wait for it, or use another folder")
 
 
-def _refuse_foreign(aside: Path, ours: re.Pattern[str]) -> None:
+def _check_expected_files(folder: Path, expected_files: re.Pattern[str]) -> None:
     """Refuse a folder with files that are not the job's, since it may be deleted."""
-    names = (str(path.relative_to(aside)) for path in aside.rglob("*"))
-    foreign = sorted(name for name in names if not ours.fullmatch(name))
-    if foreign:
+    names = (str(path.relative_to(folder)) for path in folder.rglob("*"))
+    unexpected = sorted(name for name in names if not expected_files.fullmatch(name))
+    if unexpected:
         raise OutputError(
-            f"{aside} holds {foreign[0]}, which no build wrote; move that folder away, or choose "
-            "another place"
+            f"{folder} holds {unexpected[0]}, which no build wrote; move that folder away, or use "
+            "another output folder"
         )

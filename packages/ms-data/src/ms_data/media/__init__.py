@@ -1,1 +1,1 @@
-"""Pictures and sound in messages: read, checked, decoded, and made what a model reads."""
+"""Images and audio in messages: reading, checking, decoding, and conversion to model inputs."""

@@ -1,12 +1,12 @@
-"""Takes pictures and sound out of messages: which files they name, or the bytes they carry.
+"""Extracts images and audio from messages: files that they name, or bytes that they contain.
 
-| part | what holds the file |
-|---|---|
-| `{"type": "image", "image": ...}`, `{"type": "audio", "audio": ...}` | one of those below |
-| `{"type": "image_url", "image_url": {"url": ...}}`, `audio_url` likewise | one of those below |
+ part | source |
+---|---|
+ `{"type": "image", "image": ...}`, `{"type": "audio", "audio": ...}` | see below |
+ `{"type": "image_url", "image_url": {"url": ...}}`, also `audio_url` | see below |
 
-It is a path below the folder that was named for it, a `data:` address with base64, bytes, or the
-`{"bytes": ..., "path": ...}` of a table of `datasets`. Nothing is fetched over a network.
+A source is a path below the media folder, a base64 `data:` URL, bytes, or the `{"bytes": ...,
+"path": ...}` of a `datasets` table. Nothing is downloaded.
 """
 
 import base64
@@ -20,10 +20,10 @@ from typing import Any, Literal, NamedTuple
 from ms_data.errors import printable
 
 FILE_BYTES = 32 << 20
-"""No file of a picture or a sound is larger."""
+"""Maximum size of an image or audio file."""
 
 CONVERSATION_BYTES = 128 << 20
-"""All files of one conversation together are no larger."""
+"""Maximum total size of the files of one conversation."""
 
 MediaKind = Literal["image", "audio"]
 
@@ -33,67 +33,66 @@ MEDIA_TYPES: dict[str, MediaKind] = {
     "audio": "audio",
     "audio_url": "audio",
 }
-"""The types of parts that are no text, and what they hold."""
+"""Media kind by the type of a content part."""
 
 Message = dict[str, Any]
-"""As `read_conversation` gives it."""
+"""A message, as returned by `read_conversation`."""
 
 
 class EncodedFile(NamedTuple):
-    """A picture or a sound as it was found."""
+    """An encoded image or audio file."""
 
     kind: MediaKind
     content: bytes
     place: str
-    """Where in the messages it stands."""
+    """Location in the messages."""
 
 
-def take_media(
+def extract_media(
     messages: Sequence[Message], folder: Path | None
 ) -> tuple[list[Message], list[EncodedFile]]:
-    """Split messages into what a template reads and the files of their pictures and sounds.
+    """Split messages into a version for the chat template and the media files.
 
     Args:
-        messages: as `read_conversation` gives them.
-        folder: paths are relative to it; None refuses every path.
+        messages: messages as returned by `read_conversation`.
+        folder: base folder of paths; None rejects all paths.
 
     Returns:
-        The messages, in which each file has become a word, and the files in the order in which
-        they stand there.
+        The messages, with every file replaced by a short string, and the files in order.
 
     Raises:
-        ValueError: a file is not there, lies elsewhere or is too large; names the place.
+        ValueError: a file is missing, outside the folder or too large; names the location.
     """
     files: list[EncodedFile] = []
-    taken: list[Message] = []
-    left = CONVERSATION_BYTES
-    for at, message in enumerate(messages):
+    text_messages: list[Message] = []
+    remaining_bytes = CONVERSATION_BYTES
+    for index, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, list):
             parts: list[dict[str, Any]] = []
-            for nth, part in enumerate(content):
-                kind = MEDIA_TYPES.get(part["type"])
-                if kind is None:
+            for part_index, part in enumerate(content):
+                media_kind = MEDIA_TYPES.get(part["type"])
+                if media_kind is None:
                     parts.append(part)
                     continue
-                place = f"messages[{at}].content[{nth}]"
-                found = _content(part, place, folder)
-                left -= len(found)
-                if left < 0:
+                location = f"messages[{index}].content[{part_index}]"
+                data = _content(part, location, folder)
+                remaining_bytes -= len(data)
+                if remaining_bytes < 0:
                     raise ValueError(
-                        f"{place}: its files are larger than {CONVERSATION_BYTES >> 20} MiB "
-                        "together; cut the conversation"
+                        f"{location}: the files of the conversation exceed "
+                        f"{CONVERSATION_BYTES >> 20} MiB in total; shorten the conversation"
                     )
-                files.append(EncodedFile(kind, found, place))
-                # Templates look for the type or for the key, and print neither's value.
-                parts.append({"type": kind, kind: f"{kind} {len(files)}"})
+                files.append(EncodedFile(media_kind, data, location))
+                # Templates test for the type or the key, and print neither value.
+                parts.append({"type": media_kind, media_kind: f"{media_kind} {len(files)}"})
             message = {**message, "content": parts}
-        taken.append(message)
-    return taken, files
+        text_messages.append(message)
+    return text_messages, files
 
 
-def _content(part: Mapping[str, Any], place: str, folder: Path | None) -> bytes:
-    """Find the bytes of a part."""
+def _content(part: Mapping[str, Any], location: str, folder: Path | None) -> bytes:
+    """Return the bytes of a part."""
     value = part.get(part["type"])
     if isinstance(value, Mapping) and "url" in value:
         value = value["url"]
@@ -102,68 +101,71 @@ def _content(part: Mapping[str, Any], place: str, folder: Path | None) -> bytes:
     if isinstance(value, bytes):
         content = value
     elif not isinstance(value, str) or not value:
-        raise ValueError(f"{place} names no file; give a path, a data: address or bytes")
+        raise ValueError(f"{location} names no file; use a path, a data: URL or bytes")
     elif value.startswith("data:"):
-        content = _inline(value, place)
+        content = _decode_data_url(value, location)
     elif "://" in value[:16]:
         raise ValueError(
-            f"{place}: {printable(value)!r} lies elsewhere, and nothing is fetched; save the file "
-            "below the folder of the corpus and give its path"
+            f"{location}: {printable(value)!r} is a URL, and nothing is downloaded; save the file "
+            "below the corpus folder and use its path"
         )
     else:
-        content = _read(value, place, folder)
+        content = _read(value, location, folder)
     if not 0 < len(content) <= FILE_BYTES:
         raise ValueError(
-            f"{place} has {len(content)} bytes; a file has 1 byte to {FILE_BYTES >> 20} MiB"
+            f"{location} must have 1 byte to {FILE_BYTES >> 20} MiB, got {len(content)} bytes"
         )
     return content
 
 
-def _inline(address: str, place: str) -> bytes:
-    head, comma, body = address.partition(",")
+def _decode_data_url(url: str, location: str) -> bytes:
+    head, comma, body = url.partition(",")
     if not comma or not head.endswith(";base64"):
-        raise ValueError(f"{place} is no `data:...;base64,` address; write it as one")
+        raise ValueError(
+            f"{location} must be a `data:...;base64,` URL; encode the file with base64"
+        )
     if len(body) > FILE_BYTES * 4 // 3 + 4:
-        raise ValueError(f"{place} is larger than {FILE_BYTES >> 20} MiB; make the file smaller")
+        raise ValueError(f"{location} is larger than {FILE_BYTES >> 20} MiB; make the file smaller")
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ValueError(f"{place} is no base64: {error}; write it again") from error
+        raise ValueError(f"{location} is not valid base64: {error}; encode it again") from error
 
 
-def _read(name: str, place: str, folder: Path | None) -> bytes:
-    """Read a file below `folder`, through no link, so that a row cannot name any other."""
-    where = f"{place}: {printable(name)!r}"
+def _read(name: str, location: str, folder: Path | None) -> bytes:
+    """Read a file below `folder` without following links, so that a row cannot name other files."""
+    label = f"{location}: {printable(name)!r}"
     if folder is None:
-        raise ValueError(f"{where}: no folder is known that it lies in; name it (--media-folder)")
+        raise ValueError(f"{label}: there is no media folder; set one with --media-folder")
     parts = name.split("/")
-    if "\0" in name or any(one in ("", ".", "..") for one in parts):
-        raise ValueError(f"{where} leaves the folder of the corpus; give a path below it")
+    if "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(f"{label} is outside the media folder; use a path below it")
     try:
-        holder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        parent_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            for one in parts[:-1]:
-                inner = os.open(one, _INSIDE | os.O_DIRECTORY, dir_fd=holder)
-                os.close(holder)
-                holder = inner
-            descriptor = os.open(parts[-1], _INSIDE | os.O_NONBLOCK, dir_fd=holder)
+            # Open every level relative to its parent: no component can be a link.
+            for part in parts[:-1]:
+                child_fd = os.open(part, _OPEN_FLAGS | os.O_DIRECTORY, dir_fd=parent_fd)
+                os.close(parent_fd)
+                parent_fd = child_fd
+            descriptor = os.open(parts[-1], _OPEN_FLAGS | os.O_NONBLOCK, dir_fd=parent_fd)
         finally:
-            os.close(holder)
+            os.close(parent_fd)
     except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or "no path"
+        reason = getattr(error, "strerror", None) or "not a path"
         raise ValueError(
-            f"{where} below {printable(folder)}: cannot be read, or is a link: {reason}"
+            f"{label} below {printable(folder)}: cannot be read, or is a link: {reason}"
         ) from error
     try:
-        facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode) or facts.st_size > FILE_BYTES:
-            raise ValueError(f"{where} is no file of at most {FILE_BYTES >> 20} MiB")
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode) or info.st_size > FILE_BYTES:
+            raise ValueError(f"{label} must be a file of at most {FILE_BYTES >> 20} MiB")
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(FILE_BYTES + 1)
     except OSError as error:
-        raise ValueError(f"{where}: cannot be read: {error.strerror}") from error
+        raise ValueError(f"{label}: cannot be read: {error.strerror}") from error
     finally:
         os.close(descriptor)
 
 
-_INSIDE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+_OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC

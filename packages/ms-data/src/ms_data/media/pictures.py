@@ -1,9 +1,8 @@
-"""Decodes pictures, and makes the patches that Qwen-VL reads.
+"""Decodes images, and converts them to the patches of Qwen-VL.
 
-Equal to transformers' `Qwen2VLImageProcessorPil`, number for number: the picture turned as its
-EXIF data says, RGB, a transparent colour made white, resized bicubically to multiples of a token's
-pixels between two bounds on their number, scaled, normalised, and cut into patches that stand token
-by token.
+Numerically identical to transformers' `Qwen2VLImageProcessorPil`: rotate by EXIF orientation,
+convert to RGB with transparency on white, resize bicubically to multiples of a token's pixels
+within bounds on the total, rescale, normalize, and cut into patches in token order.
 """
 
 import io
@@ -18,102 +17,103 @@ from ms_data.errors import SettingError
 from ms_data.media.settings import PICTURE_PIXELS, PictureSettings
 
 FORMATS = ("PNG", "JPEG")
-"""What is read; every other decoder stays out of reach."""
+"""Supported formats; all other decoders are disabled."""
 
-EXTREME_RATIO = 200
-"""Longer pictures are refused by Qwen-VL."""
+MAX_ASPECT_RATIO = 200
+"""Qwen-VL rejects larger aspect ratios."""
 
 _EDGE = 1 << 16
 
 
 class Grid(NamedTuple):
-    """How many patches a picture has: in time, down and across."""
+    """Number of patches of an image in time, height and width."""
 
     time: int
     height: int
     width: int
 
     def tokens(self, settings: PictureSettings) -> int:
-        """Count the tokens that stand for the picture."""
+        """Return the number of tokens of the image."""
         return self.time * self.height * self.width // settings.merge_size**2
 
 
 def decode_picture(content: bytes) -> Any:
-    """Decode a whole picture of PNG or JPEG; return a `PIL.Image.Image` in RGB, turned upright.
+    """Decode a PNG or JPEG image; return an upright `PIL.Image.Image` in RGB.
 
     Raises:
-        ValueError: it is neither, is broken or cut off, or has more pixels than
-            `PICTURE_PIXELS`, which its head says before memory is taken.
+        ValueError: the content has another format, is broken or truncated, or its header declares
+            more than `PICTURE_PIXELS` pixels.
         SettingError: Pillow is not installed.
     """
     image_module, operations = _library("PIL.Image"), _library("PIL.ImageOps")
     try:
-        picture = image_module.open(io.BytesIO(content), formats=FORMATS)
-        width, height = picture.size
+        image = image_module.open(io.BytesIO(content), formats=FORMATS)
+        width, height = image.size
         if width * height > PICTURE_PIXELS or max(width, height) > _EDGE:
-            raise ValueError(f"{width} x {height} are more pixels than any that is read")
-        picture.load()
-        # As transformers' load_image does, so that a picture lies as people see it.
-        upright = operations.exif_transpose(picture).convert("RGB")
+            raise ValueError(f"{width} x {height} pixels exceed the limit of {PICTURE_PIXELS}")
+        image.load()
+        # Like transformers' load_image.
+        upright = operations.exif_transpose(image).convert("RGB")
         if upright.info.get("transparency") is None:
             return upright
-        # A colour that stands for transparent outlives that, and becomes white in its processor.
+        # A transparent color survives the conversion to RGB; the processor makes it white.
         white = image_module.new("RGBA", upright.size, (255, 255, 255, 255))
         return image_module.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
     except image_module.UnidentifiedImageError:
-        raise ValueError("no picture of PNG or JPEG; convert it") from None
+        raise ValueError("not a PNG or JPEG image; convert it") from None
     except image_module.DecompressionBombError as error:  # Pillow's own, larger limit
-        raise ValueError("more pixels than any that is read") from error
+        raise ValueError(f"more pixels than the limit of {PICTURE_PIXELS}") from error
     except MemoryError as error:
-        raise ValueError("a picture that asks for more memory than there is") from error
-    except Exception as error:  # its decoders raise whatever content makes them
-        raise ValueError(f"a broken picture: {_words(error)}") from error
+        raise ValueError("an image that needs more memory than available") from error
+    except Exception as error:  # Pillow's decoders raise many types on bad content
+        raise ValueError(f"a broken image: {_reason(error)}") from error
 
 
-def grid_of(width: int, height: int, settings: PictureSettings) -> Grid:
-    """Compute the patches of a picture of so many pixels, as `smart_resize` of Qwen-VL does.
+def patch_grid(width: int, height: int, settings: PictureSettings) -> Grid:
+    """Compute the patch grid of an image, like `smart_resize` of Qwen-VL.
 
     Raises:
-        ValueError: one side is over 200 times as long as the other.
+        ValueError: the aspect ratio exceeds 200.
     """
-    if max(width, height) > EXTREME_RATIO * min(width, height):
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise ValueError(
-            f"{width} x {height} pixels: one side is over {EXTREME_RATIO} times the other, which "
-            "the model refuses"
+            f"{width} x {height} pixels: the model rejects aspect ratios above {MAX_ASPECT_RATIO}"
         )
     factor = settings.factor
-    down, across = round(height / factor) * factor, round(width / factor) * factor
-    if down * across > settings.max_pixels:
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if new_height * new_width > settings.max_pixels:
         shrink = math.sqrt((height * width) / settings.max_pixels)
-        down = max(factor, math.floor(height / shrink / factor) * factor)
-        across = max(factor, math.floor(width / shrink / factor) * factor)
-    elif down * across < settings.min_pixels:
+        new_height = max(factor, math.floor(height / shrink / factor) * factor)
+        new_width = max(factor, math.floor(width / shrink / factor) * factor)
+    elif new_height * new_width < settings.min_pixels:
         grow = math.sqrt(settings.min_pixels / (height * width))
-        down = math.ceil(height * grow / factor) * factor
-        across = math.ceil(width * grow / factor) * factor
-    if down * across > 2 * PICTURE_PIXELS:  # a long, thin one, whose short side is rounded up
-        raise ValueError(f"{width} x {height} pixels become {across} x {down}, which is too many")
-    return Grid(1, down // settings.patch_size, across // settings.patch_size)
+        new_height = math.ceil(height * grow / factor) * factor
+        new_width = math.ceil(width * grow / factor) * factor
+    if new_height * new_width > 2 * PICTURE_PIXELS:  # a thin image, whose short side is rounded up
+        raise ValueError(
+            f"{width} x {height} pixels are resized to {new_width} x {new_height}, too many"
+        )
+    return Grid(1, new_height // settings.patch_size, new_width // settings.patch_size)
 
 
-def patches_of(picture: Any, settings: PictureSettings) -> NDArray[np.float32]:
-    """Make the patches of a decoded picture.
+def image_patches(image: Any, settings: PictureSettings) -> NDArray[np.float32]:
+    """Convert a decoded image to patches.
 
     Returns:
-        Shape (patches, 3 x temporal_patch_size x patch_size²); patches of one token stand
-        together, and the one frame is repeated in time.
+        Shape (patches, 3 x temporal_patch_size x patch_size²). Patches of one token are adjacent,
+        and the single frame is repeated in time.
     """
-    width, height = picture.size
-    grid = grid_of(width, height, settings)
+    width, height = image.size
+    grid = patch_grid(width, height, settings)
     side, merge = settings.patch_size, settings.merge_size
     size = (grid.width * side, grid.height * side)
     bicubic = _library("PIL.Image").Resampling.BICUBIC
-    pixels: NDArray[np.uint8] = np.asarray(picture.resize(size, resample=bicubic), np.uint8)
+    pixels: NDArray[np.uint8] = np.asarray(image.resize(size, resample=bicubic), np.uint8)
     scaled = (pixels.astype(np.float64) * settings.rescale_factor).astype(np.float32)
     normal = (scaled - np.array(settings.mean, np.float32)) / np.array(settings.std, np.float32)
-    down, across = grid.height // merge, grid.width // merge
-    blocks = normal.reshape(down, merge, side, across, merge, side, 3)
-    patches = blocks.transpose(0, 3, 1, 4, 6, 2, 5)  # down, across, merge, merge, channel, y, x
+    rows, columns = grid.height // merge, grid.width // merge
+    blocks = normal.reshape(rows, merge, side, columns, merge, side, 3)
+    patches = blocks.transpose(0, 3, 1, 4, 6, 2, 5)  # row, column, merge, merge, channel, y, x
     repeated: NDArray[np.float32] = np.broadcast_to(
         patches[:, :, :, :, :, None],
         (*patches.shape[:5], settings.temporal_patch_size, side, side),
@@ -122,7 +122,7 @@ def patches_of(picture: Any, settings: PictureSettings) -> NDArray[np.float32]:
 
 
 def check_pillow() -> None:
-    """Find out whether pictures can be decoded.
+    """Check that images can be decoded.
 
     Raises:
         SettingError: Pillow is not installed.
@@ -134,8 +134,8 @@ def _library(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise SettingError("Pillow is needed for pictures; pip install 'ms-data[media]'") from error
+        raise SettingError("images need Pillow; pip install 'ms-data[media]'") from error
 
 
-def _words(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,9 +1,9 @@
-"""Settings of a model's processor for pictures and sound, as published beside its tokenizer.
+"""Settings of a multimodal processor, from the files next to a tokenizer.
 
-| file | what it holds |
-|---|---|
-| `processor_config.json` | `image_processor` and `feature_extractor`, saved by transformers 5 |
-| `preprocessor_config.json` | one of the two by itself, as models were published before |
+ file | content |
+---|---|
+ `processor_config.json` | `image_processor` and `feature_extractor`, saved by transformers 5 |
+ `preprocessor_config.json` | one of the two alone, as in older model folders |
 """
 
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ from ms_data.errors import TokenizerError, printable
 from ms_data.files.untrusted import decode_json, read_json
 
 PICTURE_PIXELS = 1 << 26
-"""No picture, as it comes or as a model reads it, has more: 200 MB once decoded."""
+"""Maximum pixels of an image before and after resizing; 200 MB decoded."""
 
 SOUND_SAMPLES = 1 << 25
-"""No sound has more: 35 minutes at 16 kHz."""
+"""Maximum samples of an audio file; 35 minutes at 16 kHz."""
 
 _PICTURE_CLASSES = tuple(f"Qwen2VLImageProcessor{end}" for end in ("", "Fast", "Pil"))
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -30,14 +30,14 @@ _BICUBIC = 3
 class PictureSettings(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="pictures"
 ):
-    """How the image processor of Qwen2-VL, 2.5-VL and 3-VL makes patches of a picture."""
+    """Settings of the image processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
 
     token: str
-    """The token that stands for a picture, repeated for each merged patch."""
+    """Placeholder token of an image, repeated for every merged patch."""
     patch_size: int
     temporal_patch_size: int
     merge_size: int
-    """Patches a side that become one token."""
+    """Patches per side that are merged into one token."""
     min_pixels: int
     max_pixels: int
     rescale_factor: float
@@ -51,34 +51,34 @@ class PictureSettings(
         _require(0 < self.min_pixels <= self.max_pixels, "min_pixels", self.min_pixels)
         _require(self.max_pixels <= PICTURE_PIXELS, "max_pixels", self.max_pixels)
         _require(self.factor**2 <= self.max_pixels, "max_pixels", self.max_pixels)
-        _require(all(0 < one < 1e6 for one in self.std), "image_std", self.std)
-        _require(all(abs(one) < 1e6 for one in self.mean), "image_mean", self.mean)
+        _require(all(0 < value < 1e6 for value in self.std), "image_std", self.std)
+        _require(all(abs(value) < 1e6 for value in self.mean), "image_mean", self.mean)
         _require(0 < self.rescale_factor < 1e6, "rescale_factor", self.rescale_factor)
 
     @property
     def factor(self) -> int:
-        """Pixels a side of one token."""
+        """Pixels per side of one token."""
         return self.patch_size * self.merge_size
 
     @property
     def width(self) -> int:
-        """Numbers in one patch."""
+        """Values per patch."""
         return 3 * self.temporal_patch_size * self.patch_size**2
 
 
 class SoundSettings(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="sound"
 ):
-    """How the feature extractor of Whisper, as Qwen2-Audio uses it, makes a spectrogram."""
+    """Settings of Whisper's feature extractor, as used by Qwen2-Audio."""
 
     token: str
-    """The token that stands for a sound, repeated as the model's encoder shortens it."""
+    """Placeholder token of an audio clip, repeated for every output frame of the encoder."""
     mels: int
     rate_hz: int
     hop_samples: int
     window_samples: int
     chunk_s: int
-    """Every sound is filled up to it, and none is longer."""
+    """Length in seconds to which clips are padded, and maximum length."""
 
     def __post_init__(self) -> None:
         _require(1 <= self.mels <= 1024, "feature_size", self.mels)
@@ -92,7 +92,7 @@ class SoundSettings(
 
     @property
     def samples(self) -> int:
-        """Samples of a sound that is filled up."""
+        """Samples of a padded clip."""
         return self.chunk_s * self.rate_hz
 
     @property
@@ -104,7 +104,7 @@ class SoundSettings(
 class MediaSettings(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ms-data.media.1"
 ):
-    """What a model reads beside text; at least one of the two."""
+    """Settings for images, audio, or both."""
 
     pictures: PictureSettings | None = None
     sound: SoundSettings | None = None
@@ -113,24 +113,24 @@ class MediaSettings(
         _require(bool(self.pictures or self.sound), "media", "neither pictures nor sound")
 
     def encode(self) -> bytes:
-        """Encode the settings as the file that lies beside shards."""
+        """Encode the settings for the file next to the shards."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
     @classmethod
     def decode(cls, content: bytes, where: Path) -> "MediaSettings":
-        """Read what `encode` wrote.
+        """Decode settings that `encode` wrote.
 
         Raises:
-            TokenizerError: it is something else.
+            TokenizerError: the content is invalid.
         """
         return decode_json(content, cls, where=where, error=TokenizerError)
 
 
 def read_settings(folder: Path) -> MediaSettings:
-    """Read the settings of the processor in a model's folder.
+    """Read the processor settings in a model folder.
 
     Raises:
-        TokenizerError: there is none, or it is another than those of Qwen-VL and Qwen2-Audio.
+        TokenizerError: there is no processor, or it is not one of Qwen-VL or Qwen2-Audio.
     """
     for name in ("processor_config.json", "preprocessor_config.json"):
         path = folder / name
@@ -138,43 +138,43 @@ def read_settings(folder: Path) -> MediaSettings:
             continue
         config = read_json(path, dict[str, Any], error=TokenizerError)
         try:
-            found = _settings(config)
-        except (ValueError, TypeError) as error:  # of our own checks, and of numbers' types
+            settings = _settings(config)
+        except (ValueError, TypeError) as error:  # from our checks, or from wrong value types
             raise TokenizerError(f"{printable(path)}: {printable(error)}; {_REMEDY}") from error
-        if found.pictures or found.sound:
-            return found
+        if settings.pictures or settings.sound:
+            return settings
     raise TokenizerError(
         f"{printable(folder)} holds no processor (processor_config.json or "
         f"preprocessor_config.json); {_REMEDY}"
     )
 
 
-_REMEDY = "give the folder of a Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Qwen2-Audio processor"
+_REMEDY = "use the folder of a Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Qwen2-Audio processor"
 
 
 def _settings(config: Mapping[str, Any]) -> MediaSettings:
-    """Read either form of the file."""
+    """Parse either form of the file."""
     picture = config.get("image_processor") or config
     sound = config.get("feature_extractor") or config
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if "image_processor_type" in picture:
-        found["pictures"] = _picture(picture, config.get("image_token", "<|image_pad|>"))
+        settings["pictures"] = _picture(picture, config.get("image_token", "<|image_pad|>"))
     if "feature_extractor_type" in sound:
-        found["sound"] = _sound(sound, config.get("audio_token", "<|AUDIO|>"))
-    if not found:
-        raise ValueError("it names neither an image processor nor a feature extractor")
-    return MediaSettings(**found)
+        settings["sound"] = _sound(sound, config.get("audio_token", "<|AUDIO|>"))
+    if not settings:
+        raise ValueError("there is neither an image processor nor a feature extractor")
+    return MediaSettings(**settings)
 
 
 def _picture(config: Mapping[str, Any], token: str) -> PictureSettings:
-    kind = config["image_processor_type"]
-    if kind not in _PICTURE_CLASSES:
-        raise ValueError(f"the image processor {kind!r} is not one of Qwen-VL")
+    class_name = config["image_processor_type"]
+    if class_name not in _PICTURE_CLASSES:
+        raise ValueError(f"the image processor {class_name!r} is not one of Qwen-VL")
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         if not config.get(name, True):
-            raise ValueError(f"{name} is off, as no published model has it")
+            raise ValueError(f"{name}=false is not supported")
     if config.get("resample", _BICUBIC) != _BICUBIC:
-        raise ValueError(f"resample is {config['resample']!r}; only 3 (bicubic) is known")
+        raise ValueError(f"resample must be 3 (bicubic), got {config['resample']!r}")
     size = config.get("size") or {}
     values = {
         "token": token,
@@ -191,11 +191,11 @@ def _picture(config: Mapping[str, Any], token: str) -> PictureSettings:
 
 
 def _sound(config: Mapping[str, Any], token: str) -> SoundSettings:
-    kind = config["feature_extractor_type"]
-    if kind != "WhisperFeatureExtractor":
-        raise ValueError(f"the feature extractor {kind!r} is not Whisper's")
+    class_name = config["feature_extractor_type"]
+    if class_name != "WhisperFeatureExtractor":
+        raise ValueError(f"the feature extractor {class_name!r} is not Whisper's")
     if config.get("dither") or config.get("padding_value"):
-        raise ValueError("it adds noise or fills with other than silence, as no published model")
+        raise ValueError("dither and a padding_value other than 0 are not supported")
     values = {
         "token": token,
         "mels": config.get("feature_size", 80),
@@ -207,6 +207,6 @@ def _sound(config: Mapping[str, Any], token: str) -> SoundSettings:
     return msgspec.convert({"type": "sound", **values}, SoundSettings)
 
 
-def _require(holds: bool, name: str, value: object) -> None:
-    if not holds:
+def _require(condition: bool, name: str, value: object) -> None:
+    if not condition:
         raise ValueError(f"{name} cannot be {value!r}")

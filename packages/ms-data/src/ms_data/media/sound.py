@@ -1,8 +1,8 @@
-"""Decodes sound, and makes the spectrogram that Whisper and Qwen2-Audio read.
+"""Decodes audio, and computes the spectrogram of Whisper and Qwen2-Audio.
 
-Equal to transformers' `WhisperFeatureExtractor` up to what 32 and 64 bit differ by, 1e-5: mean of
-the channels, filled up with silence, windows of Hann, power, Slaney's mel filters, logarithm, all
-that is 80 dB below the loudest raised to it.
+Equal to transformers' `WhisperFeatureExtractor` up to the difference of 32 and 64 bits (1e-5):
+average the channels, pad with silence, apply Hann windows, compute power and Slaney's mel filters,
+take the logarithm, and clamp to 80 dB below the maximum.
 """
 
 import functools
@@ -19,22 +19,22 @@ from ms_data.media.settings import SOUND_SAMPLES, SoundSettings
 
 FORMATS = ("WAV", "FLAC")
 _MPEG = (b"\x50\x00", b"\x55\x00")
-"""Tags of MPEG's layers in the head of a WAV file; its decoder prints what it stumbles over."""
+"""MPEG format tags in a WAV header; libsndfile's MPEG decoder prints warnings to stderr."""
 _CHUNK = struct.Struct("<4sI")
 _FLOOR = 1e-10
-_LINEAR_MELS, _LINEAR_HZ, _MELS_AN_OCTAVE = 15.0, 1000.0, 27.0 / np.log(6.4)
+_LINEAR_MELS, _LINEAR_HZ, _MELS_PER_OCTAVE = 15.0, 1000.0, 27.0 / np.log(6.4)
 _TOP_HZ = 8000.0
 
 
 def decode_sound(content: bytes) -> tuple[NDArray[np.float32], int]:
-    """Decode a whole sound of WAV or FLAC.
+    """Decode a WAV or FLAC file.
 
     Returns:
-        Samples, shape (n,), the mean of all channels, and how many there are a second.
+        Samples averaged over the channels, shape (n,), and the sampling rate in Hz.
 
     Raises:
-        ValueError: it is neither, is broken or cut off, or has more samples than
-            `SOUND_SAMPLES`, which its head says before memory is taken.
+        ValueError: the content has another format, is broken or truncated, or its header declares
+            more than `SOUND_SAMPLES` samples.
         SettingError: soundfile is not installed.
     """
     library = _library()
@@ -42,102 +42,104 @@ def decode_sound(content: bytes) -> tuple[NDArray[np.float32], int]:
     try:
         with library.SoundFile(io.BytesIO(content)) as file:
             if file.format not in FORMATS:
-                raise ValueError(f"{file.format} is not read; convert it to WAV or FLAC")
+                raise ValueError(f"{file.format} is not supported; convert it to WAV or FLAC")
             frames, channels = file.frames, file.channels
             if frames * channels > SOUND_SAMPLES:
-                raise ValueError(f"{frames} samples of {channels} channels are more than are read")
+                raise ValueError(
+                    f"{frames} samples of {channels} channels exceed the limit of {SOUND_SAMPLES}"
+                )
             samples = file.read(frames, dtype="float32", always_2d=True)
             rate: int = file.samplerate
     except library.LibsndfileError as error:
-        raise ValueError(f"no sound of WAV or FLAC, or a broken one: {error}") from error
+        raise ValueError(f"not a WAV or FLAC file, or a broken one: {error}") from error
     except MemoryError as error:
-        raise ValueError("a sound that asks for more memory than there is") from error
+        raise ValueError("audio that needs more memory than available") from error
     if len(samples) != frames or not frames:
-        raise ValueError(f"a sound of {len(samples)} samples, whose head says {frames}")
+        raise ValueError(f"audio of {len(samples)} samples, but the header declares {frames}")
     if not np.isfinite(samples).all():
-        raise ValueError("a sound with samples that are no numbers")
+        raise ValueError("audio with samples that are not finite")
     return samples.mean(axis=1, dtype=np.float32), rate
 
 
 def sound_tokens(frames: int) -> int:
-    """Count the tokens of a spectrogram's frames, which Qwen2-Audio's two convolutions halve."""
+    """Return the number of tokens for spectrogram frames; Qwen2-Audio halves them twice."""
     return (((frames - 1) // 2 + 1) - 2) // 2 + 1
 
 
-def frames_of(samples: int, rate_hz: int, settings: SoundSettings) -> int:
-    """Count the frames of a spectrogram that are no silence at its end.
+def spectrogram_frames(samples: int, rate_hz: int, settings: SoundSettings) -> int:
+    """Return the number of spectrogram frames without the padding.
 
     Raises:
-        ValueError: the sound has another rate, or is too long or too short for the model.
+        ValueError: the sampling rate is wrong, or the clip is too long or too short for the model.
     """
     if rate_hz != settings.rate_hz:
         raise ValueError(
-            f"{rate_hz} samples a second where the model hears {settings.rate_hz}; resample it"
+            f"the sampling rate must be {settings.rate_hz} Hz, got {rate_hz}; resample it"
         )
     if samples > settings.samples:
         raise ValueError(
-            f"{samples / rate_hz:.1f} s, more than the {settings.chunk_s} s that the model hears; "
-            "cut it in parts"
+            f"{samples / rate_hz:.1f} s of audio, but the model takes at most {settings.chunk_s} "
+            "s; split it"
         )
     frames = -(-samples // settings.hop_samples)
     if sound_tokens(frames) < 1:
-        raise ValueError(f"{samples} samples are too short for one token; leave it out")
+        raise ValueError(f"{samples} samples are too short for one token; remove it")
     return frames
 
 
 def spectrogram(samples: NDArray[np.float32], settings: SoundSettings) -> NDArray[np.float32]:
-    """Make the spectrogram of a sound, shape (mels, frames) of the whole chunk."""
+    """Compute the spectrogram of a clip, shape (mels, frames), over the padded length."""
     size, hop = settings.window_samples, settings.hop_samples
-    filled = np.zeros(settings.samples, np.float32)
-    filled[: len(samples)] = samples
-    padded = np.pad(filled, size // 2, mode="reflect")
+    chunk = np.zeros(settings.samples, np.float32)
+    chunk[: len(samples)] = samples
+    padded = np.pad(chunk, size // 2, mode="reflect")
     windows = np.lib.stride_tricks.sliding_window_view(padded, size)[::hop][: settings.frames]
     hann = 0.5 - 0.5 * np.cos(2.0 * np.pi * np.arange(size) / size)
     power = np.abs(np.fft.rfft(windows * hann)) ** 2  # (frames, size // 2 + 1)
     mels = _filters(size, settings.mels, settings.rate_hz) @ power.T
     logs = np.log10(np.maximum(mels, _FLOOR))
     logs = np.maximum(logs, logs.max() - 8.0)
-    found: NDArray[np.float32] = ((logs + 4.0) / 4.0).astype(np.float32)
-    return found
+    result: NDArray[np.float32] = ((logs + 4.0) / 4.0).astype(np.float32)
+    return result
 
 
 @functools.lru_cache(maxsize=4)
 def _filters(size: int, mels: int, rate_hz: int) -> NDArray[np.float64]:
-    """Compute the triangles on Slaney's scale, each of one area; shape (mels, size // 2 + 1)."""
-    top = _LINEAR_MELS + np.log(_TOP_HZ / _LINEAR_HZ) * _MELS_AN_OCTAVE
-    places = np.linspace(0.0, top, mels + 2)
-    linear = places * _LINEAR_HZ / _LINEAR_MELS
-    bent = _LINEAR_HZ * np.exp((places - _LINEAR_MELS) / _MELS_AN_OCTAVE)
-    corners = np.where(places < _LINEAR_MELS, linear, bent)
+    """Compute triangular filters of unit area on Slaney's mel scale: (mels, size // 2 + 1)."""
+    top = _LINEAR_MELS + np.log(_TOP_HZ / _LINEAR_HZ) * _MELS_PER_OCTAVE
+    mel_points = np.linspace(0.0, top, mels + 2)
+    linear = mel_points * _LINEAR_HZ / _LINEAR_MELS
+    logarithmic = _LINEAR_HZ * np.exp((mel_points - _LINEAR_MELS) / _MELS_PER_OCTAVE)
+    corners = np.where(mel_points < _LINEAR_MELS, linear, logarithmic)
     bins = np.linspace(0, rate_hz // 2, size // 2 + 1)
     slopes = corners[:, None] - bins[None, :]
     steps = np.diff(corners)[:, None]
     triangles = np.minimum(-slopes[:-2] / steps[:-1], slopes[2:] / steps[1:])
     areas = 2.0 / (corners[2:] - corners[:-2])
-    found: NDArray[np.float64] = np.maximum(0.0, triangles) * areas[:, None]
-    return found
+    filters: NDArray[np.float64] = np.maximum(0.0, triangles) * areas[:, None]
+    return filters
 
 
 def _check_wav(content: bytes) -> None:
-    """Check that each chunk of a RIFF file lies in it, as libsndfile reads what is there.
+    """Check that the chunks of a RIFF file are complete; libsndfile reads truncated ones silently.
 
     Raises:
-        ValueError: one says that it is longer than the file, or MPEG's decoder would be asked.
+        ValueError: a chunk is longer than the file, or the format is MPEG.
     """
-    at, end = 12, len(content)
-    while content[:4] == b"RIFF" and at + _CHUNK.size <= end:
-        name, size = _CHUNK.unpack_from(content, at)
-        if name == b"fmt " and content[at + _CHUNK.size : at + _CHUNK.size + 2] in _MPEG:
-            raise ValueError("MPEG sound in a WAV file is not read; convert it to PCM")
-        at += _CHUNK.size + size + size % 2
+    offset, end = 12, len(content)
+    while content[:4] == b"RIFF" and offset + _CHUNK.size <= end:
+        name, size = _CHUNK.unpack_from(content, offset)
+        if name == b"fmt " and content[offset + _CHUNK.size : offset + _CHUNK.size + 2] in _MPEG:
+            raise ValueError("MPEG audio in a WAV file is not supported; convert it to PCM")
+        offset += _CHUNK.size + size + size % 2
         if name == b"data":
-            if at > end + size % 2:
-                raise ValueError("a sound that is cut off, or whose head lies about its length")
+            if offset > end + size % 2:
+                raise ValueError("audio that is truncated, or whose header has a wrong length")
             return
 
 
 def check_soundfile() -> None:
-    """Find out whether sound can be decoded.
+    """Check that audio can be decoded.
 
     Raises:
         SettingError: soundfile is not installed.
@@ -149,4 +151,4 @@ def _library() -> Any:
     try:
         return import_module("soundfile")
     except (ImportError, OSError) as error:  # OSError: libsndfile itself is missing
-        raise SettingError("soundfile is needed for sound; pip install 'ms-data[media]'") from error
+        raise SettingError("audio needs soundfile; pip install 'ms-data[media]'") from error

@@ -1,9 +1,9 @@
-"""One pass over a corpus as an array of jobs, each of which answers every n-th batch.
+"""Splits a pass over an array of jobs, each of which processes every n-th batch.
 
-A job reads the whole corpus, works on its own batches, and keeps their answers in a file of
-`OUT.shards`. Merging is the same pass again that looks the answers up instead of working, so that
-the bytes are those of one machine. An answer is found by a checksum of what was asked: were the
-corpus or a setting another, there would be none.
+A job reads the entire corpus, processes its batches, and stores the results in a file of
+`OUT.shards`. Merging runs the pass again and looks up the results instead of computing them, so the
+output is identical to that of a single machine. Results are keyed by a checksum of the request, so
+there are none for another corpus or other settings.
 """
 
 import fcntl
@@ -20,204 +20,204 @@ from attrs import frozen
 
 from ms_data.errors import OutputError, SettingError, printable
 from ms_data.files.durable import publish, sync_folder, write_all, writing
-from ms_data.files.work_folder import refuse_inside
+from ms_data.files.work_folder import check_outside_corpus
 
 T = TypeVar("T")
 
 _MAGIC = b"MSDPART1"
 _KEY_BYTES, _NUMBER_BYTES = 16, 8
 _HEAD_BYTES = _KEY_BYTES + 2 * _NUMBER_BYTES
-_WRITTEN = re.compile(r"(\d+|merge)/(\d+)")
+_PATTERN = re.compile(r"(\d+|merge)/(\d+)")
 
 
-def key_of(request: bytes) -> bytes:
-    """Compute the key that an answer is found by: xxh3-128 of what was asked."""
+def request_key(request: bytes) -> bytes:
+    """Return the key of a result: the xxh3-128 of the request."""
     return xxhash.xxh3_128_digest(request)
 
 
 @frozen
 class ArrayShard:
-    """What one job of an array does."""
+    """One job of an array."""
 
     folder: Path
-    """Where all jobs keep their answers."""
+    """Folder of the results of all jobs."""
     number: int
-    """From 1; 0 merges the answers of all."""
+    """Number from 1; 0 merges the results of all jobs."""
     count: int
 
     @classmethod
     def parse(
         cls, text: str | None, out: str | Path, corpus: str | Path | Sequence[str | Path]
     ) -> "ArrayShard | None":
-        """Read `3/16`, the third job of sixteen, or `merge/16`, the one that follows them.
+        """Parse `3/16`, the third of 16 jobs, or `merge/16`, the final merge.
 
         Raises:
-            SettingError: it is neither.
-            OutputError: the folder of the answers would lie in the corpus.
+            SettingError: the text has another format.
+            OutputError: the result folder would be inside the corpus.
         """
         if text is None:
             return None
-        found = _WRITTEN.fullmatch(text)
-        number, count = (int(found[1].replace("merge", "0")), int(found[2])) if found else (0, 0)
-        if not found or not 0 <= number <= count or not count or found[1] == "0":
+        match = _PATTERN.fullmatch(text)
+        number, count = (int(match[1].replace("merge", "0")), int(match[2])) if match else (0, 0)
+        if not match or not 0 <= number <= count or not count or match[1] == "0":
             raise SettingError(
-                f"shard is {printable(text)!r}; give 3/16 for the third job of 16, the first of "
-                "which is 1/16, and merge/16 when all are done"
+                f"shard must be I/N, from 1/N to N/N, or merge/N, got {printable(text)!r}; use "
+                "3/16 for the third of 16 jobs, and merge/16 when all are done"
             )
-        place = Path(os.path.realpath(out))
-        folder = place.with_name(f"{place.name}.shards")
-        for one in [corpus] if isinstance(corpus, str | Path) else corpus:
-            refuse_inside(folder, one)
+        out_path = Path(os.path.realpath(out))
+        folder = out_path.with_name(f"{out_path.name}.shards")
+        for source in [corpus] if isinstance(corpus, str | Path) else corpus:
+            check_outside_corpus(folder, source)
         return cls(folder, number, count)
 
     def path(self, number: int | None = None) -> Path:
-        """Return the file of a job's answers; None: of this one's."""
+        """Return the result file of a job; None: of this job."""
         return self.folder / f"{self.number if number is None else number}-of-{self.count}.answers"
 
     def remove(self) -> None:
-        """Remove the answers of all jobs, once they are merged."""
+        """Remove the result files of all jobs, after merging."""
         for number in range(1, self.count + 1):
             self.path(number).unlink(missing_ok=True)
         with suppress(OSError):
             self.folder.rmdir()
 
     def remove_partial(self) -> None:
-        """Remove what this job wrote and did not finish."""
-        self._aside.unlink(missing_ok=True)
+        """Remove this job's unfinished result file."""
+        self._partial.unlink(missing_ok=True)
 
     @property
-    def _aside(self) -> Path:
+    def _partial(self) -> Path:
         return self.folder / f"{self.path().name}.partial"
 
     @contextmanager
-    def writing(self, identity: bytes) -> Iterator["AnswerWriter"]:
-        """Write the file of this job's answers, or continue one that was interrupted.
+    def writing(self, settings_key: bytes) -> Iterator["ResultWriter"]:
+        """Write this job's result file, or continue an interrupted one.
 
         Args:
-            identity: all that decides the answers apart from what is asked, as `key_of` gives it.
+            settings_key: key of everything besides the request that affects results.
 
         Raises:
-            OutputError: another process writes it, or it cannot be written.
+            OutputError: another process writes the file, or it cannot be written.
         """
-        aside = self._aside
-        with writing(aside):
+        partial = self._partial
+        with writing(partial):
             self.folder.mkdir(parents=True, exist_ok=True)
-            # Never through a link that somebody put under the predictable name, nor into a pipe.
+            # The name is predictable, so never follow a link or write into a pipe of that name.
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            with open(os.open(aside, flags, 0o666), "r+b", buffering=0) as file:
-                _lock(file, aside)
-                yield AnswerWriter(self, file, identity)
+            with open(os.open(partial, flags, 0o666), "r+b", buffering=0) as file:
+                _lock(file, partial)
+                yield ResultWriter(self, file, settings_key)
                 os.fsync(file.fileno())
-                publish(aside, self.path())
+                publish(partial, self.path())
             sync_folder(self.folder)
 
 
-def merged(shard: ArrayShard | None, summary: T) -> T:
-    """Remove the answers that were merged, if any were, and return the summary.
+def remove_merged(shard: ArrayShard | None, summary: T) -> T:
+    """After a merge, remove the job results; return the summary.
 
-    A merge that finds OUT finished does so too, as one that was killed may have left answers.
+    A repeated merge also removes them, because an earlier one may have been killed before that.
     """
     if shard is not None and not shard.number:
         shard.remove()
     return summary
 
 
-class AnswerWriter:
-    """Appends answers to the file of one job.
+class ResultWriter:
+    """Appends results to the file of one job.
 
     Args:
         shard: the job.
-        file: locked; what it holds already is kept as far as it is whole and of this identity.
-        identity: see `ArrayShard.writing`.
+        file: locked result file; valid results of these settings are kept.
+        settings_key: see `ArrayShard.writing`.
     """
 
-    def __init__(self, shard: ArrayShard, file: FileIO, identity: bytes) -> None:
+    def __init__(self, shard: ArrayShard, file: FileIO, settings_key: bytes) -> None:
         self._shard, self._file = shard, file
-        self._known = {key for key, _, _ in _read(file, identity)}
-        size = file.tell() if self._known else 0
+        self._stored_keys = {key for key, _, _ in _read_valid(file, settings_key)}
+        size = file.tell() if self._stored_keys else 0
         file.seek(size)
         file.truncate(size)
         if not size:
-            write_all(file, _MAGIC + identity)
+            write_all(file, _MAGIC + settings_key)
 
     def wants(self, index: int, key: bytes) -> bool:
-        """Return whether a batch is this job's to answer, and is not answered yet."""
-        return index % self._shard.count == self._shard.number - 1 and key not in self._known
+        """Return whether a batch belongs to this job and has no result yet."""
+        return index % self._shard.count == self._shard.number - 1 and key not in self._stored_keys
 
-    def add(self, key: bytes, answer: bytes) -> None:
-        """Write an answer."""
-        numbers = (len(answer), xxhash.xxh3_64_intdigest(answer))
-        head = key + b"".join(one.to_bytes(_NUMBER_BYTES, "little") for one in numbers)
-        write_all(self._file, head + answer)
-        self._known.add(key)
+    def add(self, key: bytes, result: bytes) -> None:
+        """Write a result."""
+        numbers = (len(result), xxhash.xxh3_64_intdigest(result))
+        header = key + b"".join(number.to_bytes(_NUMBER_BYTES, "little") for number in numbers)
+        write_all(self._file, header + result)
+        self._stored_keys.add(key)
 
 
-class Answers:
-    """The answers of all jobs.
+class StoredResults:
+    """The results of all jobs.
 
     Raises:
-        OutputError: a job is not done, or was given other settings, or its file is damaged.
+        OutputError: a job is not done, had other settings, or its file is damaged.
     """
 
-    def __init__(self, shard: ArrayShard, identity: bytes) -> None:
-        self._places: dict[bytes, tuple[Path, int, int]] = {}
+    def __init__(self, shard: ArrayShard, settings_key: bytes) -> None:
+        self._entries: dict[bytes, tuple[Path, int, int]] = {}
         self._folder = shard.folder
         for number in range(1, shard.count + 1):
             path = shard.path(number)
             if not path.is_file():
                 raise OutputError(
-                    f"{printable(path)} is not there; run the same with --shard "
+                    f"{printable(path)} is missing; run the command with --shard "
                     f"{number}/{shard.count} first"
                 )
-            for key, begin, size in answers_in(path, identity):
-                self._places[key] = (path, begin, size)
+            for key, offset, size in read_results(path, settings_key):
+                self._entries[key] = (path, offset, size)
 
     def find(self, key: bytes) -> bytes:
-        """Return the answer to the request of this key.
+        """Return the result of a request.
 
         Raises:
-            OutputError: no job has answered it.
+            OutputError: no job has processed the request.
         """
-        place = self._places.get(key)
-        if place is None:
+        entry = self._entries.get(key)
+        if entry is None:
             raise OutputError(
-                f"{printable(self._folder)} lacks the answer to a part of the corpus, which may "
+                f"{printable(self._folder)} lacks the result of a part of the corpus, which may "
                 "have changed since; remove that folder and run all shards again"
             )
-        path, begin, size = place
+        path, offset, size = entry
         with path.open("rb") as file:
-            file.seek(begin)
+            file.seek(offset)
             return file.read(size)
 
 
-def answers_in(path: Path, identity: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Yield the key of each answer in a finished file, and where it begins and how long it is.
+def read_results(path: Path, settings_key: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Yield key, offset and size of every result in a finished file.
 
     Raises:
-        OutputError: it was made with other settings, or is damaged.
+        OutputError: the file was written with other settings, or is damaged.
     """
     with path.open("rb", buffering=0) as file:
-        if file.read(len(_MAGIC) + _KEY_BYTES) != _MAGIC + identity:
+        if file.read(len(_MAGIC) + _KEY_BYTES) != _MAGIC + settings_key:
             raise OutputError(
-                f"{printable(path)} was made with other settings, or is damaged; give those it "
-                "had, or remove it and run its shard again"
+                f"{printable(path)} was written with other settings, or is damaged; use the same "
+                "settings, or remove it and run its shard again"
             )
-        yield from _read(file, identity)
+        yield from _read_valid(file, settings_key)
         if file.tell() != path.stat().st_size:
             raise OutputError(f"{printable(path)}: damaged; remove it and run its shard again")
 
 
-def _read(file: FileIO, identity: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Read whole answers and leave the file behind the last of them."""
+def _read_valid(file: FileIO, settings_key: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Yield the valid results, and leave the file position after the last one."""
     file.seek(0)
     end = file.tell()
-    if file.read(len(_MAGIC) + _KEY_BYTES) == _MAGIC + identity:
+    if file.read(len(_MAGIC) + _KEY_BYTES) == _MAGIC + settings_key:
         end = file.tell()
         largest = os.fstat(file.fileno()).st_size
-        while len(head := file.read(_HEAD_BYTES)) == _HEAD_BYTES:
+        while len(header := file.read(_HEAD_BYTES)) == _HEAD_BYTES:
             size, checksum = (
-                int.from_bytes(head[at : at + _NUMBER_BYTES], "little")
-                for at in (_KEY_BYTES, _KEY_BYTES + _NUMBER_BYTES)
+                int.from_bytes(header[offset : offset + _NUMBER_BYTES], "little")
+                for offset in (_KEY_BYTES, _KEY_BYTES + _NUMBER_BYTES)
             )
             begin = end + _HEAD_BYTES
             if begin + size > largest:
@@ -226,7 +226,7 @@ def _read(file: FileIO, identity: bytes) -> Iterator[tuple[bytes, int, int]]:
             if len(content) < size or xxhash.xxh3_64_intdigest(content) != checksum:
                 break
             end = begin + size
-            yield head[:_KEY_BYTES], begin, size
+            yield header[:_KEY_BYTES], begin, size
     file.seek(end)
 
 

@@ -38,7 +38,7 @@ class _Process:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._send(setup)
 
-    def request(self, request: bytes) -> bytes:
+    def call(self, request: bytes) -> bytes:
         """Send a request and wait for the result."""
         assert self._process.stdout is not None
         self._send(request)
@@ -130,7 +130,7 @@ def map_ordered(
     def process_request(request: bytes) -> bytes:
         process = idle.get()
         try:
-            return process.request(request)
+            return process.call(request)
         finally:
             idle.put(process)
 

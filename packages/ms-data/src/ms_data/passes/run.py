@@ -25,13 +25,13 @@ from ms_data.files.durable import publish, sync_tree, writing
 from ms_data.files.untrusted import check_path
 from ms_data.files.work_folder import (
     JOURNAL,
-    free_place,
+    check_outside_corpus,
     load_journal,
-    refuse_inside,
+    resolve_output,
     save_journal,
     work_folder,
 )
-from ms_data.passes.array_jobs import Answers, ArrayShard, answers_in, key_of
+from ms_data.passes.array_jobs import ArrayShard, StoredResults, read_results, request_key
 from ms_data.passes.batches import PassProgress, ReadBatch, read_batches
 from ms_data.passes.output import FileEntry, SeriesWriter, file_entry
 from ms_data.passes.pool import map_ordered
@@ -150,9 +150,9 @@ class Pass:
             return summary
         if self.shard is not None and self.shard.number:
             return self._run_shard(self.shard)
-        folder = free_place(out)
+        folder = resolve_output(out)
         for path in [self.corpus] if isinstance(self.corpus, str | Path) else self.corpus:
-            refuse_inside(folder, path)
+            check_outside_corpus(folder, path)
         partial = folder.with_name(folder.name + ".partial")
         with work_folder(partial, _PASS_FILES):
             record = self._run(partial)
@@ -177,7 +177,7 @@ class Pass:
                 requests = (
                     ((read, key), request)
                     for n, read, request in encoded
-                    if writer.wants(n, key := key_of(request))
+                    if writer.wants(n, key := request_key(request))
                 )
                 setup = self.prepare(shard.folder)
                 results = map_ordered(self.work, setup, requests, workers=self.workers)
@@ -186,7 +186,7 @@ class Pass:
                         writer.add(key, content)
                         self.on_progress(read.read_bytes, self.source.size_bytes)
         with path.open("rb") as file:
-            for _, offset, size in answers_in(path, self._settings_key):
+            for _, offset, size in read_results(path, self._settings_key):
                 file.seek(offset)
                 tally.merge(msgspec.msgpack.decode(file.read(size), type=PassResult).tally)
         summary = LedgerSummary.of(str(path), tally, {}, path.stat().st_size)
@@ -194,7 +194,7 @@ class Pass:
 
     @property
     def _settings_key(self) -> bytes:
-        return key_of(msgspec.json.encode([self.kind, self.recipe]))
+        return request_key(msgspec.json.encode([self.kind, self.recipe]))
 
     def _results(
         self, setup: bytes, requests: Iterator[tuple[ReadBatch, bytes]]
@@ -203,11 +203,11 @@ class Pass:
         if self.shard is None:
             yield from map_ordered(self.work, setup, requests, workers=self.workers)
             return
-        stored = Answers(self.shard, self._settings_key)
+        stored = StoredResults(self.shard, self._settings_key)
         # The last batch may be empty, and array jobs do not store empty batches.
         empty = msgspec.msgpack.encode(PassResult((b"", b""), Tally()))
         for read, request in requests:
-            yield read, stored.find(key_of(request)) if read.batch.items else empty
+            yield read, stored.find(request_key(request)) if read.batch.items else empty
 
     def _run(self, folder: Path) -> PassRecord:
         journal = self._load_journal(folder)

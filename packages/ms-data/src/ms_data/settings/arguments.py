@@ -1,4 +1,4 @@
-"""Checks the types and ranges of arguments of public functions; each failure is one clear line."""
+"""Checks of argument types and ranges, with one-line errors."""
 
 import operator
 
@@ -6,10 +6,10 @@ from ms_data.errors import SettingError, printable
 
 
 def check_counts(**arguments: object) -> None:
-    """Check for whole numbers of 1 or more; None stands for no limit and passes.
+    """Check that arguments are integers of at least 1; None is allowed.
 
     Raises:
-        SettingError: one is not.
+        SettingError: an argument is not.
     """
     for name, value in arguments.items():
         if value is not None and not (is_whole(value) and operator.index(value) >= 1):  # type: ignore[arg-type]
@@ -19,10 +19,10 @@ def check_counts(**arguments: object) -> None:
 
 
 def check_share(name: str, value: object) -> float:
-    """Return a share from 0 to below 1 as a float, whatever number type it is given as.
+    """Return a fraction of at least 0 and below 1 as a float.
 
     Raises:
-        SettingError: it is not one.
+        SettingError: the value is not such a number.
     """
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0.0 <= value < 1.0:  # type: ignore[operator]
@@ -33,10 +33,10 @@ def check_share(name: str, value: object) -> float:
 
 
 def check_flags(**arguments: object) -> None:
-    """Check for True or False: a text such as "no" would count as True.
+    """Check that arguments are True or False; a string such as "no" would be truthy.
 
     Raises:
-        SettingError: one is neither.
+        SettingError: an argument is not a bool.
     """
     for name, value in arguments.items():
         if not isinstance(value, bool):
@@ -44,10 +44,10 @@ def check_flags(**arguments: object) -> None:
 
 
 def check_texts(**arguments: object) -> None:
-    """Check for texts; None passes.
+    """Check that arguments are strings; None is allowed.
 
     Raises:
-        SettingError: one is something else.
+        SettingError: an argument is not a string.
     """
     for name, value in arguments.items():
         if value is not None and not isinstance(value, str):
@@ -55,5 +55,5 @@ def check_texts(**arguments: object) -> None:
 
 
 def is_whole(value: object) -> bool:
-    """Return whether a value is a whole number of any integer type, and not True or False."""
+    """Return whether a value is of an integer type other than bool."""
     return hasattr(value, "__index__") and not isinstance(value, bool)
