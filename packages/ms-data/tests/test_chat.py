@@ -166,7 +166,9 @@ def test_templates_are_found_where_tokenizers_keep_them(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(named)
     assert ChatTemplate.load(tmp_path).source == "a"
     assert ChatTemplate.load(tmp_path, name="b").source == ""
-    with pytest.raises(TokenizerError, match="no template named 'c'; there are: default, b"):
+    with pytest.raises(
+        TokenizerError, match="no template is named 'c'; the templates are: default, b"
+    ):
         ChatTemplate.load(tmp_path, name="c")
     (tmp_path / "broken.jinja").write_text("{% if %}")
     with pytest.raises(TokenizerError, match="not a valid chat template"):
@@ -212,7 +214,7 @@ def test_templates_are_chosen_as_transformers_chooses_them(
         if isinstance(theirs.chat_template, dict):
             assert ChatTemplate.load(folder, name=name).source == theirs.chat_template[name]
         elif name == "rag":
-            with pytest.raises(TokenizerError, match="no template named 'rag'"):
+            with pytest.raises(TokenizerError, match="no template is named 'rag'"):
                 ChatTemplate.load(folder, name=name)
 
 

@@ -197,7 +197,7 @@ def again(work: Work, place: Path, out: Path) -> None:
         work(place, out)
     except OutputError as error:
         if not re.search(
-            "is there; choose another|exists; choose another|is not empty; (?:choose|use) another",
+            "(?:is there|exists|is not empty); (?:choose|use) another",
             str(error),
         ):
             raise

@@ -274,7 +274,7 @@ def test_damaged_and_hostile_mds_is_named(place: Path, tmp_path: Path) -> None:
         with pytest.raises(CorpusError, match=why):
             load()
     index.write_text(whole)
-    with pytest.raises(CorpusError, match="has no column 'tokens'; choose one of 'text'"):
+    with pytest.raises(CorpusError, match="has no column 'tokens'; use one of 'text'"):
         load("tokens")
     load()
 
@@ -284,7 +284,7 @@ def test_a_bomb_of_mds_is_not_unpacked(place: Path, tmp_path: Path) -> None:
     rows = [{"text": b"a b c"}] * 4
     bomb = zstandard.ZstdCompressor().compress(b"\0" * (1 << 24))
     folder = write_mds(tmp_path / "mds", rows, {"text": ("str", None)}, ("zstd", lambda _: bomb))
-    with pytest.raises(CorpusError, match="has .* bytes, not"):
+    with pytest.raises(CorpusError, match=r"has .* bytes, not"):
         import_dataset(folder, tokenizer=place / "tokenizer.json", out=tmp_path / "out")
 
 

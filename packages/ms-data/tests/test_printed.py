@@ -122,7 +122,7 @@ def test_text_parts_are_printed_as_text(source: str, said: str) -> None:
         ({"messages": [USER, {"role": "tool", "content": None}, ANSWER]}, "without content"),
         (
             {"messages": [{"role": "system", "content": "a"}, USER, ANSWER], "system": "b"},
-            "keep one of them",
+            "remove either",
         ),
     ],
 )

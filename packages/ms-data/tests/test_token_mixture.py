@@ -182,7 +182,7 @@ def test_mixes_that_cannot_be_are_refused(sources: dict[str, Path], tmp_path: Pa
     """Weights for one folder, a cap for nobody, other tokenizers, a state of other sources."""
     with pytest.raises(SettingError, match="need named sources"):
         stream_of(sources["code"], weights=[1])
-    with pytest.raises(SettingError, match="limits has 'poems', which is not one of"):
+    with pytest.raises(SettingError, match="limits has 'poems', the sources are"):
         stream_of(sources, max_epochs={"poems": 1})
     with pytest.raises(SettingError, match="max_epochs of 'law' must be 0 or more, got -1"):
         stream_of(sources, max_epochs={"law": -1})

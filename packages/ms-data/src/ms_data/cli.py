@@ -81,7 +81,7 @@ def _execute(arguments: Sequence[str] | None) -> int:
 
 
 def _report(error: BaseException) -> int | None:
-    """Print errors that have notes or come from the operating system; leave others to `perform`."""
+    """Print errors that have notes or come from the system; `perform` handles the others."""
     if isinstance(error, DataError):
         _complain(str(error), error)
         return FAILED if isinstance(error, DamageError) else BAD_INPUT
@@ -183,7 +183,7 @@ def _add_build(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     parser.add_argument("--end-of-text", metavar="NAME", help=text)
     begin = parser.add_mutually_exclusive_group()
     text = (
-        "name of the token that starts a text document (default: the one that tokenizer.json "
+        "name of the token that starts a text document (default: the token that tokenizer.json "
         "adds, as Gemma's and Llama's do)"
     )
     begin.add_argument("--begin-of-text", metavar="NAME", help=text)
@@ -235,7 +235,7 @@ def _run_tokenizer(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
             skip_invalid=options.skip_invalid,
             document_limit_mib=options.document_limit_mib,
             on_progress=on_progress,
-            on_leave_out=lambda kind: left_out.update([kind]),
+            on_leave_out=lambda file_type: left_out.update([file_type]),
         )
     facts = _TokenizerInfo(
         path=str(options.out),

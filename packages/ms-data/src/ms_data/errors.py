@@ -47,7 +47,7 @@ class StateError(DataError, ValueError):
 
 
 class DamageError(DataError, RuntimeError):
-    """Data on disk that differs from what was written; names the file and the part."""
+    """Data on disk that changed since it was written; names the file and the part."""
 
     def __init__(self, path: Path, part: str, problem: str) -> None:
         super().__init__(

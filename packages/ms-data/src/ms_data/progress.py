@@ -25,13 +25,13 @@ def _lines(title: str) -> Callable[[int, int], None]:
 
     def show(done: int, total: int) -> None:
         nonlocal start_time, last_shown, start_bytes
-        now = time.monotonic()
+        current_time = time.monotonic()
         if start_time is None:
-            start_time, start_bytes = now, done
-        if now - last_shown < LINE_EVERY_S or done == start_bytes:
+            start_time, start_bytes = current_time, done
+        if current_time - last_shown < LINE_EVERY_S or done == start_bytes:
             return
-        last_shown = now
-        rate = (done - start_bytes) / (now - start_time)
+        last_shown = current_time
+        rate = (done - start_bytes) / (current_time - start_time)
         sys.stderr.write(
             f"{title}: {done / total:.0%} of {total / 1e6:.0f} MB, {rate / 1e6:.1f} MB/s, "
             f"{(total - done) / rate:.0f} s left\n"

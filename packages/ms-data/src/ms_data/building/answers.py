@@ -15,7 +15,7 @@ class EncodedBatch(msgspec.Struct, frozen=True, array_like=True):
     sizes: list[int]
     """Words per document."""
     words: bytes
-    """uint32 words of all documents, then those of their media, compressed with zstd."""
+    """uint32 words of all documents, followed by their media words, compressed with zstd."""
     text_bytes: int
     media_sizes: list[int] = []
     """Media words per document; empty if no document has media."""

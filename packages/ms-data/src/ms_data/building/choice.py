@@ -18,7 +18,7 @@ def make_encoder(
     """Create the encoder of a build.
 
     Raises:
-        SettingError: an argument needs a chat template and there is none, or the output of the
+        SettingError: an argument needs a chat template and none is set, or the output of the
             template depends on the current date.
         TokenizerError: the tokenizer or the template cannot be read.
     """
@@ -39,6 +39,6 @@ def make_encoder(
     return ChatEncoder(
         template=template.with_tokens_of(model.folder),
         tokenizer=model,
-        kind="preferences" if pairs else "conversations",
+        document_kind="preferences" if pairs else "conversations",
         allow_special=allow_special,
     )

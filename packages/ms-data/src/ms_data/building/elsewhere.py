@@ -28,11 +28,11 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
 def _make_encode(
     setup: EncoderSetup, tokenizer: Tokenizer
 ) -> Callable[[Sequence[str]], Sequence[Encoded]]:
-    if setup.kind == "text":
+    if setup.document_kind == "text":
         words = tokenizer.word_encoder() if setup.by_words else None
         return TextEncoder(
             tokenizer=tokenizer, words=words, library_reason=setup.library_reason
         ).encode
-    if setup.kind == "media":
+    if setup.document_kind == "media":
         return partial(encode_media_rows, tokenizer, tokens=setup.media_tokens)
-    return partial(encode_rows, tokenizer, pairs=setup.kind == "preferences")
+    return partial(encode_rows, tokenizer, pairs=setup.document_kind == "preferences")

@@ -43,7 +43,7 @@ class EncoderSetup(msgspec.Struct, frozen=True):
 
     tokenizer: bytes
     end_of_text: int
-    kind: DocumentKind
+    document_kind: DocumentKind
     by_words: bool
     library_reason: str
     media_tokens: dict[MediaKind, str]
@@ -55,7 +55,7 @@ class TextEncoder:
     """Encodes text documents."""
 
     tokenizer: Tokenizer
-    kind: DocumentKind = "text"
+    document_kind: DocumentKind = "text"
     words: WordEncoder | None = None
     """Fast encoder for documents; None uses the `tokenizers` library."""
     library_reason: str = "conversations need the offsets of their tokens"
@@ -99,7 +99,7 @@ class TextEncoder:
             EncoderSetup(
                 tokenizer=self.tokenizer.content,
                 end_of_text=self.tokenizer.end_of_text,
-                kind=self.kind,
+                document_kind=self.document_kind,
                 by_words=self.words is not None,
                 library_reason=self.library_reason,
                 media_tokens=self.media_tokens,
@@ -128,13 +128,13 @@ class ChatEncoder(TextEncoder):
     """Renders rows with the chat template and tokenizes the result."""
 
     template: ChatTemplate
-    kind: DocumentKind = "conversations"
+    document_kind: DocumentKind = "conversations"
     allow_special: bool = False
     """Allow messages to contain special tokens."""
 
     @property
     def digest(self) -> str:  # noqa: D102 - documented in the base class, like the next ones
-        settings = f"{self.template.digest} {self.kind} {self.allow_special}"
+        settings = f"{self.template.digest} {self.document_kind} {self.allow_special}"
         return xxhash.xxh3_128_hexdigest(settings.encode())
 
     @property
@@ -150,7 +150,7 @@ class ChatEncoder(TextEncoder):
         Raises:
             ValueError: the row has an unknown format, or the template rejects it.
         """
-        if self.kind == "preferences":
+        if self.document_kind == "preferences":
             pair = read_pair(row)
             first = len(pair.prompt)
             reject_media([*pair.prompt, *pair.chosen, *pair.rejected])
@@ -164,7 +164,7 @@ class ChatEncoder(TextEncoder):
         return document_json(ChatDocument([self.render(chat.messages, chat.tools, 0)], chat.weight))
 
     def encode(self, texts: Sequence[str]) -> Sequence[Encoded]:  # noqa: D102
-        return encode_rows(self.tokenizer, texts, pairs=self.kind == "preferences")
+        return encode_rows(self.tokenizer, texts, pairs=self.document_kind == "preferences")
 
     def hold_out_key(self, text: str) -> str:
         """Return the document without weight and margin."""

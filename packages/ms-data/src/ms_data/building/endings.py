@@ -1,4 +1,4 @@
-"""Counts assistant answers, and those that end with an end-of-turn token."""
+"""Counts assistant answers, in total and with an end-of-turn token."""
 
 from functools import lru_cache
 

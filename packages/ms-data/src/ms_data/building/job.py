@@ -140,7 +140,7 @@ class Job:
             yield batch, unpack_batch(stored.find(_key(batch))) if batch.documents else []
 
     def run(self, folder: Path) -> Summary:
-        """Build the dataset in `folder`, resuming from its journal if there is one.
+        """Build the dataset in `folder`, resuming from an existing journal.
 
         Raises:
             CorpusError: the corpus holds no text, or an unreadable document.
@@ -175,7 +175,7 @@ class Job:
 
     @property
     def _token_type(self) -> TokenType:
-        return token_type_for(self.encoder.tokenizer.vocabulary_size, self.encoder.kind)
+        return token_type_for(self.encoder.tokenizer.vocabulary_size, self.encoder.document_kind)
 
     @property
     def _frame_tokens(self) -> int:
@@ -193,9 +193,11 @@ class Job:
 
     def _count(self, encoded: _EncodedDocs, answers: AnswerCounts) -> AnswerCounts:
         """Add the answers of a batch to `answers`."""
-        if self.encoder.kind == "text":
+        if self.encoder.document_kind == "text":
             return answers
-        counter = EndCounter(self.encoder.tokenizer, DOCUMENT_KINDS[self.encoder.kind].header_words)
+        counter = EndCounter(
+            self.encoder.tokenizer, DOCUMENT_KINDS[self.encoder.document_kind].header_words
+        )
         for words, _ in encoded:
             answers = answers.plus(counter.count(words))
         return answers
@@ -236,7 +238,7 @@ class Job:
             tokenizer=tokenizer.digest,
             hold_out=self.recipe.hold_out,
             shards=shards,
-            kind=self.encoder.kind if files else msgspec.UNSET,
+            kind=self.encoder.document_kind if files else msgspec.UNSET,
             chat=chat if files else msgspec.UNSET,
         )
         write_file(folder / "index.json", encode_index(index))

@@ -35,7 +35,7 @@ class MediaEncoder(ChatEncoder):
     """Encodes rows with images and audio."""
 
     processor: Processor
-    kind: DocumentKind = "media"
+    document_kind: DocumentKind = "media"
 
     @property
     def digest(self) -> str:  # noqa: D102 - documented in the base class, like the next ones
@@ -146,7 +146,7 @@ def with_media(
     """
     if processor is None:
         return encoder
-    if not isinstance(encoder, ChatEncoder) or encoder.kind != "conversations":
+    if not isinstance(encoder, ChatEncoder) or encoder.document_kind != "conversations":
         raise SettingError("processor needs conversations; set `chat`, without `pairs`")
     if not isinstance(processor, Processor):
         processor = Processor.load(processor)

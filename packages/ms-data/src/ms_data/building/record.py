@@ -82,7 +82,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             splits=dict(splits),
             split_documents=dict(documents),
             encoder=encoder.method,
-            begin_of_text=encoder.tokenizer.begin_of_text_names if encoder.kind == "text" else (),
+            begin_of_text=encoder.tokenizer.begin_of_text_names
+            if encoder.document_kind == "text"
+            else (),
             end_of_text=encoder.tokenizer.end_of_text_name,
             answers=progress.answers,
             warnings=tuple(_warnings(documents, progress.answers, recipe)),
@@ -90,7 +92,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def omissions(self) -> str:
-        """Skipped documents and files as the end of a line; empty if there are none."""
+        """Skipped documents and files as the end of a line; empty if nothing was skipped."""
         return omissions(self.left_out, self.skipped, self.empty)
 
     @property

@@ -147,7 +147,7 @@ def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def reject_media(messages: Sequence[Message]) -> None:
-    """Reject images and audio if there is no processor for them.
+    """Reject images and audio in text-only datasets.
 
     Raises:
         ValueError: a message contains an image or audio.
@@ -182,7 +182,7 @@ def _openai(row: Mapping[str, Any]) -> list[Message]:
     system = read_system(row)
     if system and messages[0]["role"] == "system":
         if messages[:1] != system:
-            raise ValueError("`system` is not the first message of `messages`; keep one of them")
+            raise ValueError("`system` is not the first message of `messages`; remove either")
         return messages
     return [*system, *messages]
 

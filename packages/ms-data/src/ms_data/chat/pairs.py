@@ -54,7 +54,7 @@ def read_pair(row: Mapping[str, Any]) -> Pair:
     check_other_keys(row)
     prompts = [key for key in ("prompt", "messages", "conversations", "instruction") if key in row]
     if len(prompts) > 1:
-        raise ValueError(f"two prompts, {prompts[0]!r} and {prompts[1]!r}; keep one of them")
+        raise ValueError(f"two prompts, {prompts[0]!r} and {prompts[1]!r}; remove either")
     chosen, rejected = _answer(row["chosen"], "chosen"), _answer(row["rejected"], "rejected")
     prompt = _prompt(row, prompts[0]) if prompts else []
     if len(prompts) == 0 or (chosen[: len(prompt)] == prompt == rejected[: len(prompt)]):
@@ -94,7 +94,7 @@ def _with_system(system: list[Message], prompt: list[Message]) -> list[Message]:
     """Prepend the row's system message to the prompt, unless it is there already."""
     if system and prompt[0]["role"] == "system":
         if prompt[:1] != system:
-            raise ValueError("`system` is not the system message of the prompt; keep one of them")
+            raise ValueError("`system` is not the system message of the prompt; remove either")
         return prompt
     return [*system, *prompt]
 
@@ -111,8 +111,8 @@ def _answer(value: object, name: str) -> list[Message]:
 def _common_prefix(chosen: list[Message], rejected: list[Message]) -> int:
     """Count the messages of the common beginning, excluding the last message of both lists."""
     shared = 0
-    for left, right in zip(chosen[:-1], rejected[:-1], strict=False):
-        if left != right:
+    for first, second in zip(chosen[:-1], rejected[:-1], strict=False):
+        if first != second:
             break
         shared += 1
     return shared

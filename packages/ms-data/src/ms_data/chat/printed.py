@@ -1,6 +1,6 @@
 """Checks that a chat template renders everything in a conversation.
 
-Templates silently drop what they do not support, such as tool calls, reasoning, system messages or
+Templates silently drop unsupported content, such as tool calls, reasoning, system messages or
 names. The model would then be trained on something other than the data.
 """
 

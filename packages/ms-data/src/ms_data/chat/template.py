@@ -89,7 +89,7 @@ class ChatTemplate:
             today: see `ChatTemplate`.
 
         Raises:
-            TokenizerError: there is no template, or it cannot be read.
+            TokenizerError: no template was found, or it cannot be read.
         """
         check_path("a chat template", path, error=TokenizerError)
         path = Path(path)
@@ -116,7 +116,7 @@ class ChatTemplate:
             folder: tokenizer folder with a `tokenizer_config.json`.
 
         Raises:
-            SettingError: the template uses special tokens, but there is no file that defines them.
+            SettingError: the template uses special tokens, but no file defines them.
             TokenizerError: tokenizer_config.json cannot be read.
         """
         used = self._used_tokens
@@ -301,9 +301,7 @@ def _from_folder(folder: Path, name: str | None) -> tuple[str, dict[str, Any]]:
     template_name = name or "default"
     if template_name not in templates:
         available = ", ".join(templates) or "none"
-        raise ValueError(
-            f"there is no template named {template_name!r}; the templates are: {available}"
-        )
+        raise ValueError(f"no template is named {template_name!r}; the templates are: {available}")
     return templates[template_name], _special_tokens(config)
 
 

@@ -67,7 +67,7 @@ def clean_batch(
             excerpt, text = shorten(text), None
         if text is not None:
             row_rules = isinstance(rules[0], RowRule)
-            line = text.encode() if row_rules else document_line(text, item.place, item.columns)
+            line = text.encode() if row_rules else document_line(text, item.location, item.columns)
             documents.append(line)
             for reason, cut in cuts:
                 tally.cuts.setdefault(reason, ReasonTally()).merge(cut)
@@ -78,7 +78,7 @@ def clean_batch(
 
 def judge(number: int, item: Item, rules: Sequence[Rule], split: Splitter) -> Verdict:
     """Apply rules to one document, in order, until one drops it."""
-    entry = Entry(document=number, place=item.place, fate="kept")
+    entry = Entry(document=number, place=item.location, fate="kept")
     if item.text is None:
         entry.fate = "quarantined"
         return Verdict(None, entry, "", [])

@@ -70,7 +70,7 @@ def clean(
         skip_hint=WITHOUT_STRICT,
     )
     work = Pass(
-        kind="clean",
+        command="clean",
         corpus=corpus,
         source=source,
         recipe={**_recipe(rule_set), **reading_recipe(source, shard_size_mib)},

@@ -1,7 +1,7 @@
 """Language identification: Chinese, Japanese and Korean by script, other languages by a library.
 
-Simplified and traditional Chinese are told apart without a table: by characters that only GB 2312
-or only Big5 contains.
+Simplified and traditional Chinese are distinguished without a table, by characters that only GB
+2312 or only Big5 contains.
 """
 
 import re

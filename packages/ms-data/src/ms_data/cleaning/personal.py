@@ -57,7 +57,7 @@ def find_personal_data(text: str, types: frozenset[str]) -> list[PersonalItem]:
 
 
 def classify_number(number: str, types: frozenset[str]) -> tuple[str, int]:
-    """Return the type of a number and the length of its match; "" and 0 if there is none."""
+    """Return the type of a number and the length of its match; "" and 0 without a match."""
     for number_type, matchers in _MATCHERS:
         if number_type in types:
             for matcher in matchers:

@@ -29,7 +29,7 @@ class Cut(NamedTuple):
     times: int
     size_bytes: int
     example: str = ""
-    """One of the parts; empty if it must not be shown."""
+    """An example; empty if it must not be shown."""
 
 
 class Change(NamedTuple):

@@ -67,7 +67,7 @@ def make_rule(name: str, settings: Mapping[str, Any], *, where: str) -> Rule:
     """Create a rule from its name and settings.
 
     Raises:
-        ConfigError: there is no such rule, or a setting is unknown or invalid.
+        ConfigError: the rule does not exist, or a setting is unknown or invalid.
     """
     if name not in RULES:
         raise ConfigError(f"{where}: unknown rule {name!r}; {nearest(name, RULES)}")

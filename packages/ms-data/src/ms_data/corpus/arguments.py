@@ -17,8 +17,8 @@ def check_paths(
     Values that are not paths, and URLs for fsspec, are not checked.
 
     Raises:
-        SettingError: an input path is one that no operating system accepts.
-        OutputError: the output path is one that no operating system accepts.
+        SettingError: an input path is invalid on any operating system.
+        OutputError: the output path is invalid on any operating system.
     """
     for name, path in inputs.items():
         if isinstance(path, str | os.PathLike) and not is_remote(str(path)):

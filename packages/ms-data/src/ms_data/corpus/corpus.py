@@ -42,7 +42,7 @@ class Document(NamedTuple):
     read_bytes: int
     """Bytes of the corpus read so far; for compressed files, compressed bytes."""
     columns: bytes = b""
-    """The row's other columns as a JSON object; empty if there are none or not requested."""
+    """The row's other columns as a JSON object; empty without columns, or if not requested."""
 
 
 @frozen(kw_only=True)
@@ -56,7 +56,7 @@ class Corpus:
     names: tuple[str, ...] = field()
     """Paths of the files relative to the corpus folder; they identify a file across machines."""
     named: frozenset[CorpusFile] = frozenset()
-    """Files that the user listed explicitly; one that is not text is an error."""
+    """Files that the user listed explicitly; these must be text."""
     reader: Reader | None = None
     """Reader for all files. None: choose by the name and first bytes of each file."""
     options: ReadOptions = field(factory=ReadOptions)
@@ -108,7 +108,7 @@ class Corpus:
         self,
         start: Position = Position(),  # noqa: B008 - an immutable value
         on_skip: Callable[[str], None] = lambda reason: None,
-        on_leave_out: Callable[[str], None] = lambda kind: None,
+        on_leave_out: Callable[[str], None] = lambda file_type: None,
         on_empty: Callable[[], None] = lambda: None,
     ) -> Iterator[Document]:
         """Yield the documents after `start`, in order. Empty texts are skipped.
@@ -171,33 +171,33 @@ class Corpus:
         text = columns.pop(name, None)
         remedy = self.options.text_remedy
         if text is None:
-            return Invalid(f"{row.place}: {name} is missing (null){remedy}"), b""
+            return Invalid(f"{row.location}: {name} is missing (null){remedy}"), b""
         if not isinstance(text, str):
             type_name = type(text).__name__
-            return Invalid(f"{row.place}: {name} is {type_name}, not text{remedy}"), b""
+            return Invalid(f"{row.location}: {name} is {type_name}, not text{remedy}"), b""
         if len(text) > self.options.document_limit_bytes or (
             len(text.encode(errors="surrogatepass")) > self.options.document_limit_bytes
         ):
-            return Invalid(f"{row.place}: {TOO_LONG}"), b""
+            return Invalid(f"{row.location}: {TOO_LONG}"), b""
         try:
             text.encode()
             return text, columns_json(columns) if columns else b""
         except (UnicodeError, ValueError, OverflowError, RecursionError) as error:
-            return Invalid(f"{row.place}: a column cannot be written as JSON: {error}"), b""
+            return Invalid(f"{row.location}: a column cannot be written as JSON: {error}"), b""
 
     def _parse_row(self, row: Row) -> str | Invalid:
         """Convert a row to the text of a document."""
         assert self.options.parse is not None, "readers yield rows only on request"
         try:
             return self.options.parse(row.values)
-        except TokenizerError as error:  # the template is wrong, so skipping the row is no help
-            raise TokenizerError(f"{row.place}: {error}") from error
+        except TokenizerError as error:  # the template is wrong, so skipping the row does not help
+            raise TokenizerError(f"{row.location}: {error}") from error
         except SettingError:  # no row can be read, for example because a library is missing
             raise
         except (ValueError, msgspec.MsgspecError) as error:
-            return Invalid(f"{row.place}: {error}")
+            return Invalid(f"{row.location}: {error}")
         except RecursionError:
-            return Invalid(f"{row.place}: nested too deeply; fix the row")
+            return Invalid(f"{row.location}: nested too deeply; fix the row")
 
     def _read(self, number: int, start: int) -> Iterator[tuple[ReadResult, int]]:
         """Yield the items of a file from index `start` on, with the number of bytes read so far."""

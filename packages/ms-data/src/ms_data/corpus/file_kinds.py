@@ -89,7 +89,7 @@ def non_utf8_encoding(head: bytes) -> str | None:
 
 
 def detect_file_type(head: bytes) -> FileType:
-    """Detect a file's type from its first bytes, up to `HEAD_BYTES` of them."""
+    """Detect a file's type from its first bytes; more than `HEAD_BYTES` are not needed."""
     for (offset, signature), file_type in _SIGNATURES.items():
         if head.startswith(signature, offset) and _plausible(signature, head):
             return file_type

@@ -56,7 +56,9 @@ def find_corpus(
     check_texts(text_column=text_column)
     check_flags(skip_invalid=skip_invalid)
     if not isinstance(corpus, str | Path | Sequence):
-        raise SettingError(f"corpus must be a path, an address or a list of them, got {corpus!r}")
+        raise SettingError(
+            f"corpus must be a path, a URL or a list of paths and URLs, got {corpus!r}"
+        )
     entries = [corpus] if isinstance(corpus, str | Path) else list(corpus)
     if not entries:
         raise CorpusError("the corpus is an empty list; pass one or more files or folders")
@@ -65,9 +67,9 @@ def find_corpus(
             check_path("corpus", entry, error=CorpusError)
     is_stdlib = str(entries[0]) == "stdlib" and len(entries) == 1 and not Path("stdlib").exists()
     parts = [_stdlib() if is_stdlib else _find_entry(entry) for entry in entries]
-    several = len(parts) > 1
+    has_many = len(parts) > 1
     files = [
-        (f"{number}/{name}" if several else name, file, part.folder)
+        (f"{number}/{name}" if has_many else name, file, part.folder)
         for number, part in enumerate(parts)
         for name, file in part.files.items()
     ]

@@ -61,7 +61,7 @@ class CheckedPages(io.RawIOBase):
         self._expected = [list(chunk) for chunk in chunks]
 
     def shared_bytes(self, column: Any, chunk: Chunk) -> int:
-        """Size limit of a value that many rows share, such as a dictionary entry; 0 if none do."""
+        """Size limit of a value shared by several rows, such as a dictionary entry; otherwise 0."""
         if "DELTA_BYTE_ARRAY" in column.encodings:
             return min(chunk.uncompressed_bytes, PAGE_LIMIT_MIB << 20)
         if not column.has_dictionary_page:

@@ -139,7 +139,7 @@ def remote_files(url: str) -> tuple[dict[str, RemoteFile], bool]:
         if not (entries or filesystem.exists(root)):
             raise FileNotFoundError(root)
         folder = not (len(entries) == 1 and root in entries)
-        # Listings of HTTP and some other stores have no sizes; ask for every file there.
+        # Listings of HTTP and some other stores have no sizes, so files are queried one at a time.
         entries = {
             path: info if isinstance(info.get("size"), int) else filesystem.info(path)
             for path, info in entries.items()

@@ -31,7 +31,7 @@ class Row(NamedTuple):
     """A table row, which the corpus converts to a document."""
 
     values: Mapping[str, Any]
-    place: str
+    location: str
     """File and row number, for messages."""
 
 

@@ -67,7 +67,7 @@ def column_problem(arrow: Any, schema: Any, options: ReadOptions) -> str | None:
         columns = ", ".join(schema.names[:20]) or "none"
         return f"no column {name!r}; the columns are: {columns}{options.text_remedy}"
     if len(indices) > 1:
-        return f"{len(indices)} columns {name!r}; write the table with one of them"
+        return f"{len(indices)} columns {name!r}; rename or remove the duplicates"
     column_type = schema.field(name).type
     if not _is_text(arrow, column_type):
         return f"column {name!r} has type {column_type}, not text{options.text_remedy}"

@@ -42,7 +42,7 @@ class Decisions:
         return int(self._keeper[document])
 
     def same(self, document: int) -> bool:
-        """Return whether a dropped document has exactly the text of the one that is kept."""
+        """Return whether a dropped document is an exact duplicate of the kept one."""
         return bool(self._same[document])
 
     def spans(self, document: int) -> list[tuple[int, int]]:
@@ -72,14 +72,14 @@ def write_batch(batch: Batch, decisions: Decisions) -> PassResult:
     for number, item in enumerate(batch.items, batch.first):
         text, entry = _judge(number, item, decisions)
         if text is not None:
-            documents.append(document_line(text, item.place, item.columns))
+            documents.append(document_line(text, item.location, item.columns))
         ledger.append(msgspec.json.encode(entry))
         tally.count(entry, shorten(item.text or "") if entry.fate == "dropped" else "")
     return PassResult((compress_lines(documents), compress_lines(ledger)), tally)
 
 
 def _judge(number: int, item: Item, decisions: Decisions) -> tuple[str | None, Entry]:
-    entry = Entry(document=number, place=item.place, fate="kept")
+    entry = Entry(document=number, place=item.location, fate="kept")
     text = item.text
     if text is None:
         entry.fate = "quarantined"

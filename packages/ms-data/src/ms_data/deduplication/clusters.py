@@ -32,13 +32,13 @@ class Cluster(msgspec.Struct, frozen=True):
 class ChosenCluster(NamedTuple):
     """A cluster, with the choice of the kept document."""
 
-    kept: int
+    keeper: int
     documents: Labels
     """Numbers of all documents, in the order of the corpus."""
 
     def lines(self) -> Iterator[bytes]:
         """Yield the JSON line of the `Cluster`, in parts of bounded size."""
-        yield b'{"kept":%d,"documents":[' % self.kept
+        yield b'{"kept":%d,"documents":[' % self.keeper
         for start in range(0, len(self.documents), _CHUNK):
             numbers = msgspec.json.encode(self.documents[start : start + _CHUNK].tolist())
             yield (b"," if start else b"") + numbers[1:-1]
@@ -63,23 +63,23 @@ class Components:
         changed = True
         while changed:
             changed = False
-            for left, right in edges.read():
-                changed |= self._lower(left, right)
+            for source, target in edges.read():
+                changed |= self._lower(source, target)
 
-    def _lower(self, left: Labels, right: Labels) -> bool:
+    def _lower(self, sources: Labels, targets: Labels) -> bool:
         labels = self.labels
-        left_labels, right_labels = labels[left], labels[right]
-        differ = left_labels != right_labels
+        source_labels, target_labels = labels[sources], labels[targets]
+        differ = source_labels != target_labels
         if not differ.any():
             return False
-        left, right, left_labels, right_labels = (
-            values[differ] for values in (left, right, left_labels, right_labels)
+        sources, targets, source_labels, target_labels = (
+            values[differ] for values in (sources, targets, source_labels, target_labels)
         )
-        least = np.minimum(left_labels, right_labels)
-        for targets in (left_labels, right_labels, left, right):
-            np.minimum.at(labels, targets, least)
-        for targets in (left, right):  # pointer jumping
-            labels[targets] = labels[labels[targets]]
+        smallest = np.minimum(source_labels, target_labels)
+        for updated in (source_labels, target_labels, sources, targets):
+            np.minimum.at(labels, updated, smallest)
+        for updated in (sources, targets):  # pointer jumping
+            labels[updated] = labels[labels[updated]]
         return True
 
 

@@ -79,7 +79,7 @@ def dedup(
         skip_hint=WITHOUT_STRICT,
     )
     last = Pass(
-        kind="dedup",
+        command="dedup",
         corpus=corpus,
         source=source,
         recipe={**reading_recipe(source, shard_size_mib), **_recipe(dedup_options)},
@@ -130,7 +130,7 @@ def _signature_pass(
     """Return the first pass, which hashes all documents and reports unreadable ones."""
     return evolve(
         last,
-        kind="dedup signatures",
+        command="dedup signatures",
         work="ms_data.deduplication.signatures:prepare",
         prepare=lambda folder: msgspec.msgpack.encode(SignatureSetup(options)),
         on_quarantine=on_quarantine,
@@ -197,9 +197,9 @@ class _DecisionStep:
         with (folder / CLUSTERS).open("wb") as file:
             for cluster in choose(scratch, similar.labels, facts, self.options):
                 file.writelines(cluster.lines())
-                keeper[cluster.documents] = cluster.kept
+                keeper[cluster.documents] = cluster.keeper
                 labels = exact.labels[cluster.documents]
-                same[cluster.documents] = labels == exact.labels[cluster.kept]
+                same[cluster.documents] = labels == exact.labels[cluster.keeper]
         keeper.flush()
         same.flush()
         return keeper

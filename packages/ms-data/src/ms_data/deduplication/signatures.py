@@ -111,7 +111,7 @@ class Signer:
         return b"".join(parts)
 
     def _priority_rank(self, item: Item) -> int:
-        name = item.place.rpartition("#")[0]
+        name = item.location.rpartition("#")[0]
         matching = (
             n for n, pattern in enumerate(self._options.priority) if fnmatchcase(name, pattern)
         )

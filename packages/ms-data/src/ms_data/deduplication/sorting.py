@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MEMORY_BYTES = 64 << 20
-"""Average size of a file, and maximum size of a yielded part; sorting needs three times as much."""
+"""Average size of a file, and maximum size of a yielded part; sorting needs three times this."""
 MAX_FILES = 4096
 BUFFER_BYTES = 32 << 20
 """Total size of the buffers of all files."""
@@ -102,13 +102,15 @@ def _merge_sort(path: Path, dtype: np.dtype[Any]) -> Iterator[Records]:
             yield _by_key(np.concatenate([part.take(len(part.buffered)) for part in parts]))
             continue
         # Records not read yet have keys of at least this, so everything below is complete.
-        least = min(unread)
-        complete = [part.take(int(np.searchsorted(part.buffered["key"], least))) for part in parts]
+        lower_bound = min(unread)
+        complete = [
+            part.take(int(np.searchsorted(part.buffered["key"], lower_bound))) for part in parts
+        ]
         if any(map(len, complete)):
             yield _by_key(np.concatenate(complete))
         else:
             for part in parts:
-                yield from part.take_all_of(least)
+                yield from part.take_all_of(lower_bound)
 
 
 class _SortedPart:
@@ -146,7 +148,7 @@ class _SortedPart:
 
 
 def repeat_first_record(parts: Iterable[Records]) -> Iterator[Records]:
-    """If a key continues from the previous part, prepend the first record of that key."""
+    """If a part starts with the last key of the previous part, prepend that key's first record."""
     first: Records | None = None
     for part in parts:
         if first is not None and part["key"][0] == first["key"][0]:

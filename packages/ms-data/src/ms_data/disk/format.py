@@ -85,9 +85,9 @@ def checksum(content: bytes | memoryview, *, seed: int = 0) -> int:
     return xxhash.xxh3_64_intdigest(content, seed)
 
 
-def token_type_for(vocabulary_size: int, kind: DocumentKind = "text") -> TokenType:
+def token_type_for(vocabulary_size: int, document_kind: DocumentKind = "text") -> TokenType:
     """Return the narrowest type for the tokens of a vocabulary, including the loss bit."""
-    return "uint16" if vocabulary_size <= 1 << 16 and kind == "text" else "uint32"
+    return "uint16" if vocabulary_size <= 1 << 16 and document_kind == "text" else "uint32"
 
 
 def frame_count(tokens: int, frame_tokens: int) -> int:
@@ -228,7 +228,7 @@ def decode_index(content: bytes) -> Index:
     """Decode an index and check all its bytes.
 
     Raises:
-        ValueError: the bytes are not exactly those that `encode_index` wrote.
+        ValueError: the bytes differ from the output of `encode_index`.
     """
     index = msgspec.json.decode(content, type=Index)
     if encode_index(index) != content:

@@ -2,7 +2,7 @@
 
 Processes that read the same split all need every frame of a window, for a few rows each. With a
 shared file, a frame is decompressed and checked once per machine, by the first process that needs
-it. There are no locks: a slot that another process is writing fails its checksum, and the reader
+it. Locks are not needed: a slot that another process is writing fails its checksum, and the reader
 then decodes the frame itself.
 """
 

@@ -41,7 +41,7 @@ class DatasetInfo(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str
     splits: dict[str, SplitInfo]
     build: dict[str, Any] | None = None
-    """Summary of the build: what was skipped, and how documents start and end. None for an imported
+    """Summary of the build: skipped files and documents, start and end tokens. None for an imported
     dataset, or if build.json is damaged (see `verify`)."""
 
 

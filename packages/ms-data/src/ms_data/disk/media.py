@@ -1,7 +1,7 @@
 """Packs the images and audio of a conversation as a document of a media shard.
 
 The images and audio of the split `train` are in the split `train_media`, in shards of the same
-layout, so that all their bytes are checked like those of tokens. The header of a conversation holds
+layout, so that all their bytes are checked like token shards. The header of a conversation holds
 the start and size of its media document, which consists of these 32-bit words:
 
         count      number of items

@@ -44,7 +44,7 @@ class Sample(NamedTuple):
     tokens: NDArray[np.int64]
     """Shape (n,)."""
     loss_mask: NDArray[np.bool_]
-    """Shape (n,): True for tokens with loss, those of the assistant."""
+    """Shape (n,): True for tokens with loss, which are the assistant's."""
     weight: float = 1.0
 
 

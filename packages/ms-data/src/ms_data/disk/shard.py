@@ -100,7 +100,7 @@ class Shard:
     def _decode(self, part: str, payload: bytes, count: int) -> NDArray[np.unsignedinteger]:
         dtype = np.dtype(self.footer.token_type).newbyteorder("<")
         try:
-            # Check the declared size first: zstd allocates as much memory as it says.
+            # Check the declared size first, because zstd allocates that amount of memory.
             if zstandard.frame_content_size(payload) != count * dtype.itemsize:
                 raise self._damage_error(part, "its size does not match the frame table")
             raw = self._decompressor.decompress(payload)

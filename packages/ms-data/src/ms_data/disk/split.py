@@ -24,7 +24,7 @@ def dataset_folder(folder: str | Path) -> Path:
     """Return the path of a dataset folder.
 
     Raises:
-        SettingError: the path is one that no operating system accepts.
+        SettingError: the path is invalid on any operating system.
     """
     check_path("a dataset", folder, error=SettingError)
     return Path(folder)
@@ -34,7 +34,7 @@ def read_index(folder: Path) -> Index:
     """Read and check `folder/index.json`.
 
     Raises:
-        SettingError: there is no dataset in the folder.
+        SettingError: the folder holds no dataset.
         DamageError: the index is damaged.
     """
     path = folder / "index.json"

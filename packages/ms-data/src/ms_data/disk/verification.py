@@ -100,9 +100,9 @@ def verify(
 
 def _unchecked(folder: Path, index: Index) -> tuple[str, ...]:
     """Return the names of the files in the folder that are not part of the dataset."""
-    known = {"index.json", BUILD_FILE, *(entry.name for entry in index.shards)}
-    known |= {name for names, _ in checksummed_files(index) for name in names}
-    return tuple(sorted(path.name for path in folder.iterdir() if path.name not in known))
+    dataset_files = {"index.json", BUILD_FILE, *(entry.name for entry in index.shards)}
+    dataset_files |= {name for names, _ in checksummed_files(index) for name in names}
+    return tuple(sorted(path.name for path in folder.iterdir() if path.name not in dataset_files))
 
 
 def _check_files(folder: Path, index: Index) -> list[Fault]:

@@ -31,7 +31,7 @@ _PIECE_BYTES = 1 << 20
 
 
 class ShardState(msgspec.Struct, frozen=True, kw_only=True):
-    """State of an unfinished shard: what is on disk, and what is still in memory."""
+    """State of an unfinished shard: its part on disk, and its part still in memory."""
 
     name: str
     split: str

@@ -63,7 +63,7 @@ def export_dataset(
         is_resume = target == "megatron" and was_interrupted(out_path)
         for path in files:
             if path.exists() and not is_resume:
-                raise OutputError(f"{printable(path)} exists; choose another name, or remove it")
+                raise OutputError(f"{printable(path)} exists; use another name, or remove it")
         out_path.parent.mkdir(parents=True, exist_ok=True)
     ends = source.all_ends()
     if target == "parquet":

@@ -105,7 +105,7 @@ class MdsReader:
         if self._column not in shard.column_names:
             have = ", ".join(map(repr, shard.column_names))
             raise CorpusError(
-                f"{printable(self._folder)} has no column {self._column!r}; choose one of {have} "
+                f"{printable(self._folder)} has no column {self._column!r}; use one of {have} "
                 "with --column"
             )
         encoding = shard.column_encodings[shard.column_names.index(self._column)]

@@ -44,7 +44,7 @@ class EncodedFile(NamedTuple):
 
     kind: MediaKind
     content: bytes
-    place: str
+    location: str
     """Location in the messages."""
 
 

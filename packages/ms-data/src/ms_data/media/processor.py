@@ -100,7 +100,7 @@ class Processor:
         except SettingError:
             raise
         except ValueError as error:
-            raise ValueError(f"{file.place}: {error}") from error
+            raise ValueError(f"{file.location}: {error}") from error
 
     def patches(self, items: Sequence[MediaItem]) -> NDArray[np.float32]:
         """Return the concatenated patches of images, shape (patches, values per patch).

@@ -130,7 +130,7 @@ def read_settings(folder: Path) -> MediaSettings:
     """Read the processor settings in a model folder.
 
     Raises:
-        TokenizerError: there is no processor, or it is not one of Qwen-VL or Qwen2-Audio.
+        TokenizerError: the folder holds no processor, or not one for Qwen-VL or Qwen2-Audio.
     """
     for name in ("processor_config.json", "preprocessor_config.json"):
         path = folder / name

@@ -3,7 +3,7 @@
 A job reads the entire corpus, processes its batches, and stores the results in a file of
 `OUT.shards`. Merging runs the pass again and looks up the results instead of computing them, so the
 output is identical to that of a single machine. Results are keyed by a checksum of the request, so
-there are none for another corpus or other settings.
+results of another corpus or other settings are never used.
 """
 
 import fcntl

@@ -14,7 +14,7 @@ BATCH_CHARACTERS = 1 << 20
 class Item(msgspec.Struct, frozen=True, array_like=True):
     """A document of a batch, or the reason why it cannot be read."""
 
-    place: str
+    location: str
     """File name in the corpus and document number in the file; for an unreadable document, the
     error."""
     text: str | None

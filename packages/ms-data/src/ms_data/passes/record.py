@@ -63,7 +63,7 @@ class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def omissions(self) -> str:
-        """Skipped documents and files as the end of a line; empty if there are none."""
+        """Skipped documents and files as the end of a line; empty if nothing was skipped."""
         return omissions(self.left_out, empty=self.empty)
 
 

@@ -102,7 +102,7 @@ class PassJournal(msgspec.Struct, frozen=True, kw_only=True, tag="ms-data.pass.2
 class Pass:
     """A pass to run."""
 
-    kind: str
+    command: str
     """The command, such as `clean`."""
     source: Corpus
     recipe: Mapping[str, Any]
@@ -137,7 +137,7 @@ class Pass:
         check_path("out", out, error=OutputError, written="folder")
         with writing(Path(out)):
             folder = Path(os.path.realpath(out))
-            return finished_summary(folder, self.kind, dict(self.recipe), self.source, out)
+            return finished_summary(folder, self.command, dict(self.recipe), self.source, out)
 
     def publish(self, out: str | Path) -> LedgerSummary:
         """Run or resume the pass, then rename the work folder to `out`.
@@ -194,7 +194,7 @@ class Pass:
 
     @property
     def _settings_key(self) -> bytes:
-        return request_key(msgspec.json.encode([self.kind, self.recipe]))
+        return request_key(msgspec.json.encode([self.command, self.recipe]))
 
     def _results(
         self, setup: bytes, requests: Iterator[tuple[ReadBatch, bytes]]
@@ -259,7 +259,7 @@ class Pass:
         journal = load_journal(folder, PassJournal)
         if journal is None:
             return None
-        changes = differences(journal.kind, journal.recipe, self.kind, dict(self.recipe))
+        changes = differences(journal.kind, journal.recipe, self.command, dict(self.recipe))
         if self.source.files_digest(journal.progress.position.file + 1) != journal.files_read:
             changes.append("the corpus has different files or content")
         if changes:
@@ -277,7 +277,7 @@ class Pass:
         tally: Tally,
     ) -> None:
         journal = PassJournal(
-            kind=self.kind,
+            kind=self.command,
             recipe=dict(self.recipe),
             progress=progress,
             files_read=self.source.files_digest(progress.position.file + 1),
@@ -297,7 +297,7 @@ class Pass:
         assert not faults, faults
         written = tuple(entry for writer in writers.values() for entry in writer.finish())
         return PassRecord(
-            kind=self.kind,
+            kind=self.command,
             recipe=dict(self.recipe),
             listing=self.source.listing_digest,
             content=self.source.content_digest(),

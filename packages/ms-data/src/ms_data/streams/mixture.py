@@ -93,7 +93,7 @@ class Mixture:
         self._position, self._counts = 0, [0] * len(names)
         unknown = sorted(set(limits or ()) - set(names))
         if unknown:
-            raise SettingError(f"limits has {unknown[0]!r}, which is not one of {sorted(names)}")
+            raise SettingError(f"limits has {unknown[0]!r}, the sources are {sorted(names)}")
         self._limits = [None if limits is None else limits.get(name) for name in names]
         self._set_plan([(phase, None) for phase in self._parse_phases(weights)])
 
@@ -162,7 +162,7 @@ class Mixture:
     def change(self, weights: Weights) -> int:
         """Change the weights for the following samples, replacing all later phases.
 
-        Of several `Phase`s, those that are over already are ignored.
+        `Phase`s that have ended already are ignored.
 
         Returns:
             Number of samples, from the start of the run, after which the new weights apply: with n
@@ -188,13 +188,13 @@ class Mixture:
             lead: _LeadIn | None = (stage.lead_in_start, tuple(counts))
         else:
             # The lead-in draws one sample from every source that is behind its due.
-            behind = [
+            is_behind = [
                 self._due(source, position) > count * SCALE
                 for source, count in enumerate(self._counts)
             ]
-            start = position + sum(behind)
+            start = position + sum(is_behind)
             lead = (
-                (position, tuple(map(sum, zip(self._counts, behind, strict=True))))
+                (position, tuple(map(sum, zip(self._counts, is_behind, strict=True))))
                 if position
                 else None
             )

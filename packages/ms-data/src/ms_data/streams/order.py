@@ -87,26 +87,26 @@ def permute(values: NDArray[np.uint64], size: int, keys: _Keys) -> NDArray[np.ui
         size: number of values in the permutation, 1 ≤ size < 2**60.
         keys: uint64, shape (8,), one per round.
     """
-    left = isqrt(size - 1) + 1  # grid of left x right ≥ size cells
-    right = -(-size // left)
-    images = _rounds(values, np.uint64(left), np.uint64(right), keys)
+    n_high = isqrt(size - 1) + 1  # grid of left x right ≥ size cells
+    n_low = -(-size // n_high)
+    images = _rounds(values, np.uint64(n_high), np.uint64(n_low), keys)
     outside = images >= size
     while outside.any():
-        images[outside] = _rounds(images[outside], np.uint64(left), np.uint64(right), keys)
+        images[outside] = _rounds(images[outside], np.uint64(n_high), np.uint64(n_low), keys)
         outside = images >= size
     return images
 
 
 def _rounds(
-    values: NDArray[np.uint64], left: np.uint64, right: np.uint64, keys: _Keys
+    values: NDArray[np.uint64], n_high: np.uint64, n_low: np.uint64, keys: _Keys
 ) -> NDArray[np.uint64]:
-    high, low = np.divmod(values, right)
+    high, low = np.divmod(values, n_low)
     for even, odd in zip(keys[::2], keys[1::2], strict=True):
-        high += _hash_below(left, low, even)
-        high -= left * (high >= left)
-        low += _hash_below(right, high, odd)
-        low -= right * (low >= right)
-    return high * right + low
+        high += _hash_below(n_high, low, even)
+        high -= n_high * (high >= n_high)
+        low += _hash_below(n_low, high, odd)
+        low -= n_low * (low >= n_low)
+    return high * n_low + low
 
 
 def _hash_below(bound: np.uint64, values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:

@@ -43,7 +43,7 @@ class PackedSource:
         if samples.kind == "media" and long != "truncate":
             raise SettingError(
                 f"{samples.folder}: long={long!r} could cut an image or audio clip into parts; "
-                "use 'truncate', which drops those that do not fit"
+                "use 'truncate', which drops items that do not fit"
             )
         self._draws, self._packer = draws, packer
         self._length, self._long = length, long
@@ -134,7 +134,7 @@ class PackedSource:
         """Create a segment from its JSON values.
 
         Raises:
-            ValueError: there is no such segment.
+            ValueError: the segment does not exist.
         """
         segment = Segment(*(read_count(value) for value in values))
         exists = segment.sample < len(self.samples)

@@ -29,7 +29,7 @@ class PreferenceBatch(WeightedBatch):
 class PreferenceStream(BatchStream[PreferenceBatch]):
     """Global batches of pairs, from which every process receives its pairs.
 
-    Pairs of which one response has no target within `sequence_length` tokens are dropped and
+    Pairs with a response that has no target within `sequence_length` tokens are dropped and
     counted in `left_out`; other pairs that are longer are truncated and counted in `cut_off`.
 
     Args:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class StreamPlace(Protocol):
-    """Rank of this process among those that share every global batch."""
+    """Rank of this process among the processes that share every global batch."""
 
     @property
     def rank(self) -> int:

@@ -37,7 +37,7 @@ class TokenSource:
         cache_mib: size of the cache of decoded frames.
         shared_cache: folder of a frame cache for all processes of this machine; None: a cache in
             this process.
-        rank: rank of this process among those that read the split.
+        rank: rank of this process among the readers of the split.
 
     Raises:
         SettingError: an argument is out of range, or the split is too short.

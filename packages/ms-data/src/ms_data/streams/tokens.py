@@ -20,7 +20,7 @@ class TokenStream(MixedStream[Batch]):
 
     Sample i of an epoch covers tokens i·S to i·S + S of the split's documents, laid end to end. The
     order depends only on the data, the seed and the position, not on the number of processes or the
-    batch size. Epochs follow each other without a gap, and batches may span two of them. Several
+    batch size. Epochs follow each other without a gap, and batches may span two epochs. Several
     sources are drawn from by a `Mixture`, each with its own order and epochs; `task` in the batch
     then holds the source index of every row.
 
@@ -166,8 +166,8 @@ class TokenStream(MixedStream[Batch]):
             self._mixture.step_back(counts)
             raise
 
-    def _draw(self, drawn: list[int]) -> Batch:
-        """Draw a global batch and read this process's rows; `drawn` are the counts before it."""
+    def _draw(self, counts_before: list[int]) -> Batch:
+        """Draw a global batch and read this process's rows; `counts_before` precedes the draw."""
         tasks = np.array([self._mixture.draw() for _ in range(self.batch_size)])
         first = self._rank_rows.first
         local_tasks = tasks[first : first + self._rank_rows.rows]
@@ -176,7 +176,7 @@ class TokenStream(MixedStream[Batch]):
             rows = np.flatnonzero(local_tasks == number)
             if not len(rows):
                 continue
-            start = drawn[number] + int(np.count_nonzero(tasks[:first] == number))
+            start = counts_before[number] + int(np.count_nonzero(tasks[:first] == number))
             part = source.read(start, len(rows))
             for name, values in part.items():
                 if name not in batch:

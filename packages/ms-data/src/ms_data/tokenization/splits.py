@@ -1,10 +1,10 @@
 """Vectorized word boundaries of published pre-tokenizers, for a whole batch at a time.
 
-A word is the unit that a tokenizer's model encodes. Every character is mapped to one of a few
-classes, and a lookup table decides from the classes of a character and its neighbors whether a word
-starts there. Cases with a longer range (runs of digits, blank lines, contractions) are corrected
-afterwards at the few places where they occur. The classes come from the regular expressions of the
-`tokenizers` library itself, so they match its Unicode version.
+A word is the unit that a tokenizer's model encodes. Every character is mapped to a class, and a
+lookup table decides from the classes of a character and its neighbors whether a word starts there.
+Cases with a longer range (runs of digits, blank lines, contractions) are corrected afterwards at
+the few places where they occur. The classes come from the regular expressions of the `tokenizers`
+library itself, so they match its Unicode version.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class WordSplit:
     fix_starts: Callable[[Classes, Codes, Starts], None]
     """Corrects the starts that neighbors cannot decide."""
     unknown: tuple[str, ...] = ()
-    """Texts that contain one of these are left to the library."""
+    """Character sequences whose texts are left to the library."""
     spaces: tuple[str, ...] = ()
     """Texts that start with none of these get a leading space; empty adds none."""
 
@@ -65,7 +65,7 @@ class WordSplit:
 
 
 def find_split(pre_tokenizer: dict[str, Any] | None) -> WordSplit | str:
-    """Return the split of a pre-tokenizer in a tokenizer file, or the reason why there is none."""
+    """Return the split of a pre-tokenizer in a tokenizer file, or why it is not supported."""
     match pre_tokenizer:
         case None:
             return "the tokenizer has no pre-tokenizer, so every text is one word"

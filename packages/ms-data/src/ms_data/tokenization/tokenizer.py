@@ -103,7 +103,7 @@ class Tokenizer:
 
         Raises:
             TokenizerError: a file cannot be read, or is not a tokenizer.
-            DamageError: the file is not the one that the shards were built with.
+            DamageError: the file differs from the tokenizer of the shards.
         """
         check_path("a tokenizer", path, error=TokenizerError)
         path, expected = Path(path), None
@@ -198,7 +198,7 @@ class Tokenizer:
             if (ids == end).any():
                 raise TokenizerError(
                     f"encodes a text with the end-of-text token {self.end_of_text} "
-                    f"({self.end_of_text_name!r}), as in {printable(text)!r}; choose a special "
+                    f"({self.end_of_text_name!r}), as in {printable(text)!r}; use a special "
                     "token, which no text can contain, with --end-of-text"
                 )
         return [np.concatenate((begin, ids, after)) for ids in encoded]
@@ -253,7 +253,7 @@ class Tokenizer:
         """Return the ID of a special token.
 
         Raises:
-            TokenizerError: there is no special token of that name.
+            TokenizerError: the tokenizer has no special token of this name.
         """
         token: int | None = self._model.token_to_id(name)
         if token is None or name not in self.special_tokens:
@@ -307,7 +307,7 @@ class Tokenizer:
             if (token := token_ids[name]) is not None:
                 return int(token)
         raise TokenizerError(
-            f"has no end-of-text token such as {', '.join(_KNOWN_ENDS[:3])}; choose one of its "
+            f"has no end-of-text token such as {', '.join(_KNOWN_ENDS[:3])}; set another "
             "tokens with --end-of-text"
         )
 
@@ -318,14 +318,14 @@ class Tokenizer:
         if isinstance(name_or_id, int):
             if not 0 <= name_or_id < self.vocabulary_size:
                 raise TokenizerError(
-                    f"has no token {name_or_id} to {edge} a text; choose one below "
+                    f"has no token {name_or_id} to {edge} a text; use an id below "
                     f"{self.vocabulary_size}"
                 )
             return name_or_id
         token: int | None = self._model.token_to_id(name_or_id)
         if token is None:
             raise TokenizerError(
-                f"has no {edge}-of-text token {name_or_id!r}; choose one of its tokens with "
+                f"has no {edge}-of-text token {name_or_id!r}; set another token with "
                 f"--{edge}-of-text"
             )
         return token
@@ -360,8 +360,8 @@ class Tokenizer:
                     after.pop()
                 return tuple(ids[:before]), tuple(after)
         raise TokenizerError(
-            "changes each text in its post_processor, so its first tokens are unknown; choose one "
-            "with --begin-of-text"
+            "changes each text in its post_processor, so its first tokens are unknown; set the "
+            "first token with --begin-of-text"
         )
 
     def _check_growth(self, texts: Sequence[str]) -> None:

@@ -142,7 +142,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _role_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens in the settings by role, those of `_ROLES` first."""
+    """Return the special tokens in the settings by role, the roles in `_ROLES` first."""
     extra_tokens = settings.get("extra_special_tokens")
     values_by_role = {key: settings[key] for key in _ROLES if key in settings}
     values_by_role |= {key: value for key, value in settings.items() if key.endswith("_token")}

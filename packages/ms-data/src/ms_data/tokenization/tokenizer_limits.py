@@ -17,7 +17,7 @@ MAX_TOKENS = 1 << 21
 LIMIT_BYTES = 128 << 20
 """Four times the largest common tokenizer.json."""
 GROWTH = 16
-"""Maximum growth of a text by normalization, far above that of any common normalizer."""
+"""Maximum growth of a text by normalization, far above any common normalizer."""
 
 _ID_SLACK = 1 << 16
 _CHAIN_GROWTH = 1 << 12
@@ -89,7 +89,7 @@ def may_grow(normalizer: Any) -> bool:
 
 
 def check_growth(normalize: Callable[[str], str], texts: Sequence[str]) -> None:
-    """Normalize texts piece by piece, and reject one that becomes far longer.
+    """Normalize texts piece by piece, and reject texts that become far longer.
 
     Raises:
         TokenizerError: a text grows beyond the limit.

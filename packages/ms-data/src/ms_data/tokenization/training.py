@@ -35,7 +35,7 @@ def train_tokenizer(
     skip_invalid: bool = False,
     document_limit_mib: int = DOCUMENT_LIMIT_MIB,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-    on_leave_out: Callable[[str], None] = lambda kind: None,
+    on_leave_out: Callable[[str], None] = lambda file_type: None,
 ) -> Tokenizer:
     """Train a byte-level BPE tokenizer, which can encode any text.
 

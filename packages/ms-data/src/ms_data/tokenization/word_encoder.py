@@ -1,4 +1,4 @@
-"""Encodes documents word by word with a table of known words, and verifies a sample of them.
+"""Encodes documents word by word with a table of known words, and verifies a sample.
 
 A tokenizer splits a text into words, and its model encodes every word independently, so a word
 always has the same tokens. If `splits` supports the pre-tokenizer, a batch of documents is split at

@@ -107,14 +107,14 @@ class WordTable:
         return equal
 
     def _learn(self, words: Sequence[bytes]) -> dict[bytes, Sequence[int]]:
-        """Encode distinct words, and store those that fit."""
+        """Encode distinct words, and store them while there is space."""
         tokens_of = dict(zip(words, self._encode(words), strict=True))
         with self._lock:
             room = _MAX_WORDS - self._words
             short = [word for word in words if len(word) <= LONGEST_WORD][:room]
             buffer, sizes = b"".join(short), np.fromiter(map(len, short), np.int64)
             begins = sizes.cumsum() - sizes
-            # Another thread may have added some of them.
+            # Another thread may have added some already.
             new = np.flatnonzero(self._find(buffer + PADDING, begins, sizes) == 0)
             tokens = [tokens_of[short[index]] for index in new.tolist()]
             self._add(buffer + PADDING, begins[new], sizes[new], tokens)
@@ -146,7 +146,7 @@ class WordTable:
 
 
 def _by_width(sizes: Integers) -> Iterator[tuple[int, Integers]]:
-    """Yield every width (in integers) with the indices of the words of that width."""
+    """Yield every width (in integers) with the indices of its words."""
     shortest = 1
     for width in _WIDTHS:
         selected = np.flatnonzero((sizes >= shortest) & (sizes <= 8 * width))

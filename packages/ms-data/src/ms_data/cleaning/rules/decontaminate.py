@@ -49,7 +49,7 @@ class Decontaminate(Rule):
         return f"{super().identity()} {xxhash.xxh3_128_hexdigest(b'|'.join(parts))}".strip()
 
     def apply(self, text: Text, /) -> Outcome:
-        """Drop a document that contains one of the n-grams."""
+        """Drop a document that shares an n-gram with a benchmark."""
         words = _normalized_words(text.text)
         hashes = _HASHES(words)
         for size, benchmark_hashes in self._benchmark_hashes().items():

@@ -36,7 +36,7 @@ class GopherQuality(Rule):
     min_stop_words: int = field(default=2, validator=whole(least=0))
     """Minimum number of different stop words."""
     stop_words: tuple[str, ...] = field(default=_STOP_WORDS, converter=as_tuple, validator=texts)
-    """Words of which nearly every text contains several."""
+    """Very common words, several of which occur in nearly every text."""
 
     def apply(self, text: Text, /) -> Outcome:
         """Drop documents outside the limits for words, lines and signs."""

@@ -86,21 +86,21 @@ def _header_problem(header: ReadResult | list[str], options: ReadOptions) -> str
 
 
 def _document(
-    row: ReadResult | list[str], names: list[str], place: str, options: ReadOptions
+    row: ReadResult | list[str], names: list[str], location: str, options: ReadOptions
 ) -> ReadResult:
     if not isinstance(row, list):
         return row
     if not row:
         return ""  # a blank line
     if len(row) != len(names):
-        return Invalid(f"{place}: {len(row)} fields for {len(names)} columns; fix the row")
+        return Invalid(f"{location}: {len(row)} fields for {len(names)} columns; fix the row")
     if options.rows:
         values = dict(zip(names, row, strict=True))
         problem = next(filter(None, map(_text_problem, row)), None)
-        return Invalid(f"{place}: {problem}") if problem else Row(values, place)
+        return Invalid(f"{location}: {problem}") if problem else Row(values, location)
     text = row[names.index(options.text_column)]
     problem = _text_problem(text)
-    return Invalid(f"{place}: {problem}") if problem else text
+    return Invalid(f"{location}: {problem}") if problem else text
 
 
 def _text_problem(text: str) -> str | None:

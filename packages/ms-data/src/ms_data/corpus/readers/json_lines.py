@@ -34,7 +34,7 @@ def json_decoder(options: ReadOptions) -> Callable[[bytes, str], ReadResult]:
         return _row
     decoder = msgspec.json.Decoder(row_type(options.text_column))
 
-    def text(line: bytes, place: str) -> str:
+    def text(line: bytes, location: str) -> str:
         content: str = decoder.decode(line).text
         content.encode()
         return content
@@ -43,31 +43,31 @@ def json_decoder(options: ReadOptions) -> Callable[[bytes, str], ReadResult]:
 
 
 def decode_row(
-    decode: Callable[[bytes, str], ReadResult], line: bytes, place: str, remedy: str
+    decode: Callable[[bytes, str], ReadResult], line: bytes, location: str, remedy: str
 ) -> ReadResult:
     """Decode a row; return `Invalid` if that fails."""
     try:
-        return decode(line, place)
+        return decode(line, location)
     except msgspec.ValidationError as error:
-        return Invalid(f"{place}: {error}{remedy}")
+        return Invalid(f"{location}: {error}{remedy}")
     except (msgspec.DecodeError, UnicodeError) as error:
         reason = utf8_problem(line) or f"malformed JSON line: {error}; fix the line"
-        return Invalid(f"{place}: {reason}")
+        return Invalid(f"{location}: {reason}")
     except RecursionError:
-        return Invalid(f"{place}: its JSON is nested too deeply; fix the line")
+        return Invalid(f"{location}: its JSON is nested too deeply; fix the line")
 
 
-def _row(line: bytes, place: str) -> ReadResult:
+def _row(line: bytes, location: str) -> ReadResult:
     row = msgspec.json.decode(line)
     if not isinstance(row, dict):
-        return Invalid(f"{place}: a row must be a JSON object, got {type(row).__name__}")
-    return Row(row, place)
+        return Invalid(f"{location}: a row must be a JSON object, got {type(row).__name__}")
+    return Row(row, location)
 
 
 def holds_rows(file: OpenFile, options: ReadOptions) -> bool:
     """Return whether a file without a telling suffix holds JSON rows, judging by its beginning.
 
-    It does if it begins with an array of rows, or with one or two lines of one row each. A row is
+    It does if it starts with an array of rows, or with one or two lines of one row each. A row is
     an object; it must have the text column, unless rows are parsed or the user listed the .json
     file.
     """
@@ -114,13 +114,13 @@ def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Rea
         for number, text in enumerate(split(file.blocks, options.document_limit_bytes), 1):
             if number <= start:
                 continue
-            place = f"{file.path}{unit}{number}"
+            location = f"{file.path}{unit}{number}"
             if text is None:
-                yield Invalid(f"{place}: {TOO_LONG}")
+                yield Invalid(f"{location}: {TOO_LONG}")
                 continue
             if number == 1:
                 text = text.removeprefix(codecs.BOM_UTF8)
-            yield decode_row(decode, text, place, remedy) if text.strip() else ""
+            yield decode_row(decode, text, location, remedy) if text.strip() else ""
     except JSONArrayError as error:
         yield Invalid(f"{file.path}: {error}; download or write the file again")
 

@@ -108,7 +108,7 @@ def _check_chunks(table: Any, pages: CheckedPages, number: int, columns: list[st
     try:
         next(table.iter_batches(1, row_groups=[number], columns=columns, use_threads=False), None)
     except ReadBlockedError:
-        return  # the metadata is valid: pyarrow went on to read a page
+        return  # the metadata is valid: pyarrow already tried to read a page
     finally:
         pages.allow_reads()
 

@@ -58,23 +58,23 @@ def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Rea
 
 
 def _document(
-    sample: _Sample, place: str, options: ReadOptions, decode: Callable[[bytes, str], ReadResult]
+    sample: _Sample, location: str, options: ReadOptions, decode: Callable[[bytes, str], ReadResult]
 ) -> ReadResult:
     text = sample.members.get(_TEXT)
     if text is None or options.parse is not None:
         row = sample.members.get(_ROW)
         if row is None:
             suffixes = ".json" if options.parse else ".txt or .json"
-            return Invalid(f"{place}: no {suffixes} member; add one to the sample")
+            return Invalid(f"{location}: no {suffixes} member; add one to the sample")
         if isinstance(row, Invalid):
             return row
-        return decode_row(decode, row, f"{place}.{_ROW}", options.text_remedy)
+        return decode_row(decode, row, f"{location}.{_ROW}", options.text_remedy)
     if isinstance(text, Invalid):
         return text
     if b"\0" in text:
-        return Invalid(f"{place}.{_TEXT}: {BINARY.name}; store plain text")
+        return Invalid(f"{location}.{_TEXT}: {BINARY.name}; store plain text")
     problem = utf8_problem(text)
-    return Invalid(f"{place}.{_TEXT}: {problem}") if problem else text.decode()
+    return Invalid(f"{location}.{_TEXT}: {problem}") if problem else text.decode()
 
 
 def _samples(file: OpenFile, limit: int) -> Iterator[_Sample]:

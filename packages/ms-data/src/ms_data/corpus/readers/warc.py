@@ -41,7 +41,7 @@ def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Rea
         number += 1
         fields = _fields(head)
         size = _size(fields, number, file)
-        place = f"{file.path}: record {number}"
+        location = f"{file.path}: record {number}"
         record_type = fields.get(b"warc-type", b"").lower()
         if record_type not in _READ | _SKIPPED:
             raise damaged_file(
@@ -51,12 +51,12 @@ def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Rea
         if number <= start or record_type not in _READ:
             read_bytes = content.skip(size)
         elif size > limit:
-            result, read_bytes = Invalid(f"{place}: {TOO_LONG}"), content.skip(size)
+            result, read_bytes = Invalid(f"{location}: {TOO_LONG}"), content.skip(size)
         else:
             block = content.read(size)
             read_bytes = len(block)
             if read_bytes == size:
-                result = _document(warcio, head + block, place, file, limit)
+                result = _document(warcio, head + block, location, file, limit)
         if read_bytes != size or content.read(4) != b"\r\n\r\n":
             raise damaged_file(file, "web archive", f"record {number} does not match its length")
         if number > start:
@@ -89,7 +89,7 @@ def _size(fields: dict[bytes, bytes], number: int, file: OpenFile) -> int:
     return int(length)
 
 
-def _document(warcio: Any, content: bytes, place: str, file: OpenFile, limit: int) -> ReadResult:
+def _document(warcio: Any, content: bytes, location: str, file: OpenFile, limit: int) -> ReadResult:
     """Return the text of one complete record."""
     try:
         loader = warcio.ArcWarcRecordLoader()
@@ -97,18 +97,18 @@ def _document(warcio: Any, content: bytes, place: str, file: OpenFile, limit: in
         block: bytes = record.content_stream().read(limit + 1)
         record.raw_stream.read()  # the checksum is only checked at the end of the stream
     except Exception as error:  # zlib, brotli and warcio errors have no common base class
-        return Invalid(f"{place}: cannot be read: {' '.join(str(error).split())[:200]}")
+        return Invalid(f"{location}: cannot be read: {' '.join(str(error).split())[:200]}")
     if record.digest_checker.passed is False:
-        raise damaged_file(file, "web archive", f"{place}: checksum mismatch")
+        raise damaged_file(file, "web archive", f"{location}: checksum mismatch")
     if len(block) > limit:
-        return Invalid(f"{place}: {TOO_LONG}")
+        return Invalid(f"{location}: {TOO_LONG}")
     if record.rec_type == "conversion":
         problem = utf8_problem(block)
-        return Invalid(f"{place}: {problem}") if problem else block.decode()
-    return _page_text(record.http_headers, block, place, file)
+        return Invalid(f"{location}: {problem}") if problem else block.decode()
+    return _page_text(record.http_headers, block, location, file)
 
 
-def _page_text(headers: Any, block: bytes, place: str, file: OpenFile) -> ReadResult:
+def _page_text(headers: Any, block: bytes, location: str, file: OpenFile) -> ReadResult:
     """Return the text of an HTTP response if it is an HTML or plain text page."""
     if headers is None or headers.get_statuscode() != "200":
         return ""
@@ -125,7 +125,7 @@ def _page_text(headers: Any, block: bytes, place: str, file: OpenFile) -> ReadRe
             text = html.extract_plain_text(text, alt_texts=False)
         text.encode()
     except (ValueError, LookupError, TypeError, RuntimeError) as error:
-        return Invalid(f"{place}: unreadable page: {' '.join(str(error).split())[:200]}")
+        return Invalid(f"{location}: unreadable page: {' '.join(str(error).split())[:200]}")
     return text
 
 
