@@ -165,7 +165,9 @@ def test_a_cluster_that_loses_its_processes_is_one_line() -> None:
 
     lost = [ray.exceptions.WorkerCrashedError(), ray.exceptions.ObjectLostError("1" * 28, None, "")]
     for error in lost:
-        with pytest.raises(ClusterError, match=r"lost a process .* run the same again") as raised:
+        with pytest.raises(
+            ClusterError, match=r"lost a worker process .* run the same command again"
+        ) as raised:
             _get(LosingRay(), error)
         assert "\n" not in str(raised.value)
     cause = TokenizerError("no such token")

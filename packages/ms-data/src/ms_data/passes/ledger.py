@@ -38,8 +38,9 @@ class MeasuredValues:
     @property
     def are_fractions(self) -> bool:
         """Whether the limit and all values are between 0 and 1."""
-        values = (self.limit, *self.samples)
-        return all(value is not None and 0 <= value <= 1 for value in values)
+        return self.limit is not None and all(
+            0 <= value <= 1 for value in (self.limit, *self.samples)
+        )
 
     def bins(self, count: int) -> list[tuple[float, int]]:
         """Return a histogram with `count` bins; a single bin if all values are equal.
