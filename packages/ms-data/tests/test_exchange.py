@@ -264,7 +264,7 @@ def test_damaged_and_hostile_mds_is_named(place: Path, tmp_path: Path) -> None:
             load()
     for old, new, why in (
         ("shard.00001.mds", "../x", "not a plain file name"),
-        ('"str"', '"pil"', "is 'pil'"),
+        ('"str"', '"pil"', "is encoded as 'pil'"),
         ('"format": "mds"', '"format": "json"', "not mds"),
         ('"samples": 5', '"samples": 6', "has 5 rows, not 6"),
         ('"column_sizes": [null]', '"column_sizes": [-4]', "too short"),
@@ -335,7 +335,7 @@ def test_an_export_may_stand_beside_what_has_its_name(place: Path, tmp_path: Pat
     for name in ("file", "folder"):
         export_dataset(place / "shards", out=tmp_path / name, target="megatron")
         assert (tmp_path / f"{name}.idx").stat().st_size
-    with pytest.raises(OutputError, match="file is there; choose another name"):
+    with pytest.raises(OutputError, match="file exists; use another name"):
         export_dataset(place / "shards", out=tmp_path / "file", target="parquet")
     with pytest.raises(OutputError, match="where a folder stands, and a file is to be written"):
         export_dataset(place / "shards", out=tmp_path / "folder", target="parquet")

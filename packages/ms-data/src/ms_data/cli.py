@@ -73,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _execute(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
+    # Every subcommand returns a record for --json, and the text for a terminal.
     facts, text = options.run(options)
     encoded = msgspec.json.format(msgspec.json.encode(facts), indent=2).decode()
     if options.json or text:
@@ -225,7 +226,7 @@ def _add_build(commands: "argparse._SubParsersAction[CommandParser]") -> None:
 
 
 def _run_tokenizer(options: argparse.Namespace) -> tuple[msgspec.Struct, str]:
-    left_out: Counter[str] = Counter()
+    left_out: Counter[str] = Counter()  # skipped files by type
     with show_progress("reading") as on_progress:
         tokenizer = train_tokenizer(
             options.corpus,
@@ -290,6 +291,7 @@ def _chat_template(options: argparse.Namespace) -> ChatTemplate | None:
     path: Path | None = options.chat_template
     if options.chat:
         tokenizer: Path = options.tokenizer
+        # --chat: the template is next to the tokenizer.
         path = tokenizer if tokenizer.is_dir() else tokenizer.parent
     return None if path is None else ChatTemplate.load(path, today=options.today)
 

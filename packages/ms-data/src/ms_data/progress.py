@@ -28,9 +28,11 @@ def _lines(title: str) -> Callable[[int, int], None]:
         current_time = time.monotonic()
         if start_time is None:
             start_time, start_bytes = current_time, done
+        # No line until there is a rate to report.
         if current_time - last_shown < LINE_EVERY_S or done == start_bytes:
             return
         last_shown = current_time
+        # bytes per second in this process; a resumed run starts above 0
         rate = (done - start_bytes) / (current_time - start_time)
         sys.stderr.write(
             f"{title}: {done / total:.0%} of {total / 1e6:.0f} MB, {rate / 1e6:.1f} MB/s, "

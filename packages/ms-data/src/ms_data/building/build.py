@@ -160,6 +160,7 @@ def _publish(job: Job, corpus: CorpusName, out: str | Path) -> Summary:
         check_outside_corpus(folder, path)
     partial = folder.with_name(folder.name + ".partial")
     with work_folder(partial, _BUILD_FILES):
+        # Without a journal, the next attempt starts from the beginning.
         journal = partial / JOURNAL
         summary = _run_with_fallback(
             job, lambda attempt: attempt.run(partial), lambda: journal.unlink(missing_ok=True)

@@ -33,9 +33,9 @@ class Encoded(NamedTuple):
     """A document as stored in a dataset."""
 
     words: NDArray[np.integer]
-    """Document in its shard, shape (n,)."""
+    """Words of the document in its shard, shape (n,)."""
     media: NDArray[np.uint32] | None = None
-    """Document in the media shard, if it has images or audio."""
+    """Words of its images and audio in the media shard, if it has any."""
 
 
 class EncoderSetup(msgspec.Struct, frozen=True):
@@ -152,6 +152,7 @@ class ChatEncoder(TextEncoder):
         """
         if self.document_kind == "preferences":
             pair = read_pair(row)
+            # Only the responses have loss, also if the prompt contains assistant turns.
             first = len(pair.prompt)
             reject_media([*pair.prompt, *pair.chosen, *pair.rejected])
             parts = [
@@ -199,6 +200,7 @@ def encode_rows(tokenizer: Tokenizer, texts: Sequence[str], *, pairs: bool) -> S
     """Encode rendered rows as conversations or preference pairs."""
     rows = [_decode(text) for text in texts]
     parts = [part for row in rows for part in row.parts]
+    # All parts of the batch are tokenized together; pairs have two parts per row.
     samples = iter([Sample(*encoded) for encoded in tokenizer.encode_chats(parts)])
     words = []
     for row in rows:

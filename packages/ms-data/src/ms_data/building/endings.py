@@ -33,6 +33,7 @@ class EndCounter:
         """Count the answers of one sample, shape (n,): its runs of tokens with loss."""
         body = words[self.header_words :].astype(np.uint32)
         trained = np.concatenate(([False], (body & LOSS_BIT) != 0, [False]))
+        # Alternating starts and ends of the runs with loss.
         edges = np.flatnonzero(trained[1:] != trained[:-1])
         tokens = body & ~LOSS_BIT
         runs = [tokens[start:stop].tolist() for start, stop in edges.reshape(-1, 2)]

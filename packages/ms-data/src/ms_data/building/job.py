@@ -83,6 +83,7 @@ class Job:
         assert self.shard is not None
         path = self.shard.path()
         if not (already_done := path.exists()):
+            # All jobs read the corpus in the same batches; each encodes its share of them.
             with self.shard.writing(self._settings_key) as writer:
                 batches = (
                     batch
@@ -149,6 +150,7 @@ class Job:
         journal = load_journal(folder, BuildJournal)
         if journal is not None:
             journal.check(self.recipe, self.source, folder)
+        # Resume from the journal: remove newer files, reopen shards, continue at its position.
         _remove_unsaved(folder, set(journal.dataset.names) if journal else set())
         progress = journal.progress if journal else BuildProgress()
         writer = DatasetWriter(
@@ -166,6 +168,8 @@ class Job:
                     self._write(writer, batch, words)
                     answers = self._count(words, progress.answers)
                     progress = msgspec.structs.replace(batch.progress, answers=answers)
+                    # A save syncs the shards first, so the journal never counts bytes that can be
+                    # lost.
                     if time.monotonic() - last_save >= SAVE_EVERY_S:
                         self._save(folder, progress, writer)
                         last_save = time.monotonic()
@@ -206,6 +210,7 @@ class Job:
         if not self.recipe.hold_out:
             return False
         key = self.encoder.hold_out_key(text).encode()
+        # The choice depends on the text only, so duplicates end up in the same split.
         return xxhash.xxh3_64_intdigest(key) < self.recipe.hold_out * 2.0**64
 
     def _save(self, folder: Path, progress: BuildProgress, writer: DatasetWriter) -> None:

@@ -119,9 +119,9 @@ def _expand_placeholders(
                 "a special token of the tokenizer; use the model's tokenizer"
             )
         repeats[indices] = [item.tokens for item in items]
-        mask[indices] = False
+        mask[indices] = False  # media tokens have no loss
         positions += zip(indices.tolist(), items, strict=True)
-    starts = np.cumsum(repeats) - repeats
+    starts = np.cumsum(repeats) - repeats  # (n,) new position of each token
     placed = [
         PlacedItem(item, int(starts[indices]))
         for indices, item in sorted(positions, key=_token_position)

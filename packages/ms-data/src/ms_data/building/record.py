@@ -176,6 +176,7 @@ def finished_summary(
     changes = saved.recipe.differences(recipe, ignored=["document_limit_mib"])
     if saved.listing != source.listing_digest:
         changes.append("the corpus has different files or content")
+    # Only hash the corpus again if a file is newer than the record.
     changed = source.changed_since(path.stat().st_mtime_ns)
     if changed and not changes and source.content_digest() != saved.content:
         changes.append(f"the corpus content changed, possibly in {printable(changed)}")

@@ -180,6 +180,7 @@ def read_system(row: Mapping[str, Any]) -> list[Message]:
 def _openai(row: Mapping[str, Any]) -> list[Message]:
     messages = read_messages(row["messages"], "messages")
     system = read_system(row)
+    # Some datasets repeat the system message in both places.
     if system and messages[0]["role"] == "system":
         if messages[:1] != system:
             raise ValueError("`system` is not the first message of `messages`; remove either")
@@ -255,7 +256,7 @@ def _turn(value: dict[str, Any], location: str) -> Message:
     role = _role(value["from"], _SHAREGPT_ROLES, f"{location}.from")
     text = _text(value["value"], f"{location}.value")
     message: Message = {"role": role, "content": text}
-    if value["from"] == "function_call":
+    if value["from"] == "function_call":  # ShareGPT stores a tool call as JSON text
         message |= {"content": "", "tool_calls": _calls(text, location)}
     if value.get("weight") is not None:
         message["weight"] = value["weight"]

@@ -57,6 +57,7 @@ def read_pair(row: Mapping[str, Any]) -> Pair:
         raise ValueError(f"two prompts, {prompts[0]!r} and {prompts[1]!r}; remove either")
     chosen, rejected = _answer(row["chosen"], "chosen"), _answer(row["rejected"], "rejected")
     prompt = _prompt(row, prompts[0]) if prompts else []
+    # The responses may repeat the prompt; then they are complete message lists.
     if len(prompts) == 0 or (chosen[: len(prompt)] == prompt == rejected[: len(prompt)]):
         shared = _common_prefix(chosen, rejected)
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]

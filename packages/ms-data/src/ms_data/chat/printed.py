@@ -37,7 +37,7 @@ def check_printed(
     Raises:
         ValueError: a text is missing; names its location.
     """
-    remaining = _without_spaces(text)
+    remaining = _without_spaces(text)  # text without the occurrences found so far
     trained_text = _without_spaces("\0".join(text[start:stop] for start, stop in spans))
     expected: list[tuple[str, str]] = []
     for index, message in enumerate(messages):

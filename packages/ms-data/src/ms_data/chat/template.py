@@ -185,7 +185,7 @@ class ChatTemplate:
                 assistant's spans are empty or cannot be determined.
             TokenizerError: see `render`.
         """
-        if not self._probed:
+        if not self._probed:  # once per template
             self._probe()
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         trained = [index for index in turns if index >= first and messages[index].get("weight", 1)]
@@ -251,6 +251,7 @@ class ChatTemplate:
         }
         try:
             reply = self._request(action, request)
+            # the render process was restarted, and lost the compiled template
             if "unknown" in reply:
                 self._compile()
                 reply = self._request(action, request)

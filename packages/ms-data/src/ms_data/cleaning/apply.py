@@ -86,6 +86,7 @@ def judge(number: int, item: Item, rules: Sequence[Rule], split: Splitter) -> Ve
     text = Text(item.text, split)
     cuts: list[tuple[str, ReasonTally]] = []
     for rule in rules:
+        # The language is detected once per text, and again after a change.
         if rule.languages and text.language not in rule.languages:
             continue
         outcome = rule.apply(text)

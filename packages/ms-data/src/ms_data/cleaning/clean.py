@@ -92,6 +92,7 @@ def _worker_setup(rule_set: RuleSet, source: Corpus) -> bytes:
     for index, rule in enumerate(rules):
         bits = getattr(rule, "near_bits", None)
         if bits is not None:
+            # `near_rows` reads the images through the first rule.
             ordered = [rule, *rules[:index], *rules[index + 1 :]]
             near = near_rows(source, ordered, bits, splitter(rule_set.words))
     return msgspec.msgpack.encode(CleaningSetup(rule_set.words, rule_set.settings(), dict(near)))

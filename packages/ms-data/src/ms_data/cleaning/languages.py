@@ -35,11 +35,11 @@ def identify(text: str) -> str:
         return _identify_by_letters(sample)
     han, kana, hangul = (len(script.findall(sample)) for script in (_HAN, _KANA, _HANGUL))
     others = letters - han - kana - hangul
-    if LETTERS_PER_CHARACTER * (han + kana + hangul) < others:
+    if LETTERS_PER_CHARACTER * (han + kana + hangul) < others:  # mostly other scripts
         return _identify_by_letters(sample)
     if hangul > han + kana:
         return "ko"
-    return "ja" if 10 * kana > han + kana else "zh"
+    return "ja" if 10 * kana > han + kana else "zh"  # Japanese text nearly always has kana
 
 
 def chinese_script(text: str) -> str:

@@ -24,7 +24,7 @@ BITS = 64
 
 def picture_hash(picture: Any) -> int:
     """Return the 64-bit difference hash of a decoded image."""
-    small = np.asarray(picture.convert("L").resize((9, 8)), np.int16)
+    small = np.asarray(picture.convert("L").resize((9, 8)), np.int16)  # (8, 9) brightness
     return int.from_bytes(np.packbits(small[:, 1:] > small[:, :-1]).tobytes(), "big")
 
 
@@ -38,6 +38,7 @@ class HashIndex:
     def __init__(self, bits: int) -> None:
         self._bits = bits
         edges = np.linspace(0, BITS, bits + 2).astype(int).tolist()
+        # (shift, mask) of each part
         self._parts = [(low, (1 << (high - low)) - 1) for low, high in pairwise(edges)]
         self._known: dict[tuple[int, int], list[int]] = {}
 

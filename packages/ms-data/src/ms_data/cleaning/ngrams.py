@@ -31,11 +31,13 @@ class Ngrams:
         self._n += 1
         inside = self._starts + self._n <= len(self._words)
         starts, keys = self._starts[inside], self._keys[inside]
+        # Only positions with a repeated (n-1)-gram remain, so each step gets cheaper.
         if self._n > 2:
             repeated = _repeated(keys)
             starts, keys = starts[repeated], keys[repeated]
         last = self._words[starts + self._n - 1]
         self._starts = starts
+        # combine with the next word
         self._keys = ((keys << _TURN) ^ (keys >> _TURN) ^ last) * _MIX + _MIX
 
     def top_characters(self) -> int:
@@ -63,7 +65,7 @@ class Ngrams:
             return 0
         repeated = _repeated(self._keys)
         starts, keys = self._starts[repeated], self._keys[repeated]
-        sizes = self._ends[starts + self._n] - self._ends[starts]
+        sizes = self._ends[starts + self._n] - self._ends[starts]  # characters without spaces
         seen: set[int] = set()
         total, next_free = 0, 0
         for start, key, size in zip(starts.tolist(), keys.tolist(), sizes.tolist(), strict=True):

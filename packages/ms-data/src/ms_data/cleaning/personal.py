@@ -48,7 +48,7 @@ def find_personal_data(text: str, types: frozenset[str]) -> list[PersonalItem]:
             number_type, size = classify_number(match[0], types)
             if number_type:
                 items.append(PersonalItem(number_type, match.start(), match.start() + size))
-    items.sort(key=lambda item: (item.start, -item.end))
+    items.sort(key=lambda item: (item.start, -item.end))  # the longer of two overlapping items wins
     disjoint: list[PersonalItem] = []
     for item in items:
         if not disjoint or item.start >= disjoint[-1].end:
@@ -85,7 +85,7 @@ def passes_luhn(digits: str) -> bool:
     total = 0
     for index, digit in enumerate(reversed(digits)):
         number = int(digit) * (2 if index % 2 else 1)
-        total += number - 9 if number > 9 else number
+        total += number - 9 if number > 9 else number  # digit sum of a doubled digit
     return total % 10 == 0
 
 

@@ -90,6 +90,7 @@ def repeats(parts: list[str]) -> tuple[int, int]:
     counts = Counter(parts)
     if len(counts) == len(parts):
         return 0, 0
+    # The first occurrence of a part is not a repetition.
     repeated = [(part, count - 1) for part, count in counts.items() if count > 1]
     return sum(count for _, count in repeated), sum(len(part) * count for part, count in repeated)
 

@@ -54,7 +54,7 @@ class SpacyWords:
         words = [token.text for token in self._tokenizer(piece)]
         words = [word.strip() for word in words if word.strip()]
         if len(piece) <= _MAX_CACHED_CHARACTERS:
-            if len(self._cache) >= _CACHE_ENTRIES:
+            if len(self._cache) >= _CACHE_ENTRIES:  # start over instead of tracking usage
                 self._cache.clear()
             self._cache[piece] = words
         return words

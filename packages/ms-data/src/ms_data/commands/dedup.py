@@ -28,6 +28,7 @@ def add_dedup(commands: Commands) -> None:
     )
     add_reading_arguments(parser, strict=True)
     add_writing_arguments(parser)
+    # Help texts show the defaults of the options class.
     defaults = DedupOptions()
     for name, text in (
         ("exact", "exact duplicates"),

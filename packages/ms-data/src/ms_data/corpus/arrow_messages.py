@@ -55,14 +55,14 @@ def _messages(content: ByteReader) -> Iterator[bytes]:
         begin = content.read(4)
         prefix = begin + content.read(4) if begin == _CONTINUED else begin
         yield prefix
-        size = int.from_bytes(prefix[-4:], "little")
+        size = int.from_bytes(prefix[-4:], "little")  # length of the metadata; 0 ends the stream
         if len(prefix) < 4 or not size:
             return
         if size > _METADATA_LIMIT_BYTES:
             raise ValueError(f"a message declares {size} bytes of metadata")
         metadata = content.read(size)
         yield metadata
-        if len(metadata) < size:
+        if len(metadata) < size:  # a truncated stream; pyarrow reports it
             return
         try:
             message = _Table.root(metadata)
@@ -70,6 +70,7 @@ def _messages(content: ByteReader) -> Iterator[bytes]:
             if not 0 <= length <= BATCH_LIMIT_MIB << 20:
                 raise ValueError(_TOO_LARGE.format(length >> 20, BATCH_LIMIT_MIB))
             body = content.read(length)
+            # A truncated body is passed on as it is, and pyarrow reports it.
             if len(body) == length:
                 _check_uncompressed_size(message, body)
         except struct.error as error:
@@ -90,6 +91,8 @@ def _check_uncompressed_size(message: "_Table", body: bytes) -> None:
         return
     total_bytes = 0
     for offset, length in batch.pairs(2):  # RecordBatch.buffers
+        # A non-empty compressed buffer starts with its uncompressed size; -1 means stored
+        # uncompressed.
         if length >= 8:
             total_bytes += max(0, struct.unpack_from("<q", body, offset)[0])
     if total_bytes > BATCH_LIMIT_MIB << 20:

@@ -123,7 +123,7 @@ class Corpus:
             CorpusError: a file cannot be read, a file that the user listed is not text, or a
                 document is invalid and `skip_invalid` is off.
         """
-        done_bytes = sum(self.sizes_bytes[: start.file])
+        done_bytes = sum(self.sizes_bytes[: start.file])  # for the progress display
         for number in range(start.file, len(self.files)):
             path = self.files[number]
             skip = start.documents if number == start.file else 0
@@ -222,6 +222,7 @@ class Corpus:
         path = self.files[number]
         suffix = path.suffix[1:].lower()
         name = path.stem if suffix in COMPRESSIONS else path.name
+        # `peek` does not advance the file, so the readers see it from the start.
         detected = _detect_type(path, name, raw.peek(HEAD_BYTES))
         # Trust the suffix over the content: a damaged .gz must fail in decompression instead of
         # being read, or skipped, as something else.
@@ -229,6 +230,7 @@ class Corpus:
         if not isinstance(compression, str):
             return compression
         blocks = decompress_blocks(raw, compression)
+        # The type is checked again after decompression.
         first = next(blocks, b"")
         inner_type = _detect_type(path, name, first)
         if inner_type:

@@ -61,6 +61,7 @@ def select_data_files(files: dict[str, CorpusFile], folder: object) -> dict[str,
     """
     files = _drop_ledger_files(files)
     if _SPLITS in files:
+        # Reading several splits as one corpus would mix training and test data.
         splits = _decode_json(files[_SPLITS], _Splits).splits
         if len(splits) > 1:
             raise CorpusError(
@@ -152,6 +153,7 @@ def _is_card(file: CorpusFile | None) -> bool:
     if file is None:
         return False
     head = _read_head(file, _CARD_BYTES)
+    # A dataset card starts with YAML between two `---` lines.
     fields, separator, _ = head.removeprefix(b"---\n").partition(b"\n---")
     if not head.startswith(b"---\n") or not separator:
         return False

@@ -105,6 +105,7 @@ def _plausible(signature: bytes, head: bytes) -> bool:
         return head.startswith(b"RIFF")
     if signature == b"1AY&SY":
         return head.startswith(b"BZh")
+    # Such as GGUF or wOFF: a text can start with these letters, but has no NUL bytes.
     return not signature.isalnum() or b"\0" in head
 
 

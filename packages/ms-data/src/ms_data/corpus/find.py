@@ -145,12 +145,14 @@ def _visible_files(folder: Path) -> list[Path]:
     pending = [folder]
     while pending:
         for folder_path, folders, names in _walk(pending.pop(0)):
+            # Device and inode identify a folder that is reached by several links.
             info = os.stat(folder_path)
             if (info.st_dev, info.st_ino) in seen:
                 folders.clear()
                 continue
             seen.add((info.st_dev, info.st_ino))
             inner = sorted(Path(folder_path, name) for name in folders if not name.startswith("."))
+            # visited after all real folders
             pending += [path for path in inner if path.is_symlink()]
             folders[:] = [path.name for path in inner if not path.is_symlink()]
             files += [Path(folder_path, name) for name in names if not name.startswith(".")]

@@ -67,6 +67,7 @@ class CheckedPages(io.RawIOBase):
         if not column.has_dictionary_page:
             return 0
         self._raw.seek(chunk.start)
+        # The dictionary page comes first; its size bounds its longest entry.
         content = self._raw.read(min(chunk.stop - chunk.start, _HEADER_BYTES >> 6))
         try:
             return min(read_header(content).uncompressed_bytes, chunk.uncompressed_bytes)

@@ -134,7 +134,7 @@ def remote_files(url: str) -> tuple[dict[str, RemoteFile], bool]:
         ) from error
     with remote_errors(safe_url):
         filesystem, root = fsspec.core.url_to_fs(url)
-        filesystem.invalidate_cache()
+        filesystem.invalidate_cache()  # a cached listing may be outdated
         entries = filesystem.find(root, detail=True)
         if not (entries or filesystem.exists(root)):
             raise FileNotFoundError(root)
@@ -167,6 +167,7 @@ def _file_info(url: str, entry: dict[str, Any]) -> FileInfo:
     time = next((value for value in times if value is not None), None)
     seconds = time.timestamp() if isinstance(time, datetime) else time
     has_time = isinstance(seconds, int | float)
+    # Stores with ETags change them with the content; others only have times.
     version = str(entry.get("ETag") or entry.get("etag") or (seconds if has_time else ""))
     return FileInfo(size, version, int(seconds * 1e9) if has_time and seconds is not None else None)
 

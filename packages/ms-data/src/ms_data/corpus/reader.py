@@ -66,6 +66,7 @@ class OpenFile:
         parts: list[bytes] = []
         for block in self.blocks:
             parts.append(block)
+            # Stop at the limit, without decompressing the remainder.
             limit -= len(block)
             if limit < 0:
                 return Invalid(f"{self.path}: {TOO_LONG}")

@@ -120,6 +120,7 @@ def _texts(
 def _text_bytes(arrow: Any, column: Any) -> Sequence[bytes | None]:
     """Return the bytes of every text, after validating offsets and indices."""
     if arrow.types.is_dictionary(column.type):
+        # pyarrow trusts indices and offsets, and would read outside its buffers.
         column.indices.validate(full=True)
         dictionary = _text_bytes(arrow, column.dictionary)
         indices = column.indices.to_pylist()
@@ -139,6 +140,7 @@ def _text_bytes(arrow: Any, column: Any) -> Sequence[bytes | None]:
 
 def _rows(arrow: Any, batch: Any, file: OpenFile, first: int) -> Iterator[ReadResult]:
     try:
+        # If a batch is invalid, find the bad rows one at a time.
         batch.validate(full=True)
         rows = batch.to_pylist()
     except (arrow.ArrowInvalid, UnicodeDecodeError) as error:

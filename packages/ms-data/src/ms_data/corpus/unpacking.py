@@ -40,6 +40,7 @@ def _decompress_zstd(raw: io.BufferedReader) -> Iterator[bytes]:
             content = decompressor.decompress(block)
             for start in range(0, len(content), READ_BYTES):
                 yield content[start : start + READ_BYTES]
+            # a file may contain several frames
             block = decompressor.unused_data if decompressor.eof else b""
             if decompressor.eof:
                 decompressor = _zstd()
@@ -100,6 +101,7 @@ def array_items(blocks: Iterator[bytes], limit: int) -> Iterator[bytes | None]:
         size += position - begin
         if size > limit:
             parts, size, too_long = [], 0, depth > 0
+        # Keep only the unscanned rest; the item's scanned beginning is in `parts`.
         text = text[position:] + block
         begin = position = 0
         while not ended:

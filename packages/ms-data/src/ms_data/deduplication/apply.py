@@ -89,7 +89,7 @@ def _judge(number: int, item: Item, decisions: Decisions) -> tuple[str | None, E
     if keeper != number:
         entry.fate = "dropped"
         entry.reason = "exact" if decisions.same(number) else "minhash"
-        entry.value = f"document {keeper}"
+        entry.value = f"document {keeper}"  # the ledger names the kept document
         return None, entry
     if spans := decisions.spans(number):
         text = cut_words(text, spans)

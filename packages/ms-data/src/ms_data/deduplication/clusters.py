@@ -92,6 +92,7 @@ class Edges:
 
     def add(self, records: Records) -> None:
         """Add an edge from the first record of every run of equal key and check to the others."""
+        # index of the first record with the same key and check
         first = runs(records, "key", "check")
         repeated = first != np.arange(len(records))
         edges = np.zeros(int(repeated.sum()), _EDGE)
@@ -127,6 +128,7 @@ def join_equal_keys(
     for part in repeat_first_record(buckets.sorted()):
         edges.add(part)
     components = Components(folder / f"{name}.labels", documents)
+    # Edges are read again until no label changes; memory holds only the labels.
     components.join(edges)
     return components
 
@@ -146,6 +148,7 @@ def choose(
         options: the criterion.
     """
     assert facts.dtype == FACTS
+    # The document number in the high key bits makes the buckets split by cluster.
     shift = np.uint64(64 - max(1, len(labels).bit_length()))
     members = Buckets(folder / "clusters", _MEMBER, len(labels) * _MEMBER.itemsize)
     for start in range(0, len(labels), _CHUNK):

@@ -191,7 +191,9 @@ class _DecisionStep:
             documents=count,
             size_bytes=size * (self.options.bands + 1),
         )
+        # (documents,) kept document for each document
         keeper = np.memmap(scratch / "keeper", np.uint32, "w+", shape=(count,))
+        # (documents,) exact duplicate of it
         same = np.memmap(scratch / "same", np.bool_, "w+", shape=(count,))
         keeper[:] = np.arange(count, dtype=np.uint32)
         with (folder / CLUSTERS).open("wb") as file:

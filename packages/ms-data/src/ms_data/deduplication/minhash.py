@@ -46,8 +46,10 @@ class MinHash:
         self._shape = (bands, rows)
         self._ngram_words = ngram_words
         functions = max(rows, -(-self._count // 2))  # minimum and maximum are in different bands
+        # Odd factors are bijections modulo 2**32, so they permute the n-gram hashes.
         factors = rng.integers(0, 2**31, (functions, 1), dtype=np.uint32)
         self._factors = factors * np.uint32(2) + np.uint32(1)
+        # a different hash function per band
         self._salts = rng.integers(0, 2**63, (bands, 1), dtype=np.uint64)
         self._buffer = np.empty((functions, _BLOCK), np.uint32)
         self._words = WordHashes()
@@ -78,7 +80,8 @@ class MinHash:
         return signature
 
     def _signatures_of_group(self, texts: Sequence[str], out: NDArray[np.uint32]) -> None:
-        words, counts = self._words.hash_texts(texts)
+        words, counts = self._words.hash_texts(texts)  # (total words,), words per text
+        # N-grams across two texts are computed too, but never used.
         ngrams = _ngrams(words, self._ngram_words)
         start = 0
         for index, (text, count) in enumerate(zip(texts, counts, strict=True)):
@@ -92,7 +95,7 @@ class MinHash:
     def _min_max(self, ngrams: NDArray[np.uint32], out: NDArray[np.uint32]) -> None:
         """Write the minima of the functions to `out`, then the maxima."""
         functions = len(self._factors)
-        minima, maxima = out[:functions], out[functions:]
+        minima, maxima = out[:functions], out[functions:]  # views into the signature
         for start in range(0, len(ngrams), _BLOCK):
             part = ngrams[start : start + _BLOCK]
             block = np.multiply(self._factors, part, out=self._buffer[:, : len(part)])
@@ -106,8 +109,10 @@ class MinHash:
 
     def keys(self, signatures: NDArray[np.uint32]) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
         """Hash every band to a 64-bit key and a 32-bit check, both of shape (documents, bands)."""
+        # (documents, bands, rows)
         bands = signatures.reshape(len(signatures), *self._shape).astype(np.uint64)
         keys = np.broadcast_to(self._salts[:, 0], bands.shape[:2]).copy()
+        # A second hash makes false matches of the 64-bit keys negligible.
         checks = ~keys
         for row in range(self._shape[1]):
             keys = _mix(keys ^ bands[:, :, row])
@@ -169,8 +174,9 @@ class WordHashes:
         self._grow(len(codes))
         sums = np.empty(len(codes) + 1, np.uint64)
         sums[0] = 0
+        # (characters + 1,) prefix sums
         np.cumsum(codes * self._inverse_powers[: len(codes)], out=sums[1:])
-        sums = sums.take(edges)
+        sums = sums.take(edges)  # at the starts and ends of words
         starts = edges[::2]
         return _mix((sums[1::2] - sums[::2]) * self._powers.take(starts)), starts
 

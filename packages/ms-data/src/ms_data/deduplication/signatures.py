@@ -52,6 +52,7 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     def work(request: bytes) -> bytes:
         batch = decoder.decode(request)
         content = msgspec.msgpack.encode(signer.frame(batch))
+        # The pass stores frames as they are; `read_frames` reads them by their length.
         frame = len(content).to_bytes(_PREFIX_BYTES, "little") + content
         count = len(batch.items)
         return msgspec.msgpack.encode(PassResult((frame, b""), Tally(documents=count, kept=count)))

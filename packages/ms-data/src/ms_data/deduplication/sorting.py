@@ -40,6 +40,7 @@ class Buckets:
         """Add records."""
         if self._bits:
             bucket_numbers = (records["key"] >> np.uint64(64 - self._bits)).astype(np.int64)
+            # stable: equal keys keep their order
             records = records[np.argsort(bucket_numbers, kind="stable")]
             ends = np.cumsum(np.bincount(bucket_numbers, minlength=len(self._paths)))
             parts = np.split(records, ends[:-1])
@@ -86,6 +87,7 @@ def _by_key(records: Records) -> Records:
 def _merge_sort(path: Path, dtype: np.dtype[Any]) -> Iterator[Records]:
     """Yield the records of a large file sorted by key, in parts of bounded size."""
     size, part_size = path.stat().st_size // dtype.itemsize, max(1, MEMORY_BYTES // dtype.itemsize)
+    # Sort parts of the file in place, then merge them.
     begins = range(0, size, part_size)
     with path.open("r+b") as file:
         for begin in begins:
@@ -97,6 +99,7 @@ def _merge_sort(path: Path, dtype: np.dtype[Any]) -> Iterator[Records]:
         _SortedPart(path, dtype, begin, min(begin + part_size, size), read_size) for begin in begins
     ]
     while sum(part.fill() for part in parts):
+        # last key that each part has read
         unread = [part.buffered["key"][-1] for part in parts if part.has_more]
         if not unread:
             yield _by_key(np.concatenate([part.take(len(part.buffered)) for part in parts]))
@@ -162,7 +165,7 @@ def runs(records: Records, *fields: str) -> NDArray[np.int64]:
     """Return the index of the first record of each record's run of equal fields, shape (n,)."""
     if not len(records):
         return np.empty(0, np.int64)
-    is_first = np.ones(len(records), bool)
+    is_first = np.ones(len(records), bool)  # whether a record starts a run
     is_first[1:] = np.logical_or.reduce(
         [records[name][1:] != records[name][:-1] for name in fields]
     )

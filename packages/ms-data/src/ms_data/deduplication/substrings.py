@@ -60,7 +60,7 @@ def find_repeated(
 
 def _repeated_spans(records: Records, words: int, shift: np.uint64) -> Records:
     """Return the spans of windows that are not the first of their kind."""
-    first = runs(records, "key")
+    first = runs(records, "key")  # the first window of each kind is kept
     is_repeated = first != np.arange(len(records))
     original, repeated = records[first[is_repeated]], records[is_repeated]
     spans = np.zeros(len(repeated), SPAN)
@@ -80,6 +80,7 @@ def join_spans(spans: Records) -> Records:
     document = np.cumsum(np.diff(spans["key"], prepend=spans["key"][:1]) != 0).astype(np.uint64)
     # Offset the spans by document, so that the running maximum never crosses documents.
     first, end = ((document << np.uint64(32)) + spans[name] for name in ("first", "end"))
+    # A span starts a new group if it begins after all earlier ends.
     furthest = np.maximum.accumulate(end)
     is_start = np.ones(len(spans), bool)
     is_start[1:] = first[1:] > furthest[:-1]

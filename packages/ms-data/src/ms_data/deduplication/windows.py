@@ -35,7 +35,7 @@ class Windows:
         self._grow(len(words))
         sums = np.zeros(len(words) + 1, np.uint64)
         np.cumsum(self._hashes(words) * self._inverse_powers[: len(words)], out=sums[1:])
-        keys = (sums[self._words :] - sums[:count]) * self._powers[:count]
+        keys = (sums[self._words :] - sums[:count]) * self._powers[:count]  # (windows,)
         keys ^= keys >> np.uint64(31)
         keys *= np.uint64(_BASE)
         return keys ^ (keys >> np.uint64(29))
@@ -53,6 +53,7 @@ def cut_words(text: str, spans: list[tuple[int, int]]) -> str:
     words = [match.span() for match in _WORD.finditer(text)]
     parts, done = [], 0
     for first, end in _joined(spans):
+        # A cut reaches to the start of the next word, so no double spaces remain.
         begin = words[first][0]
         parts.append(text[done:begin])
         done = words[end][0] if end < len(words) else len(text)

@@ -165,6 +165,7 @@ class Index(
 
     def __post_init__(self) -> None:
         _require(0 < self.frame_tokens <= MAX_FRAME_TOKENS, "frame_tokens", self.frame_tokens)
+        # `kind` and `chat` are both absent for text, and both present otherwise.
         text = self.kind is msgspec.UNSET
         needed = token_type_for(self.vocabulary_size, self.document_kind)
         _require(needed == self.token_type, "token_type", self.token_type)

@@ -95,6 +95,7 @@ class SharedFrameCache:
         self._token_type = np.dtype(token_type).newbyteorder("<")
         body_bytes = frame_tokens * self._token_type.itemsize + frame_tokens // _TOKENS_PER_END * 8
         self._slot_bytes = _HEADER.size + body_bytes
+        # Frame n always uses slot n modulo the number of slots.
         self._slots = max(1, size_bytes // self._slot_bytes)
         self._frame_tokens = frame_tokens
         self._last: tuple[int, Frame] | None = None
@@ -154,6 +155,7 @@ class SharedFrameCache:
         body += frame.ends.astype("<i8", copy=False).tobytes()
         if not self._writable or len(body) > self._slot_bytes - _HEADER.size:
             return
+        # The checksum covers header and body, so a reader notices any concurrent write.
         header = _HEADER.pack(0, number, frame.position, len(frame.tokens), len(frame.ends))[8:]
         expected = checksum(body, seed=checksum(header)).to_bytes(8, "little")
         try:

@@ -46,7 +46,7 @@ def pack_media(items: Sequence[PlacedItem]) -> _WORDS:
     parts: list[bytes] = []
     for index, (item, start) in enumerate(items):
         table[index] = (_KINDS.index(item.kind), len(item.content), start, item.tokens, item.grid)
-        parts += [item.content, bytes(-len(item.content) % 4)]
+        parts += [item.content, bytes(-len(item.content) % 4)]  # pad to 32-bit words
     header = np.uint32(len(items)).tobytes() + table.tobytes()
     return np.frombuffer(b"".join([header, *parts]), "<u4")
 
@@ -59,7 +59,7 @@ def read_media(words: _WORDS) -> list[PlacedItem]:
     """
     content = words.astype("<u4", copy=False).tobytes()
     count = int(words[0])
-    offset = 4 + count * ITEM.itemsize
+    offset = 4 + count * ITEM.itemsize  # files start after the count and the records
     if not 0 < count <= len(content) // ITEM.itemsize or offset > len(content):
         raise ValueError(f"{count} media items do not fit in the document")
     table = np.frombuffer(content, ITEM, count, 4)

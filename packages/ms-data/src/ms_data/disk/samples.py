@@ -195,7 +195,7 @@ def _float_words(*values: float) -> _Words:
 
 def _words_with_loss_bit(sample: Sample) -> _Words:
     words = sample.tokens.astype(np.uint32)
-    words[sample.loss_mask] |= LOSS_BIT
+    words[sample.loss_mask] |= LOSS_BIT  # token ids use the lower 31 bits
     return words
 
 

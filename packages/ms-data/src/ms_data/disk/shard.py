@@ -85,14 +85,15 @@ class Shard:
             DamageError: the frame is damaged.
         """
         part = f"frame {number}"
+        # The table was checked on opening, so sizes and counts can be trusted here.
         size, ends, position, expected = self.table[number].tolist()
         payload = self._read_bytes(part, int(self.offsets[number]), size)
         if checksum(payload) != expected:
             raise self._damage_error(part, "checksum mismatch")
         first = number * self.footer.frame_tokens
         tokens = min(self.footer.frame_tokens, self.footer.tokens - first)
-        values = self._decode(part, payload, tokens + ends)
-        bounds = values[tokens:].astype(np.int64)
+        values = self._decode(part, payload, tokens + ends)  # (tokens + ends,)
+        bounds = values[tokens:].astype(np.int64)  # (ends,) document ends in the frame
         if ends and (bounds[0] < 1 or bounds[-1] > tokens or (np.diff(bounds) < 1).any()):
             raise self._damage_error(part, "document ends are out of order")
         return Frame(values[:tokens], bounds, position)
@@ -116,6 +117,7 @@ class Shard:
             )
         if self._read_bytes("head", 0, len(MAGIC)) != MAGIC:
             raise self._damage_error("head", "is not the head of a shard")
+        # The file is checked from its end: trailer, footer, table; frames follow on demand.
         footer, footer_offset = self._read_footer(entry)
         if footer.frame_tokens != frame_tokens:
             raise self._damage_error("footer", "the frame size differs from the index")

@@ -154,6 +154,7 @@ class Split:
         filled = 0
         for frame, low, high in self._parts(start, start + len(out)):
             out[filled : filled + high - low] = frame.tokens[low:high]
+            # document ends in (low, high]
             first, last = np.searchsorted(frame.ends, (low, high), side="right")
             ends.append(frame.ends[first:last] + (filled - low))
             filled += high - low
@@ -171,7 +172,7 @@ class Split:
 
     def _frame(self, shard: int, number: int) -> Frame:
         """Return a decoded frame, from the cache if possible."""
-        key = self._frames_before[shard] + number
+        key = self._frames_before[shard] + number  # frame number within the split
         frame = self._frames.get(key)
         if frame is None:
             frame = self._open(shard).read(number)

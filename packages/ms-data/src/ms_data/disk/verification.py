@@ -136,7 +136,7 @@ def _check_shard(folder: Path, entry: ShardEntry, index: Index) -> tuple[list[Fa
         return [Fault(error.file, truncated_frame or error.part, error.problem)], 0
     faults: list[Fault] = []
     decoded = 0
-    position: int | None = 0
+    position: int | None = 0  # expected position of the next frame; None after a damaged one
     for number in range(shard.frames):
         try:
             frame = shard.read(number)
@@ -169,6 +169,7 @@ def _inconsistency(frame: Frame, position: int | None, index: Index, *, media: b
 
 def _drop_headers(frame: Frame, index: Index) -> NDArray[np.unsignedinteger]:
     """Return the tokens of conversations or pairs, without the header of each document."""
+    # Start of each document; negative for the one continued from the previous frame.
     starts = np.concatenate(([-frame.position], frame.ends[frame.ends < len(frame.tokens)]))
     position = np.arange(len(frame.tokens))  # within the document
     position -= np.repeat(starts, np.diff(np.maximum(starts, 0), append=len(frame.tokens)))
@@ -197,6 +198,7 @@ def _truncated_frame(path: Path, entry: ShardEntry) -> str | None:
         return None
     if not len(MAGIC) <= len(content) < entry.size_bytes:
         return None
+    # Frames are separate zstd frames, so their ends are found by decompressing them in order.
     number, offset = 0, len(MAGIC)
     while True:
         decompressor = zstandard.ZstdDecompressor().decompressobj()

@@ -109,13 +109,14 @@ class ShardWriter:
     def append(self, document: NDArray[np.integer]) -> None:
         """Add one document, shape (n,) with n ≥ 1, including its end-of-text token."""
         length, start = len(document), 0
+        # A document may span several frames, and a frame may hold many documents.
         while start < length:
             stop = min(length, start + len(self._buffer) - self._filled)
             filled = self._filled + stop - start
             self._buffer[self._filled : filled] = document[start:stop]
             self._filled, start = filled, stop
             if start == length:
-                self._ends.append(filled)
+                self._ends.append(filled)  # one past its last token, within the frame
             if filled == len(self._buffer):
                 self._flush(position=start if start < length else 0)
         self.tokens += length
@@ -123,6 +124,7 @@ class ShardWriter:
 
     def _flush(self, position: int) -> None:
         """Write the buffered tokens as a frame; `position` is the next frame's position."""
+        # Ends are stored in the token type; MAX_FRAME_TOKENS guarantees that they fit.
         ends = np.array(self._ends, self._dtype)
         payload = self._compressor.compress(self._buffer[: self._filled].tobytes() + ends.tobytes())
         self._write(payload)
@@ -157,6 +159,7 @@ class ShardWriter:
         )
 
     def _restore(self, state: ShardState) -> None:
+        # Bytes after the saved state may be incomplete; drop them, and rehash the others.
         self._file.truncate(state.size_bytes)
         while piece := self._file.read(_PIECE_BYTES):
             self._written.update(piece)
@@ -246,6 +249,7 @@ class DatasetWriter:
         """Add one document to a split."""
         writer = self._open.get(split)
         if writer is None:
+            # Names are numbered across all splits.
             name = f"shard-{len(self._closed) + len(self._open):05d}.msd"
             writer = self._open[split] = self._writer(name, split, None)
         writer.append(document)

@@ -106,6 +106,7 @@ def _write_parquet(
         def flush() -> None:
             lengths = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
             flat = np.concatenate([*tokens, np.zeros(0, np.uint32)]).astype(np.uint32)
+            # Offsets and values, without a Python object per token.
             lists = pa.LargeListArray.from_arrays(pa.array(lengths), pa.array(flat))
             columns = [pa.array(texts, pa.large_string()), lists]
             writer.write_table(pa.Table.from_arrays(columns, schema=schema))

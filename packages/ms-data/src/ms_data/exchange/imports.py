@@ -113,7 +113,7 @@ def _write(
                 written += 1
             counts["read"] += 1
             counts["empty"] += not written
-            counts["further"] += max(0, written - 1)
+            counts["further"] += max(0, written - 1)  # split off at inner end-of-text tokens
             bytes_done += size
             on_progress(bytes_done, reader.size_bytes)
         shards = writer.close()

@@ -146,6 +146,7 @@ class MdsReader:
         return content
 
     def _decompress(self, shard: _Shard, content: bytes) -> bytes:
+        # Read at most one byte more than declared, so a bomb is noticed early.
         algorithm, size_limit = str(shard.compression).partition(":")[0], shard.raw_data.bytes + 1
         try:
             if algorithm in ("zstd", "zstandard"):
@@ -175,6 +176,7 @@ class MdsReader:
 
     def _cell(self, shard: _Shard, row: bytes, column: int) -> bytes:
         sizes = shard.column_sizes
+        # The row starts with the u32 sizes of its variable-size columns.
         begin = 4 * sum(size is None for size in sizes)
         variable = iter(np.frombuffer(row[:begin], "<u4").tolist() if len(row) >= begin else [])
         for index, fixed in enumerate(sizes):

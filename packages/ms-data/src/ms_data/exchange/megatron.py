@@ -88,7 +88,7 @@ class MegatronReader:
             raise self._damage_error(f"it holds {_FLOATS[code]}, not tokens")
         if code not in _TYPES:
             raise self._damage_error(f"the tokens have the unknown type {code}")
-        expected = head + 12 * sequences + 8 * bounds
+        expected = head + 12 * sequences + 8 * bounds  # i32 lengths, i64 offsets, i64 bounds
         if len(content) == expected + sequences > expected:
             raise self._damage_error("it is multimodal, with a mode for each sequence")
         if len(content) != expected:
@@ -128,8 +128,8 @@ def write_megatron(
     """
     code = _UINT16 if vocabulary_size < _NARROW_VOCABULARY else _INT32
     dtype = np.dtype(_TYPES[code])
-    sizes = np.array(lengths, "<i4")
-    begins = np.cumsum(sizes, dtype="<i8") - sizes
+    sizes = np.array(lengths, "<i4")  # (sequences,) tokens
+    begins = np.cumsum(sizes, dtype="<i8") - sizes  # (sequences,) offsets in tokens
     bounds = np.arange(len(sizes) + 1, dtype="<i8")
     index = _MAGIC + _HEAD.pack(1, code, len(sizes), len(bounds))
     index += sizes.tobytes() + (begins * dtype.itemsize).astype("<i8").tobytes() + bounds.tobytes()

@@ -79,6 +79,7 @@ def patch_grid(width: int, height: int, settings: PictureSettings) -> Grid:
         raise ValueError(
             f"{width} x {height} pixels: the model rejects aspect ratios above {MAX_ASPECT_RATIO}"
         )
+    # Round both sides to multiples of a token, then scale the area into its bounds.
     factor = settings.factor
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
     if new_height * new_width > settings.max_pixels:
@@ -109,9 +110,11 @@ def image_patches(image: Any, settings: PictureSettings) -> NDArray[np.float32]:
     size = (grid.width * side, grid.height * side)
     bicubic = _library("PIL.Image").Resampling.BICUBIC
     pixels: NDArray[np.uint8] = np.asarray(image.resize(size, resample=bicubic), np.uint8)
+    # like transformers, in this order of types
     scaled = (pixels.astype(np.float64) * settings.rescale_factor).astype(np.float32)
     normal = (scaled - np.array(settings.mean, np.float32)) / np.array(settings.std, np.float32)
     rows, columns = grid.height // merge, grid.width // merge
+    # (row, merge, y, column, merge, x, channel)
     blocks = normal.reshape(rows, merge, side, columns, merge, side, 3)
     patches = blocks.transpose(0, 3, 1, 4, 6, 2, 5)  # row, column, merge, merge, channel, y, x
     repeated: NDArray[np.float32] = np.broadcast_to(

@@ -91,6 +91,7 @@ class Processor:
             if file.kind == "image":
                 settings = self._pictures()
                 width, height = decode_picture(file.content).size
+                # Only sizes are needed here; patches are computed when a batch is read.
                 grid = patch_grid(width, height, settings)
                 return MediaItem("image", file.content, grid.tokens(settings), grid)
             sound_settings = self._sound()

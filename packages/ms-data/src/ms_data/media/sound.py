@@ -93,12 +93,13 @@ def spectrogram(samples: NDArray[np.float32], settings: SoundSettings) -> NDArra
     chunk = np.zeros(settings.samples, np.float32)
     chunk[: len(samples)] = samples
     padded = np.pad(chunk, size // 2, mode="reflect")
+    # (frames, size)
     windows = np.lib.stride_tricks.sliding_window_view(padded, size)[::hop][: settings.frames]
     hann = 0.5 - 0.5 * np.cos(2.0 * np.pi * np.arange(size) / size)
     power = np.abs(np.fft.rfft(windows * hann)) ** 2  # (frames, size // 2 + 1)
     mels = _filters(size, settings.mels, settings.rate_hz) @ power.T
     logs = np.log10(np.maximum(mels, _FLOOR))
-    logs = np.maximum(logs, logs.max() - 8.0)
+    logs = np.maximum(logs, logs.max() - 8.0)  # 80 dB below the maximum
     result: NDArray[np.float32] = ((logs + 4.0) / 4.0).astype(np.float32)
     return result
 
@@ -114,6 +115,7 @@ def _filters(size: int, mels: int, rate_hz: int) -> NDArray[np.float64]:
     bins = np.linspace(0, rate_hz // 2, size // 2 + 1)
     slopes = corners[:, None] - bins[None, :]
     steps = np.diff(corners)[:, None]
+    # (mels, size // 2 + 1)
     triangles = np.minimum(-slopes[:-2] / steps[:-1], slopes[2:] / steps[1:])
     areas = 2.0 / (corners[2:] - corners[:-2])
     filters: NDArray[np.float64] = np.maximum(0.0, triangles) * areas[:, None]

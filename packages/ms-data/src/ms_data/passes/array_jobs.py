@@ -220,6 +220,7 @@ def _read_valid(file: FileIO, settings_key: bytes) -> Iterator[tuple[bytes, int,
                 for offset in (_KEY_BYTES, _KEY_BYTES + _NUMBER_BYTES)
             )
             begin = end + _HEAD_BYTES
+            # A killed job may leave a truncated or damaged last result; stop before it.
             if begin + size > largest:
                 break
             content = file.read(size)

@@ -88,6 +88,7 @@ def read_batches(
 
     for document in source.documents(start.position, quarantine, on_leave_out, on_empty):
         items.append(Item(_location(source, document), document.text, document.columns))
+        # Batches end at document boundaries, whatever the number of workers.
         size += len(document.text) + len(document.columns)
         if size >= BATCH_CHARACTERS:
             yield make_batch(document.after, document.read_bytes)

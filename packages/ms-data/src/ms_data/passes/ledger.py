@@ -104,6 +104,7 @@ def read_findings(folder: Path, record: PassRecord) -> Findings:
     for entry in read_ledger(folder, record):
         tally.count(entry)
         if entry.fate == "quarantined":
+            # The report only shows the first ones.
             if len(findings.quarantined) < _SHOWN_QUARANTINED:
                 findings.quarantined.append(entry.place)
             continue

@@ -99,6 +99,7 @@ class SeriesWriter:
         write_all(self._file, frame)
         self._size += len(frame)
         self._hasher.update(frame)
+        # Compressed sizes are deterministic, so files split at the same frames after a resume.
         if self._size >= self._shard_size_bytes:
             self._close()
 

@@ -44,6 +44,7 @@ def render(record: PassRecord, findings: Findings, name: str) -> str:
     }
     dropped = sum(reason.size_bytes for reason in tally.dropped.values())
     removed = sum(rule.size_bytes for rule in tally.changed.values())
+    # Rules may also add bytes; then there is no bar for them.
     sizes = {"kept": tally.bytes_out, "dropped": dropped, "changed": max(0, removed)}
     body = [
         f"<h1>{_escape(name)}</h1><p class=soft>ms-data {_escape(record.kind)}: outcome of "

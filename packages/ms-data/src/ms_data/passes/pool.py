@@ -128,6 +128,7 @@ def map_ordered(
         idle.put(process)
 
     def process_request(request: bytes) -> bytes:
+        # As many threads as processes: a thread always gets an idle process.
         process = idle.get()
         try:
             return process.call(request)
@@ -139,7 +140,7 @@ def map_ordered(
         pending: deque[tuple[T, Future[bytes]]] = deque()
         for tag, request in requests:
             pending.append((tag, threads.submit(process_request, request)))
-            while len(pending) > workers + AHEAD:
+            while len(pending) > workers + AHEAD:  # bounds the memory for finished results
                 first_tag, result = pending.popleft()
                 yield first_tag, result.result()
         for first_tag, result in pending:

@@ -44,12 +44,12 @@ def map_on_ray(
         _connect(ray, address)
     pending: deque[tuple[T, Any]] = deque()
     try:
-        prepared = ray.put(setup)
+        prepared = ray.put(setup)  # stored once, and shared by all tasks
         task = ray.remote(max_retries=3)(_run_task)
         max_pending = AHEAD * max(1, int(ray.cluster_resources().get("CPU", 1)))
         for tag, request in requests:
             pending.append((tag, task.remote(work, prepared, request)))
-            while len(pending) > max_pending:
+            while len(pending) > max_pending:  # bounds the memory for requests and results
                 first_tag, result = pending.popleft()
                 yield first_tag, _get(ray, result)
         while pending:

@@ -137,6 +137,7 @@ def finished_summary(
     changes = differences(record.kind, record.recipe, command, recipe)
     if record.listing != source.listing_digest:
         changes.append("the corpus has different files or content")
+    # Only hash the corpus again if a file is newer than the record.
     changed = source.changed_since(path.stat().st_mtime_ns)
     if changed and not changes and source.content_digest() != record.content:
         changes.append(f"the corpus content changed, possibly in {printable(changed)}")

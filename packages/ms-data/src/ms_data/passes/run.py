@@ -148,6 +148,7 @@ class Pass:
         """
         if (summary := self.finished_summary(out)) is not None:
             return summary
+        # a job of an array writes results, not OUT
         if self.shard is not None and self.shard.number:
             return self._run_shard(self.shard)
         folder = resolve_output(out)
@@ -172,6 +173,7 @@ class Pass:
         path, tally = shard.path(), Tally()
         if not (already_done := path.exists()):
             with shard.writing(self._settings_key) as writer:
+                # All jobs read the same batches, and each processes its share of them.
                 batches = enumerate(read_batches(self.source, PassProgress(), lambda reason: None))
                 encoded = ((n, read, msgspec.msgpack.encode(read.batch)) for n, read in batches)
                 requests = (
@@ -212,6 +214,7 @@ class Pass:
     def _run(self, folder: Path) -> PassRecord:
         journal = self._load_journal(folder)
         _remove_unsaved(folder, journal.series if journal else {})
+        # For dedup, this runs the first pass and chooses the documents to keep.
         setup = self.prepare(folder)
         tally = journal.tally if journal else Tally()
         progress = journal.progress if journal else PassProgress()
@@ -248,7 +251,7 @@ class Pass:
                 raise CorpusError(
                     f"{self.source.name} is empty: it holds no documents; use a corpus with text"
                 )
-            if unreadable == tally.documents:
+            if unreadable == tally.documents:  # most likely a wrong column or format
                 raise CorpusError(f"no document of {self.source.name} can be read: {first_fault}")
             return self._record(folder, progress, writers, tally)
         finally:

@@ -46,7 +46,8 @@ class RowPart(NamedTuple):
     def of(cls, sample: Sample, start: int, stop: int, weight: float) -> "RowPart":
         """Cut tokens `start` to `stop` out of a sample; all its targets get the weight `weight`."""
         shifted = slice(start + 1, stop + 1)  # targets are the tokens shifted by one
-        mask = sample.loss_mask[shifted]
+        mask = sample.loss_mask[shifted]  # (stop - start,)
+        # targets without loss are ignored
         targets = np.where(mask, sample.tokens[shifted], IGNORED)
         return cls(sample.tokens[start:stop], targets, mask * np.float32(weight))
 
@@ -62,7 +63,7 @@ def fill_rows(
         width: tokens per row.
         end_of_text: token that fills the empty space.
     """
-    shape = (count, width)
+    shape = (count, width)  # (b, S)
     batch = WeightedBatch(
         tokens=np.full(shape, end_of_text, np.int64),
         targets=np.full(shape, IGNORED, np.int64),

@@ -27,6 +27,7 @@ class DrawSequence:
         """Return the sample of draw number `draw`, counted from 0 over all epochs."""
         epoch, position = divmod(draw, self._order.samples)
         number, offset = divmod(position, WINDOW)
+        # Draws are mostly sequential, so one cached window suffices.
         if self._key != (epoch, number):
             self._key, self._window = (epoch, number), self._order.window(epoch, number)
         return int(self._window[offset])

@@ -150,6 +150,7 @@ class InstructionStream(MixedStream[InstructionBatch]):
         }
 
     def __next__(self) -> InstructionBatch:
+        # All ranks draw and pack everything, but read only their rows from disk.
         while len(self._ready) < self.batch_size and not self._flushed:
             if self._end is not None and self._mixture.position >= self._end:
                 for number, source in enumerate(self._sources):

@@ -66,7 +66,7 @@ def media_batch(
         merge = processor.settings.pictures.merge_size
         batch["pixel_values"] = processor.patches([entry.item for entry in images])
         grids = [entry.item.grid for entry in images]
-        batch["image_grid_thw"] = np.array(grids, np.int64).reshape(-1, 3)
+        batch["image_grid_thw"] = np.array(grids, np.int64).reshape(-1, 3)  # (p, 3), also for p = 0
         batch["image_places"] = _span_array(images)
         batch["positions_thw"] = _positions_thw(positions, images, merge)
     if processor.settings.sound:

@@ -80,9 +80,10 @@ class MixedStream(BatchStream[B]):
             for name, limit in max_epochs.items():
                 if not 0 <= limit < float("inf"):
                     raise SettingError(f"max_epochs of {name!r} must be 0 or more, got {limit}")
-                limits[name] = int(limit * size_of.get(name, 0))
+                limits[name] = int(limit * size_of.get(name, 0))  # in samples
         initial: Weights = [float(size) for size in sizes] if weights is None else weights
         self._mixture = Mixture(self.names, initial, limits=limits)
+        # Saved with the state, to detect weights that were changed by the user before a resume.
         self._initial_phases = _phases_to_json(self._mixture.phases)
         self._sample_limit = None if epochs is None else epochs * sum(sizes)
 

@@ -90,6 +90,7 @@ class Mixture:
         self.names = tuple(names)
         # Tijdeman's bound for n sources is 1 - 1 / (2n - 2).
         self._slack = SCALE // (2 * (len(names) - 1)) if len(names) > 1 else 0
+        # Counts always sum to the position.
         self._position, self._counts = 0, [0] * len(names)
         unknown = sorted(set(limits or ()) - set(names))
         if unknown:
@@ -139,6 +140,7 @@ class Mixture:
 
     def draw(self) -> int:
         """Choose the source of the next sample; return its index."""
+        # A lead-in fixes the next sources; otherwise apply Tijdeman's rule.
         source = self._lead_in_queue.pop() if self._lead_in_queue else self._most_urgent()
         self._counts[source] += 1
         self._position += 1
@@ -146,6 +148,7 @@ class Mixture:
         return source
 
     def _most_urgent(self) -> int:
+        # Earliest deadline first, among the sources that are released at the next position.
         best, best_deadline = -1, NEVER + 1
         for source, (release, deadline) in enumerate(self._draw_windows):
             if release <= self._position + 1 and deadline < best_deadline:
@@ -172,7 +175,7 @@ class Mixture:
             SettingError: weights are not finite, negative or all 0, or their number is not that of
                 the sources.
         """
-        position = self._position
+        position = self._position  # number of samples drawn before the change
         phases = self._parse_phases(weights)
         for phase in phases:
             _integer_rates(phase.weights, self.names)
@@ -253,6 +256,7 @@ class Mixture:
 
     def _set_plan(self, plan: list[tuple[Phase, _LeadIn | None]]) -> None:
         """Install phases with their lead-ins, and recompute the stages."""
+        # Everything below is derived from the plan, so only the plan and the counts are saved.
         starts = [phase.start for phase, _ in plan]
         if not starts or starts[0] != 0 or starts != sorted(set(starts)):
             raise SettingError(
@@ -261,9 +265,11 @@ class Mixture:
         self._stages: list[_Stage] = []
         self._end: int | None = None
         self._lead_in_stage: _Stage | None = None
+        # A stage ends where the next phase, or its lead-in, starts.
         ends = [lead[0] if lead else phase.start for phase, lead in plan[1:]]
         for (phase, lead), end in zip(plan, [*ends, NEVER], strict=True):
             if lead is not None:
+                # after a lead-in, dues are integers
                 dues = tuple(count * SCALE for count in lead[1])
             elif self._stages:
                 dues = tuple(self._due(source, phase.start) for source in range(len(self.names)))
@@ -276,11 +282,14 @@ class Mixture:
 
     def _add_stages(self, phase: Phase, dues: _Counts, lead_in_start: int | None, end: int) -> None:
         """Add the stages of a phase: one, plus one for every limit that is reached."""
+        # When a source reaches its limit its weight becomes 0, which starts a new stage with new
+        # rates.
         weights, start = list(phase.weights), phase.start
         _integer_rates(weights, self.names)
         while True:
             rates = _integer_rates(weights, self.names) if any(weights) else [0] * len(weights)
             stage = _Stage(start=start, rates=tuple(rates), dues=dues, lead_in_start=lead_in_start)
+            # source -> position at which it reaches its limit
             limit_positions = self._limit_positions(stage)
             next_limit = min(limit_positions.values(), default=NEVER)
             if next_limit > start or not any(weights):
@@ -349,6 +358,7 @@ class Mixture:
 
     def _draw_window(self, source: int) -> tuple[int, int]:
         """Return the earliest and the latest position for the source's next sample."""
+        # Sample number c + 1 is released when the due exceeds c + slack, and due by c + 1 - slack.
         owed = self._counts[source] * SCALE
         deadline = self._first_position(source, owed + SCALE - self._slack)
         return self._first_position(source, owed + self._slack), deadline
@@ -380,6 +390,7 @@ def _integer_rates(weights: Sequence[float], names: Sequence[str]) -> list[int]:
     total = sum(weights)
     if not 0 < total < float("inf"):
         raise SettingError(f"at least one weight must be above 0, got {list(weights)}")
+    # Integer rates keep the arithmetic exact over any number of samples.
     rates = [int(weight / total * SCALE) for weight in weights]
     largest = max(range(len(rates)), key=rates.__getitem__)
     rates[largest] += SCALE - sum(rates)  # absorbs the rounding error

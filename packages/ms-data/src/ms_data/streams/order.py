@@ -47,22 +47,27 @@ class Order:
         slots = np.arange(size, dtype=np.uint64)
         if not self.shuffle:
             return (slots + np.uint64(start)).astype(np.int64)
+        # second level: shuffle within the window
         slots = permute(slots, size, self._keys(epoch, f"window {number}"))
         return self._samples_at(epoch, slots.astype(np.int64) + start)
 
     def _samples_at(self, epoch: int, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the samples at `slots` of the epoch, in which permuted chunks lie end to end."""
+        # First level: map slots of the epoch to samples through the permutation of the chunks.
         chunk = self.chunk_samples
         full_chunks, short_size = divmod(self.samples, chunk)
         keys = self._keys(epoch, "chunks")
         # The short last chunk is inserted at a random slot among the full ones.
         short_slot = int(keys[-1] % np.uint64(full_chunks + 1)) if short_size else full_chunks
+        # (w,) position among the chunks, and in the chunk
         chunk_slot, offset = np.divmod(slots, chunk)
+        # the same for slots after the short chunk
         slot_after, offset_after = np.divmod(slots - short_size, chunk)
-        before = slots < short_slot * chunk
+        before = slots < short_slot * chunk  # (w,) slots before the short chunk
         in_short = ~before & (slots < short_slot * chunk + short_size)
         chunk_slot = np.where(before, chunk_slot, slot_after)
         offset = np.where(before, offset, offset_after)
+        # any valid value; overwritten below
         chunk_slot[in_short] = min(short_slot, full_chunks - 1)
         samples: NDArray[np.int64] = offset
         if full_chunks:
@@ -71,6 +76,7 @@ class Order:
             )
             permuted = permute(neighbors, full_chunks, keys).astype(np.int64)
             samples = permuted[chunk_slot - chunk_slot.min()] * chunk + offset
+        # The short chunk holds the last samples of the epoch.
         samples[in_short] = full_chunks * chunk + slots[in_short] - short_slot * chunk
         return samples
 
@@ -88,6 +94,7 @@ def permute(values: NDArray[np.uint64], size: int, keys: _Keys) -> NDArray[np.ui
         keys: uint64, shape (8,), one per round.
     """
     n_high = isqrt(size - 1) + 1  # grid of left x right ≥ size cells
+    # Cells outside the range are mapped again, on average less than once.
     n_low = -(-size // n_high)
     images = _rounds(values, np.uint64(n_high), np.uint64(n_low), keys)
     outside = images >= size
@@ -100,6 +107,8 @@ def permute(values: NDArray[np.uint64], size: int, keys: _Keys) -> NDArray[np.ui
 def _rounds(
     values: NDArray[np.uint64], n_high: np.uint64, n_low: np.uint64, keys: _Keys
 ) -> NDArray[np.uint64]:
+    # An unbalanced Feistel network: each round adds a hash of one half to the other, modulo its
+    # size.
     high, low = np.divmod(values, n_low)
     for even, odd in zip(keys[::2], keys[1::2], strict=True):
         high += _hash_below(n_high, low, even)
@@ -111,6 +120,7 @@ def _rounds(
 
 def _hash_below(bound: np.uint64, values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
     """Hash every value to a number below `bound`, which is below 2**32."""
+    # Multiply-xorshift hash; the high 32 bits are scaled to the bound without a modulo.
     mixed = (values ^ key) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(32)
     mixed *= np.uint64(0xD6E8FEB86659FD93)

@@ -57,6 +57,7 @@ class PackedSource:
         """Draw one sample; return the rows that this completes."""
         number = self._draws[self.counters["drawn"]]
         self.counters["drawn"] += 1
+        # Segments without targets would only waste space in a row.
         segments, without_targets = self._segments(number)
         self.counters["without_targets"] += without_targets
         if self.samples.sizes[number] > self._length:
@@ -75,6 +76,7 @@ class PackedSource:
             segments = [self._end_before_cut_media(segments[0])]
         if 1 < size <= self._length:
             return segments, 0
+        # Reading the sample is only needed if it was cut, or has a single token.
         mask = self.samples.conversation(number).loss_mask
         with_targets = [
             segment for segment in segments if mask[segment.start + 1 : segment.stop + 1].any()
@@ -86,6 +88,7 @@ class PackedSource:
         cut_items = [
             item for item in self.samples.media(segment.sample) if item.stop > segment.stop
         ]
+        # A partly included image could not be encoded.
         stop = min([segment.stop, *(item.start for item in cut_items)])
         return segment._replace(stop=max(1, stop))
 

@@ -118,6 +118,7 @@ class PreferenceStream(BatchStream[PreferenceBatch]):
             raise StopIteration
         draws = range(self._drawn, self._drawn + min(remaining, self.batch_size))
         pairs = [self.samples.pair(self._usable_pairs[self._draws[draw]]) for draw in draws]
+        # All ranks see the same pairs here, so all use the same width.
         longest = max(len(part.tokens) for pair in pairs for part in pair[:2])
         width = min(self.sequence_length, -(-longest // WIDTH_STEP) * WIDTH_STEP)
         local_pairs, rows = self._rank_rows.of(pairs), 2 * self._rank_rows.rows

@@ -59,7 +59,7 @@ class RankRows:
                 f"batch_size {batch_size} cannot be divided among {count} ranks; "
                 f"use a multiple of {count}"
             )
-        rows = operator.index(batch_size) // count
+        rows = operator.index(batch_size) // count  # equal shares; `share_out` can change them
         return cls(rank, count, rows, rank * rows)
 
     def with_row_counts(self, shares: Sequence[int], batch_size: int) -> "RankRows":
@@ -163,6 +163,7 @@ class BatchStream(Iterator[B]):
                     f"stream state has {name} {saved!r}, this stream has {value!r}; "
                     "use the same settings, or start without the state"
                 )
+        # A failed load must leave the stream usable.
         old_position = self._position()
         try:
             with state_errors():

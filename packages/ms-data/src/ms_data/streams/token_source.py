@@ -63,6 +63,7 @@ class TokenSource:
         self._split = Split(
             folder, split, cache_bytes=operator.index(cache_mib) << 20, shared_cache=shared_cache
         )
+        # With a shared cache, ranks start at different chunks and decode different frames.
         self._start_fraction = rank * GOLDEN % 1 if shared_cache is not None else 0.0
         self._length = length
         samples = self._split.tokens // length

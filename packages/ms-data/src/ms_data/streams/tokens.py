@@ -159,6 +159,7 @@ class TokenStream(MixedStream[Batch]):
             batch = self._sources[0].read(self._consumed + rank_rows.first, rank_rows.rows)
             self._consumed += self.batch_size
             return batch
+        # Drawing advances the mixture before the rows are read; undo it if reading fails.
         counts = self._mixture.counts
         try:
             return self._draw(list(counts.values()))
@@ -176,6 +177,7 @@ class TokenStream(MixedStream[Batch]):
             rows = np.flatnonzero(local_tasks == number)
             if not len(rows):
                 continue
+            # Rows of lower ranks come first in the source's order.
             start = counts_before[number] + int(np.count_nonzero(tasks[:first] == number))
             part = source.read(start, len(rows))
             for name, values in part.items():

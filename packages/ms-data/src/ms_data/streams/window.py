@@ -37,16 +37,18 @@ class Window:
         reuse: "Window | None" = None,
         start_fraction: float = 0.0,
     ) -> None:
+        # (c,) distinct chunks, (w,) row of each sample
         chunks, slots = np.unique(samples // chunk_samples, return_inverse=True)
-        width = chunk_samples * length + 1
+        width = chunk_samples * length + 1  # one token more, the target of the last position
         self._length = length
         self._steps = np.arange(length)
         shape = (len(chunks), width)
+        # A window can take hundreds of MB; the old buffer is reused where possible.
         if reuse is not None and reuse._buffer.shape == shape:
             self._buffer = reuse._buffer
         else:
             self._buffer = np.empty(shape, split.index.token_type)
-        self._starts = slots * width + (samples % chunk_samples) * length
+        self._starts = slots * width + (samples % chunk_samples) * length  # (w,) flat coordinates
         ends: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * len(chunks)
         begin = int(start_fraction * len(chunks))
         for slot in (*range(begin, len(chunks)), *range(begin)):
@@ -55,6 +57,7 @@ class Window:
             doc_ends = split.read_into(self._buffer[slot, : split.tokens - first], first)
             # An end at the right edge belongs to the next chunk; only its token is read here.
             ends[slot] = doc_ends[doc_ends < width] + slot * width
+        # sentinel: searchsorted results stay valid indices
         self._ends = np.concatenate((*ends, [_NEVER]))
 
     def __len__(self) -> int:
@@ -71,19 +74,20 @@ class Window:
         # Document ends in each row: `low` is the first, `inside` the number of them.
         low = np.searchsorted(self._ends, starts, side="right")
         ends_per_row = np.searchsorted(self._ends, starts + length, side="right") - low
-        row = np.repeat(np.arange(count), ends_per_row)
+        row = np.repeat(np.arange(count), ends_per_row)  # (e,) row of each document end
         index_in_row = np.arange(len(row)) - np.repeat(
             np.cumsum(ends_per_row) - ends_per_row, ends_per_row
         )
         end = (
             row * length + self._ends[low[row] + index_in_row] - starts[row]
         )  # in the flattened batch
+        # the token after a document end belongs to another document
         targets.reshape(-1)[end - 1] = IGNORED
 
         positions = np.empty((count, length), np.int64)
         positions[:] = self._steps
         documents = np.zeros((count, length), np.int32)
-        end = end[end % length != 0]
+        end = end[end % length != 0]  # an end at the row's edge needs no restart
         if len(end):
             _restart_documents(positions, documents, end)
         return Batch(tokens=tokens, targets=targets, positions=positions, documents=documents)
@@ -115,9 +119,10 @@ def _restart_documents(
     row_starts = np.arange(len(rows)) * length
     # Start of every run of one document, in these rows laid end to end.
     runs = np.sort(np.concatenate((row_starts, number * length + ends % length)))
-    lengths = np.diff(runs, append=len(rows) * length)
+    lengths = np.diff(runs, append=len(rows) * length)  # tokens of each run
     first = np.searchsorted(runs, row_starts)
     document = np.arange(len(runs)) - np.repeat(first, np.diff(first, append=len(runs)))
     shape = (len(rows), length)
+    # subtract the start of the run
     positions[rows] -= np.repeat(runs % length, lengths).reshape(shape)
     documents[rows] = np.repeat(document.astype(np.int32), lengths).reshape(shape)

@@ -59,6 +59,7 @@ class WordSplit:
         for offset in (1, 2, 3):
             key <<= 3
             key |= classes[offset : len(classes) - 3 + offset]
+        # The first and the last character are EDGE; both, and the character after the first, start words.
         starts[2:-1] = self.begins.take(key)
         self.fix_starts(classes, codes, starts)
         return starts
@@ -207,6 +208,7 @@ def _split_contractions(codes: Codes, starts: Starts, *, any_case: bool) -> None
     two_letters = np.zeros(len(apostrophes), np.bool_)
     for pair in ("re", "ve", "ll"):
         two_letters |= (first == ord(pair[0])) & (second == ord(pair[1]))
+    # the letters belong to the apostrophe
     starts[apostrophes[one_letter | two_letters] + 1] = False
     starts[apostrophes[one_letter] + 2] = True
     starts[apostrophes[two_letters] + 3] = True
@@ -226,6 +228,7 @@ def _split_numbers(classes: Classes, starts: Starts, digits: int) -> None:
 
 def _join_blank_lines(classes: Classes, starts: Starts) -> None:
     """Join blanks between two line ends to the first one, unless that one belongs to signs."""
+    # `\s*[\r\n]+` is greedy: it also takes blank lines after the first line end.
     blank = (classes == SPACE) | (classes == BLANK)
     newline = classes == NEWLINE
     begin = np.flatnonzero(blank[1:] & newline[:-1]) + 1

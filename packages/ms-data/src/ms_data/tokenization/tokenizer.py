@@ -63,6 +63,7 @@ class Tokenizer:
         self.folder: Path | None = None
         """Folder that it was loaded from, if any."""
         self._chat: tokenizers.Tokenizer | None = None
+        # ids may have gaps
         self.vocabulary_size = 1 + max(self._model.get_vocab().values(), default=-1)
         if not self.vocabulary_size:
             raise TokenizerError("has no tokens; train one with `ms-data tokenizer`")
@@ -191,6 +192,7 @@ class Tokenizer:
         self, texts: Sequence[str], encoded: Sequence[NDArray[np.uint32]]
     ) -> list[NDArray[np.uint32]]:
         """Add the start and end tokens to the tokens of every text."""
+        # The end token must not occur inside a document, because readers split there.
         begin = np.array(self.begin_of_text, np.uint32)
         after = np.array((*self._tokens_after, self.end_of_text), np.uint32)
         end = after[-1:]

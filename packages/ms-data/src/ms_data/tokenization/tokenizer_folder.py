@@ -92,6 +92,7 @@ class TokenizerFolder:
             return content
         model = tokenizers.Tokenizer.from_str(content.decode())
         model.add_tokens(new_tokens)
+        # Adding again marks tokens that exist already as special.
         model.add_special_tokens([token for token in new_tokens if token.special])
         return model.to_str().encode()
 

@@ -125,10 +125,10 @@ def _static_growth(normalizer: Any) -> float:
         if isinstance(content, str) and isinstance(pattern, dict):
             literal = pattern.get("String")
             if isinstance(literal, str) and literal:
-                growth *= max(1.0, len(content) / len(literal))
+                growth *= max(1.0, len(content) / len(literal))  # every occurrence may be replaced
             else:  # a regular expression may match between any two characters
                 growth *= 1.0 + len(content)
         if isinstance(text, str):
-            growth *= 1.0 + len(text) / _PIECE_CHARACTERS
+            growth *= 1.0 + len(text) / _PIECE_CHARACTERS  # prepended once per piece
         growth = min(growth, math.exp2(64))
     return growth

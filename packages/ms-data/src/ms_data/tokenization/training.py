@@ -70,6 +70,7 @@ def train_tokenizer(
         skip_hint="; or skip invalid documents with `ms-data tokenizer --skip-invalid`",
     )
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    # Byte-level BPE with all 256 bytes in the alphabet never needs an unknown token.
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()
     trainer: Any = tokenizers.trainers.BpeTrainer(
@@ -103,7 +104,7 @@ def _split_long_words(text: str) -> Iterator[str]:
     """
     begin = 0
     for run in LONG_WORD.finditer(text):
-        for end in range(run.start() + LONGEST_WORD, run.end(), LONGEST_WORD):
+        for end in range(run.start() + LONGEST_WORD, run.end(), LONGEST_WORD):  # cut inside the run
             yield text[begin:end]
             begin = end
     yield text[begin:]

@@ -38,7 +38,7 @@ cut next to ASCII."""
 
 
 class WordsDifferError(DataError, RuntimeError):
-    """A document has other tokens than with the `tokenizers` library."""
+    """The word encoder and the `tokenizers` library disagree about a document."""
 
 
 class WordEncoder:
@@ -60,6 +60,7 @@ class WordEncoder:
         self.split: WordSplit = split
         self._model = model
         self._normalizer = spec["normalizer"]
+        # Added tokens are split off before words, which is not reproduced here.
         self._added = [token["content"] for token in spec["added_tokens"] if not token["special"]]
         words = _word_model(spec)
         self._table = WordTable(lambda batch: _encode(words, [word.decode() for word in batch]))
@@ -111,15 +112,17 @@ class WordEncoder:
         edges = np.cumsum([0, *(len(part) + 1 for _, part in group)])
         codes = np.frombuffer(text.encode(), np.uint8) if text.isascii() else _codes(text)
         classes = self.split.classes().take(codes)
+        # Classes of NUL characters in a text differ from the separators' class.
         classes[edges] = EDGE
         starts = np.flatnonzero(self.split.starts(classes, codes))
         edge_words = np.searchsorted(starts, edges)
         if not text.isascii():
             starts = _byte_offsets(codes)[starts]
-        sizes = np.diff(starts, append=starts[-1] + 1)
+        sizes = np.diff(starts, append=starts[-1] + 1)  # bytes per word
         words = np.delete(np.arange(len(starts)), edge_words)
         buffer = text.encode() + PADDING
         tokens, counts = self._table.encode(buffer, starts[words], sizes[words])
+        # Token offsets at the separators, which were removed from the words.
         ends = np.concatenate(([0], counts.cumsum()))[edge_words - np.arange(len(edge_words))]
         return np.split(tokens, ends[1:-1])
 

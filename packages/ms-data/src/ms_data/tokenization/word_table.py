@@ -59,7 +59,7 @@ class WordTable:
         Returns:
             Concatenated tokens of all words, and the number of tokens per word, shape (n,).
         """
-        entries = self._find(buffer, begins, sizes)
+        entries = self._find(buffer, begins, sizes)  # (n,)
         counts = self._counts.take(entries)
         missing = np.flatnonzero(entries == 0)
         new_tokens: list[Sequence[int]] = []
@@ -111,6 +111,7 @@ class WordTable:
         tokens_of = dict(zip(words, self._encode(words), strict=True))
         with self._lock:
             room = _MAX_WORDS - self._words
+            # words that fit in the table
             short = [word for word in words if len(word) <= LONGEST_WORD][:room]
             buffer, sizes = b"".join(short), np.fromiter(map(len, short), np.int64)
             begins = sizes.cumsum() - sizes
@@ -163,6 +164,7 @@ def _keys(buffer: bytes, begins: Integers, sizes: Integers, width: int) -> Keys:
         positions = len(buffer) - len(PADDING)
         words64 = np.ndarray((positions,), "<u8", buffer, offset=8 * index, strides=(1,))
         keys[index] = words64.take(begins)
+        # clear bytes after the word
         keys[index] &= _MASKS.take(np.minimum(np.maximum(sizes - 8 * index, 0), 8))
     return keys
 

@@ -54,6 +54,7 @@ class C4Quality(Rule):
         for original_line in text.lines:
             line = original_line.strip()
             words = line.split()
+            # Checked first, as in C4, on the line before citations are removed.
             if len(line) > self.max_word_characters and any(
                 len(word) > self.max_word_characters for word in words
             ):
@@ -92,6 +93,7 @@ class C4Quality(Rule):
 
     def _sentences(self, line: str, text: Text) -> int:
         inner = line[:-1]
+        # The common case of one sentence, without splitting into words.
         if not any(end in inner for end in ".?!") and line.isascii():
             return 1
         return count_sentences(text.split(line))

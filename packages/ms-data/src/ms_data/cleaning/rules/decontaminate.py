@@ -87,7 +87,7 @@ def _index(
     ).documents():
         hashes = _HASHES(_normalized_words(document.text))
         if len(hashes) >= min_words:
-            window = min(size, len(hashes))
+            window = min(size, len(hashes))  # a short benchmark text is one n-gram
             parts_by_size.setdefault(window, []).append(window_hashes(hashes, window))
     return {window: np.unique(np.concatenate(parts)) for window, parts in parts_by_size.items()}
 

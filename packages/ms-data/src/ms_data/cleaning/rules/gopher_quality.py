@@ -42,6 +42,7 @@ class GopherQuality(Rule):
         """Drop documents outside the limits for words, lines and signs."""
         words, characters, alphabetic = 0, 0, 0
         for word, count in text.counts.items():
+            # Count each distinct word once, weighted by its frequency.
             if word.isalpha():
                 words += count
                 characters += count * len(word)

@@ -61,7 +61,7 @@ class Pictures(RowRule):
         for image in images:
             if drop := self._judge(image):
                 return drop
-        row_text = " ".join(_texts(row["messages"]))
+        row_text = " ".join(_texts(row["messages"]))  # without the paths of media
         if self.match_size and len(images) == 1 and (sizes := _SIZE.findall(row_text)):
             size = images[0].size
             if not any({int(width), int(height)} == set(size) for width, height in sizes):

@@ -31,6 +31,7 @@ def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Rea
             return
         done = 0
         for batch in stream:
+            # rows before `start`, from an earlier run
             skipped = max(0, min(start - done, batch.num_rows))
             if skipped < batch.num_rows:
                 first = done + skipped + 1

@@ -49,6 +49,7 @@ def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Rea
     names: list[str] | None = None
     number = 0
     while True:
+        # A quoted field may contain line breaks, so a row may take several lines.
         lines.row_bytes = 0
         row: ReadResult | list[str]
         try:

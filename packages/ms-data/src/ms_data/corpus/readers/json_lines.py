@@ -73,6 +73,7 @@ def holds_rows(file: OpenFile, options: ReadOptions) -> bool:
     """
     if not _ROWS_BEGIN.match(file.head.removeprefix(codecs.BOM_UTF8)):
         return False
+    # Blocks that are read here are put back in front of the others below.
     limit, peeked = options.document_limit_bytes, list[bytes]()
 
     def peek() -> Iterator[bytes]:

@@ -66,6 +66,7 @@ def _batches(
         for batch in [] if rows_done else _decode_group(table, pages, number, columns):
             bytes_done = bytes_before + row_bytes * (rows_done + batch.num_rows)
             file.done_bytes = min(file.size_bytes, int(file.size_bytes * bytes_done / total_bytes))
+            # rows before `start`, from an earlier run
             skipped = max(0, start - first_row - rows_done)
             if skipped < batch.num_rows:
                 yield batch.slice(skipped), first_row + rows_done + skipped

@@ -82,6 +82,7 @@ def _samples(file: OpenFile, limit: int) -> Iterator[_Sample]:
     content = ByteReader(file.blocks)
     sample: _Sample | None = None
     for member in _members(content, file):
+        # WebDataset keys end at the first dot of the file name.
         folder, slash, name = member.name.rpartition("/")
         stem, _, suffix = name.partition(".")
         key = folder + slash + stem
@@ -89,7 +90,7 @@ def _samples(file: OpenFile, limit: int) -> Iterator[_Sample]:
             if sample is not None:
                 yield sample
             sample = _Sample(key, {})
-        padded = -(-member.size // _BLOCK) * _BLOCK
+        padded = -(-member.size // _BLOCK) * _BLOCK  # contents are padded to full blocks
         if suffix not in (_TEXT, _ROW):
             _skip(content, padded, file)
             continue

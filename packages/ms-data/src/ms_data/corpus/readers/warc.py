@@ -37,6 +37,7 @@ def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Rea
     warcio = import_library("warcio.recordloader", "warc", file)
     content, limit = ByteReader(file.blocks), options.document_limit_bytes
     number = 0
+    # A record is a head, an empty line, `content-length` bytes, and two line breaks.
     while head := _read_head(content, file):
         number += 1
         fields = _fields(head)
@@ -57,7 +58,7 @@ def _documents(file: OpenFile, options: ReadOptions, start: int) -> Iterator[Rea
             read_bytes = len(block)
             if read_bytes == size:
                 result = _document(warcio, head + block, location, file, limit)
-        if read_bytes != size or content.read(4) != b"\r\n\r\n":
+        if read_bytes != size or content.read(4) != b"\r\n\r\n":  # records end with two line breaks
             raise damaged_file(file, "web archive", f"record {number} does not match its length")
         if number > start:
             yield result

@@ -46,6 +46,7 @@ class BestFitPacker:
             raise ValueError(
                 f"{segment} has {size} tokens, must have 1 to {self._capacity} to fit in a row"
             )
+        # The first entry with at least `size` free tokens is the best fit.
         index = bisect_left(self._spaces, (size, -1))
         if index < len(self._spaces):
             space, row = self._spaces.pop(index)
@@ -54,10 +55,10 @@ class BestFitPacker:
             space, row = self._capacity, self.opened
             self._open[row] = [segment]
             self.opened += 1
-        if space == size:
+        if space == size:  # the row is full
             return [tuple(self._open.pop(row))]
         insort(self._spaces, (space - size, row))
-        if len(self._spaces) > self._window:
+        if len(self._spaces) > self._window:  # close the fullest row
             return [tuple(self._open.pop(self._spaces.pop(0)[1]))]
         return []
 
