@@ -47,7 +47,7 @@ def test_a_vocabulary_beyond_all_others_is_refused() -> None:
     """Before the library reads it, which would take minutes."""
     vocab = {str(number): number for number in range(tokenizer_limits.MAX_TOKENS + 1)}
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "0"}
-    with pytest.raises(TokenizerError, match="2,097,152 at most"):
+    with pytest.raises(TokenizerError, match="must not exceed 2,097,152"):
         load(document(model=model))
 
 
@@ -113,7 +113,7 @@ def test_many_tokens_around_a_text_are_refused() -> None:
             "<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
         },
     }
-    with pytest.raises(TokenizerError, match="puts 1000 tokens around each text"):
+    with pytest.raises(TokenizerError, match="adds 1000 tokens around each text"):
         load({**spec, "post_processor": template})
 
 

@@ -59,7 +59,7 @@ class WordSplit:
         for offset in (1, 2, 3):
             key <<= 3
             key |= classes[offset : len(classes) - 3 + offset]
-        # The first and the last character are EDGE; both, and the character after the first, start words.
+        # The first and last characters are EDGE; these and the second one always start words.
         starts[2:-1] = self.begins.take(key)
         self.fix_starts(classes, codes, starts)
         return starts
