@@ -1,10 +1,10 @@
-"""Shows attrs classes on the API pages as what they are: a call with parameters.
+"""Show attrs classes on the API pages as calls with parameters.
 
-The pages are made from the source, where a setting of such a class is `field(default=1,
-validator=ge(1))` with a docstring under it. Here each class gets the signature that attrs writes
-for it, inherited settings included, and its settings become described parameters with their types
-and defaults. The mistakes that a page would show (a documented parameter that is none) are then
-warnings again, which stop the build.
+The pages are generated from the source, where a field of such a class is `field(default=1,
+validator=ge(1))` with a docstring below. This extension gives each class the signature that attrs
+generates, inherited fields included, and turns the fields into documented parameters with types
+and defaults. Mistakes, such as documentation of a missing parameter, are then warnings, which stop
+the build.
 """
 
 import ast
@@ -28,31 +28,31 @@ SECTION = re.compile(r"^Args:\s*$", re.MULTILINE)
 
 
 class Setting(NamedTuple):
-    """One field of a class, as a parameter of its making."""
+    """A field of a class as a parameter of its `__init__`."""
 
     parameter: griffe.Parameter
     text: str
-    """Its docstring."""
+    """Docstring of the field."""
 
 
 class AttrsClasses(griffe.Extension):
-    """Gives every attrs class of a package its signature and its described parameters."""
+    """Give every attrs class of a package its signature and documented parameters."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Is told of a package once it is loaded."""
+        """Describe the classes of a package after it is loaded."""
         classes = [cls for cls in classes_of(pkg) if decorator_of(cls) is not None]
-        found = {cls.path: settings_of(cls) for cls in classes}  # before any class is changed
+        fields = {cls.path: settings_of(cls) for cls in classes}  # before any class is changed
         for cls in classes:
-            describe(cls, found[cls.path])
+            describe(cls, fields[cls.path])
         for cls in classes_of(pkg):
-            settings = forwarded_settings(cls, found)
+            settings = forwarded_settings(cls, fields)
             if settings:
                 describe(cls, settings)
 
 
-def classes_of(place: griffe.Module | griffe.Class) -> Iterator[griffe.Class]:
-    """Every class that stands in a module or class, however deep."""
-    for member in list(place.members.values()):
+def classes_of(scope: griffe.Module | griffe.Class) -> Iterator[griffe.Class]:
+    """Classes in a module or class, at any depth."""
+    for member in list(scope.members.values()):
         if member.is_alias or not (member.is_module or member.is_class):
             continue
         if isinstance(member, griffe.Class):
@@ -61,7 +61,7 @@ def classes_of(place: griffe.Module | griffe.Class) -> Iterator[griffe.Class]:
 
 
 def decorator_of(cls: griffe.Class) -> griffe.Expr | None:
-    """What makes a class one of attrs, or None."""
+    """The attrs decorator of a class, or None."""
     for decorator in cls.decorators:
         value = decorator.value
         if isinstance(value, griffe.Expr) and value.canonical_path in DECORATORS:
@@ -70,50 +70,50 @@ def decorator_of(cls: griffe.Class) -> griffe.Expr | None:
 
 
 def settings_of(cls: griffe.Class) -> list[Setting]:
-    """The parameters of a class in their order, those of its bases first."""
-    found: dict[str, Setting] = {}
+    """Parameters of a class in order, base classes first."""
+    settings: dict[str, Setting] = {}
     try:
         bases = [base for base in reversed(cls.mro()) if decorator_of(base) is not None]
     except ValueError:
         bases = []
-    for one in (*bases, cls):
-        by_name = arguments_of(decorator_of(one)).get("kw_only") == "True"
-        for attribute in own_fields(one):
-            found.pop(attribute.name, None)  # what is defined again comes where it is then
-            found[attribute.name] = setting_of(attribute, by_name=by_name)
-    kept = [found[name] for name in found if found[name].parameter.annotation is not None]
-    return sorted(kept, key=lambda one: one.parameter.kind is griffe.ParameterKind.keyword_only)
+    for base in (*bases, cls):
+        by_name = arguments_of(decorator_of(base)).get("kw_only") == "True"
+        for attribute in init_fields(base):
+            settings.pop(attribute.name, None)  # a redefined field moves to its new position
+            settings[attribute.name] = setting_of(attribute, by_name=by_name)
+    annotated = [s for s in settings.values() if s.parameter.annotation is not None]
+    return sorted(annotated, key=lambda s: s.parameter.kind is griffe.ParameterKind.keyword_only)
 
 
-def forwarded_settings(cls: griffe.Class, found: dict[str, list[Setting]]) -> list[Setting]:
-    """What `**settings` of a class's `__init__` takes: the fields of the attrs class it goes to.
+def forwarded_settings(cls: griffe.Class, fields: dict[str, list[Setting]]) -> list[Setting]:
+    """Fields of the attrs class to which `__init__` passes its `**settings`.
 
-    They take the place of `**settings` in the signature, behind those that it names itself.
+    They replace `**settings` in the signature, after the named parameters.
     """
-    made = cls.members.get("__init__")
-    if not isinstance(made, griffe.Function) or made.source == "":
+    init = cls.members.get("__init__")
+    if not isinstance(init, griffe.Function) or init.source == "":
         return []
-    rest = [each for each in made.parameters if each.kind is griffe.ParameterKind.var_keyword]
+    var_keyword = [p for p in init.parameters if p.kind is griffe.ParameterKind.var_keyword]
     calls = (
-        node for node in ast.walk(ast.parse(dedent(made.source))) if isinstance(node, ast.Call)
+        node for node in ast.walk(ast.parse(dedent(init.source))) if isinstance(node, ast.Call)
     )
-    for call in calls if rest else ():
-        passed = (ast.unparse(each.value) for each in call.keywords if each.arg is None)
-        if rest[0].name not in passed or not isinstance(call.func, ast.Name):
+    for call in calls if var_keyword else ():
+        passed = (ast.unparse(word.value) for word in call.keywords if word.arg is None)
+        if var_keyword[0].name not in passed or not isinstance(call.func, ast.Name):
             continue
-        settings = found.get(cls.module.resolve(call.func.id), [])
-        named = {each.name for each in made.parameters}
-        settings = [each for each in settings if each.parameter.name not in named]
-        del made.parameters[rest[0].name]
-        for each in settings:
-            each.parameter.kind = griffe.ParameterKind.keyword_only
-            made.parameters.add(each.parameter)
+        settings = fields.get(cls.module.resolve(call.func.id), [])
+        named = {parameter.name for parameter in init.parameters}
+        settings = [setting for setting in settings if setting.parameter.name not in named]
+        del init.parameters[var_keyword[0].name]
+        for setting in settings:
+            setting.parameter.kind = griffe.ParameterKind.keyword_only
+            init.parameters.add(setting.parameter)
         return settings
     return []
 
 
-def own_fields(cls: griffe.Class) -> Iterator[griffe.Attribute]:
-    """The annotated fields that are given when a class is made."""
+def init_fields(cls: griffe.Class) -> Iterator[griffe.Attribute]:
+    """Annotated fields of a class that are arguments of its `__init__`."""
     for member in cls.members.values():
         if not isinstance(member, griffe.Attribute) or member.annotation is None:
             continue
@@ -124,7 +124,7 @@ def own_fields(cls: griffe.Class) -> Iterator[griffe.Attribute]:
 
 
 def setting_of(attribute: griffe.Attribute, *, by_name: bool) -> Setting:
-    """A field as a parameter."""
+    """Convert a field to a parameter."""
     arguments = arguments_of(field_of(attribute))
     by_name = by_name or arguments.get("kw_only") == "True"
     kind = griffe.ParameterKind
@@ -139,7 +139,7 @@ def setting_of(attribute: griffe.Attribute, *, by_name: bool) -> Setting:
 
 
 def default_of(attribute: griffe.Attribute) -> str | griffe.Expr | None:
-    """What a field is when it is not given; None where it must be."""
+    """Default of a field; None if it is required."""
     call = field_of(attribute)
     if call is None:
         return attribute.value
@@ -150,7 +150,7 @@ def default_of(attribute: griffe.Attribute) -> str | griffe.Expr | None:
 
 
 def field_of(attribute: griffe.Attribute) -> griffe.ExprCall | None:
-    """The call of `attrs.field` that a field is assigned, or None."""
+    """The `attrs.field` call of a field, or None."""
     value = attribute.value
     if isinstance(value, griffe.ExprCall) and value.canonical_path in FIELDS:
         return value
@@ -158,33 +158,33 @@ def field_of(attribute: griffe.Attribute) -> griffe.ExprCall | None:
 
 
 def arguments_of(call: griffe.Expr | None) -> dict[str, Any]:
-    """The named arguments of a call; none where it is not called."""
+    """Keyword arguments of a call; empty for other expressions."""
     if not isinstance(call, griffe.ExprCall):
         return {}
-    named = [one for one in call.arguments if isinstance(one, griffe.ExprKeyword)]
-    return {one.name: one.value if is_long(one.value) else str(one.value) for one in named}
+    keywords = [word for word in call.arguments if isinstance(word, griffe.ExprKeyword)]
+    return {w.name: w.value if is_compound(w.value) else str(w.value) for w in keywords}
 
 
-def is_long(value: Any) -> bool:
-    """Whether a value is more than a word, so that its names may become links."""
+def is_compound(value: Any) -> bool:
+    """Return True for an expression of several names, which may become links."""
     return isinstance(value, griffe.Expr) and not isinstance(value, griffe.ExprName)
 
 
 def describe(cls: griffe.Class, settings: list[Setting]) -> None:
-    """Writes a class's signature and parameters, in the place of its fields."""
+    """Replace the fields of a class by a signature and documented parameters."""
     first = griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)
     if "__init__" not in cls.members:
-        parameters = griffe.Parameters(first, *(one.parameter for one in settings))
+        parameters = griffe.Parameters(first, *(setting.parameter for setting in settings))
         cls.set_member("__init__", griffe.Function("__init__", parameters=parameters, parent=cls))
-    own = {attribute.name for attribute in own_fields(cls)}
+    names = {attribute.name for attribute in init_fields(cls)}
     for member in cls.members.values():
         if not isinstance(member, griffe.Attribute):
             continue
-        if member.name in own:
-            member.docstring = None  # it is a parameter's now, and undescribed fields are not shown
+        if member.name in names:
+            member.docstring = None  # moved to the parameter; fields without one are not shown
         if field_of(member) is not None:
             member.value = None
-    texts = {one.parameter.name: one.text for one in settings if one.text}
+    texts = {setting.parameter.name: setting.text for setting in settings if setting.text}
     if texts:
         old = cls.docstring.value if cls.docstring else ""
         line = cls.docstring.lineno if cls.docstring else cls.lineno
@@ -194,19 +194,19 @@ def describe(cls: griffe.Class, settings: list[Setting]) -> None:
 
 
 def with_parameters(docstring: str, texts: dict[str, str]) -> str:
-    """A docstring whose section `Args` describes these parameters too."""
+    """Add these parameters to the `Args` section of a docstring."""
     section = SECTION.search(docstring)
     head, body, tail = docstring.rstrip(), "", ""
     if section:
         lines = docstring[section.end() :].lstrip("\n").splitlines()
-        inside = next((at for at, line in enumerate(lines) if line[:1].strip()), len(lines))
+        inside = next((n for n, line in enumerate(lines) if line[:1].strip()), len(lines))
         head = docstring[: section.start()].rstrip()
         body, tail = "\n".join(lines[:inside]).rstrip(), "\n".join(lines[inside:])
-    told = set(re.findall(r"^ {4}\*{0,2}(\w+)\b.*?:", body, re.MULTILINE))
-    more = [
+    documented = set(re.findall(r"^ {4}\*{0,2}(\w+)\b.*?:", body, re.MULTILINE))
+    added = [
         f"    {name}: " + text.strip().replace("\n", "\n        ")
         for name, text in texts.items()
-        if name not in told
+        if name not in documented
     ]
-    body = "\n".join(part for part in (body, *more) if part)
+    body = "\n".join(part for part in (body, *added) if part)
     return "\n\n".join(part for part in (head, f"Args:\n{body}", tail) if part) + "\n"

@@ -1,8 +1,8 @@
-"""Collects the messages of a package's errors from its source, with what each tells to do.
+"""Collect the error messages of a package and their remedies from its source.
 
-A message is written as what is wrong, then, behind a semicolon, the remedy. Both are read where
-the error is raised, so that the page can't fall behind the code. What to do about a message that
-tells only what is wrong stands in `remedies.toml`.
+A message states the problem and, after a semicolon, the remedy. Both are read where the error is
+raised, so the page cannot fall behind the code. `remedies.toml` has the remedies of messages that
+state only the problem.
 """
 
 import ast
@@ -17,46 +17,46 @@ ROOT = Path(__file__).resolve().parents[2]
 WORDS = re.compile(r"[A-Za-z]{2,}")
 PLACEHOLDER = "…"
 OPERATORS_PARTS = ("operator", "argument", "got", "fits")
-"""What an argument that does not fit is told with."""
+"""Positional arguments of ms-kernels' argument errors."""
 
 
 class Message(NamedTuple):
-    """One message that a package can end with."""
+    """An error message of a package."""
 
     room: str
-    """The folder or module below the package, such as `streams`."""
+    """Subpackage or module, such as `streams`."""
     error: str
-    """The class of the error."""
+    """Class of the error."""
     wrong: str
-    """What is wrong; `…` stands for a value."""
+    """Problem; `…` replaces a value."""
     remedy: str
-    """What to do; empty where the message tells only what is wrong."""
+    """Remedy; empty if the message states only the problem."""
 
 
 @cache
 def messages_of(package: str) -> tuple[Message, ...]:
-    """Collect the messages of a package, such as `ms-data`, by room and wording, each once."""
+    """Distinct messages of a package, such as `ms-data`, sorted by subpackage and wording."""
     module = package.replace("-", "_")
     source = ROOT / "packages" / package / "src" / module
     errors = error_classes(source / "errors.py")
-    found = set()
+    messages = set()
     for path in sorted(source.rglob("*.py")):
         room = path.relative_to(source).parts[0].removesuffix(".py")
         for error, text in raised(ast.parse(path.read_text(encoding="utf-8")), errors):
             wrong, remedy = parts_of(text)
             if len(WORDS.findall(wrong)) > 1:
-                found.add(Message(room, error, wrong, remedy))
-    return tuple(sorted(found))
+                messages.add(Message(room, error, wrong, remedy))
+    return tuple(sorted(messages))
 
 
 @cache
 def remedies() -> dict[str, list[str]]:
-    """What to do about messages that do not say it: in English and in Chinese, by their words."""
+    """English and Chinese remedies of messages without one, by message."""
     return tomllib.loads(Path(__file__).with_name("remedies.toml").read_text(encoding="utf-8"))
 
 
 def error_classes(path: Path) -> dict[str, str]:
-    """Read the names of a package's errors, each with the first line of its docstring."""
+    """Names of a package's error classes with the first lines of their docstrings."""
     body = ast.parse(path.read_text(encoding="utf-8")).body
     return {
         node.name: (ast.get_docstring(node) or "").partition("\n")[0]
@@ -66,22 +66,22 @@ def error_classes(path: Path) -> dict[str, str]:
 
 
 def raised(tree: ast.AST, errors: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Give the class and text of every error that is made with a text."""
+    """Yield class and text of every error that is created with a text."""
     for scope in ast.walk(tree):
         if not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
             continue
         texts: dict[str, str] = {}
-        for node in own_nodes(scope):
+        for node in direct_nodes(scope):
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 texts[node.targets[0].id] = text_of(node.value, texts)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 name = node.func.id
                 if name in errors and node.args:
-                    yield name, whole_text(node, texts)
+                    yield name, error_text(node, texts)
 
 
-def whole_text(call: ast.Call, texts: dict[str, str]) -> str:
-    """Give an error's text; ms-kernels' errors join theirs of four parts."""
+def error_text(call: ast.Call, texts: dict[str, str]) -> str:
+    """Text of an error; ms-kernels' argument errors have four parts."""
     parts = [text_of(part, texts) for part in call.args]
     if len(parts) != len(OPERATORS_PARTS):
         return parts[0]
@@ -89,17 +89,17 @@ def whole_text(call: ast.Call, texts: dict[str, str]) -> str:
     return f"{operator}: {argument} is {got}; it must be {fits}"
 
 
-def own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
-    """Give the nodes of a function or module in order, but not of functions within it."""
+def direct_nodes(scope: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a function or module in order, without nested functions."""
     for child in ast.iter_child_nodes(scope):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         yield child
-        yield from own_nodes(child)
+        yield from direct_nodes(child)
 
 
 def text_of(node: ast.expr, texts: dict[str, str]) -> str:
-    """Give an expression's text; a name stands for the text it was given just above."""
+    """Text of an expression; a name is replaced by the text assigned to it before."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -114,7 +114,7 @@ def text_of(node: ast.expr, texts: dict[str, str]) -> str:
 
 
 def parts_of(text: str) -> tuple[str, str]:
-    """Split a message into what is wrong and what to do."""
+    """Split a message into problem and remedy."""
     text = re.sub(r"\s+", " ", text).strip()
     text = re.sub(f"^{PLACEHOLDER}: ", "", text)
     wrong, _, remedy = re.sub(r": (?=pip install )", "; ", text).partition("; ")

@@ -1,8 +1,8 @@
-"""A hook of mkdocs that writes the tables of reference pages where a page asks for them.
+"""An mkdocs hook that inserts the generated tables of reference pages.
 
-`<!-- keys: ms-align ppo -->` stands for the keys of that command's run files, and
-`<!-- errors: ms-data -->` for the messages of that package's errors. Pages of both languages hold
-the same marks; the tables' heads are translated.
+`<!-- keys: ms-align ppo -->` is replaced by the keys of that command's run files, and
+`<!-- errors: ms-data -->` by the error messages of that package. Pages of both languages have the
+same marks; the table heads are translated.
 """
 
 import re
@@ -46,25 +46,25 @@ HEADS = {
 
 @cache
 def chinese_meanings() -> dict[str, str]:
-    """The meanings of keys and the titles of their groups in Chinese, by their English words."""
+    """Chinese meanings of keys and titles of groups, by their English text."""
     return tomllib.loads(Path(__file__).with_name("meanings.zh.toml").read_text(encoding="utf-8"))
 
 
 def untranslated_meanings() -> list[str]:
-    """The meanings and titles of today that have no Chinese yet."""
+    """Meanings and titles without a Chinese translation."""
     sections = [section for read in commands().values() for section in read()]
-    words = [word for each in sections for word in (each.title, *(r.meaning for r in each.rows))]
-    return [word for word in dict.fromkeys(words) if word not in chinese_meanings()]
+    texts = [text for s in sections for text in (s.title, *(row.meaning for row in s.rows))]
+    return [text for text in dict.fromkeys(texts) if text not in chinese_meanings()]
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Put the tables where a page asks for them."""
+    """Insert the tables of a page."""
     language = "zh" if page.file.src_uri.endswith(".zh.md") else "en"
     return with_tables(markdown, language)
 
 
 def with_tables(markdown: str, language: str) -> str:
-    """Replace each mark by its tables.
+    """Replace marks by their tables.
 
     Raises:
         KeyError: a mark names a command that takes no run file.
@@ -74,23 +74,23 @@ def with_tables(markdown: str, language: str) -> str:
 
 
 def tables_of_keys(command: str, heads: dict[str, Any]) -> str:
-    """A table for each group of a command's keys."""
+    """Tables of a command's keys, one per group."""
     return "\n\n".join(table_of_keys(section, command, heads) for section in commands()[command]())
 
 
 def table_of_keys(section: Section, command: str, heads: dict[str, Any]) -> str:
-    """A group of keys with its title; each key has an anchor, such as `#ms-align-ppo.kl_coeff`.
+    """Table of a group of keys; every key has an anchor, such as `#ms-align-ppo.kl_coeff`.
 
-    The keys of a rule, whose title begins with its table, have that in their anchor.
+    The title of a cleaning rule starts with its TOML table, which is part of the anchor.
     """
     rule = re.match(r"\[(\w+)\]", section.title)
-    place = "-".join(command.split()) + (f".{rule[1]}" if rule else "")
+    prefix = "-".join(command.split()) + (f".{rule[1]}" if rule else "")
     words = chinese_meanings() if heads is HEADS["zh"] else {}
     rows = [
         (
-            f'[`{row.name}`](#{place}.{row.name}){{: id="{place}.{row.name}" }}',
+            f'[`{row.name}`](#{prefix}.{row.name}){{: id="{prefix}.{row.name}" }}',
             words.get(row.meaning, row.meaning),
-            " / ".join(heads.get(one, one) for one in row.types),
+            " / ".join(heads.get(name, name) for name in row.types),
             heads["needed"] if row.default is None else row.default and f"`{row.default}`",
             limits(row.accepted, heads),
         )
@@ -100,7 +100,7 @@ def table_of_keys(section: Section, command: str, heads: dict[str, Any]) -> str:
 
 
 def limits(text: str, heads: dict[str, Any]) -> str:
-    """Limits in the words of a language; names to choose from stay as they are."""
+    """Translate limits into a language; choices stay unchanged."""
     if text.startswith("`"):
         return text
     for word in ("from", "to", "less than"):
@@ -109,12 +109,12 @@ def limits(text: str, heads: dict[str, Any]) -> str:
 
 
 def tables_of_errors(package: str, heads: dict[str, Any]) -> str:
-    """A table of a package's errors, and one of messages for each of its rooms."""
+    """Table of a package's error classes, and a table of messages per subpackage."""
     source = ROOT / "packages" / package / "src" / package.replace("-", "_")
     classes = [(f"`{name}`", text) for name, text in error_classes(source / "errors.py").items()]
     parts = [table(heads["classes"], classes)]
     messages = messages_of(package)
-    for room in dict.fromkeys(each.room for each in messages):
+    for room in dict.fromkeys(message.room for message in messages):
         rows = [m for m in messages if m.room == room]
         escaped = [(code(m.wrong), remedy_of(m, heads), f"`{m.error}`") for m in rows]
         parts.append(f"**{room}**\n\n{table(heads['errors'], escaped)}")
@@ -122,7 +122,7 @@ def tables_of_errors(package: str, heads: dict[str, Any]) -> str:
 
 
 def remedy_of(message: Message, heads: dict[str, Any]) -> str:
-    """What to do: as the message says, or as this site does in its own language."""
+    """Remedy in the message, or the one in `remedies.toml` in the page's language."""
     if message.remedy:
         return code(message.remedy)
     english, chinese = remedies().get(message.wrong, ("", ""))
@@ -130,12 +130,12 @@ def remedy_of(message: Message, heads: dict[str, Any]) -> str:
 
 
 def code(text: str) -> str:
-    """A message as it is printed, with nothing in it read as markup."""
+    """Escape the Markdown markup of a message."""
     return re.sub(r"([\\`*_\[\]<>{}#])", r"\\\1", text)
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A table in Markdown."""
+    """Markdown table."""
     lines = [head, tuple("---" for _ in head), *rows]
     escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in escaped)

@@ -1,6 +1,6 @@
-"""Collects the keys of every run file: name, type, default, what is accepted, what it means.
+"""Collect the keys of every run file: name, type, default, allowed values, meaning.
 
-They are read as `--help` and `init` read them, so the pages can't fall behind the commands.
+They are read like `--help` and `init` read them, so the pages cannot fall behind the commands.
 """
 
 import ast
@@ -25,7 +25,7 @@ TYPES = {
     "list": "list",
     "Sequence": "list",
 }
-"""What a run file holds for each type of the source that it can hold."""
+"""Type in a run file for each type in the source."""
 CHECKED = {
     "flag": "true or false",
     "whole": "whole number",
@@ -35,7 +35,7 @@ CHECKED = {
     "a_path": "text",
     "numbers": "table",
 }
-"""The same by what checks a value, for fields whose class in Python says less."""
+"""Type in a run file by validator, for fields whose Python type is less specific."""
 
 READ_OTHERWISE = {
     "devices": ("table",),
@@ -45,20 +45,20 @@ READ_OTHERWISE = {
     "scheme": ("text",),
     "stop_tokens": ("whole number", "list"),
 }
-"""What a file can hold for keys that a converter reads, whose type in Python says nothing."""
+"""Types in a run file for keys with a converter, whose Python type says nothing."""
 
 
 class Row(NamedTuple):
     """One key of a run file."""
 
     name: str
-    """With its table in front, where it is in one."""
+    """Name, with its table as a prefix."""
     types: tuple[str, ...]
-    """What a file can hold for it."""
+    """Types that a run file can have."""
     default: str | None
-    """As TOML writes it; empty if nothing is given by default, None for a key that is needed."""
+    """Default in TOML; empty if the key is unset by default, None for a required key."""
     accepted: str
-    """Limits, or the words to choose from; empty for no more than the types say."""
+    """Limits or choices; empty if the types say everything."""
     meaning: str
 
 
@@ -70,10 +70,10 @@ class Section(NamedTuple):
 
 
 def commands() -> dict[str, Callable[[], list[Section]]]:
-    """Every command that takes a file of settings, by the name that a page gives it.
+    """Commands that take a run file, by their name on a page.
 
-    The packages need not be installed. mkdocs takes back what a hook adds to the path of imports
-    when it is loaded, so they are put there once they are asked for.
+    The packages do not have to be installed. mkdocs removes paths that a hook adds to `sys.path`
+    when it is loaded, so they are added here.
     """
     sources = [str(path) for path in sorted(ROOT.glob("packages/*/src"))]
     sys.path[:0] = [source for source in sources if source not in sys.path]
@@ -82,12 +82,12 @@ def commands() -> dict[str, Callable[[], list[Section]]]:
     from ms_parallel.run_template import key_groups
     from ms_parallel.settings.keys import groups_of
 
-    found: dict[str, Any] = {"ms-parallel train": key_groups}
-    found |= {f"ms-align {each.name}": each.groups for each in ALIGN}
-    found |= {f"ms-compress {each.name}": each.groups for each in COMPRESS}
-    found["ms-parallel plan"] = lambda: groups_of("planner.cluster.cluster:Cluster")
-    readers = {name: _reader(groups) for name, groups in found.items()}
-    return readers | {"ms-data clean": rules_of_cleaning}
+    readers: dict[str, Any] = {"ms-parallel train": key_groups}
+    readers |= {f"ms-align {command.name}": command.groups for command in ALIGN}
+    readers |= {f"ms-compress {command.name}": command.groups for command in COMPRESS}
+    readers["ms-parallel plan"] = lambda: groups_of("planner.cluster.cluster:Cluster")
+    sections = {name: _reader(groups) for name, groups in readers.items()}
+    return sections | {"ms-data clean": cleaning_rules}
 
 
 def _reader(groups: Callable[[], list[Any]]) -> Callable[[], list[Section]]:
@@ -97,8 +97,8 @@ def _reader(groups: Callable[[], list[Any]]) -> Callable[[], list[Section]]:
     ]
 
 
-def rules_of_cleaning() -> list[Section]:
-    """The tables of a file of rules, a section each."""
+def cleaning_rules() -> list[Section]:
+    """Sections of a file of cleaning rules, one per rule."""
     from ms_data.cleaning.rules import RULES
     from ms_data.settings.keys import groups_of, place_of
 
@@ -111,49 +111,49 @@ def rules_of_cleaning() -> list[Section]:
 
 
 def rows_of(key: Any) -> list[Row]:
-    """A key, and those of its table."""
+    """Rows of a key and of the keys in its table."""
     default = None if key.required else toml(key.default)
     row = Row(key.name, types_of(key), default, accepted_by(key), key.meaning)
-    inner = [row for each in key.inner for row in rows_of(each)]
+    inner = [row for inner_key in key.inner for row in rows_of(inner_key)]
     if not inner:
         return [row]
-    named = [each._replace(name=f"{key.name}.{each.name}") for each in inner]
-    given = "" if "None" in key.kind else "{}"
-    return [row._replace(types=("table",), default=given), *named]
+    prefixed = [inner_row._replace(name=f"{key.name}.{inner_row.name}") for inner_row in inner]
+    default = "" if "None" in key.kind else "{}"
+    return [row._replace(types=("table",), default=default), *prefixed]
 
 
 def types_of(key: Any) -> tuple[str, ...]:
-    """What a run file can hold for a key."""
+    """Types that a run file can have for a key."""
     words = re.findall(r"\w+", re.sub(r"\[.*\]", "", key.kind))
-    found = list(dict.fromkeys(TYPES[word] for word in words if word in TYPES))
-    if "Literal" in key.kind and "text" not in found:
-        found.append("text")
-    named = CHECKED.get(key.check.partition("(")[0]) or TYPES.get(type(key.default).__name__)
-    return tuple(found) or ((named,) if named else READ_OTHERWISE.get(key.name, ()))
+    types = list(dict.fromkeys(TYPES[word] for word in words if word in TYPES))
+    if "Literal" in key.kind and "text" not in types:
+        types.append("text")
+    checked = CHECKED.get(key.check.partition("(")[0]) or TYPES.get(type(key.default).__name__)
+    return tuple(types) or ((checked,) if checked else READ_OTHERWISE.get(key.name, ()))
 
 
 def accepted_by(key: Any) -> str:
-    """What a validator accepts, in words."""
+    """Values that a validator accepts, in words."""
     name, _, _ = key.check.partition("(")
     if name == "one_of" or (not key.check and key.kind.startswith("Literal")):
         node = ast.parse(key.check or key.kind, mode="eval").body
         values = node.args if isinstance(node, ast.Call) else node.slice.elts  # type: ignore[attr-defined]
-        return ", ".join(f"`{ast.literal_eval(each)}`" for each in values)
+        return ", ".join(f"`{ast.literal_eval(value)}`" for value in values)
     if name not in ("whole", "number"):
         return ""
     call = ast.parse(key.check, mode="eval").body
-    given = {each.arg: ast.unparse(each.value) for each in call.keywords}  # type: ignore[attr-defined]
-    least = given.get("least", "1" if name == "whole" else "0")
+    arguments = {word.arg: ast.unparse(word.value) for word in call.keywords}  # type: ignore[attr-defined]
+    least = arguments.get("least", "1" if name == "whole" else "0")
     words = [] if "inf" in least else [f"from {least}"]
-    if re.fullmatch(r"[\d.e+-]+", given.get("most", "")):
-        words.append(f"to {given['most']}")
-    if "below" in given:
-        words.append(f"less than {given['below']}")
+    if re.fullmatch(r"[\d.e+-]+", arguments.get("most", "")):
+        words.append(f"to {arguments['most']}")
+    if "below" in arguments:
+        words.append(f"less than {arguments['below']}")
     return ", ".join(words).replace(", to", " to")
 
 
 def toml(value: Any) -> str:
-    """A default as TOML writes it; nothing for one that is not given."""
+    """Default value in TOML; empty for None."""
     if value is None:
         return ""
     if isinstance(value, str):

@@ -23,13 +23,13 @@ FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
 def pages() -> list[Path]:
-    """The English pages that are translated, or should be; generated ones are English only."""
+    """English pages that need a translation; generated pages are English only."""
     english = (path for path in sorted(DOCS.rglob("*.md")) if not path.name.endswith(".zh.md"))
     return [path for path in english if path.parent.name != "api" and path.name not in GENERATED]
 
 
 def translation_of(page: Path) -> Path:
-    """Where the Chinese page lies."""
+    """Path of the Chinese page."""
     return page.with_name(f"{page.stem}.zh.md")
 
 
@@ -40,7 +40,7 @@ def english_of(page: Path) -> str:
 
 
 def sections_of(text: str) -> list[tuple[str, str]]:
-    """Each heading with all that stands below it up to the next, code blocks included."""
+    """Headings with their text up to the next heading, code blocks included."""
     covered = FENCE.sub(lambda block: re.sub(r"^#", " ", block[0], flags=re.MULTILINE), text)
     starts = [match.start() for match in re.finditer(r"^#+ ", covered, re.MULTILINE)]
     parts = [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
@@ -48,12 +48,12 @@ def sections_of(text: str) -> list[tuple[str, str]]:
 
 
 def fingerprint(section: str) -> str:
-    """Eight hexadecimal digits that change with a section's words."""
+    """Eight hexadecimal digits that change with the words of a section."""
     return sha256(" ".join(section.split()).encode()).hexdigest()[:8]
 
 
 def stale_sections(page: Path) -> list[str]:
-    """The headings of an English page whose translation was made of other words."""
+    """Headings of an English page that changed after they were translated."""
     front = FRONT.match(translation_of(page).read_text(encoding="utf-8"))
     known = [line.split()[1] for line in front[1].splitlines()] if front else []
     sections = sections_of(english_of(page))
@@ -76,12 +76,12 @@ def accept(page: Path) -> None:
 
 
 def quoted(line: str) -> str:
-    """A list item that YAML reads as text, whatever the heading holds."""
+    """Remove colons from a list item, so YAML reads it as text."""
     return f"{line[:4]}{line[4:].replace(':', '')}"
 
 
 def main() -> int:
-    """Print what is stale, accept pages; exit with 1 where anything is stale."""
+    """Accept pages and print stale sections; return 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--accept", nargs="*", default=[], metavar="PAGE", type=Path)
     for page in parser.parse_args().accept:
@@ -99,7 +99,7 @@ def main() -> int:
 
 
 def new_meanings() -> list[str]:
-    """The meanings of keys that have no Chinese yet; none where the packages' needs are missing."""
+    """Meanings of keys without a Chinese text; empty if dependencies are not installed."""
     try:
         from generated import untranslated_meanings
 
