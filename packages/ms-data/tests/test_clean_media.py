@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFilter
 
 from ms_data import build, clean
-from ms_data.cleaning.near_pictures import Seen
+from ms_data.cleaning.near_pictures import HashIndex
 from ms_data.disk.samples import Samples
 from ms_data.errors import ConfigError
 
@@ -150,7 +150,7 @@ def test_near_duplicates_of_pictures_are_dropped(tmp_path: Path) -> None:
 @given(st.integers(0, 2**64 - 1), st.sets(st.integers(0, 63), max_size=6), st.integers(0, 5))
 def test_every_hash_that_is_near_is_found(found: int, flipped: set[int], bits: int) -> None:
     """And none that is not, whichever bits differ."""
-    seen = Seen(bits)
+    seen = HashIndex(bits)
     seen.add(found)
     other = found
     for bit in flipped:

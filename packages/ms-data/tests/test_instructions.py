@@ -490,7 +490,7 @@ def test_a_jinja_file_is_told_the_special_tokens_of_the_tokenizer(
     said = Tokenizer.load(model).encode_chat("<s>[INST]")
     assert Samples(tmp_path / "alone").conversation(0).tokens[: len(said)].tolist() == said
     file = Tokenizer.load(model / "tokenizer.json")
-    with pytest.raises(SettingError, match=r"reads bos_token.*tokenizer_config\.json"):
+    with pytest.raises(SettingError, match=r"uses bos_token.*tokenizer_config\.json"):
         build(place / "more.jsonl", tokenizer=file, out=tmp_path / "none", chat=alone)
     (model / "tokenizer_config.json").write_text("[")
     with pytest.raises(
