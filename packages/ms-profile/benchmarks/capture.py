@@ -22,7 +22,7 @@ from torch import nn
 
 from ms_profile import EventLog, Recorder, align_clocks, read_ring
 from ms_profile.log.ring import Kind, Ring
-from ms_profile.recording.scopes import SHARE, STRETCH
+from ms_profile.recording.scopes import INVERSE_TIME_BUDGET, MAX_STRETCH
 
 
 def per_call_us(function: Callable[[], object], calls: int = 5000, rounds: int = 30) -> float:
@@ -224,7 +224,7 @@ def main() -> None:
         # Hooks and what is collected now and then, as told from modules that compute nothing.
         step = found[kind]
         step["recorder_own_us"] = own_us * step["spans_a_step"] / found["spans_of_32_blocks"]
-        every_s = min(max(2.0, SHARE * found["collecting_us"] / 1e6), 2.0 * STRETCH)
+        every_s = min(max(2.0, INVERSE_TIME_BUDGET * found["collecting_us"] / 1e6), 2.0 * MAX_STRETCH)
         step["recorder_own_us"] += found["collecting_us"] * step["step_ms"] / 1e3 / every_s
         step["recorder_own_percent"] = step["recorder_own_us"] / step["step_ms"] / 10
     print(json.dumps(found, indent=2))

@@ -253,7 +253,7 @@ def test_what_a_really_full_disk_holds_is_kept_and_can_be_read(tmp_path: Path) -
         pytest.skip("this user may not mount")
     assert done.returncode == 1, done.stderr
     assert "loss" in done.stdout
-    assert "rank-00000.000.json is cut short" in done.stderr
+    assert "rank-00000.000.json is truncated" in done.stderr
     assert "Traceback" not in done.stderr
     assert [path.name for path in (copy / "traces").iterdir()] == ["rank-00000.000.json"]
     assert len(list(read_events(copy, EventFilter(kinds={"step"})))) == 300
@@ -294,7 +294,7 @@ def test_too_few_steps_are_explained(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--train-script", "nowhere.py"], "there is no script nowhere.py"),
+        (["--train-script", "nowhere.py"], "script nowhere.py does not exist"),
         (["--metrics", "comunication_time"], "did you mean 'communication_time'"),
         (["--active", "0"], "active is 0"),
         (["--nproc-per-node", "0"], "--nproc-per-node is 0"),
@@ -316,7 +316,7 @@ def test_a_run_is_not_overwritten_unless_asked(alone: tuple[Path, Finished]) -> 
     """A second run into the same folder is refused; with --overwrite it replaces the first."""
     folder = alone[0]
     done = run(folder, "--steps", "4", rc=2)
-    assert "already holds a run" in done.stderr
+    assert "already has a run" in done.stderr
     run(folder, "--steps", "5", own=("--overwrite",))
     assert read_run(folder).arguments == ("--steps", "5")
     assert [path.name for path in (folder / "traces").iterdir()] == ["rank-00000.000.json"]
@@ -331,7 +331,7 @@ def test_a_killed_rank_is_named_and_the_others_records_are_kept(tmp_path: Path) 
     )
     own = ("--nproc-per-node", "2", "--train-script", str(script))
     done = run(folder, "--parallel", "ddp", "--steps", "7", "--end", "kill", own=own, rc=1)
-    assert "rank 1 ended without a word" in done.stderr
+    assert "rank 1 was stopped without a report" in done.stderr
     failed, killed = read_ranks(folder)
     assert (failed.status, killed.status) == ("failed", "running")
     assert failed.traces[0].steps >= 3

@@ -75,9 +75,9 @@ def test_each_window_records_its_steps_and_is_saved_once(window: TraceSchedule) 
 @pytest.mark.parametrize(
     ("window", "message"),
     [
-        (TraceSchedule(skip=-1), "skip is -1"),
-        (TraceSchedule(active=0), "active is 0"),
-        (TraceSchedule(every=3), "every is 3, less than a window of 9"),
+        (TraceSchedule(skip=-1), "skip must be at least 0, got -1"),
+        (TraceSchedule(active=0), "active must be at least 1"),
+        (TraceSchedule(every=3), "every must be at least 9"),
     ],
 )
 def test_a_window_that_makes_no_sense_is_refused(window: TraceSchedule, message: str) -> None:

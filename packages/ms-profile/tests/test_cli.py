@@ -68,9 +68,9 @@ def test_logs_are_exported_to_tensorboard(folder: Path, capsys: pytest.CaptureFi
         (["logs", "nowhere"], "nowhere holds no event files"),
         (["logs", ".", "--rank", "one"], "--rank"),
         (["link"], "--nproc-per-node"),
-        (["link", "--nproc-per-node", "1"], "at least two ranks"),
-        (["link", "--nproc-per-node", "2", "--repeats", "0"], "--repeats is 0"),
-        (["compare", "a", "b", "--least-change", "-1"], "--least-change is -1"),
+        (["link", "--nproc-per-node", "1"], "must be at least 2"),
+        (["link", "--nproc-per-node", "2", "--repeats", "0"], "--repeats must be at least 1, got 0"),
+        (["compare", "a", "b", "--least-change", "-1"], "--least-change must be a share from 0 to 1, got -1"),
     ],
 )
 def test_bad_input_is_exit_code_2_or_1_in_one_line(
@@ -114,5 +114,5 @@ def test_a_rank_that_is_no_number_is_one_line(
     out = tmp_path / "out"
     assert main(["run", "--train-script", str(script), "--output-dir", str(out)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "the environment says RANK=" in line
+    assert "the environment variable RANK must be a number" in line
     assert not out.exists()

@@ -105,7 +105,7 @@ def test_a_rank_that_ends_itself_is_not_called_killed(tmp_path: Path) -> None:
     script.write_text("import os\nos._exit(2)\n")
     done = run(tmp_path / "out", script, "--nproc-per-node", "1")
     assert done.returncode == 2
-    assert "rank 0 ended itself with exit code 2 before it could report" in done.stderr
+    assert "rank 0 exited with code 2 before it could report" in done.stderr
     assert "killed" not in done.stderr
 
 

@@ -291,7 +291,7 @@ def test_a_collection_that_takes_long_comes_less_often(
         return busy[0]
 
     def steps() -> None:
-        for step in range(scopes.FEWEST_STEPS):
+        for step in range(scopes.MIN_SESSION_STEPS):
             recorder.begin_step(step)
 
     ring = Ring(tmp_path / "a.ring")
@@ -365,7 +365,7 @@ def test_a_torch_without_scopes_costs_the_collectives_alone(
             optimizer.step()
     assert recorder.steps == 3
     assert recorder.problem == (
-        "this torch shows no collectives outside the windows: no such argument"
+        "this torch version exposes no collectives outside the traced windows: no such argument"
     )
 
 

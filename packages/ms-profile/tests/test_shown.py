@@ -376,7 +376,7 @@ def test_an_unknown_command_is_met_by_the_nearest(
     """Misspelt, or named as other tools name it."""
     assert main([word, "--train-script", "train.py"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"there is no command {word!r}; did you mean {command!r}?" in line
+    assert f"unknown command {word!r}; did you mean {command!r}?" in line
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -458,7 +458,7 @@ def test_a_run_is_followed_to_its_end(tmp_path: Path) -> None:
     ("arguments", "line"),
     [
         (["--to", "tensorbord=x"], "give tensorboard=DIR or wandb=DIR or mlflow=DIR"),
-        (["--to", "tensorboard=x"], "no events.jsonl and no event log is here"),
+        (["--to", "tensorboard=x"], "has no events.jsonl and no event log"),
     ],
 )
 def test_what_cannot_be_tracked_is_refused(tmp_path: Path, arguments: list[str], line: str) -> None:

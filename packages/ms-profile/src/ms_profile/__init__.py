@@ -1,7 +1,7 @@
-"""Distributed event log, low-overhead timing, trace analysis, and one report on the time.
+"""Event log, profiler, trace analysis and HTML report for distributed PyTorch training.
 
-Names are imported when they are first used, so that a command's help need not wait for numpy;
-`__init__.pyi` says where each comes from.
+Public names are imported lazily, so `--help` does not wait for numpy; `__init__.pyi` lists the
+module that defines each name.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""`python -m ms_profile`, which is how torchrun starts `ms-profile run`."""
+"""`python -m ms_profile`: the entry point that torchrun uses for `ms-profile run`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command `ms-profile`: run one subcommand, turn errors into one line and an exit code."""
+"""The `ms-profile` command: dispatch to a subcommand; errors become one line and an exit code."""
 
 import importlib
 import sys
@@ -11,8 +11,8 @@ from ms_profile.version import __version__
 
 PROG: Final = "ms-profile"
 COMMANDS: Final = ("run", "report", "compare", "logs", "track", "link")
-"""In the order of the help; each is a module of `ms_profile.commands`."""
-MEANT: Final = {
+"""Subcommands in the order of the help text; each is a module in `ms_profile.commands`."""
+SYNONYMS: Final = {
     "run": ("profile", "capture", "record", "start", "trace", "train"),
     "report": ("analyse", "analyze", "html", "open", "ring", "show", "summary", "view"),
     "compare": ("diff", "regression"),
@@ -20,25 +20,29 @@ MEANT: Final = {
     "track": ("mlflow", "sync", "tensorboard", "upload", "wandb"),
     "link": ("bandwidth", "latency", "ping"),
 }
-"""Words that stand for a command elsewhere."""
+"""What users of other tools may type instead of each command, for the "did you mean" hint."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; 0 done, 1 failed, 2 bad input, 130 after Ctrl-C."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    return perform(PROG, lambda: _execute(given), report=_report_system)
+    """Run the command line.
+
+    Returns:
+        0 on success, 1 on failure, 2 on bad input, 130 after Ctrl-C.
+    """
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    return perform(PROG, lambda: _execute(argv), report=_report_os_error)
 
 
-def _execute(given: Sequence[str]) -> int:
-    if given and not given[0].startswith("-") and given[0] not in COMMANDS:
-        sys.stderr.write(f"{PROG}: {_unknown(given[0])}\n")
+def _execute(argv: Sequence[str]) -> int:
+    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        sys.stderr.write(f"{PROG}: {_unknown(argv[0])}\n")
         return BAD_INPUT
-    options = _parser(given).parse_args(given)
+    options = _parser(argv).parse_args(argv)
     return int(options.execute(options))
 
 
-def _report_system(error: BaseException) -> int | None:
-    """Print what the system reports of a file that cannot be written, such as a full disk."""
+def _report_os_error(error: BaseException) -> int | None:
+    """Print an operating system error, such as a full disk, and return the exit code for it."""
     if not isinstance(error, OSError):
         return None
     sys.stderr.write(f"{PROG}: {one_line(str(error))}\n")
@@ -46,29 +50,30 @@ def _report_system(error: BaseException) -> int | None:
 
 
 def _unknown(word: str) -> str:
-    """Return the message for a word that is no command, with the one that was probably meant."""
-    meant = {each: name for name, words in MEANT.items() for each in (name, *words)}
-    hint = nearest_name(word.lower(), meant)
+    """Return the error message for an unknown command, with the closest known one."""
+    command_of = {alias: name for name, words in SYNONYMS.items() for alias in (name, *words)}
+    hint = nearest_name(word.lower(), command_of)
     shown = one_line(word)[:60]
     if hint is None:
-        return f"there is no command {shown!r}; the commands are {', '.join(COMMANDS)}"
-    command = meant[hint]
+        return f"unknown command {shown!r}; the commands are {', '.join(COMMANDS)}"
+    command = command_of[hint]
     return (
-        f"there is no command {shown!r}; did you mean {command!r}? See {PROG} {command} --help; "
+        f"unknown command {shown!r}; did you mean {command!r}? See {PROG} {command} --help; "
         f"the commands are {', '.join(COMMANDS)}"
     )
 
 
-def _parser(given: Sequence[str]) -> CommandParser:
+def _parser(argv: Sequence[str]) -> CommandParser:
     parser = CommandParser(
         PROG,
         version=__version__,
-        description="Where the time goes, on every rank, and what to do about it.",
+        description="Find out why distributed training is slow, on every rank, and how to fix it.",
         example="ms-profile run --train-script train.py --output-dir ./profile_results",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    asked = [name for name in given[:1] if name in COMMANDS]
-    for name in asked or COMMANDS:
+    # Import only the module of the requested command: `logs --help` must not import torch.
+    selected = [name for name in argv[:1] if name in COMMANDS]
+    for name in selected or COMMANDS:
         module = importlib.import_module(f"ms_profile.commands.{name}")
         command = commands.add_parser(
             name, help=module.HELP, description=module.HELP, example=module.EXAMPLE

@@ -1,4 +1,4 @@
-"""What can go wrong, by kind: each error is a `ProfileError` and the builtin nearest to it."""
+"""Exceptions: each one is a `ProfileError` and the closest builtin exception."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -7,74 +7,76 @@ from typing import ClassVar
 
 
 class ProfileError(Exception):
-    """Base of all errors that ms-profile raises."""
+    """Base class of all ms-profile errors."""
 
     exit_code: ClassVar[int] = 2
-    """How a command ends that raises it: what was given has to be mended."""
+    """Exit code of a command that raises this error: 2, bad input."""
 
 
 class FormatError(ProfileError, ValueError):
-    """A file is not of the format that it should have, or its parts contradict each other."""
+    """A file has the wrong format, or its parts contradict each other."""
 
 
 class EventError(ProfileError, ValueError):
-    """An event that cannot be recorded: a field of a wrong type, or a log of another process."""
+    """An event cannot be recorded: a field has a wrong type, or another process owns the log."""
 
 
 class ClockError(ProfileError, ValueError):
-    """Clocks that cannot be aligned from what was given."""
+    """The clocks cannot be aligned from these measurements."""
 
 
 class MetricError(ProfileError, ValueError):
-    """A metric of an unknown name."""
+    """A metric's name is unknown."""
 
 
 class CaptureError(ProfileError, ValueError):
-    """A run that cannot be captured as asked: no such script, no torch, an output folder in use."""
+    """The run cannot be captured: no such script, torch is missing, or the folder is in use."""
 
 
 class EnvironmentValueError(CaptureError):
-    """A launcher's variable in the environment, such as `RANK`, that is no number."""
+    """An environment variable set by the launcher, such as `RANK`, is not a number."""
 
 
 class RecordError(ProfileError, RuntimeError):
-    """A recording that cannot be written: the disk is full, or the folder is not writable."""
+    """The recording cannot be written: the disk is full, or the folder is not writable."""
 
     exit_code: ClassVar[int] = 1
-    """The command's exit code: nothing that was given is wrong."""
+    """Exit code 1, a failure: the input itself is valid."""
 
 
 class LinkError(ProfileError, ValueError):
-    """Links that cannot be measured or fitted from what was given."""
+    """The links cannot be measured, or no line can be fitted to the measurements."""
 
 
 class TraceError(ProfileError, ValueError):
-    """A trace that cannot be read, or that lacks what was asked of it."""
+    """A trace cannot be read, or lacks the data that an analysis needs."""
 
 
 class TrackerError(ProfileError, ValueError):
-    """A tracker that cannot work as asked: its library is missing, or its folder is none."""
+    """A tracker cannot be used: its library is missing, or its folder is unusable."""
 
 
-def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name nearest to `name`, where one is near."""
-    found = get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return found[0] if found else None
+def nearest_name(name: str, candidates: Iterable[str]) -> str | None:
+    """Return the known name closest to `name`, or None if none is close."""
+    matches = get_close_matches(name, list(candidates), n=1, cutoff=0.5)
+    return matches[0] if matches else None
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `"; did you mean 'x'?"` for the known name nearest to `name`, or an empty string."""
-    found = nearest_name(name, known)
-    return f"; did you mean {found!r}?" if found else ""
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """Return `"; did you mean 'x'?"` for the closest known name, or an empty string."""
+    match = nearest_name(name, candidates)
+    return f"; did you mean {match!r}?" if match else ""
 
 
 def number_in_environment(name: str, default: int) -> int:
-    """Read a number that a launcher put into the environment, such as `RANK`.
+    """Read an integer that a launcher put into the environment, such as `RANK`.
 
     Raises:
-        EnvironmentValueError: it is no number.
+        EnvironmentValueError: the variable is not a number.
     """
     text = environ.get(name, str(default))
     if not (text.isascii() and text.isdigit() and len(text) < 9):
-        raise EnvironmentValueError(f"the environment says {name}={text[:40]!r}; set a number")
+        raise EnvironmentValueError(
+            f"the environment variable {name} must be a number, got {text[:40]!r}; set a number"
+        )
     return int(text)

@@ -1,6 +1,6 @@
-"""What a user may ask a run to measure: each metric owns what is recorded and what is shown.
+"""The metrics of `--metrics`: each names the data to record and the report sections to show.
 
-Steps, the split of their time, the timeline and the advice are there whatever was asked for.
+Steps, the breakdown of their time, the timeline and the advice are always recorded and shown.
 """
 
 from collections.abc import Iterable
@@ -15,39 +15,39 @@ from ms_profile.errors import MetricError, nearest
 
 
 class Collect(Flag):
-    """What is recorded beside times."""
+    """Data recorded in addition to durations."""
 
     NOTHING = 0
     SHAPES = auto()
-    """Shapes of operators' inputs, from which the sizes of messages come too."""
+    """Shapes of operator inputs, which also yield message sizes."""
     MEMORY = auto()
-    """Every allocation in the windows, and allocated memory about once a second."""
+    """Every allocation in the traced windows, and allocated memory about once per second."""
     GROUPS = auto()
-    """Which process group each collective belongs to, by torch's flight recorder."""
+    """The process group of each collective, from torch's flight recorder."""
     DATA_WAITS = auto()
-    """How long each second's steps waited for their batches."""
+    """Time spent waiting for batches, summed over the steps of each second."""
 
 
 @frozen(kw_only=True)
 class Metric:
-    """One thing to measure."""
+    """A metric that `--metrics` can select."""
 
     meaning: str
-    """What it measures, in a few words."""
+    """Short description for the help text."""
     collects: Collect = Collect.NOTHING
-    """What is recorded for it."""
+    """Data that the recorder must collect for it."""
     shows: tuple[str, ...]
-    """The parts of the report that it adds."""
+    """Report sections that it adds."""
 
 
 METRICS: Final[dict[str, Metric]] = {
     "communication_time": Metric(
-        meaning="collectives: transfer, wait and who caused it",
+        meaning="collectives: transfer time, wait time, and the rank that caused each wait",
         collects=Collect.SHAPES | Collect.GROUPS,
         shows=("communication", "waiting"),
     ),
     "compute_time": Metric(
-        meaning="operators and kernels, and what of them hides communication",
+        meaning="operators and kernels, and how much of their time hides communication",
         shows=("operators",),
     ),
     "memory": Metric(
@@ -56,38 +56,41 @@ METRICS: Final[dict[str, Metric]] = {
         shows=("memory",),
     ),
     "operators": Metric(
-        meaning="self and total time of each operator by shape",
+        meaning="self and total time of each operator, by input shape",
         collects=Collect.SHAPES,
         shows=("operators", "shapes"),
     ),
     "data_time": Metric(
-        meaning="waiting for the next batch",
+        meaning="time spent waiting for the next batch",
         collects=Collect.DATA_WAITS,
         shows=("data",),
     ),
     "idle": Metric(
-        meaning="time in which nothing ran, by cause",
+        meaning="time with nothing running, by cause",
         shows=("idle",),
     ),
 }
 
 
 def collected_for(metrics: Iterable[str]) -> Collect:
-    """Return the least that has to be recorded for all of `metrics`."""
+    """Return the data that must be recorded to compute all of `metrics`."""
     return reduce(or_, (METRICS[name].collects for name in metrics), Collect.NOTHING)
 
 
 def parse_metrics(text: str) -> tuple[str, ...]:
-    """Read a comma-separated list, in the order of `METRICS`.
+    """Parse a comma-separated list of metrics; the result is in the order of `METRICS`.
 
     Raises:
-        MetricError: a name is unknown, or there is none.
+        MetricError: a name is unknown, or the list is empty.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in METRICS:
-            hint = nearest(name, METRICS) or f"; known are {', '.join(METRICS)}"
+            hint = nearest(name, METRICS) or f"; the metrics are {', '.join(METRICS)}"
             raise MetricError(f"unknown metric {name!r}{hint}")
     if not names:
-        raise MetricError(f"no metric in {text!r}; known are {', '.join(METRICS)}")
+        raise MetricError(
+            f"metrics must name at least one metric, got {text!r}; the metrics are "
+            f"{', '.join(METRICS)}"
+        )
     return tuple(name for name in METRICS if name in names)

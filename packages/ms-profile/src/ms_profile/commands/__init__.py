@@ -1,4 +1,4 @@
-"""The subcommands of `ms-profile`, one a file, each a skin over public functions of the package.
+"""The subcommands of `ms-profile`, one module each: thin wrappers around public functions.
 
-Each has `HELP`, `EXAMPLE`, `add_arguments(parser)` and `execute(options) -> exit code`.
+Each module defines `HELP`, `EXAMPLE`, `add_arguments(parser)` and `execute(options) -> exit code`.
 """

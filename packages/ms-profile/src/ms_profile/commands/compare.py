@@ -1,4 +1,4 @@
-"""`ms-profile compare A B`: exit 1 when B is significantly slower."""
+"""`ms-profile compare A B`: exit with 1 if B is significantly slower."""
 
 import argparse
 import sys
@@ -30,111 +30,131 @@ MOST_WAIT = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Add the command's arguments to the parser."""
     parser.add_argument("before", type=path_argument, help="run A: folder or trace")
     parser.add_argument("after", type=path_argument, help="run B")
-    more = "with three runs or more their scatter decides, on a busy host too; record in turns"
+    more = "with 3 or more runs the scatter between runs decides; alternate A and B while recording"
     parser.add_argument("--before", type=path_argument, action="append", default=[], metavar="RUN",
                         dest="more_before", help=f"another run of A; {more}")  # fmt: skip
     parser.add_argument("--after", type=path_argument, action="append", default=[], metavar="RUN",
                         dest="more_after", help="another run of B")  # fmt: skip
     parser.add_argument("--least-change", type=float, default=LEAST_CHANGE, metavar="SHARE",
-                        help="smallest change that counts; 0.03")  # fmt: skip
+                        help="smallest relative change that counts; default: 0.03")  # fmt: skip
     parser.add_argument("--most-wait", type=float, default=MOST_WAIT, metavar="SHARE",
-                        help="of the time waiting for a CPU; refuse busier runs; 0.1")  # fmt: skip
+                        help="largest share of time waiting for a CPU; busier runs are refused; "
+                        "default: 0.1")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Compare and print; 1 for a regression, 2 where a busy host hides whether it is one."""
+    """Compare two runs and print the result.
+
+    Returns:
+        1 for a significant regression, 0 otherwise.
+    """
     if not 0 <= options.least_change < 1:
-        raise TraceError(f"--least-change is {options.least_change}; give a share, 0 to 1")
+        raise TraceError(
+            f"--least-change must be a share from 0 to 1, got {options.least_change}; 0.03 is 3%"
+        )
     if not options.most_wait >= 0:
-        raise TraceError(f"--most-wait is {options.most_wait}; give a share, 0 to 1")
+        raise TraceError(
+            f"--most-wait must be a share of at least 0, got {options.most_wait}; 0.1 is 10%"
+        )
     recorded = _recorded(options)
-    found = compare(
+    comparison = compare(
         analyse(options.before),
         analyse(options.after),
         least_change=options.least_change,
         recorded=recorded,
     )
     if options.json:
-        print(msgspec.json.encode(_plain(found)).decode())
+        print(msgspec.json.encode(_to_json(comparison)).decode())
     else:
-        _show(found, options.least_change)
-    return 1 if found.regression else 0
+        _show(comparison, options.least_change)
+    return 1 if comparison.regression else 0
 
 
-def _tell(problem: str) -> None:
+def _warn(problem: str) -> None:
     print(f"ms-profile: {plain(problem)}", file=sys.stderr)
 
 
 def _recorded(
     options: argparse.Namespace,
 ) -> tuple[list[RecordedSteps], list[RecordedSteps]] | None:
-    """Return the logged steps of all runs; None for two runs of which one has none.
+    """Return the logged steps of the runs of A and of B; None for two runs without a log.
 
     Raises:
-        TraceError: of two runs one was hindered too much, or of several one has no log.
+        TraceError: one of several runs has no log, or one of two waited too much for a CPU.
     """
     folders = [[options.before, *options.more_before], [options.after, *options.more_after]]
     several = len(options.more_before) + len(options.more_after) > 0
-    kinds: tuple[list[RecordedSteps], list[RecordedSteps]] = ([], [])
-    for own, kind in zip(folders, kinds, strict=True):
-        for folder in own:
-            one = recorded_steps(folder, on_problem=_tell)
-            if one is None and several:
+    steps: tuple[list[RecordedSteps], list[RecordedSteps]] = ([], [])
+    for run_folders, side in zip(folders, steps, strict=True):
+        for folder in run_folders:
+            recorded = recorded_steps(folder, on_problem=_warn)
+            if recorded is None and several:
                 raise TraceError(
-                    f"{folder} is no run with a log of {LEAST_STEPS} steps or more; several runs "
-                    "are compared by their logs: record them with ms-profile run"
+                    f"{folder} must be a run with a log of at least {LEAST_STEPS} steps; several "
+                    "runs are compared by their logs: record them with ms-profile run"
                 )
-            if one is None:
+            if recorded is None:
                 return None
-            if not several and (one.cpu_wait_share or 0) > options.most_wait:
+            if not several and (recorded.cpu_wait_share or 0) > options.most_wait:
                 raise TraceError(
-                    f"not measurable: {folder} waited for a CPU {one.cpu_wait_share:.0%} of the "
-                    "time, its host was busy; compare several runs of each (--before, --after), "
-                    "runs of a quiet host, or raise --most-wait"
+                    f"not measurable: {folder} waited for a CPU {recorded.cpu_wait_share:.0%} of "
+                    "the time because its host was busy; compare several runs of each (--before, "
+                    "--after), record on a quiet host, or raise --most-wait"
                 )
-            kind.append(one)
-    return kinds
+            side.append(recorded)
+    return steps
 
 
-def _plain(found: Comparison) -> dict[str, Any]:
-    """Return the comparison for JSON, each change with its share."""
+def _to_json(comparison: Comparison) -> dict[str, Any]:
+    """Convert a comparison to JSON types, with the relative change of each row."""
 
-    def plain(one: Change) -> dict[str, Any]:
-        return {**asdict(one), "share": one.share}
+    def with_share(change: Change) -> dict[str, Any]:
+        return {**asdict(change), "share": change.share}
 
-    series = {name: [*map(plain, getattr(found, name))] for name in ("phases", "operators")}
-    return {**asdict(found), "step": plain(found.step), **series}
+    series = {
+        name: [*map(with_share, getattr(comparison, name))] for name in ("phases", "operators")
+    }
+    return {**asdict(comparison), "step": with_share(comparison.step), **series}
 
 
-def _show(found: Comparison, least_change: float) -> None:
+def _show(comparison: Comparison, least_change: float) -> None:
     table = Table(title="per step")
     for column in ("what", "before ms", "after ms", "change"):
         table.add_column(column, justify="left" if column == "what" else "right")
-    for one in (found.step, *found.phases, *found.operators[:MOST_OPERATORS]):
-        change = "new" if one.share is None else f"{one.share:+.1%}"
+    for row in (comparison.step, *comparison.phases, *comparison.operators[:MOST_OPERATORS]):
+        change = "new" if row.share is None else f"{row.share:+.1%}"
         table.add_row(
-            cell(one.name), f"{one.before_ns / 1e6:.3f}", f"{one.after_ns / 1e6:.3f}", change
+            cell(row.name), f"{row.before_ns / 1e6:.3f}", f"{row.after_ns / 1e6:.3f}", change
         )
     Console().print(table)
-    if found.not_measurable:
-        print(f"not measurable in one run or both: {', '.join(found.not_measurable)}")
-    share = found.step.share
+    if comparison.not_measurable:
+        print(f"not measurable in one run or both: {', '.join(comparison.not_measurable)}")
+    share = comparison.step.share
     verdict = "no significant difference"
-    if found.regression:
+    if comparison.regression:
         verdict = "significant regression"
-    elif found.improvement:
+    elif comparison.improvement:
         verdict = "significant improvement"
     elif share is not None and abs(share) >= least_change:
-        verdict = "inconclusive (not significant: too few steps, or too much scatter)"
-    change = "" if share is None else f"{share:+.1%} a step, "
+        verdict = "inconclusive (not significant: too few steps, or too much variance)"
+    change = "" if share is None else f"{share:+.1%} per step, "
     way = "get faster" if share is not None and share < 0 else "get slower"
-    print(f"{verdict}: {change}equal runs {way} by as much in {found.p_value:.1%} of cases")
-    power = "with so few of them, or so unlike, no slow-down is found surely; record more"
-    if found.detectable is not None:
-        power = f"a slow-down of {found.detectable:.0%} is found in 9 of 10 such pairs of runs"
-    runs = f" of {found.runs[0]} and {found.runs[1]} runs" if sum(found.runs) > 2 else ""
-    print(f"{found.steps[0]} and {found.steps[1]} steps{runs} compared: {power}")
+    print(
+        f"{verdict}: {change}equal runs {way} by at least this much in "
+        f"{comparison.p_value:.1%} of cases"
+    )
+    power = "too few steps or too much variance to detect any slowdown reliably; record more"
+    if comparison.detectable is not None:
+        power = (
+            f"a slowdown of {comparison.detectable:.0%} is detected in 9 of 10 such pairs of runs"
+        )
+    runs = (
+        f" of {comparison.runs[0]} and {comparison.runs[1]} runs"
+        if sum(comparison.runs) > 2
+        else ""
+    )
+    print(f"{comparison.steps[0]} and {comparison.steps[1]} steps{runs} compared: {power}")

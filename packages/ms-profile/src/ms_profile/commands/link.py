@@ -1,4 +1,4 @@
-"""`ms-profile link`: latency and bandwidth between every pair of ranks."""
+"""`ms-profile link`: measure latency and bandwidth between every pair of ranks."""
 
 import argparse
 import os
@@ -26,10 +26,10 @@ EXAMPLE: Final = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Add the command's arguments to the parser."""
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="start N local processes")
     parser.add_argument("--backend", default="gloo", help="gloo, nccl, hccl; default: gloo")
-    parser.add_argument("--repeats", type=int, default=10, help="round trips a size; 10")
+    parser.add_argument("--repeats", type=int, default=10, help="round trips per message size; 10")
     parser.add_argument(
         "--out", type=file_argument, metavar="FILE", help="write the matrix as JSON"
     )
@@ -37,13 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Measure under torchrun, starting it first if asked to."""
+    """Measure the links between the ranks, starting them with torchrun for --nproc-per-node."""
     if options.repeats < 1:
-        raise LinkError(f"--repeats is {options.repeats}; give 1 or more")
+        raise LinkError(f"--repeats must be at least 1, got {options.repeats}")
     if options.nproc_per_node is not None:
         return _start(options)
     if "RANK" not in os.environ:
-        raise LinkError("links need ranks; give --nproc-per-node N, or run under torchrun")
+        raise LinkError("link needs several ranks; pass --nproc-per-node N, or run under torchrun")
     import torch
     import torch.distributed as dist
 
@@ -63,14 +63,14 @@ def execute(options: argparse.Namespace) -> int:
 def _start(options: argparse.Namespace) -> int:
     if options.nproc_per_node < 2:
         raise LinkError(
-            f"--nproc-per-node is {options.nproc_per_node}; a link takes at least two ranks"
+            f"--nproc-per-node must be at least 2 to measure a link, got {options.nproc_per_node}"
         )
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    own = ["-m", "ms_profile", "link", "--backend", options.backend]
-    own += ["--repeats", str(options.repeats)]
-    own += ["--out", str(options.out)] if options.out else []
-    own += ["--json"] if options.json else []
-    return subprocess.call([sys.executable, *launcher, str(options.nproc_per_node), *own])
+    arguments = ["-m", "ms_profile", "link", "--backend", options.backend]
+    arguments += ["--repeats", str(options.repeats)]
+    arguments += ["--out", str(options.out)] if options.out else []
+    arguments += ["--json"] if options.json else []
+    return subprocess.call([sys.executable, *launcher, str(options.nproc_per_node), *arguments])
 
 
 def _report(matrix: LinkMatrix, options: argparse.Namespace) -> None:
@@ -83,12 +83,12 @@ def _report(matrix: LinkMatrix, options: argparse.Namespace) -> None:
     for column in ("ranks", "hosts", "latency µs", "bandwidth MB/s", "misfit"):
         table.add_column(column, justify="left" if column == "hosts" else "right")
     for pair in matrix.pairs:
-        speed = pair.fit.bandwidth_bytes_per_s
+        bandwidth = pair.fit.bandwidth_bytes_per_s
         table.add_row(
             f"{pair.first} - {pair.second}",
             cell(f"{matrix.hosts[pair.first]} - {matrix.hosts[pair.second]}"),
             f"{pair.fit.latency_s * 1e6:.1f}",
-            "not measurable" if speed is None else f"{speed / 1e6:.0f}",
+            "not measurable" if bandwidth is None else f"{bandwidth / 1e6:.0f}",
             f"{pair.fit.residual:.0%}",
         )
     Console().print(table)

@@ -1,4 +1,4 @@
-"""Text from files as a terminal may show it: control sequences are spelled out, not obeyed."""
+"""Escape control sequences in text that comes from files before a terminal shows it."""
 
 from rich.text import Text
 
@@ -6,10 +6,10 @@ from ms_profile.entry import one_line
 
 
 def plain(text: str) -> str:
-    """Return the text in one line that a terminal prints as it is."""
+    """Return the text as one line without control sequences."""
     return text if text.isprintable() else one_line(text)
 
 
 def cell(text: str) -> Text:
-    """Return the same for a table of rich's, which takes brackets for styles."""
+    """Return `plain(text)` as a rich table cell, so that brackets are not read as styles."""
     return Text(plain(text))

@@ -1,4 +1,4 @@
-"""`ms-profile report`: analyse a run's traces and write the page."""
+"""`ms-profile report`: analyze a run's traces and write the HTML report."""
 
 import argparse
 import sys
@@ -17,46 +17,48 @@ from ms_profile.report.page import write_report
 from ms_profile.report.perfetto import export_perfetto
 from ms_profile.report.summary import build_summary
 
-HELP: Final = "analyse traces and write one offline HTML report"
+HELP: Final = "analyze traces and write one offline HTML report"
 EXAMPLE: Final = "ms-profile report ./profile_results --out report.html"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Add the command's arguments to the parser."""
     parser.add_argument(
         "path",
         type=path_argument,
-        help="a run's folder, a folder of traces, a trace, or a recorder's ring",
+        help="a run's folder, a folder of traces, a single trace, or a recorder's ring",
     )
     parser.add_argument(
         "--out", type=file_argument, metavar="FILE", help="default: PATH/report.html"
     )
-    parser.add_argument("--title", default="", help="of the page")
+    parser.add_argument("--title", default="", help="title of the page")
     parser.add_argument("--window", type=int, metavar="N",
-                        help="which window of a run's traced steps, from 1; the last")  # fmt: skip
+                        help="window of traced steps, from 1; default: the last")  # fmt: skip
     parser.add_argument("--metrics", metavar="NAMES",
-                        help=f"comma-separated parts to show, of {', '.join(METRICS)}; default: "
-                        "what the run was asked for")  # fmt: skip
+                        help=f"comma-separated report sections, of {', '.join(METRICS)}; default: "
+                        "the metrics of the run")  # fmt: skip
     parser.add_argument(
-        "--links", type=path_argument, metavar="FILE", help="what `link --out` wrote"
+        "--links", type=path_argument, metavar="FILE", help="link matrix from `link --out`"
     )
     parser.add_argument(
-        "--perfetto", type=file_argument, metavar="FILE", help="write a trace of all ranks"
+        "--perfetto", type=file_argument, metavar="FILE", help="also write a trace of all ranks"
     )
     parser.add_argument("--most-events", type=int, default=1_000_000, metavar="N",
-                        help="spans in the timeline, the longest ones; 1000000")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the summary, write no page")
+                        help="most spans in the timeline, longest first; 1000000")  # fmt: skip
+    parser.add_argument(
+        "--json", action="store_true", help="print the summary as JSON and write no page"
+    )
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Analyse, write the page, and print what was found in a few lines."""
+    """Analyze the run, write the page and print the findings."""
     links = None
     if options.links is not None:
         links = read_links(options.links)
     if options.most_events < 1:
-        raise TraceError(f"--most-events is {options.most_events}; give 1 or more")
+        raise TraceError(f"--most-events must be at least 1, got {options.most_events}")
     if options.window is not None and options.window < 1:
-        raise TraceError(f"--window is {options.window}; windows are counted from 1")
+        raise TraceError(f"--window must be at least 1 (the first window), got {options.window}")
     metrics = parse_metrics(options.metrics) if options.metrics else None
     analysis = analyse(options.path, window=options.window)
     if options.json:
@@ -78,5 +80,5 @@ def execute(options: argparse.Namespace) -> int:
     return 0
 
 
-def _count(things: Sized, name: str) -> str:
-    return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"
+def _count(items: Sized, name: str) -> str:
+    return f"{len(items)} {name}{'' if len(items) == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""`ms-profile track`: a run's events shown in TensorBoard, W&B or MLflow, later or meanwhile."""
+"""`ms-profile track`: send a run's events to TensorBoard, W&B or MLflow, live or afterwards."""
 
 import argparse
 import sys
@@ -17,7 +17,7 @@ from ms_profile.log.event_reader import EventFilter, event_files_so_far, follow_
 from ms_profile.log.json_lines import NAME, read_json_lines
 from ms_profile.trackers import Destination, MLflow, TensorBoard, Tracker, Wandb
 
-HELP: Final = "show a run's events in TensorBoard, W&B or MLflow, later or as it runs"
+HELP: Final = "send a run's events to TensorBoard, W&B or MLflow, live or afterwards"
 EXAMPLE: Final = "ms-profile track runs/sft --to tensorboard=tb --settings RUN.toml --follow"
 DESTINATIONS: Final[dict[str, Callable[[str, argparse.Namespace], Destination]]] = {
     "tensorboard": lambda folder, options: TensorBoard(folder),
@@ -27,7 +27,7 @@ DESTINATIONS: Final[dict[str, Callable[[str, argparse.Namespace], Destination]]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Add the command's arguments to the parser."""
     parser.add_argument(
         "run",
         type=path_argument,
@@ -39,21 +39,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         required=True,
         metavar="NAME=DIR",
-        help=f"where to: {', '.join(DESTINATIONS)}, each with a folder of its own; repeat it",
+        help=f"destination: {', '.join(DESTINATIONS)}, each with its own folder; repeatable",
     )
-    parser.add_argument("--name", help="of the run; by default that of its folder")
-    parser.add_argument("--project", help="W&B's project, MLflow's experiment")
+    parser.add_argument("--name", help="name of the run; default: the name of its folder")
+    parser.add_argument("--project", help="project in W&B, experiment in MLflow")
     parser.add_argument(
-        "--settings", type=path_argument, metavar="RUN.toml", help="shown with the run"
+        "--settings", type=path_argument, metavar="RUN.toml", help="settings to show with the run"
     )
     parser.add_argument(
-        "--follow", action="store_true", help="go on as the events come, to the end of the run"
+        "--follow", action="store_true", help="keep sending new events until the run ends"
     )
-    parser.add_argument("--json", action="store_true", help="print what was done as JSON")
+    parser.add_argument("--json", action="store_true", help="print the counts as JSON")
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Hand over the events; 1 if some were left out."""
+    """Send the events to every destination.
+
+    Returns:
+        1 if events were skipped or lost, 0 otherwise.
+    """
     destinations = [_destination(text, options) for text in options.to]
     settings = {} if options.settings is None else flat(_toml(options.settings))
     problems: list[str] = []
@@ -79,48 +83,46 @@ def execute(options: argparse.Namespace) -> int:
     return 1 if problems or tracker.lost else 0
 
 
-def flat(settings: dict[str, Any], before: str = "") -> dict[str, int | float | str]:
-    """Return the keys of nested tables with dots between them; a list is its text."""
-    found: dict[str, int | float | str] = {}
+def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, int | float | str]:
+    """Flatten nested tables to dotted keys; lists and other values become text."""
+    scalars: dict[str, int | float | str] = {}
     for name, value in settings.items():
         if isinstance(value, dict):
-            found |= flat(value, f"{before}{name}.")
+            scalars |= flat(value, f"{prefix}{name}.")
         else:
-            known = isinstance(value, int | float | str)
-            found[f"{before}{name}"] = value if known else str(value)
-    return found
+            is_scalar = isinstance(value, int | float | str)
+            scalars[f"{prefix}{name}"] = value if is_scalar else str(value)
+    return scalars
 
 
 def _toml(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = read_toml(path, error=TrackerError)
-    return found
+    settings: dict[str, Any] = read_toml(path, error=TrackerError)
+    return settings
 
 
 def _destination(text: str, options: argparse.Namespace) -> Destination:
     name, _, folder = text.partition("=")
     if name not in DESTINATIONS or not folder:
         raise TrackerError(
-            f"--to is {text!r}; give {' or '.join(f'{each}=DIR' for each in DESTINATIONS)}"
+            f"--to must be {' or '.join(f'{name}=DIR' for name in DESTINATIONS)}, got {text!r}"
         )
     return DESTINATIONS[name](folder, options)
 
 
 def _events(options: argparse.Namespace, problems: list[str]) -> Iterator[Event]:
-    """Return the first rank's events, of whichever kind of log there is."""
+    """Return the events of rank 0 from a JSON Lines file or an event log."""
     path = options.run / NAME if (options.run / NAME).is_file() else options.run
     if path.is_file():
         return read_json_lines(path, follow=options.follow, on_problem=problems.append)
     if not path.is_dir() or not event_files_so_far(path):
-        raise TrackerError(
-            f"{options.run}: no {NAME} and no event log is here; give a run's folder"
-        )
+        raise TrackerError(f"{options.run} has no {NAME} and no event log; pass a run's folder")
     first = EventFilter(ranks=[0])
     if options.follow:
-        return _to_the_end(follow_events(path, first))
+        return _until_end(follow_events(path, first))
     return read_events(path, first, on_problem=problems.append)
 
 
-def _to_the_end(events: Iterator[Event]) -> Iterator[Event]:
+def _until_end(events: Iterator[Event]) -> Iterator[Event]:
     for event in events:
         yield event
         if event.kind == "end":

@@ -1,1 +1,1 @@
-"""Run a training script unchanged, and record where its time goes on every rank."""
+"""Run a training script unchanged and record each rank's time."""

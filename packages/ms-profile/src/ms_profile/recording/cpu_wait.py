@@ -1,7 +1,7 @@
-"""How long a thread was ready to run while other processes had the CPUs, as Linux counts it.
+"""Time that a thread spent runnable but waiting for a CPU, from Linux's `schedstat`.
 
-A step that took longer because the host was busy is no slower step: `compare` leaves this time out.
-Reading it takes 3 µs.
+A step that took longer only because the host was busy is not a regression, so `compare` subtracts
+this time. One reading takes 3 µs.
 """
 
 import os
@@ -9,7 +9,7 @@ import threading
 
 
 class CpuWait:
-    """Counts the waiting of the thread that calls it, where the kernel does so."""
+    """Measure the calling thread's CPU wait, where the kernel counts it."""
 
     def __init__(self) -> None:
         self._thread = 0
@@ -17,7 +17,7 @@ class CpuWait:
         self._last_ns = 0
 
     def since_last_ns(self) -> int | None:
-        """Measure the wait in ns since this thread's last call; None at its first or if unknown."""
+        """Return the wait in ns since this thread's last call; None on its first or if unknown."""
         try:
             first = self._thread != threading.get_native_id()
             if first:
@@ -29,7 +29,7 @@ class CpuWait:
         return None if first else waited_ns - last_ns
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor, self._thread = -1, 0

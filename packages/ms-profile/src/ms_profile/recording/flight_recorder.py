@@ -1,8 +1,8 @@
-"""Which process group each collective belongs to, where the backend's scopes don't name it.
+"""Process groups of collectives, from torch's flight recorder, for backends whose scopes lack them.
 
-torch's flight recorder keeps the last collectives with their groups, at 1.5 µs each, but without
-durations on gloo; Kineto has the durations, but not the groups. What the flight recorder saw in a
-window goes into the window's trace, as `ms_profile_groups`. Needs torch.
+The flight recorder keeps the last collectives with their groups, at 1.5 µs each, but on gloo not
+their durations; Kineto has the durations but not the groups. The flight recorder's entries of a
+window are stored in its trace under `ms_profile_groups`. Needs torch.
 """
 
 import json
@@ -16,10 +16,10 @@ KEY: Final = "ms_profile_groups"
 
 
 def recorded_groups(since_ns: int) -> str | None:
-    """Return the collectives created since an instant of the wall clock, as JSON for a trace.
+    """Return the collectives created since a wall-clock time in ns, as JSON to store in a trace.
 
-    `names` and `groups` are tables, `entries` rows of (name, group, elements, created in ns). None
-    where nothing is distributed, or this torch keeps none.
+    `names` and `groups` are string tables; `entries` has rows of (name, group, elements,
+    creation time in ns). Returns None without torch.distributed, flight recorder or collectives.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None

@@ -1,4 +1,4 @@
-"""Call a function once a module has been imported, by any code."""
+"""Call a function right after a module has been imported by any code."""
 
 import importlib.abc
 import importlib.util
@@ -9,9 +9,9 @@ from types import ModuleType
 
 
 def when_imported(name: str, act: Callable[[], None]) -> None:
-    """Call `act` right after module `name` is first imported, or now if it is already.
+    """Call `act` right after module `name` is first imported, or now if it already is.
 
-    The script thus decides when torch is imported, and with which environment.
+    This leaves it to the script when torch is imported, and with which environment variables.
     """
     if name in sys.modules:
         act()
@@ -36,7 +36,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """A loader that acts once the module it loads has been executed."""
+    """Wrap a loader to call a function once its module has been executed."""
 
     def __init__(self, loader: importlib.abc.Loader, act: Callable[[], None]) -> None:
         self.loader, self.act = loader, act

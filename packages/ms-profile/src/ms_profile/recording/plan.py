@@ -1,4 +1,4 @@
-"""The plan of a run: what is recorded, where it goes, and which of the processes this one is."""
+"""The plan of a run (script, metrics, schedule, output folder) and this process's rank in it."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ LAUNCHERS = (
 
 @frozen(kw_only=True)
 class ProcessRank:
-    """This process's rank among those of the run."""
+    """Rank of this process, its rank on the host, and the number of processes in the run."""
 
     rank: int = 0
     local_rank: int = 0
@@ -31,13 +31,13 @@ class ProcessRank:
 
     @classmethod
     def from_environment(cls) -> "ProcessRank":
-        """Read what torchrun, Open MPI or Slurm set; rank 0 of 1 where none of them did."""
-        for rank, local, size in LAUNCHERS:
-            if rank in os.environ and size in os.environ:
+        """Read the variables of torchrun, Open MPI or Slurm; rank 0 of 1 if none are set."""
+        for rank_name, local_rank_name, world_size_name in LAUNCHERS:
+            if rank_name in os.environ and world_size_name in os.environ:
                 return cls(
-                    rank=number_in_environment(rank, 0),
-                    local_rank=number_in_environment(local, 0),
-                    world_size=number_in_environment(size, 1),
+                    rank=number_in_environment(rank_name, 0),
+                    local_rank=number_in_environment(local_rank_name, 0),
+                    world_size=number_in_environment(world_size_name, 1),
                 )
         return cls()
 
@@ -48,49 +48,52 @@ def _check(instance: object, attribute: "Attribute[Path]", value: Path) -> None:
 
 
 def _absolute(folder: Path) -> Path:
-    """Return the same folder after the script has changed the working directory."""
+    """Resolve the folder now, as the script may change the working directory."""
     return Path(os.path.abspath(folder)) if str(folder) else folder
 
 
 @frozen(kw_only=True)
 class Plan:
-    """What to record, and where to put it."""
+    """Script to run, data to record, and output folder."""
 
     script: Path = field(validator=_check)
-    """The training script."""
+    """Training script."""
     arguments: tuple[str, ...] = ()
-    """Its arguments."""
+    """Arguments for the script."""
     output_dir: Path = field(converter=_absolute, validator=_check)
-    """A folder that holds no run yet."""
+    """Output folder; must not contain a run yet."""
     metrics: tuple[str, ...]
-    """Names of `METRICS`."""
+    """Metric names from `METRICS`."""
     schedule: TraceSchedule = field(
         factory=TraceSchedule, validator=lambda _, __, value: check_schedule(value)
     )
-    """Which steps are traced."""
+    """Steps to trace."""
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a run's manifest keeps."""
-    found = {"python": sys.version.split()[0], "ms-profile": __version__}
+    """Return the versions to store in a run's manifest."""
+    by_package = {"python": sys.version.split()[0], "ms-profile": __version__}
     with suppress(PackageNotFoundError):
-        found["torch"] = version("torch")
-    return found
+        by_package["torch"] = version("torch")
+    return by_package
 
 
-def clear_run(folder: Path, own: ProcessRank) -> None:
-    """Remove what an earlier run left: this rank's files, and for rank 0 those of no rank now.
+def clear_run(folder: Path, process: ProcessRank) -> None:
+    """Remove this rank's files of an earlier run; rank 0 also removes files of ranks now absent.
 
     Raises:
-        CaptureError: the folder holds files but no run; it is not ours to clear.
+        CaptureError: the folder has files but no run, so it is not ours to clear.
     """
     if not folder.exists():
         return
-    if any(folder.iterdir()) and not (folder / "manifest.json").exists() and own.rank == 0:
-        raise CaptureError(f"{folder} holds no run; it is not cleared, choose another --output-dir")
+    if any(folder.iterdir()) and not (folder / "manifest.json").exists() and process.rank == 0:
+        raise CaptureError(
+            f"{folder} has files but no run, so --overwrite does not clear it; choose another "
+            "--output-dir"
+        )
     for path in folder.glob("*/rank-*"):
         rank = int(path.name[5:10]) if path.name[5:10].isdigit() else -1
-        if rank == own.rank or (own.rank == 0 and rank >= own.world_size):
+        if rank == process.rank or (process.rank == 0 and rank >= process.world_size):
             path.unlink(missing_ok=True)
-    if own.rank == 0:
+    if process.rank == 0:
         (folder / "manifest.json").unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""`Recorder`: a process's spans in a ring that outlives it, cheap enough to be always on.
+"""`Recorder`: a process's spans in a memory-mapped ring file, cheap enough to leave on.
 
-Steps, modules, optimizers and garbage collection are recorded as they happen; collectives and
-DataLoader's waits, which only Kineto sees, are collected every 2 to 10 seconds. See `log.ring` for
-what a kill leaves, `step_watch` for how steps are found, `scopes` for the collectives.
+Steps, modules, optimizers and garbage collection are recorded as they happen. Collectives and
+DataLoader waits, which only Kineto sees, are collected every 2 to 10 seconds. See `log.ring` for
+what survives a kill, `step_watch` for step detection and `scopes` for collectives.
 """
 
 import gc
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from ms_profile.recording.step_watch import StepWatch
 
 Item = TypeVar("Item")
-GARBAGE_NS: Final = 50_000
-"""Shorter collections are left out of the ring: the young ones come by the hundred."""
+MIN_GARBAGE_NS: Final = 50_000
+"""Shorter garbage collections are not recorded: those of young objects happen by the hundred."""
 
 
 ACTIVE: Final[list["Recorder"]] = []
-"""The recorders of this process that are open."""
+"""The open recorders of this process."""
 
 
 def mark_step(*models: "nn.Module") -> None:
-    """Note in this process's recorders that the weights were just updated.
+    """Tell this process's recorders that the weights were just updated.
 
-    Only a training that steps without one of torch's optimizers has to call it; where nothing
-    records, it does nothing.
+    Only needed by training code that does not use a torch optimizer. Does nothing if no recorder
+    is open.
 
     Args:
-        models: the modules that were trained, to be watched from their next call on.
+        models: trained modules, whose calls are recorded from now on.
     """
     for recorder in ACTIVE:
         recorder.mark(models)
@@ -48,30 +48,30 @@ def _abandon_in_child() -> None:
         recorder.abandon()
 
 
-def _make_ready_to_fork() -> None:
+def _prepare_fork() -> None:
     for recorder in ACTIVE:
-        recorder.make_ready_to_fork()
+        recorder.prepare_fork()
 
 
-os.register_at_fork(before=_make_ready_to_fork, after_in_child=_abandon_in_child)
+os.register_at_fork(before=_prepare_fork, after_in_child=_abandon_in_child)
 
 
 class Recorder:
-    """Record this process into a ring from now until `close`; `attach` adds what torch does.
+    """Record this process into a ring until `close`; `attach` adds the events of torch.
 
-    A process that this one forks is not recorded: it runs as if there were no recorder.
+    Child processes forked from this one are not recorded.
 
     Args:
-        path: the ring's file.
-        rank: whose it is; the environment's `RANK`, or 0.
-        capacity: spans kept, of 32 bytes each.
-        on_step: called with the number of each step that begins, once torch is attached.
-        on_update: called behind each update of the weights, where a session of Kineto may end.
-        collect_interval_s: how often collectives are collected, or up to five times as long where
-            that would take more than 0.04% of the time; each time, one step's are missed.
+        path: ring file to create.
+        rank: rank of this process; default: the environment's `RANK`, or 0.
+        capacity: number of spans that the ring holds, 32 bytes each.
+        on_step: called with the step number when a step begins, once torch is attached.
+        on_update: called after each weight update, the point where a Kineto session may end.
+        collect_interval_s: seconds between collections of collectives, or up to 5 times as long if
+            collecting would take more than 0.04% of the time; each collection misses one step.
 
     Raises:
-        RecordError: the file cannot be made at its full size.
+        RecordError: the file cannot be created at its full size.
     """
 
     def __init__(
@@ -84,24 +84,24 @@ class Recorder:
         on_update: Callable[[], None] = lambda: None,
         collect_interval_s: float = 2.0,
     ) -> None:
-        place = number_in_environment("RANK", 0) if rank is None else rank
-        self.ring = Ring(path, capacity=capacity, rank=place)
+        own_rank = number_in_environment("RANK", 0) if rank is None else rank
+        self.ring = Ring(path, capacity=capacity, rank=own_rank)
         self.problem: str | None = None
-        """Why collectives are not recorded, if they are not."""
+        """Reason why collectives are not recorded, or None."""
         self.kineto_free = True
-        """Whether Kineto is ours to use in the step that begins; `on_step` may decide."""
+        """Whether the recorder may use Kineto in the next step; set by the session in `on_step`."""
         self._on_step, self._on_update = on_step, on_update
         self._collect_interval_s = collect_interval_s
         self._watch: StepWatch | None = None
         self._scopes: ScopeRecorder | None = None
-        self._collecting_ns = 0
+        self._gc_start_ns = 0
         self._closed = False
         self._resting = False
         gc.callbacks.append(self._on_garbage)
         ACTIVE.append(self)
 
     def attach(self) -> None:
-        """Record what torch does from now on: import torch and add its hooks."""
+        """Import torch and install the hooks that record it."""
         from ms_profile.recording.scopes import ScopeRecorder
         from ms_profile.recording.step_watch import StepWatch
 
@@ -114,7 +114,7 @@ class Recorder:
             self._watch.mark(models)
 
     def close(self) -> None:
-        """Collect what is left, remove every hook and close the ring; a second call is harmless."""
+        """Collect pending records, remove every hook and close the ring; may be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -126,18 +126,18 @@ class Recorder:
         self.ring.close()
 
     def release_kineto(self) -> None:
-        """Collect what Kineto has seen; the next step is not recorded by it, nor is this one."""
+        """Collect Kineto's records and stop it for the rest of this step and the next one."""
         if self._scopes is not None and self._scopes.on:
             self._scopes.stop()
             self._resting = True
 
-    def make_ready_to_fork(self) -> None:
-        """End Kineto's session, so that the child has a profiler of its own to start."""
+    def prepare_fork(self) -> None:
+        """End the Kineto session, so that a forked child can start its own profiler."""
         if self._scopes is not None and self._scopes.stop_in_own_thread():
             self._resting = True
 
     def abandon(self) -> None:
-        """Take every hook off, in a forked child, and leave the ring to the parent."""
+        """Remove every hook in a forked child and leave the ring to the parent."""
         self._closed = True
         ACTIVE.remove(self)
         gc.callbacks.remove(self._on_garbage)
@@ -148,17 +148,17 @@ class Recorder:
 
     @property
     def steps(self) -> int:
-        """Steps that are over."""
+        """Number of finished steps."""
         return self._watch.steps if self._watch is not None else 0
 
     @property
     def data_wait_s(self) -> float:
-        """Seconds of waiting in DataLoader collected so far."""
+        """Seconds of DataLoader waiting collected so far."""
         return self._scopes.data_wait_ns / 1e9 if self._scopes is not None else 0.0
 
     @contextmanager
     def span(self, name: str, kind: Kind = Kind.OTHER) -> Iterator[None]:
-        """Record the time inside a `with`."""
+        """Record the duration of a `with` block."""
         number = self.ring.begin(self.ring.name(name), kind)
         try:
             yield
@@ -166,7 +166,7 @@ class Recorder:
             self.ring.end(number)
 
     def batches(self, source: Iterable[Item], name: str = "next batch") -> Iterator[Item]:
-        """Pass a source's items on, the wait for each recorded as a wait for data."""
+        """Yield the items of `source`, recording the wait for each as waiting for data."""
         number = self.ring.name(name)
         iterator = iter(source)
         while True:
@@ -203,8 +203,8 @@ class Recorder:
     def _start_scopes(self, scopes: "ScopeRecorder") -> None:
         if scopes.open_scope is not None:
             self.problem = (
-                f"the script keeps the scope {scopes.open_scope!r} open over steps; "
-                "outside the windows, collectives are recorded no more"
+                f"the script keeps the scope {scopes.open_scope!r} open over several steps; "
+                "collectives are no longer recorded outside the traced windows"
             )
             self._scopes = None
             return
@@ -212,12 +212,14 @@ class Recorder:
             scopes.start()
         except (RuntimeError, TypeError, AttributeError) as error:
             self._scopes = None
-            self.problem = f"this torch shows no collectives outside the windows: {error}"
+            self.problem = (
+                f"this torch version exposes no collectives outside the traced windows: {error}"
+            )
 
     def _on_garbage(self, phase: str, info: dict[str, int]) -> None:
         now = time.monotonic_ns()
         if phase == "start":
-            self._collecting_ns = now
-        elif now - self._collecting_ns >= GARBAGE_NS:
+            self._gc_start_ns = now
+        elif now - self._gc_start_ns >= MIN_GARBAGE_NS:
             name = self.ring.name(f"gc generation {info['generation']}")
-            self.ring.record(name, Kind.GARBAGE, self._collecting_ns, now)
+            self.ring.record(name, Kind.GARBAGE, self._gc_start_ns, now)

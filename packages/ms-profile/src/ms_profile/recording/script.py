@@ -1,4 +1,4 @@
-"""Run a script as `python script.py arguments` would, and learn how it ended."""
+"""Run a script as `python script.py arguments` would, and report how it ended."""
 
 import os
 import signal
@@ -16,29 +16,29 @@ from ms_profile.errors import CaptureError
 
 @frozen
 class ScriptExit:
-    """How a script ended."""
+    """Exit code and error of a script."""
 
     exit_code: int
     error: str | None
-    """The last line of its traceback; None when it did not fail by an exception."""
+    """Last line of the traceback; None if the script did not raise."""
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> ScriptExit:
     """Execute a script as `__main__` in this process.
 
-    Its traceback is printed as Python prints it, without the frames of the profiler; the exit code
-    is what Python's would have been.
+    Tracebacks are printed as Python prints them, without the profiler's frames, and the exit code
+    equals Python's.
 
     Raises:
-        CaptureError: there is no such script, or it is no Python source.
+        CaptureError: the script does not exist or is not Python source.
     """
     if not script.is_file():
-        raise CaptureError(f"there is no script {script}; give the path of a Python file")
+        raise CaptureError(f"script {script} does not exist; pass the path of a Python file")
     path = os.path.abspath(script)
     try:
         code = compile(script.read_bytes(), path, "exec")
     except ValueError as error:
-        raise CaptureError(f"{script} is no Python source: {error}") from None
+        raise CaptureError(f"{script} must be Python source: {error}") from None
     except SyntaxError as error:
         traceback.print_exception(error.with_traceback(None), limit=0)
         return ScriptExit(1, f"SyntaxError: {error}")
@@ -49,8 +49,8 @@ def run_script(script: Path, arguments: Sequence[str]) -> ScriptExit:
     sys.path[0] = str(script.resolve().parent)
     try:
         exec(code, module.__dict__)
-    except SystemExit as ending:
-        return _exit_of(ending)
+    except SystemExit as exit_request:
+        return _exit_of(exit_request)
     except BaseException as error:
         _print(error)
         last = traceback.format_exception_only(error)[-1].strip()
@@ -58,49 +58,49 @@ def run_script(script: Path, arguments: Sequence[str]) -> ScriptExit:
     return ScriptExit(0, None)
 
 
-def _exit_of(ending: SystemExit) -> ScriptExit:
-    """Return what `sys.exit(code)` makes of its argument."""
-    if ending.code is None:
+def _exit_of(exit_request: SystemExit) -> ScriptExit:
+    """Convert the argument of `sys.exit` as the interpreter does."""
+    if exit_request.code is None:
         return ScriptExit(0, None)
-    if isinstance(ending.code, int):
-        return ScriptExit(ending.code & 0xFF, None)
-    print(ending.code, file=sys.stderr)  # noqa: T201 - Python itself prints it here
-    return ScriptExit(1, str(ending.code))
+    if isinstance(exit_request.code, int):
+        return ScriptExit(exit_request.code & 0xFF, None)
+    print(exit_request.code, file=sys.stderr)  # noqa: T201 - the interpreter prints it here
+    return ScriptExit(1, str(exit_request.code))
 
 
 def _print(error: BaseException) -> None:
-    """Print the traceback from the script's own first frame on, by the script's own hook."""
+    """Print a traceback through `sys.excepthook`, starting at the script's first frame."""
     frames = error.__traceback__
-    own = frames.tb_next if frames is not None else None
-    sys.excepthook(type(error), error.with_traceback(own), own)
+    script_frames = frames.tb_next if frames is not None else None
+    sys.excepthook(type(error), error.with_traceback(script_frames), script_frames)
 
 
 class Termination:
-    """Save before SIGTERM ends this process, as a launcher sends it when another rank failed.
+    """Save the recording before SIGTERM ends this process; launchers send it when a rank fails.
 
-    The process still dies of the signal, but not in the middle of `saving`. A script that sets its
-    own handler replaces this one.
+    The process still dies of the signal, but not in the middle of `saving`. A handler that the
+    script installs replaces this one.
     """
 
     def __init__(self, save: Callable[[], None]) -> None:
         self._save = save
-        self._saving = self._asked = False
+        self._saving = self._requested = False
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._handle)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Put the end off until what is inside is done."""
+        """Delay the termination until the block is done."""
         self._saving = True
         try:
             yield
         finally:
             self._saving = False
-            if self._asked:
+            if self._requested:
                 _die()
 
     def _handle(self, _: int, __: FrameType | None) -> None:
-        self._asked = True
+        self._requested = True
         if not self._saving:
             with self.saving():
                 self._save()

@@ -1,4 +1,4 @@
-"""One process of a run: record while its script runs, and save however it ends."""
+"""Recording session of one process: record while the script runs, save however it ends."""
 
 import os
 import resource
@@ -36,7 +36,7 @@ SLOW_METRICS_NS: Final = 1_000_000_000
 
 
 OPEN: Final[list["Session"]] = []
-"""The session of this process, while it is open."""
+"""The open session of this process, if any."""
 
 
 def _abandon_in_child() -> None:
@@ -53,47 +53,47 @@ os.register_at_fork(after_in_parent=_count_fork, after_in_child=_abandon_in_chil
 
 
 class Session:
-    """Capture this process from now until `finish`; those that it forks are not captured.
+    """Record this process until `finish`; child processes that it forks are not recorded.
 
     Raises:
-        CaptureError: the output folder holds another run.
+        CaptureError: the output folder already has another run.
         RecordError: the output folder cannot be written.
     """
 
-    def __init__(self, plan: Plan, own: ProcessRank) -> None:
-        self._plan, self._own = plan, own
+    def __init__(self, plan: Plan, process: ProcessRank) -> None:
+        self._plan, self._process = plan, process
         self._collect = collected_for(plan.metrics)
         restarted = number_in_environment("TORCHELASTIC_RESTART_COUNT", 0) > 0
-        if rank_path(plan.output_dir, own.rank).exists() and not restarted:
+        if rank_path(plan.output_dir, process.rank).exists() and not restarted:
             raise CaptureError(
-                f"{plan.output_dir} already holds a run; choose another --output-dir, "
+                f"{plan.output_dir} already has a run; choose another --output-dir, "
                 "or pass --overwrite"
             )
         self.complete = True
-        """Whether all that was to be recorded was."""
+        """Whether the recording has no gaps so far."""
         self._warnings: list[str] = []
         self._traces: list[TraceFile] = []
         self._tracer: Tracer | None = None
         self._finished = self._window_ended = False
         self.forks = 0
-        """How often the script forked this process."""
+        """Number of times that the script forked this process."""
         try:
             self._open_files()
         except OSError as error:
-            raise RecordError(f"{plan.output_dir} cannot be written: {error}") from error
+            raise RecordError(f"cannot write to {plan.output_dir}: {error}") from error
         self._since_ns = self._metrics_ns = time.monotonic_ns()
         self._data_wait_s = 0.0
         self._cpu_wait = CpuWait()
         host = self.manifest.host
         self.events("run_start", {"script": str(plan.script), "host": host, "pid": os.getpid()})
-        if own.world_size > 1 and Collect.GROUPS in self._collect:
-            # Read when torch is imported; it then keeps collectives' groups: see `flight_recorder`.
+        if process.world_size > 1 and Collect.GROUPS in self._collect:
+            # Read when torch is imported: enables the flight recorder; see `flight_recorder`.
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", MOST_COLLECTIVES)
         OPEN.append(self)
         when_imported("torch", self._on_torch)
 
     def finish(self, exit_code: int, error: str | None) -> None:
-        """Save everything and stop; further calls do nothing."""
+        """Save everything and stop recording; later calls do nothing."""
         if self._finished:
             return
         self._finished = True
@@ -114,20 +114,20 @@ class Session:
         )
 
     def _check_files(self) -> None:
-        """Note which of the run's files were removed while it was being recorded."""
-        folder, rank = self._plan.output_dir, self._own.rank
-        wanted = [rank_path(folder, rank), ring_path(folder, rank), self.events.path]
-        wanted += [folder / trace.path for trace in self._traces]
-        wanted += [folder / "manifest.json"] if rank == 0 else []
-        gone = [path.relative_to(folder).as_posix() for path in wanted if not path.is_file()]
-        if gone:
+        """Warn about files of the run that were removed while it was being recorded."""
+        folder, rank = self._plan.output_dir, self._process.rank
+        paths = [rank_path(folder, rank), ring_path(folder, rank), self.events.path]
+        paths += [folder / trace.path for trace in self._traces]
+        paths += [folder / "manifest.json"] if rank == 0 else []
+        removed = [path.relative_to(folder).as_posix() for path in paths if not path.is_file()]
+        if removed:
             self._loss(
-                f"{', '.join(gone)} of {folder} were removed while the script ran; what they held "
-                "is lost: choose an --output-dir that nothing clears"
+                f"{', '.join(removed)} of {folder} were removed while the script ran and their "
+                "contents are lost; choose an --output-dir that nothing else clears"
             )
 
     def abandon(self) -> None:
-        """Stop silently in a forked child; the parent goes on."""
+        """Stop silently in a forked child; the parent keeps recording."""
         self._finished = True
         OPEN.remove(self)
         self._cpu_wait.close()
@@ -135,30 +135,30 @@ class Session:
             self._tracer.abandon()
 
     def _open_files(self) -> None:
-        folder, own = self._plan.output_dir, self._own
+        folder, process = self._plan.output_dir, self._process
         self.manifest = RankManifest(
-            rank=own.rank,
-            local_rank=own.local_rank,
-            world_size=own.world_size,
+            rank=process.rank,
+            local_rank=process.local_rank,
+            world_size=process.world_size,
             host=socket.gethostname(),
             pid=os.getpid(),
             device="cpu",
             status="running",
             start=read_clocks(),
         )
-        """What was recorded, as last written."""
-        if own.rank == 0:
+        """Manifest of this rank, as last written."""
+        if process.rank == 0:
             write_whole(folder / "manifest.json", encode(self._run_manifest()))
-        path = ring_path(folder, own.rank)
+        path = ring_path(folder, process.rank)
         self._recorder = Recorder(
-            path, rank=own.rank, on_step=self._on_step, on_update=self._on_update
+            path, rank=process.rank, on_step=self._on_step, on_update=self._on_update
         )
-        self.events = EventLog(folder / "events", rank=own.rank, world_size=own.world_size)
-        write_whole(rank_path(folder, own.rank), encode(self.manifest))
+        self.events = EventLog(folder / "events", rank=process.rank, world_size=process.world_size)
+        write_whole(rank_path(folder, process.rank), encode(self.manifest))
 
     def _run_manifest(self) -> RunManifest:
         return RunManifest(
-            world_size=self._own.world_size,
+            world_size=self._process.world_size,
             metrics=self._plan.metrics,
             script=str(self._plan.script.resolve()),
             arguments=mask_arguments(self._plan.arguments),
@@ -168,14 +168,14 @@ class Session:
         )
 
     def _on_torch(self) -> None:
-        """Attach to torch, which the script has just imported."""
-        if self._finished:  # in a child that was forked before
+        """Attach to torch right after the script has imported it."""
+        if self._finished:  # in a child that was forked before torch was imported
             return
         from ms_profile.recording.tracer import Tracer
 
         self._tracer = Tracer(
             self._plan.output_dir,
-            self._own.rank,
+            self._process.rank,
             self._plan.schedule,
             self._collect,
             on_saving=self.events.flush,
@@ -187,37 +187,37 @@ class Session:
             self._tracer.begin_step(0)
 
     def _on_update(self) -> None:
-        """End the session of Kineto's that is to end with this step; see `recording.scopes`."""
+        """End the Kineto session that is due to end with this step; see `recording.scopes`."""
         if self._tracer is None:
             return
-        step, begun_ns = self._recorder.steps, time.monotonic_ns()
+        step, start_ns = self._recorder.steps, time.monotonic_ns()
         if self._tracer.busy(step + 1) or self._tracer.busy(step + 2):
             self._recorder.release_kineto()
         if self._tracer.tracing:
             self._tracer.end_update(step)
             self._window_ended = not self._tracer.tracing
-        # What it takes to save is part of no step.
-        self._since_ns += time.monotonic_ns() - begun_ns
+        # Time spent saving does not belong to any step.
+        self._since_ns += time.monotonic_ns() - start_ns
 
     def _on_step(self, step: int) -> None:
-        """Act at the boundary before a step: report the last one, and switch the tracer."""
+        """Report the step that just ended and switch the tracer for the one that begins."""
         self._report_step(step - 1)
         if self._tracer is not None:
-            # Two sessions of Kineto keep a step's distance; see `recording.scopes`.
-            ahead = self._tracer.busy(step) or self._tracer.busy(step + 1)
-            behind, self._window_ended = self._window_ended, False
-            if ahead:
+            # Two Kineto sessions must be at least one step apart; see `recording.scopes`.
+            window_near = self._tracer.busy(step) or self._tracer.busy(step + 1)
+            window_ended, self._window_ended = self._window_ended, False
+            if window_near:
                 self._recorder.release_kineto()
             self._tracer.begin_step(step)
-            self._recorder.kineto_free = not (ahead or behind)
-        # What the recorders took at the boundary is part of no step.
+            self._recorder.kineto_free = not (window_near or window_ended)
+        # Time spent recording at the boundary does not belong to any step.
         self._since_ns = time.monotonic_ns()
 
     def _report_step(self, step: int, *, last: bool = False) -> None:
         now = time.monotonic_ns()
         fields: dict[str, Value] = {"step": step, "step_time_s": (now - self._since_ns) / 1e9}
-        if (waited_ns := self._cpu_wait.since_last_ns()) is not None:
-            fields["cpu_wait_s"] = waited_ns / 1e9
+        if (cpu_wait_ns := self._cpu_wait.since_last_ns()) is not None:
+            fields["cpu_wait_s"] = cpu_wait_ns / 1e9
         if self._window_ended or (self._tracer is not None and self._tracer.tracing):
             fields["traced"] = 1
         if last or now - self._metrics_ns >= SLOW_METRICS_NS:
@@ -226,17 +226,17 @@ class Session:
         self.events("step", fields)
 
     def _slow_metrics(self) -> dict[str, Value]:
-        """Collect what is reported about each second and at the end, if asked: memory, data waits.
+        """Return memory and data waits, which are reported once per second and at the end.
 
-        Waits are collected every few seconds: each report has those collected since the one before.
+        Waits are collected every few seconds; each report has those since the previous report.
         """
         import torch
 
         metrics: dict[str, Value] = {}
         if Collect.DATA_WAITS in self._collect:
-            waited = self._recorder.data_wait_s
-            metrics["data_wait_s"] = waited - self._data_wait_s
-            self._data_wait_s = waited
+            data_wait_s = self._recorder.data_wait_s
+            metrics["data_wait_s"] = data_wait_s - self._data_wait_s
+            self._data_wait_s = data_wait_s
         if Collect.MEMORY not in self._collect:
             return metrics
         metrics["peak_host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -245,22 +245,22 @@ class Session:
         return metrics
 
     def _finish_recording(self) -> None:
-        before = self._recorder.steps
+        previous_steps = self._recorder.steps
         self._recorder.close()
-        if self._recorder.steps > before:
-            self._report_step(before, last=True)
+        if self._recorder.steps > previous_steps:
+            self._report_step(previous_steps, last=True)
         if self._recorder.problem is not None:
             self._warnings.append(self._recorder.problem)
         if self.forks and not self._recorder.steps:
             self._warnings.append(
-                "the processes that the script forked are not recorded; start its ranks by "
+                "processes that the script forked are not recorded; start its ranks with "
                 "--nproc-per-node or torchrun"
             )
         if self._tracer is not None:
             try:
                 self._tracer.finish()
             except (RuntimeError, OSError) as error:
-                self._loss(f"the last window was lost: {error}")
+                self._loss(f"the last traced window was lost: {error}")
 
     def _on_trace(self, trace: TraceFile) -> None:
         self._traces.append(trace)
@@ -286,8 +286,10 @@ class Session:
             **changes,
         )
         try:
-            write_whole(rank_path(self._plan.output_dir, self._own.rank), encode(self.manifest))
+            write_whole(rank_path(self._plan.output_dir, self._process.rank), encode(self.manifest))
         except OSError as error:
-            self._loss(f"the manifest of rank {self._own.rank} is out of date: {error}")
-            lost = tuple(self._warnings)
-            self.manifest = msgspec.structs.replace(self.manifest, warnings=lost, complete=False)
+            self._loss(f"the manifest of rank {self._process.rank} is out of date: {error}")
+            warnings = tuple(self._warnings)
+            self.manifest = msgspec.structs.replace(
+                self.manifest, warnings=warnings, complete=False
+            )

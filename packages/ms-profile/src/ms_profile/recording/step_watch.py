@@ -1,14 +1,13 @@
-"""Record a training script's steps and modules from outside, by torch's own hooks.
+"""Record a training script's steps and modules from outside, with torch's own hooks.
 
-A step goes from the first forward after an optimizer's step to the next such forward: so gradient
-accumulation is one step, and two optimizers that step in turn are one. Where no model is called, a
-step ends when one of its optimizers is about to step again. A training that steps without torch's
+A step starts at the first forward after an optimizer step and ends at the next such forward. So
+gradient accumulation counts as one step, as do two optimizers that step alternately. If no model is
+called, a step ends when one of its optimizers is about to step again. Training code without torch
 optimizers calls `mark_step`.
 
-The models are found when an optimizer steps for the first time: they are the outermost modules that
-own its parameters. Modules are watched down to `DEPTH` below them; hooks on everything would cost
-more than the promise. Compiled modules are watched from outside only: a hook inside would become
-part of what is compiled.
+The models are found when an optimizer first steps: they are the outermost modules that own its
+parameters. Modules are hooked down to `DEPTH` levels below; hooks on every module would cost too
+much time. Compiled modules are hooked from outside only: a hook inside would be compiled too.
 
 Needs torch; imported once the script has imported it.
 """
@@ -32,27 +31,27 @@ from ms_profile.log.ring import Kind, Ring
 DEPTH: Final = 2
 MOST_MODULES: Final = 512
 MARKED: Final = 0
-"""Stands for `mark` among the optimizers, which are kept by their ids."""
+"""Represents `mark` in the set of optimizer ids."""
 INNER: Final = int(Kind.MODULE)
 CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict)
 
 
 class StepWatch:
-    """Record a process's modules, optimizers and what lies between into a ring, step by step.
+    """Record modules, optimizers and the gaps between them into a ring, step by step.
 
     Args:
-        ring: where spans go.
-        on_step: called with the number of the step that begins; step 0 begins by itself.
-        on_update: called behind an update, when as many optimizers have stepped as in the step
-            before: no message of a pipeline is on its way then, as it may be where a step begins.
+        ring: destination of the spans.
+        on_step: called with the number of the step that begins; not called for step 0.
+        on_update: called after a weight update, once as many optimizers have stepped as in the
+            previous step. No pipeline message is in flight then; at a step's start one may be.
     """
 
     def __init__(
         self, ring: Ring, on_step: Callable[[int], None], on_update: Callable[[], None]
     ) -> None:
         self._ring, self._on_step, self._on_update = ring, on_step, on_update
-        self._between = ring.name("between steps")
-        self._backward = ring.name("backward")
+        self._between_name = ring.name("between steps")
+        self._backward_name = ring.name("backward")
         self._step_name = ring.name("step")
         self._step_span = ring.begin(self._step_name, Kind.STEP)
         self._open: list[int] = []
@@ -64,14 +63,14 @@ class StepWatch:
         self._stepped: set[int] = set()
         self._expected = 0
         self.steps = 0
-        """Steps that are over."""
+        """Number of finished steps."""
         self._handles: list[Any] = [
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
         ]
 
     def close(self) -> None:
-        """Remove every hook, end what is open, and count the last step if it was finished."""
+        """Remove every hook, end open spans, and count the last step if it was completed."""
         self.unhook()
         self.steps += bool(self._stepped)
         self._end_gap()
@@ -83,14 +82,14 @@ class StepWatch:
             handle.remove()
 
     def mark(self, models: Iterable[nn.Module]) -> None:
-        """Note that weights were updated, and watch the models that they belong to."""
+        """Record a weight update and watch the models that were updated."""
         for model in models:
             self._watch_model(model)
         if MARKED in self._stepped and not self._forward_seen:
             self._begin_step()
         self._end_gap()
         self._note_update(MARKED)
-        self._gap = self._ring.begin(self._between, Kind.BETWEEN)
+        self._gap = self._ring.begin(self._between_name, Kind.BETWEEN)
 
     def _before_optimizer(self, optimizer: Optimizer, *_: object) -> None:
         if id(optimizer) not in self._optimizers:
@@ -107,7 +106,7 @@ class StepWatch:
             self._ring.end(self._optimizing.pop())
         self._end_gap()
         self._note_update(id(optimizer))
-        self._gap = self._ring.begin(self._between, Kind.BETWEEN)
+        self._gap = self._ring.begin(self._between_name, Kind.BETWEEN)
 
     def _note_update(self, optimizer: int) -> None:
         self._stepped.add(optimizer)
@@ -143,9 +142,9 @@ class StepWatch:
 
     def _watch(self, path: str, module: nn.Module) -> None:
         name = self._ring.name(path)
-        before = partial(self._before_module, name)
+        pre_hook = partial(self._before_module, name)
         self._handles += [
-            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_pre_hook(pre_hook, prepend=True),
             module.register_forward_hook(self._after_module, always_call=True),
         ]
 
@@ -167,13 +166,13 @@ class StepWatch:
         self._ring.end(self._open.pop())
         if not self._open and torch.is_grad_enabled() and not _in_backward():
             self._end_gap()
-            self._gap = self._ring.begin(self._backward, Kind.BACKWARD)
+            self._gap = self._ring.begin(self._backward_name, Kind.BACKWARD)
 
 
 def find_models(optimizer: Optimizer) -> list[nn.Module]:
     """Return the outermost live modules that own at least one parameter of the optimizer."""
     owned = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
-    live = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    live = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
     inner = {id(child) for module in live for child in module.__dict__["_modules"].values()}
     return [
         module
@@ -183,22 +182,22 @@ def find_models(optimizer: Optimizer) -> list[nn.Module]:
 
 
 def modules_to_watch(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return a model and the modules inside it that are worth a span, each with its name."""
-    found = [(type(model).__name__, model)]
-    found += _inside(model, "", 0)
-    return found[:MOST_MODULES]
+    """Return a model and the submodules that get spans, each with its name."""
+    modules = [(type(model).__name__, model)]
+    modules += _inside(model, "", 0)
+    return modules[:MOST_MODULES]
 
 
 def _inside(module: nn.Module, path: str, depth: int) -> Iterator[tuple[str, nn.Module]]:
     if _compiled(module) or isinstance(module, torch.jit.ScriptModule):
         return
     for name, child in module.named_children():
-        inner = f"{path}.{name}" if path else name
-        if isinstance(child, CONTAINERS):  # these are never called
-            yield from _inside(child, inner, depth)
+        child_path = f"{path}.{name}" if path else name
+        if isinstance(child, CONTAINERS):  # ModuleList and ModuleDict are never called themselves
+            yield from _inside(child, child_path, depth)
         elif depth < DEPTH and not _compiled(child):
-            yield inner, child
-            yield from _inside(child, inner, depth + 1)
+            yield child_path, child
+            yield from _inside(child, child_path, depth + 1)
 
 
 def _compiled(module: nn.Module) -> bool:
@@ -206,6 +205,6 @@ def _compiled(module: nn.Module) -> bool:
 
 
 def _in_backward() -> bool:
-    """Return whether autograd runs this code: a recomputed forward is part of the backward pass."""
-    current = getattr(torch._C, "_current_graph_task_id", None)
-    return current is not None and current() != -1
+    """Return whether autograd is running: a recomputed forward belongs to the backward pass."""
+    current_task_id = getattr(torch._C, "_current_graph_task_id", None)
+    return current_task_id is not None and current_task_id() != -1

@@ -1,7 +1,7 @@
-"""torchrun, with a file of the exit code of each failed process: `launch` runs this module.
+"""Run torchrun and write the exit code of each failed process to a file; `launch` runs this module.
 
-torchrun's own exit code is 1 however its processes end, and a process that dies by a signal or by
-`os._exit` cannot report it itself. Needs torch.
+torchrun itself exits with 1 however its processes end, and a process that is killed or calls
+`os._exit` cannot report its own code. Needs torch.
 """
 
 import sys
@@ -16,7 +16,7 @@ from ms_profile.log.manifest import write_whole
 
 @record
 def main() -> None:
-    """Run torchrun with the arguments after the first, which names the file for the exit codes."""
+    """Run torchrun; the first argument is the exit-code file, the rest are torchrun's."""
     file, *arguments = sys.argv[1:]
     try:
         run(parse_args(arguments))  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Which steps are traced: a pure function of the schedule and the step's number."""
+"""Tracer action of each step, as a pure function of the schedule and the step number."""
 
 from enum import Enum, auto
 
@@ -7,46 +7,48 @@ from ms_profile.log.manifest import TraceSchedule
 
 
 class StepAction(Enum):
-    """What the tracer does during a step, by the names of torch's `ProfilerAction`."""
+    """Tracer action during a step, named as in torch's `ProfilerAction`."""
 
     NONE = auto()
     WARMUP = auto()
     RECORD = auto()
     RECORD_AND_SAVE = auto()
-    """Record, and save when the step is over."""
+    """Record, and save when the step has ended."""
 
 
 def check_schedule(schedule: TraceSchedule) -> TraceSchedule:
-    """Return the schedule if it makes sense.
+    """Return the schedule unchanged if it is valid.
 
     Raises:
         CaptureError: a number is out of range, or windows would overlap.
     """
     for name in ("skip", "warmup", "windows"):
         if getattr(schedule, name) < 0:
-            raise CaptureError(f"{name} is {getattr(schedule, name)}; it must be 0 or more")
+            raise CaptureError(f"{name} must be at least 0, got {getattr(schedule, name)}")
     if schedule.active < 1:
-        raise CaptureError(f"active is {schedule.active}; a window must record at least one step")
-    length = max(schedule.warmup, 1) + schedule.active
-    if schedule.windows != 1 and schedule.every < length:
+        raise CaptureError(f"active must be at least 1 (steps per window), got {schedule.active}")
+    window_steps = max(schedule.warmup, 1) + schedule.active
+    if schedule.windows != 1 and schedule.every < window_steps:
         raise CaptureError(
-            f"every is {schedule.every}, less than a window of {length} steps with its warmup, "
-            "of which there is at least one between windows; they would overlap"
+            f"every must be at least {window_steps}, the steps of a window and its warmup (at "
+            f"least 1 between windows), or windows would overlap; got {schedule.every}"
         )
     return schedule
 
 
 def action_at(schedule: TraceSchedule, step: int) -> StepAction:
-    """Return what the tracer does in a step, counted from 0."""
-    since = step - schedule.skip
-    if since < 0:
+    """Return the tracer's action in a step, counted from 0."""
+    steps_since_skip = step - schedule.skip
+    if steps_since_skip < 0:
         return StepAction.NONE
-    number, within = (0, since) if schedule.windows == 1 else divmod(since, schedule.every)
-    if schedule.windows and number >= schedule.windows:
+    window, step_in_window = (
+        (0, steps_since_skip) if schedule.windows == 1 else divmod(steps_since_skip, schedule.every)
+    )
+    if schedule.windows and window >= schedule.windows:
         return StepAction.NONE
-    if within < schedule.warmup:
+    if step_in_window < schedule.warmup:
         return StepAction.WARMUP
     last = schedule.warmup + schedule.active - 1
-    if within > last:
+    if step_in_window > last:
         return StepAction.NONE
-    return StepAction.RECORD_AND_SAVE if within == last else StepAction.RECORD
+    return StepAction.RECORD_AND_SAVE if step_in_window == last else StepAction.RECORD

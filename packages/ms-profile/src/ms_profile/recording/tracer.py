@@ -1,6 +1,6 @@
-"""Kineto over windows of steps: torch's own profiler, started and stopped from outside the script.
+"""Trace windows of steps with torch's profiler (Kineto), started and stopped outside the script.
 
-Only the steps of a window are slowed, and a window's records are saved before the next step begins.
+Only the steps of a window are slowed down, and a window is saved before the next step begins.
 Needs torch; imported once the script has imported it.
 """
 
@@ -21,20 +21,20 @@ from ms_profile.recording.flight_recorder import KEY, recorded_groups
 from ms_profile.recording.trace_schedule import StepAction, action_at
 
 logger = logging.getLogger(__name__)
-ROOM_BYTES = 1 << 17
+RESERVE_BYTES = 1 << 17
 
 
 class Tracer:
-    """Trace the steps that a schedule names.
+    """Trace the steps selected by a schedule.
 
     Args:
         folder: the run's output folder.
-        rank: of this process.
-        schedule: which steps.
-        collect: what beside times.
-        on_saving: called before a file is written, which may take the room that is left.
-        on_saved: called with each file.
-        on_problem: called with a sentence on what could not be recorded.
+        rank: rank of this process.
+        schedule: steps to trace.
+        collect: data to record in addition to durations.
+        on_saving: called before a trace is written, which may fill the disk.
+        on_saved: called with each written trace.
+        on_problem: called with a description of anything that could not be recorded.
     """
 
     def __init__(
@@ -59,57 +59,59 @@ class Tracer:
         self._number = len(list((folder / "traces").glob(f"rank-{rank:05d}.*")))
 
     def busy(self, step: int) -> bool:
-        """Return whether the tracer needs Kineto for itself from this step on."""
+        """Return whether the tracer needs exclusive use of Kineto in this step."""
         return self._profile is not None or action_at(self._schedule, step) is not StepAction.NONE
 
     @property
     def tracing(self) -> bool:
-        """Whether the tracer is on, and so slows the current step."""
+        """Whether the tracer is running, which slows the current step."""
         return self._profile is not None
 
     def end_update(self, step: int) -> None:
-        """Save the window if `step`, whose update is done, is its last; see `recording.scopes`."""
+        """Save the window if the updated `step` is its last; see `recording.scopes`."""
         if action_at(self._schedule, step) is StepAction.RECORD_AND_SAVE:
             self.finish()
 
     def begin_step(self, step: int) -> None:
-        """Do what is due at the boundary before `step`."""
-        phase = action_at(self._schedule, step)
+        """Start, advance or end the window at the boundary before `step`."""
+        action = action_at(self._schedule, step)
         if self._profile is None:
-            if phase is not StepAction.NONE:
+            if action is not StepAction.NONE:
                 self._start(step)
             return
-        before = action_at(self._schedule, step - 1)
-        self._steps += before is not StepAction.WARMUP
-        if before is StepAction.RECORD_AND_SAVE:
+        previous_action = action_at(self._schedule, step - 1)
+        self._steps += previous_action is not StepAction.WARMUP
+        if previous_action is StepAction.RECORD_AND_SAVE:
             self._note_groups()
-        elif before is StepAction.WARMUP:
+        elif previous_action is StepAction.WARMUP:
             self._since_ns = time.time_ns()
         self._profile.step()
-        if phase is StepAction.NONE or (phase is StepAction.WARMUP and self._steps):
+        if action is StepAction.NONE or (action is StepAction.WARMUP and self._steps):
             self._end()
-            if phase is StepAction.WARMUP:
+            if action is StepAction.WARMUP:
                 self._start(step)
 
     def finish(self) -> None:
-        """Save the window that ends in the current step, if one is open."""
+        """Save the open window, which ends in the current step, if any."""
         if self._profile is not None:
             self._steps += 1
             self._note_groups()
             self._end()
 
     def abandon(self) -> None:
-        """End the window silently in a forked child; the parent goes on with it."""
+        """Drop the window silently in a forked child; the parent keeps tracing."""
         if self._profile is not None:
             self._profile = None
-            if self._accelerated:  # its profiler cannot be reached from a child, nor used in it
+            if self._accelerated:  # the accelerator's profiler is unreachable in a child
                 torch._C._autograd._enable_record_function(False)
-            else:  # free for a profiler of the child's own
+            else:  # allows the child to start its own profiler
                 torch._C._autograd._disable_profiler()
 
     def _start(self, step: int) -> None:
         if getattr(autograd_profiler, "_is_profiler_enabled", False):
-            self._on_problem(f"step {step}: the script's own profiler was on; nothing was traced")
+            self._on_problem(
+                f"step {step}: the script's own profiler was active, so the window was not traced"
+            )
             return
         traced: Any = profile(
             schedule=lambda number: ProfilerAction[action_at(self._schedule, number).name],
@@ -117,7 +119,7 @@ class Tracer:
             record_shapes=Collect.SHAPES in self._collect,
             profile_memory=Collect.MEMORY in self._collect,
         )
-        # Its step numbers, and so the marks `ProfilerStep#n` in the trace, are to be the run's.
+        # Makes the profiler's step numbers, and `ProfilerStep#n` in the trace, equal the run's.
         traced.step_num = step
         traced.current_action = traced.schedule(step)
         warming = traced.current_action == ProfilerAction.WARMUP
@@ -129,39 +131,39 @@ class Tracer:
         traced.add_metadata("rank", str(self._rank))
 
     def _end(self) -> None:
-        ending, self._profile = self._profile, None
-        ending.stop()
+        profiler, self._profile = self._profile, None
+        profiler.stop()
 
     def _note_groups(self) -> None:
-        """Put what names the collectives' groups into the trace that is about to be saved."""
-        noted = recorded_groups(self._since_ns) if Collect.GROUPS in self._collect else None
-        if noted is not None:
-            self._profile.add_metadata_json(KEY, noted)
+        """Store the process groups of the collectives in the trace that is about to be saved."""
+        groups = recorded_groups(self._since_ns) if Collect.GROUPS in self._collect else None
+        if groups is not None:
+            self._profile.add_metadata_json(KEY, groups)
 
     def _save(self, traced: "profile") -> None:
-        """Write the window's trace aside and give it its name once it is whole."""
+        """Write the window's trace to a temporary name and rename it when complete."""
         path = trace_path(self._folder, self._rank, self._number)
-        aside = path.with_name(f"{path.name}.partial")
+        partial = path.with_name(f"{path.name}.partial")
         self._on_saving()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            traced.export_chrome_trace(str(aside))
-            # Kineto writes to a name of its own first, and leaves it there when the disk is full.
-            cut = aside.with_name(f"{aside.name}.tmp")
-            if cut.exists() and not aside.exists():
-                cut.replace(aside)
-            complete = _ends_whole(aside)
+            traced.export_chrome_trace(str(partial))
+            # Kineto writes to its own .tmp name first, and leaves it there when the disk is full.
+            unfinished = partial.with_name(f"{partial.name}.tmp")
+            if unfinished.exists() and not partial.exists():
+                unfinished.replace(partial)
+            complete = _is_complete(partial)
             if not complete:
-                _give_back(aside)
-            size = aside.stat().st_size
-            aside.replace(path)
+                _free_reserve(partial)
+            size = partial.stat().st_size
+            partial.replace(path)
         except (OSError, RuntimeError) as error:
             self._on_problem(f"the trace from step {self._first} could not be written: {error}")
             return
         if not complete:
             self._on_problem(
-                f"{path.name} is cut short after {size} bytes; is the disk full? "
-                "What it holds can still be read"
+                f"{path.name} is truncated after {size} bytes; is the disk full? "
+                "The part that was written can still be read"
             )
         self._number += 1
         self._on_saved(
@@ -175,21 +177,21 @@ class Tracer:
         )
 
 
-def _give_back(path: Path) -> None:
-    """Cut the end off a trace that filled the disk: the log and the manifest find room again."""
+def _free_reserve(path: Path) -> None:
+    """Truncate a trace that filled the disk, to free space for the event log and the manifest."""
     size = path.stat().st_size
-    if size > 2 * ROOM_BYTES:
-        os.truncate(path, size - ROOM_BYTES)
+    if size > 2 * RESERVE_BYTES:
+        os.truncate(path, size - RESERVE_BYTES)
 
 
-def _ends_whole(path: Path) -> bool:
-    """Return whether a JSON object's last byte is there."""
+def _is_complete(path: Path) -> bool:
+    """Return whether the file ends with the closing brace of its JSON object."""
     with path.open("rb") as file:
         file.seek(max(path.stat().st_size - 16, 0))
         return file.read().rstrip().endswith(b"}")
 
 
 def accelerator() -> str:
-    """Return the kind of accelerator that torch sees, `cpu` where none."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return "cpu" if found is None else found.type
+    """Return the accelerator type that torch sees, or `cpu`."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if device is None else device.type
