@@ -9,7 +9,7 @@ import pytest
 from attrs import evolve
 
 from ms_profile.analysis.collectives import MatchedCollective
-from ms_profile.analysis.ledger import find_suspect, keep_ledger
+from ms_profile.analysis.ledger import find_suspect, build_ledger
 from ms_profile.analysis.memory import memory_growth, memory_timeline
 from ms_profile.analysis.transfers import diagnose, fit_transfers
 from ms_profile.analysis.whole_run import Analysis, analyse, analyse_traces
@@ -107,7 +107,7 @@ def test_garbage_before_a_late_ranks_own_first_step_is_known() -> None:
         key=0, kind="all_reduce", group="", size_bytes=8, starts_ns={0: 2 * MS, 1: 153 * MS},
         ends_ns={0: 154 * MS, 1: 154 * MS}, rows={0: 0, 1: 0},
     )  # fmt: skip
-    charged = keep_ledger([first], phases, {0: 0, 1: 151 * MS}).charged_ns()
+    charged = build_ledger([first], phases, {0: 0, 1: 151 * MS}).charged_ns()
     assert {key: wait / MS for key, wait in charged.items()} == pytest.approx(
         {(1, "garbage"): 149, (1, "host"): 1, (1, "compute"): 1}
     )
@@ -130,7 +130,7 @@ def test_a_collective_that_is_reported_late_hides_no_cause() -> None:
     communicating = {0: np.array([[0, 81]]) * MS, 1: np.array([[30, 36], [80, 81]]) * MS}
     phases = {rank: {"collective": own} for rank, own in communicating.items()}
     phases[1]["compute"] = computing
-    ledger = keep_ledger([first, second], phases)
+    ledger = build_ledger([first, second], phases)
     of_second = {c.phase: c.wait_ns / MS for c in ledger.charges if c.collective == 1}
     assert of_second == pytest.approx({"compute": 44, "link": 5})
 

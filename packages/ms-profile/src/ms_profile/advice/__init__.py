@@ -1,4 +1,4 @@
-"""Advice by rules, one a file, each of which cites its events and estimates what is to gain."""
+"""Rule-based advice; each rule cites spans as evidence and estimates the time to gain."""
 
 from ms_profile.advice.finding import Evidence, Finding
 from ms_profile.advice.rules import RULES, advise

@@ -1,4 +1,4 @@
-"""A rule of advice: what it looks for on each rank, how much of it is too much, and the remedy."""
+"""Advice rules: the pattern to look for on each rank, its threshold, and the remedy."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,45 +14,45 @@ from ms_profile.vendors.category import Category
 
 @frozen(kw_only=True)
 class Case:
-    """What a rule sees on one rank."""
+    """Observation of a rule on one rank."""
 
-    one: RankAnalysis
+    rank: RankAnalysis
     gain_ns: float
-    """Time that the rank would save."""
+    """Time that the rank would save, in ns."""
     evidence: tuple[Evidence, ...]
     numbers: Mapping[str, float | str] = field(factory=dict)
-    """What the rule's title and advice name beside `rank`, `steps` and `share`."""
+    """Values for the title and advice, in addition to `rank`, `steps` and `share`."""
     wall_ns: int | None = None
-    """What the gain is a share of; the wall time of the rank's steps where not given."""
+    """Time that the gain is a share of. None: the wall time of the rank's steps."""
 
     @property
     def share(self) -> float:
-        """The gain's share of the wall time."""
-        return self.gain_ns / max(self.one.wall_ns if self.wall_ns is None else self.wall_ns, 1)
+        """The gain as a share of the wall time."""
+        return self.gain_ns / max(self.rank.wall_ns if self.wall_ns is None else self.wall_ns, 1)
 
 
 @frozen(kw_only=True)
 class Rule:
-    """One rule; its file holds it as `RULE`."""
+    """An advice rule; each module in `advice.rules` defines one as `RULE`."""
 
     name: str
-    """The file's."""
+    """Name of the rule's module."""
     look: Callable[[Analysis], Iterable[Case]]
-    """Yields what is to be seen, at most one case a rank."""
-    least_share: float
-    """Share of the wall time from which the rule fires."""
+    """Yield at most one case per rank."""
+    min_share: float
+    """Smallest share of the wall time at which the rule fires."""
     title: str
-    """What was seen, with fields such as `{rank}` and `{share:.0%}`."""
+    """Observation, with format fields such as `{rank}` and `{share:.0%}`."""
     advice: str
-    """What to do about it, likewise."""
+    """Remedy, with the same format fields."""
 
     def __call__(self, analysis: Analysis) -> Finding | None:
-        """Find the case with the largest share of its rank's time, if that is enough."""
+        """Return the case with the largest share of its rank's time, if it exceeds `min_share`."""
         worst = max(self.look(analysis), key=lambda case: case.share, default=None)
-        if worst is None or worst.share < self.least_share:
+        if worst is None or worst.share < self.min_share:
             return None
-        one, share = worst.one, worst.share
-        values = {"rank": one.rank, "steps": len(one.breakdowns), "share": share, **worst.numbers}
+        rank, share = worst.rank, worst.share
+        values = {"rank": rank.rank, "steps": len(rank.breakdowns), "share": share, **worst.numbers}
         return Finding(
             rule=self.name,
             title=self.title.format_map(values),
@@ -64,50 +64,63 @@ class Rule:
 
 
 def phase_rule(
-    name: str, phase: str, *, evidence: str | Category, least_share: float, title: str, advice: str
+    name: str, phase: str, *, evidence: str | Category, min_share: float, title: str, advice: str
 ) -> Rule:
-    """Make a rule against the time in one phase of `PHASES`.
+    """Create a rule about the time spent in one phase.
 
-    `evidence` is what stretches of that phase are called, or which of the trace's spans show it.
+    Args:
+        name: name of the rule.
+        phase: key of `PHASES`.
+        evidence: category of the trace spans to cite, or a name under which to cite the intervals
+            of the phase.
+        min_share: share of the wall time at which the rule fires.
+        title: observation, a format string.
+        advice: remedy, a format string.
     """
 
     def look(analysis: Analysis) -> Iterator[Case]:
-        for one in analysis.ranks.values():
+        for rank in analysis.ranks.values():
             if isinstance(evidence, Category):
-                longest = longest_rows(one, rows_in_steps(one, one.trace.rows(evidence)))
+                longest = longest_rows(rank, rows_in_steps(rank, rank.trace.rows(evidence)))
             else:
-                stretches = one.activity.in_steps(one.activity.parts[phase])
-                longest = longest_intervals(one, evidence, stretches)
-            yield Case(one=one, gain_ns=one.phase_ns(phase), evidence=longest)
+                intervals = rank.activity.in_steps(rank.activity.parts[phase])
+                longest = longest_intervals(rank, evidence, intervals)
+            yield Case(rank=rank, gain_ns=rank.phase_ns(phase), evidence=longest)
 
-    return Rule(name=name, look=look, least_share=least_share, title=title, advice=advice)
+    return Rule(name=name, look=look, min_share=min_share, title=title, advice=advice)
 
 
 def calls_rule(
-    name: str, calls: re.Pattern[str], *, least_a_step: int, least_share: float, title: str,
+    name: str, calls: re.Pattern[str], *, min_per_step: int, min_share: float, title: str,
     advice: str,
 ) -> Rule:  # fmt: skip
-    """Make a rule against the time in calls of the driver, from so many a step on.
+    """Create a rule about the time spent in certain driver calls.
 
-    `calls` is the pattern of their names; the title may name how many `{calls}` were made.
+    Args:
+        name: name of the rule.
+        calls: pattern of the names of the calls.
+        min_per_step: number of calls per step from which the rule fires.
+        min_share: share of the wall time at which the rule fires.
+        title: observation, a format string; `{calls}` is the number of calls.
+        advice: remedy, a format string.
     """
 
     def look(analysis: Analysis) -> Iterator[Case]:
-        for one in analysis.ranks.values():
-            rows = rows_in_steps(one, one.trace.named(calls))
-            if len(rows) >= least_a_step * len(one.breakdowns):
+        for rank in analysis.ranks.values():
+            rows = rows_in_steps(rank, rank.trace.named(calls))
+            if len(rows) >= min_per_step * len(rank.breakdowns):
                 yield Case(
-                    one=one, gain_ns=int(one.trace.duration_ns[rows].sum()),
-                    evidence=longest_rows(one, rows), numbers={"calls": len(rows)},
+                    rank=rank, gain_ns=int(rank.trace.duration_ns[rows].sum()),
+                    evidence=longest_rows(rank, rows), numbers={"calls": len(rows)},
                 )  # fmt: skip
 
-    return Rule(name=name, look=look, least_share=least_share, title=title, advice=advice)
+    return Rule(name=name, look=look, min_share=min_share, title=title, advice=advice)
 
 
-def rows_in_steps(one: RankAnalysis, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return those of the rows that begin inside a recorded step."""
-    start = one.trace.start_ns[rows]
+def rows_in_steps(rank: RankAnalysis, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the rows whose spans start inside a recorded step."""
+    start = rank.trace.start_ns[rows]
     inside = np.zeros(len(rows), bool)
-    for step in one.activity.steps:
+    for step in rank.activity.steps:
         inside |= (start >= step.start_ns) & (start < step.end_ns)
     return rows[inside]

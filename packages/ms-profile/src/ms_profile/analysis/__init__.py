@@ -1,1 +1,1 @@
-"""What the traces of a run show together: time by cause, collectives, waiting, operators."""
+"""Analysis of all ranks' traces: time by phase, collectives, waiting and operators."""

@@ -1,7 +1,7 @@
-"""What a rank did at each instant: every step's wall time split among causes, none counted twice.
+"""Split the wall time of each step of a rank among phases, counting every instant once.
 
-Where a device computes, its kernels are the compute and the host's operators explain its idle time;
-without a device the host's operators are the compute.
+With a device, its kernels are compute and the host's operators explain the device's idle time.
+Without a device, the host's operators are compute.
 """
 
 import re
@@ -19,27 +19,27 @@ from ms_profile.vendors import any_vendors
 from ms_profile.vendors.category import Category
 
 PHASES: Final = {
-    "compute": "operators, or kernels where there is a device",
-    "collective": "communication that no compute hides",
-    "copy": "copies between host and device that nothing hides",
+    "compute": "operators, or kernels if there is a device",
+    "collective": "communication not hidden by compute",
+    "copy": "copies between host and device not hidden by other work",
     "garbage": "Python's garbage collector",
     "data": "waiting for the next batch",
     "synchronise": "the host waiting for the device",
     "launch": "the device idle while the host prepares its work",
-    "host": "nothing of the above: Python, other code, or waiting that was not recorded",
+    "host": "anything else: Python, other code, or waits that were not recorded",
 }
 
 COMMUNICATION_OPERATOR: Final = any_vendors("communication_operator")
 DATA: Final = re.compile(r"enumerate\(DataLoader\)#|data_wait|DataLoader")
 GARBAGE: Final = re.compile(r"gc generation|gc\.collect|garbage")
-SYNCHRONISE: Final = any_vendors("synchronising_call")
+SYNCHRONIZE: Final = any_vendors("synchronizing_call")
 HOST: Final = (Category.OPERATOR, Category.ANNOTATION, Category.RUNTIME, Category.PYTHON)
-NOTHING: Final = np.zeros((0, 2), np.int64)
+EMPTY: Final = np.zeros((0, 2), np.int64)
 
 
 @frozen(kw_only=True, eq=False)
 class Activity:
-    """Intervals of one rank, (N, 2) int64 ns each; they may overlap one another."""
+    """Intervals of one rank by phase, (N, 2) int64 ns; those of different phases may overlap."""
 
     compute: Intervals
     collective: Intervals
@@ -48,66 +48,72 @@ class Activity:
     data: Intervals
     synchronise: Intervals
     launch: Intervals
-    """The host's operators and driver calls; empty without a device."""
+    """Operators and driver calls on the host; empty without a device."""
     steps: tuple[Step, ...]
     has_device: bool
     unmeasured: tuple[str, ...] = ()
     """Phases that this trace cannot show; their time counts as "host"."""
-    known_garbage: Intervals = NOTHING
-    """The part of `garbage` that was known from elsewhere and is no span of the trace."""
+    known_garbage: Intervals = EMPTY
+    """The part of `garbage` that comes from the recorder rather than the trace."""
 
     @cached_property
     def parts(self) -> dict[str, Intervals]:
-        """Intervals by phase, each instant in the first phase that claims it."""
-        taken = NOTHING
+        """Disjoint intervals by phase: an instant belongs to the first phase that covers it."""
+        covered = EMPTY
         parts = {}
         for name in list(PHASES)[:-1]:
-            own: Intervals = getattr(self, name)
-            parts[name] = subtract(own, taken)
-            taken = _join(taken, own)
+            intervals: Intervals = getattr(self, name)
+            parts[name] = subtract(intervals, covered)
+            covered = _join(covered, intervals)
         return parts
 
     def in_steps(self, intervals: Intervals) -> Intervals:
-        """Return the part of the intervals that lies inside of the recorded steps."""
+        """Return the part of the intervals inside the recorded steps."""
         return np.concatenate(
-            [NOTHING, *(clip(intervals, step.start_ns, step.end_ns) for step in self.steps)]
+            [EMPTY, *(clip(intervals, step.start_ns, step.end_ns) for step in self.steps)]
         )
 
 
 @frozen(kw_only=True)
 class Breakdown:
-    """Wall time of one rank in one step; the phases sum to it exactly."""
+    """Wall time of one rank in one step; the phases sum to exactly that time."""
 
     step: Step
     phases_ns: dict[str, int]
-    """Keys of `PHASES`."""
+    """Time by phase; the keys are those of `PHASES`."""
     communication_ns: int
-    """All of it, hidden or not."""
+    """All communication time, hidden or not."""
     hidden_ns: int
-    """Communication while compute went on."""
+    """Communication time during which compute was running."""
 
     @property
     def hidden_share(self) -> float | None:
-        """Share of communication that compute hid; None where there was none."""
+        """Share of communication hidden by compute; None without communication."""
         return self.hidden_ns / self.communication_ns if self.communication_ns else None
 
 
 def find_activity(
     trace: Trace, garbage: Intervals | None = None, data: Intervals | None = None
 ) -> Activity:
-    """Find when each phase went on; `garbage` and `data` are intervals known from elsewhere."""
+    """Find the intervals of each phase.
+
+    Args:
+        trace: the rank's trace.
+        garbage: garbage collections from the recorder, (N, 2) ns; None if not recorded.
+        data: waits for batches from the recorder, (N, 2) ns; None if not recorded.
+    """
     device = _spans(trace, trace.rows(Category.KERNEL))
     has_device = len(trace.rows(Category.KERNEL)) > 0
     host = _host_compute(trace)
-    stalls = _join(_spans(trace, trace.named(DATA, *HOST)), NOTHING if data is None else data)
-    known_garbage = NOTHING if garbage is None else garbage
+    stalls = _join(_spans(trace, trace.named(DATA, *HOST)), EMPTY if data is None else data)
+    known_garbage = EMPTY if garbage is None else garbage
     pauses = _join(_spans(trace, trace.named(GARBAGE, *HOST)), known_garbage)
     unmeasured: tuple[str, ...] = () if has_device else ("copy", "synchronise", "launch")
     if garbage is None and not len(pauses):
         unmeasured += ("garbage",)
     if data is None and not len(stalls):
         unmeasured += ("data",)
-    waits = _spans(trace, trace.named(SYNCHRONISE, *HOST))
+    waits = _spans(trace, trace.named(SYNCHRONIZE, *HOST))
     runtime = _spans(trace, trace.rows(Category.RUNTIME))
     return Activity(
         compute=device if has_device else host,
@@ -115,8 +121,8 @@ def find_activity(
         copy=_spans(trace, trace.rows(Category.COPY)),
         garbage=pauses,
         data=stalls,
-        synchronise=waits if has_device else NOTHING,
-        launch=_join(host, runtime) if has_device else NOTHING,
+        synchronise=waits if has_device else EMPTY,
+        launch=_join(host, runtime) if has_device else EMPTY,
         steps=find_steps(trace),
         has_device=has_device,
         unmeasured=unmeasured,
@@ -125,14 +131,17 @@ def find_activity(
 
 
 def break_down(activity: Activity) -> tuple[Breakdown, ...]:
-    """Split each step's wall time among `PHASES`."""
+    """Split the wall time of each step among `PHASES`."""
     hidden = intersect(activity.collective, activity.compute)
-    found = []
+    breakdowns = []
     for step in activity.steps:
         start, end = step.start_ns, step.end_ns
-        phases = {name: length_ns(clip(own, start, end)) for name, own in activity.parts.items()}
+        phases = {
+            name: length_ns(clip(intervals, start, end))
+            for name, intervals in activity.parts.items()
+        }
         phases["host"] = step.duration_ns - sum(phases.values())
-        found.append(
+        breakdowns.append(
             Breakdown(
                 step=step,
                 phases_ns=phases,
@@ -140,22 +149,22 @@ def break_down(activity: Activity) -> tuple[Breakdown, ...]:
                 hidden_ns=length_ns(clip(hidden, start, end)),
             )
         )
-    return tuple(found)
+    return tuple(breakdowns)
 
 
 def _host_compute(trace: Trace) -> Intervals:
-    """Find where operators ran on any thread, but for communication launches and data waits."""
+    """Return the intervals of operators on any thread, without communication and data waits."""
     launching = trace.named(COMMUNICATION_OPERATOR, Category.OPERATOR)
     waiting = trace.named(DATA, Category.ANNOTATION)
-    away = np.concatenate([launching, waiting, trace.rows(Category.COLLECTIVE)])
-    is_away = np.zeros(len(trace), bool)
-    is_away[away] = True
-    rows = trace.rows(Category.OPERATOR)
-    rows = rows[~is_away[rows]]
-    parts = [NOTHING]
-    for thread in np.unique(trace.thread[rows]):
-        busy, others = (own[trace.thread[own] == thread] for own in (rows, away))
-        parts.append(subtract(_spans(trace, busy), _spans(trace, others)))
+    excluded = np.concatenate([launching, waiting, trace.rows(Category.COLLECTIVE)])
+    is_excluded = np.zeros(len(trace), bool)
+    is_excluded[excluded] = True
+    operators = trace.rows(Category.OPERATOR)
+    operators = operators[~is_excluded[operators]]
+    parts = [EMPTY]
+    for thread in np.unique(trace.thread[operators]):
+        compute, other = (rows[trace.thread[rows] == thread] for rows in (operators, excluded))
+        parts.append(subtract(_spans(trace, compute), _spans(trace, other)))
     return _join(*parts)
 
 

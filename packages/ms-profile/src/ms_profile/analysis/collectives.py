@@ -1,4 +1,4 @@
-"""Collectives of each rank, and which of them are the same one seen by several ranks."""
+"""Find the collectives of each rank and match those that are the same across ranks."""
 
 import re
 from collections import defaultdict
@@ -27,29 +27,29 @@ KINDS: Final = (
     ("scatter", re.compile(r"scatter", re.IGNORECASE)),
     ("reduce", re.compile(r"reduce", re.IGNORECASE)),
 )
-MOST_BYTES: Final = 1 << 52
+MAX_BYTES: Final = 1 << 52
 POINT_TO_POINT: Final = frozenset({"send", "receive", "send_receive"})
 
 
 @frozen(kw_only=True)
 class Collective:
-    """One rank's part in one collective."""
+    """One rank's part in a collective; times on that rank's clock."""
 
     row: int
     kind: str
     group: str
-    """The process group's name; empty where the backend gives none."""
+    """Name of the process group; empty if the backend gives none."""
     ranks: tuple[int, ...]
-    """The group's members; empty where the profiler lists none."""
+    """Members of the group; empty if the profiler lists none."""
     size_bytes: int | None
-    """Size of this rank's message; None where shapes were not recorded."""
+    """Size of this rank's message; None if shapes were not recorded."""
     start_ns: int
     end_ns: int
 
 
 @frozen(kw_only=True)
 class MatchedCollective:
-    """One collective as the ranks saw it; instants in ns of one common clock."""
+    """A collective as seen by its ranks; times by rank, in ns."""
 
     key: Hashable
     kind: str
@@ -61,7 +61,7 @@ class MatchedCollective:
 
 
 def kind_of(name: str) -> str:
-    """Name the collective in a kernel's or scope's name; "other" where it shows none."""
+    """Return the operation in the name of a kernel or scope, or "other"."""
     for kind, pattern in KINDS:
         if pattern.search(name):
             return kind
@@ -71,7 +71,7 @@ def kind_of(name: str) -> str:
 def find_collectives(trace: Trace) -> tuple[Collective, ...]:
     """Return the collectives of a trace in order of their start."""
     kinds: dict[int, str] = {}
-    found = []
+    collectives = []
     rows = trace.rows(Category.COLLECTIVE)
     for row in rows[np.argsort(trace.start_ns[rows], kind="stable")].tolist():
         code = int(trace.name[row])
@@ -82,7 +82,7 @@ def find_collectives(trace: Trace) -> tuple[Collective, ...]:
         if note is not None and note.kind:
             kind = kind_of(note.kind)
         width = element_bytes(note.dtype) if note else None
-        found.append(
+        collectives.append(
             Collective(
                 row=row,
                 kind=kind,
@@ -93,48 +93,53 @@ def find_collectives(trace: Trace) -> tuple[Collective, ...]:
                 end_ns=int(trace.start_ns[row] + trace.duration_ns[row]),
             )
         )
-    return tuple(found)
+    return tuple(collectives)
 
 
 def _size(size_bytes: int) -> int | None:
-    return size_bytes if 0 <= size_bytes <= MOST_BYTES else None
+    return size_bytes if 0 <= size_bytes <= MAX_BYTES else None
 
 
 def match_collectives(
-    found: Mapping[int, Sequence[Collective]], steps: Mapping[int, Sequence[Step]]
+    collectives: Mapping[int, Sequence[Collective]], steps: Mapping[int, Sequence[Step]]
 ) -> tuple[MatchedCollective, ...]:
-    """Pair the collectives of several ranks: the n-th of its kind, group and size on each.
+    """Match collectives across ranks: the n-th of its kind, group and size on each rank.
 
-    Where ranks saw unequal numbers, those of a step pair if they are equal in number there.
-    Point-to-point messages don't name their peer in a trace; they pair where two ranks ran.
+    If ranks have different numbers of them, those of a step are matched if the ranks have the same
+    number in that step. Traces do not name the peer of a point-to-point message, so these are only
+    matched in runs of two ranks.
+
+    Args:
+        collectives: collectives by rank, in order of their start.
+        steps: steps by rank.
     """
-    unnamed = {one.kind for own in found.values() for one in own if not one.group}
+    unnamed = {item.kind for items in collectives.values() for item in items if not item.group}
     series: dict[Hashable, dict[int, list[Collective]]] = defaultdict(lambda: defaultdict(list))
-    for rank, own in found.items():
-        for one in own:
-            if one.kind in unnamed:  # a group that only some ranks name would tear them apart
-                one = evolve(one, group="", ranks=())
-            kind = one.kind
+    for rank, items in collectives.items():
+        for item in items:
+            if item.kind in unnamed:  # if only some ranks name the group, names prevent matching
+                item = evolve(item, group="", ranks=())
+            kind = item.kind
             if kind in POINT_TO_POINT:
-                if len(found) != 2:
+                if len(collectives) != 2:
                     continue
                 kind = "send_receive"
-            series[kind, one.group, one.ranks, one.size_bytes][rank].append(one)
+            series[kind, item.group, item.ranks, item.size_bytes][rank].append(item)
     matched: list[MatchedCollective] = []
     for signature, by_rank in series.items():
         if len(by_rank) < 2:
             continue
-        if len({len(own) for own in by_rank.values()}) == 1:
+        if len({len(items) for items in by_rank.values()}) == 1:
             matched += _match(signature, by_rank)
             continue
         by_step: dict[Hashable, dict[int, list[Collective]]] = defaultdict(dict)
-        for rank, own in by_rank.items():
-            for one in own:
-                by_step[_step_of(one, steps[rank])].setdefault(rank, []).append(one)
+        for rank, items in by_rank.items():
+            for item in items:
+                by_step[_step_of(item, steps[rank])].setdefault(rank, []).append(item)
         for step, parts in by_step.items():
-            if step is not None and len({len(own) for own in parts.values()}) == 1:
+            if step is not None and len({len(items) for items in parts.values()}) == 1:
                 matched += _match((signature, step), parts)
-    return tuple(sorted(matched, key=lambda one: max(one.starts_ns.values())))
+    return tuple(sorted(matched, key=lambda item: max(item.starts_ns.values())))
 
 
 def _match(signature: Hashable, by_rank: Mapping[int, list[Collective]]) -> list[MatchedCollective]:
@@ -154,8 +159,8 @@ def _match(signature: Hashable, by_rank: Mapping[int, list[Collective]]) -> list
     ]
 
 
-def _step_of(one: Collective, steps: Sequence[Step]) -> int | None:
+def _step_of(collective: Collective, steps: Sequence[Step]) -> int | None:
     for step in steps:
-        if step.start_ns <= one.start_ns < step.end_ns:
+        if step.start_ns <= collective.start_ns < step.end_ns:
             return step.number
     return None

@@ -1,16 +1,16 @@
-"""Whether run B is slower than run A: a test on the steps' medians, and what moved.
+"""Test whether run B is slower than run A, and show which phases and operators changed.
 
-Medians and median deviations of the logarithms are compared, as a few steps are always outliers,
-by Student's distribution. Steps of one run resemble their neighbours: three of them count as one. A
-regression is one that runs of equal pace would show in fewer than 2% of cases (its p-value), and
-that is 3% or more: less than that differs between two runs of one program.
+Step times are compared by the medians and median deviations of their logarithms, which tolerate
+outliers, with Student's t distribution. Consecutive steps are correlated, so three count as one
+independent sample. A regression has a p-value below 2% (runs of equal speed would show it that
+rarely) and is at least 3%, as two runs of one program differ by less.
 
-A run's event log has every step, and most of them untraced; where both runs have one, its steps are
-compared, and the traces only show what moved. Steps are also longer where other programs have the
-CPUs; the log holds how long each waited for one. A regression is one with that wait and without it.
+The event log of a run has all steps, most of them untraced. If both runs have one, the logged steps
+are compared and the traces only show what changed. Steps also take longer while other programs use
+the CPUs, and the log has each step's wait for a CPU: a regression must be one with and without it.
 
-One run of each does not show how far two runs of one program lie apart, so 2.5% is taken for it.
-Where there are more of A or of B, the runs' medians are compared as they scatter from run to run.
+A single run of A and of B does not show how much runs of one program vary; a standard deviation of
+2.5% is assumed. With more runs, their medians are compared, with the variance between the runs.
 """
 
 import logging
@@ -30,16 +30,16 @@ from ms_profile.log.event_reader import EventFilter, read_events
 from ms_profile.log.manifest import read_run
 
 logger = logging.getLogger(__name__)
-LEAST_STEPS = 4
+MIN_STEPS = 4
 SIGNIFICANCE = 0.02
 LEAST_CHANGE = 0.03
-ALIKE = 3.0
-RUNS_APART = 0.025
-"""Standard deviation of the pace of one program's runs, as `benchmarks/comparing.py` found it on a
-quiet host; more steps of a run do not lessen it."""
+CORRELATED_STEPS = 3.0
+RUN_STD = 0.025
+"""Relative standard deviation between runs of one program, measured on a quiet host by
+`benchmarks/comparing.py`; more steps per run do not reduce it."""
 DRAWS = 20_000
-LONGEST_S = 1e8
-"""A longer step, three years, is taken for a damaged time."""
+MAX_STEP_S = 1e8
+"""Longer steps (three years) have a damaged time."""
 POWER = 0.9
 Times = NDArray[np.float64]
 Runs = Sequence[Times]
@@ -47,7 +47,7 @@ Runs = Sequence[Times]
 
 @frozen(kw_only=True)
 class Change:
-    """One quantity in both runs, per step, in ns."""
+    """A quantity in both runs, in ns per step."""
 
     name: str
     before_ns: float
@@ -55,49 +55,49 @@ class Change:
 
     @property
     def share(self) -> float | None:
-        """Relative change; None where there was nothing before."""
+        """Relative change; None if the quantity was 0 before."""
         return self.after_ns / self.before_ns - 1 if self.before_ns else None
 
 
 @frozen(kw_only=True)
 class Comparison:
-    """What differs between two runs."""
+    """Differences between two runs."""
 
     step: Change
-    """Change of the median step, taken on its slowest rank."""
+    """Change of the median step time of the slowest rank."""
     p_value: float
-    """Probability that runs of equal pace differ by as much in the direction that was seen."""
+    """Probability that runs of equal speed differ at least this much in the observed direction."""
     detectable: float | None
-    """Relative slow-down that 9 in 10 such pairs of runs would show as a regression.
+    """Relative slowdown that 9 in 10 such pairs of runs would show as a regression.
 
-    None where the steps are so few, or scatter so much, that not even a tenfold one would show.
+    None if there are too few steps, or too much variance, to detect even a tenfold slowdown.
     """
     steps: tuple[int, int]
-    """How many of A and of B were compared."""
+    """Number of steps compared, of A and of B."""
     runs: tuple[int, int]
-    """How many runs of A and of B."""
+    """Number of runs, of A and of B."""
     regression: bool
     improvement: bool
     phases: tuple[Change, ...]
-    """Per step and rank; those that either run shows."""
+    """Time by phase, per step and rank; only phases that both runs measured."""
     not_measurable: tuple[str, ...]
-    """Phases that the traces of one run, or of both, cannot show."""
+    """Phases that the traces of one or both runs cannot show."""
     operators: tuple[Change, ...]
-    """Self time per step and rank, the largest change first."""
+    """Self time by operator, per step and rank, largest change first."""
 
 
 @frozen(kw_only=True, eq=False)
 class RecordedSteps:
-    """Steps of a run as its log has them, (S,) ns each, in order."""
+    """Step times from a run's event log, (S,) ns, in order."""
 
     wall_ns: Times
-    """The slowest rank's."""
+    """Wall time of the slowest rank."""
     without_cpu_wait_ns: Times | None
-    """The same less the longest wait of a rank for a CPU; None where that was not counted."""
+    """Wall time minus the longest CPU wait of a rank; None if waits were not measured."""
 
     @property
     def cpu_wait_share(self) -> float | None:
-        """Share of the time in which a rank waited for a CPU."""
+        """Share of the time that a rank waited for a CPU."""
         if self.without_cpu_wait_ns is None:
             return None
         return float(1 - self.without_cpu_wait_ns.sum() / self.wall_ns.sum())
@@ -110,15 +110,15 @@ def compare(
     least_change: float = LEAST_CHANGE,
     recorded: tuple[Sequence[RecordedSteps], Sequence[RecordedSteps]] | None = None,
 ) -> Comparison:
-    """Compare two runs' steps, phases and operators.
+    """Compare the steps, phases and operators of two runs.
 
     Args:
         before: run A.
         after: run B.
-        least_change: relative change that counts.
-        recorded: steps of each run of A and of each of B, one or more, as `recorded_steps` reads
-            them; without them, the traces'. With three runs or more in all, their scatter from
-            run to run decides.
+        least_change: smallest relative change that counts.
+        recorded: step times of the runs of A and of the runs of B, from `recorded_steps`. None:
+            use the steps of the traces. With 3 or more runs in total, the variance between runs
+            decides.
 
     Raises:
         TraceError: a run has fewer than 4 named steps.
@@ -137,7 +137,7 @@ def compare(
     return Comparison(
         step=change,
         p_value=faster if change.after_ns < change.before_ns else slower,
-        detectable=_most([_detectable(a, b, least_change) for a, b in pairs]),
+        detectable=_max_or_none([_detectable(a, b, least_change) for a, b in pairs]),
         steps=(sum(map(len, old)), sum(map(len, new))),
         runs=(len(old), len(new)),
         regression=slower < SIGNIFICANCE and min(shares) >= least_change,
@@ -149,99 +149,104 @@ def compare(
 
 
 def _series(old: Sequence[RecordedSteps], new: Sequence[RecordedSteps]) -> list[tuple[Runs, Runs]]:
-    """Return pairs of series that must all show B slower: wall times, and those less CPU waits."""
+    """Return the series that must all show B slower: wall times, and wall times minus CPU waits."""
     pairs: list[tuple[Runs, Runs]] = [([a.wall_ns for a in old], [b.wall_ns for b in new])]
-    left = [[one.without_cpu_wait_ns for one in own] for own in (old, new)]
-    counted = [[one for one in own if one is not None] for own in left]
-    if counted == left:
-        pairs.append((counted[0], counted[1]))
+    without_wait = [[run.without_cpu_wait_ns for run in runs] for runs in (old, new)]
+    measured = [[times for times in runs if times is not None] for runs in without_wait]
+    if measured == without_wait:
+        pairs.append((measured[0], measured[1]))
     return pairs
 
 
 def _typical(runs: Runs) -> float:
-    """Return the geometric mean of the runs' median steps, ns."""
+    """Return the geometric mean of the runs' median step times, in ns."""
     return float(np.exp(np.mean(np.log([np.median(run) for run in runs]))))
 
 
-def _most(shares: Sequence[float | None]) -> float | None:
-    known = [share for share in shares if share is not None]
-    return max(known) if len(known) == len(shares) else None
+def _max_or_none(shares: Sequence[float | None]) -> float | None:
+    """Return the largest share; None if any share is None."""
+    numbers = [share for share in shares if share is not None]
+    return max(numbers) if len(numbers) == len(shares) else None
 
 
 def recorded_steps(
     folder: Path, *, on_problem: Callable[[str], None] = logger.warning
 ) -> RecordedSteps | None:
-    """Return the steps that a run's event log holds.
+    """Return the step times in a run's event log.
 
-    Steps that the tracer slowed are left out, and those before its first window, which fill caches.
-    None where the folder is no run, or has fewer than 4 such steps on all ranks.
+    Steps slowed by the tracer are skipped, as are the warmup steps before its first window. Returns
+    None if the folder is not a run, or has fewer than 4 such steps on all ranks.
 
     Args:
-        folder: of the run.
-        on_problem: called with a sentence on a part of its records that cannot be read.
+        folder: the run's folder.
+        on_problem: called with a message about each part of the log that cannot be read.
     """
     if not (folder / "manifest.json").is_file():
         return None
     try:
         run = read_run(folder)
-        wanted = EventFilter(kinds={"step"})
-        events = list(read_events(folder, wanted, on_problem=on_problem))
+        event_filter = EventFilter(kinds={"step"})
+        events = list(read_events(folder, event_filter, on_problem=on_problem))
     except ProfileError as error:
         on_problem(str(error))
         return None
     times: dict[int, dict[int, float]] = defaultdict(dict)
     waits: dict[int, dict[int, float]] = defaultdict(dict)
     for event in events:
-        length, wait = event.fields.get("step_time_s"), event.fields.get("cpu_wait_s")
-        usual = "traced" not in event.fields and (event.step or 0) >= run.schedule.skip
+        step_time_s, wait_s = event.fields.get("step_time_s"), event.fields.get("cpu_wait_s")
+        is_regular = "traced" not in event.fields and (event.step or 0) >= run.schedule.skip
         if (
             event.step is not None
-            and usual
-            and isinstance(length, float)
-            and 0 < length < LONGEST_S
+            and is_regular
+            and isinstance(step_time_s, float)
+            and 0 < step_time_s < MAX_STEP_S
         ):
-            times[event.step][event.rank] = length * 1e9
-            if isinstance(wait, float) and wait >= 0:
-                waits[event.step][event.rank] = min(wait, length) * 1e9
-    ranks = {rank for own in times.values() for rank in own}
-    full = [step for step, own in sorted(times.items()) if len(own) == len(ranks)]
-    if len(full) < LEAST_STEPS:
+            times[event.step][event.rank] = step_time_s * 1e9
+            if isinstance(wait_s, float) and wait_s >= 0:
+                waits[event.step][event.rank] = min(wait_s, step_time_s) * 1e9
+    ranks = {rank for by_rank in times.values() for rank in by_rank}
+    complete = [step for step, by_rank in sorted(times.items()) if len(by_rank) == len(ranks)]
+    if len(complete) < MIN_STEPS:
         return None
-    wall = np.array([max(times[step].values()) for step in full])
-    counted = all(len(waits[step]) == len(ranks) for step in full)
-    waited = np.array([max(waits[step].values()) for step in full]) if counted else None
-    # A step is never all wait: logarithms are taken of what is left.
-    left = None if waited is None else np.maximum(wall - waited, 0.01 * wall)
-    return RecordedSteps(wall_ns=wall, without_cpu_wait_ns=left)
+    wall = np.array([max(times[step].values()) for step in complete])
+    counted = all(len(waits[step]) == len(ranks) for step in complete)
+    cpu_wait = np.array([max(waits[step].values()) for step in complete]) if counted else None
+    # At least 1% remains, as logarithms are taken of the difference.
+    without_wait = None if cpu_wait is None else np.maximum(wall - cpu_wait, 0.01 * wall)
+    return RecordedSteps(wall_ns=wall, without_cpu_wait_ns=without_wait)
 
 
 def step_times(analysis: Analysis) -> Times:
-    """Return the wall time of each step that all ranks recorded, the slowest rank's, (S,) ns.
+    """Return the slowest rank's wall time of each step that all ranks recorded, (S,) ns.
 
     Raises:
-        TraceError: there are fewer than 4.
+        TraceError: there are fewer than 4 such steps.
     """
     times: dict[int, list[int]] = defaultdict(list)
-    for one in analysis.ranks.values():
-        for step in one.breakdowns:
-            if step.step.number is not None and step.step.duration_ns > 0:
-                times[step.step.number].append(step.step.duration_ns)
-    full = [max(own) for _, own in sorted(times.items()) if len(own) == len(analysis.ranks)]
-    if len(full) < LEAST_STEPS:
+    for rank in analysis.ranks.values():
+        for breakdown in rank.breakdowns:
+            if breakdown.step.number is not None and breakdown.step.duration_ns > 0:
+                times[breakdown.step.number].append(breakdown.step.duration_ns)
+    slowest = [
+        max(durations)
+        for _, durations in sorted(times.items())
+        if len(durations) == len(analysis.ranks)
+    ]
+    if len(slowest) < MIN_STEPS:
         raise TraceError(
-            f"a run has {len(full)} named steps; comparing takes {LEAST_STEPS} or more: "
+            f"comparing needs at least {MIN_STEPS} named steps per run, got {len(slowest)}; "
             "record more steps, and call the profiler's step()"
         )
-    return np.array(full, np.float64)
+    return np.array(slowest, np.float64)
 
 
 def compare_runs(before: Runs, after: Runs, *, seed: int = 0) -> float:
-    """Return the p-value, 0 to 1, of the median step of `after` being larger by as much as it is.
+    """Return the p-value (0 to 1) of the median step of `after` being larger than of `before`.
 
     Args:
-        before: step times of each run of one kind, each (N,), positive, in order.
-        after: of the other.
-        seed: of the draws from Student's distribution.
+        before: step times of each run of A, (N,) each, positive, in order.
+        after: step times of each run of B.
+        seed: seed of the draws from Student's distribution.
     """
     difference, error, freedom = _difference(before, after)
     if error == 0:
@@ -251,22 +256,22 @@ def compare_runs(before: Runs, after: Runs, *, seed: int = 0) -> float:
 
 
 def _difference(before: Runs, after: Runs) -> tuple[float, float, float]:
-    """Compute the medians' difference in logarithms, its standard error, and degrees of freedom."""
+    """Return the difference of log medians, its standard error, and the degrees of freedom."""
     if len(before) + len(after) > 2:
         return _between_runs(before, after)
     old, new = np.log(before[0]), np.log(after[0])
-    apart = [np.abs(own - np.median(own)) for own in (old, new)]
-    # 1.4826 makes the median deviation a standard deviation; medians took 2 of the freedoms.
-    freedom = max((len(old) + len(new)) / ALIKE - 2, 1.0)
-    spread = 1.4826 * float(np.median(np.concatenate(apart))) * (1 + 1 / freedom)
-    # 1.25 is how much less sure a median is than a mean.
-    error = 1.25 * spread * (ALIKE / len(old) + ALIKE / len(new)) ** 0.5
-    error = (error**2 + 2 * RUNS_APART**2) ** 0.5
+    deviations = [np.abs(times - np.median(times)) for times in (old, new)]
+    # 1.4826 converts a median deviation to a standard deviation; two medians cost 2 degrees.
+    freedom = max((len(old) + len(new)) / CORRELATED_STEPS - 2, 1.0)
+    spread = 1.4826 * float(np.median(np.concatenate(deviations))) * (1 + 1 / freedom)
+    # The standard error of a median is 1.25 times that of a mean.
+    error = 1.25 * spread * (CORRELATED_STEPS / len(old) + CORRELATED_STEPS / len(new)) ** 0.5
+    error = (error**2 + 2 * RUN_STD**2) ** 0.5
     return float(np.median(new) - np.median(old)), error, freedom
 
 
 def _between_runs(before: Runs, after: Runs) -> tuple[float, float, float]:
-    """Return the same from one median a run and the variance that the runs of a kind share."""
+    """Return the same as `_difference` from the runs' medians and their pooled variance."""
     old, new = (np.array([np.log(np.median(run)) for run in runs]) for runs in (before, after))
     freedom = len(old) + len(new) - 2
     squares = ((old - old.mean()) ** 2).sum() + ((new - new.mean()) ** 2).sum()
@@ -275,46 +280,46 @@ def _between_runs(before: Runs, after: Runs) -> tuple[float, float, float]:
 
 
 def _detectable(before: Runs, after: Runs, least_change: float) -> float | None:
-    """Return the slow-down that is significant in 9 of 10 pairs of such runs."""
+    """Return the relative slowdown that is significant in 9 of 10 pairs of such runs."""
     _, error, freedom = _difference(before, after)
     draws = np.random.default_rng(0).standard_t(freedom, DRAWS)
-    beyond, most = np.quantile(draws, [1 - SIGNIFICANCE, POWER])
-    logarithm = float(error * (beyond + most))
-    return max(float(np.expm1(logarithm)), least_change) if logarithm < np.log(10) else None
+    critical, power_quantile = np.quantile(draws, [1 - SIGNIFICANCE, POWER])
+    log_change = float(error * (critical + power_quantile))
+    return max(float(np.expm1(log_change)), least_change) if log_change < np.log(10) else None
 
 
 def _phases(before: Analysis, after: Analysis) -> tuple[tuple[Change, ...], tuple[str, ...]]:
-    """Compare what was measured in both runs, and name what was not."""
+    """Compare the phases that both runs measured, and name the others."""
 
     def per_step(analysis: Analysis, phase: str) -> float | None:
         amounts = [
             step.phases_ns[phase]
-            for one in analysis.ranks.values()
-            for step in one.breakdowns
-            if phase not in one.activity.unmeasured
+            for rank in analysis.ranks.values()
+            for step in rank.breakdowns
+            if phase not in rank.activity.unmeasured
         ]
         return float(np.mean(amounts)) if amounts else None
 
-    found, missing = [], []
+    changes, missing = [], []
     for phase in PHASES:
         old, new = per_step(before, phase), per_step(after, phase)
         if old is None or new is None:
             missing.append(phase)
         elif old or new:
-            found.append(Change(name=phase, before_ns=old, after_ns=new))
-    return tuple(found), tuple(missing)
+            changes.append(Change(name=phase, before_ns=old, after_ns=new))
+    return tuple(changes), tuple(missing)
 
 
 def _operators(before: Analysis, after: Analysis) -> tuple[Change, ...]:
     def per_step(analysis: Analysis) -> dict[str, float]:
         sums: dict[str, float] = defaultdict(float)
         steps = 0
-        for one in analysis.ranks.values():
-            steps += len(one.breakdowns)
-            for row in operator_table(one.trace):
+        for rank in analysis.ranks.values():
+            steps += len(rank.breakdowns)
+            for row in operator_table(rank.trace):
                 if not row.name.startswith("ProfilerStep"):
                     sums[row.name] += row.self_ns
-        return {name: amount / max(steps, 1) for name, amount in sums.items()}
+        return {name: total_ns / max(steps, 1) for name, total_ns in sums.items()}
 
     old, new = per_step(before), per_step(after)
     changes = [
@@ -322,4 +327,6 @@ def _operators(before: Analysis, after: Analysis) -> tuple[Change, ...]:
         for name in old.keys() | new.keys()
         if old.get(name) or new.get(name)
     ]
-    return tuple(sorted(changes, key=lambda one: (-abs(one.after_ns - one.before_ns), one.name)))
+    return tuple(
+        sorted(changes, key=lambda change: (-abs(change.after_ns - change.before_ns), change.name))
+    )

@@ -1,4 +1,4 @@
-"""What the recorder adds to a trace: garbage collection and waits for data."""
+"""Garbage collections and data waits from the recorder's ring, which traces do not have."""
 
 import logging
 from collections.abc import Callable
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @frozen(kw_only=True, eq=False)
 class Pauses:
-    """Intervals (N, 2) in ns of the rank's wall clock."""
+    """Pauses of one rank, (N, 2) ns of its wall clock."""
 
     garbage: Intervals
     data: Intervals
@@ -26,12 +26,12 @@ class Pauses:
 def read_pauses(
     folder: Path, rank: int, *, on_problem: Callable[[str], None] = logger.warning
 ) -> Pauses | None:
-    """Read a rank's pauses from a run's folder; None where it has no readable ring of the rank.
+    """Read a rank's pauses from a run's folder; None without a readable ring of the rank.
 
     Args:
-        folder: of the run.
-        rank: whose ring is read.
-        on_problem: called with a sentence on a ring that is there and cannot be read.
+        folder: the run's folder.
+        rank: rank whose ring is read.
+        on_problem: called with a message if the ring exists but cannot be read.
     """
     path = ring_path(folder, rank)
     if not path.is_file():
@@ -39,14 +39,14 @@ def read_pauses(
     try:
         recording = read_ring(path)
     except FormatError as error:
-        on_problem(f"{error}; garbage collection and waits for data of rank {rank} are not known")
+        on_problem(f"{error}; garbage collections and data waits of rank {rank} are unknown")
         return None
     spans = recording.spans[recording.spans["end_ns"] > 0]
     offset = recording.clock.offset_ns
 
-    def of(kind: Kind) -> Intervals:
-        chosen = spans[spans["kind"] == kind]
-        start = chosen["start_ns"].astype(np.int64) + offset
-        return union(start, chosen["end_ns"].astype(np.int64) + offset)
+    def intervals_of(kind: Kind) -> Intervals:
+        selected = spans[spans["kind"] == kind]
+        start = selected["start_ns"].astype(np.int64) + offset
+        return union(start, selected["end_ns"].astype(np.int64) + offset)
 
-    return Pauses(garbage=of(Kind.GARBAGE), data=of(Kind.DATA))
+    return Pauses(garbage=intervals_of(Kind.GARBAGE), data=intervals_of(Kind.DATA))

@@ -63,37 +63,39 @@ def find_traces(path: Path, *, window: int | None = None) -> FoundTraces:
     if path.is_file():
         return FoundTraces(files=(path,))
     if not path.exists():
-        raise TraceError(f"there is no {path}; give a trace, or a folder of .json or .json.gz")
+        raise TraceError(
+            f"{path} does not exist; pass a trace, or a folder of .json or .json.gz files"
+        )
     ranks, warnings = _ranks_of(path)
-    named = [_named(path, rank, window) for rank in ranks]
+    paths = [_trace_path(path, rank, window) for rank in ranks]
     # Unlike `Path.is_file`, this returns False for names that are too long.
-    found = [file for file in named if file is not None and os.path.isfile(file)]
-    if window is not None and ranks and not found:
+    files = [file for file in paths if file is not None and os.path.isfile(file)]
+    if window is not None and ranks and not files:
         raise TraceError(
             f"{path} has no window {window}; it has {max(len(rank.traces) for rank in ranks)}"
         )
     is_run = (path / "manifest.json").is_file()
-    if not found and not is_run:
-        found = sorted(file for file in path.glob("*") if file.name.lower().endswith(SUFFIXES))
-    if not found and any((path / "traces").glob("*")):  # of ranks that could not report
+    if not files and not is_run:
+        files = sorted(file for file in path.glob("*") if file.name.lower().endswith(SUFFIXES))
+    if not files and any((path / "traces").glob("*")):  # no rank could write a manifest
         inner = find_traces(path / "traces")
         return FoundTraces(files=_last_windows(inner.files), warnings=tuple(warnings))
-    if not found and is_run:
+    if not files and is_run:
         raise TraceError(
-            f"the run in {path} saved no window of traced steps: it was too short, or killed; its "
-            f"steps are in `ms-profile logs {path}`, its last spans in `ms-profile report "
-            f"{path}/ring`"
+            f"the run in {path} saved no window of traced steps: it was too short, or was killed; "
+            f"see its steps with `ms-profile logs {path}` and its last spans with `ms-profile "
+            f"report {path}/ring`"
         )
-    if not found:
-        found = sorted(file for file in path.glob("*") if file.suffix.lower() == RING_SUFFIX)
-    if not found:
+    if not files:
+        files = sorted(file for file in path.glob("*") if file.suffix.lower() == RING_SUFFIX)
+    if not files:
         globs = [vendor.trace_files for vendor in VENDORS if vendor.trace_files]
-        found = sorted(file for each in globs for file in path.glob(each))
-    if not found:
+        files = sorted(file for pattern in globs for file in path.glob(pattern))
+    if not files:
         raise TraceError(
-            f"{path} has no traces; give a trace, or a folder of .json, .json.gz or .ring"
+            f"{path} has no traces; pass a trace, or a folder of .json, .json.gz or .ring files"
         )
-    return FoundTraces(files=tuple(found), warnings=tuple(warnings))
+    return FoundTraces(files=tuple(files), warnings=tuple(warnings))
 
 
 def _ranks_of(path: Path) -> tuple[list[RankManifest], list[str]]:
@@ -104,7 +106,7 @@ def _ranks_of(path: Path) -> tuple[list[RankManifest], list[str]]:
         return [], [str(error)]
 
 
-def _named(folder: Path, rank: RankManifest, window: int | None) -> Path | None:
+def _trace_path(folder: Path, rank: RankManifest, window: int | None) -> Path | None:
     """Return the path of a rank's trace; paths outside the run's folder are ignored."""
     if not rank.traces or (window is not None and not 0 < window <= len(rank.traces)):
         return None
@@ -133,21 +135,26 @@ def describe_run(
         window: window of the run, counted from 1. None: the last one.
         on_problem: called with a sentence if a manifest cannot be read.
     """
-    place = Path(os.path.abspath(path))
+    resolved = Path(os.path.abspath(path))
     folder = next(
-        (each for each in (place, *place.parents[:2]) if (each / "manifest.json").is_file()), None
+        (
+            parent
+            for parent in (resolved, *resolved.parents[:2])
+            if (parent / "manifest.json").is_file()
+        ),
+        None,
     )
     if folder is None:
-        return RunDescription(name=place.name)
+        return RunDescription(name=resolved.name)
     try:
         run = read_run(folder)
     except ProfileError as error:
-        on_problem(f"{error}; what was run, and what it was to show, is not known")
-        return RunDescription(name=place.name)
+        on_problem(f"{error}; the run's command and metrics are unknown")
+        return RunDescription(name=resolved.name)
     ranks, _ = _ranks_of(folder)
-    saved = max((len(rank.traces) for rank in ranks), default=0) if place == folder else 1
+    saved = max((len(rank.traces) for rank in ranks), default=0) if resolved == folder else 1
     return RunDescription(
-        name=folder.name if place == folder else f"{folder.name}/{place.relative_to(folder)}",
+        name=folder.name if resolved == folder else f"{folder.name}/{resolved.relative_to(folder)}",
         command=shlex.join((run.script, *mask_arguments(run.arguments))),
         started_wall_ns=run.started_wall_ns,
         metrics=run.metrics,
@@ -170,14 +177,14 @@ def latest_of_each(claims: Sequence[tuple[int, Path, int]]) -> tuple[set[Path], 
     by_rank: dict[int, list[tuple[int, Path]]] = defaultdict(list)
     for rank, file, start_ns in claims:
         by_rank[rank].append((start_ns, file))
-    left_out: set[Path] = set()
+    ignored: set[Path] = set()
     warnings = []
     for rank, files in sorted(by_rank.items()):
-        *earlier, (_, kept) = sorted(files)
+        *earlier, (_, latest) = sorted(files)
         for _, file in earlier:
-            left_out.add(file)
+            ignored.add(file)
             warnings.append(
-                f"{file.name} and {kept.name} are both of rank {rank}: {file.name}, which begins "
-                "earlier, is left out"
+                f"{file.name} and {latest.name} are both from rank {rank}; {file.name} starts "
+                "earlier and is ignored"
             )
-    return left_out, warnings
+    return ignored, warnings

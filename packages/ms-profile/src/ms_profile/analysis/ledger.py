@@ -1,13 +1,12 @@
-"""The waiting ledger: each collective is transfer plus wait, and a wait is charged to its cause.
+"""The waiting ledger: split each collective into transfer and wait, and charge waits to causes.
 
 A rank waits in a collective from its own entry until the last member enters; the rest is transfer.
-What made that last rank late is looked for in what it did since a collective last held up both
-ranks: the phases in which it spent more than the rank that waits. (A collective beside which
-compute goes on, as DDP's do, holds nobody up and lets its ranks drift apart.) The excess of all
-phases sums to the wait, as both ranks left that collective together; so each phase is charged its
-share of the positive excess.
-Time that the late rank itself spent waiting for a third is passed on to the one that it waited for;
-time that it spent in transfers is the phase "link".
+The cause is sought in the time since a collective last blocked both the waiting and the late rank:
+the phases in which the late rank spent more time than the waiting one. (A collective that overlaps
+with compute, as DDP's do, blocks nobody and lets ranks drift apart.) Both ranks left that
+collective together, so the excess over all phases sums to the wait, and each phase is charged its
+share of the positive excess. If the late rank itself waited for a third one, that time is passed on
+to the third rank; time it spent in transfers is charged to the phase "link".
 """
 
 from bisect import bisect_left
@@ -28,43 +27,43 @@ BLOCKED_NS = 50_000
 
 @frozen(kw_only=True)
 class Charge:
-    """Wait of one rank in one collective, charged to a rank and what it was doing."""
+    """Wait of one rank in one collective, charged to a rank and its phase."""
 
     collective: int
-    """Its place in `Ledger.matched`."""
+    """Index into `Ledger.matched`."""
     waiting: int
     cause: int
     phase: str
-    """A key of `ms_profile.analysis.activity.PHASES`, or "link" for slower transfers."""
+    """Key of `ms_profile.analysis.activity.PHASES`, or "link" for slower transfers."""
     wait_ns: float
 
 
 @frozen(kw_only=True)
 class Ledger:
-    """Transfer and wait of every collective, and which ranks are charged with the waits."""
+    """Transfer and wait of every collective, and the ranks charged with the waits."""
 
     matched: tuple[MatchedCollective, ...]
     late: tuple[int, ...]
-    """The rank that entered each collective last."""
+    """Rank that entered each collective last."""
     wait_ns: tuple[dict[int, int], ...]
     transfer_ns: tuple[dict[int, int], ...]
     charges: tuple[Charge, ...]
-    """Waits at the same time in two collectives are charged once; so they sum to wall time."""
+    """Charged waits; concurrent waits in two collectives count once, so they sum to wall time."""
 
     @cached_property
     def suspect(self) -> "Suspect | None":
-        """The rank and phase that caused most waiting; see `find_suspect`."""
+        """Rank and phase that caused most waiting; see `find_suspect`."""
         return find_suspect(self)
 
     def charged_ns(self) -> dict[tuple[int, str], float]:
-        """Wait charged by (rank, phase), most first."""
+        """Return the charged wait by (rank, phase), largest first."""
         sums: dict[tuple[int, str], float] = defaultdict(float)
         for charge in self.charges:
             sums[charge.cause, charge.phase] += charge.wait_ns
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     def waited_ns(self) -> dict[int, float]:
-        """Wait by the rank that waited."""
+        """Return the wait by the rank that waited."""
         sums: dict[int, float] = defaultdict(float)
         for charge in self.charges:
             sums[charge.waiting] += charge.wait_ns
@@ -73,34 +72,36 @@ class Ledger:
 
 @frozen(kw_only=True)
 class Suspect:
-    """The rank and phase that caused most waiting."""
+    """Rank and phase that caused most waiting."""
 
     rank: int
     phase: str
     caused_ns: float
     """Wait of all other ranks charged to it."""
     share: float
-    """Its part of all charged wait."""
+    """Share of all charged waits."""
     confidence: float
-    """Share of 1,000 resamplings of the collectives in which it comes out first."""
+    """Share of 1,000 resamplings of the collectives in which it ranks first."""
 
 
 class _Coverage:
-    """How much of a window a set of intervals covers; logarithmic in their number."""
+    """Time of a window covered by intervals; O(log n) per query with prefix sums."""
 
     def __init__(self, intervals: Intervals) -> None:
         self._starts: list[int] = intervals[:, 0].tolist()
         self._ends: list[int] = intervals[:, 1].tolist()
-        self._before: list[int] = np.concatenate(
+        self._cumulative: list[int] = np.concatenate(
             ([0], np.cumsum(intervals[:, 1] - intervals[:, 0]))
         ).tolist()
 
-    def _until(self, instant: int) -> int:
-        place = bisect_left(self._starts, instant)
-        if not place:
+    def _until(self, time_ns: int) -> int:
+        index = bisect_left(self._starts, time_ns)
+        if not index:
             return 0
         return (
-            self._before[place - 1] + min(instant, self._ends[place - 1]) - self._starts[place - 1]
+            self._cumulative[index - 1]
+            + min(time_ns, self._ends[index - 1])
+            - self._starts[index - 1]
         )
 
     def between(self, start: int, end: int) -> int:
@@ -112,169 +113,181 @@ class _Wait:
     start: int
     end: int
     causes: tuple[tuple[int, str, float], ...]
-    """Rank, phase, and its share of this wait."""
+    """Rank, phase, and share of this wait; the shares sum to 1."""
 
 
 @frozen(kw_only=True)
 class _Blocking:
-    """A collective that held ranks up."""
+    """A collective that blocked ranks."""
 
     entered: int
-    """When its last rank entered."""
+    """Time at which its last rank entered."""
     ends: dict[int, int]
-    """When it ended, for the ranks that were held up."""
+    """End time on each blocked rank."""
 
 
 @frozen(kw_only=True)
-class _Progress:
-    """What is known of each rank at the current collective."""
+class _RankHistory:
+    """State of every rank while the collectives are processed in order."""
 
     phases: dict[int, dict[str, _Coverage]]
     waits: dict[int, list[_Wait]] = field(factory=lambda: defaultdict(list))
-    held: dict[int, list[_Blocking]] = field(factory=lambda: defaultdict(list))
-    """For each rank the collectives that held it up."""
-    begins: Mapping[int, int] = field(factory=dict)
-    """First traced instant of each rank; what is known of it before is not all that it did."""
+    blocking: dict[int, list[_Blocking]] = field(factory=lambda: defaultdict(list))
+    """Collectives that blocked each rank."""
+    trace_starts: Mapping[int, int] = field(factory=dict)
+    """Start of each rank's trace; before it, only some phases are known."""
 
 
-def keep_ledger(
+def build_ledger(
     matched: Sequence[MatchedCollective],
     phases: Mapping[int, Mapping[str, Intervals]],
-    begins: Mapping[int, int] | None = None,
+    trace_starts: Mapping[int, int] | None = None,
 ) -> Ledger:
     """Split each collective into wait and transfer, and charge the waits to their causes.
 
     Args:
-        matched: on one clock, as `ms_profile.analysis.whole_run` aligns them.
-        phases: for each rank disjoint intervals (N, 2) ns by phase on the same clock; what they
-            leave is "host".
-        begins: when each rank's trace begins, ns of the same clock, where some phases are also
-            known from before; the first interval otherwise.
+        matched: collectives on a common clock, as `ms_profile.analysis.whole_run` aligns them.
+        phases: disjoint intervals (N, 2) ns by rank and phase, on the same clock; time that no
+            interval covers is "host".
+        trace_starts: start of each rank's trace in ns on the same clock, needed if some phases are
+            known from before it. None: the first interval of the rank.
     """
     ordered = sorted(
-        (one for one in matched if len(one.starts_ns) > 1),
-        key=lambda one: max(one.starts_ns.values()),
+        (collective for collective in matched if len(collective.starts_ns) > 1),
+        key=lambda collective: max(collective.starts_ns.values()),
     )
-    known = _Progress(
+    history = _RankHistory(
         phases={
-            rank: {name: _Coverage(own) for name, own in parts.items()}
+            rank: {name: _Coverage(intervals) for name, intervals in parts.items()}
             for rank, parts in phases.items()
         },
-        begins=begins
+        trace_starts=trace_starts
         or {
-            rank: min((int(own[0, 0]) for own in parts.values() if len(own)), default=0)
+            rank: min(
+                (int(intervals[0, 0]) for intervals in parts.values() if len(intervals)), default=0
+            )
             for rank, parts in phases.items()
         },
     )
     late, waits, transfers, charges = [], [], [], []
-    cursor: dict[int, int] = defaultdict(int)
-    for number, one in enumerate(ordered):
-        last = max(one.starts_ns, key=lambda rank: one.starts_ns[rank])
-        entered = one.starts_ns[last]
-        own_waits, own_transfers = {}, {}
-        for rank, start in one.starts_ns.items():
-            stop = min(max(entered, start), one.ends_ns[rank])
-            own_waits[rank] = stop - start
-            own_transfers[rank] = one.ends_ns[rank] - stop
-            fresh = max(start, cursor[rank])
+    charged_until: dict[int, int] = defaultdict(int)
+    for number, collective in enumerate(ordered):
+        last = max(collective.starts_ns, key=lambda rank: collective.starts_ns[rank])
+        entered = collective.starts_ns[last]
+        rank_waits, rank_transfers = {}, {}
+        for rank, start in collective.starts_ns.items():
+            # [start, stop) is this rank's wait, [stop, end) its transfer.
+            stop = min(max(entered, start), collective.ends_ns[rank])
+            rank_waits[rank] = stop - start
+            rank_transfers[rank] = collective.ends_ns[rank] - stop
+            uncharged = max(start, charged_until[rank])
             if stop > start:
-                causes = _causes(known, rank, last, start, stop, entered)
-                known.waits[rank].append(_Wait(start, stop, causes))
-                for cause, phase, share in causes if stop > fresh else ():
+                causes = _causes(history, rank, last, start, stop, entered)
+                history.waits[rank].append(_Wait(start, stop, causes))
+                for cause, phase, share in causes if stop > uncharged else ():
                     charges.append(
                         Charge(collective=number, waiting=rank, cause=cause, phase=phase,
-                               wait_ns=share * (stop - fresh))
+                               wait_ns=share * (stop - uncharged))
                     )  # fmt: skip
-            cursor[rank] = max(cursor[rank], stop)
-        _note_blocking(known, one)
+            charged_until[rank] = max(charged_until[rank], stop)
+        _add_blocking(history, collective)
         late.append(last)
-        waits.append(own_waits)
-        transfers.append(own_transfers)
+        waits.append(rank_waits)
+        transfers.append(rank_transfers)
     return Ledger(
         matched=tuple(ordered), late=tuple(late), wait_ns=tuple(waits),
         transfer_ns=tuple(transfers), charges=tuple(charges),
     )  # fmt: skip
 
 
-def _note_blocking(known: _Progress, one: MatchedCollective) -> None:
-    ends = {rank: end for rank, end in one.ends_ns.items() if _is_blocked(known, rank, one)}
+def _add_blocking(history: _RankHistory, collective: MatchedCollective) -> None:
+    ends = {
+        rank: end
+        for rank, end in collective.ends_ns.items()
+        if _is_blocked(history, rank, collective)
+    }
     for rank in ends:
-        known.held[rank].append(_Blocking(entered=max(one.starts_ns.values()), ends=ends))
+        history.blocking[rank].append(
+            _Blocking(entered=max(collective.starts_ns.values()), ends=ends)
+        )
 
 
-def _is_blocked(known: _Progress, rank: int, one: MatchedCollective) -> bool:
-    """Return whether a collective held up the rank, not just a thread that communicates for it."""
-    if "collective" not in known.phases.get(rank, {}):
+def _is_blocked(history: _RankHistory, rank: int, collective: MatchedCollective) -> bool:
+    """Return whether a collective blocked the rank, not only its communication thread."""
+    if "collective" not in history.phases.get(rank, {}):
         return True
-    end = one.ends_ns[rank]
-    window = min(max(end - one.starts_ns[rank], 1), BLOCKED_NS)
-    return 2 * known.phases[rank]["collective"].between(end - window, end) >= window
+    end = collective.ends_ns[rank]
+    # Blocked if communication was exposed for at least half of the last 50 µs.
+    window = min(max(end - collective.starts_ns[rank], 1), BLOCKED_NS)
+    return 2 * history.phases[rank]["collective"].between(end - window, end) >= window
 
 
 def _causes(
-    known: _Progress, waiting: int, late: int, start: int, stop: int, entered: int
+    history: _RankHistory, waiting: int, late: int, start: int, stop: int, entered: int
 ) -> tuple[tuple[int, str, float], ...]:
-    """Share out a wait by rank and phase; the shares sum to 1."""
-    origin = _last_shared(known, waiting, late, start)
+    """Distribute a wait over ranks and phases, as (rank, phase, share); the shares sum to 1."""
+    origin = _last_synchronized(history, waiting, late, start)
     excess: dict[str, float] = {}
-    spent_late, spent_own = float(entered - origin), float(start - origin)
-    for phase in known.phases.get(late, {}):
-        theirs = known.phases[late][phase].between(origin, entered)
-        own_phases = known.phases.get(waiting, {})
-        ours = own_phases[phase].between(origin, start) if phase in own_phases else 0
-        excess[phase] = theirs - ours
-        spent_late -= theirs
-        spent_own -= ours
-    excess["host"] = spent_late - spent_own
-    # Exposed communication of the late rank is transfer, the link's, or wait, passed on.
-    communicated = excess.pop("collective", 0.0)
-    passed_on = _waited(known.waits[late], origin, entered)
+    unexplained_late, unexplained_waiting = float(entered - origin), float(start - origin)
+    for phase in history.phases.get(late, {}):
+        late_ns = history.phases[late][phase].between(origin, entered)
+        waiting_phases = history.phases.get(waiting, {})
+        waiting_ns = waiting_phases[phase].between(origin, start) if phase in waiting_phases else 0
+        excess[phase] = late_ns - waiting_ns
+        unexplained_late -= late_ns
+        unexplained_waiting -= waiting_ns
+    excess["host"] = unexplained_late - unexplained_waiting
+    # The late rank's exposed communication is either transfer (link) or wait, which is passed on.
+    exposed_excess = excess.pop("collective", 0.0)
+    passed_on = _waited_in(history.waits[late], origin, entered)
     total_passed = sum(passed_on.values())
-    own_waits = sum(_waited(known.waits[waiting], origin, start).values())
-    more_wait = min(max(total_passed - own_waits, 0.0), max(communicated, 0.0))
-    excess["link"] = communicated - more_wait
+    waiting_waited = sum(_waited_in(history.waits[waiting], origin, start).values())
+    extra_wait = min(max(total_passed - waiting_waited, 0.0), max(exposed_excess, 0.0))
+    excess["link"] = exposed_excess - extra_wait
     shares: dict[tuple[int, str], float] = {
         (late, phase): float(amount) for phase, amount in excess.items() if amount > 0
     }
-    for cause, amount in passed_on.items() if more_wait > 0 else ():
-        shares[cause] = shares.get(cause, 0.0) + amount * more_wait / total_passed
+    for cause, amount in passed_on.items() if extra_wait > 0 else ():
+        shares[cause] = shares.get(cause, 0.0) + amount * extra_wait / total_passed
     total = sum(shares.values())
     if total <= 0:
         return ((late, "host", 1.0),)
     return tuple((rank, phase, amount / total) for (rank, phase), amount in shares.items())
 
 
-def _last_shared(known: _Progress, left: int, right: int, before: int) -> int:
-    """Return when the last collective before an instant that held up both ranks ended, or `before`.
+def _last_synchronized(history: _RankHistory, left: int, right: int, before: int) -> int:
+    """Return the end of the last collective that blocked both ranks before a time, or `before`.
 
-    Once all have entered, one rank may already be in the next while another notices late.
+    Once all ranks have entered, one may already be in the next collective before another returns.
     """
-    for one in reversed(known.held[left]):
-        if right in one.ends and one.entered <= before:
-            return min(max(one.ends[left], one.ends[right]), before)
-    return min(max(known.begins.get(left, before), known.begins.get(right, before)), before)
+    for blocking in reversed(history.blocking[left]):
+        if right in blocking.ends and blocking.entered <= before:
+            return min(max(blocking.ends[left], blocking.ends[right]), before)
+    return min(
+        max(history.trace_starts.get(left, before), history.trace_starts.get(right, before)), before
+    )
 
 
-def _waited(waits: Sequence[_Wait], start: int, end: int) -> dict[tuple[int, str], float]:
-    """Sum how long, and because of whom, a rank waited inside a window."""
-    found: dict[tuple[int, str], float] = defaultdict(float)
+def _waited_in(waits: Sequence[_Wait], start: int, end: int) -> dict[tuple[int, str], float]:
+    """Return how long a rank waited inside a window, by (rank, phase) of the cause."""
+    by_cause: dict[tuple[int, str], float] = defaultdict(float)
     cursor = start
-    for wait in waits[-64:]:
-        inside = min(wait.end, end) - max(wait.start, cursor)
-        if inside > 0:
+    for wait in waits[-64:]:  # older ones end before any window
+        overlap = min(wait.end, end) - max(wait.start, cursor)
+        if overlap > 0:
             for rank, phase, share in wait.causes:
-                found[rank, phase] += inside * share
+                by_cause[rank, phase] += overlap * share
             cursor = max(cursor, wait.end)
-    return found
+    return by_cause
 
 
 def find_suspect(ledger: Ledger, *, floor_ns: float = 0.0, seed: int = 0) -> Suspect | None:
-    """Name the rank and phase that cause most waiting, with a confidence; None without waits.
+    """Return the rank and phase that caused most waiting, with a confidence; None without waits.
 
     Args:
-        ledger: what was charged.
-        floor_ns: charges below it, the clocks' error for instance, don't count.
-        seed: of the resampling.
+        ledger: charged waits of the run.
+        floor_ns: ignore charges up to this, such as the error of the clocks.
+        seed: seed of the resampling.
     """
     columns: dict[tuple[int, str], int] = {}
     cells: dict[tuple[int, int], float] = defaultdict(float)
@@ -284,12 +297,14 @@ def find_suspect(ledger: Ledger, *, floor_ns: float = 0.0, seed: int = 0) -> Sus
             cells[charge.collective, column] += charge.wait_ns
     if not cells:
         return None
-    rows = {number: place for place, number in enumerate(sorted({n for n, _ in cells}))}
+    # table: (collectives, causes), the wait in ns of each collective charged to each cause.
+    rows = {number: row for row, number in enumerate(sorted({n for n, _ in cells}))}
     table = np.zeros((len(rows), len(columns)))
     for (number, column), amount in cells.items():
         table[rows[number], column] = amount
     totals = table.sum(axis=0)
     first = int(totals.argmax())
+    # Poisson(1) weights approximate a bootstrap over collectives.
     random = np.random.default_rng(seed)
     weights: Any = random.poisson(1.0, (RESAMPLES, len(rows)))
     winners = (weights @ table).argmax(axis=1)
@@ -297,6 +312,6 @@ def find_suspect(ledger: Ledger, *, floor_ns: float = 0.0, seed: int = 0) -> Sus
     return Suspect(
         rank=rank, phase=phase, caused_ns=float(totals[first]),
         share=float(totals[first] / totals.sum()),
-        # Laplace's rule keeps n of n below certainty, so that one collective alone decides little.
+        # Laplace's rule of succession: a few collectives never give certainty.
         confidence=float((winners == first).mean() * (len(rows) + 1) / (len(rows) + 2)),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What was allocated over time, and which operators left how much of it behind."""
+"""Allocated memory over time, and the operators that leave memory allocated."""
 
 import re
 from typing import Final
@@ -11,7 +11,7 @@ from ms_profile.trace.columns import Trace, matching
 from ms_profile.trace.nesting import parents
 from ms_profile.vendors.category import Category
 
-MOST_POINTS = 1500
+MAX_POINTS = 1500
 ALLOCATOR: Final = re.compile(
     r"aten::(new_)?(empty|zeros|ones|full)(_like|_strided)?$|aten::resize_$"
 )
@@ -19,15 +19,15 @@ ALLOCATOR: Final = re.compile(
 
 @frozen(kw_only=True, eq=False)
 class MemoryTimeline:
-    """Allocated memory of one device, thinned to at most 1,500 stretches; columns (P,)."""
+    """Allocated memory of one device, reduced to at most 1,500 segments; every column is (P,)."""
 
     device: int
-    """-1 is the host."""
+    """Device index; -1 for the host."""
     at_ns: NDArray[np.int64]
-    """When each stretch begins."""
+    """Start of each segment."""
     low_bytes: NDArray[np.int64]
     high_bytes: NDArray[np.int64]
-    """Least and most within the stretch: thinning loses no peak."""
+    """Minimum and maximum within the segment, so no peak is lost."""
 
 
 @frozen(kw_only=True)
@@ -36,31 +36,33 @@ class MemoryGrowth:
 
     name: str
     size_bytes: int
-    """Allocated less released inside its own calls and in none of their children, over the trace:
-    what each call leaves behind, though others release it later."""
+    """Allocated minus released bytes in its own calls, outside their children, over the trace:
+    memory that calls leave allocated, even if others release it later."""
 
 
 def memory_timeline(trace: Trace) -> tuple[MemoryTimeline, ...]:
-    """Return one line a device; none where the profiler didn't record memory."""
+    """Return one timeline per device; empty if the profiler did not record memory."""
     memory = trace.memory
     lines = []
     for device in np.unique(memory.device).tolist():
-        here = memory.device == device
-        at, level = memory.at_ns[here], memory.allocated_bytes[here]
-        edges = np.unique(np.linspace(0, len(at), min(MOST_POINTS, len(at)) + 1).astype(int))[:-1]
+        on_device = memory.device == device
+        at_ns, allocated = memory.at_ns[on_device], memory.allocated_bytes[on_device]
+        edges = np.unique(np.linspace(0, len(at_ns), min(MAX_POINTS, len(at_ns)) + 1).astype(int))[
+            :-1
+        ]
         lines.append(
             MemoryTimeline(
                 device=device,
-                at_ns=at[edges],
-                low_bytes=np.minimum.reduceat(level, edges),
-                high_bytes=np.maximum.reduceat(level, edges),
+                at_ns=at_ns[edges],
+                low_bytes=np.minimum.reduceat(allocated, edges),
+                high_bytes=np.maximum.reduceat(allocated, edges),
             )
         )
     return tuple(lines)
 
 
 def memory_growth(trace: Trace, *, most: int = 20) -> tuple[MemoryGrowth, ...]:
-    """Return the operators whose own calls grow memory most, the largest first."""
+    """Return the operators whose own calls grow memory most, largest first."""
     memory = trace.memory
     if not len(memory.at_ns):
         return ()
@@ -68,11 +70,11 @@ def memory_growth(trace: Trace, *, most: int = 20) -> tuple[MemoryGrowth, ...]:
     operators = trace.rows(Category.OPERATOR)
     for thread in np.unique(memory.thread).tolist():
         rows = operators[trace.thread[operators] == thread]
-        places = np.flatnonzero(memory.thread == thread)
-        owner = _owners(trace, rows, memory.at_ns[places])
-        owned = owner >= 0
-        code = trace.name[rows[owner[owned]]]
-        sums += np.bincount(code, memory.change_bytes[places][owned], len(sums))
+        events = np.flatnonzero(memory.thread == thread)
+        owner_row = _owners(trace, rows, memory.at_ns[events])
+        inside = owner_row >= 0
+        name_id = trace.name[rows[owner_row[inside]]]
+        sums += np.bincount(name_id, memory.change_bytes[events][inside], len(sums))
     growing = sorted(
         ((int(size), name) for name, size in zip(trace.names, sums, strict=True) if size > 0),
         key=lambda item: -item[0],
@@ -81,18 +83,18 @@ def memory_growth(trace: Trace, *, most: int = 20) -> tuple[MemoryGrowth, ...]:
 
 
 def _owners(trace: Trace, rows: NDArray[np.int64], at_ns: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Find where in `rows` the innermost span open at each instant is; -1 outside of all.
+    """Return the index in `rows` of the innermost span open at each time; -1 outside of all spans.
 
-    Operators that only allocate stand for the one that called them, where one did.
+    Operators that only allocate, such as `aten::empty`, are replaced by their caller if any.
     """
     if not len(rows):
         return np.full(len(at_ns), -1)
     start, duration = trace.start_ns[rows], trace.duration_ns[rows]
-    above = parents(trace.thread[rows], start, duration)
-    place = np.searchsorted(start, at_ns, side="right") - 1
-    while (over := (place >= 0) & (start[place] + duration[place] < at_ns)).any():
-        place[over] = above[place[over]]
-    called = matching(trace.names, ALLOCATOR)[trace.name[rows]] & (above >= 0)
-    while (passing := (place >= 0) & called[place]).any():
-        place[passing] = above[place[passing]]
-    return place
+    parent = parents(trace.thread[rows], start, duration)
+    index = np.searchsorted(start, at_ns, side="right") - 1
+    while (ended := (index >= 0) & (start[index] + duration[index] < at_ns)).any():
+        index[ended] = parent[index[ended]]
+    is_allocator = matching(trace.names, ALLOCATOR)[trace.name[rows]] & (parent >= 0)
+    while (skip := (index >= 0) & is_allocator[index]).any():
+        index[skip] = parent[index[skip]]
+    return index

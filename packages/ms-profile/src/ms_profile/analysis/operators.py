@@ -1,4 +1,4 @@
-"""Operators by name: calls, total and self time on the host, and time on the device."""
+"""Operators and kernels by name: calls, total and self time on the host, time on the device."""
 
 from typing import Any
 
@@ -17,19 +17,19 @@ DEVICE = (Category.KERNEL, Category.COPY, Category.COLLECTIVE)
 
 @frozen(kw_only=True)
 class Operator:
-    """All calls of one operator (and one shape, where asked for)."""
+    """All calls of one operator, optionally of one input shape."""
 
     name: str
     category: Category
     shape: str
-    """Input shapes as the profiler wrote them; empty where not asked for or not recorded."""
+    """Input shapes as written by the profiler; empty if not requested or not recorded."""
     calls: int
     total_ns: int
-    """Time inside it, its children included; recursion counts once a call."""
+    """Time including children; a recursive call counts once per level."""
     self_ns: int
-    """Time inside it and in none of its children."""
+    """Time excluding children."""
     device_ns: int | None
-    """Time of the kernels that it launched itself; None where the trace has no device."""
+    """Time of the kernels that it launched directly; None if the trace has no device."""
 
 
 @frozen(kw_only=True)
@@ -45,42 +45,47 @@ class Kernel:
 
 
 def operator_table(trace: Trace, *, by_shape: bool = False) -> tuple[Operator, ...]:
-    """Sum up the host's operators, scopes, driver calls and collectives, most self time first.
+    """Aggregate the host's operators, scopes, driver calls and collectives, most self time first.
 
-    A call that began before the trace is not in it, so totals are of whole calls alone.
+    Calls that started before the trace are not in it, so totals are of complete calls.
+
+    Args:
+        trace: trace of one rank.
+        by_shape: one row per operator and input shape, instead of one per operator.
     """
     rows = _host_rows(trace)
     if not len(rows):
         return ()
     duration = trace.duration_ns[rows]
-    own = _self_times(trace, rows)
+    self_ns = _self_times(trace, rows)
     device = _device_times(trace, rows)
     shape = trace.shape[rows].astype(np.int64) if by_shape else np.zeros(len(rows), np.int64)
+    # Packed key: shape in the high 32 bits, then 24 bits of name, 8 bits of category.
     key = (shape << 32) | (trace.name[rows].astype(np.int64) << 8) | trace.category[rows]
     unique, group = np.unique(key, return_inverse=True)
-    calls, total, own_sum = _sums(group, len(unique), np.ones(len(rows)), duration, own)
+    calls, total, self_sum = _sums(group, len(unique), np.ones(len(rows)), duration, self_ns)
     device_sum = None if device is None else _sums(group, len(unique), device)[0]
     table = []
-    for place in np.argsort(-own_sum, kind="stable").tolist():
-        code = int(unique[place])
+    for index in np.argsort(-self_sum, kind="stable").tolist():
+        packed = int(unique[index])
         table.append(
             Operator(
-                name=trace.names[code >> 8 & 0xFFFFFF],
-                category=Category(code & 0xFF),
-                shape=trace.shapes[code >> 32],
-                calls=int(calls[place]),
-                total_ns=int(total[place]),
-                self_ns=int(own_sum[place]),
-                device_ns=None if device_sum is None else int(device_sum[place]),
+                name=trace.names[packed >> 8 & 0xFFFFFF],
+                category=Category(packed & 0xFF),
+                shape=trace.shapes[packed >> 32],
+                calls=int(calls[index]),
+                total_ns=int(total[index]),
+                self_ns=int(self_sum[index]),
+                device_ns=None if device_sum is None else int(device_sum[index]),
             )
         )
     return tuple(table)
 
 
 def kernel_table(trace: Trace) -> tuple[Kernel, ...]:
-    """Sum up what ran on devices, most time first; empty where the trace has no device."""
+    """Aggregate kernels and copies on devices, most time first; empty if there is no device."""
     rows = trace.rows(*DEVICE)
-    rows = rows[~_carried_by_host(trace, rows)]
+    rows = rows[~_runs_on_host(trace, rows)]
     table = []
     if not len(rows):
         return ()
@@ -91,52 +96,52 @@ def kernel_table(trace: Trace) -> tuple[Kernel, ...]:
     total = np.add.reduceat(duration, edges)
     low, high = np.minimum.reduceat(duration, edges), np.maximum.reduceat(duration, edges)
     calls = np.diff(np.append(edges, len(order)))
-    for place in np.argsort(-total, kind="stable").tolist():
-        row = rows[order[edges[place]]]
+    for index in np.argsort(-total, kind="stable").tolist():
+        row = rows[order[edges[index]]]
         table.append(
             Kernel(
                 name=trace.name_of(row), category=Category(int(trace.category[row])),
-                calls=int(calls[place]), total_ns=int(total[place]),
-                shortest_ns=int(low[place]), longest_ns=int(high[place]),
+                calls=int(calls[index]), total_ns=int(total[index]),
+                shortest_ns=int(low[index]), longest_ns=int(high[index]),
             )
         )  # fmt: skip
     return tuple(table)
 
 
 def _host_rows(trace: Trace) -> NDArray[np.int64]:
-    """Find the rows that nest on the host's threads: a device's collectives don't."""
+    """Return the rows that nest on host threads, which excludes a device's collectives."""
     rows = trace.rows(*HOST)
-    on_device = (trace.category[rows] == Category.COLLECTIVE) & ~_carried_by_host(trace, rows)
+    on_device = (trace.category[rows] == Category.COLLECTIVE) & ~_runs_on_host(trace, rows)
     host: NDArray[np.int64] = rows[~on_device]
     return host
 
 
-def _carried_by_host(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return whether each is a collective that a host thread carries out, as gloo's are, (N,)."""
-    found: NDArray[np.bool_] = matching(trace.names, HOST_COLLECTIVE)[trace.name[rows]]
-    return found
+def _runs_on_host(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return which rows are collectives run by a host thread, as gloo's are, (N,)."""
+    is_host: NDArray[np.bool_] = matching(trace.names, HOST_COLLECTIVE)[trace.name[rows]]
+    return is_host
 
 
 def _device_times(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    """Sum the device time that each host row launched itself, (N,) ns; None without a device."""
+    """Return the device time launched directly by each host row, (N,) ns; None without a device."""
     launched = trace.rows(*DEVICE)
-    launched = launched[(trace.external[launched] > 0) & ~_carried_by_host(trace, launched)]
+    launched = launched[(trace.external[launched] > 0) & ~_runs_on_host(trace, launched)]
     if not len(launched):
         return None
     operators = np.flatnonzero(
         (trace.category[rows] == Category.OPERATOR) & (trace.external[rows] > 0)
     )
-    found = np.zeros(len(rows), np.int64)
+    device_ns = np.zeros(len(rows), np.int64)
     if not len(operators):
-        return found
-    numbers = trace.external[rows][operators]
-    order = np.argsort(numbers, kind="stable")
-    wanted = trace.external[launched]
-    place = np.minimum(np.searchsorted(numbers[order], wanted), len(order) - 1)
-    matches = numbers[order][place] == wanted
-    target = operators[order[place[matches]]]
-    np.add.at(found, target, trace.duration_ns[launched[matches]])
-    return found
+        return device_ns
+    operator_ids = trace.external[rows][operators]
+    order = np.argsort(operator_ids, kind="stable")
+    launcher_ids = trace.external[launched]
+    index = np.minimum(np.searchsorted(operator_ids[order], launcher_ids), len(order) - 1)
+    matches = operator_ids[order][index] == launcher_ids
+    target = operators[order[index[matches]]]
+    np.add.at(device_ns, target, trace.duration_ns[launched[matches]])
+    return device_ns
 
 
 def _self_times(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -145,7 +150,7 @@ def _self_times(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _sums(group: NDArray[Any], size: int, *columns: NDArray[Any]) -> list[NDArray[np.int64]]:
-    # A float64 sum is exact below 2**53 ns, 104 days.
+    # float64 sums are exact below 2**53 ns (104 days).
     return [
         np.rint(np.bincount(group, weights=column, minlength=size)).astype(np.int64)
         for column in columns

@@ -1,9 +1,9 @@
-"""Separate process groups where the backend doesn't name them, as gloo doesn't.
+"""Separate process groups for backends that do not name them, such as gloo.
 
-Two rows of a grid that gather among themselves look like one gathering of all. But members of one
-group see a synchronising collective end at nearly one instant, and members of different groups
-don't. So clocks are first taken from the collectives whose ends agree best; on these clocks the
-ranks of every other kind that end together, collective by collective, are its groups.
+Two rows of a grid that each do an all-gather look like one all-gather of all ranks. But members of
+one group see a synchronizing collective end at nearly the same time, and members of different
+groups do not. First the clocks are aligned by the collectives whose ends agree best; on these
+clocks, ranks whose collectives of a kind end together form its groups.
 """
 
 from collections import defaultdict
@@ -16,94 +16,111 @@ from numpy.typing import NDArray
 
 from ms_profile.analysis.collectives import MatchedCollective
 from ms_profile.analysis.shared_clock import align_collectives
-from ms_profile.clocks.alignment import SYNCHRONISING, ClockFit
+from ms_profile.clocks.alignment import SYNCHRONIZING, ClockFit
 
-LEAST_SPREAD_NS: Final = 60_000.0
-LEAST_DISTANCE_NS: Final = 20_000.0
-MOST_CELLS: Final = 4_000_000
-LEAST_MATCHED: Final = 3
+MIN_SPREAD_NS: Final = 60_000.0
+MIN_DISTANCE_NS: Final = 20_000.0
+MAX_CELLS: Final = 4_000_000
+MIN_COLLECTIVES: Final = 3
 
 
 def split_groups(
     matched: Sequence[MatchedCollective], hosts: Mapping[int, str]
 ) -> tuple[MatchedCollective, ...]:
-    """Split collectives of unnamed groups among the ranks that took part together.
+    """Split collectives of unnamed groups into those of the ranks that took part together.
 
     Args:
-        matched: as `ms_profile.analysis.collectives.match_collectives` paired them.
-        hosts: of every rank; empty where not known.
+        matched: collectives as `ms_profile.analysis.collectives.match_collectives` matched them.
+        hosts: host name of every rank; empty if unknown.
     """
     series: dict[Hashable, list[MatchedCollective]] = defaultdict(list)
-    for one in matched:
-        series[one.kind, one.group, one.size_bytes, tuple(one.starts_ns)].append(one)
+    for collective in matched:
+        series[
+            collective.kind, collective.group, collective.size_bytes, tuple(collective.starts_ns)
+        ].append(collective)
     candidates = {
         key
-        for key, own in series.items()
-        if not own[0].group
-        and len(own[0].starts_ns) > 2
-        and own[0].kind in SYNCHRONISING
-        and len(own) >= LEAST_MATCHED
+        for key, members in series.items()
+        if not members[0].group
+        and len(members[0].starts_ns) > 2
+        and members[0].kind in SYNCHRONIZING
+        and len(members) >= MIN_COLLECTIVES
     }
     if not candidates:
         return tuple(matched)
     rough = align_collectives(matched, hosts)
-    spread = {key: _spread(own, rough) for key, own in series.items()}
-    limit = max(2 * min(spread.values()), LEAST_SPREAD_NS)
-    trusted = [one for key, own in series.items() if spread[key] <= limit for one in own]
+    spread = {key: _spread(members, rough) for key, members in series.items()}
+    limit = max(2 * min(spread.values()), MIN_SPREAD_NS)
+    trusted = [
+        collective
+        for key, members in series.items()
+        if spread[key] <= limit
+        for collective in members
+    ]
     fits = align_collectives(trusted, hosts)
-    closest = [_distances(own, fits) for key, own in series.items() if spread[key] <= limit]
+    closest = [_distances(members, fits) for key, members in series.items() if spread[key] <= limit]
     usual = [float(np.median(table[table > 0])) for table in closest if (table > 0).any()]
-    apart = max(3 * min(usual, default=0.0), LEAST_DISTANCE_NS)
-    found: list[MatchedCollective] = []
-    for key, own in series.items():
-        groups = _together(own, fits, apart) if key in candidates else None
-        found += own if groups is None else [_part(one, g) for one in own for g in groups]
-    return tuple(found)
+    max_distance = max(3 * min(usual, default=0.0), MIN_DISTANCE_NS)
+    split: list[MatchedCollective] = []
+    for key, members in series.items():
+        groups = _groups_by_end(members, fits, max_distance) if key in candidates else None
+        split += (
+            members
+            if groups is None
+            else [_part(collective, g) for collective in members for g in groups]
+        )
+    return tuple(split)
 
 
 def _ends(
-    own: Sequence[MatchedCollective], fits: Mapping[int, ClockFit]
+    members: Sequence[MatchedCollective], fits: Mapping[int, ClockFit]
 ) -> NDArray[np.float64] | None:
-    """Put ends on one clock, (K, R) ns since the first; None where a clock is not known."""
-    ranks = list(own[0].ends_ns)
+    """Return end times on one clock, (K collectives, R ranks) ns; None if a clock is unknown."""
+    ranks = list(members[0].ends_ns)
     if any(rank not in fits for rank in ranks):
         return None
-    columns = [fits[rank].correct(np.array([one.ends_ns[rank] for one in own])) for rank in ranks]
+    columns = [
+        fits[rank].correct(np.array([member.ends_ns[rank] for member in members])) for rank in ranks
+    ]
     table = np.stack(columns, axis=1)
-    since: NDArray[np.float64] = (table - table.min()).astype(np.float64)
-    return since
+    since_first: NDArray[np.float64] = (table - table.min()).astype(np.float64)
+    return since_first
 
 
-def _spread(own: Sequence[MatchedCollective], fits: Mapping[int, ClockFit]) -> float:
-    """Measure how far the ends of one kind lie apart in the median."""
-    ends = _ends(own, fits)
+def _spread(members: Sequence[MatchedCollective], fits: Mapping[int, ClockFit]) -> float:
+    """Return the median over collectives of the range of their end times, in ns."""
+    ends = _ends(members, fits)
     return float(np.median(np.ptp(ends, axis=1))) if ends is not None else float("inf")
 
 
 def _distances(
-    own: Sequence[MatchedCollective], fits: Mapping[int, ClockFit]
+    members: Sequence[MatchedCollective], fits: Mapping[int, ClockFit]
 ) -> NDArray[np.float64]:
-    """Measure how far two ranks' ends lie apart in the median, (R, R) ns; (0, 0) without clocks."""
-    ends = _ends(own, fits)
+    """Return the median difference of any two ranks' ends, (R, R) ns; (0, 0) without clocks."""
+    ends = _ends(members, fits)
     if ends is None:
         return np.zeros((0, 0))
-    few = ends[:: max(1, len(ends) * ends.shape[1] ** 2 // MOST_CELLS)]
-    found: NDArray[np.float64] = np.median(np.abs(few[:, :, None] - few[:, None, :]), axis=0)
-    return found
+    # Limit the (K, R, R) array to MAX_CELLS by taking every n-th collective.
+    sample = ends[:: max(1, len(ends) * ends.shape[1] ** 2 // MAX_CELLS)]
+    median: NDArray[np.float64] = np.median(np.abs(sample[:, :, None] - sample[:, None, :]), axis=0)
+    return median
 
 
-def _together(
-    own: Sequence[MatchedCollective], fits: Mapping[int, ClockFit], apart: float
+def _groups_by_end(
+    members: Sequence[MatchedCollective], fits: Mapping[int, ClockFit], max_distance: float
 ) -> list[tuple[int, ...]] | None:
-    """Return the ranks that end together; None where all do, or where one would be left alone."""
-    ends = _ends(own, fits)
+    """Return groups of ranks that end together; None for a single group or a group of one rank."""
+    ends = _ends(members, fits)
     if ends is None:
         return None
-    ranks = list(own[0].ends_ns)
-    distance = _distances(own, fits)
+    ranks = list(members[0].ends_ns)
+    distance = _distances(members, fits)
     groups: list[list[int]] = []
-    for place, rank in enumerate(ranks):
-        near = [g for g in groups if any(distance[place, ranks.index(r)] <= apart for r in g)]
+    # Single-linkage clustering of the ranks by the distance of their ends.
+    for index, rank in enumerate(ranks):
+        near = [
+            g for g in groups if any(distance[index, ranks.index(r)] <= max_distance for r in g)
+        ]
         merged = [rank, *(member for group in near for member in group)]
         groups = [group for group in groups if group not in near] + [merged]
     if len(groups) == 1 or min(map(len, groups)) == 1:
@@ -111,12 +128,12 @@ def _together(
     return [tuple(sorted(group)) for group in groups]
 
 
-def _part(one: MatchedCollective, ranks: tuple[int, ...]) -> MatchedCollective:
-    """Take one group's collective out of several that were taken for one."""
+def _part(collective: MatchedCollective, ranks: tuple[int, ...]) -> MatchedCollective:
+    """Return the part of a matched collective that belongs to one group of ranks."""
     return evolve(
-        one,
-        key=(one.key, ranks),
-        starts_ns={rank: one.starts_ns[rank] for rank in ranks},
-        ends_ns={rank: one.ends_ns[rank] for rank in ranks},
-        rows={rank: one.rows[rank] for rank in ranks},
+        collective,
+        key=(collective.key, ranks),
+        starts_ns={rank: collective.starts_ns[rank] for rank in ranks},
+        ends_ns={rank: collective.ends_ns[rank] for rank in ranks},
+        rows={rank: collective.rows[rank] for rank in ranks},
     )

@@ -1,4 +1,4 @@
-"""A whole run's traces put together: ranks on one clock, breakdowns, the ledger."""
+"""Analyze all traces of a run: ranks on one clock, breakdowns of their time, waiting ledger."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from ms_profile.analysis.collectives import (
 )
 from ms_profile.analysis.host_pauses import read_pauses
 from ms_profile.analysis.inputs import RunDescription, describe_run, find_traces, latest_of_each
-from ms_profile.analysis.ledger import Ledger, keep_ledger
+from ms_profile.analysis.ledger import Ledger, build_ledger
 from ms_profile.analysis.shared_clock import align_collectives, shift_collective
 from ms_profile.analysis.unnamed_groups import split_groups
 from ms_profile.clocks.alignment import ClockFit
@@ -34,12 +34,12 @@ from ms_profile.trace.reader import read_trace
 from ms_profile.vendors.category import Category
 
 WORKER = re.compile(r"(?P<name>.+)\.[0-9]{10,}\.pt\.trace\.json(\.gz)?", re.IGNORECASE)
-"""A name that `torch.profiler.tensorboard_trace_handler` gives: worker, time, suffix."""
+"""File names given by `torch.profiler.tensorboard_trace_handler`: worker, time, suffix."""
 
 
 @frozen(kw_only=True, eq=False)
 class RankAnalysis:
-    """What one rank's trace shows; instants on the rank's own clock."""
+    """Analysis of one rank; times on the rank's own clock."""
 
     rank: int
     trace: Trace
@@ -47,129 +47,137 @@ class RankAnalysis:
     breakdowns: tuple[Breakdown, ...]
     collectives: tuple[Collective, ...]
     clock: ClockFit | None
-    """None where the rank's clock could not be put on the reference's."""
+    """Alignment with the reference clock; None if it could not be determined."""
 
     @property
     def wall_ns(self) -> int:
-        """Wall time of the recorded steps."""
+        """Wall time of the recorded steps in ns."""
         return sum(step.step.duration_ns for step in self.breakdowns)
 
     def phase_ns(self, phase: str) -> int:
-        """Return the time of the recorded steps in one phase of `PHASES`."""
+        """Return the time spent in one phase of `PHASES` during the recorded steps, in ns."""
         return sum(step.phases_ns[phase] for step in self.breakdowns)
 
-    def on_common_clock(self, instants_ns: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Put instants (N,) ns of this rank on the lowest rank's clock, if that is known."""
-        return instants_ns if self.clock is None else self.clock.correct(instants_ns)
+    def on_common_clock(self, times_ns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Convert times (N,) ns of this rank to the lowest rank's clock, if it is aligned."""
+        return times_ns if self.clock is None else self.clock.correct(times_ns)
 
-    def common_ns(self, instant_ns: int) -> int:
-        """Put one instant (ns) on the lowest rank's clock, as `on_common_clock` does."""
-        return int(self.on_common_clock(np.array([instant_ns], np.int64))[0])
+    def common_ns(self, time_ns: int) -> int:
+        """Convert one time in ns to the lowest rank's clock, as `on_common_clock` does."""
+        return int(self.on_common_clock(np.array([time_ns], np.int64))[0])
 
 
 @frozen(kw_only=True, eq=False)
 class Analysis:
-    """What the traces of a run show together."""
+    """Analysis of a run."""
 
     ranks: dict[int, RankAnalysis]
     matched: tuple[MatchedCollective, ...]
-    """On the clock of the lowest rank."""
+    """Collectives that several ranks took part in, on the clock of the lowest rank."""
     ledger: Ledger
     warnings: tuple[str, ...] = field(default=())
     run: RunDescription | None = field(default=None)
-    """What was run; None where the traces were given one by one."""
+    """Description of the run; None if the traces were passed individually."""
 
 
 def analyse(path: str | os.PathLike[str], *, window: int | None = None) -> Analysis:
-    """Read and analyse a trace, a recorder's ring, a folder of either, or a run's output folder.
-
-    Where a rank has several windows, the last one is taken, or the one asked for.
+    """Analyze a trace, a recorder's ring, a folder of either, or a run's output folder.
 
     Args:
-        path: what to read.
-        window: of a run's folder, which window of traced steps, counted from 1.
+        path: file or folder to read.
+        window: window of traced steps in a run's folder, counted from 1. None: the last one of
+            every rank.
 
     Raises:
-        TraceError: nothing there can be read as a trace.
+        TraceError: there is nothing that can be read as a trace.
     """
     check_path("a run", path, error=TraceError)
-    place = Path(path)
-    with decoding(place, error=TraceError):
-        found = find_traces(place, window=window)
-    traces, warnings = _read_all(found.files)
+    source = Path(path)
+    with decoding(source, error=TraceError):
+        inputs = find_traces(source, window=window)
+    traces, warnings = _read_traces(inputs.files)
     if not traces:
-        raise TraceError(f"{path} holds no readable trace: {'; '.join(warnings) or 'it is empty'}")
-    pauses = {rank: read_pauses(place, rank, on_problem=warnings.append) for rank in traces}
-    run = describe_run(place, window=window, on_problem=warnings.append)
+        raise TraceError(f"{path} has no readable trace: {'; '.join(warnings) or 'it is empty'}")
+    pauses = {rank: read_pauses(source, rank, on_problem=warnings.append) for rank in traces}
+    run = describe_run(source, window=window, on_problem=warnings.append)
     analysis = analyse_traces(
         traces,
-        garbage={rank: own.garbage for rank, own in pauses.items() if own is not None},
-        data={rank: own.data for rank, own in pauses.items() if own is not None},
-        warnings=(*found.warnings, *warnings),
+        garbage={
+            rank: rank_pauses.garbage
+            for rank, rank_pauses in pauses.items()
+            if rank_pauses is not None
+        },
+        data={
+            rank: rank_pauses.data
+            for rank, rank_pauses in pauses.items()
+            if rank_pauses is not None
+        },
+        warnings=(*inputs.warnings, *warnings),
     )
     return evolve(analysis, run=run)
 
 
-def _read_all(files: Sequence[Path]) -> tuple[dict[int, Trace], list[str]]:
-    """Return the traces by rank, and what could not be read or used of the files.
+def _read_traces(files: Sequence[Path]) -> tuple[dict[int, Trace], list[str]]:
+    """Return the traces by rank, and warnings about files that could not be read or used.
 
     Raises:
-        TraceError: the only file is no trace.
+        TraceError: the only file is not a trace.
     """
     traces: dict[Path, Trace] = {}
     warnings: list[str] = []
     for file in files:
         try:
-            traces[file] = _read_one(file)
+            traces[file] = _read_file(file)
         except ProfileError as error:
             if len(files) == 1:
                 raise
             warnings.append(str(error))
     ranks = {file: trace.rank for file, trace in traces.items() if trace.rank is not None}
-    taken = set(ranks.values())
-    free = (rank for rank in count() if rank not in taken)
+    used_ranks = set(ranks.values())
+    free_ranks = (rank for rank in count() if rank not in used_ranks)
+    # Traces that name no rank get the unused rank numbers, one per process.
     for files_of_process in _by_process(
         {file: trace for file, trace in traces.items() if trace.rank is None}
     ):
-        ranks |= dict.fromkeys(files_of_process, next(free))
+        ranks |= dict.fromkeys(files_of_process, next(free_ranks))
     claims = [(ranks[file], file, trace.span_ns[0]) for file, trace in traces.items()]
-    left_out, problems = latest_of_each(claims)
+    ignored, problems = latest_of_each(claims)
     warnings += problems
     by_rank: dict[int, Trace] = {}
     for file, trace in traces.items():
-        if file not in left_out:
+        if file not in ignored:
             warnings += trace.warnings
             by_rank[ranks[file]] = evolve(trace, rank=ranks[file])
     return by_rank, warnings
 
 
 def _by_process(traces: Mapping[Path, Trace]) -> list[list[Path]]:
-    """Group traces that name no rank by the process that wrote them, in order of the files.
+    """Group traces that name no rank by the process that wrote them, in file order.
 
-    A profiler with `repeat` writes a file for each cycle. Two files are cycles of one process if
-    they agree on its name and number and one ends before the other begins; ranks of a run record
+    A profiler with `repeat` writes one file per cycle. Two files are cycles of one process if they
+    have the same worker and process id and one ends before the other starts; different ranks record
     the same steps at the same time.
     """
     groups: dict[Path, list[Path]] = {}
     last: dict[tuple[str, str, int | str | None], list[Path]] = defaultdict(list)
-    for file, trace in sorted(traces.items(), key=lambda each: each[1].span_ns[0]):
+    for file, trace in sorted(traces.items(), key=lambda item: item[1].span_ns[0]):
         worker = WORKER.fullmatch(file.name)
         key = (worker["name"] if worker else "", trace.host, _process_of(trace))
-        before = next(
-            (each for each in last[key] if traces[each].span_ns[1] <= trace.span_ns[0]), None
+        previous = next(
+            (path for path in last[key] if traces[path].span_ns[1] <= trace.span_ns[0]), None
         )
-        # Without a worker's name, a number of a process and nothing else is no proof.
-        if before is None or not (worker or trace.host):
+        # A process id alone, without worker or host name, does not identify the process.
+        if previous is None or not (worker or trace.host):
             groups[file] = [file]
         else:
-            last[key].remove(before)
-            groups[file] = [*groups.pop(before), file]
+            last[key].remove(previous)
+            groups[file] = [*groups.pop(previous), file]
         last[key].append(file)
     return sorted(groups.values(), key=min)
 
 
 def _process_of(trace: Trace) -> int | str | None:
-    """Return the number of the process that has most of a trace's spans on the host."""
+    """Return the id of the process with most spans on the host."""
     rows = trace.rows(Category.OPERATOR, Category.ANNOTATION)
     if not len(rows):
         return None
@@ -177,14 +185,14 @@ def _process_of(trace: Trace) -> int | str | None:
     return trace.threads[thread].process
 
 
-def _read_one(file: Path) -> Trace:
+def _read_file(file: Path) -> Trace:
     if is_ring(file):
         size = file.stat().st_size
         return trace_of_ring(read_ring(file), file_bytes=size, name=file.name)
     trace = read_trace(file)
     if trace.is_export:
         raise TraceError(
-            f"{file} holds all ranks, exported for Perfetto, and is left out; give the traces that "
+            f"{file} is an export for Perfetto with all ranks and is skipped; pass the traces that "
             "it was made from"
         )
     return trace
@@ -197,48 +205,50 @@ def analyse_traces(
     data: Mapping[int, Intervals] | None = None,
     warnings: Sequence[str] = (),
 ) -> Analysis:
-    """Analyse traces by rank.
+    """Analyze the traces of a run.
 
     Args:
-        traces: by rank.
-        garbage: intervals (N, 2) ns of garbage collection known from elsewhere, on each rank's own
-            wall clock.
-        data: likewise, of waits for the next batch.
-        warnings: what went wrong while the traces were read, one sentence each.
+        traces: trace of each rank.
+        garbage: garbage collections of each rank from its recorder, intervals (N, 2) ns on the
+            rank's wall clock.
+        data: waits for the next batch of each rank, in the same form.
+        warnings: problems in reading the traces, one sentence each.
     """
     hosts = {rank: trace.host for rank, trace in traces.items()}
-    found = {rank: find_collectives(trace) for rank, trace in traces.items()}
+    collectives = {rank: find_collectives(trace) for rank, trace in traces.items()}
     activities = {
         rank: find_activity(trace, (garbage or {}).get(rank), (data or {}).get(rank))
         for rank, trace in sorted(traces.items())
     }
     steps = {rank: activity.steps for rank, activity in activities.items()}
-    matched = split_groups(match_collectives(found, steps), hosts)
+    matched = split_groups(match_collectives(collectives, steps), hosts)
     fits = align_collectives(matched, hosts) if len(traces) > 1 else {}
     ranks = {
         rank: RankAnalysis(
             rank=rank, trace=traces[rank], activity=activity, breakdowns=break_down(activity),
-            collectives=found[rank], clock=fits.get(rank),
+            collectives=collectives[rank], clock=fits.get(rank),
         )
         for rank, activity in activities.items()
     }  # fmt: skip
-    aligned = {rank: one for rank, one in ranks.items() if one.clock is not None}
-    lost = sorted(ranks.keys() - aligned.keys())
-    if lost and len(ranks) > 1:
+    aligned = {rank: result for rank, result in ranks.items() if result.clock is not None}
+    unaligned = sorted(ranks.keys() - aligned.keys())
+    if unaligned and len(ranks) > 1:
         warnings = (
             *warnings,
-            f"ranks {', '.join(map(str, lost))} share no collectives with rank {min(ranks)}: "
-            "their clocks cannot be compared, nor their waits be separated from transfers",
+            f"ranks {', '.join(map(str, unaligned))} share no collectives with rank {min(ranks)}: "
+            "their clocks cannot be compared, nor can waits be separated from transfers",
         )
     phases = {
         rank: {
-            name: one.on_common_clock(own.reshape(-1)).reshape(-1, 2)
-            for name, own in one.activity.parts.items()
+            name: result.on_common_clock(intervals.reshape(-1)).reshape(-1, 2)
+            for name, intervals in result.activity.parts.items()
         }
-        for rank, one in aligned.items()
+        for rank, result in aligned.items()
     }
-    # What is known of a rank from before its trace, its pauses, is less than what it did.
-    begins = {rank: one.common_ns(one.trace.span_ns[0]) for rank, one in aligned.items()}
-    matched = tuple(shift_collective(one, fits) for one in matched) if fits else ()
-    ledger = keep_ledger(matched, phases, begins)
+    # Before its trace, only the pauses of a rank are known, so causes are sought after its start.
+    trace_starts = {
+        rank: result.common_ns(result.trace.span_ns[0]) for rank, result in aligned.items()
+    }
+    matched = tuple(shift_collective(item, fits) for item in matched) if fits else ()
+    ledger = build_ledger(matched, phases, trace_starts)
     return Analysis(ranks=ranks, matched=matched, ledger=ledger, warnings=tuple(warnings))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ms_profile.errors import ClockError
 
-SYNCHRONISING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
+SYNCHRONIZING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
 """Collectives whose end on one rank waits for every other; a broadcast's or a send's does not."""
 
 Floats = NDArray[np.float64]
@@ -66,7 +66,7 @@ def align_clocks(
     Args:
         ends: for each rank, the instant (ns, of that rank's clock) at which each collective ended
             there. A collective's key is the same on all ranks: its group and its place in the
-            group's order, for instance. Give only kinds in `SYNCHRONISING`.
+            group's order, for instance. Give only kinds in `SYNCHRONIZING`.
         starts: likewise the instants at which the rank entered it, for `bound_ns`.
         reference: the rank whose clock is taken as true; the lowest when None.
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ms_profile.analysis.comparison import (
     LEAST_CHANGE,
-    LEAST_STEPS,
+    MIN_STEPS,
     Change,
     Comparison,
     RecordedSteps,
@@ -94,7 +94,7 @@ def _recorded(
             recorded = recorded_steps(folder, on_problem=_warn)
             if recorded is None and several:
                 raise TraceError(
-                    f"{folder} must be a run with a log of at least {LEAST_STEPS} steps; several "
+                    f"{folder} must be a run with a log of at least {MIN_STEPS} steps; several "
                     "runs are compared by their logs: record them with ms-profile run"
                 )
             if recorded is None:

@@ -1,1 +1,1 @@
-"""Traces as columns: Kineto's and Ascend's JSON, plain or gzip, and a recorder's ring."""
+"""Traces as columns, read from Kineto's or Ascend's JSON (plain or gzip) or a recorder's ring."""

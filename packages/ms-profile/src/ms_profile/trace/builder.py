@@ -1,4 +1,4 @@
-"""Records into columns: a few list comprehensions a chunk, then numpy."""
+"""Convert trace records to numpy columns, chunk by chunk."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -7,11 +7,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ms_profile.trace.categories import categorise
+from ms_profile.trace.categories import categorize
 from ms_profile.trace.columns import EXPORT, CollectiveNote, Memory, Thread, Trace
 from ms_profile.trace.messages import first_message, note_of
 from ms_profile.trace.process_groups import name_groups
-from ms_profile.trace.records import MOST_NS, Record
+from ms_profile.trace.records import MAX_NS, Record
 from ms_profile.vendors.category import Category
 
 Array = NDArray[Any]
@@ -25,14 +25,14 @@ MEMORY_COLUMNS: Final[dict[str, type[np.integer[Any]]]] = {
     **dict.fromkeys(("at_ns", "change_bytes", "allocated_bytes", "reserved_bytes"), np.int64),
     **dict.fromkeys(("device", "thread"), np.int32),
 }
-LONGEST_NS: Final = 10 * 86_400 * 1_000_000_000
-"""A span or a trace that lasts longer than ten days is a damaged time."""
-MOST_RANKS: Final = 1 << 24
+MAX_SPAN_NS: Final = 10 * 86_400 * 1_000_000_000
+"""Spans longer than ten days, or that far from the median start, have damaged times."""
+MAX_RANKS: Final = 1 << 24
 MICROSECONDS: Final = re.compile(r"\s*-?[0-9]{1,16}(\.[0-9]*)?\s*")
 
 
-class _Numbers(dict[Any, int]):
-    """Gives each new key the next number."""
+class _Ids(dict[Any, int]):
+    """Maps each key to an integer id, assigned in order of first use."""
 
     def __missing__(self, key: Any) -> int:
         number = self[key] = len(self)
@@ -40,13 +40,13 @@ class _Numbers(dict[Any, int]):
 
 
 class TraceBuilder:
-    """Collects records chunk by chunk; `finish` sorts them into a `Trace`."""
+    """Collect records chunk by chunk; `finish` sorts them into a `Trace`."""
 
     def __init__(self) -> None:
-        self._names = _Numbers()
-        self._labels = _Numbers()
-        self._shapes = _Numbers({b"": 0})
-        self._threads = _Numbers()
+        self._names = _Ids()
+        self._labels = _Ids()
+        self._shapes = _Ids({b"": 0})
+        self._threads = _Ids()
         self._process_names: dict[int | str, str] = {}
         self._thread_names: dict[tuple[int | str, int | str], str] = {}
         self._parts: dict[str, list[Array]] = {name: [] for name in COLUMNS}
@@ -57,74 +57,77 @@ class TraceBuilder:
         self._damaged = 0
 
     def add(self, records: Sequence[Record]) -> None:
-        """Take up the records of one chunk."""
+        """Add the records of one chunk."""
         spans = records
         if [record.ph for record in records].count("X") < len(records):
             spans = [record for record in records if record.ph == "X"]
-            self._add_others(records)
+            self._add_metadata(records)
         labels = [record.cat for record in spans]
-        if "Trace" in labels:  # the profiler's own frame around everything
+        if "Trace" in labels:  # the profiler's own span around the whole trace
             spans = [record for record in spans if record.cat != "Trace"]
-        spans = self._with_times(spans)
+        spans = self._with_valid_times(spans)
         labels = [record.cat for record in spans]
         if not spans:
             return
         arguments = [record.args for record in spans]
-        # One join and one split make texts of raw JSON, which holds no zero byte, at half the cost.
-        shapes = b"\0".join([each.dims for each in arguments]).split(b"\0")
+        # Joining and splitting once decodes the raw JSON at half the cost; it has no zero byte.
+        shapes = b"\0".join([args.dims for args in arguments]).split(b"\0")
         count = len(spans)
         part = {
             "start_ns": _nanoseconds([record.ts for record in spans]),
             "duration_ns": _nanoseconds([record.dur for record in spans]),
-            "name": _numbered(self._names, [record.name for record in spans], count),
-            "label": _numbered(self._labels, labels, count),
+            "name": _encode(self._names, [record.name for record in spans], count),
+            "label": _encode(self._labels, labels, count),
             "thread": self._number_threads(spans),
-            "external": np.fromiter([each.external for each in arguments], np.int64, count),
-            "correlation": np.fromiter([each.correlation for each in arguments], np.int64, count),
-            "shape": _numbered(self._shapes, shapes, count),
-            "moved_bytes": np.fromiter([each.bytes_moved for each in arguments], np.int64, count),
+            "external": np.fromiter([args.external for args in arguments], np.int64, count),
+            "correlation": np.fromiter([args.correlation for args in arguments], np.int64, count),
+            "shape": _encode(self._shapes, shapes, count),
+            "moved_bytes": np.fromiter([args.bytes_moved for args in arguments], np.int64, count),
         }
         for name, column in part.items():
             self._parts[name].append(column)
         self._note_collectives(spans, part["label"])
         self._count += count
 
-    def _with_times(self, records: Sequence[Record]) -> Sequence[Record]:
-        """Return the events whose times, where they are texts, are numbers."""
-        if not any(type(each.ts) is str or type(each.dur) is str for each in records):
+    def _with_valid_times(self, records: Sequence[Record]) -> Sequence[Record]:
+        """Return the records whose times are valid numbers, given as numbers or as text."""
+        if not any(type(record.ts) is str or type(record.dur) is str for record in records):
             return records
-        sound = [each for each in records if _is_time(each.ts) and _is_time(each.dur, least=0)]
-        self._damaged += len(records) - len(sound)
-        return sound
+        valid = [
+            record for record in records if _is_time(record.ts) and _is_time(record.dur, minimum=0)
+        ]
+        self._damaged += len(records) - len(valid)
+        return valid
 
     def _number_threads(self, spans: Sequence[Record]) -> Array:
         processes = [record.pid for record in spans]
         threads = [record.tid for record in spans]
         first = processes[0], threads[0]
+        # Most chunks come from a single thread.
         if processes.count(first[0]) == threads.count(first[1]) == len(spans):
             return np.full(len(spans), self._threads[first], np.int32)
-        return _numbered(self._threads, zip(processes, threads, strict=True), len(spans))
+        return _encode(self._threads, zip(processes, threads, strict=True), len(spans))
 
     def _note_collectives(self, spans: Sequence[Record], labels: Array) -> None:
-        """Keep the messages of the few spans that are collectives."""
+        """Store the messages of the few spans that are collectives."""
         kernel, scope = self._labels["kernel"], self._labels["user_annotation"]
         operator = self._labels["cpu_op"]
-        for place in np.flatnonzero((labels == kernel) | (labels == scope)).tolist():
-            record = spans[place]
+        for index in np.flatnonzero((labels == kernel) | (labels == scope)).tolist():
+            record = spans[index]
             if record.args.collective:
-                self._notes[self._count + place] = note_of(record.args)
-            elif ":" in record.name and labels[place] == scope:
-                self._messages[self._count + place] = (
+                self._notes[self._count + index] = note_of(record.args)
+            elif ":" in record.name and labels[index] == scope:
+                self._messages[self._count + index] = (
                     bytes(record.args.dims), bytes(record.args.types),
                 )  # fmt: skip
-        wanted = self._names["record_param_comms"]
+        params_name = self._names["record_param_comms"]
         names = self._parts["name"][-1]
-        for place in np.flatnonzero((labels == operator) & (names == wanted)).tolist():
-            if spans[place].args.collective:
-                self._notes[self._count + place] = note_of(spans[place].args)
+        for index in np.flatnonzero((labels == operator) & (names == params_name)).tolist():
+            if spans[index].args.collective:
+                self._notes[self._count + index] = note_of(spans[index].args)
 
-    def _add_others(self, records: Sequence[Record]) -> None:
-        """Take up metadata and allocations."""
+    def _add_metadata(self, records: Sequence[Record]) -> None:
+        """Add thread names, process names and allocations."""
         allocations = []
         for record in records:
             phase = record.ph
@@ -134,7 +137,7 @@ class TraceBuilder:
                 self._process_names[record.pid] = record.args.name
             elif phase == "M" and record.name == "thread_name":
                 self._thread_names[record.pid, record.tid] = record.args.name
-        allocations = list(self._with_times(allocations))
+        allocations = list(self._with_valid_times(allocations))
         if not allocations:
             return
         arguments = [record.args for record in allocations]
@@ -159,17 +162,17 @@ class TraceBuilder:
         damaged: int = 0,
         name: str = "trace",
     ) -> Trace:
-        """Sort what was collected by thread, start and longest first.
+        """Sort the collected records by thread, start, and longest first.
 
         Args:
-            header: what stands beside the events.
-            warnings: of reading the file.
+            header: members of the trace's JSON object other than the events.
+            warnings: warnings from reading the file.
             file_bytes: size of the file.
-            damaged: events that were left out before.
-            name: of the file, for the warning that counts what was left out.
+            damaged: number of events that the reader skipped.
+            name: file name, for the warning about damaged events.
         """
-        columns = {name: _joined(self._parts.pop(name), COLUMNS[name]) for name in COLUMNS}
-        kept = self._near_the_others(columns)
+        columns = {name: _concatenate(self._parts.pop(name), COLUMNS[name]) for name in COLUMNS}
+        valid_rows = self._drop_outliers(columns)
         threads = tuple(
             Thread(
                 process=process, thread=thread,
@@ -178,13 +181,13 @@ class TraceBuilder:
             )
             for process, thread in self._threads
         )  # fmt: skip
-        names, base_ns = tuple(self._names), _whole(header.get("baseTimeNanoseconds", 0)) or 0
+        names, base_ns = tuple(self._names), _bounded_int(header.get("baseTimeNanoseconds", 0)) or 0
         columns["start_ns"] += base_ns
-        keys = (columns[key][kept] for key in ("thread", "start_ns", "duration_ns"))
-        order = kept[in_order(*keys)]
-        category = categorise(columns.pop("label"), columns["name"], columns["thread"],
+        keys = (columns[key][valid_rows] for key in ("thread", "start_ns", "duration_ns"))
+        order = valid_rows[in_order(*keys)]
+        category = categorize(columns.pop("label"), columns["name"], columns["thread"],
                               tuple(self._labels), names, threads)  # fmt: skip
-        # Each column is let go of as soon as its sorted copy is there.
+        # Free each column as soon as it has been sorted, to limit peak memory.
         spans: dict[str, Any] = {key: columns.pop(key)[order] for key in tuple(columns)}
         notes = self._finish_notes(order, category)
         category = category[order]
@@ -196,23 +199,25 @@ class TraceBuilder:
             threads=threads,
             memory=self._finish_memory(base_ns),
             notes=name_groups(header, names, spans["name"], spans["start_ns"], category, notes),
-            warnings=(*warnings, *_count(name, damaged + self._damaged)),
+            warnings=(*warnings, *_damage_warning(name, damaged + self._damaged)),
             file_bytes=file_bytes,
-            **_described(header),
+            **_describe(header),
         )
 
-    def _near_the_others(self, columns: dict[str, Array]) -> Array:
-        """Find the spans that lie in the time of the others, and count those that don't."""
+    def _drop_outliers(self, columns: dict[str, Array]) -> Array:
+        """Return the rows whose times are plausible, and count the others as damaged."""
         start, duration = columns["start_ns"], columns["duration_ns"]
         if not len(start):
             return np.zeros(0, np.int64)
-        middle = int(np.median(start))
-        near = (np.abs(start - middle) <= LONGEST_NS) & (duration <= LONGEST_NS)
-        self._damaged += int(len(near) - near.sum())
-        return np.flatnonzero(near)
+        median = int(np.median(start))
+        plausible = (np.abs(start - median) <= MAX_SPAN_NS) & (duration <= MAX_SPAN_NS)
+        self._damaged += int(len(plausible) - plausible.sum())
+        return np.flatnonzero(plausible)
 
     def _finish_memory(self, base_ns: int) -> Memory:
-        columns = {name: _joined(self._memory[name], MEMORY_COLUMNS[name]) for name in self._memory}
+        columns = {
+            name: _concatenate(self._memory[name], MEMORY_COLUMNS[name]) for name in self._memory
+        }
         columns["at_ns"] += base_ns
         order = np.argsort(columns["at_ns"], kind="stable")
         return Memory(**{name: column[order] for name, column in columns.items()})
@@ -232,44 +237,44 @@ class TraceBuilder:
         return notes
 
 
-def _joined(chunks: list[Array], dtype: type[np.integer[Any]]) -> Array:
+def _concatenate(chunks: list[Array], dtype: type[np.integer[Any]]) -> Array:
     return np.concatenate(chunks) if chunks else np.zeros(0, dtype)
 
 
-def _numbered(numbers: _Numbers, keys: Iterable[Any], count: int) -> Array:
-    return np.fromiter(map(numbers.__getitem__, keys), np.int32, count)
+def _encode(ids: _Ids, keys: Iterable[Any], count: int) -> Array:
+    return np.fromiter(map(ids.__getitem__, keys), np.int32, count)
 
 
-def _is_time(value: float | str, *, least: int = -MOST_NS) -> bool:
-    """Return whether a text is microseconds in bounds; a number is checked when it is decoded."""
+def _is_time(value: float | str, *, minimum: int = -MAX_NS) -> bool:
+    """Return whether a text is microseconds in bounds; numbers were checked when decoded."""
     if not isinstance(value, str):
         return True
-    return MICROSECONDS.fullmatch(value) is not None and least <= _exact(value) <= MOST_NS
+    return MICROSECONDS.fullmatch(value) is not None and minimum <= _to_ns(value) <= MAX_NS
 
 
 def _nanoseconds(values: list[float | str]) -> Array:
-    """Turn microseconds, numbers or the Ascend profiler's exact text, into whole nanoseconds."""
+    """Convert microseconds, as numbers or as the Ascend profiler's decimal text, to int64 ns."""
     if any(type(value) is str for value in values):
-        return np.array([_exact(value) for value in values], np.int64)
+        return np.array([_to_ns(value) for value in values], np.int64)
     times = np.fromiter(values, np.float64, len(values))
-    whole = np.floor(times)
-    # Apart, so that microseconds since 1970 keep what digits they have.
-    return whole.astype(np.int64) * 1000 + np.rint((times - whole) * 1000).astype(np.int64)
+    whole_us = np.floor(times)
+    # Scale the fraction separately: microseconds since 1970 times 1000 would lose digits.
+    return whole_us.astype(np.int64) * 1000 + np.rint((times - whole_us) * 1000).astype(np.int64)
 
 
-def _exact(value: float | str) -> int:
+def _to_ns(value: float | str) -> int:
     if not isinstance(value, str):
         return round(value * 1000)
-    whole, _, fraction = value.strip().partition(".")
-    beyond = int((fraction + "000")[:3])
-    return int(whole or 0) * 1000 + (-beyond if whole.startswith("-") else beyond)
+    whole_us, _, fraction = value.strip().partition(".")
+    fraction_ns = int((fraction + "000")[:3])
+    return int(whole_us or 0) * 1000 + (-fraction_ns if whole_us.startswith("-") else fraction_ns)
 
 
 def in_order(thread: Array, start: Array, duration: Array) -> Array:
-    """Return the rows by thread, then start, then longest first.
+    """Return the row order by thread, then start, then longest first.
 
-    Profilers write nearly in order of time, which a stable sort takes in one pass; so the
-    durations, which have no order, are looked at only where starts are equal.
+    Profilers write almost in time order, which a stable sort handles in one pass. Durations are
+    unordered, so they are sorted only among spans with equal starts.
     """
     order = np.argsort(start, kind="stable")
     order = order[np.argsort(thread[order], kind="stable")]
@@ -280,27 +285,29 @@ def in_order(thread: Array, start: Array, duration: Array) -> Array:
     return order
 
 
-def _whole(value: object, *, least: int = -MOST_NS, most: int = MOST_NS) -> int | None:
-    return value if isinstance(value, int) and least <= value <= most else None
+def _bounded_int(value: object, *, minimum: int = -MAX_NS, maximum: int = MAX_NS) -> int | None:
+    return value if isinstance(value, int) and minimum <= value <= maximum else None
 
 
-def _described(header: dict[str, Any]) -> dict[str, Any]:
-    """Return the rank and host of a trace, as far as its header names them."""
-    place, other, host = (header.get(k) for k in ("distributedInfo", "otherData", "host_name"))
-    place = place if isinstance(place, dict) else {}
+def _describe(header: dict[str, Any]) -> dict[str, Any]:
+    """Return the rank, world size and host from a trace's header, if present."""
+    distributed, other_data, host = (
+        header.get(k) for k in ("distributedInfo", "otherData", "host_name")
+    )
+    distributed = distributed if isinstance(distributed, dict) else {}
     return {
-        "rank": _whole(place.get("rank"), least=0, most=MOST_RANKS),
-        "world_size": _whole(place.get("world_size"), least=1, most=MOST_RANKS),
+        "rank": _bounded_int(distributed.get("rank"), minimum=0, maximum=MAX_RANKS),
+        "world_size": _bounded_int(distributed.get("world_size"), minimum=1, maximum=MAX_RANKS),
         "host": host if isinstance(host, str) else "",
-        "is_export": isinstance(other, dict) and other.get("producer") == EXPORT,
+        "is_export": isinstance(other_data, dict) and other_data.get("producer") == EXPORT,
     }
 
 
-def _count(name: str, damaged: int) -> tuple[str, ...]:
+def _damage_warning(name: str, damaged: int) -> tuple[str, ...]:
     if not damaged:
         return ()
-    which = "1 damaged event was" if damaged == 1 else f"{damaged} damaged events were"
+    events = "1 damaged event was" if damaged == 1 else f"{damaged} damaged events were"
     return (
-        f"{name}: {which} left out (no JSON, or a time or number that cannot be); time that "
-        "they would have explained counts as idle",
+        f"{name}: {events} skipped (invalid JSON, or a time or number out of range); the time "
+        "they covered counts as idle",
     )

@@ -1,4 +1,4 @@
-"""What each span is, from its label, its name, and the process that it lies in."""
+"""Classify each span by its label, its name and its process."""
 
 import re
 from collections.abc import Sequence
@@ -11,9 +11,13 @@ from ms_profile.trace.columns import Thread, matching
 from ms_profile.vendors import VENDORS, any_vendors
 from ms_profile.vendors.category import Category
 
-BY_LABEL: Final = {label: own for vendor in VENDORS for label, own in vendor.labels.items()}
+BY_LABEL: Final = {
+    label: category for vendor in VENDORS for label, category in vendor.labels.items()
+}
 BY_PROCESS: Final = [
-    (re.compile(pattern), own) for vendor in VENDORS for pattern, own in vendor.processes.items()
+    (re.compile(pattern), category)
+    for vendor in VENDORS
+    for pattern, category in vendor.processes.items()
 ]
 HOST_COLLECTIVE: Final = any_vendors("host_backend", end=":")
 DEVICE_COLLECTIVE: Final = any_vendors("collective_kernel")
@@ -21,7 +25,7 @@ WAIT: Final = any_vendors("wait_kernel")
 COPY: Final = any_vendors("copy_kernel")
 
 
-def categorise(
+def categorize(
     label: NDArray[Any],
     name: NDArray[Any],
     thread: NDArray[Any],
@@ -29,22 +33,24 @@ def categorise(
     names: Sequence[str],
     threads: Sequence[Thread],
 ) -> NDArray[np.uint8]:
-    """Give each span its `Category`, (N,) uint8; `label`, `name`, `thread` (N,) are numbers."""
+    """Return the `Category` of each span, (N,) uint8; `label`, `name`, `thread` are (N,) ids."""
     by_label = np.array([BY_LABEL.get(text, Category.OTHER) for text in (*labels, "")], np.uint8)
-    found: NDArray[np.uint8] = by_label[label]
+    category: NDArray[np.uint8] = by_label[label]
     host, device = matching(names, HOST_COLLECTIVE), matching(names, DEVICE_COLLECTIVE)
-    found[(found == Category.ANNOTATION) & host[name]] = Category.COLLECTIVE
-    found[(found == Category.KERNEL) & device[name]] = Category.COLLECTIVE
+    category[(category == Category.ANNOTATION) & host[name]] = Category.COLLECTIVE
+    category[(category == Category.KERNEL) & device[name]] = Category.COLLECTIVE
     by_thread = np.array([*map(_by_process, threads), Category.OTHER], np.uint8)
-    unlabelled = (found == Category.OTHER) & (by_thread[thread] != Category.OTHER)
-    found[unlabelled] = by_thread[thread][unlabelled]
-    kernels = unlabelled & (found == Category.KERNEL)
-    found[kernels & matching(names, WAIT)[name]] = Category.DEVICE_WAIT
-    found[kernels & matching(names, COPY)[name]] = Category.COPY
-    return found
+    unlabelled = (category == Category.OTHER) & (by_thread[thread] != Category.OTHER)
+    category[unlabelled] = by_thread[thread][unlabelled]
+    kernels = unlabelled & (category == Category.KERNEL)
+    category[kernels & matching(names, WAIT)[name]] = Category.DEVICE_WAIT
+    category[kernels & matching(names, COPY)[name]] = Category.COPY
+    return category
 
 
 def _by_process(thread: Thread) -> Category:
-    """Find what spans without a label are, by the process that they lie in."""
-    place = f"{thread.process_name}/{thread.name}"
-    return next((own for pattern, own in BY_PROCESS if pattern.match(place)), Category.OTHER)
+    """Return the category of unlabeled spans, by the name of their process and thread."""
+    path = f"{thread.process_name}/{thread.name}"
+    return next(
+        (category for pattern, category in BY_PROCESS if pattern.match(path)), Category.OTHER
+    )

@@ -1,6 +1,6 @@
-"""A trace as columns: one row a span, names and threads as numbers into tables.
+"""A trace as numpy columns: one row per span, with names and threads as ids into tables.
 
-Columns of a million spans take 41 MB, where the profiler's JSON took some 400.
+A million spans take 41 MB, compared with about 400 MB for the profiler's JSON.
 """
 
 import re
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ms_profile.vendors.category import Category
 
 EXPORT: Final = "ms-profile: all ranks for Perfetto"
-"""The `producer` under `otherData` of a file that `export_perfetto` wrote."""
+"""`otherData.producer` of files written by `export_perfetto`."""
 
 
 @frozen(kw_only=True)
@@ -27,7 +27,7 @@ class Thread:
     name: str = ""
 
 
-def _nothing() -> NDArray[Any]:
+def _empty() -> NDArray[Any]:
     return np.zeros(0, np.int64)
 
 
@@ -41,21 +41,22 @@ def _unknown(trace: "Trace") -> NDArray[Any]:
 
 @frozen(kw_only=True, eq=False)
 class Memory:
-    """What was allocated, at every allocation and release; all columns (M,)."""
+    """Memory allocations and releases; every column is (M,)."""
 
-    at_ns: NDArray[np.int64] = field(factory=_nothing)
-    change_bytes: NDArray[np.int64] = field(factory=_nothing)
-    allocated_bytes: NDArray[np.int64] = field(factory=_nothing)
-    """In all after it, as the allocator counts."""
-    reserved_bytes: NDArray[np.int64] = field(factory=_nothing)
-    device: NDArray[np.int32] = field(factory=_nothing)
-    """-1 is the host."""
-    thread: NDArray[np.int32] = field(factory=_nothing)
+    at_ns: NDArray[np.int64] = field(factory=_empty)
+    """Time of the event."""
+    change_bytes: NDArray[np.int64] = field(factory=_empty)
+    allocated_bytes: NDArray[np.int64] = field(factory=_empty)
+    """Total allocated bytes after the event, as counted by the allocator."""
+    reserved_bytes: NDArray[np.int64] = field(factory=_empty)
+    device: NDArray[np.int32] = field(factory=_empty)
+    """Device index; -1 for the host."""
+    thread: NDArray[np.int32] = field(factory=_empty)
 
 
 @frozen(kw_only=True)
 class CollectiveNote:
-    """What the profiler noted of a collective's message."""
+    """Message of a collective: operation, sizes in elements, dtype and process group."""
 
     kind: str
     sent_elements: int
@@ -67,16 +68,16 @@ class CollectiveNote:
 
 
 def matching(names: Sequence[str], pattern: re.Pattern[str]) -> NDArray[np.bool_]:
-    """Return which names match a pattern from their start, (max(N, 1),) bool."""
+    """Return a bool mask of the names that match `pattern` at their start, (max(N, 1),)."""
     return np.array([pattern.match(text) is not None for text in names] or [False], bool)
 
 
 @frozen(kw_only=True, eq=False)
 class Trace:
-    """The spans of one rank's file, ordered by thread, start, and longest first.
+    """The spans of one rank, sorted by thread, start, and longest first.
 
-    All columns are (N,). Instants are nanoseconds of the wall clock where the trace relates
-    its clock to it, else of the trace's own.
+    Every column is (N,). Times are wall-clock nanoseconds if the trace relates its clock to the
+    wall clock, otherwise nanoseconds of the trace's own clock.
     """
 
     start_ns: NDArray[np.int64]
@@ -85,50 +86,55 @@ class Trace:
     category: NDArray[np.uint8]
     thread: NDArray[np.int32]
     external: NDArray[np.int64] = field(default=Factory(_unknown, takes_self=True))
-    """Which operator launched it; -1 where not noted. An operator carries its own number."""
+    """Id of the operator that launched the span, or of the operator itself; -1 if unknown."""
     correlation: NDArray[np.int64] = field(default=Factory(_unknown, takes_self=True))
     shape: NDArray[np.int32] = field(default=Factory(_zeros, takes_self=True))
     moved_bytes: NDArray[np.int64] = field(default=Factory(_zeros, takes_self=True))
     names: tuple[str, ...]
     shapes: tuple[str, ...] = ("",)
-    """Number 0 is "not recorded"."""
+    """Table of input shapes; entry 0 means "not recorded"."""
     threads: tuple[Thread, ...]
     memory: Memory = field(factory=Memory)
     notes: dict[int, CollectiveNote] = field(factory=dict)
-    """What was noted of collectives, by their row."""
+    """Messages of collectives, by row."""
     rank: int | None = None
     world_size: int | None = None
     host: str = ""
     warnings: tuple[str, ...] = ()
     file_bytes: int = 0
     is_export: bool = False
-    """Whether it holds all ranks of a run, as `export_perfetto` writes them."""
+    """Whether `export_perfetto` wrote it, so that it has the spans of all ranks."""
 
     def __len__(self) -> int:
         return len(self.start_ns)
 
     @property
     def end_ns(self) -> NDArray[np.int64]:
-        """When each span ended, (N,) int64 ns."""
+        """End of each span, (N,) int64 ns."""
         return self.start_ns + self.duration_ns
 
     @property
     def span_ns(self) -> tuple[int, int]:
-        """First start and last end; (0, 0) of an empty trace."""
+        """First start and last end in ns; (0, 0) for an empty trace."""
         if not len(self):
             return 0, 0
         return int(self.start_ns.min()), int(self.end_ns.max())
 
     def rows(self, *categories: Category) -> NDArray[np.int64]:
-        """Return the rows of these categories, ascending."""
+        """Return the rows with one of these categories, ascending."""
         return np.flatnonzero(np.isin(self.category, [int(c) for c in categories]))
 
     def named(self, pattern: re.Pattern[str], *categories: Category) -> NDArray[np.int64]:
-        """Return those rows of these categories whose names begin with a pattern, ascending."""
+        """Return the rows whose names match `pattern` at their start, ascending.
+
+        Args:
+            pattern: regular expression, matched at the start of the name.
+            categories: restrict to these categories; default: all.
+        """
         rows = self.rows(*categories) if categories else np.arange(len(self))
-        found: NDArray[np.int64] = rows[matching(self.names, pattern)[self.name[rows]]]
-        return found
+        matches: NDArray[np.int64] = rows[matching(self.names, pattern)[self.name[rows]]]
+        return matches
 
     def name_of(self, row: int) -> str:
-        """Return the name of one span."""
+        """Return the name of the span in a row."""
         return self.names[int(self.name[row])]

@@ -1,4 +1,4 @@
-"""Sets of instants as sorted, disjoint intervals: (N, 2) int64 ns, start before end."""
+"""Sets of times as sorted, disjoint intervals: (N, 2) int64 ns, start before end."""
 
 from typing import Any
 
@@ -9,41 +9,42 @@ Intervals = NDArray[np.int64]
 
 
 def union(start_ns: NDArray[Any], end_ns: NDArray[Any]) -> Intervals:
-    """Merge spans, (N,) and (N,), into disjoint intervals; empty ones vanish."""
-    real = end_ns > start_ns
-    start, end = start_ns[real], end_ns[real]
+    """Merge spans, starts (N,) and ends (N,), into disjoint intervals; empty spans are dropped."""
+    nonempty = end_ns > start_ns
+    start, end = start_ns[nonempty], end_ns[nonempty]
     if not len(start):
         return np.zeros((0, 2), np.int64)
     order = np.argsort(start, kind="stable")
     start, end = start[order], np.maximum.accumulate(end[order])
-    fresh = np.concatenate(([True], start[1:] > end[:-1]))
-    last = np.concatenate((np.flatnonzero(fresh)[1:] - 1, [len(start) - 1]))
-    return np.stack([start[fresh], end[last]], axis=1).astype(np.int64)
+    is_first = np.concatenate(([True], start[1:] > end[:-1]))
+    last = np.concatenate((np.flatnonzero(is_first)[1:] - 1, [len(start) - 1]))
+    return np.stack([start[is_first], end[last]], axis=1).astype(np.int64)
 
 
 def length_ns(intervals: Intervals) -> int:
-    """Return the total length."""
+    """Return the total length in ns."""
     return int((intervals[:, 1] - intervals[:, 0]).sum())
 
 
 def intersect(left: Intervals, right: Intervals) -> Intervals:
-    """Return what lies in both."""
+    """Return the intersection of two interval sets."""
     if not len(left) or not len(right):
         return np.zeros((0, 2), np.int64)
+    # Each left interval overlaps right[first:last]; expand to all overlapping pairs.
     first = np.searchsorted(right[:, 1], left[:, 0], side="right")
     last = np.searchsorted(right[:, 0], left[:, 1], side="left")
-    count = np.maximum(last - first, 0)
-    rows = np.repeat(np.arange(len(left)), count)
-    offsets = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    others = np.repeat(first, count) + offsets
-    start = np.maximum(left[rows, 0], right[others, 0])
-    end = np.minimum(left[rows, 1], right[others, 1])
+    overlaps = np.maximum(last - first, 0)
+    rows = np.repeat(np.arange(len(left)), overlaps)
+    offsets = np.arange(overlaps.sum()) - np.repeat(np.cumsum(overlaps) - overlaps, overlaps)
+    right_rows = np.repeat(first, overlaps) + offsets
+    start = np.maximum(left[rows, 0], right[right_rows, 0])
+    end = np.minimum(left[rows, 1], right[right_rows, 1])
     common: Intervals = np.stack([start, end], axis=1)[end > start]
     return common
 
 
 def subtract(left: Intervals, right: Intervals) -> Intervals:
-    """Return what lies in `left` and not in `right`."""
+    """Return the parts of `left` that are not in `right`."""
     if not len(left) or not len(right):
         return left
     low = int(min(left[0, 0], right[0, 0]))
@@ -54,5 +55,5 @@ def subtract(left: Intervals, right: Intervals) -> Intervals:
 
 
 def clip(intervals: Intervals, start_ns: int, end_ns: int) -> Intervals:
-    """Return what lies between two instants."""
+    """Return the part of the intervals between two times."""
     return intersect(intervals, np.array([[start_ns, end_ns]], np.int64))

@@ -1,9 +1,9 @@
-"""A trace's text as lists of records, half a megabyte at a time.
+"""Read a trace's JSON as lists of records, half a megabyte at a time.
 
-A chunk ends where the text up to there is a whole JSON list, which decoding it proves: a boundary
-inside a nested object leaves the list open. Kineto's own layout puts `  },` and `  {` on lines of
-their own between events, and no text inside JSON holds a raw line break, so there the first guess
-is right; for any other layout the boundaries `}, {` are tried from the end backwards.
+A chunk must end between two events. A candidate boundary is confirmed by decoding the text before
+it as a JSON list; a boundary inside a nested object leaves the list open and fails. Kineto writes
+`  },` and `  {` between events on separate lines, and JSON strings have no raw line breaks, so for
+its layout the first guess is right. For other layouts, boundaries `}, {` are tried from the end.
 """
 
 import gzip
@@ -22,55 +22,55 @@ from ms_profile.errors import TraceError
 from ms_profile.files.untrusted import check_file
 from ms_profile.trace.records import DAMAGE, Record
 
-CHUNK_BYTES = 1 << 19  # larger ones leave the cache and the allocator pages them in anew
+CHUNK_BYTES = 1 << 19  # larger chunks leave the cache and make the allocator fault pages in again
 HEADER_BYTES = 64 << 20
 EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 KINETO_BOUNDARY = b"\n  },\n  {"
 ANY_BOUNDARY = re.compile(rb"\}\s*,\s*\{")
 CLOSING = ord("]")
-TRIES = 32
-MOST_CHUNKS = 64
+MAX_TRIES = 32
+MAX_CHUNKS = 64
 END = re.compile(rb'\}\s*\]\s*(,\s*"[^"]*"\s*:[^{}\[\]]*)*\}?\s*\Z')
 
 OpenFile = AbstractContextManager[BufferedReader | gzip.GzipFile]
 decode_records = msgspec.json.Decoder(list[Record]).decode
 decode_record = msgspec.json.Decoder(Record).decode
 parse_value = json.JSONDecoder().raw_decode
-"""Parses the first JSON value of a text; returns it and where it ends."""
+"""Parse the first JSON value of a text; returns it and the position of its end."""
 
 
 class TraceText:
-    """The records of one file, and what could not be read of it in `warnings`.
+    """Reader of one trace file; problems are collected in `warnings`.
 
     Args:
-        path: JSON as an object with `traceEvents` or as a bare list of events; gzip or plain.
+        path: JSON object with `traceEvents`, or JSON list of events; plain or gzip.
 
     Raises:
-        TraceError: the file is empty or no trace.
+        TraceError: the file is empty or is not a trace.
     """
 
     def __init__(self, path: Path, *, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.path = path
         self.header: dict[str, Any] = {}
-        """What stands beside `traceEvents`; complete once `records` is exhausted."""
+        """Members other than `traceEvents`; complete once `records` is exhausted."""
         self.warnings: list[str] = []
         self.damaged = 0
-        """Events that could not be read."""
+        """Number of events that could not be read."""
         self._next_try = 0
-        """Length of text at which a chunk that no boundary ended is tried again."""
+        """Text length at which a chunk without a confirmed boundary is tried again."""
         self._broken = False
         self._chunk_bytes = chunk_bytes
 
     def records(self) -> Iterator[list[Record]]:
-        """Yield the records in order of the file."""
+        """Yield the records in file order."""
         try:
             check_file(self.path, error=TraceError)
             with self.path.open("rb") as raw, self._unpacked(raw) as file:
                 yield from self._chunks(lambda: self._read(file))
         except OSError as error:
             if isinstance(error, gzip.BadGzipFile):
-                raise TraceError(f"{self.path} is no gzip file: {error}") from error
-            raise TraceError(f"{self.path} cannot be read: {error}") from error
+                raise TraceError(f"{self.path} is not a valid gzip file: {error}") from error
+            raise TraceError(f"cannot read {self.path}: {error}") from error
 
     def _unpacked(self, raw: BufferedReader) -> OpenFile:
         start = raw.read(2)
@@ -78,72 +78,72 @@ class TraceText:
         return gzip.GzipFile(fileobj=raw) if start == b"\x1f\x8b" else nullcontext(raw)
 
     def _read(self, file: BufferedReader | gzip.GzipFile) -> bytes:
-        """Read up to a chunk of text; of compressed data that breaks off, all that came before."""
+        """Read up to one chunk of text; if compressed data breaks off, all text before that."""
         parts: list[bytes] = []
-        room = self._chunk_bytes
+        remaining = self._chunk_bytes
         try:
-            # A plain `read` would drop what it has when it meets the damage.
-            while room > 0 and (part := file.read1(room)):
+            # Plain `read` would discard the data it has when it reaches the damage.
+            while remaining > 0 and (part := file.read1(remaining)):
                 parts.append(part)
-                room -= len(part)
+                remaining -= len(part)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             if file.tell() == 0:
                 raise TraceError(
-                    f"{self.path} is a gzip file damaged at its start: {error}"
+                    f"{self.path} is a gzip file that is damaged at its start: {error}"
                 ) from error
             if not self._broken:
                 self._broken = True
-                self.warnings.append(f"{self.path.name}: compressed data breaks off: {error}")
+                self.warnings.append(f"{self.path.name}: compressed data is truncated: {error}")
         return b"".join(parts)
 
     def _chunks(self, read: Callable[[], bytes]) -> Iterator[list[Record]]:
-        rest = self._begin(read)
+        remainder = self._read_to_first_event(read)
         while block := read():
-            text = bytearray().join((b"[", rest, block))
+            text = bytearray().join((b"[", remainder, block))
             records, used = self._decode_part(text)
-            rest = bytes(memoryview(text)[used:])
+            remainder = bytes(memoryview(text)[used:])
             if records:
                 yield records
             del records  # decoding reuses their memory while the cache still holds it
-        yield self._decode_tail(rest)
+        yield self._decode_tail(remainder)
 
-    def _begin(self, read: Callable[[], bytes]) -> bytes:
-        """Read up to the first event; return the text read beyond it."""
+    def _read_to_first_event(self, read: Callable[[], bytes]) -> bytes:
+        """Read up to the first event; return the text already read after it."""
         text = read()
         if not text.strip():
-            raise TraceError(f"{self.path} is empty; the profiler was stopped before it wrote")
+            raise TraceError(f"{self.path} is empty; was the profiler stopped before it wrote?")
         if text.lstrip().startswith(b"["):
             return text.lstrip()[1:]
         while True:
-            found = EVENTS.search(text)
-            if found:
+            match = EVENTS.search(text)
+            if match:
                 break
             block = read() if len(text) < HEADER_BYTES else b""
             if not block:
                 raise TraceError(
-                    f"{self.path} has no traceEvents: it is no trace of a profiler; it begins "
-                    f"{text[:40]!r}"
+                    f"{self.path} has no traceEvents, so it is not a profiler trace; it starts "
+                    f"with {text[:40]!r}"
                 )
             text += block
-        self._take_header(text[: found.start()] + b'"_":0}')
-        return text[found.end() :]
+        self._take_header(text[: match.start()] + b'"_":0}')
+        return text[match.end() :]
 
     def _take_header(self, text: bytes) -> None:
         try:
-            found = msgspec.json.decode(text)
+            header = msgspec.json.decode(text)
         except DAMAGE as error:
             self.warnings.append(
-                f"{self.path.name}: what stands beside the events is damaged ({error}); the trace's"
-                " rank and host may be among it"
+                f"{self.path.name}: the header is damaged ({error}); it may have had the trace's "
+                "rank and host"
             )
             return
-        if isinstance(found, dict):
-            self.header.update(found)
+        if isinstance(header, dict):
+            self.header.update(header)
 
     def _decode_part(self, text: bytearray) -> tuple[list[Record], int]:
-        """Decode as many whole events as there are after the bracket; also where the next begins.
+        """Decode as many complete events as possible; return them and where the next one starts.
 
-        The bracket that closes the list is put over the separator: nothing is copied.
+        Writes the list's closing bracket over the separator in place, to avoid a copy.
         """
         cut = text.rfind(KINETO_BOUNDARY)
         if cut >= 0:
@@ -151,24 +151,26 @@ class TraceText:
             return self._decode_list(text, end), end + 1
         if len(text) < self._next_try:
             return [], 1
-        matches = [found.start() + 1 for found in ANY_BOUNDARY.finditer(text)]
-        for end in matches[: -TRIES - 1 : -1]:
+        matches = [match.start() + 1 for match in ANY_BOUNDARY.finditer(text)]
+        for end in matches[: -MAX_TRIES - 1 : -1]:
             following = text.index(b",", end) + 1
-            if (records := self._decode_whole(text, end)) is not None:
+            if (decoded := self._try_decode_list(text, end)) is not None:
                 self._next_try = 0
-                return records, following
-        if len(text) < MOST_CHUNKS * self._chunk_bytes:
-            self._next_try = 2 * len(text)  # doubled, so that all tries together take linear time
+                return decoded, following
+        if len(text) < MAX_CHUNKS * self._chunk_bytes:
+            self._next_try = 2 * len(text)  # doubling keeps the total time of all tries linear
             return [], 1
         self._next_try = 0
         if not matches:
-            raise TraceError(f"{self.path} has an event of over {len(text)} bytes; it is no trace")
+            raise TraceError(
+                f"{self.path} has an event of over {len(text)} bytes, so it is not a trace"
+            )
         end = matches[-1]
         return self._decode_each(bytes(text[1:end])), text.index(b",", end) + 1
 
-    def _decode_whole(self, text: bytearray, end: int) -> list[Record] | None:
-        """Decode the list up to `end`; None, and `text` as it was, where it is no whole list."""
-        stood, text[end] = text[end], CLOSING
+    def _try_decode_list(self, text: bytearray, end: int) -> list[Record] | None:
+        """Decode the list up to `end`; if it is incomplete, restore `text` and return None."""
+        separator, text[end] = text[end], CLOSING
         try:
             return decode_records(memoryview(text)[: end + 1])
         except msgspec.ValidationError:
@@ -176,7 +178,7 @@ class TraceText:
                 return self._decode_each(bytes(text[1:end]))
         except DAMAGE:
             pass
-        text[end] = stood
+        text[end] = separator
         return None
 
     def _decode_list(self, text: bytearray, end: int) -> list[Record]:
@@ -194,7 +196,7 @@ class TraceText:
         return True
 
     def _decode_each(self, text: bytes) -> list[Record]:
-        """Decode event by event and leave out those that are damaged."""
+        """Decode event by event and skip damaged ones."""
         records: list[Record] = []
         for piece in self._pieces(text):
             try:
@@ -207,20 +209,20 @@ class TraceText:
         with suppress(*DAMAGE):
             return list(msgspec.json.decode(b"[" + text + b"]", type=list[msgspec.Raw]))
         boundary = re.compile(rb"\n  \},\n  \{") if KINETO_BOUNDARY in text else ANY_BOUNDARY
-        ends = [found.start() for found in boundary.finditer(text)]
+        ends = [match.start() for match in boundary.finditer(text)]
         starts = [0, *(text.index(b",", end) + 1 for end in ends)]
         stops = [*(text.index(b"}", end) + 1 for end in ends), len(text)]
         return [text[start:stop] for start, stop in zip(starts, stops, strict=True)]
 
     def _decode_tail(self, text: bytes) -> list[Record]:
-        """Decode what follows the last boundary: an event, `]` and what stands beside the list."""
+        """Decode the text after the last boundary: one event, `]`, and the rest of the header."""
         with suppress(ValueError, RecursionError):
-            # Latin-1 keeps one character for each byte, and JSON's own signs are ASCII.
+            # Latin-1 maps each byte to one character, and JSON's delimiters are ASCII.
             _, after = parse_value("[" + text.decode("latin-1"))
             self._take_header(b"{" + text[after - 1 :].strip().lstrip(b",") or b"}")
             return self._decode_list(bytearray(b"[" + text[: after - 1]), after - 1)
         end = len(text)
-        for _ in range(TRIES):
+        for _ in range(MAX_TRIES):
             end = text.rfind(b"]", 0, end)
             if end < 0:
                 break
@@ -228,20 +230,20 @@ class TraceText:
                 self._take_header(b"{" + text[end + 1 :].strip().lstrip(b",") or b"}")
                 return self._decode_list(bytearray(b"[" + text[: end + 1]), end + 1)
         closed = END.search(text, max(0, len(text) - 4096))
-        if closed and self._ends_whole(text[: closed.start() + 1]):
+        if closed and self._last_event_is_valid(text[: closed.start() + 1]):
             return self._decode_each(text[: closed.start() + 1])
-        self.warnings.append(f"{self.path.name}: the trace breaks off; what came before is used")
+        self.warnings.append(f"{self.path.name}: the trace is truncated; using the events before")
         return self._decode_broken(text)
 
-    def _ends_whole(self, text: bytes) -> bool:
-        """Return whether the last event is sound: then what is damaged lies before it."""
+    def _last_event_is_valid(self, text: bytes) -> bool:
+        """Return whether the last event is valid, so that the damage is before it."""
         with suppress(*DAMAGE):
             decode_record(self._pieces(text)[-1])
             return True
         return False
 
     def _decode_broken(self, text: bytes) -> list[Record]:
-        """Decode the whole events at the start of a text that breaks off inside one."""
+        """Decode the complete events of a text that breaks off inside an event."""
         self._next_try = 0
         opened = bytearray(b"[" + text)
         records, used = self._decode_part(opened) if b"}" in text else ([], 1)

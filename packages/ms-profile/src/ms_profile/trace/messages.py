@@ -1,4 +1,4 @@
-"""What a profiler noted of a collective's message: elements, dtype, group."""
+"""Message of a collective as the profiler recorded it: elements, dtype, process group."""
 
 import re
 from math import prod
@@ -15,12 +15,12 @@ ELEMENT_BYTES: Final = {
     **dict.fromkeys(("half", "c10::half", "c10::bfloat16", "bfloat16", "float16", "short"), 2),
     **dict.fromkeys(("bool", "byte", "char", "unsigned char", "uint8", "int8"), 1),
 }
-MOST_ELEMENTS: Final = 1 << 58
+MAX_ELEMENTS: Final = 1 << 58
 RANK: Final = re.compile(r"\s*-?[0-9]{1,8}\s*")
 
 
 def note_of(arguments: Arguments) -> CollectiveNote:
-    """Copy what is noted of a collective: `arguments` keeps the text of its whole chunk alive."""
+    """Copy a collective's message, as `arguments` keeps the text of its whole chunk alive."""
     return CollectiveNote(
         kind=arguments.collective, sent_elements=arguments.sent_elements,
         received_elements=arguments.received_elements, dtype=arguments.dtype,
@@ -30,28 +30,28 @@ def note_of(arguments: Arguments) -> CollectiveNote:
 
 
 def element_bytes(dtype: str) -> int | None:
-    """Return the bytes of one element of a dtype as profilers name it; None where unknown."""
+    """Return the element size in bytes of a profiler's dtype name; None if unknown."""
     return ELEMENT_BYTES.get(dtype.lower())
 
 
 def first_message(dims: bytes, types: bytes) -> tuple[int, str]:
-    """Return elements and dtype of gloo's first input; (0, "") where shapes were not recorded."""
+    """Return elements and dtype of a gloo collective's inputs; (0, "") if not recorded."""
     try:
         shapes = msgspec.json.decode(dims) if dims else []
-        kinds = msgspec.json.decode(types) if types else []
+        dtypes = msgspec.json.decode(types) if types else []
     except DAMAGE:
         return 0, ""
-    if not isinstance(shapes, list) or not isinstance(kinds, list):
+    if not isinstance(shapes, list) or not isinstance(dtypes, list):
         return 0, ""
     sides = [shape for shape in shapes if isinstance(shape, list) and shape]
     total = sum(prod(shape) for shape in sides if all(isinstance(side, int) for side in shape))
-    if not 0 < total < MOST_ELEMENTS:
+    if not 0 < total < MAX_ELEMENTS:
         return 0, ""
-    return total, str(kinds[0]) if kinds else ""
+    return total, str(dtypes[0]) if dtypes else ""
 
 
 def _numbers(text: bytes) -> tuple[int, ...]:
-    """Return the whole numbers of a list that Kineto may have written as text, or cut short."""
+    """Parse ranks from a list that Kineto may write as text; () if Kineto shortened it."""
     if b"..." in text:
         return ()
     pieces = text.decode(errors="replace").strip('"[] ').split(",")

@@ -1,4 +1,4 @@
-"""Names of process groups for collectives whose backend names none, as the recording noted them."""
+"""Name the process groups of collectives from the flight recorder's entries in the header."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from ms_profile.trace.records import DAMAGE
 from ms_profile.vendors.category import Category
 
 KEY: Final = "ms_profile_groups"
-MOST_RANKS: Final = 1 << 24
+MAX_RANKS: Final = 1 << 24
 
 
-class _Noted(msgspec.Struct, frozen=True):
-    """See `ms_profile.recording.flight_recorder`, which writes it."""
+class _GroupEntries(msgspec.Struct, frozen=True):
+    """Written by `ms_profile.recording.flight_recorder`."""
 
     names: list[str]
     groups: list[str]
@@ -35,62 +35,62 @@ def name_groups(
 ) -> dict[int, CollectiveNote]:
     """Return `notes` with the process groups that the header lists.
 
-    The collectives of one name and size happen in the order in which they were created; where the
-    trace has another number of them than were noted, they stay without a group.
+    Collectives of the same name and size run in the order of their creation. If the trace has a
+    different number of them than the header, they stay without a group.
 
     Args:
-        header: of the trace.
-        names: by code.
-        name: codes of the sorted spans, (N,).
-        start_ns: of the spans, (N,).
-        category: of the spans, (N,).
-        notes: by row.
+        header: header of the trace.
+        names: table of span names.
+        name: name ids of the sorted spans, (N,).
+        start_ns: starts of the spans, (N,).
+        category: categories of the spans, (N,).
+        notes: messages of collectives, by row.
     """
-    noted = _noted(header)
-    if noted is None:
+    listing = _read_entries(header)
+    if listing is None:
         return notes
     recorded: dict[tuple[str, int], list[tuple[int, str]]] = defaultdict(list)
-    for code, number, elements, created in noted.entries:
-        recorded[noted.names[code], elements].append((created, noted.groups[number]))
+    for code, group_id, elements, created in listing.entries:
+        recorded[listing.names[code], elements].append((created, listing.groups[group_id]))
     rows: dict[tuple[str, int], list[int]] = defaultdict(list)
-    found = np.flatnonzero(category == Category.COLLECTIVE)
-    for row in found[np.argsort(start_ns[found], kind="stable")].tolist():
+    collectives = np.flatnonzero(category == Category.COLLECTIVE)
+    for row in collectives[np.argsort(start_ns[collectives], kind="stable")].tolist():
         note = notes.get(row)
         if note is not None and not note.group:
             rows[names[int(name[row])], note.sent_elements].append(row)
     members = _members(header)
-    named = dict(notes)
-    for key, own in rows.items():
+    named_notes = dict(notes)
+    for key, group_rows in rows.items():
         groups = [group for _, group in sorted(recorded.get(key, ()))]
-        if len(groups) != len(own):
+        if len(groups) != len(group_rows):
             continue
-        for row, group in zip(own, groups, strict=True):
+        for row, group in zip(group_rows, groups, strict=True):
             ranks = members.get(group, ())
-            named[row] = evolve(notes[row], group=group, ranks=ranks, group_size=len(ranks))
-    return named
+            named_notes[row] = evolve(notes[row], group=group, ranks=ranks, group_size=len(ranks))
+    return named_notes
 
 
-def _noted(header: Mapping[str, Any]) -> _Noted | None:
+def _read_entries(header: Mapping[str, Any]) -> _GroupEntries | None:
     try:
-        noted = msgspec.convert(header.get(KEY), _Noted)
+        listing = msgspec.convert(header.get(KEY), _GroupEntries)
     except DAMAGE:
         return None
-    whole = all(
-        0 <= code < len(noted.names) and 0 <= group < len(noted.groups)
-        for code, group, _, _ in noted.entries
+    in_range = all(
+        0 <= code < len(listing.names) and 0 <= group < len(listing.groups)
+        for code, group, _, _ in listing.entries
     )
-    return noted if whole else None
+    return listing if in_range else None
 
 
 def _members(header: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Read the ranks by the name of their group, as torch's profiler lists them."""
-    place = header.get("distributedInfo")
-    listed = place.get("pg_config") if isinstance(place, dict) else None
-    found = {}
-    for one in listed if isinstance(listed, list) else ():
-        ranks = one.get("ranks") if isinstance(one, dict) else None
+    """Read the ranks of each group from the metadata of torch's profiler."""
+    distributed = header.get("distributedInfo")
+    configs = distributed.get("pg_config") if isinstance(distributed, dict) else None
+    members = {}
+    for config in configs if isinstance(configs, list) else ():
+        ranks = config.get("ranks") if isinstance(config, dict) else None
         if isinstance(ranks, list) and all(
-            isinstance(rank, int) and 0 <= rank < MOST_RANKS for rank in ranks
+            isinstance(rank, int) and 0 <= rank < MAX_RANKS for rank in ranks
         ):
-            found[str(one.get("pg_name"))] = tuple(ranks)
-    return found
+            members[str(config.get("pg_name"))] = tuple(ranks)
+    return members

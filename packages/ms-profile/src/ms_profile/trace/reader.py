@@ -1,4 +1,4 @@
-"""`read_trace`: a profiler's JSON into columns, in memory that hardly grows with the file."""
+"""`read_trace`: read a profiler's JSON into columns, with memory nearly independent of its size."""
 
 import gc
 import os
@@ -21,19 +21,19 @@ RANK_IN_NAME = re.compile(r"rank[-_ ]?([0-9]{1,7})(?![0-9])", re.IGNORECASE)
 def read_trace(path: str | os.PathLike[str]) -> Trace:
     """Read one trace of Kineto or of the Ascend profiler, plain or gzip, of any size.
 
-    What is damaged or cut off is left out, with a line in `Trace.warnings`. The rank is the one
-    that the trace names, else the one in the file's name (`rank-3`, `rank3`), else None.
+    Damaged or missing parts are skipped, with a line in `Trace.warnings`. The rank comes from the
+    trace itself, else from the file name (`rank-3`, `rank3`), else it is None.
 
     Raises:
-        TraceError: there is no such file, it is empty, or it is no trace.
+        TraceError: the file does not exist, is empty, or is not a trace.
     """
     check_path("a trace", path, error=TraceError)
     source = Path(path)
     if not source.is_file():
-        raise TraceError(f"there is no trace {source}; give a file that a profiler wrote")
+        raise TraceError(f"trace {source} does not exist; pass a file that a profiler wrote")
     text = TraceText(source)
     builder = TraceBuilder()
-    with _without_collection():
+    with _gc_paused():
         for records in text.records():
             builder.add(records)
             del records
@@ -46,15 +46,15 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     )
     if not len(trace) and not len(trace.memory.at_ns):
         raise TraceError(f"{source} has no spans; was the profiler stopped before a step ended?")
-    named = RANK_IN_NAME.search(source.name)
-    if trace.rank is None and named:
-        return evolve(trace, rank=int(named.group(1)))
+    match = RANK_IN_NAME.search(source.name)
+    if trace.rank is None and match:
+        return evolve(trace, rank=int(match.group(1)))
     return trace
 
 
 @contextmanager
-def _without_collection() -> Iterator[None]:
-    """Pause Python's garbage collector: records have no cycles, and it would visit them all."""
+def _gc_paused() -> Iterator[None]:
+    """Pause the garbage collector, which would visit all records though they have no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The steps of training that a trace covers: `ProfilerStep#N`, else one window of all there is."""
+"""Training steps in a trace: `ProfilerStep#N` spans, or one step for the whole trace."""
 
 import re
 from typing import Final
@@ -14,25 +14,25 @@ STEP: Final = re.compile(r"ProfilerStep#?\*?([0-9]{1,15})")
 
 @frozen(kw_only=True)
 class Step:
-    """One step of one rank; instants in ns of the trace's clock."""
+    """One step of one rank; times in ns of the trace's clock."""
 
     number: int | None
-    """None where the trace names no steps: then the window is the whole trace."""
+    """Step number; None if the trace marks no steps and this covers the whole trace."""
     start_ns: int
     end_ns: int
 
     @property
     def duration_ns(self) -> int:
-        """How long it took."""
+        """Duration of the step in ns."""
         return self.end_ns - self.start_ns
 
 
 def find_steps(trace: Trace) -> tuple[Step, ...]:
-    """Return the steps in order of time; a whole trace is one step where it names none."""
+    """Return the steps in time order; without step marks, one step covers the whole trace."""
     numbers = {
-        code: int(found.group(1))
+        code: int(match.group(1))
         for code, name in enumerate(trace.names)
-        if (found := STEP.fullmatch(name))
+        if (match := STEP.fullmatch(name))
     }
     rows = np.flatnonzero(
         np.isin(trace.name, list(numbers)) & (trace.category == Category.ANNOTATION)

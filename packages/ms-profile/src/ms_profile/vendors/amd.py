@@ -5,6 +5,6 @@ from typing import Final
 from ms_profile.vendors.vendor import Vendor
 
 VENDOR: Final = Vendor(
-    synchronising_call=r"hip\w*Synchronize",
+    synchronizing_call=r"hip\w*Synchronize",
     allocation_call=r"hip(Malloc|Free)(Async|Host)?$|hipHostAlloc$",
 )

@@ -19,7 +19,7 @@ VENDOR: Final = Vendor(
     collective_kernel="hcom_|HcclLaunch",
     copy_kernel="MEMCPY|Memcpy|SDMA",
     wait_kernel="EVENT_WAIT|EVENT_RECORD|Notify[_ ]Wait|Notify[_ ]Record|NOTIFY",
-    synchronising_call=r"acl\w*Synchronize",
+    synchronizing_call=r"acl\w*Synchronize",
     allocation_call=r"aclrt(Malloc|Free)\w*$",
     trace_files="**/ASCEND_PROFILER_OUTPUT/trace_view.json",
 )

@@ -14,7 +14,7 @@ VENDOR: Final = Vendor(
     device_backend="nccl",
     collective_kernel="ncclDevKernel|ncclKernel|nccl[A-Z]",
     communication_operator="nccl:",
-    synchronising_call=r"cuda\w*Synchronize",
+    synchronizing_call=r"cuda\w*Synchronize",
     allocation_call=r"cuda(Malloc|Free)(Async|Host)?$|cudaHostAlloc$|cuMem(Alloc|Free|Create|"
     r"Release|Map|Unmap|SetAccess|AddressReserve|AddressFree)\w*$",
 )

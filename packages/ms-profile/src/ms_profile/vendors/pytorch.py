@@ -20,5 +20,5 @@ VENDOR: Final = Vendor(
     },
     host_backend="gloo|mpi|ucc|fake",
     communication_operator=r"c10d::|_?c10d_functional|record_param_comms",
-    synchronising_call=r"aten::(item|_local_scalar_dense)$",
+    synchronizing_call=r"aten::(item|_local_scalar_dense)$",
 )

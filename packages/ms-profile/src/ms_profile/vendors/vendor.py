@@ -30,7 +30,7 @@ class Vendor:
     """Events in which a stream waits."""
     communication_operator: str = ""
     """Operators on the host that only launch communication."""
-    synchronising_call: str = ""
+    synchronizing_call: str = ""
     """Calls in which the host waits for the device."""
     allocation_call: str = ""
     """Calls that take memory from the driver, or give it back."""

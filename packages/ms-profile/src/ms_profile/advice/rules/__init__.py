@@ -1,4 +1,4 @@
-"""The rules of advice, one a file: a file here that holds `RULE` is found by itself."""
+"""Advice rules, one per module; modules in this package that define `RULE` are registered."""
 
 from importlib import import_module
 from pkgutil import iter_modules
@@ -11,14 +11,14 @@ from ms_profile.analysis.whole_run import Analysis
 __all__ = ["RULES", "advise"]
 
 RULES: Final[tuple[Rule, ...]] = tuple(
-    import_module(f"{__name__}.{found.name}").RULE for found in iter_modules(__path__)
+    import_module(f"{__name__}.{module.name}").RULE for module in iter_modules(__path__)
 )
 
 
 def advise(analysis: Analysis) -> tuple[Finding, ...]:
-    """Apply every rule and return the findings, the largest estimated gain first.
+    """Apply every rule and return the findings, largest estimated gain first.
 
-    Gains of different findings overlap: they don't add up.
+    The gains of different findings overlap, so they must not be added up.
     """
-    found = [finding for rule in RULES if (finding := rule(analysis)) is not None]
-    return tuple(sorted(found, key=lambda finding: -finding.gain_ns))
+    findings = [finding for rule in RULES if (finding := rule(analysis)) is not None]
+    return tuple(sorted(findings, key=lambda finding: -finding.gain_ns))

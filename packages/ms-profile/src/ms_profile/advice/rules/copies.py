@@ -1,4 +1,4 @@
-"""Copies between host and device stand in the way of compute."""
+"""Copies between host and device delay compute."""
 
 from typing import Final
 
@@ -9,8 +9,8 @@ RULE: Final = phase_rule(
     "copies",
     "copy",
     evidence=Category.COPY,
-    least_share=0.03,
-    title="Copies that nothing hides take {share:.0%} of rank {rank}'s time",
-    advice="Pin host memory and copy with non_blocking=True, on a stream of their own, a batch "
-    "ahead; keep optimizer states where they are used.",
+    min_share=0.03,
+    title="Copies not hidden by other work take {share:.0%} of rank {rank}'s time",
+    advice="Pin host memory and copy one batch ahead with non_blocking=True on a separate stream; "
+    "keep optimizer states on the device that uses them.",
 )

@@ -8,8 +8,8 @@ RULE: Final = phase_rule(
     "data_stalls",
     "data",
     evidence="waiting for a batch",
-    least_share=0.03,
+    min_share=0.03,
     title="Rank {rank} waits {share:.0%} of the time for its next batch",
-    advice="Load ahead: more DataLoader workers, a larger prefetch_factor, pinned memory, batches "
-    "tokenized and packed beforehand.",
+    advice="Load ahead: more DataLoader workers, a larger prefetch_factor, pinned memory, "
+    "batches tokenized and packed in advance.",
 )

@@ -1,4 +1,4 @@
-"""The device idles because the host launches its work too slowly."""
+"""The device idles because the host launches work too slowly."""
 
 from typing import Final
 
@@ -8,8 +8,8 @@ RULE: Final = phase_rule(
     "host_bound",
     "launch",
     evidence="device idle, host launching",
-    least_share=0.10,
+    min_share=0.10,
     title="The device of rank {rank} idles {share:.0%} of the time while the host prepares work",
-    advice="Launch less, or less often: torch.compile, CUDA graphs, larger batches, fused "
-    "optimizers; take logging out of the step.",
+    advice="Launch fewer or larger kernels: torch.compile, CUDA graphs, larger batches, fused "
+    "optimizers; move logging out of the step.",
 )

@@ -1,4 +1,4 @@
-"""Many collectives are so small that latency is all that they cost."""
+"""Many collectives are so small that their time is mostly latency."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -10,31 +10,31 @@ from ms_profile.advice.rule import Case, Rule
 from ms_profile.analysis.whole_run import Analysis
 
 SMALL_BYTES = 64 << 10
-LEAST_A_STEP = 8
+MIN_PER_STEP = 8
 
 
 def look(analysis: Analysis) -> Iterator[Case]:
-    """Yield transfers of collectives under 64 KiB, of ranks that have 8 of them a step or more."""
+    """Yield ranks with at least 8 collectives under 64 KiB per step; the gain is their transfer."""
     ledger = analysis.ledger
-    sizes = [met.size_bytes or 0 for met in ledger.matched]
+    sizes = [collective.size_bytes or 0 for collective in ledger.matched]
     small = [number for number, size in enumerate(sizes) if 0 < size < SMALL_BYTES]
-    for one in analysis.ranks.values():
-        own = [number for number in small if one.rank in ledger.matched[number].rows]
-        if own and len(own) >= LEAST_A_STEP * len(one.breakdowns):
-            rows = np.array([ledger.matched[n].rows[one.rank] for n in own], np.int64)
+    for rank in analysis.ranks.values():
+        local = [number for number in small if rank.rank in ledger.matched[number].rows]
+        if local and len(local) >= MIN_PER_STEP * len(rank.breakdowns):
+            rows = np.array([ledger.matched[n].rows[rank.rank] for n in local], np.int64)
             yield Case(
-                one=one,
-                gain_ns=float(sum(ledger.transfer_ns[n][one.rank] for n in own)),
-                evidence=longest_rows(one, rows),
-                numbers={"messages": len(own)},
+                rank=rank,
+                gain_ns=float(sum(ledger.transfer_ns[n][rank.rank] for n in local)),
+                evidence=longest_rows(rank, rows),
+                numbers={"messages": len(local)},
             )
 
 
 RULE: Final = Rule(
     name="small_messages",
     look=look,
-    least_share=0.02,
+    min_share=0.02,
     title="Rank {rank} takes part in {messages} collectives under 64 KiB in {steps} steps",
-    advice="Send fewer and larger ones: larger DDP buckets, FSDP units of more layers, "
-    "broadcast_buffers=False, metrics reduced together and not every step.",
+    advice="Send fewer, larger messages: larger DDP buckets, FSDP units of more layers, "
+    "broadcast_buffers=False, metrics reduced together and not in every step.",
 )

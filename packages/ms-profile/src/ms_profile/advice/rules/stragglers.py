@@ -8,22 +8,22 @@ from ms_profile.advice.finding import Evidence
 from ms_profile.advice.rule import Case, Rule
 from ms_profile.analysis.whole_run import Analysis
 
-LEAST_CONFIDENCE = 0.9
-MOST_EVIDENCE = 5
+MIN_CONFIDENCE = 0.9
+MAX_EVIDENCE = 5
 
 
 def look(analysis: Analysis) -> Iterator[Case]:
-    """Yield the rank that waits longest for the straggler, if one is named with confidence."""
+    """Yield the rank that waits longest for the straggler, if there is one with confidence."""
     ledger, suspect = analysis.ledger, analysis.ledger.suspect
-    if suspect is None or suspect.confidence < LEAST_CONFIDENCE:
+    if suspect is None or suspect.confidence < MIN_CONFIDENCE:
         return
-    own = [c for c in ledger.charges if (c.cause, c.phase) == (suspect.rank, suspect.phase)]
+    charges = [c for c in ledger.charges if (c.cause, c.phase) == (suspect.rank, suspect.phase)]
     waited: dict[int, float] = defaultdict(float)
-    for charge in own:
+    for charge in charges:
         waited[charge.waiting] += charge.wait_ns
     waiting = max(waited, key=lambda rank: waited[rank])
     yield Case(
-        one=analysis.ranks[waiting],
+        rank=analysis.ranks[waiting],
         gain_ns=waited[waiting],
         numbers={
             "rank": suspect.rank, "phase": suspect.phase, "confidence": suspect.confidence,
@@ -35,7 +35,7 @@ def look(analysis: Analysis) -> Iterator[Case]:
                 start_ns=ledger.matched[charge.collective].starts_ns[charge.waiting],
                 duration_ns=round(charge.wait_ns),
             )
-            for charge in sorted(own, key=lambda charge: -charge.wait_ns)[:MOST_EVIDENCE]
+            for charge in sorted(charges, key=lambda charge: -charge.wait_ns)[:MAX_EVIDENCE]
         ),
     )  # fmt: skip
 
@@ -43,8 +43,8 @@ def look(analysis: Analysis) -> Iterator[Case]:
 RULE: Final = Rule(
     name="stragglers",
     look=look,
-    least_share=0.03,
+    min_share=0.03,
     title="Rank {rank} keeps the others waiting in its {phase} phase (confidence {confidence:.0%})",
-    advice="Look at what rank {rank} does there that others don't: its host, its data, its share "
-    "of the model, its clock speed.",
+    advice="Find out how rank {rank} differs from the others in that phase: its host, its data, "
+    "its share of the model, its clock speed.",
 )
