@@ -65,7 +65,7 @@ def test_logs_are_exported_to_tensorboard(folder: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["logs", "nowhere"], "nowhere holds no event files"),
+        (["logs", "nowhere"], "nowhere has no event files"),
         (["logs", ".", "--rank", "one"], "--rank"),
         (["link"], "--nproc-per-node"),
         (["link", "--nproc-per-node", "1"], "must be at least 2"),

@@ -214,9 +214,9 @@ def test_blocks_that_are_gone_are_told_of(tmp_path: Path) -> None:
     assert steps([0, 1, 2, 3, 4]) == [0, 1, 2, 3]
     assert problems == []
     assert steps([0, 1, 4]) == [0, 3]
-    assert problems == [f"{path.name} lacks 2 of its blocks; their events are lost"]
+    assert problems == [f"{path.name} lacks 2 blocks; their events are lost"]
     assert steps([1, 2]) == [0, 1]
-    assert problems == [f"{path.name} lacks 1 of its blocks; their events are lost"]
+    assert problems == [f"{path.name} lacks 1 blocks; their events are lost"]
     assert steps([0, 1, 2, 1, 2]) == [0, 1]
     assert [problem.partition(",")[0] for problem in problems] == [
         f"{path.name} repeats a block"
@@ -268,7 +268,7 @@ def test_who_follows_a_log_is_told_of_damage(
     path.write_bytes(content)
     assert [event.step for event in follow_events(tmp_path, until=lambda: True)] == [1, 3]
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said == f"{path.name} is damaged at byte {size}; {whole - size} bytes are left out"
+    assert said == f"{path.name} is damaged at byte {size}; skipping {whole - size} bytes"
 
 
 def test_ranks_are_merged_by_wall_time_and_filtered(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_a_growing_log_is_followed(tmp_path: Path) -> None:
 
 def test_a_folder_without_events_is_named(tmp_path: Path) -> None:
     """The error says what was looked for."""
-    with pytest.raises(FormatError, match="holds no event files"):
+    with pytest.raises(FormatError, match="has no event files"):
         read_events(tmp_path)
 
 

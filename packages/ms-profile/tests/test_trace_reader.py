@@ -186,7 +186,7 @@ def test_what_is_no_trace_is_refused_by_name(tmp_path: Path, content: bytes, sai
     with pytest.raises(TraceError, match=said) as caught:
         read_trace(tmp_path / "odd.json")
     assert "odd.json" in str(caught.value)
-    with pytest.raises(TraceError, match="there is no trace"):
+    with pytest.raises(TraceError, match="does not exist"):
         read_trace(tmp_path / "missing.json")
 
 

@@ -122,10 +122,10 @@ def test_two_traces_of_one_rank_are_named(
     facts = json.loads(capsys.readouterr().out)
     assert [rank["rank"] for rank in facts["ranks"]] == [0]
     told = " ".join(facts["warnings"])
-    assert "window-0.json and window-1.json are both of rank 0" in told
-    assert "all.json holds all ranks, exported for Perfetto" in told
+    assert "window-0.json and window-1.json are both from rank 0" in told
+    assert "all.json is an export for Perfetto with all ranks" in told
     assert main(["report", export]) == 2
-    assert "give the traces that it was made from" in capsys.readouterr().err
+    assert "pass the traces that it was made from" in capsys.readouterr().err
 
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07 a\nb \u202e"
@@ -171,7 +171,7 @@ def test_false_headers_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(blocks.zlib, "crc32", counted)
     found = list(scan_blocks(headers))
-    assert summed <= blocks.FREE_BYTES + blocks.SEARCHES * size + size
+    assert summed <= blocks.FREE_BYTES + blocks.SEARCH_FACTOR * size + size
     assert [type(one) for one in found] == [Damage]
 
 
@@ -199,7 +199,7 @@ def test_events_of_another_form_cost_their_block(
     assert len(captured.out.splitlines()) == 2
     assert captured.out.splitlines()[1].startswith("2554-07-21T")
     assert [line.split(" up to")[0] for line in captured.err.splitlines()] == [
-        "ms-profile: rank-00000.000000.events holds a block that is none of events,"
+        "ms-profile: rank-00000.000000.events has a block without events,"
     ] * 2
     assert main(["logs", str(tmp_path), "--tensorboard", str(tmp_path / "tb")]) == 1
 
@@ -307,5 +307,5 @@ def test_a_damaged_ring_or_header_is_told_beside_the_report(
     trace.write_text('{"a": 1e, "traceEvents": ' + json.dumps(spans()) + "}")
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
     said = capsys.readouterr().err
-    assert "garbage collection and waits for data of rank 0 are not known" in said
-    assert f"{trace.name}: what stands beside the events is damaged" in said
+    assert "garbage collections and data waits of rank 0 are unknown" in said
+    assert f"{trace.name}: the header is damaged" in said

@@ -1,1 +1,1 @@
-"""The clocks of a process, and one time line for those of many."""
+"""Clock pairs of a process, and alignment of the clocks of several ranks."""

@@ -1,8 +1,8 @@
-"""Two clocks of one process read as a pair, so that either can be turned into the other.
+"""Pairs of readings of a process's monotonic and wall clock, to convert times between them.
 
-The monotonic clock orders events and never jumps; the wall clock is what Kineto's traces carry and
-what other hosts have too. A pair is read by enclosing the wall clock between two readings of the
-monotonic one: the true monotonic instant of the wall reading is then known to within half the gap.
+The monotonic clock orders events and never jumps; the wall clock is used in Kineto's traces and is
+comparable across hosts. A pair is taken by reading the monotonic clock before and after the wall
+clock, so the error of the pair is at most half the gap.
 """
 
 import time
@@ -14,33 +14,33 @@ Clock = Callable[[], int]
 
 
 class ClockPair(Struct, frozen=True, array_like=True):
-    """The monotonic and the wall clock at one instant."""
+    """Readings of the monotonic and the wall clock at the same time."""
 
     monotonic_ns: int
-    """`time.monotonic_ns` at the instant."""
+    """Reading of `time.monotonic_ns`."""
     wall_ns: int
-    """`time.time_ns` at the instant: nanoseconds since 1970."""
+    """Reading of `time.time_ns`: nanoseconds since 1970."""
     error_ns: int
-    """How far apart the two readings can have been."""
+    """Largest possible time between the two readings."""
 
     @property
     def offset_ns(self) -> int:
-        """What to add to a monotonic instant to get its wall time."""
+        """Offset to add to a monotonic time to get its wall-clock time."""
         return self.wall_ns - self.monotonic_ns
 
     def wall_of(self, monotonic_ns: int) -> int:
-        """Return the wall time, in ns, of an instant of this process's monotonic clock."""
+        """Convert a time of this process's monotonic clock to wall-clock time, in ns."""
         return monotonic_ns + self.offset_ns
 
     def monotonic_of(self, wall_ns: int) -> int:
-        """Return the instant of the monotonic clock, in ns, of a wall time."""
+        """Convert a wall-clock time to this process's monotonic clock, in ns."""
         return wall_ns - self.offset_ns
 
 
 def read_clocks(
     tries: int = 5, *, monotonic: Clock = time.monotonic_ns, wall: Clock = time.time_ns
 ) -> ClockPair:
-    """Read both clocks `tries` times and keep the pair with the smallest error."""
+    """Read both clocks `tries` times and return the pair with the smallest error."""
     best: ClockPair | None = None
     for _ in range(tries):
         before = monotonic()
@@ -49,5 +49,5 @@ def read_clocks(
         if best is None or gap // 2 + 1 < best.error_ns:
             best = ClockPair(before + gap // 2, wall_ns, gap // 2 + 1)
     if best is None:
-        raise ValueError(f"tries is {tries}; read the clocks at least once")
+        raise ValueError(f"tries must be at least 1, got {tries}")
     return best

@@ -8,18 +8,18 @@ from ms_profile.errors import LinkError
 
 
 class LinkFit(Struct, frozen=True, kw_only=True):
-    """The line through times against sizes."""
+    """Fitted latency and bandwidth of a link."""
 
     latency_s: float
-    """Alpha: seconds that a message of no bytes takes one way."""
+    """Alpha: one-way time of an empty message in seconds."""
     bandwidth_bytes_per_s: float | None
-    """Beta: bytes a second; None where time did not grow with size, and so shows none."""
+    """Inverse of beta, in bytes per second; None if the time does not grow with size."""
     residual: float
     """Root mean square of (measured - fitted) / measured."""
 
 
 def fit_link(sizes_bytes: ArrayLike, times_s: ArrayLike) -> LinkFit:
-    """Fit `time = latency + size / bandwidth`, errors taken as relative to the time.
+    """Fit `time = latency + size / bandwidth` with errors relative to the time.
 
     Args:
         sizes_bytes: (N,) message sizes.
@@ -32,13 +32,13 @@ def fit_link(sizes_bytes: ArrayLike, times_s: ArrayLike) -> LinkFit:
     times = np.asarray(times_s, dtype=np.float64)
     if len(np.unique(sizes)) < 2 or not (times > 0).all():
         raise LinkError(
-            f"sizes {sizes.tolist()} and times {times.tolist()} make no line; "
-            "give two different sizes and positive times"
+            "fit_link needs two different sizes and positive times, got sizes "
+            f"{sizes.tolist()} and times {times.tolist()}"
         )
     scale = sizes.max()
     columns = np.stack([np.ones_like(sizes), sizes / scale], axis=1) / times[:, None]
     (latency, slope), *_ = np.linalg.lstsq(columns, np.ones_like(times), rcond=None)
-    if latency < 0:  # a pure bandwidth then: the best line through the origin
+    if latency < 0:  # not physical: fit a line through the origin instead
         latency = 0.0
         slope = float(columns[:, 1].sum() / (columns[:, 1] ** 2).sum())
     if slope <= 0:

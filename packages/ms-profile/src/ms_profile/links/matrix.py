@@ -1,4 +1,4 @@
-"""The links of all pairs of ranks, as measured, and which of them is slow."""
+"""Measured links of all pairs of ranks, and the slowest one."""
 
 from pathlib import Path
 from typing import Final
@@ -11,74 +11,85 @@ from ms_profile.errors import FormatError
 from ms_profile.files.untrusted import read_json
 from ms_profile.links.fit import LinkFit
 
-MOST_RANKS: Final = 4096
-LONGEST_S: Final = 1e6
+MAX_RANKS: Final = 4096
+MAX_TIME_S: Final = 1e6
 FAIR_RATIO: Final = 1.5
-"""How many times the median pair's time a link may take."""
+"""A link is slow if it takes this many times the median pair's time."""
 
 
 class PairLink(Struct, frozen=True, kw_only=True):
-    """One pair's link, as measured from the lower rank."""
+    """Link of one pair, as measured from the lower rank."""
 
     first: int
     second: int
     fit: LinkFit
     sizes_bytes: tuple[int, ...]
     times_s: tuple[float, ...]
-    """The fastest one-way time of each size: half of there and back."""
+    """Fastest one-way time per size: half of a round trip."""
 
 
 class LinkMatrix(Struct, frozen=True, kw_only=True, tag="ms-profile.links.1", tag_field="format"):
-    """Every pair's link."""
+    """Links of every pair of ranks."""
 
     world_size: int
     backend: str
     hosts: tuple[str, ...]
-    """Each rank's host."""
+    """Host name of each rank."""
     pairs: tuple[PairLink, ...]
 
     def __post_init__(self) -> None:
-        """Check that the parts fit together, as a file may hold anything.
+        """Check that the fields are consistent, as a file may contain anything.
 
         Raises:
-            ValueError: they do not fit together.
+            ValueError: they are not.
         """
-        if not 2 <= self.world_size <= MOST_RANKS or len(self.hosts) != self.world_size:
-            raise ValueError(f"{len(self.hosts)} hosts of {self.world_size} ranks")
+        if not 2 <= self.world_size <= MAX_RANKS or len(self.hosts) != self.world_size:
+            raise ValueError(
+                f"world_size must be 2 to {MAX_RANKS} with a host per rank, got {self.world_size} "
+                f"ranks and {len(self.hosts)} hosts"
+            )
         for pair in self.pairs:
             if not 0 <= pair.first < pair.second < self.world_size:
-                raise ValueError(f"a link of ranks {pair.first} and {pair.second}")
+                raise ValueError(
+                    f"a pair must be two ranks in order, got {pair.first} and {pair.second}"
+                )
             if not pair.times_s or len(pair.times_s) != len(pair.sizes_bytes):
-                raise ValueError(f"{len(pair.times_s)} times of {len(pair.sizes_bytes)} sizes")
-            if not all(0 < time_s < LONGEST_S for time_s in pair.times_s):
-                raise ValueError(f"times {pair.times_s} of ranks {pair.first} and {pair.second}")
+                raise ValueError(
+                    f"a pair needs one time per size, got {len(pair.times_s)} times and "
+                    f"{len(pair.sizes_bytes)} sizes"
+                )
+            if not all(0 < time_s < MAX_TIME_S for time_s in pair.times_s):
+                raise ValueError(
+                    f"times must be positive and below {MAX_TIME_S:.0f} s, got {pair.times_s} for "
+                    f"ranks {pair.first} and {pair.second}"
+                )
 
 
 def read_links(path: Path | str) -> LinkMatrix:
-    """Read what `ms-profile link --out` wrote.
+    """Read a file written by `ms-profile link --out`.
 
     Raises:
-        FormatError: it is no such file, or is damaged.
+        FormatError: the file has another format or is damaged.
     """
     return read_json(path, LinkMatrix, error=FormatError)
 
 
 @frozen(kw_only=True)
 class SlowLink:
-    """The pair of ranks whose link is slowest against the others."""
+    """The pair of ranks with the slowest link."""
 
     first: int
     second: int
     ratio: float
-    """Its time for the largest message over the median pair's."""
+    """Its time divided by the median pair's, at the message size where it is slowest."""
     confidence: float
-    """Share of the message sizes, smoothed, at which it is the slowest pair by a clear margin."""
+    """Smoothed share of message sizes at which it is the slowest pair by a clear margin."""
 
 
 def find_slow_link(links: LinkMatrix) -> SlowLink | None:
-    """Name the pair that is slower than the median pair by half or more; None where none is.
+    """Return the slowest pair if it takes at least 1.5 times the median pair's time, else None.
 
-    With two pairs or fewer, no pair can be called the slow one.
+    With fewer than three pairs there is no majority to compare with, so the result is None.
     """
     if len(links.pairs) < 3:
         return None
@@ -95,11 +106,11 @@ def find_slow_link(links: LinkMatrix) -> SlowLink | None:
         worst = worst_latency
     column = int(ratios[worst].argmax())
     others = np.delete(ratios, worst, axis=0)
-    clear = ratios[worst] > 1.2 * others.max(axis=0)
+    clearly_slowest = ratios[worst] > 1.2 * others.max(axis=0)
     pair = links.pairs[worst]
     return SlowLink(
         first=pair.first,
         second=pair.second,
         ratio=float(ratios[worst, column]),
-        confidence=float((clear.sum() + 1) / (len(clear) + 2)),
+        confidence=float((clearly_slowest.sum() + 1) / (len(clearly_slowest) + 2)),
     )

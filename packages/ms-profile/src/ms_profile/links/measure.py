@@ -1,8 +1,8 @@
 """Measure the link of every pair of ranks by ping-pong.
 
-For each pair in turn, alone on the network, messages of growing size go there and back; of the
-repeats the fastest counts, for whatever else the host does only adds. The line is fitted to them
-with relative weights, so that 8 bytes and 4 MiB count alike. Needs torch.
+One pair at a time sends messages of increasing size back and forth. Other load on the host only
+adds time, so the fastest repeat is used. The line is fitted with relative weights, so that 8 bytes
+and 4 MiB count equally. Needs torch.
 """
 
 import socket
@@ -24,28 +24,28 @@ SIZES: Final = (8, 1024, 16_384, 131_072, 1_048_576, 4_194_304)
 def measure_links(
     *, sizes_bytes: Sequence[int] = SIZES, repeats: int = 10, device: "torch.device | None" = None
 ) -> LinkMatrix:
-    """Measure every pair of the default process group; call it on all ranks.
+    """Measure every pair of the default process group; a collective call on all ranks.
 
     Args:
         sizes_bytes: message sizes, multiples of 8.
-        repeats: round trips a size; the fastest counts.
-        device: where the messages lie; the accelerator for backends that need it, else the CPU.
+        repeats: round trips per size; the fastest is used.
+        device: device of the messages. None: the accelerator if the backend needs it, else the CPU.
 
     Raises:
-        LinkError: torch.distributed is not initialised, or there is one rank alone.
+        LinkError: torch.distributed is not initialized, or there is only one rank.
     """
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() < 2:
         raise LinkError(
-            "links need at least two ranks; run under torchrun, or give --nproc-per-node"
+            "link needs at least two ranks; run under torchrun, or pass --nproc-per-node"
         )
-    place = device if device is not None else _device(dist.get_backend_config())
+    message_device = device if device is not None else _device(dist.get_backend_config())
     rank, world = dist.get_rank(), dist.get_world_size()
     pairs: list[PairLink] = []
     for first, second in combinations(range(world), 2):
         if rank in (first, second):
-            times = [_one_way(first, second, size, repeats, place) for size in sizes_bytes]
+            times = [_one_way(first, second, size, repeats, message_device) for size in sizes_bytes]
             if rank == first:
                 fit = fit_link(sizes_bytes, times)
                 pair = PairLink(
@@ -63,38 +63,38 @@ def measure_links(
         world_size=world,
         backend=str(dist.get_backend()),
         hosts=tuple(host for host, _ in gathered),
-        pairs=tuple(pair for _, own in gathered for pair in own),
+        pairs=tuple(pair for _, local_pairs in gathered for pair in local_pairs),
     )
 
 
 def _device(backends: str) -> "torch.device":
-    """Return where messages lie under backends such as `cpu:gloo,cuda:nccl`."""
+    """Return the device of messages for backends such as `cpu:gloo,cuda:nccl`."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator()
-    by_device = dict(each.split(":") for each in backends.split(","))
+    by_device = dict(entry.split(":") for entry in backends.split(","))
     if accelerator is None or by_device.get(accelerator.type, "gloo") == "gloo":
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def _one_way(first: int, second: int, size: int, repeats: int, device: "torch.device") -> float:
-    """Return half the fastest round trip, in seconds; the second rank's answer means nothing."""
+    """Return half the fastest round trip in seconds; only the first rank's result is used."""
     import torch
     import torch.distributed as dist
 
     message = torch.zeros(max(size // 8, 1), dtype=torch.int64, device=device)
-    leading = dist.get_rank() == first
-    other = second if leading else first
+    is_first = dist.get_rank() == first
+    peer = second if is_first else first
     best = float("inf")
-    for _ in range(repeats + 2):  # the first two open connections and fill caches
+    for _ in range(repeats + 2):  # the first two iterations open connections and warm up caches
         start = time.perf_counter()
-        if leading:
-            dist.send(message, other)
-            dist.recv(message, other)
+        if is_first:
+            dist.send(message, peer)
+            dist.recv(message, peer)
         else:
-            dist.recv(message, other)
-            dist.send(message, other)
+            dist.recv(message, peer)
+            dist.send(message, peer)
         if device.type != "cpu":
             torch.accelerator.synchronize()
         best = min(best, time.perf_counter() - start)

@@ -1,1 +1,1 @@
-"""What a run writes and reads back: events, the ring of spans, manifests."""
+"""Files of a run, written and read: event logs, the ring of spans, manifests."""

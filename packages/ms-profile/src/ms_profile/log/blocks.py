@@ -1,10 +1,10 @@
-"""Event files are independent checksummed blocks, so that a torn tail costs one block.
+"""Event files as independent checksummed blocks, so that a torn tail costs one block.
 
-A block is 20 bytes (magic, compressed size, raw size, its number in the file, CRC-32 of these three
-and the payload) and a zstd frame. The numbers show what a checksum cannot: whole blocks that stand
-twice, or are gone. A reader that meets damage looks for the next magic whose checksum holds; what
-it may checksum on that search is bounded, or false headers that each claim the rest of a file would
-make reading quadratic.
+A block is a 20-byte header (magic, compressed size, raw size, block number in the file, and CRC-32
+of these three and the payload) and a zstd frame. The numbers reveal what checksums cannot: repeated
+or missing blocks. After damage, a reader searches for the next magic with a valid checksum. The
+bytes checksummed in that search are limited, as false headers that each claim the rest of the file
+would make reading quadratic.
 """
 
 import struct
@@ -16,17 +16,17 @@ from msgspec import Struct
 
 MAGIC = b"MSEC"
 HEADER = struct.Struct("<4sIIII")
-CHECKED = struct.Struct("<III")
+CHECKED_FIELDS = struct.Struct("<III")
 MAX_RAW_BYTES = 1 << 24
 MAX_PACKED_BYTES = MAX_RAW_BYTES + (1 << 17)
 LEVEL = 3
 FREE_BYTES = 1 << 24
-SEARCHES = 4
-"""Times its own size that searching a file may checksum, beyond `FREE_BYTES`."""
+SEARCH_FACTOR = 4
+"""Limit of checksummed bytes in a search, in multiples of the file size beyond `FREE_BYTES`."""
 
 
 class Block(Struct, frozen=True):
-    """One whole block's content, its number, and where the next one starts."""
+    """Content and number of a valid block, and the offset of the next one."""
 
     content: bytes
     number: int
@@ -34,7 +34,7 @@ class Block(Struct, frozen=True):
 
 
 class Damage(Struct, frozen=True):
-    """Bytes that are no block; `torn` when they may yet become one (the file's tail)."""
+    """Bytes that are not a block; `torn` if they may be an incomplete block at the file's end."""
 
     start: int
     end: int
@@ -42,21 +42,21 @@ class Damage(Struct, frozen=True):
 
 
 def pack_block(content: bytes, number: int) -> bytes:
-    """Compress and frame `content`, at most 16 MiB; no two blocks of a file have one number."""
+    """Compress and frame `content` of at most 16 MiB; `number` must be unique within the file."""
     payload = zstandard.ZstdCompressor(level=LEVEL).compress(content)
-    checked = CHECKED.pack(len(payload), len(content), number)
+    checked = CHECKED_FIELDS.pack(len(payload), len(content), number)
     checksum = zlib.crc32(payload, zlib.crc32(checked))
     return MAGIC + checked + struct.pack("<I", checksum) + payload
 
 
 def scan_blocks(data: bytes, start: int = 0) -> Iterator[Block | Damage]:
-    """Yield the blocks of a file's bytes from `start`, and the stretches between that are none.
+    """Yield the blocks in a file's bytes from `start`, and the damaged ranges between them.
 
-    In linear time: once a search has checksummed several times the file's size in vain, larger
-    blocks than what is left of that are no longer looked for.
+    Takes linear time: once a search has checksummed several times the file's size without success,
+    it ignores blocks larger than the rest of its budget.
     """
     decompressor = zstandard.ZstdDecompressor()
-    budget = _Budget(FREE_BYTES + SEARCHES * len(data))
+    budget = _Budget(FREE_BYTES + SEARCH_FACTOR * len(data))
     position = start
     while position < len(data):
         block = _block_at(data, position, decompressor)
@@ -71,15 +71,15 @@ def scan_blocks(data: bytes, start: int = 0) -> Iterator[Block | Damage]:
 
 
 class _Budget:
-    """Bytes that may still be checksummed in search of a block."""
+    """Bytes that a search may still checksum."""
 
-    def __init__(self, left: int) -> None:
-        self._left = left
+    def __init__(self, size: int) -> None:
+        self._remaining = size
 
     def take(self, size: int) -> bool:
-        if size > self._left:
+        if size > self._remaining:
             return False
-        self._left -= size
+        self._remaining -= size
         return True
 
 
@@ -99,7 +99,7 @@ def _block_at(
     if budget is not None and not budget.take(HEADER.size + size):
         return None
     payload = data[begin:end]
-    checked = data[position + len(MAGIC) : position + len(MAGIC) + CHECKED.size]
+    checked = data[position + len(MAGIC) : position + len(MAGIC) + CHECKED_FIELDS.size]
     if zlib.crc32(payload, zlib.crc32(checked)) != checksum:
         return None
     try:
@@ -123,7 +123,7 @@ def _next_block(
 
 
 def _may_be_torn(data: bytes, position: int) -> bool:
-    """Return whether a block that the file does not yet wholly hold begins at `position`."""
+    """Return whether `position` may be the start of a block that is not completely written yet."""
     head = data[position : position + HEADER.size]
     if len(head) < HEADER.size:
         return MAGIC.startswith(head[:4]) if len(head) < 4 else head.startswith(MAGIC)

@@ -1,10 +1,9 @@
-"""`EventLog`: a rank's events, in a file of its own that outlives its process.
+"""`EventLog`: a rank's events in its own files, which survive the process.
 
-Records gather in memory and are flushed as one compressed block when 64 KiB or one second of them
-have come together, by the caller or by a thread that sleeps in between. A flush is one `write`;
-what was flushed is in the page cache and outlives `kill -9` (not a power cut; `close` syncs).
-The disk space is bounded: a file that grew to `segment_bytes` is followed by the next, and the
-oldest beyond `segments` is removed.
+Records are buffered and written as one compressed block once 64 KiB or one second of them have
+accumulated, by the caller or by a background thread. A flush is one `write`; flushed data is in the
+page cache and survives `kill -9` but not a power cut (`close` syncs). Disk usage is bounded: a file
+that reached `segment_bytes` is followed by the next, and beyond `segments` the oldest is removed.
 """
 
 import atexit
@@ -31,28 +30,28 @@ from ms_profile.log.blocks import pack_block
 logger = logging.getLogger(__name__)
 Value = int | float | str
 FLUSH_BYTES: Final = 1 << 16
-MOST_PENDING_BYTES: Final = 1 << 22
+MAX_PENDING_BYTES: Final = 1 << 22
 SUFFIX: Final = ".events"
 ARRAY: Final = b"\xdd"
-"""What a block of events starts with: msgpack's array of 32-bit length."""
-LARGEST_EVENT_BYTES: Final = 1 << 20
+"""First byte of a block of events: a msgpack array with 32-bit length."""
+MAX_EVENT_BYTES: Final = 1 << 20
 
 
 class Event(Struct, frozen=True, array_like=True):
-    """One record of one rank."""
+    """One event of one rank."""
 
     rank: Annotated[int, Meta(ge=0, lt=1 << 31)]
     kind: str
     step: int | None
-    """The field `step`, where there is one."""
+    """The field `step`, or None if the event has none."""
     monotonic_ns: int
     wall_ns: int
     fields: dict[str, Value]
-    """All fields as given, `step` included."""
+    """All fields, including `step`."""
 
 
 class Segment(Struct, frozen=True, kw_only=True, tag="ms-profile.events.1", tag_field="format"):
-    """The first block of each event file: whose it is, and its clocks when it was opened."""
+    """First block of each event file: its process, and the clocks when it was opened."""
 
     rank: int
     world_size: int
@@ -63,7 +62,7 @@ class Segment(Struct, frozen=True, kw_only=True, tag="ms-profile.events.1", tag_
 
 
 class StepMetrics(Struct, frozen=True, kw_only=True):
-    """The fields of an event of kind `step`; those that were not measured are None."""
+    """Fields of a `step` event; those not measured are None."""
 
     step: int
     loss: float | None = None
@@ -72,14 +71,14 @@ class StepMetrics(Struct, frozen=True, kw_only=True):
     tokens: int | None = None
     rate_tokens_per_s: float | None = None
     mfu: float | None = None
-    """Model FLOPs utilisation, 0 to 1."""
+    """Model FLOPs utilization, 0 to 1."""
     memory_bytes: int | None = None
     data_wait_s: float | None = None
     step_time_s: float | None = None
 
     @classmethod
     def of(cls, event: Event) -> "StepMetrics":
-        """Read an event's fields; unknown ones are left aside.
+        """Read an event's fields; unknown fields are ignored.
 
         Raises:
             EventError: a field has the wrong type, or `step` is missing.
@@ -93,17 +92,17 @@ class StepMetrics(Struct, frozen=True, kw_only=True):
 class EventLog:
     """Record events of this process: `log("step", {"step": 1, "loss": 2.3})`.
 
-    Fits the `on_event=` seam of the trainers. Safe to call from any thread. A disk that is full
-    or removed does not stop the training: it is warned of, up to 4 MiB wait for room, and what is
-    given up is counted in `lost`.
+    Can be passed to the `on_event=` of every trainer. Thread-safe. A full disk or removed file does
+    not stop the training: it is logged, up to 4 MiB of events wait for free space, and `lost`
+    counts events that are dropped.
 
     Args:
-        folder: where the files `rank-00000.000000.events` go; made if missing.
-        rank: whose events these are; the environment's `RANK`, or 0.
-        world_size: likewise from `WORLD_SIZE`, or 1.
-        flush_interval_s: how much time may be lost to a kill.
-        segment_bytes: size at which a new file is begun.
-        segments: how many files are kept.
+        folder: folder for the files `rank-00000.000000.events`; created if missing.
+        rank: rank of this process; default: the environment's `RANK`, or 0.
+        world_size: number of processes; default: the environment's `WORLD_SIZE`, or 1.
+        flush_interval_s: seconds between flushes, the time of events that a kill may lose.
+        segment_bytes: size at which a new file is started.
+        segments: number of files to keep.
     """
 
     def __init__(
@@ -118,20 +117,20 @@ class EventLog:
     ) -> None:
         if segments < 1 or segment_bytes < 1 or flush_interval_s <= 0:
             raise EventError(
-                f"segments={segments}, segment_bytes={segment_bytes}, flush_interval_s="
-                f"{flush_interval_s}: all must be positive"
+                "segments, segment_bytes and flush_interval_s must be positive, got "
+                f"{segments}, {segment_bytes} and {flush_interval_s}"
             )
         check_path("folder", folder, error=EventError, written="folder")
         self.folder = Path(folder)
         self.rank = number_in_environment("RANK", 0) if rank is None else rank
         self.lost = 0
-        """Events that could not be written."""
+        """Number of events that could not be written."""
         self._world_size = (
             number_in_environment("WORLD_SIZE", 1) if world_size is None else world_size
         )
         self._interval_s, self._limit_bytes, self._keep = flush_interval_s, segment_bytes, segments
         self._encoder = msgspec.msgpack.Encoder()
-        # One object holds all that is pending: a signal handler may record between two lines.
+        # A list, as a signal handler may record an event between any two lines.
         self._pending: list[bytes] = []
         self._pending_bytes = 0
         self._failing = False
@@ -140,12 +139,12 @@ class EventLog:
         self._stop = threading.Event()
         self._descriptor = -1
         self._numbers: Iterator[int] = itertools.count()
-        """Numbers of the blocks of the file that is being written."""
+        """Block numbers of the current file."""
         self._unused: list[int] = []
-        """Numbers of blocks that could not be written; the next ones have them."""
+        """Numbers of blocks whose writing failed, to be reused."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        own = sorted(self.folder.glob(f"rank-{self.rank:05d}.*{SUFFIX}"))
-        self._number = int(own[-1].name.split(".")[1]) + 1 if own else 0
+        existing = sorted(self.folder.glob(f"rank-{self.rank:05d}.*{SUFFIX}"))
+        self._number = int(existing[-1].name.split(".")[1]) + 1 if existing else 0
         self._open()
         self._flusher = threading.Thread(target=self._flush_often, daemon=True, name="ms-profile")
         self._flusher.start()
@@ -155,7 +154,7 @@ class EventLog:
         """Record one event.
 
         Raises:
-            EventError: a value is no int, float or str; or the log belongs to another process.
+            EventError: a value is not an int, float or str, or another process opened the log.
         """
         values = {name: _plain(kind, name, value) for name, value in fields.items()}
         step = values.get("step")
@@ -168,29 +167,31 @@ class EventLog:
             values,
         )
         encoded = self._encoder.encode(event)
-        if len(encoded) > LARGEST_EVENT_BYTES:
-            raise EventError(f"event {kind!r} takes {len(encoded)} bytes; the most is 1 MiB")
+        if len(encoded) > MAX_EVENT_BYTES:
+            raise EventError(
+                f"event {kind!r} must have at most 1 MiB, got {len(encoded)} bytes; shorten it"
+            )
         if os.getpid() != self._pid:
             raise EventError(
                 f"this log was opened by process {self._pid} and called in {os.getpid()}; "
-                "open one in each process"
+                "open a log in each process"
             )
         with self._lock:
             if self._descriptor < 0:
-                raise EventError(f"the log of rank {self.rank} is closed; open another")
+                raise EventError(f"the log of rank {self.rank} is closed; open a new one")
             self._pending.append(encoded)
             self._pending_bytes += len(encoded)
-            if self._pending_bytes >= (MOST_PENDING_BYTES if self._failing else FLUSH_BYTES):
+            if self._pending_bytes >= (MAX_PENDING_BYTES if self._failing else FLUSH_BYTES):
                 self.flush()
 
     def flush(self) -> None:
-        """Write what has gathered, so that it outlives this process."""
+        """Write buffered events, so that they survive the process."""
         with self._lock:
             if not self._pending or self._descriptor < 0 or os.getpid() != self._pid:
                 return
-            taken, self._pending = self._pending, []
-            taken_bytes, self._pending_bytes = self._pending_bytes, 0
-            content = b"".join((ARRAY, struct.pack(">I", len(taken)), *taken))
+            batch, self._pending = self._pending, []
+            batch_bytes, self._pending_bytes = self._pending_bytes, 0
+            content = b"".join((ARRAY, struct.pack(">I", len(batch)), *batch))
             try:
                 if not os.fstat(self._descriptor).st_nlink:
                     raise FileNotFoundError(errno.ENOENT, "the log was removed", str(self.folder))
@@ -199,18 +200,18 @@ class EventLog:
                 self._append(content)
             except OSError as error:
                 if not self._failing:
-                    logger.warning("events of rank %d cannot be written: %s", self.rank, error)
+                    logger.warning("cannot write events of rank %d: %s", self.rank, error)
                 self._failing = True
-                if self._stop.is_set() or taken_bytes > MOST_PENDING_BYTES:
-                    self.lost += len(taken)
-                else:  # there may be room again when the flusher comes by
-                    self._pending = taken + self._pending
-                    self._pending_bytes += taken_bytes
+                if self._stop.is_set() or batch_bytes > MAX_PENDING_BYTES:
+                    self.lost += len(batch)
+                else:  # the flusher tries again, as space may be freed
+                    self._pending = batch + self._pending
+                    self._pending_bytes += batch_bytes
             else:
                 self._failing = False
 
     def close(self) -> None:
-        """Flush, sync to disk and close; further calls do nothing."""
+        """Flush, sync to disk and close; later calls do nothing."""
         if os.getpid() != self._pid:
             return
         self._stop.set()
@@ -235,7 +236,7 @@ class EventLog:
 
     @property
     def path(self) -> Path:
-        """The file that is being written."""
+        """The current file."""
         return self._path(self._number)
 
     def _path(self, number: int) -> Path:
@@ -265,8 +266,8 @@ class EventLog:
             self._path(oldest).unlink(missing_ok=True)
 
     def _append(self, content: bytes) -> None:
-        """Write a block whole, or take back what was written of it."""
-        # A signal handler may append too, in the middle of this: each step is one of Python's own.
+        """Write a complete block; on an error, truncate the file to its previous size."""
+        # A signal handler may append during this; the steps on the counters are atomic in Python.
         number = self._unused.pop() if self._unused else next(self._numbers)
         block = pack_block(content, number)
         try:
@@ -286,15 +287,15 @@ class EventLog:
 
 
 def _plain(kind: str, name: str, value: object) -> Value:
-    """Turn a value, also a scalar of numpy or torch, into one of the types that records hold."""
+    """Convert a value, including a numpy or torch scalar, to one of the types of `Value`."""
     if isinstance(value, int | float | str):
         return value
     item = getattr(value, "item", None)
     if callable(item) and getattr(value, "ndim", 1) == 0:
-        inner = item()
-        if isinstance(inner, int | float | str):
-            return inner
+        scalar = item()
+        if isinstance(scalar, int | float | str):
+            return scalar
     raise EventError(
-        f"event {kind!r}, field {name!r}: {type(value).__name__} is no int, float or str; "
-        "give a plain number or text"
+        f"event {kind!r}, field {name!r} must be an int, float or str, got "
+        f"{type(value).__name__}; pass a plain number or text"
     )

@@ -1,4 +1,4 @@
-"""Event files read back: merged over ranks, filtered, or followed while they grow."""
+"""Read event files: merged over ranks, filtered, or followed as they grow."""
 
 import heapq
 import logging
@@ -20,31 +20,31 @@ from ms_profile.log.blocks import Block, Damage, scan_blocks
 from ms_profile.log.event_log import ARRAY, SUFFIX, Event
 
 logger = logging.getLogger(__name__)
-LARGEST_FILE_BYTES: Final = 1 << 30
-LARGEST_READ_BYTES: Final = 1 << 26
+MAX_FILE_BYTES: Final = 1 << 30
+MAX_READ_BYTES: Final = 1 << 26
 DAMAGE: Final = (ValueError, RecursionError)
-"""What decoding raises over what is no record, no UTF-8, or nested too deeply."""
+"""Errors of decoding a block that has no records, is not UTF-8, or is nested too deeply."""
 decode_events: Final = msgspec.msgpack.Decoder(list[Event]).decode
 Problem = Callable[[str], None]
 
 
 @frozen(kw_only=True)
 class EventFilter:
-    """Which events to keep; an empty filter keeps all."""
+    """Filter for events; the default passes all."""
 
     kinds: Collection[str] | None = field(default=None)
-    """Kinds to keep."""
+    """Kinds to pass. None: all."""
     ranks: Collection[int] | None = field(default=None)
-    """Ranks to keep."""
+    """Ranks to pass. None: all."""
     first_step: int | None = field(default=None)
-    """Events of earlier steps, and without a step, are dropped."""
+    """Drop events of earlier steps and events without a step."""
     last_step: int | None = field(default=None)
-    """Events of later steps, and without a step, are dropped."""
+    """Drop events of later steps and events without a step."""
     since_ns: int | None = field(default=None)
-    """Wall time (ns since 1970) before which events are dropped."""
+    """Drop events before this wall-clock time in ns since 1970."""
 
     def keeps(self, event: Event) -> bool:
-        """Return whether an event passes."""
+        """Return whether an event passes the filter, except for its rank."""
         if self.kinds is not None and event.kind not in self.kinds:
             return False
         if self.since_ns is not None and event.wall_ns < self.since_ns:
@@ -58,32 +58,32 @@ class EventFilter:
 
 def read_events(
     folder: Path | str,
-    wanted: EventFilter | None = None,
+    event_filter: EventFilter | None = None,
     *,
     clocks: Mapping[int, ClockFit] | None = None,
     on_problem: Problem = logger.warning,
 ) -> Iterator[Event]:
-    """Yield the events of all ranks by wall time.
+    """Yield the events of all ranks in order of wall-clock time.
 
     Args:
-        folder: an `EventLog`'s folder, or an `ms-profile run`'s output folder.
-        wanted: which events to keep.
-        clocks: fits by `align_clocks` of the ranks' wall clocks; events are ordered, and their
-            `wall_ns` given, on the reference's clock.
-        on_problem: called with a sentence on each damaged file; what can be read is yielded.
+        folder: folder of an `EventLog`, or output folder of `ms-profile run`.
+        event_filter: events to yield. None: all.
+        clocks: fits of the ranks' wall clocks from `align_clocks`; if set, events are ordered by
+            the reference clock and their `wall_ns` converted to it.
+        on_problem: called with a message about each damaged file; readable events are yielded.
 
     Raises:
         FormatError: there are no event files.
     """
-    kept = wanted or EventFilter()
+    selection = event_filter or EventFilter()
     by_rank: dict[int, list[Path]] = {}
     for path in event_files(folder):
-        found = EVENT_FILE.fullmatch(path.name)
-        by_rank.setdefault(int(found[1]) if found else 0, []).append(path)
+        match = EVENT_FILE.fullmatch(path.name)
+        by_rank.setdefault(int(match[1]) if match else 0, []).append(path)
     streams = [
-        _rank_events(paths, kept, (clocks or {}).get(rank), on_problem)
+        _rank_events(paths, selection, (clocks or {}).get(rank), on_problem)
         for rank, paths in by_rank.items()
-        if kept.ranks is None or rank in kept.ranks
+        if selection.ranks is None or rank in selection.ranks
     ]
     return heapq.merge(*streams, key=lambda event: event.wall_ns)
 
@@ -92,7 +92,7 @@ EVENT_FILE: Final = re.compile(r"rank-([0-9]{1,9})\..*" + re.escape(SUFFIX))
 
 
 def event_files(folder: Path | str) -> list[Path]:
-    """Find the event files of a folder, or of its subfolder `events`, by rank and age.
+    """Return the event files in a folder or its subfolder `events`, by rank and age.
 
     Raises:
         FormatError: there are none.
@@ -101,133 +101,137 @@ def event_files(folder: Path | str) -> list[Path]:
     root = Path(folder)
     name = f"rank-[0-9]*{SUFFIX}"
     with decoding(root, error=FormatError):
-        found = sorted(root.glob(name)) or sorted(root.glob(f"events/{name}"))
-        found = [path for path in found if EVENT_FILE.fullmatch(path.name) and path.is_file()]
-    if not found:
-        raise FormatError(f"{folder} holds no event files (rank-*{SUFFIX}); give a log's folder")
-    return found
+        paths = sorted(root.glob(name)) or sorted(root.glob(f"events/{name}"))
+        paths = [path for path in paths if EVENT_FILE.fullmatch(path.name) and path.is_file()]
+    if not paths:
+        raise FormatError(f"{folder} has no event files (rank-*{SUFFIX}); pass a log's folder")
+    return paths
 
 
 def follow_events(
     folder: Path | str,
-    wanted: EventFilter | None = None,
+    event_filter: EventFilter | None = None,
     *,
     poll_s: float = 0.2,
     until: Callable[[], bool] = lambda: False,
 ) -> Iterator[Event]:
-    """Yield events as they are flushed, those already there first; end once `until()` is true.
+    """Yield existing events, then new ones as they are flushed, until `until()` is true.
 
-    A damaged stretch is warned of, once, and what follows it is read.
+    Damaged ranges are skipped with a warning.
+
+    Args:
+        folder: folder of an `EventLog`, or output folder of `ms-profile run`; may not exist yet.
+        event_filter: events to yield. None: all.
+        poll_s: seconds between reads.
+        until: condition to stop; events flushed before it became true are still yielded.
     """
     check_path("a log", folder, error=FormatError)
-    kept = wanted or EventFilter()
-    places: defaultdict[Path, _Place] = defaultdict(_Place)
+    selection = event_filter or EventFilter()
+    states: defaultdict[Path, _ReadState] = defaultdict(_ReadState)
     while True:
-        ending = until()
-        fresh: list[Event] = []
+        is_last = until()
+        new_events: list[Event] = []
         for path in event_files_so_far(folder):
-            events = _new_events(path, places[path])
-            fresh += [event for event in events if kept.keeps(event)]
-        if kept.ranks is not None:
-            fresh = [event for event in fresh if event.rank in kept.ranks]
-        yield from sorted(fresh, key=lambda event: event.wall_ns)
-        if ending:
+            events = _new_events(path, states[path])
+            new_events += [event for event in events if selection.keeps(event)]
+        if selection.ranks is not None:
+            new_events = [event for event in new_events if event.rank in selection.ranks]
+        yield from sorted(new_events, key=lambda event: event.wall_ns)
+        if is_last:
             return
         time.sleep(poll_s)
 
 
 def event_files_so_far(folder: Path | str) -> list[Path]:
-    """Return the event files of a folder that may not be there yet."""
+    """Return the event files of a folder that may not exist yet."""
     try:
         return event_files(folder)
     except FormatError:
         return []
 
 
-class _Place:
-    """How far a growing file was read."""
+class _ReadState:
+    """How far a growing file has been read."""
 
     def __init__(self) -> None:
         self.offset = 0
         self.seen: set[int] = set()
-        """Numbers of its blocks so far."""
+        """Numbers of the blocks read so far."""
 
 
-def _new_events(path: Path, place: _Place) -> list[Event]:
-    """Read the events of the whole blocks from a place on, and move it; a torn tail waits."""
+def _new_events(path: Path, state: _ReadState) -> list[Event]:
+    """Read the events of all complete blocks after `state`, and advance it; a torn tail waits."""
     try:
         with open_file(path, error=FormatError) as file:
-            file.seek(place.offset)
-            data = file.read(LARGEST_READ_BYTES)
+            file.seek(state.offset)
+            data = file.read(MAX_READ_BYTES)
     except FileNotFoundError:
         return []
     events: list[Event] = []
     position = 0
-    for found in scan_blocks(data):
-        if isinstance(found, Damage):
-            if found.torn:
+    for part in scan_blocks(data):
+        if isinstance(part, Damage):
+            if part.torn:
                 break
-            where, size = place.offset + found.start, found.end - found.start
-            logger.warning(
-                "%s is damaged at byte %d; %d bytes are left out", path.name, where, size
-            )
-        elif found.number not in place.seen:
-            place.seen.add(found.number)
-            decoded = _decode(found)
+            offset, size = state.offset + part.start, part.end - part.start
+            logger.warning("%s is damaged at byte %d; skipping %d bytes", path.name, offset, size)
+        elif part.number not in state.seen:
+            state.seen.add(part.number)
+            decoded = _decode(part)
             if decoded is None:
-                logger.warning("%s holds a block that is none of events", path.name)
+                logger.warning("%s has a block without events", path.name)
             events += decoded or ()
-        position = found.end
-    place.offset += position
+        position = part.end
+    state.offset += position
     return events
 
 
 def _rank_events(
-    paths: list[Path], wanted: EventFilter, clock: ClockFit | None, on_problem: Problem
+    paths: list[Path], selection: EventFilter, clock: ClockFit | None, on_problem: Problem
 ) -> Iterator[Event]:
     for path in paths:
-        if not path.exists():  # rotated away since it was listed
+        if not path.exists():  # removed by rotation since it was listed
             continue
         try:
-            data = read_bytes(path, error=FormatError, limit_bytes=LARGEST_FILE_BYTES)
+            data = read_bytes(path, error=FormatError, limit_bytes=MAX_FILE_BYTES)
         except FormatError as error:
             on_problem(str(error))
             continue
         seen: set[int] = set()
         damaged = False
-        for found in scan_blocks(data):
-            if isinstance(found, Damage):
+        for part in scan_blocks(data):
+            if isinstance(part, Damage):
                 damaged = True
-                what = "ends inside a block" if found.torn else "is damaged"
-                size = found.end - found.start
-                on_problem(f"{path.name} {what} at byte {found.start}; {size} bytes are left out")
+                problem = "ends inside a block" if part.torn else "is damaged"
+                size = part.end - part.start
+                on_problem(f"{path.name} {problem} at byte {part.start}; skipping {size} bytes")
                 continue
-            if found.number in seen:
-                on_problem(f"{path.name} repeats a block, up to byte {found.end}; it is left out")
+            if part.number in seen:
+                on_problem(f"{path.name} repeats a block, up to byte {part.end}; skipping it")
                 continue
-            seen.add(found.number)
-            events = _decode(found)
+            seen.add(part.number)
+            events = _decode(part)
             if events is None:
                 on_problem(
-                    f"{path.name} holds a block that is none of events, up to byte {found.end}; it "
-                    "is damaged, or written by a newer version"
+                    f"{path.name} has a block without events, up to byte {part.end}; it is "
+                    "damaged, or was written by a newer version"
                 )
             for event in events or ():
-                placed = event if clock is None else _placed(event, clock)
-                if wanted.keeps(placed):
-                    yield placed
+                corrected = event if clock is None else _on_reference(event, clock)
+                if selection.keeps(corrected):
+                    yield corrected
         lost = max(seen, default=-1) + 1 - len(seen)
-        if lost and not damaged:  # what is damaged has been told of
-            on_problem(f"{path.name} lacks {lost} of its blocks; their events are lost")
+        if lost and not damaged:  # damage was reported above
+            on_problem(f"{path.name} lacks {lost} blocks; their events are lost")
 
 
-def _placed(event: Event, clock: ClockFit) -> Event:
+def _on_reference(event: Event, clock: ClockFit) -> Event:
     wall_ns = int(clock.correct(np.array([event.wall_ns], dtype=np.int64))[0])
     return msgspec.structs.replace(event, wall_ns=wall_ns)
 
 
 def _decode(block: Block) -> list[Event] | None:
-    """Return a block's events, none of a file's first, which holds a `Segment`; None if damaged."""
+    """Return a block's events; [] for a file's first block, a `Segment`; None if damaged."""
     if not block.content.startswith(ARRAY):
         return []
     try:

@@ -1,6 +1,6 @@
-"""The events of a trainer's `events.jsonl`, read once or as the file grows.
+"""Read the events of a trainer's `events.jsonl`, once or as the file grows.
 
-A line is `{"time_s":...,"kind":"step","step":7,...}`; a number that was not finite is null.
+A line is `{"time_s":...,"kind":"step","step":7,...}`; null represents a number that is not finite.
 """
 
 import time
@@ -18,8 +18,8 @@ from ms_profile.files.untrusted import check_path, decoding, open_file
 from ms_profile.log.event_log import Event
 
 NAME: Final = "events.jsonl"
-LONGEST_LINE_BYTES: Final = 1 << 20
-LATEST_S: Final = 1e10
+MAX_LINE_BYTES: Final = 1 << 20
+MAX_TIME_S: Final = 1e10
 
 
 class _Head(Struct):
@@ -34,16 +34,16 @@ def read_json_lines(
     poll_s: float = 0.5,
     on_problem: Callable[[str], object] = lambda problem: None,
 ) -> Iterator[Event]:
-    """Yield the events of a file, in its order.
+    """Yield the events of a file, in file order.
 
     Args:
-        path: the file.
-        follow: go on as it grows, up to an event of kind `end`, that of a run that is over.
-        poll_s: seconds between looks at a file that does not grow.
-        on_problem: called with a line for each line that is no event; it is left out.
+        path: file to read.
+        follow: keep reading as the file grows, until an event of kind `end`.
+        poll_s: seconds between reads of a file that does not grow.
+        on_problem: called with a message about each line that is not an event; it is skipped.
 
     Raises:
-        FormatError: there is no such file.
+        FormatError: the file does not exist.
     """
     check_path("events", path, error=FormatError)
     with (
@@ -54,7 +54,7 @@ def read_json_lines(
             try:
                 event = _event(line)
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-                on_problem(f"{path}: line {number} is no event and was left out: {error}")
+                on_problem(f"{path}: line {number} is not an event and was skipped: {error}")
                 continue
             yield event
             if follow and event.kind == "end":
@@ -62,18 +62,18 @@ def read_json_lines(
 
 
 def _lines(file: BinaryIO, *, follow: bool, poll_s: float) -> Iterator[bytes]:
-    """Yield whole lines; one still being written is waited for, or left out at the end."""
-    waiting = b""
+    """Yield complete lines; wait for the rest of an incomplete one, or drop it at the end."""
+    line = b""
     while True:
-        part = file.readline(LONGEST_LINE_BYTES)
-        waiting += part
-        if waiting.endswith(b"\n"):
-            if waiting.strip():
-                yield waiting
-            waiting = b""
-        elif len(waiting) > LONGEST_LINE_BYTES:
+        part = file.readline(MAX_LINE_BYTES)
+        line += part
+        if line.endswith(b"\n"):
+            if line.strip():
+                yield line
+            line = b""
+        elif len(line) > MAX_LINE_BYTES:
             raise FormatError(
-                f"{file.name}: a line of over {LONGEST_LINE_BYTES} bytes; is it events.jsonl?"
+                f"{file.name} has a line of over {MAX_LINE_BYTES} bytes; is it events.jsonl?"
             )
         elif not part:
             if not follow:
@@ -83,15 +83,15 @@ def _lines(file: BinaryIO, *, follow: bool, poll_s: float) -> Iterator[bytes]:
 
 def _event(line: bytes) -> Event:
     head = msgspec.json.decode(line, type=_Head)
-    if not 0 <= head.time_s < LATEST_S:
-        raise ValueError(f"time_s is {head.time_s}")
-    found: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
+    if not 0 <= head.time_s < MAX_TIME_S:
+        raise ValueError(f"time_s must be 0 to {MAX_TIME_S:.0f}, got {head.time_s}")
+    members: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
     fields: dict[str, int | float | str] = {
         name: nan if value is None else value
-        for name, value in found.items()
+        for name, value in members.items()
         if name not in ("kind", "time_s")
         and (value is None or isinstance(value, int | float | str))
     }
     step = fields.get("step")
-    whole = step if isinstance(step, int) and not isinstance(step, bool) else None
-    return Event(0, head.kind, whole, 0, int(head.time_s * 1e9), fields)
+    step_number = step if isinstance(step, int) and not isinstance(step, bool) else None
+    return Event(0, head.kind, step_number, 0, int(head.time_s * 1e9), fields)

@@ -1,9 +1,9 @@
-"""`Ring`: the last spans of a process in a memory-mapped file, which outlives `kill -9`.
+"""`Ring`: the last spans of a process in a memory-mapped file, which survives `kill -9`.
 
-The file has one page of header, a table of names, and `capacity` slots of 32 bytes that are written
-round and round. A span takes its slot when it begins and is completed in place, so that a killed or
-hung process shows what it was inside of. The number of a record is the last of its bytes to be
-written; a slot torn by a kill can only be the one after the newest, which readers leave out.
+The file has a header page, a table of names, and `capacity` slots of 32 bytes, used as a ring
+buffer. A span takes its slot when it begins and is completed in place, so a killed or hung process
+shows the spans that it was in. A record's number is the last of its bytes to be written; only the
+slot after the newest can be torn by a kill, and readers skip that slot.
 """
 
 import itertools
@@ -29,17 +29,17 @@ from ms_profile.files.untrusted import check_path, open_file, read_bytes
 MAGIC: Final = b"MSRING01"
 HEADER: Final = struct.Struct("<8sIIIIQqqq")
 SLOT: Final = struct.Struct("<QQiHHQ")
-"""Start, end, step, name, kind and (in the higher byte) thread, number; see `SLOT_DTYPE`."""
+"""Start, end, step, name, kind and thread (in the high byte), number; see `SLOT_DTYPE`."""
 PAGE: Final = 4096
 NAMES_BYTES: Final = 1 << 18
 SLOTS: Final = PAGE + NAMES_BYTES
 ENDS: Final = SLOTS + 8
-LARGEST_BYTES: Final = 1 << 30
-MOST_NS: Final = 1 << 62
-LONGEST_NS: Final = 10 * 366 * 86_400 * 1_000_000_000
-"""A longer recording, ten years, is taken for a damaged time."""
+MAX_BYTES: Final = 1 << 30
+MAX_NS: Final = 1 << 62
+MAX_RECORDING_NS: Final = 10 * 366 * 86_400 * 1_000_000_000
+"""Times more than ten years after the start are damaged."""
 END: Final = struct.Struct("<Q")
-# Bound once: a span is begun and ended in half a microsecond, of which each look-up is a tenth.
+# Bound once: a span takes half a microsecond, and each attribute lookup is a tenth of that.
 pack_slot: Final = SLOT.pack_into
 pack_end: Final = END.pack_into
 SLOT_DTYPE: Final = np.dtype(
@@ -56,41 +56,41 @@ SLOT_DTYPE: Final = np.dtype(
 
 
 class Kind(IntEnum):
-    """What a span measures."""
+    """Kind of a span."""
 
     STEP = 1
-    """From the first forward of a step to that of the next."""
+    """From the first forward of a step to the first forward of the next."""
     FORWARD = 2
-    """A model called from outside."""
+    """Forward of a whole model."""
     MODULE = 3
-    """A block inside a model."""
+    """Forward of a submodule, or of a model during recomputation."""
     OPTIMIZER = 4
     COLLECTIVE = 5
-    """As the host sees it: on gloo the whole collective, on a device's stream its launch."""
+    """Collective as seen by the host: all of it on gloo, the launch on a device."""
     DATA = 6
-    """The wait for the next batch."""
+    """Wait for the next batch."""
     GARBAGE = 7
-    """A collection by Python's garbage collector."""
+    """Run of Python's garbage collector."""
     BETWEEN = 8
-    """From the optimizer's last step to the next forward: data, logging, checkpoints."""
+    """From the last optimizer step to the next forward: data, logging, checkpoints."""
     BACKWARD = 9
-    """From the end of a step's last forward to the optimizer."""
+    """From the end of a step's last forward to the optimizer step."""
     OTHER = 10
 
 
 class Ring:
-    """Record spans of this process into a file; `span = ring.begin(name, kind); ring.end(span)`.
+    """Record spans of this process into a file: `span = ring.begin(name, kind); ring.end(span)`.
 
-    Names are registered once with `name`. Recording is safe from any thread that holds the
-    interpreter's lock. A forked child writes into memory of its own once it has called `abandon`.
+    Names are registered once with `name`. Any thread that holds the GIL may record. After
+    `abandon`, a forked child records into private memory.
 
     Args:
-        path: the file to make; its folder is made if missing.
-        capacity: spans kept; 32 bytes each.
-        rank: whose spans these are.
+        path: file to create; its folder is created if missing.
+        capacity: number of spans that the ring holds, 32 bytes each.
+        rank: rank of this process.
 
     Raises:
-        RecordError: the file cannot be made at its full size.
+        RecordError: the file cannot be created at its full size.
     """
 
     def __init__(
@@ -100,26 +100,26 @@ class Ring:
         self.path = Path(path)
         self.capacity = capacity
         self.step = 0
-        """The step written into each record."""
+        """Step number stored with each new record."""
         self._map = _make_file(self.path, PAGE + NAMES_BYTES + capacity * SLOT.size)
         clock = read_clocks()
-        own = (capacity, NAMES_BYTES, rank, 0, os.getpid())
-        HEADER.pack_into(self._map, 0, MAGIC, *own, *structs.astuple(clock))
+        geometry = (capacity, NAMES_BYTES, rank, 0, os.getpid())
+        HEADER.pack_into(self._map, 0, MAGIC, *geometry, *structs.astuple(clock))
         self._names: dict[str, int] = {}
         self._names_end = PAGE
         self._threads: dict[int, int] = {}
-        """The number of each thread in the higher byte, by its identity."""
+        """Thread numbers, shifted to the high byte, by thread identity."""
         self._count = itertools.count()
         self._newest = -1
         self._lock = threading.Lock()
 
     def name(self, text: str) -> int:
-        """Register a name and return its number; once the table is full, all new ones share 0."""
+        """Register a name and return its id; once the table is full, new names get id 0."""
         number = self._names.get(text)
         return self._register(text) if number is None else number
 
     def begin(self, name: int, kind: int) -> int:
-        """Begin a span now; the result is to be given to `end`."""
+        """Begin a span now; return its number for `end`."""
         number = next(self._count)
         self._newest = number
         pack_slot(
@@ -135,27 +135,27 @@ class Ring:
         return number
 
     def end(self, number: int) -> None:
-        """End a span now; one so old that its slot was taken since is left out."""
+        """End a span now; does nothing if its slot has been reused."""
         if self._newest - number < self.capacity:
             pack_end(self._map, ENDS + number % self.capacity * 32, monotonic_ns())
 
     def record(
         self, name: int, kind: int, start_ns: int, end_ns: int, *, step: int | None = None
     ) -> None:
-        """Record a span that is over, of `step` or the current one; monotonic instants in ns."""
+        """Record a finished span; monotonic times in ns, `step` defaults to the current one."""
         number = next(self._count)
         self._newest = number
-        place = SLOTS + number % self.capacity * 32
+        offset = SLOTS + number % self.capacity * 32
         step = self.step if step is None else step
-        pack_slot(self._map, place, start_ns, end_ns, step, name, kind, number + 1)
+        pack_slot(self._map, offset, start_ns, end_ns, step, name, kind, number + 1)
 
     def close(self) -> None:
-        """Write the file out to disk and let go of it."""
+        """Flush the file to disk and unmap it."""
         self._map.flush()
         self._map.close()
 
     def abandon(self) -> None:
-        """Leave the file, in a forked child, to the parent; what is still recorded goes nowhere."""
+        """Leave the file to the parent, in a forked child; later records are discarded."""
         self._map = mmap.mmap(-1, PAGE + NAMES_BYTES + self.capacity * SLOT.size)
         self._lock = threading.Lock()
 
@@ -170,7 +170,7 @@ class Ring:
             end = self._names_end + 2 + len(encoded)
             if end + 2 > PAGE + NAMES_BYTES or len(self._names) >= 0xFFFF:
                 return 0
-            # The length comes last: a name is seen whole or not at all.
+            # The length is written last, so that readers see a complete name or none.
             self._map[self._names_end + 2 : end] = encoded
             struct.pack_into("<H", self._map, self._names_end, len(encoded))
             self._names_end = end
@@ -180,25 +180,25 @@ class Ring:
 
 @frozen(kw_only=True, eq=False)
 class RingRecording:
-    """What a ring held, oldest first."""
+    """Contents of a ring, oldest first."""
 
     rank: int
     pid: int
     clock: ClockPair
     names: tuple[str, ...]
-    """By number; number 0 stands for names that found no room."""
+    """Names by id; id 0 is used for names that did not fit into the table."""
     spans: NDArray[np.void]
-    """(N,) of `SLOT_DTYPE`; `end_ns` 0 where the span had not ended; instants are monotonic."""
+    """(N,) of `SLOT_DTYPE`, monotonic times; `end_ns` is 0 for spans that had not ended."""
     dropped: int
-    """Older spans that were written over."""
+    """Number of older spans that were overwritten."""
 
     def name_of(self, number: int) -> str:
-        """Return the text of a name."""
+        """Return the name with an id."""
         return self.names[number] if number < len(self.names) else "?"
 
 
 def is_ring(path: Path | str) -> bool:
-    """Return whether a file begins as a ring does; one that cannot be opened does not."""
+    """Return whether a file starts with the ring's magic; False if it cannot be opened."""
     try:
         with open_file(path, error=FormatError) as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -207,61 +207,63 @@ def is_ring(path: Path | str) -> bool:
 
 
 def read_ring(path: Path | str) -> RingRecording:
-    """Read a ring's file, of a live process too.
+    """Read a ring file, also of a running process.
 
-    Spans whose instants cannot be, as in a damaged file, are left out.
+    Spans with impossible times, as in a damaged file, are skipped.
 
     Raises:
-        FormatError: the file is no ring, is cut short, or cannot be read.
+        FormatError: the file is not a ring, is truncated, or cannot be read.
     """
     check_path("a ring", path, error=FormatError)
-    data = read_bytes(path, error=FormatError, limit_bytes=LARGEST_BYTES)
+    data = read_bytes(path, error=FormatError, limit_bytes=MAX_BYTES)
     if len(data) < PAGE or data[:8] != MAGIC:
-        raise FormatError(f"{path} is no ring file; its first bytes are {data[:8]!r}")
+        raise FormatError(f"{path} is not a ring file; its first bytes are {data[:8]!r}")
     _, capacity, names_bytes, rank, _, pid, monotonic, wall, error = HEADER.unpack_from(data)
     start = PAGE + names_bytes
     if len(data) < start + capacity * SLOT.size:
-        raise FormatError(f"{path} is cut short: {len(data)} bytes of a ring of {capacity} spans")
+        raise FormatError(
+            f"{path} is truncated: a ring of {capacity} spans must have more than {len(data)} bytes"
+        )
     clock = ClockPair(monotonic, wall, error)
-    if not 0 <= monotonic < MOST_NS or not 0 <= wall < MOST_NS:
+    if not 0 <= monotonic < MAX_NS or not 0 <= wall < MAX_NS:
         raise FormatError(f"{path} is damaged: its clocks read {monotonic} and {wall} ns")
     slots = np.frombuffer(data, SLOT_DTYPE, capacity, start)
-    written = slots[_can_be(slots, monotonic)]
+    written = slots[_is_valid(slots, monotonic)]
     newest = int(written["number"].max()) if len(written) else 0
-    # The slot after the newest may be torn; it is the oldest once the ring has gone round.
-    whole = written[written["number"] + capacity > newest + (newest >= capacity)]
+    # The slot after the newest may be torn; once the ring is full, that slot is the oldest.
+    complete = written[written["number"] + capacity > newest + (newest >= capacity)]
     return RingRecording(
         rank=rank,
         pid=pid,
         clock=clock,
         names=_names(data[PAGE:start]),
-        spans=whole[np.argsort(whole["number"])],
+        spans=complete[np.argsort(complete["number"])],
         dropped=max(newest - capacity, 0) + (newest >= capacity),
     )
 
 
-def _can_be(slots: NDArray[np.void], opened_ns: int) -> NDArray[np.bool_]:
-    """Return whether each slot was written and holds a number and instants fit for this ring."""
+def _is_valid(slots: NDArray[np.void], opened_ns: int) -> NDArray[np.bool_]:
+    """Return which slots were written and have a number and times possible for this ring."""
     start, end, number = slots["start_ns"], slots["end_ns"], slots["number"]
-    late = np.uint64(opened_ns + LONGEST_NS)
-    found: NDArray[np.bool_] = (number > 0) & (number < MOST_NS) & (start < late)
-    found &= (end == 0) | ((end >= start) & (end < late))
-    return found
+    limit_ns = np.uint64(opened_ns + MAX_RECORDING_NS)
+    valid: NDArray[np.bool_] = (number > 0) & (number < MAX_NS) & (start < limit_ns)
+    valid &= (end == 0) | ((end >= start) & (end < limit_ns))
+    return valid
 
 
 def _names(table: bytes) -> tuple[str, ...]:
-    found = ["(name table full)"]
+    names = ["(name table full)"]
     position = 0
     while position + 2 <= len(table) and (
         size := int.from_bytes(table[position : position + 2], "little")
     ):
-        found.append(table[position + 2 : position + 2 + size].decode(errors="replace"))
+        names.append(table[position + 2 : position + 2 + size].decode(errors="replace"))
         position += 2 + size
-    return tuple(found)
+    return tuple(names)
 
 
 def _make_file(path: Path, size: int) -> mmap.mmap:
-    """Map a new file whose space is reserved: a write to a hole on a full disk would be fatal."""
+    """Map a new file with reserved space, as writing to a hole on a full disk raises SIGBUS."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
@@ -269,6 +271,6 @@ def _make_file(path: Path, size: int) -> mmap.mmap:
         return mmap.mmap(descriptor, size)
     except OSError as error:
         path.unlink()
-        raise RecordError(f"{path} cannot take {size} bytes: {error}; free some space") from error
+        raise RecordError(f"{path} needs {size} bytes: {error}; free some disk space") from error
     finally:
         os.close(descriptor)

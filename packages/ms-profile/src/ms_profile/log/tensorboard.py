@@ -1,4 +1,4 @@
-"""A log's events as TensorBoard's own files."""
+"""Export a log's events as TensorBoard files."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -13,18 +13,18 @@ from ms_profile.log.tensorboard_records import file_start, values
 
 
 def export_tensorboard(events: Iterable[Event], folder: Path | str) -> int:
-    """Write every number of every event with a step as the scalar `kind/field`, a run a rank.
+    """Write every number of every event with a step as scalar `kind/field`, one run per rank.
 
     Args:
-        events: as `read_events` yields them.
-        folder: TensorBoard's log folder; the files go to `rank-00000/` and so on below it, each of
-            which appears whole once all events are written.
+        events: events from `read_events`.
+        folder: TensorBoard's log folder; files go to its subfolders `rank-00000` and so on, and
+            appear once all events are written.
 
     Returns:
-        How many scalars were written.
+        The number of scalars written.
 
     Raises:
-        RecordError: no system takes the path, or something else stands there.
+        RecordError: the path is invalid, or a file exists there.
         OSError: the folder cannot be written.
     """
     check_path("folder", folder, error=RecordError, written="folder")

@@ -1,6 +1,6 @@
-"""TensorBoard's event files, record by record, written without TensorBoard.
+"""Write TensorBoard event files record by record, without TensorBoard.
 
-A few messages of protocol buffers in checksummed records are all that the format takes:
+The format is a few protocol buffer messages in checksummed records:
 `Event {double wall_time = 1; int64 step = 2; string file_version = 3; Summary summary = 5;
 SessionLog session_log = 7}`, `Summary {repeated Value value = 1}` and `Value {string tag = 1;
 float simple_value = 2; TensorProto tensor = 8; SummaryMetadata metadata = 9}`.
@@ -13,33 +13,33 @@ from typing import Final
 
 CASTAGNOLI: Final = 0x82F63B78
 STRINGS: Final = b"\x08\x07\x12\x04\x12\x02\x08\x01"
-"""A TensorProto's type, DT_STRING, and shape, (1,)."""
+"""TensorProto with dtype DT_STRING and shape (1,)."""
 TEXT_PLUGIN: Final = b"\x0a\x06\x0a\x04text"
-"""A SummaryMetadata that names the plugin which shows texts."""
+"""SummaryMetadata that selects the text plugin."""
 SESSION_START: Final = b"\x08\x01"
-"""A SessionLog whose status is START."""
+"""SessionLog with status START."""
 
 
 def file_start(wall_s: float) -> bytes:
-    """Return the first record of a file, at a Unix time."""
+    """Return the first record of a file, with a Unix time."""
     return _record(_double(1, wall_s) + _bytes(3, b"brain.Event:2"))
 
 
 def session_start(wall_s: float, step: int) -> bytes:
-    """Return a record after which values of earlier files at `step` and later are not shown."""
+    """Return a record that hides values of earlier files from `step` on."""
     return _record(_head(wall_s, step) + _bytes(7, SESSION_START))
 
 
 def values(
     wall_s: float, step: int, scalars: Mapping[str, float], texts: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return a record of the values of one step, by tag.
+    """Return a record with the values of one step, by tag.
 
     Args:
         wall_s: Unix time.
-        step: what they belong to.
-        scalars: rounded to float32, where those that it does not hold are infinite.
-        texts: shown as Markdown.
+        step: step number.
+        scalars: numbers, rounded to float32; larger ones become infinite.
+        texts: texts, shown as Markdown.
     """
     parts = [
         _bytes(1, _bytes(1, tag.encode()) + b"\x15" + _single(value))
@@ -60,7 +60,7 @@ def _head(wall_s: float, step: int) -> bytes:
 def _single(value: float) -> bytes:
     try:
         return struct.pack("<f", value)
-    except OverflowError:  # more than a single holds
+    except OverflowError:  # too large for float32
         return struct.pack("<f", inf if value > 0 else -inf)
 
 
@@ -84,8 +84,8 @@ def _bytes(number: int, content: bytes) -> bytes:
 
 def _record(message: bytes) -> bytes:
     length = struct.pack("<Q", len(message))
-    checks = struct.pack("<I", _masked_crc(length)), struct.pack("<I", _masked_crc(message))
-    return length + checks[0] + message + checks[1]
+    checksums = struct.pack("<I", _masked_crc(length)), struct.pack("<I", _masked_crc(message))
+    return length + checksums[0] + message + checksums[1]
 
 
 def _crc_table() -> list[int]:
@@ -102,7 +102,7 @@ TABLE: Final = _crc_table()
 
 
 def _masked_crc(data: bytes) -> int:
-    """Compute the CRC-32C, rotated and offset as TFRecord asks."""
+    """Return the CRC-32C of `data`, rotated and offset as TFRecord requires."""
     value = 0xFFFFFFFF
     for byte in data:
         value = value >> 8 ^ TABLE[(value ^ byte) & 0xFF]

@@ -1,4 +1,4 @@
-"""The report: one HTML file that needs no network, and what goes into it."""
+"""The HTML report: one file that works offline, and the summary it shows."""
 
 from ms_profile.report.page import write_report
 from ms_profile.report.summary import build_summary

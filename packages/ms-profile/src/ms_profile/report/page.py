@@ -1,4 +1,4 @@
-"""The page: summary, packed columns, style and scripts in one file that needs no network."""
+"""Write the HTML page: summary, packed columns, style and scripts in one offline file."""
 
 import os
 import re
@@ -35,42 +35,42 @@ def write_report(
     """Write the report of a run as one HTML file.
 
     Args:
-        analysis: of `ms_profile.analyse`.
-        path: the file; it appears whole or not at all.
-        title: of the page.
-        links: as `ms-profile link --out` measured them.
-        most_events: spans that the timeline shows at most: the longest ones.
-        metrics: which parts to show; those that the run was asked for, else all.
+        analysis: result of `ms_profile.analyse`.
+        path: file to write; it appears complete or not at all.
+        title: title of the page.
+        links: link matrix from `ms-profile link --out`.
+        most_events: maximum number of spans in the timeline; the longest ones are shown.
+        metrics: metrics to show. None: those of the run, or all if unknown.
 
     Returns:
-        What the page shows beside the timeline: `build_summary`.
+        The summary that the page shows next to the timeline; see `build_summary`.
 
     Raises:
-        RecordError: no system takes the path, or something else stands there.
+        RecordError: the path is invalid, or something other than a file exists there.
         OSError: the file cannot be written.
     """
     check_path("path", path, error=RecordError, written="file")
     timeline = build_timeline(analysis, most_events=most_events)
     table, packed = pack_columns(timeline.columns)
     summary = build_summary(analysis, title=title, links=links, metrics=metrics)
-    drawn = {"timeline": timeline.layout, "columns": msgspec.to_builtins(table)}
-    write_whole(Path(path), render(summary | drawn, packed).encode())
+    page_data = {"timeline": timeline.layout, "columns": msgspec.to_builtins(table)}
+    write_whole(Path(path), render(summary | page_data, packed).encode())
     return summary
 
 
 def render(summary: dict[str, Any], packed: str) -> str:
-    """Fill the page's template."""
-    room = resources.files("ms_profile.report") / "assets"
-    text = room.joinpath("page.html").read_text("utf-8")
-    # A script element ends at "</" wherever that stands, inside of strings too.
+    """Fill in the page's template."""
+    assets = resources.files("ms_profile.report") / "assets"
+    text = assets.joinpath("page.html").read_text("utf-8")
+    # "</" would end the script element, even inside a string.
     safe = msgspec.json.encode(summary).decode().replace("<", "\\u003c")
-    scripts = "\n".join(room.joinpath(name).read_text("utf-8") for name in SCRIPTS)
+    scripts = "\n".join(assets.joinpath(name).read_text("utf-8") for name in SCRIPTS)
     parts = {
         "title": summary["title"].replace("&", "&amp;").replace("<", "&lt;"),
-        "style": room.joinpath("style.css").read_text("utf-8"),
+        "style": assets.joinpath("style.css").read_text("utf-8"),
         "summary": safe,
         "columns": packed,
         "scripts": scripts,
     }
-    # In one pass: what is filled in may itself hold a mark, as an operator's name does.
-    return MARK.sub(lambda found: parts[found.group(1)], text)
+    # Replaced in one pass, as inserted text may contain a mark, for example in an operator's name.
+    return MARK.sub(lambda match: parts[match.group(1)], text)

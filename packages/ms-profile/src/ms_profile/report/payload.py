@@ -1,7 +1,7 @@
-"""Columns of numbers small enough for a page: bytes shuffled, deflated, in base64.
+"""Pack columns of numbers for the page: byte shuffle, deflate, base64.
 
-A million spans' starts and lengths are 8 MB; their high bytes hardly change from one to the next,
-so that put byte plane by byte plane they deflate to a third. The page's `data.js` undoes this.
+Starts and durations of a million spans take 8 MB. Their high bytes hardly change between rows, so
+with the bytes grouped by significance they deflate to a third. The page's `data.js` reverses this.
 """
 
 import base64
@@ -19,20 +19,20 @@ LEVEL = 6
 
 
 class Column(Struct, frozen=True, kw_only=True):
-    """Where one column lies in the unpacked bytes, and as what."""
+    """Type and position of one column in the unpacked bytes."""
 
     name: str
     type: str
-    """`u1`, `u2` or `u4`: little-endian without sign."""
+    """`u1`, `u2` or `u4`: unsigned, little-endian."""
     offset: int
     length: int
 
 
 def pack_columns(columns: Mapping[str, NDArray[Any]]) -> tuple[tuple[Column, ...], str]:
-    """Pack unsigned columns, each (N,) of any length, into base64 text.
+    """Pack unsigned columns, (N,) each with its own N, into base64 text.
 
     Raises:
-        FormatError: a column holds what 32 bits without sign cannot.
+        FormatError: a value does not fit into 32 bits without sign.
     """
     parts: list[bytes] = []
     table: list[Column] = []
@@ -50,7 +50,7 @@ def pack_columns(columns: Mapping[str, NDArray[Any]]) -> tuple[tuple[Column, ...
 
 
 def _narrow(name: str, values: NDArray[Any]) -> NDArray[Any]:
-    top = int(values.max()) if len(values) else 0
-    if (len(values) and int(values.min()) < 0) or top >= 1 << 32:
-        raise FormatError(f"column {name} holds {top}; it takes 0 to 2**32 - 1")
-    return values.astype("<u1" if top < 1 << 8 else "<u2" if top < 1 << 16 else "<u4")
+    largest = int(values.max()) if len(values) else 0
+    if (len(values) and int(values.min()) < 0) or largest >= 1 << 32:
+        raise FormatError(f"column {name} must be 0 to 2**32 - 1, got {largest}")
+    return values.astype("<u1" if largest < 1 << 8 else "<u2" if largest < 1 << 16 else "<u4")

@@ -1,4 +1,4 @@
-"""All ranks in one trace that ui.perfetto.dev and chrome://tracing open, on one clock."""
+"""Export all ranks on one clock as a trace for ui.perfetto.dev and chrome://tracing."""
 
 import gzip
 import os
@@ -19,20 +19,20 @@ ROWS = 20_000
 
 
 def export_perfetto(analysis: Analysis, path: str | os.PathLike[str]) -> int:
-    """Write every span of every rank, a process a rank, gzip where the name ends in `.gz`.
+    """Write every span of every rank, one process per rank; gzip if the name ends in `.gz`.
 
     Returns:
-        How many spans were written.
+        The number of spans written.
 
     Raises:
-        RecordError: no system takes the path, or something else stands there.
-        OSError: the file cannot be written; what stood there before stays.
+        RecordError: the path is invalid, or something other than a file exists there.
+        OSError: the file cannot be written; an earlier file stays unchanged.
     """
     check_path("path", path, error=RecordError, written="file")
     target = Path(path)
     encode = msgspec.json.Encoder().encode
     written, separator = 0, b""
-    with whole_file(target) as raw, _packed(raw, target) as file:
+    with whole_file(target) as raw, _maybe_gzip(raw, target) as file:
         head = {"displayTimeUnit": "ms", "otherData": {"producer": EXPORT}}
         file.write(encode(head)[:-1] + b',"traceEvents":[')
         for events in filter(None, _batches(analysis)):
@@ -43,43 +43,48 @@ def export_perfetto(analysis: Analysis, path: str | os.PathLike[str]) -> int:
     return written
 
 
-def _packed(file: BinaryIO, target: Path) -> AbstractContextManager[BinaryIO | gzip.GzipFile]:
+def _maybe_gzip(file: BinaryIO, target: Path) -> AbstractContextManager[BinaryIO | gzip.GzipFile]:
     if target.suffix.lower() == ".gz":
         return gzip.GzipFile(fileobj=file, mode="wb", compresslevel=4)
     return nullcontext(file)
 
 
 def _batches(analysis: Analysis) -> Iterator[list[dict[str, Any]]]:
-    starts = [one.trace.span_ns[0] for one in analysis.ranks.values() if len(one.trace)]
+    starts = [rank.trace.span_ns[0] for rank in analysis.ranks.values() if len(rank.trace)]
     origin = min(starts, default=0)
-    for one in analysis.ranks.values():
-        yield _tracks(one)
-        for begin in range(0, len(one.trace), ROWS):
-            yield _spans(one, slice(begin, begin + ROWS), origin)
+    for rank in analysis.ranks.values():
+        yield _tracks(rank)
+        for begin in range(0, len(rank.trace), ROWS):
+            yield _spans(rank, slice(begin, begin + ROWS), origin)
 
 
-def _tracks(one: RankAnalysis) -> list[dict[str, Any]]:
+def _tracks(rank: RankAnalysis) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": one.rank, "args": {"name": f"rank {one.rank}"}},
+        {
+            "ph": "M",
+            "name": "process_name",
+            "pid": rank.rank,
+            "args": {"name": f"rank {rank.rank}"},
+        },
         {
             "ph": "M",
             "name": "process_sort_index",
-            "pid": one.rank,
-            "args": {"sort_index": one.rank},
+            "pid": rank.rank,
+            "args": {"sort_index": rank.rank},
         },
     ]
-    for number, thread in enumerate(one.trace.threads):
-        shown = f"{thread.process_name} {thread.name or thread.thread}".strip()
+    for number, thread in enumerate(rank.trace.threads):
+        label = f"{thread.process_name} {thread.name or thread.thread}".strip()
         events.append(
-            {"ph": "M", "name": "thread_name", "pid": one.rank, "tid": number,
-             "args": {"name": shown}}
+            {"ph": "M", "name": "thread_name", "pid": rank.rank, "tid": number,
+             "args": {"name": label}}
         )  # fmt: skip
     return events
 
 
-def _spans(one: RankAnalysis, rows: slice, origin: int) -> list[dict[str, Any]]:
-    trace = one.trace
-    start = one.on_common_clock(trace.start_ns[rows])
+def _spans(rank: RankAnalysis, rows: slice, origin: int) -> list[dict[str, Any]]:
+    trace = rank.trace
+    start = rank.on_common_clock(trace.start_ns[rows])
     columns = (
         ((start - origin) / 1e3).tolist(),
         (trace.duration_ns[rows] / 1e3).tolist(),
@@ -90,10 +95,10 @@ def _spans(one: RankAnalysis, rows: slice, origin: int) -> list[dict[str, Any]]:
         {
             "ph": "X",
             "name": trace.names[name],
-            "pid": one.rank,
+            "pid": rank.rank,
             "tid": thread,
-            "ts": at,
-            "dur": long,
+            "ts": start_us,
+            "dur": duration_us,
         }
-        for at, long, name, thread in zip(*columns, strict=True)
+        for start_us, duration_us, name, thread in zip(*columns, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""The summary that a report shows, as plain values; what is not known is None."""
+"""The summary of a report as plain JSON values; unknown values are None."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from ms_profile.analysis.transfers import find_slow_group, fit_transfers
 from ms_profile.analysis.whole_run import Analysis, RankAnalysis
 from ms_profile.links.matrix import LinkMatrix, find_slow_link
 from ms_profile.metrics import METRICS
-from ms_profile.report.waits import summarise_data, summarise_idle
+from ms_profile.report.waits import summarize_data, summarize_idle
 from ms_profile.trace.steps import STEP
 
-MOST_OPERATORS = 400
-MOST_LEDGER_ROWS = 300
+MAX_OPERATORS = 400
+MAX_LEDGER_ROWS = 300
 
 
 def build_summary(
@@ -32,61 +32,63 @@ def build_summary(
     findings: Sequence[Finding] | None = None,
     metrics: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Summarise an analysis for the report and for JSON; times in ns, sizes in bytes.
+    """Summarize an analysis for the report and for `--json`; times in ns, sizes in bytes.
 
     Args:
-        analysis: of `ms_profile.analyse`.
-        title: of the report; the run's name where not given.
-        links: as `ms-profile link --out` measured them.
-        findings: the advice; asked for where not given.
-        metrics: which parts to show; those that the run was asked for, else all.
+        analysis: result of `ms_profile.analyse`.
+        title: title of the report; default: the name of the run.
+        links: link matrix from `ms-profile link --out`.
+        findings: advice to show. None: apply all rules.
+        metrics: metrics to show. None: those of the run, or all if unknown.
     """
-    found = advise(analysis) if findings is None else findings
+    advice = advise(analysis) if findings is None else findings
     run = analysis.run
-    asked = metrics if metrics is not None else run.metrics if run is not None else None
-    shown = {part for name in asked or METRICS if name in METRICS for part in METRICS[name].shows}
+    selected = metrics if metrics is not None else run.metrics if run is not None else None
+    shown = {
+        part for name in selected or METRICS if name in METRICS for part in METRICS[name].shows
+    }
     return {
         "title": title or (run.name if run is not None else "Where the time goes"),
         "run": None if run is None else asdict(run),
-        "metrics": list(asked or METRICS),
+        "metrics": list(selected or METRICS),
         "shown": sorted(shown),
         "phases": PHASES,
         "warnings": list(analysis.warnings),
-        "ranks": [_rank(one) for one in analysis.ranks.values()],
+        "ranks": [_rank(rank) for rank in analysis.ranks.values()],
         "operators": _operators(analysis, by_shape="shapes" in shown),
         "kernels": _kernels(analysis),
         "communication": _communication(analysis, links),
         "ledger": _ledger(analysis),
-        "memory": [_memory(one) for one in analysis.ranks.values()],
-        "data": summarise_data(analysis),
-        "idle": summarise_idle(analysis),
-        "advice": [_finding(one) for one in found],
+        "memory": [_memory(rank) for rank in analysis.ranks.values()],
+        "data": summarize_data(analysis),
+        "idle": summarize_idle(analysis),
+        "advice": [_finding(finding) for finding in advice],
     }  # fmt: skip
 
 
-def _rank(one: RankAnalysis) -> dict[str, Any]:
+def _rank(rank: RankAnalysis) -> dict[str, Any]:
     steps = [
-        {"number": b.step.number, "wall": b.step.duration_ns,
+        {"number": breakdown.step.number, "wall": breakdown.step.duration_ns,
          "phases": {
-             name: None if name in one.activity.unmeasured else amount
-             for name, amount in b.phases_ns.items()
+             name: None if name in rank.activity.unmeasured else time_ns
+             for name, time_ns in breakdown.phases_ns.items()
          },
-         "communication": b.communication_ns, "hidden": b.hidden_ns}
-        for b in one.breakdowns
+         "communication": breakdown.communication_ns, "hidden": breakdown.hidden_ns}
+        for breakdown in rank.breakdowns
     ]  # fmt: skip
     return {
-        "rank": one.rank, "host": one.trace.host, "spans": len(one.trace),
-        "file_bytes": one.trace.file_bytes, "device": one.activity.has_device, "steps": steps,
-        "clock": None if one.clock is None else structs.asdict(one.clock),
+        "rank": rank.rank, "host": rank.trace.host, "spans": len(rank.trace),
+        "file_bytes": rank.trace.file_bytes, "device": rank.activity.has_device, "steps": steps,
+        "clock": None if rank.clock is None else structs.asdict(rank.clock),
     }  # fmt: skip
 
 
 def _operators(analysis: Analysis, *, by_shape: bool) -> dict[str, Any]:
-    """List all ranks' operators by name, and by shape where asked for, most self time first."""
+    """Aggregate all ranks' operators by name, and optionally by shape, most self time first."""
     sums: dict[tuple[str, int, str], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     has_device = False
-    for one in analysis.ranks.values():
-        for row in operator_table(one.trace, by_shape=by_shape):
+    for rank in analysis.ranks.values():
+        for row in operator_table(rank.trace, by_shape=by_shape):
             name = "ProfilerStep" if STEP.fullmatch(row.name) else row.name
             cell = sums[name, int(row.category), row.shape]
             cell[0] += row.calls
@@ -95,56 +97,61 @@ def _operators(analysis: Analysis, *, by_shape: bool) -> dict[str, Any]:
             cell[3] += row.device_ns or 0
             has_device |= row.device_ns is not None
     ordered = sorted(sums.items(), key=lambda item: -max(item[1][2], item[1][3]))
-    rows = [[*key, *cell] for key, cell in ordered[:MOST_OPERATORS]]
+    rows = [[*key, *cell] for key, cell in ordered[:MAX_OPERATORS]]
     return {
         "rows": rows, "left_out": len(ordered) - len(rows), "device": has_device,
-        "left_out_ns": sum(cell[2] for _, cell in ordered[MOST_OPERATORS:]),
+        "left_out_ns": sum(cell[2] for _, cell in ordered[MAX_OPERATORS:]),
         "self_ns": sum(cell[2] for _, cell in ordered),
     }  # fmt: skip
 
 
 def _kernels(analysis: Analysis) -> list[list[Any]]:
     sums: dict[tuple[str, int], list[int]] = {}
-    for one in analysis.ranks.values():
-        for row in kernel_table(one.trace):
+    for rank in analysis.ranks.values():
+        for row in kernel_table(rank.trace):
             cell = sums.setdefault((row.name, int(row.category)), [0, 0, row.shortest_ns, 0])
             cell[0] += row.calls
             cell[1] += row.total_ns
             cell[2] = min(cell[2], row.shortest_ns)
             cell[3] = max(cell[3], row.longest_ns)
     ordered = sorted(sums.items(), key=lambda item: -item[1][1])
-    return [[*key, *cell] for key, cell in ordered[:MOST_OPERATORS]]
+    return [[*key, *cell] for key, cell in ordered[:MAX_OPERATORS]]
 
 
 def _communication(analysis: Analysis, links: LinkMatrix | None) -> dict[str, Any]:
     ranks = list(analysis.ranks)
-    place = {rank: column for column, rank in enumerate(ranks)}
+    column_of = {rank: column for column, rank in enumerate(ranks)}
     waits = np.zeros((len(ranks), len(ranks)))
     for charge in analysis.ledger.charges:
-        waits[place[charge.waiting], place[charge.cause]] += charge.wait_ns
+        waits[column_of[charge.waiting], column_of[charge.cause]] += charge.wait_ns
     kinds: dict[tuple[str, str, int | None], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     ledger = analysis.ledger
-    for one, waited, moved in zip(ledger.matched, ledger.wait_ns, ledger.transfer_ns, strict=True):
-        cell = kinds[one.kind, one.group, one.size_bytes]
+    for collective, waited, transfer in zip(
+        ledger.matched, ledger.wait_ns, ledger.transfer_ns, strict=True
+    ):
+        cell = kinds[collective.kind, collective.group, collective.size_bytes]
         cell[0] += 1
         cell[1] += sum(waited.values()) / len(waited)
-        cell[2] += sum(moved.values()) / len(moved)
-    seen = sum(len(one.collectives) for one in analysis.ranks.values())
+        cell[2] += sum(transfer.values()) / len(transfer)
+    seen = sum(len(rank.collectives) for rank in analysis.ranks.values())
     group = find_slow_group(ledger)
     slow = find_slow_link(links) if links is not None else None
     return {
         "ranks": ranks,
         "waits": waits.tolist() if ledger.matched else None,
-        "kinds": [[*key, *cell] for key, cell in sorted(kinds.items(), key=lambda i: -i[1][2])],
+        "kinds": [
+            [*key, *cell] for key, cell in sorted(kinds.items(), key=lambda item: -item[1][2])
+        ],
         "seen": seen,
         "fits": [
-            asdict(fit, filter=lambda each, _: each.name != "fit") | structs.asdict(fit.fit)
+            asdict(fit, filter=lambda attribute, _: attribute.name != "fit")
+            | structs.asdict(fit.fit)
             for fit in fit_transfers(ledger)
         ],
         "links": None if links is None else {
             "backend": links.backend, "world": links.world_size,
-            "pairs": [[p.first, p.second, p.fit.latency_s, p.fit.bandwidth_bytes_per_s]
-                      for p in links.pairs],
+            "pairs": [[pair.first, pair.second, pair.fit.latency_s, pair.fit.bandwidth_bytes_per_s]
+                      for pair in links.pairs],
         },
         "slow_group": None if group is None else {
             **asdict(group), "everyone": set(group.ranks) >= set(ranks),
@@ -155,21 +162,24 @@ def _communication(analysis: Analysis, links: LinkMatrix | None) -> dict[str, An
 
 def _ledger(analysis: Analysis) -> dict[str, Any]:
     ledger = analysis.ledger
-    sums = [[rank, phase, amount] for (rank, phase), amount in ledger.charged_ns().items()]
+    sums = [[rank, phase, wait_ns] for (rank, phase), wait_ns in ledger.charged_ns().items()]
     longest = sorted(range(len(ledger.matched)), key=lambda n: -sum(ledger.wait_ns[n].values()))[
-        :MOST_LEDGER_ROWS
+        :MAX_LEDGER_ROWS
     ]
     causes: dict[int, dict[tuple[int, str], float]] = defaultdict(lambda: defaultdict(float))
     for charge in ledger.charges:
         causes[charge.collective][charge.cause, charge.phase] += charge.wait_ns
     rows = []
     for number in longest:
-        one = ledger.matched[number]
-        by = max(causes[number].items(), key=lambda item: item[1])[0] if causes[number] else None
+        collective = ledger.matched[number]
+        main_cause = (
+            max(causes[number].items(), key=lambda item: item[1])[0] if causes[number] else None
+        )
         rows.append(
-            [one.kind, one.size_bytes, str(min(one.starts_ns.values())),
+            [collective.kind, collective.size_bytes, str(min(collective.starts_ns.values())),
              sum(ledger.wait_ns[number].values()), sum(ledger.transfer_ns[number].values()),
-             ledger.late[number], by[0] if by else None, by[1] if by else None]
+             ledger.late[number], main_cause[0] if main_cause else None,
+             main_cause[1] if main_cause else None]
         )  # fmt: skip
     return {
         "charged": sums, "waited": sorted(ledger.waited_ns().items()), "rows": rows,
@@ -178,17 +188,19 @@ def _ledger(analysis: Analysis) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _memory(one: RankAnalysis) -> dict[str, Any]:
+def _memory(rank: RankAnalysis) -> dict[str, Any]:
     series = [
         {"device": line.device, "at": (line.at_ns - line.at_ns[0]).tolist(),
          "low": line.low_bytes.tolist(), "high": line.high_bytes.tolist(),
          "peak": int(line.high_bytes.max())}
-        for line in memory_timeline(one.trace)
+        for line in memory_timeline(rank.trace)
     ]  # fmt: skip
-    peaks = [[peak.name, peak.size_bytes] for peak in memory_growth(one.trace)]
-    return {"rank": one.rank, "series": series, "peaks": peaks}
+    peaks = [[peak.name, peak.size_bytes] for peak in memory_growth(rank.trace)]
+    return {"rank": rank.rank, "series": series, "peaks": peaks}
 
 
-def _finding(one: Finding) -> dict[str, Any]:
-    evidence = [[e.rank, e.name, str(e.start_ns), e.duration_ns] for e in one.evidence]
-    return {**asdict(one), "evidence": evidence}
+def _finding(finding: Finding) -> dict[str, Any]:
+    evidence = [
+        [span.rank, span.name, str(span.start_ns), span.duration_ns] for span in finding.evidence
+    ]
+    return {**asdict(finding), "evidence": evidence}

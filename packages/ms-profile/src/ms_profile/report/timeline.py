@@ -1,4 +1,4 @@
-"""Every rank's spans as the page's columns: by track, each start as the distance to the last."""
+"""Pack every rank's spans into the page's columns, by track, with delta-encoded starts."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ from ms_profile.trace.intervals import clip
 from ms_profile.vendors.category import Category
 
 DATA_WAIT = len(Category)
-"""On the page alone: a scope that waits for the next batch."""
+"""Category used only on the page: a scope that waits for the next batch."""
 GARBAGE = len(Category) + 1
-"""On the page alone: a garbage collection, which the recorder saw."""
+"""Category used only on the page: a garbage collection from the recorder."""
 RECORDER = 0xFFFFFF
-"""The thread number of the recorder's track."""
+"""Thread id of the recorder's track."""
 GARBAGE_NAME = "garbage collection"
 DEVICE = [int(c) for c in (Category.KERNEL, Category.COPY, Category.DEVICE_ANNOTATION,
                            Category.DEVICE_WAIT)]  # fmt: skip
@@ -27,28 +27,28 @@ SHOWN = [int(c) for c in Category if c not in (Category.OTHER, Category.OVERHEAD
 
 @frozen(kw_only=True, eq=False)
 class Timeline:
-    """What the page draws."""
+    """Data for the page's timeline."""
 
     layout: dict[str, Any]
-    """Origin, unit, tracks, names, steps and how much was left out."""
+    """Origin, unit, tracks, names, steps, and the numbers of spans in total and shown."""
     columns: dict[str, NDArray[Any]]
-    """`start` (distance to the track's last start), `duration`, `name`, `category`."""
+    """`start` (difference from the track's previous start), `duration`, `name`, `category`."""
 
 
 def build_timeline(analysis: Analysis, *, most_events: int = 1_000_000) -> Timeline:
-    """Put all ranks on one clock and keep the longest `most_events` spans."""
+    """Convert all ranks to one clock and keep the longest `most_events` spans."""
     origins = _origins(analysis)
-    parts = [_rank_spans(rank, place) for place, rank in enumerate(analysis.ranks.values())]
+    parts = [_rank_spans(rank, index) for index, rank in enumerate(analysis.ranks.values())]
     for part, rank in zip(parts, analysis.ranks.values(), strict=True):
         part["start"] = part["start"] - origins[rank.rank]
     if not any(len(part["start"]) for part in parts):
-        nothing = {"tracks": [], "names": [], "unit_ns": 10, "total": 0, "shown": 0, "length": 0,
+        empty = {"tracks": [], "names": [], "unit_ns": 10, "total": 0, "shown": 0, "length": 0,
                    "origin_ns": "0", "origins": {}, "steps": []}  # fmt: skip
-        return Timeline(layout=nothing, columns={})
+        return Timeline(layout=empty, columns={})
     names: dict[str, int] = {}
     for part, rank in zip(parts, analysis.ranks.values(), strict=True):
-        own = (*rank.trace.names, GARBAGE_NAME)
-        table = np.array([names.setdefault(n, len(names)) for n in own], np.int64)
+        local_names = (*rank.trace.names, GARBAGE_NAME)
+        table = np.array([names.setdefault(n, len(names)) for n in local_names], np.int64)
         part["name"] = table[part["name"]]
     columns = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
     total = len(columns["start"])
@@ -60,60 +60,67 @@ def build_timeline(analysis: Analysis, *, most_events: int = 1_000_000) -> Timel
 
 
 def _origins(analysis: Analysis) -> dict[int, int]:
-    """Return the instant, in ns, at which each rank's timeline begins.
+    """Return the start of each rank's timeline in ns.
 
-    Ranks on one clock begin together; one whose clock is not known begins with its own first span.
+    Ranks on a common clock share their origin; a rank with an unaligned clock starts at its own
+    first span.
     """
-    own = {rank: one.common_ns(one.trace.span_ns[0]) for rank, one in analysis.ranks.items()}
-    known = [own[rank] for rank, one in analysis.ranks.items() if one.clock is not None]
-    common = min(known, default=0)
+    first_ns = {
+        rank: result.common_ns(result.trace.span_ns[0]) for rank, result in analysis.ranks.items()
+    }
+    aligned = [
+        first_ns[rank] for rank, result in analysis.ranks.items() if result.clock is not None
+    ]
+    common = min(aligned, default=0)
     return {
-        rank: own[rank] if one.clock is None else common for rank, one in analysis.ranks.items()
+        rank: first_ns[rank] if result.clock is None else common
+        for rank, result in analysis.ranks.items()
     }
 
 
-def _rank_spans(rank: RankAnalysis, place: int) -> dict[str, NDArray[Any]]:
+def _rank_spans(rank: RankAnalysis, index: int) -> dict[str, NDArray[Any]]:
     trace = rank.trace
     category = trace.category.astype(np.int64)
     category[trace.named(DATA, Category.ANNOTATION)] = DATA_WAIT
     category[trace.named(GARBAGE_SPAN, Category.ANNOTATION)] = GARBAGE
     rows = np.flatnonzero(np.isin(trace.category, SHOWN))
     start = rank.on_common_clock(trace.start_ns[rows])
-    return _with_garbage(rank, place, {
+    return _with_garbage(rank, index, {
         "start": start,
         "duration": rank.on_common_clock(trace.end_ns[rows]) - start,
         "name": trace.name[rows].astype(np.int64),
         "category": category[rows],
-        "track": trace.thread[rows].astype(np.int64) + (place << 24),
+        # The upper bits of a track id are the rank's index, the lower 24 its thread.
+        "track": trace.thread[rows].astype(np.int64) + (index << 24),
     })  # fmt: skip
 
 
 def _with_garbage(
-    rank: RankAnalysis, place: int, spans: dict[str, NDArray[Any]]
+    rank: RankAnalysis, index: int, spans: dict[str, NDArray[Any]]
 ) -> dict[str, NDArray[Any]]:
-    """Add, on a track of their own, the garbage collections that the trace does not hold."""
+    """Add the garbage collections that only the recorder saw, on a separate track."""
     first, last = rank.trace.span_ns
     pauses = clip(rank.activity.known_garbage, first, last)
     if not len(pauses):
         return spans
     start = rank.on_common_clock(pauses[:, 0])
-    more = {
+    extra = {
         "start": start,
         "duration": rank.on_common_clock(pauses[:, 1]) - start,
         "name": np.full(len(pauses), len(rank.trace.names)),
         "category": np.full(len(pauses), GARBAGE),
-        "track": np.full(len(pauses), RECORDER + (place << 24)),
+        "track": np.full(len(pauses), RECORDER + (index << 24)),
     }
-    return {key: np.concatenate([column, more[key]]) for key, column in spans.items()}
+    return {key: np.concatenate([column, extra[key]]) for key, column in spans.items()}
 
 
 def _order(
     columns: dict[str, NDArray[Any]], analysis: Analysis
 ) -> tuple[list[dict[str, Any]], dict[str, NDArray[Any]]]:
-    """Sort by rank, track, start, longest first; describe the tracks."""
+    """Sort by rank, track, start, and longest first; return the tracks and sorted columns."""
     codes, track, counts = np.unique(columns["track"], return_inverse=True, return_counts=True)
     on_device = np.bincount(track, np.isin(columns["category"], DEVICE), len(codes)) > 0
-    # Of each rank the busiest thread of the host first, then the others, then devices' streams.
+    # Per rank: host threads by number of spans, then device streams.
     order = np.lexsort((-counts, on_device, codes >> 24))
     position = np.empty(len(codes), np.int64)
     position[order] = np.arange(len(codes))
@@ -129,10 +136,16 @@ def _order(
             thread = Thread(process="recorder", thread=0, name=GARBAGE_NAME)
         else:
             thread = rank.trace.threads[code & 0xFFFFFF]
-        shown = thread.name or f"thread {thread.thread}"
+        thread_name = thread.name or f"thread {thread.thread}"
         process = thread.process_name or str(thread.process)
         tracks.append(
-            {"rank": rank.rank, "name": shown, "process": process, "first": begin, "count": count}
+            {
+                "rank": rank.rank,
+                "name": thread_name,
+                "process": process,
+                "first": begin,
+                "count": count,
+            }
         )
     return tracks, columns
 
@@ -171,7 +184,7 @@ def _finish(
         layout=layout,
         columns={
             "start": distance,
-            # Both are rounded down, so that no span runs into the next.
+            # Both round down, so that no span overlaps the next one.
             "duration": columns["duration"] // unit,
             "name": columns["name"],
             "category": columns["category"],

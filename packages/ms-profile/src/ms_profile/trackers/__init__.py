@@ -1,6 +1,6 @@
-"""Shows a training's events live in TensorBoard, Weights & Biases or MLflow, without waiting.
+"""Send a training's events to TensorBoard, Weights & Biases or MLflow without blocking it.
 
-A `Tracker` fits every trainer's `on_event=`; where its events go is a value:
+A `Tracker` can be passed to the `on_event=` of every trainer, with its destinations as arguments:
 
 ```python
 with Tracker(TensorBoard("tensorboard")) as tracker:

@@ -1,4 +1,4 @@
-"""Keeps beside a run the name of its run in a tracker, so that a resumed training continues it."""
+"""Store the id of a run in a tracker next to its files, so that a resumed training continues it."""
 
 import secrets
 from pathlib import Path
@@ -10,44 +10,44 @@ from ms_profile.errors import FormatError
 from ms_profile.files.untrusted import read_json
 from ms_profile.log.manifest import write_whole
 
-LARGEST_BYTES = 4096
+MAX_BYTES = 4096
 
 
 class TrackedRun(Struct, frozen=True, kw_only=True, tag="ms-profile.tracked.1", tag_field="format"):
-    """Which run of a tracker events go to."""
+    """Run in a tracker that events are sent to."""
 
     destination: str
     run: str
-    """The tracker's own name of the run, unique in it."""
+    """Id of the run, unique in the tracker."""
 
 
 def known_run(path: Path, destination: str) -> str | None:
-    """Return the run that was begun here, or None.
+    """Return the id of the run started in this folder, or None.
 
     Raises:
-        FormatError: the file cannot be read, or speaks of another tracker.
+        FormatError: the file cannot be read, or belongs to another tracker.
     """
     if not path.exists():
         return None
-    found = read_json(path, TrackedRun, error=FormatError, limit_bytes=LARGEST_BYTES)
-    if found.destination != destination:
+    tracked = read_json(path, TrackedRun, error=FormatError, limit_bytes=MAX_BYTES)
+    if tracked.destination != destination:
         raise FormatError(
-            f"{path}: speaks of {found.destination}, not of {destination}; remove it or choose "
+            f"{path} belongs to {tracked.destination}, not to {destination}; remove it or choose "
             "another folder"
         )
-    return found.run
+    return tracked.run
 
 
 def remember_run(path: Path, destination: str, run: str) -> None:
-    """Write down which run was begun.
+    """Store the id of the run that was started.
 
     Raises:
-        OSError: the place cannot be written.
+        OSError: the file cannot be written.
     """
     note = TrackedRun(destination=destination, run=run)
     write_whole(path, msgspec.json.encode(note) + b"\n")
 
 
-def fresh_name() -> str:
-    """Return a name of a run that no other has."""
+def new_run_id() -> str:
+    """Return a unique random run id."""
     return secrets.token_hex(8)

@@ -1,4 +1,4 @@
-"""What a tracker asks of a destination of events, and what it hands over."""
+"""Interface between a tracker and its destinations."""
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -12,86 +12,86 @@ from ms_profile.files.untrusted import check_path
 
 Value = int | float | str
 Outcome = Literal["finished", "stopped", "failed"]
-"""How a run ended: to its end, stopped so that it can go on, or by an error."""
+"""End of a run: finished, stopped so that it can be resumed, or failed with an error."""
 
 
 @frozen(kw_only=True)
 class Point:
-    """One event as destinations take it; names are `kind/field`, such as `step/loss`."""
+    """One event as passed to destinations; names are `kind/field`, such as `step/loss`."""
 
     kind: str
-    """The event's kind, such as `step`; `resume` says that steps behind its own are done again."""
+    """Kind of the event, such as `step`; `resume` means that later steps will be repeated."""
     step: int | None
-    """The field `step`; None where the event has none, as settings do."""
+    """The field `step`; None for events without it, such as settings."""
     wall_s: float
     """Unix time of the event."""
     numbers: Mapping[str, float] = field(factory=dict)
-    """Values that a curve can show."""
+    """Values to plot."""
     texts: Mapping[str, str] = field(factory=dict)
-    """Values that are text, such as samples."""
+    """Text values, such as samples."""
 
 
 @frozen(kw_only=True)
 class RunStart:
-    """What is known when a run is opened, at its first event."""
+    """Information at the time a run is opened, which is its first event."""
 
     name: str | None
-    """What people call it; None leaves the name to the destination."""
+    """Display name. None: the destination chooses one."""
     settings: Mapping[str, Value]
     """Settings of the run, by name."""
     step: int | None
-    """The first step to come: what stands at or behind it is of a run that was cut short."""
+    """First step to come; existing data from this step on is from an interrupted run."""
 
 
 class OpenRun(Protocol):
-    """A run that is written to. All calls come from one thread; whatever they raise is reported."""
+    """A run being written; all calls come from one thread, and exceptions are logged."""
 
     def write(self, points: Sequence[Point], /) -> None:
-        """Take points in the order of their events; those without a step are settings."""
+        """Write points in the order of their events; points without a step are settings."""
 
     def close(self, outcome: Outcome, /) -> None:
-        """Write what is left, and say how the run ended."""
+        """Write pending data and set the run's status."""
 
 
 class Destination(Protocol):
-    """Where events go."""
+    """A service or folder that events are sent to."""
 
     @property
     def title(self) -> str:
-        """Its name in messages."""
+        """Name for messages."""
 
     @property
     def measures_system(self) -> bool:
-        """Whether it measures memory and processors by itself."""
+        """Whether the destination records memory and CPU usage itself."""
 
     def check(self) -> None:
-        """Refuse at once what can't work.
+        """Check that the destination can be used.
 
         Raises:
             TrackerError: a library is missing.
         """
 
     def open(self, start: RunStart, /) -> OpenRun:
-        """Begin the run, or go on with it."""
+        """Start the run, or continue it."""
 
 
 def checked_folder(value: str | Path) -> Path:
-    """Return a folder that can be written, as a destination keeps it.
+    """Return the folder if it can be written.
 
     Raises:
-        TrackerError: no system takes the path, or a file stands there.
+        TrackerError: the path is invalid, or a file exists there.
     """
     check_path("folder", value, error=TrackerError, written="folder")
     return Path(value)
 
 
 def need_library(module: str, *, extra: str, package: str) -> None:
-    """Refuse a destination whose library is not installed, without importing it.
+    """Check that a destination's library is installed, without importing it.
 
     Raises:
         TrackerError: it is not installed.
     """
     if find_spec(module) is None:
         raise TrackerError(
-            f"{package} is not installed; pip install 'ms-profile[{extra}]' brings it"
+            f"{package} is not installed; install it with pip install 'ms-profile[{extra}]'"
         )

@@ -1,4 +1,4 @@
-"""One event as a point: what of it is a curve, a text or a setting."""
+"""Convert an event to a point: numbers, texts and settings."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -8,33 +8,33 @@ from ms_profile.trackers.destination import Point, Value
 
 
 class OnEvent(Protocol):
-    """Takes an event: a kind, and flat fields."""
+    """Callable that receives an event: a kind and flat fields."""
 
     def __call__(self, kind: str, fields: Mapping[str, Value], /) -> None:
-        """Take one event."""
+        """Receive one event."""
 
 
 def point_of(kind: str, fields: Mapping[str, Value], *, wall_s: float) -> Point:
-    """Return the point of an event; fields that are neither number nor text are left out.
+    """Convert an event to a point; fields that are neither numbers nor text are dropped.
 
     Args:
-        kind: such as `step`.
-        fields: flat; a numpy or torch scalar counts as its number.
-        wall_s: Unix time.
+        kind: kind of the event, such as `step`.
+        fields: flat fields; numpy and torch scalars are converted to numbers.
+        wall_s: Unix time of the event.
     """
     numbers: dict[str, float] = {}
     texts: dict[str, str] = {}
-    plain = {
-        name: given.item() if getattr(given, "ndim", None) == 0 else given  # type: ignore[union-attr]
-        for name, given in fields.items()
+    plain_fields = {
+        name: value.item() if getattr(value, "ndim", None) == 0 else value  # type: ignore[union-attr]
+        for name, value in fields.items()
     }
-    found = plain.get("step")
-    step = int(found) if isinstance(found, int) else None
-    for name, value in plain.items():
+    step_field = plain_fields.get("step")
+    step = int(step_field) if isinstance(step_field, int) else None
+    for name, value in plain_fields.items():
         if name == "step" and step is not None:
             continue
         if isinstance(value, str):
-            # Events without a step hold settings, which every viewer of a tracker sees.
+            # Events without a step are settings, which every viewer of the tracker can see.
             shown = without_secret(name, value) if step is None else value
             texts[f"{kind}/{name}"] = shown
         elif isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""Events as TensorBoard's files, which grow while the training runs; TensorBoard is not needed."""
+"""Write events to TensorBoard files during training, without TensorBoard installed."""
 
 import os
 import socket
@@ -14,23 +14,23 @@ from ms_profile.trackers.destination import OpenRun, Outcome, Point, RunStart, c
 
 @frozen
 class TensorBoard:
-    """Files below a folder for `tensorboard --logdir FOLDER`, a folder a run.
+    """Files for `tensorboard --logdir FOLDER`, one subfolder per run.
 
-    A training that goes on writes a further file, and TensorBoard then no longer shows what an
-    earlier one says of the steps that are done again.
+    A resumed training writes a new file, and TensorBoard then hides the values of repeated steps
+    in earlier files.
     """
 
     folder: Path = field(converter=checked_folder)
-    """TensorBoard's log folder; the run's files go to `FOLDER/NAME`, or FOLDER without a name."""
+    """TensorBoard's log folder; a run's files go to `FOLDER/NAME`, or to FOLDER without a name."""
 
     title = "TensorBoard"
     measures_system = False
 
     def check(self) -> None:
-        """Accept every installation: no library is needed."""
+        """Do nothing, as no library is needed."""
 
     def open(self, start: RunStart, /) -> OpenRun:
-        """Begin a file.
+        """Create a file.
 
         Raises:
             OSError: the folder cannot be written.
@@ -39,13 +39,13 @@ class TensorBoard:
 
 
 class _File:
-    """One file, to which whole records are appended."""
+    """One event file, to which complete records are appended."""
 
     def __init__(self, folder: Path, start: RunStart) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         now_s = time.time()
         name = f"events.out.tfevents.{now_s:.6f}.{socket.gethostname()}.{os.getpid()}.ms-profile"
-        # Without a buffer: a record is there, or not, when the process is killed.
+        # Unbuffered: each record is complete or absent if the process is killed.
         self._file = (folder / name).open("xb", buffering=0)
         self._settings: dict[str, object] = dict(start.settings)
         self._step = start.step or 0
@@ -53,8 +53,8 @@ class _File:
         self._write_settings(now_s)
 
     def write(self, points: Sequence[Point], /) -> None:
-        """Append a record a point; settings are one table, which is shown anew when it grows."""
-        before = len(self._settings)
+        """Append one record per point; settings form one table, rewritten when it grows."""
+        previous_count = len(self._settings)
         records = []
         for point in points:
             if point.kind == "resume" and point.step is not None:
@@ -65,11 +65,11 @@ class _File:
                 self._step = max(self._step, point.step)
                 records.append(values(point.wall_s, point.step, point.numbers, point.texts))
         self._file.write(b"".join(records))
-        if len(self._settings) > before:
+        if len(self._settings) > previous_count:
             self._write_settings(points[-1].wall_s)
 
     def close(self, outcome: Outcome, /) -> None:
-        """Say how the run ended, and sync the file."""
+        """Write the outcome and sync the file."""
         self._file.write(values(time.time(), self._step, {}, {"outcome": outcome}))
         os.fsync(self._file.fileno())
         self._file.close()

@@ -1,9 +1,9 @@
-"""`Tracker`: hands events to trackers in threads of their own, so that none holds up a training.
+"""`Tracker`: send events to destinations in background threads, without blocking the training.
 
-The training's thread puts an event into a bounded queue and goes on. One thread a destination
-opens the run at the first event, takes what has come together, and writes it. What a destination
-raises is logged once and counted; a full queue drops what is new. So a server that is away, slow
-or full costs its curves and nothing else.
+The training's thread puts an event into a bounded queue and continues. One thread per destination
+opens the run at the first event and writes queued events in batches. Exceptions of a destination
+are logged once and counted; a full queue drops new events. A server that is unavailable, slow or
+out of space costs its plots and nothing else.
 """
 
 import atexit
@@ -22,44 +22,43 @@ from ms_profile.trackers.events import OnEvent, point_of
 from ms_profile.trackers.system import SystemMeter
 
 logger = logging.getLogger(__name__)
-MOST_WAITING = 10_000
-"""Events that wait for a destination; more are dropped and counted."""
-A_WRITE = 1000
-"""Most events that are written at once."""
+MAX_QUEUED = 10_000
+"""Queue capacity per destination, in events; more are dropped and counted."""
+MAX_BATCH = 1000
+"""Maximum number of events per write."""
 RETRY_S = 30.0
 """Seconds between attempts to open a run."""
 
 
 class Tracker:
-    """Shows a run's events elsewhere: `Tracker(TensorBoard("tb"), MLflow("mlflow"))`.
+    """Send a run's events to destinations: `Tracker(TensorBoard("tb"), MLflow("mlflow"))`.
 
-    Fits the `on_event=` of every trainer, and can be called in a loop of your own:
-    `tracker("step", {"step": 1, "loss": 2.3})`. A number of an event with a step is the curve
-    `kind/field`, a text of it a text; fields of an event without a step are settings. Events of
-    other processes than the first (`RANK` in the environment) are left out, and a run is opened
-    at the first event, so that each process may make a tracker.
+    Can be passed to the `on_event=` of every trainer, or called in your own loop:
+    `tracker("step", {"step": 1, "loss": 2.3})`. Numbers of events with a step become the plot
+    `kind/field`, and texts become text; fields of events without a step are settings. Only the
+    events of rank 0 (`RANK` in the environment) are sent, and runs are opened at the first event,
+    so every process may create a tracker.
 
-    A destination that fails is warned of once in the log; the training goes on, and `lost` counts
-    what it did not take. The run is closed as finished when the block ends, as stopped where the
-    trainer's event `end` says so, as failed where an exception ends the block, or where the process
-    ends without `close`. A training that goes on from a checkpoint goes on in the same run.
+    If a destination fails, one warning is logged, the training continues, and `lost` counts the
+    events it did not receive. A run ends as "finished" when the block ends, as "stopped" if the
+    trainer's `end` event says so, and as "failed" if an exception leaves the block or the process
+    exits without `close`. A training resumed from a checkpoint continues the same run.
 
     Args:
         destinations: `TensorBoard`, `Wandb`, `MLflow`, or any `Destination`.
-        name: of the run; None leaves it to the destination.
-        settings: shown with the run, such as the keys of its run file; secrets are masked.
-        also: called with each event at once, in the training's thread, and with its errors: an
-            `EventLog`, or a `JsonLines` in place of the one that `on_event=` replaces.
-        system_interval_s: seconds between points of the process's memory and processor time;
-            None for none. A destination that measures them itself is given none.
-        close_timeout_s: how long closing waits for what is not written yet.
-        waits: wait for room in the queue of a slow destination instead of dropping events; not for
-            a training. A destination that takes nothing for `close_timeout_s` is given up: what
-            its queue cannot hold is dropped and counted.
+        name: name of the run. None: the destination chooses one.
+        settings: settings to show with the run, such as those of its run file; secrets are masked.
+        also: callables that receive every event synchronously, and may raise: an `EventLog`, or a
+            `JsonLines` to replace the one that `on_event=` turns off.
+        system_interval_s: seconds between points with the process's memory and CPU usage. None:
+            no points. Destinations that measure these themselves get none.
+        close_timeout_s: seconds that closing waits for pending events.
+        waits: wait for space in a slow destination's queue instead of dropping events; not for use
+            in training. After `close_timeout_s` without progress, events are dropped and counted.
 
     Raises:
-        TrackerError: no destination is given, one of them lacks its library, or the name would
-            lead out of a destination's folder.
+        TrackerError: there is no destination, a library is missing, or the name would lead out of
+            a destination's folder.
     """
 
     def __init__(
@@ -78,32 +77,34 @@ class Tracker:
             destination.check()
         if name is not None:
             _check_name(name)
-        shown = {
+        masked = {
             key: without_secret(key, value) if isinstance(value, str) else value
             for key, value in (settings or {}).items()
         }
-        start = RunStart(name=name, settings=shown, step=None)
+        start = RunStart(name=name, settings=masked, step=None)
         self._active = number_in_environment("RANK", 0) == 0
         self._also, self._pid, self._timeout_s = tuple(also), os.getpid(), close_timeout_s
         self._outcome: Outcome | None = None
         self._closed = False
         wait_s = close_timeout_s if waits else 0.0
-        self._feeds = [_Feed(each, start, system_interval_s, wait_s) for each in destinations]
+        self._feeds = [
+            _Feed(destination, start, system_interval_s, wait_s) for destination in destinations
+        ]
         atexit.register(self.close, _at_exit=True)
 
     def __call__(self, kind: str, fields: Mapping[str, Value], /) -> None:
-        """Take one event and return at once, whatever the destinations do with it."""
-        for other in self._also:
-            other(kind, fields)
+        """Queue one event and return immediately."""
+        for callback in self._also:
+            callback(kind, fields)
         self.take(kind, fields, wall_s=time.time())
 
     def take(self, kind: str, fields: Mapping[str, Value], *, wall_s: float) -> None:
-        """Take an event of an earlier moment, for the destinations alone.
+        """Queue an event of an earlier time, for the destinations only.
 
         Args:
-            kind: as of any event.
-            fields: likewise.
-            wall_s: Unix time of it.
+            kind: kind of the event.
+            fields: fields of the event.
+            wall_s: Unix time of the event.
         """
         if self._closed or not self._active or os.getpid() != self._pid:
             return
@@ -115,21 +116,21 @@ class Tracker:
 
     @property
     def lost(self) -> int:
-        """Events that a destination did not take, summed over destinations."""
+        """Number of events that destinations did not receive, summed over destinations."""
         return sum(feed.lost for feed in self._feeds)
 
     def close(self, outcome: Outcome | None = None, *, _at_exit: bool = False) -> None:
-        """Write what waits and end the runs; further calls do nothing.
+        """Write queued events and end the runs; later calls do nothing.
 
         Args:
-            outcome: how the run ended; by default as the event `end` said, else `"finished"`.
+            outcome: end of the runs. None: according to the `end` event, else "finished".
         """
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        ended = outcome or self._outcome or ("failed" if _at_exit else "finished")
+        final_outcome = outcome or self._outcome or ("failed" if _at_exit else "finished")
         for feed in self._feeds:
-            feed.end(ended)
+            feed.end(final_outcome)
         deadline = time.monotonic() + self._timeout_s
         for feed in self._feeds:
             feed.join(max(0.0, deadline - time.monotonic()))
@@ -138,12 +139,12 @@ class Tracker:
     def __enter__(self) -> "Tracker":
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        self.close("failed" if kind is not None else None)
+    def __exit__(self, error_type: object, *_: object) -> None:
+        self.close("failed" if error_type is not None else None)
 
 
 class _Feed:
-    """One destination's queue, thread and run."""
+    """Queue, thread and run of one destination."""
 
     def __init__(
         self,
@@ -154,19 +155,19 @@ class _Feed:
     ) -> None:
         self._wait_s = wait_s
         self.destination, self.start, self.lost = destination, start, 0
-        self._queue: queue.Queue[Point | None] = queue.Queue(MOST_WAITING)
+        self._queue: queue.Queue[Point | None] = queue.Queue(MAX_QUEUED)
         self._outcome: Outcome | None = None
         self._run: OpenRun | None = None
         self._warned = False
         self._stuck = False
         self._tried_s = -RETRY_S
         self._step: int | None = None
-        measured = None if destination.measures_system else system_interval_s
-        self._meter = SystemMeter(measured)
+        meter_interval_s = None if destination.measures_system else system_interval_s
+        self._meter = SystemMeter(meter_interval_s)
         self._thread: threading.Thread | None = None
 
     def put(self, point: Point) -> None:
-        """Hand over a point; wait at most `wait_s` for room, and not again while it is stuck."""
+        """Queue a point; wait up to `wait_s` for space, but only once while the queue is stuck."""
         if self._thread is None:
             name = f"ms-profile-{self.destination.title}"
             self._thread = threading.Thread(target=self._work, daemon=True, name=name)
@@ -180,13 +181,13 @@ class _Feed:
             self._warn("its queue is full")
 
     def end(self, outcome: Outcome) -> None:
-        """Ask the thread to end the run once it has written what waits; this does not wait."""
+        """Request the end of the run once queued events are written; does not wait."""
         self._outcome = outcome
         if self._thread is not None and self._queue.empty():
-            self._queue.put_nowait(None)  # wakes it; one that has points to write is awake
+            self._queue.put_nowait(None)  # wakes an idle thread; a busy one checks by itself
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread."""
+        """Wait for the thread to finish."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -196,20 +197,22 @@ class _Feed:
     def _work(self) -> None:
         while True:
             try:
-                taken = [self._queue.get(timeout=self._meter.rest_s)]
+                batch = [self._queue.get(timeout=self._meter.rest_s)]
             except queue.Empty:
-                taken = []
-            while len(taken) < A_WRITE and not self._queue.empty():
-                taken.append(self._queue.get_nowait())
-            points = [each for each in taken if each is not None]
-            self._step = max((p.step for p in points if p.step is not None), default=self._step)
+                batch = []
+            while len(batch) < MAX_BATCH and not self._queue.empty():
+                batch.append(self._queue.get_nowait())
+            points = [point for point in batch if point is not None]
+            self._step = max(
+                (point.step for point in points if point.step is not None), default=self._step
+            )
             points += self._meter.read(self._step)
             self._write(points)
             if self._outcome is not None and self._queue.empty():
                 return self._close(self._outcome)
 
     def _write(self, points: list[Point]) -> None:
-        if not points or not self._opened(points):
+        if not points or not self._ensure_open(points):
             self.lost += len(points)
             return
         try:
@@ -219,10 +222,10 @@ class _Feed:
             self.lost += len(points)
             self._warn(_line(error))
 
-    def _opened(self, points: list[Point]) -> bool:
+    def _ensure_open(self, points: list[Point]) -> bool:
         if self._run is None and time.monotonic() - self._tried_s >= RETRY_S:
             self._tried_s = time.monotonic()
-            first = next((each for each in points if each.step is not None), None)
+            first = next((point for point in points if point.step is not None), None)
             step = None if first is None else first.step
             if first is not None and step is not None and first.kind == "resume":
                 step += 1
@@ -249,15 +252,15 @@ class _Feed:
 
 
 def _check_name(name: str) -> None:
-    """Refuse a bad name of a run, which may become a folder below a destination's."""
+    """Check a run's name, which may become a folder below a destination's folder."""
     parts = PurePath(name).parts
     if not parts or "/" in parts or ".." in parts or not name.isprintable() or len(name) > 200:
         raise TrackerError(
-            f"name is {name[:60]!r}; give a run a name such as `first` or `sweep/first`, which"
-            " stays in the destination's folder"
+            f"name must stay in the destination's folder, such as `first` or `sweep/first`, got "
+            f"{name[:60]!r}"
         )
 
 
 def _line(error: Exception) -> str:
-    # Masked before it is cut: a server's address may hold a password.
+    # Secrets are masked before truncation: a server address may contain a password.
     return f"{type(error).__name__}: {without_secrets(' '.join(str(error).split()))[:300]}"

@@ -1,4 +1,4 @@
-"""Events in Weights & Biases: online, on a server of one's own, or offline in files to sync."""
+"""Send events to Weights & Biases: online, self-hosted, or offline in files to sync later."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from attrs import field, frozen
 
-from ms_profile.trackers.continued import fresh_name, known_run, remember_run
+from ms_profile.trackers.continued import known_run, new_run_id, remember_run
 from ms_profile.trackers.destination import (
     OpenRun,
     Outcome,
@@ -17,32 +17,32 @@ from ms_profile.trackers.destination import (
 )
 
 STEP = "training_step"
-"""The axis of all curves. W&B's own step counts calls and cannot go back; this one can."""
+"""x-axis of all plots: W&B's own step counts calls and cannot go back, this one can."""
 
 
 @frozen
 class Wandb:
-    """A run of Weights & Biases; needs `ms-profile[wandb]`.
+    """A run in Weights & Biases; needs `ms-profile[wandb]`.
 
-    A training that goes on, with the same folder, goes on in the same run. Where the mode is
-    `"offline"`, each start leaves a folder `offline-run-*` below `FOLDER/wandb`; all of them name
-    the one run, so that `wandb sync --append` puts them together.
+    A resumed training with the same folder continues the same run. In mode `"offline"`, each start
+    creates a folder `offline-run-*` below `FOLDER/wandb`; all have the same run id, so that
+    `wandb sync --append` joins them.
     """
 
     folder: Path = field(converter=checked_folder)
-    """Where W&B's files are kept, and a note that says which run it is."""
+    """Folder for W&B's files and the file that stores the run's id."""
     project: str | None = field(default=None, kw_only=True)
-    """W&B's project; None leaves it to `WANDB_PROJECT` or W&B."""
+    """W&B project. None: `WANDB_PROJECT` or W&B's default."""
     mode: Literal["online", "offline", "disabled"] | None = field(default=None, kw_only=True)
-    """None leaves it to `WANDB_MODE`, or to whether W&B is logged in."""
+    """W&B mode. None: `WANDB_MODE`, or depending on whether W&B is logged in."""
     options: Mapping[str, Any] = field(factory=dict, kw_only=True)
-    """Further arguments of `wandb.init`, such as `entity`, `group` and `tags`."""
+    """Additional arguments for `wandb.init`, such as `entity`, `group` and `tags`."""
 
     title = "W&B"
     measures_system = True
 
     def check(self) -> None:
-        """Refuse at once what cannot work.
+        """Check that W&B can be used.
 
         Raises:
             TrackerError: wandb is not installed.
@@ -50,28 +50,28 @@ class Wandb:
         need_library("wandb", extra="wandb", package="wandb")
 
     def open(self, start: RunStart, /) -> OpenRun:
-        """Begin the run, or go on with the one that was begun in this folder."""
+        """Start the run, or continue the one that was started in this folder."""
         import wandb
 
-        note = self.folder / "wandb-run.json"
-        known = known_run(note, self.title)
-        name = known or fresh_name()
+        id_file = self.folder / "wandb-run.json"
+        existing_id = known_run(id_file, self.title)
+        run_id = existing_id or new_run_id()
         self.folder.mkdir(parents=True, exist_ok=True)
         run = wandb.init(
             **{
                 "project": self.project,
                 "mode": self.mode,
                 "dir": str(self.folder),
-                "id": name,
+                "id": run_id,
                 "name": start.name,
                 "resume": "allow",
                 "config": dict(start.settings),
-                # The training's own lines stay its own.
+                # Do not capture the training's own output.
                 "settings": wandb.Settings(console="off", silent=True),
                 **self.options,
             }
         )
-        remember_run(note, self.title, name)
+        remember_run(id_file, self.title, run_id)
         run.define_metric(STEP)
         run.define_metric("*", step_metric=STEP)
         return _Run(run)
@@ -82,7 +82,7 @@ class _Run:
         self._run = run
 
     def write(self, points: Sequence[Point], /) -> None:
-        """Log each point under its step; settings go to the run's config."""
+        """Log each point at its step; settings go to the run's config."""
         for point in points:
             values = {**point.numbers, **point.texts}
             if point.step is None:
@@ -91,12 +91,12 @@ class _Run:
                 self._run.log({STEP: point.step, "_timestamp": point.wall_s, **values})
 
     def close(self, outcome: Outcome, /) -> None:
-        """Finish; W&B knows runs that finished and runs that failed."""
+        """Finish the run; W&B distinguishes only finished and failed runs."""
         self._run.summary["outcome"] = outcome
         self._run.finish(exit_code=1 if outcome == "failed" else 0)
         import wandb
 
         if wandb.run is None:
-            # W&B's service may still hold the run for a moment, and one that is gone on with in
-            # this process would then write nothing.
+            # W&B's service may hold the run a moment longer, and continuing it in this process
+            # would then write nothing.
             wandb.teardown()

@@ -1,6 +1,6 @@
-"""What vendors call things, one file a vendor: a file here that holds `VENDOR` is found by itself.
+"""Names that each vendor uses in traces, one module per vendor; those with `VENDOR` are registered.
 
-Recording and trace reading both know names, so this room lies below both.
+Both recording and trace reading use these names, so this package is below both.
 """
 
 import re
@@ -14,12 +14,12 @@ __all__ = ["VENDORS", "any_vendors"]
 
 VENDORS: Final[tuple[Vendor, ...]] = tuple(
     module.VENDOR
-    for found in iter_modules(__path__)
-    if hasattr(module := import_module(f"{__name__}.{found.name}"), "VENDOR")
+    for module_info in iter_modules(__path__)
+    if hasattr(module := import_module(f"{__name__}.{module_info.name}"), "VENDOR")
 )
 
 
 def any_vendors(*fields: str, start: str = "", end: str = "") -> re.Pattern[str]:
-    """Return a pattern of the names in these fields of all vendors, between `start` and `end`."""
+    """Return a pattern matching these fields' names of all vendors, between `start` and `end`."""
     names = [getattr(vendor, field) for field in fields for vendor in VENDORS]
     return re.compile(f"{start}(?:{'|'.join(filter(None, names))}){end}")

@@ -1,4 +1,4 @@
-"""AMD's names: HIP's runtime; Kineto writes its calls under CUDA's labels."""
+"""Names used by AMD: the HIP runtime, whose calls Kineto labels as CUDA's."""
 
 from typing import Final
 

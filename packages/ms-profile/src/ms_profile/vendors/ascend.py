@@ -1,7 +1,7 @@
-"""Ascend's names: CANN's runtime, HCCL, and the processes of `trace_view.json`.
+"""Names used by Ascend: the CANN runtime, HCCL, and the processes in `trace_view.json`.
 
-Communication is listed twice in that file: each group's collectives, which count here, and their
-parts on planes, which don't.
+That file lists communication twice: the collectives of each group, which are used here, and their
+parts on planes, which are not.
 """
 
 from typing import Final

@@ -1,29 +1,29 @@
-"""The categories of a trace's spans, the same for every vendor."""
+"""Categories of spans in a trace, the same for all vendors."""
 
 from enum import IntEnum
 
 
 class Category(IntEnum):
-    """What a span of a trace is."""
+    """Category of a span in a trace."""
 
     OTHER = 0
     OPERATOR = 1
-    """An operator of torch on the host."""
+    """Torch operator on the host."""
     ANNOTATION = 2
-    """A scope named by the program or by torch: `ProfilerStep#3`, `Optimizer.step#AdamW.step`."""
+    """Scope named by the program or torch: `ProfilerStep#3`, `Optimizer.step#AdamW.step`."""
     RUNTIME = 3
-    """A call into the driver: launches, copies, waits."""
+    """Driver call: launch, copy, wait."""
     KERNEL = 4
     """Computation on a device."""
     COPY = 5
-    """A copy or fill on a device."""
+    """Copy or fill on a device."""
     COLLECTIVE = 6
-    """Communication where it runs: a device's kernel, or gloo's own thread."""
+    """Communication itself: a device kernel, or a gloo thread."""
     PYTHON = 7
-    """A Python function, where stacks were recorded."""
+    """Python function, if stacks were recorded."""
     DEVICE_ANNOTATION = 8
-    """A host scope as the device saw it."""
+    """Host scope as seen on the device."""
     OVERHEAD = 9
-    """The profiler's own work."""
+    """Work of the profiler itself."""
     DEVICE_WAIT = 10
-    """A device's stream waiting for an event or a peer."""
+    """Device stream waiting for an event or a peer."""

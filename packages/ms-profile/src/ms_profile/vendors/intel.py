@@ -1,4 +1,4 @@
-"""Intel's names: the XPU's runtime, oneCCL."""
+"""Names used by Intel: the XPU runtime and oneCCL."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""Meta's names: the MTIA's runtime."""
+"""Names used by Meta: the MTIA runtime."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""NVIDIA's names: CUDA's runtime and driver, NCCL."""
+"""Names used by NVIDIA: the CUDA runtime and driver, and NCCL."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""torch's own names: Kineto's labels, operators, and the backends that run on the host."""
+"""Names used by torch: Kineto's labels, operators, and backends that run on the host."""
 
 from typing import Final
 
