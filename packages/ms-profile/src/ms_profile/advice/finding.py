@@ -34,7 +34,7 @@ class Finding:
     gain_ns: float
     """Estimated time saved on the slowest rank over the recorded steps, in ns."""
     gain_share: float
-    """`gain_ns` as a share of the wall time of those steps."""
+    """`gain_ns` divided by the wall time of the recorded steps."""
     evidence: tuple[Evidence, ...]
 
 

@@ -1,4 +1,4 @@
-"""Find the collectives of each rank and match those that are the same across ranks."""
+"""Find the collectives of each rank and match them across ranks."""
 
 import re
 from collections import defaultdict
@@ -62,30 +62,30 @@ class MatchedCollective:
 
 def kind_of(name: str) -> str:
     """Return the operation in the name of a kernel or scope, or "other"."""
-    for kind, pattern in KINDS:
+    for operation, pattern in KINDS:
         if pattern.search(name):
-            return kind
+            return operation
     return "other"
 
 
 def find_collectives(trace: Trace) -> tuple[Collective, ...]:
     """Return the collectives of a trace in order of their start."""
-    kinds: dict[int, str] = {}
+    operations: dict[int, str] = {}
     collectives = []
     rows = trace.rows(Category.COLLECTIVE)
     for row in rows[np.argsort(trace.start_ns[rows], kind="stable")].tolist():
         code = int(trace.name[row])
         note = trace.notes.get(row)
-        if code not in kinds:
-            kinds[code] = kind_of(trace.names[code])
-        kind = kinds[code]
+        if code not in operations:
+            operations[code] = kind_of(trace.names[code])
+        operation = operations[code]
         if note is not None and note.kind:
-            kind = kind_of(note.kind)
+            operation = kind_of(note.kind)
         width = element_bytes(note.dtype) if note else None
         collectives.append(
             Collective(
                 row=row,
-                kind=kind,
+                kind=operation,
                 group=note.group if note else "",
                 ranks=note.ranks if note else (),
                 size_bytes=_size(note.sent_elements * width) if note and width else None,
@@ -105,8 +105,8 @@ def match_collectives(
 ) -> tuple[MatchedCollective, ...]:
     """Match collectives across ranks: the n-th of its kind, group and size on each rank.
 
-    If ranks have different numbers of them, those of a step are matched if the ranks have the same
-    number in that step. Traces do not name the peer of a point-to-point message, so these are only
+    If the ranks have different numbers of them in total, only steps in which the numbers agree are
+    matched. Traces do not name the peer of a point-to-point message, so these are only
     matched in runs of two ranks.
 
     Args:
@@ -119,12 +119,12 @@ def match_collectives(
         for item in items:
             if item.kind in unnamed:  # if only some ranks name the group, names prevent matching
                 item = evolve(item, group="", ranks=())
-            kind = item.kind
-            if kind in POINT_TO_POINT:
+            operation = item.kind
+            if operation in POINT_TO_POINT:
                 if len(collectives) != 2:
                     continue
-                kind = "send_receive"
-            series[kind, item.group, item.ranks, item.size_bytes][rank].append(item)
+                operation = "send_receive"
+            series[operation, item.group, item.ranks, item.size_bytes][rank].append(item)
     matched: list[MatchedCollective] = []
     for signature, by_rank in series.items():
         if len(by_rank) < 2:

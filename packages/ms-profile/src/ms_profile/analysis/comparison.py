@@ -264,7 +264,7 @@ def _difference(before: Runs, after: Runs) -> tuple[float, float, float]:
     # 1.4826 converts a median deviation to a standard deviation; two medians cost 2 degrees.
     freedom = max((len(old) + len(new)) / CORRELATED_STEPS - 2, 1.0)
     spread = 1.4826 * float(np.median(np.concatenate(deviations))) * (1 + 1 / freedom)
-    # The standard error of a median is 1.25 times that of a mean.
+    # The standard error of a median is 1.25 times the standard error of a mean.
     error = 1.25 * spread * (CORRELATED_STEPS / len(old) + CORRELATED_STEPS / len(new)) ** 0.5
     error = (error**2 + 2 * RUN_STD**2) ** 0.5
     return float(np.median(new) - np.median(old)), error, freedom

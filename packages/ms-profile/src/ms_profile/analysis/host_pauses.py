@@ -44,8 +44,8 @@ def read_pauses(
     spans = recording.spans[recording.spans["end_ns"] > 0]
     offset = recording.clock.offset_ns
 
-    def intervals_of(kind: Kind) -> Intervals:
-        selected = spans[spans["kind"] == kind]
+    def intervals_of(span_kind: Kind) -> Intervals:
+        selected = spans[spans["kind"] == span_kind]
         start = selected["start_ns"].astype(np.int64) + offset
         return union(start, selected["end_ns"].astype(np.int64) + offset)
 

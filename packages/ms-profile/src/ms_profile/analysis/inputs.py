@@ -58,7 +58,7 @@ def find_traces(path: Path, *, window: int | None = None) -> FoundTraces:
         window: window of each rank, counted from 1. None: the last one.
 
     Raises:
-        TraceError: there are no traces.
+        TraceError: the path has no traces.
     """
     if path.is_file():
         return FoundTraces(files=(path,))

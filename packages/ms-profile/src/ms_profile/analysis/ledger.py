@@ -255,16 +255,17 @@ def _causes(
     return tuple((rank, phase, amount / total) for (rank, phase), amount in shares.items())
 
 
-def _last_synchronized(history: _RankHistory, left: int, right: int, before: int) -> int:
+def _last_synchronized(history: _RankHistory, first: int, second: int, before: int) -> int:
     """Return the end of the last collective that blocked both ranks before a time, or `before`.
 
     Once all ranks have entered, one may already be in the next collective before another returns.
     """
-    for blocking in reversed(history.blocking[left]):
-        if right in blocking.ends and blocking.entered <= before:
-            return min(max(blocking.ends[left], blocking.ends[right]), before)
+    for blocking in reversed(history.blocking[first]):
+        if second in blocking.ends and blocking.entered <= before:
+            return min(max(blocking.ends[first], blocking.ends[second]), before)
     return min(
-        max(history.trace_starts.get(left, before), history.trace_starts.get(right, before)), before
+        max(history.trace_starts.get(first, before), history.trace_starts.get(second, before)),
+        before,
     )
 
 

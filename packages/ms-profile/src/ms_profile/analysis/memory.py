@@ -61,7 +61,7 @@ def memory_timeline(trace: Trace) -> tuple[MemoryTimeline, ...]:
     return tuple(lines)
 
 
-def memory_growth(trace: Trace, *, most: int = 20) -> tuple[MemoryGrowth, ...]:
+def memory_growth(trace: Trace, *, limit: int = 20) -> tuple[MemoryGrowth, ...]:
     """Return the operators whose own calls grow memory most, largest first."""
     memory = trace.memory
     if not len(memory.at_ns):
@@ -79,7 +79,7 @@ def memory_growth(trace: Trace, *, most: int = 20) -> tuple[MemoryGrowth, ...]:
         ((int(size), name) for name, size in zip(trace.names, sums, strict=True) if size > 0),
         key=lambda item: -item[0],
     )
-    return tuple(MemoryGrowth(name=name, size_bytes=size) for size, name in growing[:most])
+    return tuple(MemoryGrowth(name=name, size_bytes=size) for size, name in growing[:limit])
 
 
 def _owners(trace: Trace, rows: NDArray[np.int64], at_ns: NDArray[np.int64]) -> NDArray[np.int64]:

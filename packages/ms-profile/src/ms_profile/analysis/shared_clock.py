@@ -46,12 +46,12 @@ def align_collectives(
     return fits
 
 
-def _causal(ends: Times, starts: Times, left: int, right: int) -> bool:
+def _causal(ends: Times, starts: Times, first: int, second: int) -> bool:
     """Return whether, on equal clocks, no rank starts a collective after it ended on another."""
-    shared = ends[left].keys() & ends[right].keys()
+    shared = ends[first].keys() & ends[second].keys()
     return all(
-        ends[left][key] + CAUSALITY_NS > starts[right][key]
-        and ends[right][key] + CAUSALITY_NS > starts[left][key]
+        ends[first][key] + CAUSALITY_NS > starts[second][key]
+        and ends[second][key] + CAUSALITY_NS > starts[first][key]
         for key in shared
     )
 

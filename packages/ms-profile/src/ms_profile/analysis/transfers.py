@@ -17,8 +17,8 @@ MAX_RESIDUAL = 0.1
 class TransferFit:
     """Transfer time as a function of message size, for one kind of collective and set of ranks.
 
-    The latency is that of the operation, which may cross the link several times: a ring all-reduce
-    does, as does a backend that first asks the receiver. The bandwidth is message size divided by
+    The latency includes all crossings of the link by the operation: a ring all-reduce has several,
+    as does a backend that first asks the receiver. The bandwidth is message size divided by
     the time that it adds.
     """
 
@@ -47,7 +47,7 @@ def fit_transfers(ledger: Ledger) -> tuple[TransferFit, ...]:
                 collective.size_bytes
             ].append(longest)
     fits = []
-    for (kind, group, ranks), by_size in sorted(times.items()):
+    for (operation, group, ranks), by_size in sorted(times.items()):
         usable = {size: runs for size, runs in by_size.items() if len(runs) >= MIN_RUNS}
         if len(usable) < 2:
             continue
@@ -58,7 +58,7 @@ def fit_transfers(ledger: Ledger) -> tuple[TransferFit, ...]:
             fit = fit_link(sizes, [min(usable[size]) / 1e9 for size in sizes])
         fits.append(
             TransferFit(
-                kind=kind, group=group, ranks=ranks, fit=fit, least_bytes=sizes[0],
+                kind=operation, group=group, ranks=ranks, fit=fit, least_bytes=sizes[0],
                 samples=sum(len(usable[size]) for size in sizes),
             )
         )  # fmt: skip
@@ -70,7 +70,7 @@ class SlowGroup:
     """Ranks whose transfers take longer than equal transfers of other groups, or than usual."""
 
     ranks: tuple[int, ...]
-    """The single rank common to all slow groups if there is one, else the slowest group."""
+    """The rank common to all slow groups if it is unique, else the slowest group."""
     excess_ns: float
     """Transfer time in excess of the usual, summed over its collectives."""
     confidence: float
@@ -80,7 +80,7 @@ class SlowGroup:
 def find_slow_group(ledger: Ledger, *, seed: int = 0) -> SlowGroup | None:
     """Return the ranks with slow transfers between them; None if no group is 50% slower.
 
-    Groups with collectives of the same kind and size are compared with the fastest of them. A group
+    Groups with collectives of the same kind and size are compared with the fastest such group. One
     without such peers is compared with its own fastest tenth, so if the only link is always slow,
     that goes unnoticed.
 

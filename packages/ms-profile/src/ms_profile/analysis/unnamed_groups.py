@@ -27,7 +27,7 @@ MIN_COLLECTIVES: Final = 3
 def split_groups(
     matched: Sequence[MatchedCollective], hosts: Mapping[int, str]
 ) -> tuple[MatchedCollective, ...]:
-    """Split collectives of unnamed groups into those of the ranks that took part together.
+    """Split collectives of unnamed groups by the ranks that took part together.
 
     Args:
         matched: collectives as `ms_profile.analysis.collectives.match_collectives` matched them.

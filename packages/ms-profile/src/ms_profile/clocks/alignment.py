@@ -38,7 +38,7 @@ class ClockFit(Struct, frozen=True, kw_only=True):
     offset_ns: float
     """How far this clock is ahead of the reference at `origin_ns`."""
     drift: float
-    """Seconds that this clock gains per second of its own time (1e-6 is 1 ppm)."""
+    """Relative rate: this clock gains `drift` seconds per second (1e-6 is 1 ppm)."""
     error_ns: float | None
     """Half width of the 99% interval of a corrected time inside the recorded time span.
 

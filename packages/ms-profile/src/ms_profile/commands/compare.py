@@ -33,9 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to the parser."""
     parser.add_argument("before", type=path_argument, help="run A: folder or trace")
     parser.add_argument("after", type=path_argument, help="run B")
-    more = "with 3 or more runs the scatter between runs decides; alternate A and B while recording"
+    several_help = (
+        "with 3 or more runs the scatter between runs decides; alternate A and B while recording"
+    )
     parser.add_argument("--before", type=path_argument, action="append", default=[], metavar="RUN",
-                        dest="more_before", help=f"another run of A; {more}")  # fmt: skip
+                        dest="more_before", help=f"another run of A; {several_help}")  # fmt: skip
     parser.add_argument("--after", type=path_argument, action="append", default=[], metavar="RUN",
                         dest="more_after", help="another run of B")  # fmt: skip
     parser.add_argument("--least-change", type=float, default=LEAST_CHANGE, metavar="SHARE",
@@ -87,19 +89,19 @@ def _recorded(
         TraceError: one of several runs has no log, or one of two waited too much for a CPU.
     """
     folders = [[options.before, *options.more_before], [options.after, *options.more_after]]
-    several = len(options.more_before) + len(options.more_after) > 0
+    has_several = len(options.more_before) + len(options.more_after) > 0
     steps: tuple[list[RecordedSteps], list[RecordedSteps]] = ([], [])
     for run_folders, side in zip(folders, steps, strict=True):
         for folder in run_folders:
             recorded = recorded_steps(folder, on_problem=_warn)
-            if recorded is None and several:
+            if recorded is None and has_several:
                 raise TraceError(
                     f"{folder} must be a run with a log of at least {MIN_STEPS} steps; several "
                     "runs are compared by their logs: record them with ms-profile run"
                 )
             if recorded is None:
                 return None
-            if not several and (recorded.cpu_wait_share or 0) > options.most_wait:
+            if not has_several and (recorded.cpu_wait_share or 0) > options.most_wait:
                 raise TraceError(
                     f"not measurable: {folder} waited for a CPU {recorded.cpu_wait_share:.0%} of "
                     "the time because its host was busy; compare several runs of each (--before, "

@@ -62,7 +62,7 @@ class Segment(Struct, frozen=True, kw_only=True, tag="ms-profile.events.1", tag_
 
 
 class StepMetrics(Struct, frozen=True, kw_only=True):
-    """Fields of a `step` event; those not measured are None."""
+    """Fields of a `step` event; None for fields that were not measured."""
 
     step: int
     loss: float | None = None
@@ -286,8 +286,8 @@ class EventLog:
             self.flush()
 
 
-def _plain(kind: str, name: str, value: object) -> Value:
-    """Convert a value, including a numpy or torch scalar, to one of the types of `Value`."""
+def _plain(event_kind: str, name: str, value: object) -> Value:
+    """Convert a value, including a numpy or torch scalar, to a plain int, float or str."""
     if isinstance(value, int | float | str):
         return value
     item = getattr(value, "item", None)
@@ -296,6 +296,6 @@ def _plain(kind: str, name: str, value: object) -> Value:
         if isinstance(scalar, int | float | str):
             return scalar
     raise EventError(
-        f"event {kind!r}, field {name!r} must be an int, float or str, got "
+        f"event {event_kind!r}, field {name!r} must be an int, float or str, got "
         f"{type(value).__name__}; pass a plain number or text"
     )

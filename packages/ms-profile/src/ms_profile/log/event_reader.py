@@ -73,7 +73,7 @@ def read_events(
         on_problem: called with a message about each damaged file; readable events are yielded.
 
     Raises:
-        FormatError: there are no event files.
+        FormatError: the folder has no event files.
     """
     selection = event_filter or EventFilter()
     by_rank: dict[int, list[Path]] = {}
@@ -95,7 +95,7 @@ def event_files(folder: Path | str) -> list[Path]:
     """Return the event files in a folder or its subfolder `events`, by rank and age.
 
     Raises:
-        FormatError: there are none.
+        FormatError: the folder has none.
     """
     check_path("a log", folder, error=FormatError)
     root = Path(folder)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 MIN_GARBAGE_NS: Final = 50_000
-"""Shorter garbage collections are not recorded: those of young objects happen by the hundred."""
+"""Shorter garbage collections are not recorded: hundreds of them collect only young objects."""
 
 
 ACTIVE: Final[list["Recorder"]] = []
@@ -217,9 +217,9 @@ class Recorder:
             )
 
     def _on_garbage(self, phase: str, info: dict[str, int]) -> None:
-        now = time.monotonic_ns()
+        now_ns = time.monotonic_ns()
         if phase == "start":
-            self._gc_start_ns = now
-        elif now - self._gc_start_ns >= MIN_GARBAGE_NS:
+            self._gc_start_ns = now_ns
+        elif now_ns - self._gc_start_ns >= MIN_GARBAGE_NS:
             name = self.ring.name(f"gc generation {info['generation']}")
-            self.ring.record(name, Kind.GARBAGE, self._gc_start_ns, now)
+            self.ring.record(name, Kind.GARBAGE, self._gc_start_ns, now_ns)

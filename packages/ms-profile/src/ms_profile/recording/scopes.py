@@ -144,17 +144,17 @@ class ScopeRecorder:
         self.open_scope = _find_lasting_scope(events, self._boundaries)
         for event in events:
             name, length_ns = event.name(), event.duration_ns()
-            kind = kind_of_scope(name)
-            if kind is Kind.OPTIMIZER:
+            span_kind = kind_of_scope(name)
+            if span_kind is Kind.OPTIMIZER:
                 continue  # recorded by the optimizer hooks
             start_ns = clock.monotonic_of(event.start_ns())
             step_index = max(bisect_right(steps, (start_ns, 1 << 62)) - 1, 0)
             name_id = self._ring.name(name)
             self._ring.record(
-                name_id, kind, start_ns, start_ns + length_ns, step=steps[step_index][1]
+                name_id, span_kind, start_ns, start_ns + length_ns, step=steps[step_index][1]
             )
-            self.data_wait_ns += length_ns if kind is Kind.DATA else 0
-            self.collectives += kind is Kind.COLLECTIVE
+            self.data_wait_ns += length_ns if span_kind is Kind.DATA else 0
+            self.collectives += span_kind is Kind.COLLECTIVE
         # `start` adds its own time: the cost of a collection is the sum of both.
         self._cost_ns = time.thread_time_ns() - start_cpu_ns
 

@@ -214,14 +214,14 @@ class Session:
         self._since_ns = time.monotonic_ns()
 
     def _report_step(self, step: int, *, last: bool = False) -> None:
-        now = time.monotonic_ns()
-        fields: dict[str, Value] = {"step": step, "step_time_s": (now - self._since_ns) / 1e9}
+        now_ns = time.monotonic_ns()
+        fields: dict[str, Value] = {"step": step, "step_time_s": (now_ns - self._since_ns) / 1e9}
         if (cpu_wait_ns := self._cpu_wait.since_last_ns()) is not None:
             fields["cpu_wait_s"] = cpu_wait_ns / 1e9
         if self._window_ended or (self._tracer is not None and self._tracer.tracing):
             fields["traced"] = 1
-        if last or now - self._metrics_ns >= SLOW_METRICS_NS:
-            self._metrics_ns = now
+        if last or now_ns - self._metrics_ns >= SLOW_METRICS_NS:
+            self._metrics_ns = now_ns
             fields |= self._slow_metrics()
         self.events("step", fields)
 

@@ -1,4 +1,4 @@
-"""The summary of a report as plain JSON values; unknown values are None."""
+"""The summary of a report as plain JSON values; None represents unknown values."""
 
 from collections import defaultdict
 from collections.abc import Sequence

@@ -121,7 +121,7 @@ class Trace:
         return int(self.start_ns.min()), int(self.end_ns.max())
 
     def rows(self, *categories: Category) -> NDArray[np.int64]:
-        """Return the rows with one of these categories, ascending."""
+        """Return the rows in these categories, ascending."""
         return np.flatnonzero(np.isin(self.category, [int(c) for c in categories]))
 
     def named(self, pattern: re.Pattern[str], *categories: Category) -> NDArray[np.int64]:

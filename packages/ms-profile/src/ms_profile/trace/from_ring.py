@@ -55,8 +55,8 @@ def trace_of_ring(recording: RingRecording, *, file_bytes: int = 0, name: str = 
     )
 
 
-def _category(kind: int) -> int:
-    return int(CATEGORY[Kind(kind)]) if kind in CATEGORY else int(Category.OTHER)
+def _category(code: int) -> int:
+    return int(CATEGORY[Kind(code)]) if code in CATEGORY else int(Category.OTHER)
 
 
 def _names(recording: RingRecording) -> tuple[tuple[str, ...], NDArray[np.int32]]:

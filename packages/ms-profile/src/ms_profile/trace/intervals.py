@@ -26,32 +26,32 @@ def length_ns(intervals: Intervals) -> int:
     return int((intervals[:, 1] - intervals[:, 0]).sum())
 
 
-def intersect(left: Intervals, right: Intervals) -> Intervals:
+def intersect(a: Intervals, b: Intervals) -> Intervals:
     """Return the intersection of two interval sets."""
-    if not len(left) or not len(right):
+    if not len(a) or not len(b):
         return np.zeros((0, 2), np.int64)
-    # Each left interval overlaps right[first:last]; expand to all overlapping pairs.
-    first = np.searchsorted(right[:, 1], left[:, 0], side="right")
-    last = np.searchsorted(right[:, 0], left[:, 1], side="left")
+    # Interval i of a overlaps b[first[i]:last[i]]; expand to all overlapping pairs.
+    first = np.searchsorted(b[:, 1], a[:, 0], side="right")
+    last = np.searchsorted(b[:, 0], a[:, 1], side="left")
     overlaps = np.maximum(last - first, 0)
-    rows = np.repeat(np.arange(len(left)), overlaps)
+    rows = np.repeat(np.arange(len(a)), overlaps)
     offsets = np.arange(overlaps.sum()) - np.repeat(np.cumsum(overlaps) - overlaps, overlaps)
-    right_rows = np.repeat(first, overlaps) + offsets
-    start = np.maximum(left[rows, 0], right[right_rows, 0])
-    end = np.minimum(left[rows, 1], right[right_rows, 1])
+    b_rows = np.repeat(first, overlaps) + offsets
+    start = np.maximum(a[rows, 0], b[b_rows, 0])
+    end = np.minimum(a[rows, 1], b[b_rows, 1])
     common: Intervals = np.stack([start, end], axis=1)[end > start]
     return common
 
 
-def subtract(left: Intervals, right: Intervals) -> Intervals:
-    """Return the parts of `left` that are not in `right`."""
-    if not len(left) or not len(right):
-        return left
-    low = int(min(left[0, 0], right[0, 0]))
-    high = int(max(left[-1, 1], right[-1, 1]))
-    edges = np.concatenate(([low], right.reshape(-1), [high]))
+def subtract(a: Intervals, b: Intervals) -> Intervals:
+    """Return the parts of `a` that are not in `b`."""
+    if not len(a) or not len(b):
+        return a
+    low = int(min(a[0, 0], b[0, 0]))
+    high = int(max(a[-1, 1], b[-1, 1]))
+    edges = np.concatenate(([low], b.reshape(-1), [high]))
     gaps = edges.reshape(-1, 2)
-    return intersect(left, gaps[gaps[:, 1] > gaps[:, 0]])
+    return intersect(a, gaps[gaps[:, 1] > gaps[:, 0]])
 
 
 def clip(intervals: Intervals, start_ns: int, end_ns: int) -> Intervals:

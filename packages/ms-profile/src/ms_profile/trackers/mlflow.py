@@ -53,7 +53,7 @@ class MLflow:
         need_library("mlflow", extra="mlflow", package="mlflow-skinny")
 
     def open(self, start: RunStart, /) -> OpenRun:
-        """Start the run, or continue the one that was started in this folder."""
+        """Start the run, or continue the run started in this folder."""
         from mlflow import MlflowClient
 
         client = MlflowClient(tracking_uri=self.tracking_uri)

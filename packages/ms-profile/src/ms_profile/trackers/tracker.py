@@ -57,7 +57,7 @@ class Tracker:
             in training. After `close_timeout_s` without progress, events are dropped and counted.
 
     Raises:
-        TrackerError: there is no destination, a library is missing, or the name would lead out of
+        TrackerError: no destination is passed, a library is missing, or the name would lead out of
             a destination's folder.
     """
 
@@ -218,7 +218,7 @@ class _Feed:
         try:
             if self._run is not None:
                 self._run.write(points)
-        except Exception as error:  # whatever a tracker raises must not reach the training
+        except Exception as error:  # exceptions of a tracker must not reach the training
             self.lost += len(points)
             self._warn(_line(error))
 
@@ -247,7 +247,9 @@ class _Feed:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "%s takes no events: %s; the training goes on", self.destination.title, problem
+                "%s does not accept events: %s; the training continues",
+                self.destination.title,
+                problem,
             )
 
 

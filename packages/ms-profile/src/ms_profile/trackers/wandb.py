@@ -50,7 +50,7 @@ class Wandb:
         need_library("wandb", extra="wandb", package="wandb")
 
     def open(self, start: RunStart, /) -> OpenRun:
-        """Start the run, or continue the one that was started in this folder."""
+        """Start the run, or continue the run started in this folder."""
         import wandb
 
         id_file = self.folder / "wandb-run.json"

@@ -13,7 +13,7 @@ MAX_EVIDENCE = 5
 
 
 def look(analysis: Analysis) -> Iterator[Case]:
-    """Yield the rank that waits longest for the straggler, if there is one with confidence."""
+    """Yield the rank that waits longest for the straggler, if that is known with confidence."""
     ledger, suspect = analysis.ledger, analysis.ledger.suspect
     if suspect is None or suspect.confidence < MIN_CONFIDENCE:
         return
