@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Measure the links between the ranks, starting them with torchrun for --nproc-per-node."""
     if options.repeats < 1:
-        raise LinkError(f"--repeats must be at least 1, got {options.repeats}")
+        raise LinkError(f"--repeats must be at least 1, got {options.repeats}; the default is 10")
     if options.nproc_per_node is not None:
         return _start(options)
     if "RANK" not in os.environ:
@@ -63,7 +63,8 @@ def execute(options: argparse.Namespace) -> int:
 def _start(options: argparse.Namespace) -> int:
     if options.nproc_per_node < 2:
         raise LinkError(
-            f"--nproc-per-node must be at least 2 to measure a link, got {options.nproc_per_node}"
+            f"--nproc-per-node must be at least 2 to measure a link, got {options.nproc_per_node}; "
+            "use 2 or more"
         )
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     arguments = ["-m", "ms_profile", "link", "--backend", options.backend]

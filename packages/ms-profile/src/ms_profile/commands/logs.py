@@ -46,7 +46,9 @@ def execute(options: argparse.Namespace) -> int:
     """
     since = options.since
     if since is not None and not 0 <= since < MAX_AGE_S:
-        raise EventError(f"--since must be 0 to {MAX_AGE_S:.0f} seconds, got {since}")
+        raise EventError(
+            f"--since must be 0 to {MAX_AGE_S:.0f} seconds, got {since}; 60 shows the last minute"
+        )
     event_filter = EventFilter(
         kinds=options.kind.split(",") if options.kind else None,
         ranks=_ranks(options.rank) if options.rank else None,
@@ -75,7 +77,7 @@ def _ranks(text: str) -> list[int]:
         return [int(rank) for rank in text.split(",")]
     except ValueError:
         raise EventError(
-            f"--rank must be comma-separated numbers, such as 0,3, got {text!r}"
+            f"--rank must be comma-separated numbers, got {text!r}; for example --rank 0,3"
         ) from None
 
 

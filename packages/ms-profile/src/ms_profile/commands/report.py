@@ -56,9 +56,13 @@ def execute(options: argparse.Namespace) -> int:
     if options.links is not None:
         links = read_links(options.links)
     if options.most_events < 1:
-        raise TraceError(f"--most-events must be at least 1, got {options.most_events}")
+        raise TraceError(
+            f"--most-events must be at least 1, got {options.most_events}; the default is 1000000"
+        )
     if options.window is not None and options.window < 1:
-        raise TraceError(f"--window must be at least 1 (the first window), got {options.window}")
+        raise TraceError(
+            f"--window must be at least 1, got {options.window}; windows are counted from 1"
+        )
     metrics = parse_metrics(options.metrics) if options.metrics else None
     analysis = analyse(options.path, window=options.window)
     if options.json:

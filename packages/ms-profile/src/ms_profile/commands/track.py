@@ -104,7 +104,8 @@ def _destination(text: str, options: argparse.Namespace) -> Destination:
     name, _, folder = text.partition("=")
     if name not in DESTINATIONS or not folder:
         raise TrackerError(
-            f"--to must be {' or '.join(f'{name}=DIR' for name in DESTINATIONS)}, got {text!r}"
+            f"--to must be NAME=DIR, got {text!r}; use "
+            f"{' or '.join(f'{name}=DIR' for name in DESTINATIONS)}"
         )
     return DESTINATIONS[name](folder, options)
 

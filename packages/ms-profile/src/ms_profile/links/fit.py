@@ -32,8 +32,8 @@ def fit_link(sizes_bytes: ArrayLike, times_s: ArrayLike) -> LinkFit:
     times = np.asarray(times_s, dtype=np.float64)
     if len(np.unique(sizes)) < 2 or not (times > 0).all():
         raise LinkError(
-            "fit_link needs two different sizes and positive times, got sizes "
-            f"{sizes.tolist()} and times {times.tolist()}"
+            f"sizes {sizes.tolist()} and times {times.tolist()} do not determine a line; "
+            "pass two different sizes and positive times"
         )
     scale = sizes.max()
     columns = np.stack([np.ones_like(sizes), sizes / scale], axis=1) / times[:, None]

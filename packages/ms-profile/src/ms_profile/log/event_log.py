@@ -118,7 +118,7 @@ class EventLog:
         if segments < 1 or segment_bytes < 1 or flush_interval_s <= 0:
             raise EventError(
                 "segments, segment_bytes and flush_interval_s must be positive, got "
-                f"{segments}, {segment_bytes} and {flush_interval_s}"
+                f"{segments}, {segment_bytes} and {flush_interval_s}; use numbers above 0"
             )
         check_path("folder", folder, error=EventError, written="folder")
         self.folder = Path(folder)

@@ -81,7 +81,9 @@ def launch(
         CaptureError: no such script, torch is missing, or the output folder has another run.
     """
     if processes < 1:
-        raise CaptureError(f"--nproc-per-node must be at least 1, got {processes}")
+        raise CaptureError(
+            f"--nproc-per-node must be at least 1, got {processes}; set one per device"
+        )
     _check(plan)
     # world_size=0 makes clear_run remove the files of every rank.
     all_ranks = ProcessRank(rank=0, world_size=0)

@@ -24,9 +24,13 @@ def check_schedule(schedule: TraceSchedule) -> TraceSchedule:
     """
     for name in ("skip", "warmup", "windows"):
         if getattr(schedule, name) < 0:
-            raise CaptureError(f"{name} must be at least 0, got {getattr(schedule, name)}")
+            raise CaptureError(
+                f"{name} must be at least 0, got {getattr(schedule, name)}; use 0 for none"
+            )
     if schedule.active < 1:
-        raise CaptureError(f"active must be at least 1 (steps per window), got {schedule.active}")
+        raise CaptureError(
+            f"active must be at least 1, got {schedule.active}; it is the steps per window"
+        )
     window_steps = max(schedule.warmup, 1) + schedule.active
     if schedule.windows != 1 and schedule.every < window_steps:
         raise CaptureError(

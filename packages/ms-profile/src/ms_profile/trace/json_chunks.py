@@ -163,7 +163,8 @@ class TraceText:
         self._next_try = 0
         if not matches:
             raise TraceError(
-                f"{self.path} has an event of over {len(text)} bytes, so it is not a trace"
+                f"{self.path} has an event of over {len(text)} bytes, so it is not a trace; pass a "
+                "file that a profiler wrote"
             )
         end = matches[-1]
         return self._decode_each(bytes(text[1:end])), text.index(b",", end) + 1

@@ -258,8 +258,8 @@ def _check_name(name: str) -> None:
     parts = PurePath(name).parts
     if not parts or "/" in parts or ".." in parts or not name.isprintable() or len(name) > 200:
         raise TrackerError(
-            f"name must stay in the destination's folder, such as `first` or `sweep/first`, got "
-            f"{name[:60]!r}"
+            f"name must be a path inside the destination's folder, got {name[:60]!r}; use a name "
+            "such as `first` or `sweep/first`"
         )
 
 
