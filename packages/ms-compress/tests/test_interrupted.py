@@ -18,7 +18,7 @@ from folders import write_run
 from forks import die, ended, started
 
 from ms_compress.cli import main
-from ms_compress.place_lock import alone
+from ms_compress.place_lock import output_lock
 from ms_parallel import load_model, save_model
 
 COMMANDS = {
@@ -58,7 +58,7 @@ def test_two_runs_never_share_an_output(
 ) -> None:
     """The second is refused at its first moment, and leaves the first what it has."""
     out = run_file.parent / "out"
-    with alone(out):
+    with output_lock(out):
         assert run(command, run_file) == 2
         error = capsys.readouterr().err
         assert f"out is being written by process {os.getpid()} on " in error

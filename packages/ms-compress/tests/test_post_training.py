@@ -24,7 +24,7 @@ from ms_compress.methods.pruning import (
 from ms_compress.methods.wanda import wanda
 from ms_compress.models.logits import model_logits
 from ms_compress.quantisation.layers import prepared_layers
-from ms_compress.quantisation.rounding import fitted_factor, quantise, round_weight
+from ms_compress.quantisation.rounding import best_factor, quantize, round_weight
 from ms_compress.quantisation.scheme import Scheme
 from ms_compress.targets.rules import NAMES, scheme
 from ms_compress.targets.target import open_runtime
@@ -51,7 +51,7 @@ def test_fitted_scales_err_least_of_all_that_are_tried(name: str) -> None:
     weight, how = torch.randn(24, 64), scheme(name)
     cost = torch.rand(64)
     for costs in (None, cost):
-        factor = fitted_factor(weight, how, costs)
+        factor = best_factor(weight, how, costs)
         assert factor.shape == (24, 64 // how.group_of(64))
         best = group_errors(weight, factor, how, costs)
         for fit in (0.75, 0.85, 0.9, 0.97, 1.0, 1.05):
@@ -104,7 +104,7 @@ def test_what_gptq_has_rounded_is_on_the_grid_that_is_exported(name: str, by_los
     gptq(model, name, [tokens(4)], by_loss=by_loss)
     for _, layer in prepared_layers(model):
         assert layer.scheme is not None
-        stored = quantise(layer.weight, layer.scheme, layer.factor).weight()
+        stored = quantize(layer.weight, layer.scheme, layer.factor).weight()
         torch.testing.assert_close(stored, layer.weight.detach(), rtol=1e-6, atol=1e-9)
 
 
@@ -124,8 +124,8 @@ def test_weights_left_near_what_they_were_are_rounded_as_gptq_has_it(
     for key, layer in prepared_layers(near):
         if layer.scheme is None:
             continue
-        expected = quantise(theirs[key].weight, layer.scheme, theirs[key].factor).weight()
-        stored = quantise(layer.weight, layer.scheme, layer.factor).weight()
+        expected = quantize(theirs[key].weight, layer.scheme, theirs[key].factor).weight()
+        stored = quantize(layer.weight, layer.scheme, layer.factor).weight()
         torch.testing.assert_close(stored, expected, rtol=1e-6, atol=1e-9)
         was = plain.get_parameter(f"{key}.weight") * layer.mask
         moved, snapped = (layer.weight - was).abs().mean(), (theirs[key].weight - was).abs().mean()

@@ -43,7 +43,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from ms_compress.quantisation.rounding import Quantised
+from ms_compress.quantisation.rounding import QuantizedWeight
 from ms_compress.targets.float.runtime import TorchRuntime
 from ms_compress.targets.target import Contents, Target
 
@@ -52,7 +52,7 @@ def write(model, folder, assets, accuracy_level):
     arrays = {"config": np.array(json.dumps(model.config))}
     for name in model.tensors:
         value = model.read(name)
-        if isinstance(value, Quantised):
+        if isinstance(value, QuantizedWeight):
             arrays |= {f"{name}.codes": value.codes, f"{name}.scales": value.scales}
         else:
             arrays[name] = value

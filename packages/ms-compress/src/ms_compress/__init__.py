@@ -1,7 +1,7 @@
-"""Quantisation-aware training, sparsity, distillation and export: what was trained is deployed.
+"""Quantization-aware training, GPTQ, sparsity, distillation and export of language models.
 
-Names are imported when they are first asked for, so that the command's `--help` needs no torch;
-where each comes from is in `__init__.pyi`.
+Public names are imported lazily, so `--help` does not import torch; `__init__.pyi` lists the
+module that defines each name.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""`python -m ms_compress` is the command `ms-compress`."""
+"""`python -m ms_compress` runs the command `ms-compress`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command: `python -m ms_compress` and `ms-compress`, a skin over public functions."""
+"""The command `ms-compress`, also `python -m ms_compress`: a thin layer over public functions."""
 
 import argparse
 import sys
@@ -17,11 +17,11 @@ from ms_compress.settings.template import help_text, write_template
 
 PROG = "ms-compress"
 RENAMED = {"data": "dataset", "out": "output_dir", "by_use": "act_order"}
-"""Keys that are not known any more, with their new names."""
+"""Old names of keys, with their current names."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0 (done), 1 (failed), 2 (bad input) or 130 (interrupted)."""
+    """Run the command line; return 0 (done), 1 (failed), 2 (bad input) or 130 (interrupted)."""
     options = _parser().parse_args(arguments)
     return perform(PROG, lambda: int(options.act(options)))
 
@@ -52,7 +52,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _init(options: argparse.Namespace) -> int:
-    command = next(each for each in COMMANDS if each.name == options.name)
+    command = next(command for command in COMMANDS if command.name == options.name)
     write_template(command.template(), options.out)
     return 0
 
@@ -61,35 +61,35 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         PROG,
         version=__version__,
-        description="Compress language models: quantise, prune, distil, export and measure them.",
+        description="Compress language models: quantize, prune, distill, export and evaluate them.",
         example="ms-compress qat RUN.toml --set tuning.steps=200 --set scheme=gguf.q4_0",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         _add_command(commands, command)
-    one = commands.add_parser(
+    init = commands.add_parser(
         "init",
-        help="write a run file for a command, with every key and what it means",
-        description="Write a run file for a command, with every key and what it means.",
+        help="write a run file for a command, with a description of every key",
+        description="Write a run file for a command, with a description of every key.",
         example="ms-compress init qat --out RUN.toml",
     )
-    one.add_argument("name", choices=[each.name for each in COMMANDS], metavar="COMMAND")
-    one.add_argument(
-        "--out", type=file_argument, metavar="RUN.toml", help="instead of standard output"
+    init.add_argument("name", choices=[command.name for command in COMMANDS], metavar="COMMAND")
+    init.add_argument(
+        "--out", type=file_argument, metavar="RUN.toml", help="output file; default: stdout"
     )
-    one.set_defaults(act=_init)
+    init.set_defaults(act=_init)
     return parser
 
 
 def _add_command(commands: Any, command: Command) -> None:
-    one = commands.add_parser(
+    parser = commands.add_parser(
         command.name,
         help=command.help,
         description=f"{command.help[0].upper()}{command.help[1:]}.",
         epilog=f"{help_text(command.groups())}\n\nexample: {command.example}",
     )
-    add_run_file(one)
-    one.add_argument("--json", action="store_true", help="print what came of it as JSON")
+    add_run_file(parser)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     for flag in command.flags:
-        one.add_argument(f"--{flag}", action="store_true", help=f"the same as --set {flag}=true")
-    one.set_defaults(command=command, act=_run)
+        parser.add_argument(f"--{flag}", action="store_true", help=f"the same as --set {flag}=true")
+    parser.set_defaults(command=command, act=_run)

@@ -1,58 +1,58 @@
-"""Every error this package raises on purpose; each is also the builtin that fits."""
+"""Exceptions: each one is a `CompressError` and the closest builtin exception."""
 
 from typing import ClassVar
 
 
 class CompressError(Exception):
-    """Base of all errors of ms-compress. Its text is one line: what, where, the remedy."""
+    """Base class of all ms-compress errors; the message is one line: problem and remedy."""
 
     exit_code: ClassVar[int] = 2
-    """How a command ends that raises it: what was given has to be mended."""
+    """Exit code of a command that raises this error: 2, bad input."""
 
 
 class ConfigError(CompressError, ValueError):
-    """A setting or run file that cannot be used as given."""
+    """A setting or run file is invalid."""
 
 
 class SchemeError(CompressError, ValueError):
-    """A scheme that does not exist, or whose numbers do not fit together."""
+    """A scheme does not exist, or its numbers are inconsistent."""
 
 
 class LayerError(CompressError, ValueError):
-    """A layer that a scheme, a mask or a target cannot take: names the layer and what fits."""
+    """A scheme, mask or target does not support a layer, which the message names."""
 
 
 class OrderError(CompressError, RuntimeError):
-    """A model that was split, sharded and prepared in an order that cannot be right."""
+    """A model was split, sharded and prepared in an unsupported order."""
 
 
 class CalibrationError(CompressError, RuntimeError):
-    """Calibration that met NaN or infinity, or had no tokens: names the layer."""
+    """Calibration produced NaN or infinity, or had no tokens; the message names the layer."""
 
 
 class DataError(CompressError, ValueError):
-    """Text or tokens that cannot be used as given."""
+    """Text or tokens are unusable."""
 
 
 class ExportError(CompressError, RuntimeError):
-    """A file that cannot be written, or a model that the target does not know."""
+    """A file cannot be written, or the target does not support the model."""
 
 
 class DivergedError(CompressError, RuntimeError):
-    """A training whose weights or loss became NaN or infinite: names the tensor or the step."""
+    """Weights or loss became NaN or infinite in training; the message names the tensor or step."""
 
     exit_code: ClassVar[int] = 1
 
 
 class VerifyError(CompressError, RuntimeError):
-    """A file that its runtime reads as another model than the one that was exported."""
+    """The runtime reads an exported file as a different model."""
 
     exit_code: ClassVar[int] = 1
 
 
 class WriteError(ExportError):
-    """A file or folder that the operating system does not let be written."""
+    """The operating system refuses to write a file or folder."""
 
 
 class FolderError(ExportError):
-    """A run's folder that another process holds, or that belongs to another run."""
+    """A run's folder is locked by another process, or belongs to another run."""

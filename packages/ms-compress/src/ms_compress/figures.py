@@ -1,12 +1,12 @@
-"""Numbers as text with a fixed count of significant digits, for tables, charts and progress."""
+"""Format numbers with a fixed number of significant digits for tables, charts and progress."""
 
 import math
 
 
 def figure(value: float, digits: int = 4) -> str:
-    """Format a number with `digits` significant digits, never rounding a small one to zero.
+    """Format a number with `digits` significant digits; small numbers are never rounded to zero.
 
-    Plain decimals with thousands separators from 1e-4 to 1e9, scientific notation beyond.
+    Uses decimals with thousands separators from 1e-4 to 1e9, and scientific notation otherwise.
     """
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
@@ -17,5 +17,5 @@ def figure(value: float, digits: int = 4) -> str:
 
 
 def ratio(value: float) -> str:
-    """Format a quotient of speeds with two decimals, small ones with two significant digits."""
+    """Format a ratio of speeds with two decimals, or two significant digits if below 0.1."""
     return f"{value:.2f}" if value >= 0.1 else figure(value, 2)

@@ -1,6 +1,6 @@
-"""One writer at a time of a folder that is not there yet.
+"""Lock an output folder that does not exist yet, so that only one process writes it.
 
-The lock is a file beside, which goes with its holder: the folder is all that shall be left.
+The lock is a file next to the folder that disappears with its holder; only the folder remains.
 """
 
 from collections.abc import Iterator
@@ -13,26 +13,26 @@ from ms_compress.files.run_folder import locked
 
 @contextmanager
 def new_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Give an empty folder that takes the name `folder` when all went well, as its one writer.
+    """Yield an empty temporary folder that is renamed to `folder` if the block succeeds.
 
     Raises:
-        FolderError: another process is writing it.
-        WriteError: it is there already and `overwrite` is not given, or it cannot be written.
+        FolderError: another process is writing the folder.
+        WriteError: the folder exists and `overwrite` is false, or it cannot be written.
     """
     with (
-        alone(folder.with_name(f"{folder.name}.partial")),
-        whole_folder(folder, overwrite=overwrite) as aside,
+        output_lock(folder.with_name(f"{folder.name}.partial")),
+        whole_folder(folder, overwrite=overwrite) as partial,
     ):
-        yield aside
+        yield partial
 
 
-def alone(path: Path) -> AbstractContextManager[None]:
-    """Keep other processes that would do the same from `path`, whose folder is made if missing.
+def output_lock(path: Path) -> AbstractContextManager[None]:
+    """Lock `path` against other processes; its parent folder is created if missing.
 
     Raises:
-        FolderError: another process holds it.
-        WriteError: the place cannot be written.
+        FolderError: another process holds the lock.
+        WriteError: the parent folder cannot be written.
     """
     lock = path.with_name(f"{path.name}.lock")
-    remedy = "choose another place"
+    remedy = "choose another output folder"
     return locked(lock, what=str(path), state="being written", remedy=remedy, stays=False)

@@ -1,8 +1,8 @@
-"""The tokens that begin, end and pad a model's texts, read from its files and written to others.
+"""Tokens that begin, end and pad a model's text, read from its files and written to exports.
 
-Where a text ends is said in up to four places: generation_config.json, which `generate` heeds, the
-config.json, the tokenizer's settings, and the name of a token of the tokenizer. The first of them
-that says anything holds, and every export says it in each place that its runtime looks at.
+The end-of-text token may be defined in four places: generation_config.json, which `generate` uses,
+config.json, the tokenizer's settings, and the name of a token in the tokenizer. The first of these
+that defines it is used, and every export writes it wherever its runtime looks.
 """
 
 from collections.abc import Mapping
@@ -30,77 +30,82 @@ COPIED = "special_tokens_map.json"
 
 @frozen(kw_only=True)
 class TextEnds:
-    """The ids of the tokens that begin, end and pad a text."""
+    """Ids of the tokens that begin, end and pad a text."""
 
     begin: int | None
     ends: tuple[int, ...]
-    """Each of them ends a text; the one that ends a document comes first. Empty: none is known."""
+    """Tokens that end a text, the one that ends a document first; empty if unknown."""
     pad: int | None
 
     def ids(self) -> dict[str, int | list[int]]:
-        """Return `bos_token_id`, `eos_token_id` and `pad_token_id`, those that are known."""
+        """Return the known ones of `bos_token_id`, `eos_token_id` and `pad_token_id`."""
         ends = self.ends[0] if len(self.ends) == 1 else list(self.ends)
-        found = {"bos_token_id": self.begin, "eos_token_id": ends, "pad_token_id": self.pad}
-        return {name: value for name, value in found.items() if value not in (None, [])}
+        by_name = {"bos_token_id": self.begin, "eos_token_id": ends, "pad_token_id": self.pad}
+        return {name: value for name, value in by_name.items() if value not in (None, [])}
 
 
-def read_tokenizer(given: str | Path) -> TokenizerSource:
-    """Read a tokenizer.json, or a folder's, with the files beside it.
+def read_tokenizer(path: str | Path) -> TokenizerSource:
+    """Read a tokenizer.json, given as a file or its folder, and the files next to it.
 
     Raises:
-        ExportError: there is none, or one of the files is damaged.
+        ExportError: it does not exist, or a file is damaged.
     """
-    return read_source(given, error=ExportError)
+    return read_source(path, error=ExportError)
 
 
 def text_ends(
     files: TokenizerSource | None, config: Mapping[str, Any], vocabulary: int
 ) -> TextEnds:
-    """Find out how a model's texts begin and end, from its tokenizer's files and its config.json.
+    """Determine the begin, end and padding tokens from a model's tokenizer files and config.json.
+
+    Args:
+        files: tokenizer files, or None.
+        config: contents of the model's config.json.
+        vocabulary: vocabulary size of the model.
 
     Raises:
-        ExportError: a number is no token of the vocabulary, or generation_config.json is damaged.
+        ExportError: an id is not in the vocabulary, or generation_config.json is damaged.
     """
-    named: dict[str, int | None] = {}
-    places: list[Mapping[str, Any]] = [config]
+    by_role: dict[str, int | None] = {}
+    sources: list[Mapping[str, Any]] = [config]
     if files is not None:
         ids = {text: token for token, text in reversed(files.texts.items())}
-        named = {
+        by_role = {
             f"{role}_id": ids.get(token_text(files.settings.get(role)) or "") for role in ROLES
         }
-        special = {each.content: each.id for each in files.added.values() if each.special}
-        known = next((special[text] for text in KNOWN_ENDS if text in special), None)
+        special = {token.content: token.id for token in files.added.values() if token.special}
+        known_end = next((special[text] for text in KNOWN_ENDS if text in special), None)
         generation = read_beside(files.path.parent, GENERATION, error=ExportError)
-        places = [generation, config, named, {"eos_token_id": known}]
+        sources = [generation, config, by_role, {"eos_token_id": known_end}]
 
-    def said(key: str) -> tuple[int, ...]:
-        found = next((place[key] for place in places if place.get(key) not in (None, [])), ())
-        numbers = found if isinstance(found, list | tuple) else (found,)
-        for number in numbers:
-            if isinstance(number, bool) or not isinstance(number, int):
-                raise ExportError(f"{key} is {found!r}; give the number of a token")
-            if not 0 <= number < vocabulary and key == "eos_token_id":
+    def token_ids(key: str) -> tuple[int, ...]:
+        value = next((source[key] for source in sources if source.get(key) not in (None, [])), ())
+        tokens = value if isinstance(value, list | tuple) else (value,)
+        for token in tokens:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise ExportError(f"{key} must be a token id, got {value!r}; correct config.json")
+            if not 0 <= token < vocabulary and key == "eos_token_id":
                 raise ExportError(
-                    f"{key} is {number}, which is no token of the model's vocabulary of"
-                    f" {vocabulary}; correct config.json, or generation_config.json"
+                    f"{key} must be a token of the model's vocabulary of {vocabulary}, got {token};"
+                    " correct config.json, or generation_config.json"
                 )
-        return tuple(number for number in numbers if 0 <= number < vocabulary)
+        return tuple(token for token in tokens if 0 <= token < vocabulary)
 
-    ends = said("eos_token_id")
-    last = named.get("eos_token_id")
-    if last is not None and last in ends:  # of several, the tokenizer's own comes first
+    ends = token_ids("eos_token_id")
+    last = by_role.get("eos_token_id")
+    if last is not None and last in ends:  # put the tokenizer's own end token first
         ends = tuple(dict.fromkeys((last, *ends)))
-    pads = said("pad_token_id") or ends
+    pads = token_ids("pad_token_id") or ends
     return TextEnds(
-        begin=next(iter(said("bos_token_id")), None), ends=ends, pad=next(iter(pads), None)
+        begin=next(iter(token_ids("bos_token_id")), None), ends=ends, pad=next(iter(pads), None)
     )
 
 
-def check_fits(files: TokenizerSource, vocabulary: int) -> None:
-    """Refuse a tokenizer of another model.
+def check_tokenizer_fits(files: TokenizerSource, vocabulary: int) -> None:
+    """Check that the tokenizer belongs to a model with this vocabulary size.
 
     Raises:
-        ExportError: it has tokens that the model's vocabulary has not.
+        ExportError: it has tokens outside the model's vocabulary.
     """
     last = max(files.texts, default=-1)
     if last >= vocabulary:
@@ -111,7 +116,7 @@ def check_fits(files: TokenizerSource, vocabulary: int) -> None:
 
 
 def check_same_tokenizer(folders: Mapping[str, str | Path | None], *, remedy: str) -> None:
-    """Refuse folders whose token ids do not mean the same; see `tokenizer_difference`.
+    """Check that token ids have the same meaning in all folders; see `tokenizer_difference`.
 
     Args:
         folders: folders of models or shards, or tokenizer.json files, by the name of their setting.
@@ -137,16 +142,16 @@ def check_same_tokenizer(folders: Mapping[str, str | Path | None], *, remedy: st
 
 
 def text_files(files: TokenizerSource | None, ends: TextEnds) -> dict[str, bytes]:
-    """Return what an exported folder holds of a tokenizer, by name, and says of a text's end."""
-    found: dict[str, bytes] = {}
+    """Return the tokenizer files and generation_config.json of an exported folder, by name."""
+    contents: dict[str, bytes] = {}
     generation: dict[str, Any] = {}
     if files is not None:
         tokens = (ends.begin, next(iter(ends.ends), None), ends.pad)
-        found = files.files(dict(zip(ROLES, tokens, strict=True)))
+        contents = files.files(dict(zip(ROLES, tokens, strict=True)))
         generation = read_beside(files.path.parent, GENERATION, error=ExportError)
         copied = files.path.with_name(COPIED)
         if copied.is_file():
-            found[COPIED] = copied.read_bytes()
+            contents[COPIED] = copied.read_bytes()
     if ends.ends or generation:
-        found[GENERATION] = json_text({**generation, **ends.ids()})
-    return found
+        contents[GENERATION] = json_text({**generation, **ends.ids()})
+    return contents

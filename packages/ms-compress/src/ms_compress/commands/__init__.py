@@ -1,4 +1,4 @@
-"""The commands of `ms-compress` and their settings; naming them needs no torch."""
+"""The commands of `ms-compress` and their settings; importing them does not import torch."""
 
 from ms_compress.commands.command import Command, Outcome
 from ms_compress.commands.options import DistillRun, EvaluateRun, PruneRun, QatRun, QuantizeRun
@@ -8,7 +8,7 @@ __all__ = ["COMMANDS", "Command", "Outcome"]
 COMMANDS: tuple[Command, ...] = (
     Command(
         name="qat",
-        help="train a model as its target will compute, and export it",
+        help="train a model with its target's quantization, and export it",
         example="ms-compress qat RUN.toml --set scheme=gguf.q4_0 --set tuning.steps=200",
         options=QatRun,
         job="qat",
@@ -16,21 +16,21 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="prune",
-        help="prune a model by magnitude or Wanda, train on, and save it",
+        help="prune a model by magnitude or Wanda, retrain it, and save it",
         example="ms-compress prune RUN.toml --set pattern=2:4 --set method=wanda",
         options=PruneRun,
         job="prune",
     ),
     Command(
         name="distill",
-        help="cut a student from a teacher and train it on the teacher's logits",
+        help="cut a smaller student from a teacher and train it on the teacher's logits",
         example="ms-compress distill RUN.toml --set layers=3 --set tuning.steps=500",
         options=DistillRun,
         job="distill",
     ),
     Command(
         name="quantize",
-        help="round a trained model to nearest or by GPTQ, and export it",
+        help="quantize a trained model by rounding to nearest or GPTQ, and export it",
         example="ms-compress quantize RUN.toml --set method=gptq --set scheme=ct.int4_g32",
         options=QuantizeRun,
         job="quantize",
@@ -38,7 +38,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="export",
-        help="write a trained model for a target, rounded to nearest; --verify checks it",
+        help="export a trained model for a target, rounded to nearest; --verify checks the result",
         example="ms-compress export RUN.toml --set scheme=ort.matmulnbits --verify",
         options=QuantizeRun,
         job="quantize",
@@ -46,10 +46,10 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="evaluate",
-        help="measure exported folders in their runtimes; write a table and a page with plots",
+        help="measure exported folders in their runtimes; write a table and a page with charts",
         example="ms-compress evaluate RUN.toml --set output_dir=report",
         options=EvaluateRun,
         job="evaluate",
     ),
 )
-"""In the order in which `--help` lists them."""
+"""In the order of `--help`."""

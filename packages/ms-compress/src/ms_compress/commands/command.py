@@ -1,4 +1,4 @@
-"""A command: its name, its help, its settings and the job that they are handed to."""
+"""Definition of a command: name, help, settings class, and the job that runs it."""
 
 from importlib import import_module
 from typing import Any
@@ -14,49 +14,49 @@ class Outcome:
     """The result of a command."""
 
     lines: tuple[str, ...]
-    """For people."""
+    """Lines for people."""
     facts: dict[str, Any]
-    """For `--json`, which prints them as one document."""
+    """JSON document for `--json`."""
 
 
 @frozen(kw_only=True)
 class Command:
-    """One subcommand of `ms-compress`, run as `ms-compress NAME RUN.toml [--set KEY=VALUE]...`."""
+    """A subcommand of `ms-compress`, run as `ms-compress NAME RUN.toml [--set KEY=VALUE]...`."""
 
     name: str
     help: str
-    """One line."""
+    """Help text, one line."""
     example: str
     options: type
-    """The attrs class of its settings."""
+    """attrs class of its settings."""
     job: str
-    """The module of `ms_compress.jobs` that does it; imported, with torch, when it is done."""
+    """Module in `ms_compress.jobs`, imported (with torch) when the command runs."""
     flags: tuple[str, ...] = field(default=())
-    """Settings that an option of this name makes true."""
+    """Settings that a command-line option of the same name sets to true."""
     begins_with: tuple[str, ...] = ("dataset",)
-    """Keys with a default that its run files usually give."""
+    """Optional keys that a new run file sets, as most runs need them."""
 
     def groups(self) -> list[KeyGroup]:
-        """List the keys of its run files: those that must be given first, the rest by class."""
+        """Return the keys of its run files: required ones first, then the others by class."""
         groups = groups_of(place_of(self.options))
         needed = tuple(key for group in groups for key in group.keys if key.required)
-        rest = [evolve(g, keys=tuple(k for k in g.keys if not k.required)) for g in groups]
-        return [KeyGroup(title="Needed", keys=needed), *(group for group in rest if group.keys)]
+        optional = [evolve(g, keys=tuple(k for k in g.keys if not k.required)) for g in groups]
+        return [KeyGroup(title="Needed", keys=needed), *(group for group in optional if group.keys)]
 
     def template(self) -> str:
-        """Write a run file with every key; what must be given, or usually is, holds an example."""
+        """Return a run file with every key, with examples for required and usual keys."""
         title = f"ms-compress {self.name} RUN.toml: {self.help}."
         groups = self.groups()
-        begin = {
+        examples = {
             key.name: _example(key.example, self.name)
             for group in groups
             for key in group.keys
             if key.example is not None and (key.required or key.name in self.begins_with)
         }
-        return template_text(title, groups, begin)
+        return template_text(title, groups, examples)
 
     def run(self, options: Any) -> Outcome:
-        """Do the job with these settings."""
+        """Run the job with these settings."""
         job = import_module(f"ms_compress.jobs.{self.job}")
         outcome: Outcome = job.run(options)
         return outcome

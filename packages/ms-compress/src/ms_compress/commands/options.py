@@ -1,4 +1,4 @@
-"""Settings of each command; reading them needs no torch."""
+"""Settings of each command; importing them does not import torch."""
 
 from pathlib import Path
 from typing import Any
@@ -15,77 +15,77 @@ from ms_compress.training.options import Tuning
 
 
 def names(value: Any) -> tuple[str, ...]:
-    """Convert one pattern of names, or a list of them, to a tuple."""
-    given = [value] if isinstance(value, str) else value
-    if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given):
-        raise TypeError("give a list of patterns of names")
-    return tuple(given)
+    """Convert a name pattern, or a list of patterns, to a tuple."""
+    patterns = [value] if isinstance(value, str) else value
+    if not isinstance(patterns, list | tuple) or not all(isinstance(p, str) for p in patterns):
+        raise TypeError("use a list of name patterns")
+    return tuple(patterns)
 
 
 def named_scheme(value: Any) -> Scheme:
-    """Convert a name to its scheme."""
+    """Convert a scheme's name to the scheme."""
     if not isinstance(value, str | Scheme):
-        raise TypeError("give the name of a scheme, such as 'gguf.q4_0'")
+        raise TypeError("use the name of a scheme, such as 'gguf.q4_0'")
     return scheme(value)
 
 
 def new_folder(instance: object, attribute: "Attribute[Any]", value: Path) -> None:
-    """Refuse a path whose last part cannot name a folder, and files beside it."""
+    """Check that the path can be created as a folder and ends in a name."""
     a_path(written="folder")(instance, attribute, value)
     if value.name in ("", ".."):
         raise ConfigError(
-            f"{attribute.name} is {str(value)!r}; give a path that ends in the name of a new folder"
+            f"{attribute.name} must end in the name of a new folder, got {str(value)!r}; add a name"
         )
 
 
 @frozen(kw_only=True)
 class ModelRun:
-    """Settings of a run: which model, on what text, to which folder."""
+    """Settings of a run: model, text and output folder."""
 
     model: Path = field(
         converter=as_path, validator=a_path(), metadata={"example": "runs/train/model"}
     )
-    """A Hugging Face folder."""
+    """Model folder in Hugging Face format."""
     output_dir: Path = field(
         converter=as_path, validator=new_folder, metadata={"example": "runs/{command}"}
     )
-    """The folder to write; it must not exist yet, unless it is this run's own result."""
+    """Output folder; must not exist yet, unless it has the result of the same run."""
     dataset: Path | None = field(
         default=None,
         converter=as_path,
         validator=a_path(optional=True),
         metadata={"example": "shards", "needed": True},
     )
-    """ms-data's shards, a file of conversations (JSON, CSV or Parquet), or a JSON list of lists of
-    tokens."""
+    """Shards from ms-data, a file of conversations (JSON, CSV or Parquet), or a JSON list of token
+    lists."""
     rows: int = field(default=256, validator=whole())
-    """Rows of text that are read of it, and used in turn."""
+    """Number of rows to read from the dataset; training cycles through them."""
     exceptions: tuple[str, ...] = field(default=(), converter=names)
-    """Patterns of names of layers that stay as they are."""
+    """Name patterns of layers to leave unchanged."""
     tuning: Tuning = field(factory=Tuning, metadata={"table": Tuning})
-    """How it is trained."""
+    """Training settings."""
 
 
 @frozen(kw_only=True)
 class SchemeRun(ModelRun):
-    """Settings of a run whose result is exported for a target."""
+    """Settings of a run that exports its result for a target."""
 
     scheme: Scheme = field(converter=named_scheme, metadata={"example": "gguf.q4_0"})
-    """How weights are held: gguf.q4_0, gguf.q8_0, ort.matmulnbits, ct.int4_g32, ct.w8a8, ..."""
+    """Storage format of the weights: gguf.q4_0, gguf.q8_0, ort.matmulnbits, ct.int4_g32, ..."""
     embeddings: bool = field(default=False, validator=flag)
-    """Round the embedding too."""
+    """Also quantize the embedding."""
     head: bool = field(default=False, validator=flag)
-    """Round the output head too; where it shares the embedding's weight, set both alike."""
+    """Also quantize the output head; if tied to the embedding, set both to the same value."""
     activations: bool = field(default=True, validator=flag)
-    """Round inputs too, where the target's runtime does."""
+    """Also quantize layer inputs, if the target's runtime does."""
     verify: bool = field(default=False, validator=flag)
-    """Read the result back through its runtime, and refuse it unless it is this model."""
+    """Run the result in its runtime and fail unless it agrees with this model."""
     tokenizer: str | None = field(
         default=None,
         validator=a_path(optional=True),
         metadata={"example": "runs/train/model"},
     )
-    """A tokenizer.json or its folder to go with it; by default the model folder's own."""
+    """tokenizer.json or its folder, to export with the model; default: the model folder's."""
 
 
 @frozen(kw_only=True)
@@ -93,32 +93,32 @@ class QatRun(SchemeRun):
     """Settings of `ms-compress qat`."""
 
     learned_scales: bool = field(default=True, validator=flag)
-    """Learn the scales of weights too."""
+    """Also learn the scales of the weights."""
     start: str = field(default="nearest", validator=one_of("nearest", "gptq"))
-    """From the nearest codes, or from those of GPTQ by the loss, on the dataset's first rows."""
+    """Initial codes: round to nearest, or GPTQ by the loss on the dataset's first rows."""
     float_steps: int = field(default=0, validator=whole(least=0))
-    """Steps before anything is rounded."""
+    """Steps of float training before quantization starts."""
     sparse: bool = field(default=False, validator=flag)
-    """Keep the model's zeros as a mask."""
+    """Keep zero weights at zero with a mask."""
     teacher: Path | None = field(
         default=None,
         converter=as_path,
         validator=a_path(optional=True),
         metadata={"example": "runs/train/model"},
     )
-    """A model folder whose logits are distilled."""
+    """Model folder of a teacher for logit distillation."""
 
     def __attrs_post_init__(self) -> None:
-        plain = self.learned_scales and not (self.embeddings or self.head)
-        if self.start == "gptq" and not plain:
+        learns_layer_scales = self.learned_scales and not (self.embeddings or self.head)
+        if self.start == "gptq" and not learns_layer_scales:
             raise ConfigError(
                 "start='gptq' quantizes only decoder layers and learns their scales; set"
                 " embeddings and head to false and learned_scales to true"
             )
         if self.float_steps >= self.tuning.steps:
             raise ConfigError(
-                f"float_steps is {self.float_steps} of tuning.steps={self.tuning.steps}, so no step"
-                " would meet what is rounded; give fewer"
+                f"float_steps must be below tuning.steps={self.tuning.steps} to train any quantized"
+                f" step, got {self.float_steps}; use fewer float steps"
             )
 
 
@@ -127,13 +127,13 @@ class QuantizeRun(SchemeRun):
     """Settings of `ms-compress quantize` and `export`."""
 
     method: str = field(default="rtn", validator=one_of("rtn", "gptq"))
-    """Round to nearest, or GPTQ with the dataset's tokens."""
+    """Round to nearest (rtn), or use GPTQ with the dataset's tokens."""
     fit_scales: bool = field(default=False, validator=flag)
-    """Search for the scale of each group that errs least."""
+    """Search for the scale of each group with the smallest error."""
     act_order: bool = field(default=False, validator=flag)
-    """Let GPTQ round columns of the largest inputs first."""
+    """GPTQ quantizes the columns with the largest inputs first."""
     by_loss: bool = field(default=False, validator=flag)
-    """Let GPTQ count errors by what they do to the model's predictions."""
+    """GPTQ weights errors by their effect on the model's predictions."""
 
     def __attrs_post_init__(self) -> None:
         if self.method == "gptq" and (self.embeddings or self.head):
@@ -147,11 +147,11 @@ class PruneRun(ModelRun):
     """Settings of `ms-compress prune`."""
 
     pattern: Pattern = field(converter=pattern, metadata={"example": "2:4"})
-    """`"2:4"`, or a share such as 0.5."""
+    """`"2:4"`, or a sparsity such as 0.5."""
     method: str = field(default="magnitude", validator=one_of("magnitude", "wanda", "gradual"))
-    """At once by magnitude or Wanda, or gradually over the first half of the training."""
+    """Prune in one shot by magnitude or Wanda, or gradually over the first half of training."""
     retrain: bool = field(default=True, validator=flag)
-    """Train on after it."""
+    """Train after pruning."""
 
 
 @frozen(kw_only=True)
@@ -161,11 +161,11 @@ class DistillRun(ModelRun):
     layers: int | None = field(
         default=None, validator=whole(optional=True), metadata={"example": 6}
     )
-    """Layers of the student; all by default."""
+    """Number of layers of the student; default: all."""
     inner: int | None = field(
         default=None, validator=whole(optional=True), metadata={"example": 1024}
     )
-    """Neurons of each feed-forward of the student; all by default."""
+    """Feed-forward width of the student; default: unchanged."""
 
 
 @frozen(kw_only=True)
@@ -175,4 +175,4 @@ class EvaluateRun(Evaluation):
     output_dir: Path = field(
         converter=as_path, validator=new_folder, metadata={"example": "runs/evaluate"}
     )
-    """The folder for report.json, report.txt and report.html."""
+    """Output folder for report.json, report.txt and report.html."""

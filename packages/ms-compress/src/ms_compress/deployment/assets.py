@@ -9,7 +9,13 @@ from ms_compress.files.durable import write_file, write_synced
 from ms_compress.files.tokenizer_source import json_text, read_beside
 from ms_compress.files.untrusted import read_bytes
 from ms_compress.targets.target import Assets
-from ms_compress.text_ends import GENERATION, check_fits, read_tokenizer, text_ends, text_files
+from ms_compress.text_ends import (
+    GENERATION,
+    check_tokenizer_fits,
+    read_tokenizer,
+    text_ends,
+    text_files,
+)
 
 LICENSES = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY|COPYING)([-_.].*)?", re.IGNORECASE)
 """Names of license files, which go with whatever is made from a model."""
@@ -43,7 +49,7 @@ def read_assets(
     files = None if tokenizer is None else read_tokenizer(tokenizer)
     vocabulary = int(config.get("vocab_size") or 2**31)
     if files is not None and must_fit:
-        check_fits(files, vocabulary)
+        check_tokenizer_fits(files, vocabulary)
     ends = text_ends(files, config, vocabulary)
     for key, value in ends.ids().items():
         if config.get(key) is None:

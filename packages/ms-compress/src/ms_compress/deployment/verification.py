@@ -26,7 +26,7 @@ from ms_compress.models.logits import model_logits, vocabulary_of
 from ms_compress.models.whole_model import WholeModel
 from ms_compress.models.wrappers import unwrapped
 from ms_compress.quantisation.layers import prepared_layers
-from ms_compress.quantisation.rounding import Quantised, round_activations
+from ms_compress.quantisation.rounding import QuantizedWeight, round_activations
 from ms_compress.quantisation.scheme import Activations
 from ms_compress.targets.target import LayerRun, Reader, Target, TextRuntime, find_target
 from ms_compress.targets.tokenizer_json import encoder
@@ -169,7 +169,7 @@ def check_layers(
             groups.add(run.input_group)
         weight = whole.read(entry.name)
         bias = whole.read(f"{run.name}.bias") if f"{run.name}.bias" in whole.tensors else None
-        if isinstance(weight, Quantised):  # the first process has it, and compares
+        if isinstance(weight, QuantizedWeight):  # the first process has it, and compares
             share = _layer_error(run, weight, bias, entry.activations)
             seen[run.name] = max(seen.get(run.name, 0.0), share)
             if not share <= 1.0:
@@ -192,7 +192,7 @@ def check_layers(
 
 
 def _layer_error(
-    run: LayerRun, weight: Quantised, bias: object, activations: Activations | None
+    run: LayerRun, weight: QuantizedWeight, bias: object, activations: Activations | None
 ) -> float:
     """Return the largest difference of a layer's output over what is allowed of it."""
     x, w = run.x, weight.weight().double()
@@ -293,8 +293,10 @@ def check_weights(model: nn.Module, folder: str | Path, target: str) -> None:
                 _check_weight(folder, name, value, read)
 
 
-def _check_weight(folder: str | Path, name: str, value: Quantised | Tensor, read: Reader) -> None:
-    expected = value.weight() if isinstance(value, Quantised) else value.float()
+def _check_weight(
+    folder: str | Path, name: str, value: QuantizedWeight | Tensor, read: Reader
+) -> None:
+    expected = value.weight() if isinstance(value, QuantizedWeight) else value.float()
     try:
         found = read(name)
     except KeyError as error:

@@ -19,7 +19,7 @@ from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import ModelRun
 from ms_compress.errors import ConfigError, FolderError
 from ms_compress.files.run_folder import RunSeal, changes_between, owner_of, write_seal
-from ms_compress.place_lock import alone
+from ms_compress.place_lock import output_lock
 from ms_compress.training.checkpoint import read_header, saved_steps
 from ms_compress.training.identity import digest_of_path, is_digest
 
@@ -94,7 +94,7 @@ def run_output(command: str, options: ModelRun) -> Iterator[RunOutput]:
     """
     run = _run(command, options)
     folder = options.output_dir
-    with alone(folder):
+    with output_lock(folder):
         made = RunOutput(folder=folder, run=run, steps=options.tuning.steps, finished=False)
         if made.checkpoint.is_file():
             read_header(made.checkpoint)

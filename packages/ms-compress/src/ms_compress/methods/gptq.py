@@ -21,7 +21,7 @@ from ms_compress.methods.gptq_by_loss import output_squares, round_by_loss
 from ms_compress.methods.qat import qat
 from ms_compress.models.selection import select
 from ms_compress.quantisation.layers import FACTOR, Prepared, prepared_layers
-from ms_compress.quantisation.rounding import fitted_factor, round_at, scales_of
+from ms_compress.quantisation.rounding import best_factor, compute_scales, round_with_scales
 from ms_compress.quantisation.scheme import Scheme
 from ms_compress.settings import number
 
@@ -187,7 +187,7 @@ def gptq_weight(
                 scales.append(_scales(ahead, scheme, None if cost is None else cost[part]))
             here = slice(column, column + 1)
             scale = scales[-1] if spread is None else spread[:, here]
-            value = round_at(left[:, here], scale, scheme)
+            value = round_with_scales(left[:, here], scale, scheme)
             # What earlier errors have made of a pruned weight is an error too, and handed on.
             rounded[:, here] = value if stays is None else value * stays[:, here]
             error = (left[:, here] - rounded[:, here]) / inverse[column, column]
@@ -200,8 +200,8 @@ def gptq_weight(
 
 def _scales(weight: Tensor, scheme: Scheme, cost: Tensor | None) -> Tensor:
     """Return the scheme's own scales, or those that err least at a cost (K,) a feature; (N, G)."""
-    factor = None if cost is None else fitted_factor(weight, scheme, cost)
-    return scales_of(weight, scheme, factor)
+    factor = None if cost is None else best_factor(weight, scheme, cost)
+    return compute_scales(weight, scheme, factor)
 
 
 def _inverse_root(name: str, hessian: Tensor, damping: float) -> Tensor:
@@ -233,6 +233,6 @@ def _factor(rounded: Tensor, scales: Tensor, scheme: Scheme) -> Tensor:
 
     Where the sign of a signed scale differs, no code is -2^(bits-1), so codes merely change sign.
     """
-    own = scales_of(rounded, scheme, stored=False)
+    own = compute_scales(rounded, scheme, stored=False)
     ratio = torch.where(own == 0, 1.0, (scales / own).abs())
     return torch.where((ratio > 0) & ratio.isfinite(), ratio, 1.0).log()

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from ms_compress.errors import CalibrationError
 from ms_compress.models.logits import next_token_logits
-from ms_compress.quantisation.rounding import fitted_factor, round_at, scales_of
+from ms_compress.quantisation.rounding import best_factor, compute_scales, round_with_scales
 from ms_compress.quantisation.scheme import Scheme
 
 TILE = 128
@@ -125,8 +125,8 @@ def round_by_loss(
         CalibrationError: a factor is not positive definite.
     """
     kept = weight.float() if mask is None else weight.float() * mask
-    factor = fitted_factor(kept, scheme, inputs.diagonal()) if fit_scales else None
-    scales = scales_of(kept, scheme, factor)
+    factor = best_factor(kept, scheme, inputs.diagonal()) if fit_scales else None
+    scales = compute_scales(kept, scheme, factor)
     rows = outputs.diagonal().argsort(descending=True)
     columns = inputs.diagonal().argsort(descending=True)
     place = (rows.unsqueeze(1), columns)
@@ -208,7 +208,7 @@ def _round_tile(
         first = max(0, diagonal - width + 1)
         rows = torch.arange(first, min(height, diagonal + 1), device=device)
         columns = diagonal - rows
-        values = round_at(aim[rows, columns], steps[rows, columns], scheme)
+        values = round_with_scales(aim[rows, columns], steps[rows, columns], scheme)
         if mask is not None:
             values *= mask[rows, columns]
         rounded[rows, columns] = values

@@ -107,7 +107,9 @@ def _set_mask(layer: nn.Module, name: str, kept: Tensor) -> None:
 def masks(model: nn.Module) -> dict[str, Tensor]:
     """Return the mask (N, K) bool of each pruned layer, by name."""
     return {
-        name: each.own_mask for name, each in prepared_layers(model) if each.own_mask is not None
+        name: each.local_mask
+        for name, each in prepared_layers(model)
+        if each.local_mask is not None
     }
 
 

@@ -22,7 +22,7 @@ from ms_compress.quantisation.layers import (
     prepare_layer,
     prepared_layers,
 )
-from ms_compress.quantisation.rounding import fitted_factor
+from ms_compress.quantisation.rounding import best_factor
 from ms_compress.quantisation.scheme import Scheme
 from ms_compress.settings import whole
 from ms_compress.targets.rules import NAMES, scheme
@@ -116,13 +116,13 @@ def fit_scales(model: nn.Module) -> None:
         assert layer.factor is not None
         weight, mask = local_part(layer.weight), layer.stored_mask
         kept = weight if mask is None else weight * mask
-        local_part(layer.factor).copy_(fitted_factor(kept, layer.scheme))
+        local_part(layer.factor).copy_(best_factor(kept, layer.scheme))
 
 
 def set_quantising(model: nn.Module, on: bool) -> None:
     """Let prepared layers compute in float, or as the target will."""
     for _, layer in prepared_layers(model):
-        layer.quantising = on
+        layer.quantizing = on
 
 
 @frozen(kw_only=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ms_compress.errors import ExportError
 from ms_compress.models.shards import WholeTensor
-from ms_compress.quantisation.rounding import Quantised
+from ms_compress.quantisation.rounding import QuantizedWeight
 
 Fused = Mapping[str, tuple[str, ...]]
 """By name of a folder's tensor the model's, the first rows first."""
@@ -75,13 +75,13 @@ def _below(name: str, parts: Sequence[WholeTensor]) -> WholeTensor:
     return evolve(first, name=name, shape=(rows, *first.shape[1:]), shards=shards)
 
 
-def below(values: Sequence[Quantised | Tensor]) -> Quantised | Tensor:
+def below(values: Sequence[QuantizedWeight | Tensor]) -> QuantizedWeight | Tensor:
     """Return matrices, or their codes and scales, one below the other."""
     plain = [value for value in values if isinstance(value, Tensor)]
     if plain:
         return torch.cat(plain)
-    rounded = [value for value in values if isinstance(value, Quantised)]
-    return Quantised(
+    rounded = [value for value in values if isinstance(value, QuantizedWeight)]
+    return QuantizedWeight(
         codes=torch.cat([value.codes for value in rounded]),
         scales=torch.cat([value.scales for value in rounded]),
     )

@@ -20,7 +20,7 @@ from ms_compress.models.head import HEAD, find_head
 from ms_compress.models.shards import WholeTensor, held_tensors, merge, rank
 from ms_compress.models.wrappers import architecture, check_merged, unwrapped
 from ms_compress.quantisation.layers import Prepared, drop_gathered, local_part
-from ms_compress.quantisation.rounding import Quantised, quantise
+from ms_compress.quantisation.rounding import QuantizedWeight, quantize
 
 
 class WholeModel:
@@ -83,7 +83,7 @@ class WholeModel:
         return f"{HEAD}.weight" not in self.tensors
 
     @torch.no_grad()
-    def read(self, name: str) -> Quantised | Tensor | None:
+    def read(self, name: str) -> QuantizedWeight | Tensor | None:
         """Return a whole tensor on the first process, None on others, which must call it alike.
 
         Returns:
@@ -119,7 +119,7 @@ class WholeModel:
                 )
             tensor.copy_(rounded)
 
-    def _read(self, name: str) -> Quantised | Tensor | None:
+    def _read(self, name: str) -> QuantizedWeight | Tensor | None:
         entry = self._held[name]
         local = self._local(entry)
         self.collective.synchronise()
@@ -140,7 +140,7 @@ class WholeModel:
                 f"{name}: {nonfinite} of its scales are NaN or infinite as {entry.scheme} has them;"
                 " make its weights or learned scales smaller, or name the layer as an exception"
             )
-        return Quantised(codes=codes, scales=scales)
+        return QuantizedWeight(codes=codes, scales=scales)
 
     def _local(self, entry: WholeTensor) -> Any:
         """Return this process's shard, rounded if its layer is; None if it holds none."""
@@ -155,8 +155,8 @@ class WholeModel:
             local = local * mask
         if entry.scheme is None:
             return local
-        factor = None if layer.factor is None else layer.as_computed(local_part(layer.factor))
-        return quantise(layer.as_computed(local), entry.scheme, factor)
+        factor = None if layer.factor is None else layer.to_compute_dtype(local_part(layer.factor))
+        return quantize(layer.to_compute_dtype(local), entry.scheme, factor)
 
     def _assemble(
         self,

@@ -1,1 +1,1 @@
-"""Quantisation: schemes, the arithmetic of rounding, and layers that compute as a target will."""
+"""Quantization: schemes, rounding arithmetic, and layers that compute like their target."""

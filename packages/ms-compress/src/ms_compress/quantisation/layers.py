@@ -1,9 +1,9 @@
-"""Layers that compute as a target will: `nn.Linear` and `nn.Embedding`, prepared in place.
+"""Layers that compute like their target: `nn.Linear` and `nn.Embedding`, prepared in place.
 
-A prepared layer is the same object with the same parameters under the same names, of a subclass:
-hooks, ties, checkpoints and the plans of how a model splits know it as before. Under tensor
-parallelism its weight is a DTensor, and it computes on its own part: a group never crosses a
-boundary between processes, which is checked when the layer is prepared or its weight is split.
+A prepared layer is the same object with the same parameters and names, changed to a subclass, so
+hooks, ties, checkpoints and parallelism plans keep working. Under tensor parallelism its weight is
+a DTensor and it computes on its local part. Groups must not cross process boundaries; this is
+checked when the layer is prepared and when its weight is split.
 """
 
 from collections.abc import Iterator
@@ -16,55 +16,60 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
 from ms_compress.errors import LayerError, OrderError
-from ms_compress.quantisation.fake_quantisation import Rule, fake_linear, fake_weight, largest_over
+from ms_compress.quantisation.fake_quantisation import (
+    Rule,
+    fake_linear,
+    fake_weight,
+    max_over_group,
+)
 from ms_compress.quantisation.scheme import Activations, Scheme
 
 FACTOR = "scale_factor"
-"""Name of the parameter (N, G) whose exponential multiplies the scales, where they are learned."""
+"""Parameter (N, G) whose exponential multiplies the scales, if scales are learned."""
 
 
 class Prepared(nn.Module):
-    """Base of the layers that compute as their target will."""
+    """Base class of layers that compute like their target."""
 
     weight: Tensor
     scheme: Scheme | None
     activations: Activations | None
-    quantising: bool
-    """False in the float part of a float-then-quantised schedule."""
+    quantizing: bool
+    """False during the float part of a float-then-quantized schedule."""
     layer_name: str
-    own_mask: Tensor | None
-    """The mask, on whatever device it was last used. No buffer: it outlives `to_empty`, and what
-    is stored are the zeros themselves."""
+    local_mask: Tensor | None
+    """The mask, on the device where it was last used. Not a buffer, so that it survives `to_empty`;
+    checkpoints store the zeros themselves."""
     input_ndim: int | None
-    """Number of dims that every input must have, None for any. compressed-tensors keeps one input
-    scale per index of the first two dims, which is one per token for (B, S, K) alone."""
-    computed_in: torch.dtype | None
-    """Dtype of the weight in the last forward. Under mixed precision it is narrower than the stored
-    one, and codes are those of the narrower weight: export rounds likewise."""
+    """Required number of input dims; None for any. compressed-tensors keeps one input scale per
+    index of the first two dims, which is one per token only for (B, S, K)."""
+    compute_dtype: torch.dtype | None
+    """Dtype of the weight in the last forward. Mixed precision narrows the stored weight before it
+    is quantized, and export must narrow it in the same way to get the same codes."""
 
     @property
     def rule(self) -> Rule:
-        """What the layer does to weight and input at present."""
-        on = self.quantising
+        """Quantization that the layer currently applies to weight and input."""
+        on = self.quantizing
         return Rule(
             scheme=self.scheme if on else None, activations=self.activations if on else None
         )
 
     @property
     def factor(self) -> Tensor | None:
-        """(N, G), or None where scales are the scheme's own."""
+        """(N, G), or None if the scales are not learned."""
         return self._parameters.get(FACTOR)
 
     @property
     def mask(self) -> Tensor | None:
-        """(N, K) bool of this process's tensor-parallel part, or None."""
-        if self.own_mask is not None and self.own_mask.device != self.weight.device:
-            self.own_mask = self.own_mask.to(self.weight.device)
-        return self.own_mask
+        """(N, K) bool for this process's tensor-parallel part, or None."""
+        if self.local_mask is not None and self.local_mask.device != self.weight.device:
+            self.local_mask = self.local_mask.to(self.weight.device)
+        return self.local_mask
 
     @property
     def stored_mask(self) -> Tensor | None:
-        """Bool of the weights that this process stores: under FSDP, its shard of `mask`."""
+        """Mask of the weights that this process stores: under FSDP, its shard of `mask`."""
         mask, weight = self.mask, self.weight
         if mask is None or not isinstance(weight, DTensor):
             return mask
@@ -75,33 +80,43 @@ class Prepared(nn.Module):
         if not chunks:  # more processes than rows
             return mask.new_empty(sizes)
         starts = []
-        for offset, held, whole in zip(chunks[0].offsets, mask.shape, weight.shape, strict=True):
-            # The mesh's last axis is tensor parallelism's, whose parts but the last are of a size.
-            part = whole if held == whole else -(-whole // weight.device_mesh.size(-1))
+        for offset, mask_size, full_size in zip(
+            chunks[0].offsets, mask.shape, weight.shape, strict=True
+        ):
+            # The mesh's last axis is tensor parallelism; all its parts except the last have equal
+            # size, and FSDP's offsets are relative to the full weight.
+            part = (
+                full_size
+                if mask_size == full_size
+                else -(-full_size // weight.device_mesh.size(-1))
+            )
             starts.append(offset % part)
         return mask[tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))]
 
-    def set_mask(self, kept: Tensor) -> None:
+    def set_mask(self, mask: Tensor) -> None:
         """Mask the layer.
 
         Args:
-            kept: (N, K) bool of the whole weight, True for weights that stay.
+            mask: (N, K) bool for the whole weight, False for pruned weights.
         """
-        self.own_mask = _part(kept, self.weight)
+        self.local_mask = _part(mask, self.weight)
 
     @property
     def is_narrowed(self) -> bool:
-        """Whether forwards have float32 parameters in a narrower dtype."""
-        return self.weight.dtype == torch.float32 and self.computed_in not in (None, torch.float32)
+        """Whether forwards compute float32 parameters in a narrower dtype."""
+        return self.weight.dtype == torch.float32 and self.compute_dtype not in (
+            None,
+            torch.float32,
+        )
 
-    def as_computed(self, kept: Tensor) -> Tensor:
-        """Cast part of a stored parameter of this layer to the dtype that forwards have."""
-        return kept.to(self.computed_in) if self.is_narrowed else kept
+    def to_compute_dtype(self, tensor: Tensor) -> Tensor:
+        """Cast part of a stored parameter of this layer to the dtype used in forwards."""
+        return tensor.to(self.compute_dtype) if self.is_narrowed else tensor
 
     def effective_weight(self) -> Tensor:
-        """Return what is computed with in the weight's place, (N, K), laid out as the weight is."""
+        """Return the weight used in the computation, (N, K), with the layout of `weight`."""
         weight = self.weight
-        self.computed_in = weight.dtype
+        self.compute_dtype = weight.dtype
         if not isinstance(weight, DTensor):
             return fake_weight(weight, self.rule, self.factor, self.mask)
         factor = None if self.factor is None else local_part(self.factor)
@@ -109,7 +124,7 @@ class Prepared(nn.Module):
         return _laid_out(rounded, weight, tuple(weight.shape))
 
     def register_parameter(self, name: str, param: Any) -> None:
-        """Register it as `nn.Module` does, but refuse a split that cuts a weight group in two."""
+        """Register a parameter, and reject a split that would cut a weight group in two."""
         if isinstance(param, DTensor) and "layer_name" in self.__dict__:
             self._check_split(name, param)
         super().register_parameter(name, param)
@@ -118,55 +133,55 @@ class Prepared(nn.Module):
         if name == "weight" and self.scheme is not None:
             check_groups(self.layer_name, param, self.scheme)
         weight: Any = self.weight
-        # A weight that was split already is replaced by its like, as load_state_dict does.
-        split_now = name == "weight" and not isinstance(weight, DTensor)
-        if split_now:
+        # load_state_dict replaces a weight that is already split by one with the same split.
+        is_new_split = name == "weight" and not isinstance(weight, DTensor)
+        if is_new_split:
             check_axes(self.layer_name, param)
-        if split_now and self.own_mask is not None and self.own_mask.shape == param.shape:
-            self.own_mask = _part(self.own_mask, param)
+        if is_new_split and self.local_mask is not None and self.local_mask.shape == param.shape:
+            self.local_mask = _part(self.local_mask, param)
         if name == FACTOR and isinstance(weight, DTensor) and param.placements != weight.placements:
             raise OrderError(
-                f"{self.layer_name}: its weight is split as {weight.placements}, its learned scales"
-                f" as {param.placements}; split the model first, then prepare it"
+                f"{self.layer_name}: its weight is split as {weight.placements}, but its learned"
+                f" scales as {param.placements}; split the model first, then prepare it"
             )
 
 
 class PreparedLinear(Prepared, nn.Linear):
-    """A linear layer that computes as its target will."""
+    """A linear layer that computes like its target."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., K) to (..., N)."""
         if self.input_ndim not in (None, x.ndim) and self.activations is not None:
             raise LayerError(
-                f"{self.layer_name}: {self.scheme} rounds inputs of shape (B, S, K) with one scale"
-                f" per token, and this layer's input is {tuple(x.shape)}, for which"
-                " compressed-tensors shares scales between tokens; name the layer as an exception,"
-                f" such as {_pattern(self.layer_name)!r}"
+                f"{self.layer_name}: {self.scheme} needs inputs of shape (B, S, K), got"
+                f" {tuple(x.shape)}, for which compressed-tensors would share activation scales"
+                " between tokens; name the layer as an exception, such as"
+                f" {_pattern(self.layer_name)!r}"
             )
         if isinstance(self.weight, DTensor):
             return _split_linear(self, x)
-        self.computed_in = self.weight.dtype
+        self.compute_dtype = self.weight.dtype
         return fake_linear(
             x, self.weight, self.rule, factor=self.factor, mask=self.mask, bias=self.bias
         )
 
 
 class PreparedEmbedding(Prepared, nn.Embedding):
-    """An embedding whose rows are those that its target holds."""
+    """An embedding that returns the rows that its target stores."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map (...) int64 to (..., K)."""
         if isinstance(self.weight, DTensor) or self.factor is not None or self.mask is not None:
             weight = self.effective_weight()
-            often = self.scale_grad_by_freq
-            return F.embedding(tokens, weight, self.padding_idx, scale_grad_by_freq=often)
-        self.computed_in = self.weight.dtype
-        # Rows are rounded one by one, so those that are looked up are all that need it.
+            by_freq = self.scale_grad_by_freq
+            return F.embedding(tokens, weight, self.padding_idx, scale_grad_by_freq=by_freq)
+        self.compute_dtype = self.weight.dtype
+        # Rows are quantized independently, so only the rows that are looked up are rounded.
         rows = super().forward(tokens)
         return fake_weight(rows.flatten(0, -2), self.rule).view(rows.shape)
 
 
-KINDS: dict[type[nn.Module], type[Prepared]] = {
+PREPARED_TYPES: dict[type[nn.Module], type[Prepared]] = {
     nn.Linear: PreparedLinear,
     nn.Embedding: PreparedEmbedding,
 }
@@ -180,21 +195,21 @@ def prepare_layer(
     activations: Activations | None = None,
     learned_scales: bool = False,
 ) -> Prepared:
-    """Make a layer compute as a scheme's target will, in place; None only lets it take a mask.
+    """Make a layer compute like a scheme's target, in place; without a scheme it only takes a mask.
 
     Raises:
-        LayerError: it is of no kind that can be prepared, or a group does not divide its rows.
-        OrderError: it was sharded or split in a way in which this cannot be right.
+        LayerError: the layer's type is not supported, or a group does not divide its rows.
+        OrderError: it was sharded or split before in a way that is not supported.
     """
     check_layer(layer, name, scheme)
     weight: Tensor = layer.weight  # type: ignore[assignment]
     if not isinstance(layer, Prepared):
-        # The same object under a subclass, as fully_shard does: hooks, ties and names stay.
-        layer.__class__ = KINDS[type(layer)]
-        layer.scheme = layer.activations = layer.own_mask = None  # type: ignore[assignment]
-        layer.computed_in = layer.input_ndim = None  # type: ignore[assignment]
+        # Changes the class of the same object, as fully_shard does: hooks, ties and names remain.
+        layer.__class__ = PREPARED_TYPES[type(layer)]
+        layer.scheme = layer.activations = layer.local_mask = None  # type: ignore[assignment]
+        layer.compute_dtype = layer.input_ndim = None  # type: ignore[assignment]
     assert isinstance(layer, Prepared)
-    layer.quantising, layer.layer_name = True, name
+    layer.quantizing, layer.layer_name = True, name
     if scheme is not None:
         layer.scheme, layer.activations = scheme, activations
         if learned_scales and layer.factor is None:
@@ -203,59 +218,57 @@ def prepare_layer(
 
 
 def prepared_layers(model: nn.Module) -> Iterator[tuple[str, Prepared]]:
-    """Yield names and prepared layers of a model."""
+    """Yield the names and prepared layers of a model."""
     for name, layer in model.named_modules():
         if isinstance(layer, Prepared):
             yield name, layer
 
 
 def check_layer(layer: nn.Module, name: str, scheme: Scheme | None) -> None:
-    """Raise what `prepare_layer` would, and change nothing."""
+    """Raise the errors of `prepare_layer` without changing anything."""
     if isinstance(layer, Prepared):
         if scheme is not None and layer.scheme is not None and layer.scheme != scheme:
             raise LayerError(
-                f"{name} is already prepared for {layer.scheme}; prepare the model once, naming"
-                " all layers of another scheme as exceptions"
+                f"{name} is already prepared for {layer.scheme}; prepare the model only once, with"
+                " all layers of other schemes as exceptions"
             )
     elif isinstance(layer, FSDPModule):
-        raise OrderError(
-            f"{name} is wrapped by fully_shard on its own; prepare the model before it is sharded"
-        )
-    elif type(layer) not in KINDS:
+        raise OrderError(f"{name} is wrapped by fully_shard; prepare the model before sharding it")
+    elif type(layer) not in PREPARED_TYPES:
         raise LayerError(
             f"{name} must be an nn.Linear or nn.Embedding, got {type(layer).__name__}; add it to"
             " the exceptions"
         )
     if isinstance(layer, nn.Embedding) and layer.max_norm is not None:
         raise LayerError(
-            f"{name} has max_norm={layer.max_norm}, by which a forward changes its weight; name it"
-            " as an exception"
+            f"{name} has max_norm={layer.max_norm}, so its forward changes the weight; name it as"
+            " an exception"
         )
     if scheme is not None:
         check_groups(name, layer.weight, scheme)  # type: ignore[arg-type]
 
 
 def check_axes(name: str, weight: Tensor) -> None:
-    """Refuse a weight that is split over more axes of processes than one."""
+    """Check that a weight is split over at most one mesh axis."""
     if isinstance(weight, DTensor) and weight.device_mesh.ndim != 1:
         raise OrderError(
-            f"{name} is split over {weight.device_mesh.ndim} axes of processes; split linear layers"
-            " over one, with ColwiseParallel or RowwiseParallel"
+            f"{name} is split over {weight.device_mesh.ndim} mesh axes; split linear layers over"
+            " one axis, with ColwiseParallel or RowwiseParallel"
         )
 
 
 def check_groups(name: str, weight: Tensor, scheme: Scheme) -> None:
-    """Refuse rows that the scheme's group does not divide, whole or as they are split."""
+    """Check that the scheme's group divides the rows of a weight, and each process's part."""
     features = weight.shape[-1]
     group = scheme.group_of(features)
     if features % group:
-        # A target with fixed groups, such as llama.cpp's blocks of 32, offers no other one.
+        # Targets with a fixed group, such as llama.cpp's blocks of 32, have other schemes.
         groups = (16, 32, 64, 128, 256) if scheme.groups is None else scheme.groups
-        fits = [g for g in groups if features % g == 0]
-        remedy = f"groups that fit: {', '.join(map(str, fits))}, or " if fits else ""
+        valid_groups = [size for size in groups if features % size == 0]
+        remedy = f"use a group of {', '.join(map(str, valid_groups))}, or " if valid_groups else ""
         raise LayerError(
-            f"{name}: {scheme} groups {group} weights, which do not divide rows of {features};"
-            f" {remedy}name the layer as an exception"
+            f"{name}: {scheme} has groups of {group} weights, which do not divide its rows of"
+            f" {features}; {remedy}name the layer as an exception"
         )
     if not isinstance(weight, DTensor):
         return
@@ -265,31 +278,31 @@ def check_groups(name: str, weight: Tensor, scheme: Scheme) -> None:
         parts = weight.device_mesh.size(axis)
         if scheme.group is None:
             raise OrderError(
-                f"{name}: {scheme} has one scale a row, and rows of {features} are split over"
+                f"{name}: {scheme} has one scale per row, but rows of {features} are split over"
                 f" {parts} processes; use a scheme with groups, or fewer processes on that axis"
             )
         if features % (parts * group):
             raise OrderError(
-                f"{name}: rows of {features} split over {parts} processes cut groups of {group};"
-                f" split over at most {features // group} processes that divide"
+                f"{name}: splitting rows of {features} over {parts} processes cuts groups of"
+                f" {group}; split over at most {features // group} processes, a divisor of"
                 f" {features // group}"
             )
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this process's part of a tensor; groups of weights never cross processes."""
+    """Return this process's part of a tensor; groups never cross processes."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def drop_gathered(model: nn.Module) -> None:
-    """Make parameters FSDP's own shards again, where a forward left gathered copies."""
+    """Reshard FSDP parameters that a forward left gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def _factor(weight: Tensor, scheme: Scheme) -> nn.Parameter:
-    """Make the parameter of learned scales: zeros (N, G), laid out as the weight is."""
+    """Create the parameter of learned scales: zeros (N, G), with the layout of the weight."""
     group = scheme.group_of(weight.shape[1])
     local = local_part(weight)
     zeros = local.new_zeros(local.shape[0], local.shape[1] // group, dtype=torch.float32)
@@ -304,7 +317,7 @@ def _pattern(name: str) -> str:
 
 
 def _part(mask: Tensor, weight: Tensor) -> Tensor:
-    """Return this process's part of a whole mask, as its weight is split."""
+    """Return this process's part of a whole mask, split like its weight."""
     if not isinstance(weight, DTensor):
         return mask
     (chunk,) = weight.__create_chunk_list__()  # type: ignore[no-untyped-call]
@@ -313,7 +326,7 @@ def _part(mask: Tensor, weight: Tensor) -> Tensor:
 
 
 def _laid_out(local: Tensor, like: DTensor, shape: tuple[int, ...]) -> Tensor:
-    """Make a DTensor of a shape from its local part, laid out as another one of two dims."""
+    """Create a 2D DTensor with the layout of `like` from its local part."""
     out: Tensor = DTensor.from_local(
         local,
         like.device_mesh,
@@ -326,27 +339,31 @@ def _laid_out(local: Tensor, like: DTensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _split_linear(layer: PreparedLinear, x: Tensor) -> Tensor:
-    """Compute a linear layer on this process's part of its weight, on one axis of processes.
+    """Compute a linear layer on this process's part of its weight, split over one mesh axis.
 
-    Rows split: every process has the whole input, and its part of the output. Columns split: the
-    input's features are split likewise, and outputs are summed by whoever asks for the whole.
+    Rows of the weight split (column parallel): each process has the whole input and its part of the
+    output. Columns split (row parallel): the input's features are split too, and the outputs are
+    partial sums that the caller reduces.
     """
     weight: Any = layer.weight
     mesh = weight.device_mesh
     if mesh.ndim != 1 or not isinstance(x, DTensor):
         raise OrderError(
-            f"{layer.layer_name}: its weight is a DTensor on {mesh.ndim} axes and its input a"
-            f" {type(x).__name__}; split linear layers with ColwiseParallel or RowwiseParallel"
+            f"{layer.layer_name}: the weight must be split over one mesh axis and the input a"
+            f" DTensor, got {mesh.ndim} axes and {type(x).__name__}; split linear layers with"
+            " ColwiseParallel or RowwiseParallel"
         )
     by_columns = weight.placements[0].is_shard(1)
     by_rows = weight.placements[0].is_shard(0)
-    layer.computed_in = weight.dtype
-    wanted = Shard(x.ndim - 1) if by_columns else Replicate()
-    flow = Shard(x.ndim - 1) if by_columns else (Partial() if by_rows else Replicate())
-    local_x = x.redistribute(placements=[wanted]).to_local(grad_placements=[flow])
-    largest = largest_over(mesh.get_group()) if by_columns and layer.activations else None
-    summed = by_columns and isinstance(layer.bias, DTensor)
-    local_bias = None if layer.bias is None or summed else local_part(layer.bias)
+    layer.compute_dtype = weight.dtype
+    input_placement = Shard(x.ndim - 1) if by_columns else Replicate()
+    grad_placement = Shard(x.ndim - 1) if by_columns else (Partial() if by_rows else Replicate())
+    local_x = x.redistribute(placements=[input_placement]).to_local(
+        grad_placements=[grad_placement]
+    )
+    reduce_max = max_over_group(mesh.get_group()) if by_columns and layer.activations else None
+    adds_bias_later = by_columns and isinstance(layer.bias, DTensor)
+    local_bias = None if layer.bias is None or adds_bias_later else local_part(layer.bias)
     out = fake_linear(
         local_x,
         weight.to_local(),
@@ -354,10 +371,10 @@ def _split_linear(layer: PreparedLinear, x: Tensor) -> Tensor:
         factor=None if layer.factor is None else local_part(layer.factor),
         mask=layer.mask,
         bias=local_bias,
-        largest=largest,
+        reduce_max=reduce_max,
     )
-    placed = Partial() if by_columns else (Shard(x.ndim - 1) if by_rows else Replicate())
-    result: Any = DTensor.from_local(out, mesh, [placed], run_check=False)
+    output_placement = Partial() if by_columns else (Shard(x.ndim - 1) if by_rows else Replicate())
+    result: Any = DTensor.from_local(out, mesh, [output_placement], run_check=False)
     if by_columns and layer.bias is not None:
         result = result.redistribute(placements=[Replicate()]) + layer.bias
     return result  # type: ignore[no-any-return]

@@ -23,7 +23,7 @@ from ms_compress.models.logits import evaluating
 from ms_compress.models.shards import WholeTensor
 from ms_compress.models.whole_model import WholeModel
 from ms_compress.quantisation.layers import prepared_layers
-from ms_compress.quantisation.rounding import Quantised
+from ms_compress.quantisation.rounding import QuantizedWeight
 from ms_compress.quantisation.scheme import Activations, Scheme
 from ms_compress.targets.ct import llama4_experts
 from ms_compress.targets.ct.cpu import warn_without_vnni
@@ -149,7 +149,7 @@ def _stored(entry: WholeTensor, config: Mapping[str, Any]) -> Iterator[TensorEnt
 
 
 def _tensors(
-    entry: WholeTensor, value: Quantised | Tensor, config: Mapping[str, Any]
+    entry: WholeTensor, value: QuantizedWeight | Tensor, config: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     if isinstance(value, Tensor) and llama4_experts.is_fused(entry.name, config):
         return llama4_experts.split(entry.name, value)

@@ -7,7 +7,7 @@ import msgspec
 
 from ms_compress.errors import ExportError
 from ms_compress.files.tokenizer_source import TokenizerSource
-from ms_compress.text_ends import TextEnds, check_fits
+from ms_compress.text_ends import TextEnds, check_tokenizer_fits
 
 T = TypeVar("T")
 
@@ -116,7 +116,7 @@ def check_tokenizer(files: TokenizerSource, ends: TextEnds, vocabulary: int) -> 
                 " file cannot hold, so llama.cpp would read texts otherwise; set it to false, or"
                 " choose a ct or ort scheme"
             )
-    check_fits(files, vocabulary)
+    check_tokenizer_fits(files, vocabulary)
     _split(files)
     if not 0 < len(ends.ends) <= len(ENDS):
         many = (

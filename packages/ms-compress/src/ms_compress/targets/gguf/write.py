@@ -17,7 +17,7 @@ from ms_compress.errors import ExportError
 from ms_compress.models.decoder_config import DecoderConfig, check_names, decoder_config
 from ms_compress.models.shards import WholeTensor
 from ms_compress.models.whole_model import WholeModel
-from ms_compress.quantisation.rounding import Quantised
+from ms_compress.quantisation.rounding import QuantizedWeight
 from ms_compress.targets.gguf.tokenizer import add_placeholders, add_tokenizer, check_tokenizer
 from ms_compress.targets.libraries import import_library
 from ms_compress.targets.target import Assets
@@ -117,7 +117,7 @@ def permuted(rows: Tensor, heads: int) -> Tensor:
     return split.transpose(1, 2).reshape(rows.shape)
 
 
-def pack(value: Quantised, bits: int) -> Bytes:
+def pack(value: QuantizedWeight, bits: int) -> Bytes:
     """Pack blocks of 32 codes with their scale into (N, G · 18) or (N, G · 34) bytes.
 
     With 4 bits, byte j of a block holds code j in its low half and code j + 16 in its high half.
@@ -133,7 +133,7 @@ def pack(value: Quantised, bits: int) -> Bytes:
     return np.concatenate([scales, packed], axis=-1).reshape(rows, -1)
 
 
-def _bytes(entry: WholeTensor, value: Quantised | Tensor, config: DecoderConfig) -> Any:
+def _bytes(entry: WholeTensor, value: QuantizedWeight | Tensor, config: DecoderConfig) -> Any:
     heads = None
     if config.family in PERMUTED:
         part = entry.module.rpartition(".")[2]
@@ -143,7 +143,9 @@ def _bytes(entry: WholeTensor, value: Quantised | Tensor, config: DecoderConfig)
         return plain.contiguous().numpy()
     assert entry.scheme is not None
     if heads is not None:
-        value = Quantised(codes=permuted(value.codes, heads), scales=permuted(value.scales, heads))
+        value = QuantizedWeight(
+            codes=permuted(value.codes, heads), scales=permuted(value.scales, heads)
+        )
     return pack(value, entry.scheme.bits)
 
 

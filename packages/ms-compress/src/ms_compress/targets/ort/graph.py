@@ -15,7 +15,7 @@ from torch import Tensor
 from ms_compress.models.decoder_config import DecoderConfig
 from ms_compress.models.head import HEAD
 from ms_compress.models.whole_model import WholeModel
-from ms_compress.quantisation.rounding import Quantised
+from ms_compress.quantisation.rounding import QuantizedWeight
 
 OPSET = 21
 IR = 10
@@ -31,7 +31,7 @@ ON_THE_LEFT = (
 CONTRIBUTED = ("GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits")
 
 
-def pack(value: Quantised) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+def pack(value: QuantizedWeight) -> "np.ndarray[Any, np.dtype[np.uint8]]":
     """Pack codes (N, K), plus 8, into (N, G, group / 2) bytes, the even one in the low half."""
     raised = (value.codes + 8).to(torch.uint8)
     packed = raised[:, 0::2] | (raised[:, 1::2] << 4)
@@ -55,7 +55,7 @@ class Graph:
         self.accuracy_level = accuracy_level
         self.nodes: list[Any] = []
         self.constants: list[Any] = []
-        self.read: dict[str, Quantised | Tensor] = {}
+        self.read: dict[str, QuantizedWeight | Tensor] = {}
 
     def build(self) -> Any:
         """Build the whole model."""
@@ -70,10 +70,10 @@ class Graph:
         self._linear(hidden, head, out="logits")
         return self._model()
 
-    def _read(self, name: str) -> Quantised | Tensor:
+    def _read(self, name: str) -> QuantizedWeight | Tensor:
         value = self.model.read(name)
         assert value is not None
-        return value if isinstance(value, Quantised) else value.float()
+        return value if isinstance(value, QuantizedWeight) else value.float()
 
     def _node(self, kind: str, inputs: list[str], out: str | list[str], **attributes: Any) -> str:
         outs = [out] if isinstance(out, str) else out
@@ -170,7 +170,7 @@ class Graph:
         out = out or f"{module}.out"
         bias = self.read.get(f"{module}.bias")
         product = out if bias is None else f"{module}.product"
-        if isinstance(value, Quantised):
+        if isinstance(value, QuantizedWeight):
             rows, features = value.codes.shape
             group = features // value.scales.shape[1]
             codes, scales = self._codes(module, value)
@@ -195,7 +195,7 @@ class Graph:
             self._node("Add", [product, self._constant(f"{module}.bias", bias)], out)
         return out
 
-    def _codes(self, module: str, value: Quantised) -> tuple[str, str]:
+    def _codes(self, module: str, value: QuantizedWeight) -> tuple[str, str]:
         """Give codes as MatMulNBits takes them, (N, G, group / 2), and scales; stored once."""
         codes, scales = f"{module}.codes", f"{module}.scales"
         if not self._is_stored(f"{module}.rows"):
