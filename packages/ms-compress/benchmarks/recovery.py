@@ -251,7 +251,7 @@ def sparse(work: Recovery) -> None:
 
 def gradual(work: Recovery) -> None:
     """Pruned over the first half of the retraining, by magnitude."""
-    how = GradualPruning(how="2:4", end=max(2, work.options.sparse_steps // 2), every=5)
+    how = GradualPruning(pattern="2:4", end=max(2, work.options.sparse_steps // 2), every=5)
     work.run(
         "2:4 gradual magnitude, retrained",
         lambda: work.trained(work.plain(), taught=True, longer=True, schedule=how),

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from ms_compress import CompressError, export, fit_scales, qat
-from ms_compress.methods.pattern import pattern
+from ms_compress.methods.pattern import parse_pattern
 from ms_compress.methods.pruning import keep_zeros, mask_zeros, masks, prune, set_masks
 from ms_parallel import AdamWConfig, Engine, Layout, NextTokenLoss
 from ms_parallel.cluster.connection import connect
@@ -85,7 +85,7 @@ def _trained(groups: Groups, scheme: str, folder: str, sparse: bool) -> dict[str
             for name, shape in (("mlp.up_proj", (256, 128)), ("mlp.down_proj", (128, 256))):
                 generator = torch.Generator().manual_seed(layer)
                 scores = torch.rand(shape, generator=generator)
-                masks[f"model.layers.{layer}.{name}"] = pattern("2:4").keep(scores)
+                masks[f"model.layers.{layer}.{name}"] = parse_pattern("2:4").keep(scores)
 
     def prepare(stage: StagedModel) -> None:
         set_masks(stage, masks)

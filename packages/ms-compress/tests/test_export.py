@@ -23,7 +23,7 @@ from ms_compress.deployment.verification import compare
 from ms_compress.models.decoder_config import decoder_config
 from ms_compress.models.logits import model_logits
 from ms_compress.quantisation.layers import FACTOR
-from ms_compress.quantisation.rounding import quantize
+from ms_compress.quantisation.rounding import quantize_weight
 from ms_compress.targets.ct.write import pack
 from ms_compress.targets.rules import scheme
 from ms_compress.targets.target import open_runtime
@@ -308,7 +308,7 @@ def test_mixed_precision_is_deployed_with_the_codes_it_trained(tmp_path: Path) -
     name, how = "model.layers.1.mlp.up_proj", scheme("ct.int4_g32")
     kept = engine.parameters[f"{name}.weight"].full_tensor()  # type: ignore[attr-defined]
     assert kept.dtype == torch.float32
-    computed, unrounded = quantize(kept.bfloat16(), how), quantize(kept, how)
+    computed, unrounded = quantize_weight(kept.bfloat16(), how), quantize_weight(kept, how)
     assert torch.equal(stored[f"{name}.weight_packed"], pack(computed.codes, 4))
     assert torch.equal(stored[f"{name}.weight_scale"], computed.scales)
     assert not torch.equal(stored[f"{name}.weight_packed"], pack(unrounded.codes, 4))

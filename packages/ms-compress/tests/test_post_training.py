@@ -24,7 +24,7 @@ from ms_compress.methods.pruning import (
 from ms_compress.methods.wanda import wanda
 from ms_compress.models.logits import model_logits
 from ms_compress.quantisation.layers import prepared_layers
-from ms_compress.quantisation.rounding import best_factor, quantize, round_weight
+from ms_compress.quantisation.rounding import best_factor, quantize_weight, round_weight
 from ms_compress.quantisation.scheme import Scheme
 from ms_compress.targets.rules import NAMES, scheme
 from ms_compress.targets.target import open_runtime
@@ -104,7 +104,7 @@ def test_what_gptq_has_rounded_is_on_the_grid_that_is_exported(name: str, by_los
     gptq(model, name, [tokens(4)], by_loss=by_loss)
     for _, layer in prepared_layers(model):
         assert layer.scheme is not None
-        stored = quantize(layer.weight, layer.scheme, layer.factor).weight()
+        stored = quantize_weight(layer.weight, layer.scheme, layer.factor).weight()
         torch.testing.assert_close(stored, layer.weight.detach(), rtol=1e-6, atol=1e-9)
 
 
@@ -124,8 +124,8 @@ def test_weights_left_near_what_they_were_are_rounded_as_gptq_has_it(
     for key, layer in prepared_layers(near):
         if layer.scheme is None:
             continue
-        expected = quantize(theirs[key].weight, layer.scheme, theirs[key].factor).weight()
-        stored = quantize(layer.weight, layer.scheme, layer.factor).weight()
+        expected = quantize_weight(theirs[key].weight, layer.scheme, theirs[key].factor).weight()
+        stored = quantize_weight(layer.weight, layer.scheme, layer.factor).weight()
         torch.testing.assert_close(stored, expected, rtol=1e-6, atol=1e-9)
         was = plain.get_parameter(f"{key}.weight") * layer.mask
         moved, snapped = (layer.weight - was).abs().mean(), (theirs[key].weight - was).abs().mean()
@@ -249,7 +249,7 @@ def test_masks_hold_through_training_quantisation_and_export(tmp_path: Path) -> 
 def test_gradual_pruning_rises_and_never_returns() -> None:
     """The cubic from 0 to the pattern's share; a weight once pruned stays so."""
     model = decoder(1)
-    schedule = GradualPruning(how=0.8, begin=2, end=12, every=5)
+    schedule = GradualPruning(pattern=0.8, begin=2, end=12, every=5)
     shares, last = [], None
     for step in range(15):
         changed = schedule.apply(model, step)
@@ -269,7 +269,7 @@ def test_gradual_pruning_takes_nothing_back_that_an_optimizer_has_moved(how: str
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
-    schedule, last, moved = GradualPruning(how=how, end=60, every=5), None, 0
+    schedule, last, moved = GradualPruning(pattern=how, end=60, every=5), None, 0
     for step in range(61):
         if last is not None:
             moved += int(model[0].weight[~last].count_nonzero())
@@ -282,7 +282,7 @@ def test_gradual_pruning_takes_nothing_back_that_an_optimizer_has_moved(how: str
         optimizer.step()
         optimizer.zero_grad()
     assert moved > 1000
-    assert sparsity(model) == pytest.approx(schedule.how.sparsity, abs=1e-3)
+    assert sparsity(model) == pytest.approx(schedule.pattern.sparsity, abs=1e-3)
 
 
 def test_scores_that_lack_a_layer_mask_nothing() -> None:

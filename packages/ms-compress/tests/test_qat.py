@@ -14,7 +14,7 @@ from models import decoder, llama, tokens
 
 from ms_compress import FloatThenQuantised, LayerError, Tuning, prune, qat, tune
 from ms_compress.quantisation.layers import FACTOR, PreparedLinear
-from ms_compress.quantisation.rounding import quantize, round_weight
+from ms_compress.quantisation.rounding import quantize_weight, round_weight
 from ms_compress.targets.rules import NAMES, scheme
 
 
@@ -94,7 +94,7 @@ def test_a_scale_learns_by_lsq(name: str) -> None:
     factor.data.fill_(-0.7)  # half the range, so that many weights are clipped
     weight = layer[0].weight.detach()
     layer(torch.eye(32)).sum().backward()
-    found = quantize(weight, scheme(name), factor.detach())
+    found = quantize_weight(weight, scheme(name), factor.detach())
     codes, scales = found.codes.float(), found.scales.float()
     ratio = weight / scales
     inside = (ratio >= -8.5) & (ratio <= 7.5)

@@ -25,7 +25,7 @@ class StoppedError(Exception):
 
 def train(model: nn.Module, kept: Path, *, stop: int | None = None, teacher: bool = False) -> None:
     """Pruned more and more while it is trained; stopped once so many steps are made."""
-    schedule = GradualPruning(how="2:4", end=5, every=1)
+    schedule = GradualPruning(pattern="2:4", end=5, every=1)
 
     def on_loss(step: int, loss: float) -> None:
         if step == stop:

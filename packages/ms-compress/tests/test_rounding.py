@@ -10,7 +10,7 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from onnxruntime.capi._pybind_state import quantize_matmul_4bits
 from torch import Tensor
 
-from ms_compress.quantisation.rounding import quantize, round_activations, round_weight
+from ms_compress.quantisation.rounding import quantize_weight, round_activations, round_weight
 from ms_compress.targets.gguf.rules import Q8_BLOCKS
 from ms_compress.targets.rules import NAMES, scheme
 
@@ -42,7 +42,7 @@ def test_gguf_codes_equal_its_library(name: str, size: float) -> None:
         codes = body.copy().view(np.int8)
     else:
         codes = np.concatenate([body & 15, body >> 4], axis=-1).astype(np.int8) - 8
-    ours = quantize(weight, scheme(name))
+    ours = quantize_weight(weight, scheme(name))
     np.testing.assert_array_equal(ours.codes.numpy(), codes.reshape(ROWS, FEATURES))
     np.testing.assert_array_equal(ours.scales.numpy(), scales)
 
@@ -57,7 +57,7 @@ def test_onnxruntime_codes_equal_its_quantiser(size: float) -> None:
     across = np.ascontiguousarray(weight.numpy().T)
     quantize_matmul_4bits(packed, across, scales, zeros, GROUP, ROWS, FEATURES, True)
     codes = np.stack([packed & 15, packed >> 4], axis=-1).astype(np.int8) - 8
-    ours = quantize(weight, scheme("ort.matmulnbits"))
+    ours = quantize_weight(weight, scheme("ort.matmulnbits"))
     np.testing.assert_array_equal(ours.codes.numpy(), codes.reshape(ROWS, FEATURES))
     np.testing.assert_array_equal(ours.scales.numpy(), scales)
 
@@ -85,7 +85,7 @@ def test_compressed_tensors_codes_equal_its_library(
     scales, zeros = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments)
     codes = quantize(x=weight, scale=scales, zero_point=zeros, args=arguments, dtype=torch.int8)
     how = scheme(name)
-    ours = quantize(weight, how)
+    ours = quantize_weight(weight, how)
     assert torch.equal(ours.scales, scales)
     unlike = (ours.codes != codes).view(groups.shape)
     on_border = -groups == groups.abs().amax(-1, keepdim=True)
@@ -102,10 +102,10 @@ def test_one_bit_of_a_weight_moves_hardly_a_code(name: str) -> None:
     """
     torch.manual_seed(1)
     weight = torch.randn(512, FEATURES)
-    codes = quantize(weight, scheme(name)).codes
+    codes = quantize_weight(weight, scheme(name)).codes
     for far in (-torch.inf, torch.inf):
         near = torch.nextafter(weight, torch.full_like(weight, far))
-        moved = quantize(near, scheme(name)).codes != codes
+        moved = quantize_weight(near, scheme(name)).codes != codes
         assert float(moved.float().mean()) < 5e-5
 
 
@@ -126,7 +126,7 @@ def test_what_training_computes_with_is_what_codes_stand_for(name: str, learned:
     weight = weights(0.05)
     groups = FEATURES // how.group_of(FEATURES)
     factor = 0.1 * torch.randn(ROWS, groups) if learned else None
-    found = quantize(weight, how, factor)
+    found = quantize_weight(weight, how, factor)
     assert found.scales.dtype == how.dtype
     assert int(found.codes.min()) >= how.low
     assert int(found.codes.max()) <= how.high

@@ -18,7 +18,7 @@ from ms_compress.methods.pattern import NOfM
 from ms_compress.methods.pruning import masks, prune, set_masks
 from ms_compress.methods.wanda import wanda
 from ms_compress.quantisation.layers import prepared_layers
-from ms_compress.quantisation.rounding import compute_scales, quantize, round_with_scales
+from ms_compress.quantisation.rounding import compute_scales, quantize_weight, round_with_scales
 from ms_compress.quantisation.scheme import Scheme
 from ms_compress.targets.rules import scheme
 from ms_compress.targets.target import open_runtime
@@ -76,7 +76,7 @@ def test_gptq_is_optimal_brain_quantisation(name: str, sparse: bool) -> None:
     same = torch.isclose(found, truth, rtol=1e-3, atol=1e-5).all(1)
     assert float(same.float().mean()) >= 0.9
     assert not bool(found[~mask].any())
-    plain = quantize(weight * mask, how).weight()
+    plain = quantize_weight(weight * mask, how).weight()
     assert not torch.isclose(plain, truth, rtol=1e-3, atol=1e-5).all(1).any()
 
 
@@ -88,7 +88,7 @@ def test_gptq_act_order_rounds_on_the_scales_that_the_weight_had(name: str) -> N
     inputs = inputs @ (torch.eye(160) + 0.2 * torch.randn(160, 160))
     weight, how = torch.randn(24, 160), scheme(name)
     found, scales = gptq_weight("layer", weight, inputs.t() @ inputs, how, act_order=True)
-    plain = quantize(weight, how)
+    plain = quantize_weight(weight, how)
     assert torch.equal(scales.to(how.dtype), plain.scales)
     codes = found / scales.repeat_interleave(how.group_of(160), 1)
     torch.testing.assert_close(codes, codes.round(), rtol=0, atol=1e-4)
@@ -142,7 +142,7 @@ def test_rounding_by_loss_makes_up_for_every_error_above_and_to_the_left(
     assert float(same.float().mean()) > 0.998
     on_a_border = ((aim / steps).frac().abs() - 0.5).abs() < 0.02
     assert bool((same | on_a_border).all())
-    assert bool((found[:, :32] != quantize(kept, how).weight()[:, :32]).any())
+    assert bool((found[:, :32] != quantize_weight(kept, how).weight()[:, :32]).any())
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -174,7 +174,7 @@ def test_features_that_are_never_used_leave_the_rounding_of_others_alone() -> No
         error = rounded - weight
         return float((outputs @ error @ inputs * error).sum())
 
-    assert cost(found) < 0.6 * cost(quantize(weight, how).weight())
+    assert cost(found) < 0.6 * cost(quantize_weight(weight, how).weight())
 
 
 def test_squares_of_outputs_are_the_curvature_of_the_divergence() -> None:
@@ -215,7 +215,7 @@ def test_a_feature_that_is_never_used_does_not_spoil_the_others() -> None:
     found, _ = gptq_weight("layer", weight, inputs.t() @ inputs, how)
     assert bool(found.isfinite().all())
     error = (inputs @ (weight - found).t()).square().mean()
-    assert error < (inputs @ (weight - quantize(weight, how).weight()).t()).square().mean()
+    assert error < (inputs @ (weight - quantize_weight(weight, how).weight()).t()).square().mean()
 
 
 @pytest.mark.parametrize("wanted", [0.5, "2:4", "1:4"])

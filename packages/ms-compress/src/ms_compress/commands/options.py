@@ -7,7 +7,7 @@ from attrs import Attribute, field, frozen
 
 from ms_compress.errors import ConfigError
 from ms_compress.evaluation.options import Evaluation
-from ms_compress.methods.pattern import Pattern, pattern
+from ms_compress.methods.pattern import Pattern, parse_pattern
 from ms_compress.quantisation.scheme import Scheme
 from ms_compress.settings import a_path, as_path, flag, one_of, whole
 from ms_compress.targets.rules import scheme
@@ -146,7 +146,7 @@ class QuantizeRun(SchemeRun):
 class PruneRun(ModelRun):
     """Settings of `ms-compress prune`."""
 
-    pattern: Pattern = field(converter=pattern, metadata={"example": "2:4"})
+    pattern: Pattern = field(converter=parse_pattern, metadata={"example": "2:4"})
     """`"2:4"`, or a sparsity such as 0.5."""
     method: str = field(default="magnitude", validator=one_of("magnitude", "wanda", "gradual"))
     """Prune in one shot by magnitude or Wanda, or gradually over the first half of training."""

@@ -1,1 +1,1 @@
-"""The work of the commands, one file a command; each is a skin over public functions."""
+"""The jobs of the commands, one module each: thin layers over public functions."""

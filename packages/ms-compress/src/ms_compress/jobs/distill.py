@@ -1,4 +1,4 @@
-"""`ms-compress distill`: cut a student from a teacher, train it on its logits, save it."""
+"""`ms-compress distill`: cut a student, train it on its teacher's logits, and save it."""
 
 from ms_compress.commands.command import Outcome
 from ms_compress.commands.options import DistillRun
@@ -10,18 +10,20 @@ from ms_compress.methods.student import cut_student
 
 
 def run(options: DistillRun) -> Outcome:
-    """Cut, train, save."""
-    with run_output("distill", options) as place:
-        if place.finished:
-            return place.already()
+    """Cut, train and save the student."""
+    with run_output("distill", options) as output:
+        if output.finished:
+            return output.already()
         check_tokenizers(options)
         teacher = load(options.model)
         text = training_rows(options, teacher)
         student = cut_student(teacher, layers=options.layers, inner=options.inner)
-        losses = train(student, text, options, place, teacher=teacher)
-        save(student, options.output_dir, beside=options.model, last=place.seal)
-        place.end()
-    own, teachers = (sum(p.numel() for p in m.parameters()) for m in (student, teacher))
-    result = f"{own:,} parameters of the teacher's {teachers:,}"
-    sizes = {"parameters": own, "teacher_parameters": teachers}
+        losses = train(student, text, options, output, teacher=teacher)
+        save(student, options.output_dir, beside=options.model, last=output.seal)
+        output.end()
+    student_size, teacher_size = (
+        sum(param.numel() for param in module.parameters()) for module in (student, teacher)
+    )
+    result = f"{student_size:,} parameters of the teacher's {teacher_size:,}"
+    sizes = {"parameters": student_size, "teacher_parameters": teacher_size}
     return outcome_of(options.output_dir, result, losses, **sizes)

@@ -32,7 +32,7 @@ def calibrate(
         most: rows that are looked at, at most; by default those of the run.
         settings: more arguments of the method.
     """
-    rows = calibration_rows(options, model, most=most)
+    rows = calibration_rows(options, model, limit=most)
     batches = torch.split(rows, options.tuning.batch_size)
     with ProgressDisplay("layer") as display:
         method(

@@ -45,7 +45,7 @@ def _prune(model: nn.Module, options: PruneRun) -> GradualPruning | None:
     """Prune at once, or return the schedule by which the training prunes."""
     if options.method == "gradual":
         half = max(1, options.tuning.steps // 2)
-        return GradualPruning(how=options.pattern, end=half, exceptions=options.exceptions)
+        return GradualPruning(pattern=options.pattern, end=half, exceptions=options.exceptions)
     if options.method == "magnitude":
         prune(model, options.pattern, exceptions=options.exceptions)
         return None

@@ -1,1 +1,1 @@
-"""Methods that change a model in place: quantisation-aware preparation, GPTQ, pruning, students."""
+"""Methods that change a model in place: QAT preparation, GPTQ, pruning and student models."""

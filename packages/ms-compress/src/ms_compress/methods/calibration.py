@@ -1,10 +1,10 @@
-"""Calibration: statistics of each linear layer's inputs, one decoder layer at a time.
+"""Calibration: statistics of the inputs of each linear layer, one decoder layer at a time.
 
-In memory are the hidden states of the calibration tokens at one place of the model, and the
-statistics of one decoder layer. A decoder layer sees what those before it make once they have been
-changed, as in GPTQ (Frantar et al. 2022, arXiv:2210.17323) and Wanda. Its own linear layers are
-watched in one pass before any of them is visited: inputs that they make for one another are those
-of the weights as they come, which `gptq` has by then prepared, so rounded to nearest.
+Memory holds the hidden states of the calibration tokens at one depth of the model, and the
+statistics of one decoder layer. A decoder layer sees the outputs of the layers before it after they
+were changed, as in GPTQ (Frantar et al. 2022, arXiv:2210.17323) and Wanda. All its linear layers
+are observed in one pass before any is visited, so their inputs from one another come from unchanged
+weights; `gptq` has prepared these, so they are rounded to nearest.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -19,15 +19,15 @@ from ms_compress.models.logits import check_tokens, evaluating
 from ms_compress.models.selection import blocks_of
 
 Statistic = Callable[[Tensor | None, Tensor], Tensor]
-"""Adds inputs (T, K) float32 to what was gathered of a layer so far, None at first."""
+"""Accumulate inputs (T, K) float32 into a layer's statistic, which is None at first."""
 
 
-class _Reached(Exception):  # noqa: N818 - it is no error
-    """Ends a forward that has called the last decoder layer."""
+class _ReachedLastLayer(Exception):  # noqa: N818 - not an error
+    """Stops a forward at the last decoder layer."""
 
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""A decoder layer's arguments beside the hidden states: by place, and by name."""
+"""Arguments of a decoder layer other than the hidden states: positional and keyword."""
 
 
 @torch.no_grad()
@@ -36,30 +36,30 @@ def walk(
     batches: Sequence[Tensor],
     statistic: Statistic,
     visit: Callable[[str, nn.Linear, Tensor], None],
-    wanted: set[str],
+    targets: set[str],
     begin: Callable[[Mapping[str, nn.Linear]], object] | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> None:
-    """Visit each wanted linear layer with the statistic of its inputs; it may change its weight.
+    """Visit each target linear layer with the statistic of its inputs; it may change its weight.
 
     Args:
-        model: a whole decoder of ms-parallel or transformers.
+        model: a complete decoder from ms-parallel or transformers.
         batches: tokens, (B, S) int64 each.
-        statistic: what is gathered.
-        visit: gets the layer's name, the layer and its statistic.
-        wanted: names of layers to visit.
-        begin: gets the wanted layers of a decoder layer before any of them is visited.
-        progress: called with the decoder layers that are done, from none on, and all there are.
+        statistic: accumulates a layer's inputs.
+        visit: called with the layer's name, the layer and its statistic.
+        targets: names of the layers to visit.
+        begin: called with a decoder layer's targets before any of them is visited.
+        progress: called with the number of finished decoder layers, from 0, and their total.
 
     Raises:
-        LayerError: the model is no decoder that we know.
-        CalibrationError: there are no tokens, or a wanted weight or a layer's input is not finite.
-        DataError: the model's vocabulary does not hold a token.
+        LayerError: the model's architecture is not supported.
+        CalibrationError: there are no tokens, or a target weight or a layer's input is not finite.
+        DataError: a token is outside the model's vocabulary.
     """
-    check_calibration(model, batches, wanted)
+    check_calibration(model, batches, targets)
     with evaluating(model):
         hidden, calls = _arguments(model, batches)
-        for number, ((prefix, block), of_block) in enumerate(
+        for number, ((prefix, block), layer_calls) in enumerate(
             zip(blocks_of(model), calls, strict=True)
         ):
             if progress is not None:
@@ -67,75 +67,76 @@ def walk(
             layers = {
                 f"{prefix}.{name}": layer
                 for name, layer in block.named_modules()
-                if isinstance(layer, nn.Linear) and f"{prefix}.{name}" in wanted
+                if isinstance(layer, nn.Linear) and f"{prefix}.{name}" in targets
             }
-            held = _gather(block, layers, hidden, of_block, statistic)
+            statistics = _gather(block, layers, hidden, layer_calls, statistic)
             if begin is not None and layers:
                 begin(layers)
             for name, layer in layers.items():
-                visit(name, layer, held.pop(name))
-            hidden = [_run(block, x, call) for x, call in zip(hidden, of_block, strict=True)]
+                visit(name, layer, statistics.pop(name))
+            hidden = [_run(block, x, call) for x, call in zip(hidden, layer_calls, strict=True)]
         if progress is not None:
             progress(len(calls), len(calls))
 
 
-def check_calibration(model: nn.Module, batches: Sequence[Tensor], wanted: Container[str]) -> None:
-    """Raise what `walk` would before its first visit, and change nothing."""
+def check_calibration(model: nn.Module, batches: Sequence[Tensor], targets: Container[str]) -> None:
+    """Raise the errors that `walk` would raise before its first visit; changes nothing."""
     blocks_of(model)
     if not batches or not all(batch.numel() for batch in batches):
-        raise CalibrationError("there are no calibration tokens; give at least one batch")
+        raise CalibrationError("there are no calibration tokens; pass at least one batch")
     for batch in batches:
         check_tokens(model, batch, "the calibration text")
     for name, layer in model.named_modules():
-        weight = layer._parameters.get("weight") if name in wanted else None
+        weight = layer._parameters.get("weight") if name in targets else None
         if weight is not None and not bool(torch.isfinite(weight).all()):
             bad = int((~torch.isfinite(weight)).sum())
             raise CalibrationError(
-                f"{name}: {bad} of its {weight.numel()} weights are NaN or infinite; look at the"
-                " training, or at the folder that it was read from"
+                f"{name}: {bad} of its {weight.numel()} weights are NaN or infinite; check the"
+                " training, or the folder that it was loaded from"
             )
 
 
 def _arguments(
     model: nn.Module, batches: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[list[_Call]]]:
-    """Catch the first decoder layer's input, and each layer's other arguments, by batch.
+    """Record the first decoder layer's input, and every layer's other arguments, by batch.
 
-    Layers differ in their masks and rotary tables; what several share is held once.
+    Layers differ in their masks and rotary tables; tensors shared by several are stored once.
     """
     blocks = [block for _, block in blocks_of(model)]
     hidden: list[Tensor] = []
     calls: dict[nn.Module, list[_Call]] = {block: [] for block in blocks}
 
-    def catch(block: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        named = dict(named)
-        first = inputs[0] if inputs else named.pop("hidden_states")
+    def record(block: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kwargs = dict(kwargs)
+        first = inputs[0] if inputs else kwargs.pop("hidden_states")
         if block is blocks[0]:
             hidden.append(first)
-        calls[block].append((tuple(inputs[1:]), named))
+        calls[block].append((tuple(inputs[1:]), kwargs))
         if block is blocks[-1]:
-            raise _Reached
+            raise _ReachedLastLayer
 
-    keyless = {"use_cache": False} if hasattr(model.config, "to_dict") else {}
+    # transformers would otherwise return a KV cache.
+    no_cache = {"use_cache": False} if hasattr(model.config, "to_dict") else {}
     device = next(model.parameters()).device
     with ExitStack() as hooks:
         for block in blocks:
-            hooks.enter_context(block.register_forward_pre_hook(catch, with_kwargs=True))
+            hooks.enter_context(block.register_forward_pre_hook(record, with_kwargs=True))
         for batch in batches:
-            with suppress(_Reached):
-                model(batch.to(device), **keyless)
-    for (name, _), of_block in zip(blocks_of(model), calls.values(), strict=True):
-        if len(of_block) != len(batches):
+            with suppress(_ReachedLastLayer):
+                model(batch.to(device), **no_cache)
+    for (name, _), layer_calls in zip(blocks_of(model), calls.values(), strict=True):
+        if len(layer_calls) != len(batches):
             raise CalibrationError(
-                f"{name} is called {len(of_block) / len(batches):g} times a batch; only layers that"
-                " a forward calls once can be calibrated"
+                f"{name} is called {len(layer_calls) / len(batches):g} times per batch; only layers"
+                " that are called once per forward can be calibrated"
             )
     return hidden, list(calls.values())
 
 
 def _run(block: nn.Module, hidden: Tensor, call: _Call) -> Tensor:
-    rest, named = call
-    out = block(hidden, *rest, **named)
+    args, kwargs = call
+    out = block(hidden, *args, **kwargs)
     result: Tensor = out[0] if isinstance(out, tuple) else out
     return result
 
@@ -147,35 +148,35 @@ def _gather(
     calls: Sequence[_Call],
     statistic: Statistic,
 ) -> dict[str, Tensor]:
-    """Gather the statistic of each layer's inputs over all batches."""
-    held: dict[str, Tensor] = {}
-    with _watching(layers, held, statistic):
+    """Return the statistic of each layer's inputs over all batches."""
+    statistics: dict[str, Tensor] = {}
+    with _observing(layers, statistics, statistic):
         for x, call in zip(hidden, calls, strict=True):
             _run(block, x, call)
     for name in layers:
-        if name not in held:
+        if name not in statistics:
             raise CalibrationError(f"{name} was never called with the calibration tokens")
-    return held
+    return statistics
 
 
 @contextmanager
-def _watching(
-    layers: dict[str, nn.Linear], held: dict[str, Tensor], statistic: Statistic
+def _observing(
+    layers: dict[str, nn.Linear], statistics: dict[str, Tensor], statistic: Statistic
 ) -> Iterator[None]:
-    def watch(name: str) -> Callable[..., None]:
-        def see(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            flat = inputs[0].detach().flatten(0, -2).float()
-            if not bool(torch.isfinite(flat).all()):
-                bad = int((~torch.isfinite(flat)).sum())
+    def observe(name: str) -> Callable[..., None]:
+        def hook(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            inputs_TK = inputs[0].detach().flatten(0, -2).float()
+            if not bool(torch.isfinite(inputs_TK).all()):
+                bad = int((~torch.isfinite(inputs_TK)).sum())
                 raise CalibrationError(
-                    f"{name}: {bad} of {flat.numel()} values of its calibration input are NaN or"
-                    " infinite; look at the weights before it and at the tokens"
+                    f"{name}: {bad} of {inputs_TK.numel()} values of its calibration input are NaN"
+                    " or infinite; check the weights before it, and the tokens"
                 )
-            held[name] = statistic(held.get(name), flat)
+            statistics[name] = statistic(statistics.get(name), inputs_TK)
 
-        return see
+        return hook
 
     with ExitStack() as hooks:
         for name, layer in layers.items():
-            hooks.enter_context(layer.register_forward_pre_hook(watch(name)))
+            hooks.enter_context(layer.register_forward_pre_hook(observe(name)))
         yield

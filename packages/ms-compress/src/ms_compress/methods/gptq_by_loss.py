@@ -1,12 +1,12 @@
-"""GPTQ on both sides of a weight: an error is counted by what it does to the model's predictions.
+"""GPTQ on both sides of a weight: errors are weighted by their effect on the model's predictions.
 
-Plain GPTQ counts errors of a layer's output, every output feature alike. Near the model's own
-weights its divergence from itself is ½ tr(O E I Eᵀ) of a layer's error E, where the Fisher
-information of the weight is taken as a Kronecker product of I, what inputs are like, and O, what
-the loss makes of outputs (Martens and Grosse 2015, arXiv:1503.05671). Rounding makes up for each
-error in both directions (YAQA, Tseng et al. 2025, arXiv:2505.22988). Difference from that paper: O
-is of one pass over drawn targets, without power iteration, which gained 0.4% where it was tried.
-Shapes: N rows (output features), K columns (input features), G groups of a row, T tokens.
+Plain GPTQ minimizes errors of a layer's output and weights all output features equally. Near the
+original weights, the model's divergence from itself is ½ tr(O E I Eᵀ) for a layer's weight error E,
+with the Fisher information approximated as the Kronecker product of I, the second moment of inputs,
+and O, that of output gradients (Martens and Grosse 2015, arXiv:1503.05671). Each error is
+compensated in both directions (YAQA, Tseng et al. 2025, arXiv:2505.22988). Difference from that
+paper: O comes from one pass over sampled targets, without power iteration, which gained only 0.4%.
+Shapes: N rows (output features), K columns (input features), G groups per row, T tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,20 +22,20 @@ from ms_compress.quantisation.rounding import best_factor, compute_scales, round
 from ms_compress.quantisation.scheme import Scheme
 
 TILE = 128
-"""Rows and columns whose errors are gathered before the rest is updated."""
+"""Rows and columns per tile, whose errors are collected before the remainder is updated."""
 
 
 def output_squares(
     model: nn.Module, layers: Mapping[str, nn.Module], batches: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    """Sum g gᵀ over tokens, (N, N) float32 of each layer, g the loss's gradient by its output.
+    """Return the sum over tokens of g gᵀ, (N, N) float32, with g the gradient of a layer's output.
 
-    Targets are drawn from the model's own predictions, from a fixed seed: the sum is then the
-    output's Fisher information, and the batches need no targets.
+    Targets are sampled from the model's own predictions with a fixed seed. The sum then estimates
+    the output's Fisher information, and the batches need no targets.
 
     Args:
-        model: a whole decoder of ms-parallel or transformers, in evaluation mode.
-        layers: names and linear layers of the model.
+        model: a complete decoder from ms-parallel or transformers, in evaluation mode.
+        layers: linear layers of the model, by name.
         batches: tokens, (B, S) int64 each.
 
     Raises:
@@ -43,52 +43,52 @@ def output_squares(
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device=device).manual_seed(0)
-    held: dict[str, Tensor] = {}
-    with torch.enable_grad(), _untrained(model), _outputs_of(layers) as outputs:
+    sums: dict[str, Tensor] = {}
+    with torch.enable_grad(), _frozen(model), _outputs_of(layers) as outputs:
         for batch in batches:
             logits = next_token_logits(model, batch.to(device)).float().flatten(0, 1)
             if not bool(torch.isfinite(logits).all()):
                 raise CalibrationError(
-                    "the model's logits of the calibration tokens are NaN or infinite; look at the"
-                    f" weights after {next(iter(layers))} and at the tokens"
+                    "the model's logits of the calibration tokens are NaN or infinite; check the"
+                    f" weights after {next(iter(layers))}, and the tokens"
                 )
-            drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
-            loss = F.cross_entropy(logits, drawn.squeeze(1), reduction="sum")
+            sampled = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
+            loss = F.cross_entropy(logits, sampled.squeeze(1), reduction="sum")
             gradients = torch.autograd.grad(loss, list(outputs.values()))
             for name, gradient in zip(outputs, gradients, strict=True):
                 flat = gradient.flatten(0, -2).float()
-                held[name] = held[name].addmm_(flat.t(), flat) if name in held else flat.t() @ flat
+                sums[name] = sums[name].addmm_(flat.t(), flat) if name in sums else flat.t() @ flat
             outputs.clear()
-    return held
+    return sums
 
 
 @contextmanager
 def _outputs_of(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """Record the layers' outputs of the last forward; the graph begins with the first of them."""
+    """Record the layers' outputs in the last forward; the first ones become leaves of the graph."""
     outputs: dict[str, Tensor] = {}
 
-    def watch(name: str, layer: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        def see(module: nn.Module, inputs: object, output: Tensor) -> None:
+    def record(name: str, layer: nn.Module) -> torch.utils.hooks.RemovableHandle:
+        def hook(module: nn.Module, inputs: object, output: Tensor) -> None:
             outputs[name] = output if output.requires_grad else output.requires_grad_()
 
-        return layer.register_forward_hook(see)
+        return layer.register_forward_hook(hook)
 
     with ExitStack() as hooks:
         for name, layer in layers.items():
-            hooks.enter_context(watch(name, layer))
+            hooks.enter_context(record(name, layer))
         yield outputs
 
 
 @contextmanager
-def _untrained(model: nn.Module) -> Iterator[None]:
-    """Switch off the parameters' gradients, so that no graph is kept for them."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained:
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Disable gradients of parameters, so that no graph is stored for them."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trainable:
         parameter.requires_grad_(False)
     try:
         yield
     finally:
-        for parameter in trained:
+        for parameter in trainable:
             parameter.requires_grad_()
 
 
@@ -104,58 +104,58 @@ def round_by_loss(
     damping: float = 0.01,
     fit_scales: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Round one weight; return it (N, K) and the scales (N, G) that it was rounded at.
+    """Round one weight; return it (N, K) and its scales (N, G).
 
-    With I = AᵀDA and O = BᵀD'B, A and B lower triangles with ones on the diagonal, the cost of
-    errors E is the sum of squares of √D' (B E Aᵀ) √D. Each entry of B E Aᵀ holds its own error and
-    those of entries above and to the left, which are made up for as it is rounded. Features of the
-    largest inputs and outputs come first; scales are those of the weight as it was.
+    With I = AᵀDA and O = BᵀD'B, where A and B are unit lower triangular, the cost of an error E is
+    the sum of squares of √D' (B E Aᵀ) √D. Each entry of B E Aᵀ contains its own error and those of
+    entries above and to the left, which are compensated when it is rounded. Features with the
+    largest inputs and outputs come first; scales come from the original weight.
 
     Args:
-        name: of the layer, for messages.
+        name: name of the layer, for messages.
         weight: (N, K).
-        inputs: (K, K), Xᵀ X of its inputs.
-        outputs: (N, N), of `output_squares`.
-        scheme: the target's.
+        inputs: (K, K), Xᵀ X of the layer's inputs.
+        outputs: (N, N), from `output_squares`.
+        scheme: quantization scheme.
         mask: (N, K) bool; pruned weights stay zero.
-        damping: share of the mean of each diagonal that is added to it.
-        fit_scales: search for the scale of each group that errs least.
+        damping: fraction of the mean of each diagonal to add to that diagonal.
+        fit_scales: search for the scale of each group with the smallest error.
 
     Raises:
         CalibrationError: a factor is not positive definite.
     """
-    kept = weight.float() if mask is None else weight.float() * mask
-    factor = best_factor(kept, scheme, inputs.diagonal()) if fit_scales else None
-    scales = compute_scales(kept, scheme, factor)
+    masked = weight.float() if mask is None else weight.float() * mask
+    factor = best_factor(masked, scheme, inputs.diagonal()) if fit_scales else None
+    scales = compute_scales(masked, scheme, factor)
     rows = outputs.diagonal().argsort(descending=True)
     columns = inputs.diagonal().argsort(descending=True)
-    place = (rows.unsqueeze(1), columns)
+    permuted = (rows.unsqueeze(1), columns)
     rounded = _round(
-        kept[place],
-        scales.repeat_interleave(scheme.group_of(kept.shape[1]), dim=1)[place],
-        None if mask is None else mask[place],
+        masked[permuted],
+        scales.repeat_interleave(scheme.group_of(masked.shape[1]), dim=1)[permuted],
+        None if mask is None else mask[permuted],
         _unit_lower(name, outputs[rows][:, rows], damping),
         _unit_lower(name, inputs[columns][:, columns], damping),
         scheme,
     )
-    placed = torch.empty_like(rounded)
-    placed[place] = rounded
-    return placed.to(weight.dtype), scales
+    unpermuted = torch.empty_like(rounded)
+    unpermuted[permuted] = rounded
+    return unpermuted.to(weight.dtype), scales
 
 
 def _unit_lower(name: str, square: Tensor, damping: float) -> Tensor:
-    """Factor the damped square as AᵀDA; return A, a lower triangle of unit diagonal."""
+    """Factor the damped matrix as AᵀDA; return A, unit lower triangular."""
     damped = square.clone()
     diagonal = damped.diagonal()
-    usual = diagonal[diagonal != 0].mean()
-    diagonal[diagonal == 0] = usual  # a feature that is never used: any value, as it stands alone
-    diagonal += damping * usual
-    # Turned about, a lower triangle times its transpose is an upper one's transpose times it.
+    mean = diagonal[diagonal != 0].mean()
+    diagonal[diagonal == 0] = mean  # a feature that is always zero: any value works
+    diagonal += damping * mean
+    # Reversing the order of rows and columns turns the factorization L Lᵀ into Uᵀ U.
     lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
     if int(failed):
         raise CalibrationError(
-            f"{name}: what its inputs and outputs are like cannot be factored at damping {damping};"
-            " use more calibration tokens or more damping"
+            f"{name}: the second moments of its inputs and outputs cannot be factored with damping"
+            f" {damping}; use more calibration tokens or a larger damping"
         )
     unit: Tensor = (lower / lower.diagonal()).flip(0, 1).t().contiguous()
     return unit
@@ -169,27 +169,29 @@ def _round(
     across_columns: Tensor,
     scheme: Scheme,
 ) -> Tensor:
-    """Round weights (N, K) tile by tile; `steps` (N, K) are the scales, spread."""
+    """Round weights (N, K) tile by tile; `steps` (N, K) are the scales of the weights."""
     rounded = torch.zeros_like(weight)
     height, width = weight.shape
     for left in range(0, width, TILE):
         tile_columns = slice(left, left + TILE)
-        there = across_columns[tile_columns, tile_columns]
-        # E Aᵀ of these columns, so far from the columns before them.
-        passed = (rounded - weight)[:, :left] @ across_columns[tile_columns, :left].t()
+        column_factor = across_columns[tile_columns, tile_columns]
+        # E Aᵀ for these columns, from the columns already rounded: (N, TILE).
+        column_error = (rounded - weight)[:, :left] @ across_columns[tile_columns, :left].t()
         for top in range(0, height, TILE):
             tile = (slice(top, top + TILE), tile_columns)
             bottom = min(top + TILE, height)
-            aim = weight[tile] - across_rows[tile[0], :bottom] @ passed[:bottom]
-            stays = None if mask is None else mask[tile]
-            here = across_rows[tile[0], tile[0]]
-            rounded[tile] = _round_tile(aim, weight[tile], steps[tile], stays, here, there, scheme)
-            passed[tile[0]] += (rounded[tile] - weight[tile]) @ there.t()
+            target = weight[tile] - across_rows[tile[0], :bottom] @ column_error[:bottom]
+            keep = None if mask is None else mask[tile]
+            row_factor = across_rows[tile[0], tile[0]]
+            rounded[tile] = _round_tile(
+                target, weight[tile], steps[tile], keep, row_factor, column_factor, scheme
+            )
+            column_error[tile[0]] += (rounded[tile] - weight[tile]) @ column_factor.t()
     return rounded
 
 
 def _round_tile(
-    aim: Tensor,
+    target: Tensor,
     weight: Tensor,
     steps: Tensor,
     mask: Tensor | None,
@@ -197,9 +199,9 @@ def _round_tile(
     across_columns: Tensor,
     scheme: Scheme,
 ) -> Tensor:
-    """Round one tile by anti-diagonals, whose entries do not see each other's errors.
+    """Round one tile along its anti-diagonals, whose entries do not affect each other.
 
-    `aim` is what each entry is to be, less the errors that other tiles have left it.
+    `target` is the tile's weight compensated for the errors of other tiles.
     """
     rounded = torch.zeros_like(weight)
     height, width = weight.shape
@@ -208,14 +210,14 @@ def _round_tile(
         first = max(0, diagonal - width + 1)
         rows = torch.arange(first, min(height, diagonal + 1), device=device)
         columns = diagonal - rows
-        values = round_with_scales(aim[rows, columns], steps[rows, columns], scheme)
+        values = round_with_scales(target[rows, columns], steps[rows, columns], scheme)
         if mask is not None:
             values *= mask[rows, columns]
         rounded[rows, columns] = values
         errors = values - weight[rows, columns]
         last = max(0, diagonal - height + 1)
-        # Of what is yet to come, only rows from the first and columns from the last see these.
-        aim[first:, last:] -= (across_rows[first:, rows] * errors) @ across_columns[
+        # Only later rows and columns see these errors: rows from `first`, columns from `last`.
+        target[first:, last:] -= (across_rows[first:, rows] * errors) @ across_columns[
             last:, columns
         ].t()
     return rounded

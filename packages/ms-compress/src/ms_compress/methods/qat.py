@@ -1,4 +1,4 @@
-"""Quantisation-aware training: a model's layers, prepared in place, compute as the target will."""
+"""Quantization-aware training: prepare a model's layers in place to compute like the target."""
 
 from collections.abc import Container, Mapping, Sequence
 from typing import TypeVar
@@ -40,110 +40,111 @@ def qat(
     activations: bool = True,
     learned_scales: bool = False,
 ) -> M:
-    """Make a model compute as a scheme's target will, so that training meets what is deployed.
+    """Prepare a model to compute like a scheme's target, so that training sees the deployed model.
 
-    Every `nn.Linear` but the head is prepared in place. Parameters keep names, values and
-    gradients; any loop and optimizer trains on. Order under parallelism: tensor-parallel split and
-    this in either order (this last, if scales are learned), then fully_shard.
+    Every `nn.Linear` except the head is prepared in place. Parameters keep their names, values and
+    gradients, so any training loop and optimizer works. With parallelism: tensor-parallel split and
+    this in either order (split first if scales are learned), then fully_shard.
 
     Args:
-        model: whole, or one pipeline stage.
-        scheme_name: such as `"gguf.q4_0"`, or a Scheme.
-        exceptions: patterns of module names that stay as they are, such as `"*.down_proj"`.
-        embeddings: prepare `nn.Embedding` too.
-        head: prepare the output head, the module called `lm_head`, or the embedding it is tied to.
-        activations: also round inputs, where the target does.
+        model: a complete model, or one pipeline stage.
+        scheme_name: scheme or its name, such as `"gguf.q4_0"`.
+        exceptions: name patterns of modules to leave unchanged, such as `"*.down_proj"`.
+        embeddings: also prepare `nn.Embedding`.
+        head: also prepare the output head: the module `lm_head`, or the embedding it is tied to.
+        activations: also quantize inputs, if the target does.
         learned_scales: learn a factor for each scale (LSQ), rounded to the target's scale dtype;
-            a weight that embedding and head share keeps the scheme's own scales.
+            a weight shared by embedding and head keeps the scheme's own scales.
 
     Returns:
         The same model.
 
     Raises:
-        SchemeError: there is no such scheme.
-        LayerError: a layer cannot be taken; the message names it and what fits. The model is then
-            as it was.
-        OrderError: the model was sharded or split in an order that cannot be right.
+        SchemeError: the scheme does not exist.
+        LayerError: a layer is not supported; the message names it and what would be. The model is
+            unchanged.
+        OrderError: the model was sharded or split in an unsupported order.
     """
-    how = scheme(scheme_name)
-    chosen = select(model, exceptions, embeddings=embeddings, head=head)
-    if not chosen:
-        raise LayerError(f"nothing in {type(model).__name__} is left to prepare for {how}")
-    sharded = any(isinstance(each, FSDPModule) for each in model.modules())
+    quant_scheme = scheme(scheme_name)
+    selected = select(model, exceptions, embeddings=embeddings, head=head)
+    if not selected:
+        raise LayerError(f"nothing in {type(model).__name__} is left to prepare for {quant_scheme}")
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     _check_wrappers(model, sharded=sharded, learned_scales=learned_scales)
-    _check_embeddings(model, how, dict(chosen), embeddings=embeddings, head=head)
-    for name, layer in chosen:
-        check_layer(layer, name, how)
+    _check_embeddings(model, quant_scheme, dict(selected), embeddings=embeddings, head=head)
+    for name, layer in selected:
+        check_layer(layer, name, quant_scheme)
         if not sharded:
             check_axes(name, layer.weight)  # type: ignore[arg-type]
     output = find_head(model)
-    for name, layer in chosen:
-        # The two uses of a tied weight may lie on two stages: it keeps the scheme's own scales.
+    for name, layer in selected:
+        # The uses of a tied weight may be on two stages, so it keeps the scheme's own scales.
         shared = output.is_tied and (isinstance(layer, nn.Embedding) or name == output.layer)
         prepared = prepare_layer(
             layer,
             name,
-            how,
-            activations=how.activations if activations else None,
+            quant_scheme,
+            activations=quant_scheme.activations if activations else None,
             learned_scales=learned_scales and not shared,
         )
         if _runs_as_is_in_transformers(model, name):
-            prepared.input_ndim = how.input_ndim
+            prepared.input_ndim = quant_scheme.input_ndim
     if head and _is_staged(model) and getattr(model, "last", True):
-        _round_head_input(model, dict(chosen))
+        _round_head_input(model, dict(selected))
     return model
 
 
 @torch.no_grad()
 def fit_scales(model: nn.Module) -> None:
-    """Set learned scales to those at which rounding the weights as they are errs least.
+    """Set learned scales to those with the smallest rounding error for the current weights.
 
-    It serves rounding to nearest without training, and as the start of learning; masks are kept.
-    Only what `qat(..., learned_scales=True)` prepared has scales to set.
+    Used for rounding to nearest without training, or as initial values for learning; masks are
+    preserved. Only layers prepared with `qat(..., learned_scales=True)` have scales to set.
 
     Raises:
         LayerError: no layer has learned scales.
     """
     drop_gathered(model)
-    found = [layer for _, layer in prepared_layers(model) if layer.factor is not None]
-    if not found:
+    layers = [layer for _, layer in prepared_layers(model) if layer.factor is not None]
+    if not layers:
         raise LayerError(
-            f"no layer of {type(model).__name__} has scales to set; prepare it with"
+            f"no layer of {type(model).__name__} has learned scales; prepare it with"
             " learned_scales=True"
         )
-    for layer in found:
+    for layer in layers:
         assert layer.scheme is not None
         assert layer.factor is not None
         weight, mask = local_part(layer.weight), layer.stored_mask
-        kept = weight if mask is None else weight * mask
-        local_part(layer.factor).copy_(best_factor(kept, layer.scheme))
+        masked = weight if mask is None else weight * mask
+        local_part(layer.factor).copy_(best_factor(masked, layer.scheme))
 
 
-def set_quantising(model: nn.Module, on: bool) -> None:
-    """Let prepared layers compute in float, or as the target will."""
+def set_quantizing(model: nn.Module, on: bool) -> None:
+    """Switch prepared layers between float and quantized computation."""
     for _, layer in prepared_layers(model):
         layer.quantizing = on
 
 
 @frozen(kw_only=True)
 class FloatThenQuantised:
-    """A schedule of some steps in float, and then as the target will compute."""
+    """Schedule: some steps in float, then quantized."""
 
     float_steps: int = field(validator=whole(least=0))
-    """Steps in float."""
+    """Number of float steps."""
 
     def apply(self, model: nn.Module, step: int) -> bool:
-        """Set the model for step number `step`, from 0; return whether it quantises."""
+        """Set the mode for step `step`, from 0; return whether the model is quantized."""
         on = step >= self.float_steps
-        set_quantising(model, on)
+        set_quantizing(model, on)
         return on
 
 
 def _check_wrappers(model: nn.Module, *, sharded: bool, learned_scales: bool) -> None:
-    """Refuse learned scales in a model that FSDP or DDP wraps already."""
+    """Check that learned scales are created before the model is wrapped by FSDP or DDP."""
     if learned_scales and sharded:
         raise OrderError(
-            "learned scales are parameters, which fully_shard must see; prepare first, then shard"
+            "learned scales are parameters, which fully_shard must see; prepare the model first,"
+            " then shard it"
         )
     if learned_scales and isinstance(model, DistributedDataParallel):
         raise OrderError(
@@ -153,39 +154,44 @@ def _check_wrappers(model: nn.Module, *, sharded: bool, learned_scales: bool) ->
 
 
 def _check_embeddings(
-    model: nn.Module, how: Scheme, chosen: Container[str], *, embeddings: bool, head: bool
+    model: nn.Module,
+    quant_scheme: Scheme,
+    selected: Container[str],
+    *,
+    embeddings: bool,
+    head: bool,
 ) -> None:
-    """Refuse to round one use of a tied weight alone: it is one tensor in the file."""
-    if embeddings and not how.embeddings:
+    """Check that both uses of a tied weight are treated equally: the file has one tensor."""
+    if embeddings and not quant_scheme.embeddings:
         raise LayerError(
-            f"{how} cannot store a quantized embedding that its runtime reads; use one of"
+            f"{quant_scheme} cannot store a quantized embedding that its runtime reads; use one of"
             f" {', '.join(name for name in NAMES if scheme(name).embeddings)}"
         )
     output = find_head(model)
     if not output.embeddings:
         return
     tied = min(output.embeddings)
-    product = output.layer or tied
+    output_layer = output.layer or tied
     if embeddings != head:
         raise LayerError(
-            f"{tied} is also the head's weight, which {how} stores once; set embeddings and head"
-            " alike"
+            f"{tied} is also the head's weight, which {quant_scheme} stores once; set embeddings"
+            " and head to the same value"
         )
-    if (tied in chosen) != (product in chosen):
+    if (tied in selected) != (output_layer in selected):
         raise LayerError(
-            f"{tied} and {product} are one weight, which {how} stores once; name both as"
-            " exceptions, or neither"
+            f"{tied} and {output_layer} are one weight, which {quant_scheme} stores once; name both"
+            " as exceptions, or neither"
         )
 
 
-def _round_head_input(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
-    """Round the final norm's output, where the head is a product with a weight and no layer.
+def _round_head_input(model: nn.Module, selected: Mapping[str, nn.Module]) -> None:
+    """Round the final norm's output if the head is a matmul with a weight instead of a layer.
 
-    No layer is called there that could round its own input.
+    In that case no prepared layer is called that could round its input.
     """
-    head = chosen.get("lm_head", chosen.get("model.embed_tokens"))
+    head = selected.get("lm_head", selected.get("model.embed_tokens"))
     norm: nn.Module = model.model.norm  # type: ignore[assignment]
-    if head is None or any(isinstance(each, _HeadInput) for each in norm._forward_hooks.values()):
+    if head is None or any(isinstance(hook, _HeadInput) for hook in norm._forward_hooks.values()):
         return
     assert isinstance(head, Prepared)
     norm.register_forward_hook(_HeadInput(head))
@@ -193,21 +199,21 @@ def _round_head_input(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None
 
 @frozen(eq=False)
 class _HeadInput:
-    """A hook of the final norm that rounds the head's input."""
+    """Forward hook of the final norm that rounds the head's input."""
 
     head: Prepared
 
     def __call__(self, norm: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        how = self.head.rule.activations
-        return output if how is None else fake_input(output, how)
+        activations = self.head.rule.activations
+        return output if activations is None else fake_input(output, activations)
 
 
 def _runs_as_is_in_transformers(model: nn.Module, name: str) -> bool:
-    """Return whether the layer's caller is a module of transformers, which deployment runs too."""
-    kinds = type(model.get_submodule(name.rpartition(".")[0])).__mro__
-    return any(kind.__module__.startswith("transformers.") for kind in kinds)
+    """Return whether a module of transformers calls the layer, as it does in deployment."""
+    classes = type(model.get_submodule(name.rpartition(".")[0])).__mro__
+    return any(cls.__module__.startswith("transformers.") for cls in classes)
 
 
 def _is_staged(model: nn.Module) -> bool:
-    """Return whether the model gives its head as a weight, as ms-parallel's models do."""
+    """Return whether the model exposes its head as a weight, as ms-parallel's models do."""
     return hasattr(type(model), "head_weight")

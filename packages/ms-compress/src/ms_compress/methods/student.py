@@ -1,8 +1,8 @@
-"""A student cut from its teacher: fewer layers, and a narrower feed-forward.
+"""Cut a student from its teacher: fewer layers, and a narrower feed-forward.
 
-Depth: layers at even distances, first and last always (DistilBERT, arXiv:1910.01108). Width: the
-neurons of each feed-forward whose products are largest stay (as Minitron scores them,
-arXiv:2407.14679, but by weights: no data is needed). The student is a whole model of the same kind.
+Depth: evenly spaced layers including the first and last (DistilBERT, arXiv:1910.01108). Width: the
+feed-forward neurons with the largest product of weight norms (scored as in Minitron,
+arXiv:2407.14679, but from weights, so no data is needed). The student has the same architecture.
 """
 
 import copy
@@ -16,13 +16,15 @@ from ms_compress.models.selection import blocks_of
 from ms_compress.quantisation.layers import FACTOR
 
 BY_LAYER = ("layer_types", "no_rope_layers")
-"""Lists in a configuration of transformers that say something of each layer."""
+"""Per-layer lists in a transformers configuration."""
 
 
 def kept_layers(layers: int, keep: int) -> list[int]:
-    """Return which of `layers` stay: `keep` at even distances, the first and the last included."""
+    """Return the indices of `keep` evenly spaced layers of `layers`, including first and last."""
     if not 1 <= keep <= layers:
-        raise ConfigError(f"{keep} layers of {layers} cannot be kept; give 1 to {layers}")
+        raise ConfigError(
+            f"layers must be 1 to {layers}, the teacher's layers, got {keep}; use fewer"
+        )
     if keep == 1:
         return [0]
     return [round(i * (layers - 1) / (keep - 1)) for i in range(keep)]
@@ -32,16 +34,16 @@ def kept_layers(layers: int, keep: int) -> list[int]:
 def cut_student(
     teacher: nn.Module, *, layers: int | None = None, inner: int | None = None
 ) -> nn.Module:
-    """Build a model of some of a teacher's layers, and some neurons of each feed-forward.
+    """Build a model from some of a teacher's layers and some neurons of each feed-forward.
 
     Args:
-        teacher: a decoder of ms-parallel or transformers, whole; left as it is. Of a prepared one
-            the weights are taken, not the scales that it has learned for its own.
-        layers: how many stay; all by default.
-        inner: neurons of each feed-forward that stay; all by default.
+        teacher: a complete decoder from ms-parallel or transformers, not modified. From a prepared
+            one the weights are taken, but not its learned scales.
+        layers: number of layers. None: all.
+        inner: feed-forward width. None: unchanged.
 
     Raises:
-        ConfigError: more is to stay than there is.
+        ConfigError: more layers or neurons are requested than the teacher has.
         LayerError: the model's layers are not those of a Llama-like decoder.
     """
     blocks = [block for _, block in blocks_of(teacher)]
@@ -49,14 +51,16 @@ def cut_student(
     width = _width(blocks[0])
     inner = width if inner is None else inner
     if not 1 <= inner <= width:
-        raise ConfigError(f"{inner} neurons of {width} cannot be kept; give 1 to {width}")
-    student = _fresh(teacher, depth, inner)
-    rest = {
+        raise ConfigError(
+            f"inner must be 1 to {width}, the teacher's feed-forward width, got {inner}; use less"
+        )
+    student = _build_smaller(teacher, depth, inner)
+    other_weights = {
         name: value
         for name, value in teacher.state_dict().items()
         if not name.startswith("model.layers.") and not name.endswith(FACTOR)
     }
-    unknown = student.load_state_dict(rest, strict=False).unexpected_keys
+    unknown = student.load_state_dict(other_weights, strict=False).unexpected_keys
     if unknown:
         raise LayerError(f"{unknown[0]} of the teacher has no place in a student of its kind")
     for (_, target), number in zip(blocks_of(student), depth, strict=True):
@@ -68,14 +72,14 @@ def _width(block: nn.Module) -> int:
     mlp: Any = getattr(block, "mlp", None)
     if not all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")):
         raise LayerError(
-            "distill needs layers whose mlp has gate_proj, up_proj and down_proj, and this model's"
-            " have none; use a smaller model as the student, or prune the weights"
+            "distill needs layers whose mlp has gate_proj, up_proj and down_proj, which this model"
+            " lacks; use a smaller model as the student, or prune the weights"
         )
     return int(mlp.down_proj.weight.shape[1])
 
 
-def _fresh(teacher: nn.Module, depth: list[int], inner: int) -> nn.Module:
-    """Build a model of the teacher's kind with other sizes; each layer keeps its own kind."""
+def _build_smaller(teacher: nn.Module, depth: list[int], inner: int) -> nn.Module:
+    """Build a model of the teacher's architecture with other sizes; layers keep their types."""
     config: Any = teacher.config
     if hasattr(config, "to_dict"):
         sizes = copy.deepcopy(config)
@@ -90,8 +94,8 @@ def _fresh(teacher: nn.Module, depth: list[int], inner: int) -> nn.Module:
 
         changed: dict[str, Any] = {"num_hidden_layers": len(depth), "intermediate_size": inner}
         if (sliding := getattr(config, "sliding_layers", None)) is not None:
-            kept = (at for at, number in enumerate(depth) if number in sliding)
-            changed["sliding_layers"] = tuple(kept)
+            student_sliding = (index for index, number in enumerate(depth) if number in sliding)
+            changed["sliding_layers"] = tuple(student_sliding)
         sizes = attrs.evolve(config, **changed)
     weight = next(teacher.parameters())
     student: nn.Module = type(teacher)(sizes)
@@ -103,11 +107,11 @@ def _copy_block(source: nn.Module, target: nn.Module, inner: int) -> None:
         name: value for name, value in source.state_dict().items() if not name.endswith(FACTOR)
     }
     gate, up, down = (values[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
-    size = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
-    kept = size.topk(inner).indices.sort().values
+    importance = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
+    kept_neurons = importance.topk(inner).indices.sort().values
     for name in list(values):
         module = name.rpartition(".")[0]
         if module in ("mlp.gate_proj", "mlp.up_proj"):
-            values[name] = values[name][kept]
-    values["mlp.down_proj.weight"] = down[:, kept]
+            values[name] = values[name][kept_neurons]
+    values["mlp.down_proj.weight"] = down[:, kept_neurons]
     target.load_state_dict(values)

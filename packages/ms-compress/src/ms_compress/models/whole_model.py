@@ -20,7 +20,7 @@ from ms_compress.models.head import HEAD, find_head
 from ms_compress.models.shards import WholeTensor, held_tensors, merge, rank
 from ms_compress.models.wrappers import architecture, check_merged, unwrapped
 from ms_compress.quantisation.layers import Prepared, drop_gathered, local_part
-from ms_compress.quantisation.rounding import QuantizedWeight, quantize
+from ms_compress.quantisation.rounding import QuantizedWeight, quantize_weight
 
 
 class WholeModel:
@@ -156,7 +156,7 @@ class WholeModel:
         if entry.scheme is None:
             return local
         factor = None if layer.factor is None else layer.to_compute_dtype(local_part(layer.factor))
-        return quantize(layer.to_compute_dtype(local), entry.scheme, factor)
+        return quantize_weight(layer.to_compute_dtype(local), entry.scheme, factor)
 
     def _assemble(
         self,

@@ -38,7 +38,9 @@ class QuantizedWeight:
 
 
 @torch.no_grad()
-def quantize(weight: Tensor, scheme: Scheme, factor: Tensor | None = None) -> QuantizedWeight:
+def quantize_weight(
+    weight: Tensor, scheme: Scheme, factor: Tensor | None = None
+) -> QuantizedWeight:
     """Quantize a weight as the scheme's target stores it.
 
     Args:
@@ -55,7 +57,7 @@ def quantize(weight: Tensor, scheme: Scheme, factor: Tensor | None = None) -> Qu
 
 
 def round_weight(weight: Tensor, scheme: Scheme, factor: Tensor | None = None) -> Tensor:
-    """Round a weight to the target's values: `quantize(...).weight()` without the codes."""
+    """Round a weight to the target's values: `quantize_weight(...).weight()` without the codes."""
     groups = _grouped(weight.float(), scheme.group)
     step, scales = _steps(groups, scheme, factor)
     out = groups.clone() if weight.dtype == torch.float32 else groups

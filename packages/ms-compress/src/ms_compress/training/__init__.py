@@ -1,1 +1,1 @@
-"""Training after compression: the loop, its checkpoint, distillation and the text it reads."""
+"""Training after compression: loop, checkpoint, distillation, and the text to train on."""

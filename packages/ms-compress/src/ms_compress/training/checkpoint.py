@@ -1,7 +1,7 @@
-"""The checkpoint of a training, one sealed file: what was killed goes on to the same weights.
+"""Checkpoint of a training in one sealed file, from which a killed run resumes exactly.
 
-The file names what its steps follow from: a run with other settings is refused in a line that names
-which of them differ, as the weights would be those of neither run.
+The file records the settings that its steps depend on. A run with other settings is refused with a
+message that names the differences, as its weights would match neither run.
 """
 
 import logging
@@ -24,21 +24,21 @@ logger = logging.getLogger(__name__)
 class TrainingHeader(
     msgspec.Struct, frozen=True, kw_only=True, tag="ms-compress-training/3", tag_field="format"
 ):
-    """What a saved training follows from, and how far it is."""
+    """Settings and progress of a saved training."""
 
     identity: dict[str, str]
-    """By the setting's name; digests of what is large."""
+    """Settings by name; large values are replaced by digests."""
     losses: list[float]
-    """The loss of each step made."""
+    """Loss of each finished step."""
 
 
 class TrainingCheckpoint:
-    """Saves and loads the model, its masks, the optimizer and the state of torch's generators.
+    """Save and load the model, its masks, the optimizer and torch's random states.
 
     Args:
-        path: of the file, which may be there; it is replaced whole.
-        identity: what the steps follow from; another run's file is refused.
-        every_s: seconds between two writes.
+        path: path of the file; an existing file is replaced atomically.
+        identity: settings that the steps depend on; a file with others is refused.
+        every_s: seconds between writes.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, str], *, every_s: float) -> None:
@@ -48,10 +48,10 @@ class TrainingCheckpoint:
         self._written = monotonic()
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-        """Put model and optimizer back; return the losses of the steps already made.
+        """Restore model and optimizer; return the losses of the finished steps.
 
         Raises:
-            ConfigError: the file is of another run, or damaged.
+            ConfigError: the file belongs to another run, or is damaged.
         """
         if not self.path.is_file():
             return []
@@ -73,11 +73,11 @@ class TrainingCheckpoint:
         *,
         last: bool,
     ) -> None:
-        """Write the state, if it is time to or the step was the last.
+        """Write the state if `every_s` has passed or this was the last step.
 
         Raises:
-            ExportError: it cannot be written. After the last step that is only logged, as all that
-                is left to do is to use the model.
+            ExportError: the file cannot be written. After the last step this is only logged, as the
+                model is still usable.
         """
         if monotonic() - self._written < self._every_s and not last:
             return
@@ -94,12 +94,12 @@ class TrainingCheckpoint:
         except ExportError as error:
             if not last:
                 raise
-            logger.warning("%s; the training is done, and goes on without", error)
+            logger.warning("%s; the training is finished and continues without it", error)
         self._written = monotonic()
 
 
 def read_header(path: Path) -> TrainingHeader:
-    """Read what a saved training follows from and how far it is; every byte is checked.
+    """Read the settings and progress of a saved training; every byte is checked.
 
     Raises:
         ConfigError: the file is damaged, or of another version.
@@ -109,14 +109,14 @@ def read_header(path: Path) -> TrainingHeader:
 
 
 def saved_steps(path: Path, identity: Mapping[str, str]) -> int | None:
-    """Return how many steps a file holds; None if it is of a run with another identity.
+    """Return the number of saved steps, or None if the file belongs to another run.
 
     Raises:
         ConfigError: the file is damaged, or of another version.
     """
     header = read_header(path)
-    same = all(header.identity.get(name) == value for name, value in identity.items())
-    return len(header.losses) if same else None
+    is_same_run = all(header.identity.get(name) == value for name, value in identity.items())
+    return len(header.losses) if is_same_run else None
 
 
 def _header(path: Path, line: bytes) -> TrainingHeader:
@@ -124,32 +124,32 @@ def _header(path: Path, line: bytes) -> TrainingHeader:
         return msgspec.json.decode(line, type=TrainingHeader)
     except msgspec.DecodeError as error:
         raise ConfigError(
-            f"{path} holds no training of this version of ms-compress ({error}); remove it to begin"
-            " anew"
+            f"{path} is not a training checkpoint of this version of ms-compress ({error}); remove"
+            " it to restart"
         ) from error
 
 
-def _check_identity(path: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    changed = [name for name in {**now, **before} if before.get(name) != now.get(name)]
+def _check_identity(path: Path, saved: Mapping[str, str], current: Mapping[str, str]) -> None:
+    changed = [name for name in {**current, **saved} if saved.get(name) != current.get(name)]
     if changed:
-        changes = [describe_change(name, before.get(name), now.get(name)) for name in changed]
+        changes = [describe_change(name, saved.get(name), current.get(name)) for name in changed]
         raise ConfigError(
-            f"{path} is of a run with other settings: {', '.join(changes)}; give those again, or"
-            " remove it to begin anew"
+            f"{path} belongs to a run with other settings: {', '.join(changes)}; use the same"
+            " settings, or remove it to restart"
         )
 
 
 def _random_states() -> dict[str, Tensor]:
-    """Return the states of torch's generators, which dropout draws from, by kind of device."""
+    """Return the states of torch's random generators, by device type."""
     states = {"cpu": torch.get_rng_state()}
     if torch.accelerator.is_available():
-        kind = str(torch.accelerator.current_accelerator())
-        states[kind] = torch.get_device_module(kind).get_rng_state()
+        device_type = str(torch.accelerator.current_accelerator())
+        states[device_type] = torch.get_device_module(device_type).get_rng_state()
     return states
 
 
 def _set_random_states(states: dict[str, Tensor]) -> None:
-    """Set the states of the generators that this machine has; a file may be another machine's."""
+    """Restore the generators of this machine's devices; the file may be from another machine."""
     torch.set_rng_state(states["cpu"])
-    for kind in states.keys() & _random_states().keys() - {"cpu"}:
-        torch.get_device_module(kind).set_rng_state(states[kind])
+    for device_type in states.keys() & _random_states().keys() - {"cpu"}:
+        torch.get_device_module(device_type).set_rng_state(states[device_type])

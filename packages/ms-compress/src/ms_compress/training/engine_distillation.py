@@ -1,8 +1,8 @@
-"""Distillation under ms-parallel's engine, with neither model's logits ever held whole.
+"""Distillation with ms-parallel's engine, without ever materializing either model's full logits.
 
-The teacher's hidden states (B, S, H) are computed once; logits of both models exist for a chunk of
-positions at a time, and the student's are computed again in the backward.
-Shapes: B rows, S positions, H hidden, V vocabulary.
+The teacher's hidden states (B, S, H) are computed once. Logits of both models exist only for a
+chunk of positions at a time, and the student's are recomputed in the backward.
+Shapes: B rows, S positions, H hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,39 +20,39 @@ from ms_compress.training.options import Divergence
 IGNORED = -100
 
 Head = Callable[[slice], Tensor]
-"""Logits (B, s, V) of a slice of positions."""
+"""Returns logits (B, s, V) for a slice of positions."""
 
 
 class StageOutput(Protocol):
-    """What the loss asks of a student's last pipeline stage."""
+    """Interface of the student's last pipeline stage that the loss needs."""
 
     def logits(self, positions: slice) -> Tensor:
-        """Return logits (B, s, V) of some positions."""
+        """Return logits (B, s, V) for a slice of positions."""
         ...
 
 
 @frozen(kw_only=True, eq=False)
 class DistillationLoss:
-    """A loss: the mean divergence from a teacher over the targets of the global batch.
+    """Mean divergence from a teacher over the targets of the global batch.
 
-    It follows `ms_parallel.engine.loss.Loss`:
+    Implements `ms_parallel.engine.loss.Loss`:
     `Engine.step(batch, DistillationLoss(teacher=...))`.
     """
 
     teacher: Callable[[Mapping[str, Tensor]], Head]
-    """Given a batch, returns what gives the teacher's logits; see `engine_teacher`."""
+    """Maps a batch to a function that returns the teacher's logits; see `engine_teacher`."""
     kind: Divergence = field(default="forward", validator=one_of("forward", "reverse", "skewed"))
     temperature: float = field(default=1.0, validator=number(least=1e-3))
     skew: float = field(default=0.1, validator=number(below=1.0))
     chunk: int = field(default=64, validator=whole())
-    """Positions whose logits exist at once."""
+    """Number of positions whose logits exist at the same time."""
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
-        """Count the targets that are not -100."""
+        """Return the number of targets that are not -100."""
         return float((batch["targets"] != IGNORED).sum())
 
     def __call__(self, output: StageOutput, batch: Mapping[str, Tensor]) -> Tensor:
-        """Add up the divergences of this microbatch's targets to a float32 scalar."""
+        """Return the sum of the divergences of this microbatch's targets, a float32 scalar."""
         targets = batch["targets"]
         head = self.teacher(batch)
         total = torch.zeros((), device=targets.device)
@@ -63,10 +63,10 @@ class DistillationLoss:
 
     def _sum(self, output: StageOutput, head: Head, targets: Tensor, part: slice) -> Tensor:
         with torch.no_grad():
-            theirs = head(part)
+            teacher_logits = head(part)
         mean = distillation_loss(
             output.logits(part),
-            theirs,
+            teacher_logits,
             kind=self.kind,
             temperature=self.temperature,
             skew=self.skew,
@@ -76,15 +76,15 @@ class DistillationLoss:
 
 
 def engine_teacher(model: Any) -> Callable[[Mapping[str, Tensor]], Head]:
-    """Make a whole model of ms-parallel a teacher, in evaluation mode and without gradients.
+    """Turn a complete ms-parallel model into a teacher, in evaluation mode and without gradients.
 
     Args:
-        model: `ms_parallel.load_model(folder)`; positions and documents of a batch are heeded.
+        model: `ms_parallel.load_model(folder)`; the batch's positions and documents are used.
     """
     model.train(False)
 
     @torch.no_grad()
-    def of(batch: Mapping[str, Tensor]) -> Head:
+    def teacher(batch: Mapping[str, Tensor]) -> Head:
         hidden = model(
             batch["tokens"],
             positions=batch.get("positions"),
@@ -98,4 +98,4 @@ def engine_teacher(model: Any) -> Callable[[Mapping[str, Tensor]], Head]:
 
         return head
 
-    return of
+    return teacher

@@ -1,8 +1,8 @@
-"""Hidden states of a student and its teacher, layer beside layer.
+"""Distance between the hidden states of a student and its teacher, layer by layer.
 
-Each token then says something of every feature of every layer, where logits say it of the last
-layer alone (TinyBERT, arXiv:1909.10351; as in it, a student of fewer layers has each matched with
-the teacher's layer that it was cut from). Shapes: B rows, S positions, H hidden.
+Every token then provides a signal for all features of all layers, while logits provide one for the
+last layer only (TinyBERT, arXiv:1909.10351; as there, the layers of a shallower student are matched
+with the teacher's layers that they were cut from). Shapes: B rows, S positions, H hidden size.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ Hook = Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]
 
 
 class HiddenStates:
-    """The outputs of both models' layers in the last forward, (B, S, H) each."""
+    """Outputs of both models' layers in the last forward, (B, S, H) each."""
 
     def __init__(self) -> None:
         self.student: list[Tensor] = []
@@ -27,50 +27,57 @@ class HiddenStates:
     @classmethod
     @contextmanager
     def watched(cls, student: nn.Module, teacher: nn.Module) -> "Iterator[HiddenStates]":
-        """Record the outputs of both models' layers until the block is left.
+        """Record the outputs of both models' layers inside the `with` block.
 
         Raises:
-            LayerError: one of them is no decoder that we know.
+            LayerError: the architecture of one is not supported.
             ConfigError: the student has more layers than the teacher.
         """
         states = cls()
-        mine, all_of_teacher = (
+        student_blocks, all_teacher_blocks = (
             [block for _, block in blocks_of(model)] for model in (student, teacher)
         )
-        theirs = [all_of_teacher[at] for at in kept_layers(len(all_of_teacher), len(mine))]
+        teacher_blocks = [
+            all_teacher_blocks[index]
+            for index in kept_layers(len(all_teacher_blocks), len(student_blocks))
+        ]
         with ExitStack() as hooks:
-            for blocks, held in ((mine, states.student), (theirs, states.teacher)):
+            for blocks, outputs in (
+                (student_blocks, states.student),
+                (teacher_blocks, states.teacher),
+            ):
                 for block in blocks:
-                    hooks.enter_context(block.register_forward_hook(_keep_in(held)))
+                    hooks.enter_context(block.register_forward_hook(_append_to(outputs)))
             yield states
 
     def distance(self) -> Tensor:
-        """Return `hidden_distance` of the last forward, and forget its outputs."""
-        found = hidden_distance(self.student, self.teacher)
+        """Return `hidden_distance` of the last forward, and clear its outputs."""
+        distance = hidden_distance(self.student, self.teacher)
         self.student.clear()
         self.teacher.clear()
-        return found
+        return distance
 
 
 def hidden_distance(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
-    """Return the mean over layers of the mean squared difference, over the teacher's variance.
+    """Return the mean squared difference divided by the teacher's variance, averaged over layers.
 
     Args:
         student: (B, S, H) of each layer, with gradient.
-        teacher: likewise, of the same layers; no gradient flows to them.
+        teacher: (B, S, H) of the matching layers; no gradient flows to them.
 
     Returns:
-        A float32 scalar; 1 where a student knows no more than each layer's mean.
+        A float32 scalar; 1 for a student that only outputs each layer's mean.
     """
-    apart = [
-        (mine.float() - theirs.detach().float()).square().mean() / theirs.detach().float().var()
-        for mine, theirs in zip(student, teacher, strict=True)
+    distances = [
+        (student_states.float() - teacher_states.detach().float()).square().mean()
+        / teacher_states.detach().float().var()
+        for student_states, teacher_states in zip(student, teacher, strict=True)
     ]
-    return torch.stack(apart).mean()
+    return torch.stack(distances).mean()
 
 
-def _keep_in(held: list[Tensor]) -> Hook:
+def _append_to(outputs: list[Tensor]) -> Hook:
     def hook(block: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
-        held.append(output if isinstance(output, Tensor) else output[0])
+        outputs.append(output if isinstance(output, Tensor) else output[0])
 
     return hook

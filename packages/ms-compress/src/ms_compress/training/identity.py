@@ -1,4 +1,4 @@
-"""What the steps of a training follow from, by name: a run with another identity is another run."""
+"""Identity of a training: the settings its steps depend on, by name."""
 
 import hashlib
 from collections.abc import Mapping
@@ -11,58 +11,60 @@ from torch import Tensor, nn
 from ms_compress.quantisation.layers import prepared_layers
 
 DIGEST = "blake2b:"
-"""Begins a value that stands for something too large to be shown."""
-CONTENTS = (".json", ".safetensors", ".bin")
-"""Files of a folder that its model follows from."""
+"""Prefix of digests, which replace values too large to be shown."""
+MODEL_SUFFIXES = (".json", ".safetensors", ".bin")
+"""Suffixes of the files that define a model."""
 
 
 def identity_of(
-    model: nn.Module, tokens: Mapping[str, Tensor], options: Any, more: Mapping[str, str]
+    model: nn.Module, tokens: Mapping[str, Tensor], options: Any, extra: Mapping[str, str]
 ) -> dict[str, str]:
-    """Name what the steps of a training follow from.
+    """Return the settings that the steps of a training depend on.
 
     Args:
-        model: as it is prepared.
-        tokens: the text, by the tensors' names.
-        options: the settings, an attrs value.
-        more: what the caller adds.
+        model: the prepared model.
+        tokens: the text, by tensor name.
+        options: training settings, an attrs instance.
+        extra: additional settings.
     """
     shapes = [(name, tuple(value.shape)) for name, value in model.named_parameters()]
     schemes = [(name, layer.scheme, layer.activations) for name, layer in prepared_layers(model)]
     text = [value.cpu().contiguous().numpy().tobytes() for value in tokens.values()]
     settings = {f"tuning.{name}": repr(value) for name, value in asdict(options).items()}
     layers = digest_of(repr((shapes, schemes)).encode())
-    return {**more, **settings, "layers": layers, "tokens": digest_of(*text)}
+    return {**extra, **settings, "layers": layers, "tokens": digest_of(*text)}
 
 
 def digest_of(*contents: bytes) -> str:
-    """Return what stands for contents that are too large to be shown."""
-    whole = hashlib.blake2b(digest_size=16)
+    """Return a digest of contents that are too large to be shown."""
+    digest = hashlib.blake2b(digest_size=16)
     for content in contents:
-        whole.update(len(content).to_bytes(8, "little") + content)
-    return DIGEST + whole.hexdigest()
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return DIGEST + digest.hexdigest()
 
 
 def digest_of_path(path: Path) -> str:
-    """Return a digest of a file, a dataset's index or a model's folder; empty if it is none."""
+    """Return a digest of a file, dataset index or model folder; empty if it does not exist."""
     index = path / "index.json"
     if path.is_file() or index.is_file():
         with (path if path.is_file() else index).open("rb") as file:
-            whole = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-        return DIGEST + whole.hexdigest()
+            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+        return DIGEST + digest.hexdigest()
     if not path.is_dir():
         return ""
-    files = [each for each in sorted(path.iterdir()) if each.suffix in CONTENTS and each.is_file()]
-    return digest_of(*(f"{each.name} {digest_of_path(each)}".encode() for each in files))
+    files = [
+        file for file in sorted(path.iterdir()) if file.suffix in MODEL_SUFFIXES and file.is_file()
+    ]
+    return digest_of(*(f"{file.name} {digest_of_path(file)}".encode() for file in files))
 
 
 def is_digest(*values: object) -> bool:
-    """Return whether one of the values is a digest, which says nothing to people."""
+    """Return whether any of the values is a digest, which is meaningless to users."""
     return any(isinstance(value, str) and value.startswith(DIGEST) for value in values)
 
 
-def describe_change(name: str, before: object, now: object) -> str:
-    """Say in words how a setting changed; both are shown but where they are digests."""
-    if is_digest(before, now):
+def describe_change(name: str, previous: object, current: object) -> str:
+    """Describe how a setting changed, with both values unless they are digests."""
+    if is_digest(previous, current):
         return f"{name} changed"
-    return f"{name} is {now or 'not given'}, was {before or 'not given'}"
+    return f"{name} is {current or 'not given'}, was {previous or 'not given'}"

@@ -1,6 +1,6 @@
-"""The training loop, on one process: what compression needs of one, and no more.
+"""A minimal single-process training loop for compressed models.
 
-Larger models train under any loop or engine; a prepared model is an ordinary one.
+Larger models can use any training loop or engine, as a prepared model is an ordinary module.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +23,7 @@ from ms_compress.training.options import Tuning
 
 IGNORED = -100
 BATCH = ("tokens", "targets", "weights")
-"""What training reads of a batch."""
+"""Tensors that training reads from a batch."""
 
 
 def tune(
@@ -39,75 +39,74 @@ def tune(
     checkpoint_identity: Mapping[str, str] | None = None,
     checkpoint_every_s: float = 60.0,
 ) -> list[float]:
-    """Train a model on rows of text, in a shuffled order that the seed fixes.
+    """Train a model on rows of text, in an order determined by the seed.
 
     Args:
-        model: of ms-parallel or transformers; changed in place.
-        text: rows of tokens (R, L) int64, L more than `sequence_length`, the targets being the next
-            ones; or `tokens` and `targets`, (R, L) int64, where targets of -100 do not count, and
-            `weights`, (R, L) float32, what each target counts, if they differ. They may lie on
-            another device than the model.
-        options: the settings.
-        teacher: gives the logits to distil; it is left in evaluation mode.
-        before_step: called with the step's number, such as a schedule of pruning.
-        after_step: likewise, such as `keep_zeros`.
-        on_loss: called with the number of steps made and the last one's loss.
-        checkpoint: a file that the state is written to while it trains and at its end, and gone on
-            from if it is there, as by a run that was never stopped. It is left to the caller.
-        checkpoint_identity: what else the run follows from, by name, such as the model's and the
-            teacher's folders: a checkpoint with another one is refused, and what differs is named.
-        checkpoint_every_s: seconds between two writes.
+        model: model from ms-parallel or transformers; changed in place.
+        text: tokens (R, L) int64 with L > `sequence_length`, whose targets are the next tokens; or
+            `tokens` and `targets`, (R, L) int64, where targets of -100 are ignored, and optionally
+            `weights`, (R, L) float32, of the targets. May be on another device than the model.
+        options: training settings.
+        teacher: model whose logits are distilled; left in evaluation mode.
+        before_step: called with the step number before each step, such as a pruning schedule.
+        after_step: called with the step number after each step, such as `keep_zeros`.
+        on_loss: called with the number of finished steps and the last loss.
+        checkpoint: file to which the state is written during training and at its end. If it exists,
+            training resumes from it exactly. The caller may delete it afterwards.
+        checkpoint_identity: further settings that the run depends on, by name, such as the model's
+            and teacher's folders; a checkpoint with other values is refused.
+        checkpoint_every_s: seconds between checkpoints.
 
     Returns:
         The loss of each step.
 
     Raises:
-        ConfigError: there are fewer rows than a batch takes, or the first loss is not finite.
-        DataError: a row has nothing to learn, or the model's vocabulary does not hold a token.
+        ConfigError: there are fewer rows than a batch, or the first loss is not finite.
+        DataError: a row has no targets, or a token is outside the model's vocabulary.
         DivergedError: a later loss is not finite.
     """
     check_path("checkpoint", checkpoint, error=ConfigError, optional=True)
     batch = _as_batch(model, text, options)
-    saved = None
+    training_checkpoint = None
     if checkpoint is not None:
-        more = {**(checkpoint_identity or {}), "a teacher": str(teacher is not None)}
-        identity = identity_of(model, batch, options, more)
-        saved = TrainingCheckpoint(checkpoint, identity, every_s=checkpoint_every_s)
-    with _watched(model, teacher, options) as states:
+        run_settings = {**(checkpoint_identity or {}), "a teacher": str(teacher is not None)}
+        identity = identity_of(model, batch, options, run_settings)
+        training_checkpoint = TrainingCheckpoint(checkpoint, identity, every_s=checkpoint_every_s)
+    with _record_hidden(model, teacher, options) as states:
         losses = _train(
             model,
             batch,
             options,
-            lambda part: _loss(model, part, options, teacher, states),
-            saved,
-            before_step=before_step or _nothing,
-            after_step=after_step or _nothing,
-            on_loss=on_loss or _nothing,
+            lambda inputs: _loss(model, inputs, options, teacher, states),
+            training_checkpoint,
+            before_step=before_step or _no_op,
+            after_step=after_step or _no_op,
+            on_loss=on_loss or _no_op,
         )
     model.eval()
     return losses
 
 
-def _nothing(*_: object) -> None:
-    """Stand in for a callback that was not given."""
+def _no_op(*_: object) -> None:
+    """Default callback."""
 
 
 def _as_batch(
     model: nn.Module, text: Tensor | Mapping[str, Tensor], options: Tuning
 ) -> dict[str, Tensor]:
-    """Return `tokens`, `targets` and `weights`, cut to `sequence_length`."""
+    """Return `tokens`, `targets` and `weights`, truncated to `sequence_length`."""
     if isinstance(text, Tensor):
         text = {"tokens": text[:, :-1], "targets": text[:, 1:]}
     tokens, length = text["tokens"], options.sequence_length
     if options.batch_size > len(tokens) > 0:
         raise ConfigError(
-            f"batch_size is {options.batch_size}, and there are {len(tokens)} rows of tokens; give"
-            " as many rows, or a smaller batch"
+            f"batch_size must be at most the number of rows, {len(tokens)}, got"
+            f" {options.batch_size}; use more rows, or a smaller batch"
         )
     if not len(tokens) or tokens.shape[1] < length:
         raise ConfigError(
-            f"rows of tokens with their targets are of shape {tuple(tokens.shape)}; give rows of at"
-            f" least sequence_length={length}"
+            f"rows of tokens with targets must have at least sequence_length={length} tokens, got"
+            f" shape {tuple(tokens.shape)}; use longer rows or a smaller sequence_length"
         )
     batch = {name: value[:, :length] for name, value in text.items() if name in BATCH}
     counts = batch["targets"] != IGNORED
@@ -118,13 +117,13 @@ def _as_batch(
     if not bool(counts.any(dim=1).all()):
         row = int((~counts.any(dim=1)).nonzero()[0])
         raise DataError(
-            f"row {row} has no target among its first {length} tokens, so nothing is to be learnt"
-            " of it; give a longer sequence_length, or leave the row out"
+            f"row {row} has no target among its first {length} tokens, so there is nothing to learn"
+            " from it; increase sequence_length, or drop the row"
         )
     return batch
 
 
-def _watched(
+def _record_hidden(
     model: nn.Module, teacher: nn.Module | None, options: Tuning
 ) -> AbstractContextManager[HiddenStates | None]:
     if teacher is None or options.hidden_weight == 0:
@@ -147,16 +146,16 @@ def _train(
     model.train()
     device = next(model.parameters()).device
     losses = [] if checkpoint is None else checkpoint.load(model, optimizer)
-    done = len(losses)
+    finished_steps = len(losses)
     order = _batches(len(batch["tokens"]), options)
     for step, rows in zip(range(options.steps), order, strict=False):
-        if step < done:
+        if step < finished_steps:
             continue
         before_step(step)
         loss = loss_of({name: value[rows].to(device) for name, value in batch.items()})
         if not bool(torch.isfinite(loss)):
             if not step:
-                raise ConfigError(f"step 0: the loss is {loss.item()}; look at the model's weights")
+                raise ConfigError(f"step 0: the loss is {loss.item()}; check the model's weights")
             raise DivergedError(f"step {step}: the loss is {loss.item()}; lower learning_rate")
         loss.backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm)
@@ -177,12 +176,12 @@ def _train(
 
 
 def _optimizer(model: nn.Module, options: Tuning) -> torch.optim.Optimizer:
-    """Make AdamW, with `ratio` in each group: what its learning rate is multiplied by."""
-    scales = [p for name, p in model.named_parameters() if name.endswith(FACTOR)]
-    known = {id(p) for p in scales}
+    """Create AdamW with parameter groups whose `ratio` multiplies the learning rate."""
+    scales = [param for name, param in model.named_parameters() if name.endswith(FACTOR)]
+    scale_ids = {id(param) for param in scales}
     groups = [
         {
-            "params": [p for p in model.parameters() if id(p) not in known],
+            "params": [param for param in model.parameters() if id(param) not in scale_ids],
             "weight_decay": options.weight_decay,
             "ratio": 1.0,
         },
@@ -193,40 +192,42 @@ def _optimizer(model: nn.Module, options: Tuning) -> torch.optim.Optimizer:
 
 def _loss(
     model: nn.Module,
-    part: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
     options: Tuning,
     teacher: nn.Module | None,
     states: HiddenStates | None,
 ) -> Tensor:
-    """Return the loss of the text, of the teacher's logits and its hidden states, as weighed."""
-    tokens, targets = part["tokens"], part["targets"]
+    """Return the weighted loss of the text, the teacher's logits and its hidden states."""
+    tokens, targets = batch["tokens"], batch["targets"]
     logits = next_token_logits(model, tokens)
-    loss = _of_text(logits, targets, part.get("weights"))
+    loss = _text_loss(logits, targets, batch.get("weights"))
     if teacher is None or (options.distil_weight == 0 and options.hidden_weight == 0):
         return loss
     with torch.no_grad():
-        aim = next_token_logits(teacher.eval(), tokens)
-    some = targets if bool((targets == IGNORED).any()) else None
-    divergence = distillation_loss(logits, aim, kind=options.divergence, targets=some)
+        teacher_logits = next_token_logits(teacher.eval(), tokens)
+    masked_targets = targets if bool((targets == IGNORED).any()) else None
+    divergence = distillation_loss(
+        logits, teacher_logits, kind=options.divergence, targets=masked_targets
+    )
     loss = options.distil_weight * divergence + (1 - options.distil_weight) * loss
     return loss if states is None else loss + options.hidden_weight * states.distance()
 
 
-def _of_text(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the mean loss of the targets that count, each as much as its weight."""
-    flat = logits.float().flatten(0, 1), targets.flatten()
+def _text_loss(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the weighted mean cross-entropy of the targets that are not ignored."""
+    flat_inputs = logits.float().flatten(0, 1), targets.flatten()
     if weights is None:
-        return F.cross_entropy(*flat)
-    each = F.cross_entropy(*flat, reduction="none")
-    return (each * weights.flatten()).sum() / weights.sum()
+        return F.cross_entropy(*flat_inputs)
+    losses = F.cross_entropy(*flat_inputs, reduction="none")
+    return (losses * weights.flatten()).sum() / weights.sum()
 
 
 def _batches(rows: int, options: Tuning) -> Iterator[Tensor]:
-    """Yield row numbers of each batch; every row comes once before any comes again."""
+    """Yield the row indices of each batch; every row is used once before any is repeated."""
     generator = torch.Generator().manual_seed(options.seed)
-    waiting = torch.empty(0, dtype=torch.int64)
+    queue = torch.empty(0, dtype=torch.int64)
     while True:
-        while len(waiting) < options.batch_size:
-            waiting = torch.cat((waiting, torch.randperm(rows, generator=generator)))
-        yield waiting[: options.batch_size]
-        waiting = waiting[options.batch_size :]
+        while len(queue) < options.batch_size:
+            queue = torch.cat((queue, torch.randperm(rows, generator=generator)))
+        yield queue[: options.batch_size]
+        queue = queue[options.batch_size :]
