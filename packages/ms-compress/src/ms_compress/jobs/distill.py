@@ -13,13 +13,13 @@ def run(options: DistillRun) -> Outcome:
     """Cut, train and save the student."""
     with run_output("distill", options) as output:
         if output.finished:
-            return output.already()
+            return output.already_finished()
         check_tokenizers(options)
         teacher = load(options.model)
         text = training_rows(options, teacher)
         student = cut_student(teacher, layers=options.layers, inner=options.inner)
         losses = train(student, text, options, output, teacher=teacher)
-        save(student, options.output_dir, beside=options.model, last=output.seal)
+        save(student, options.output_dir, source=options.model, before_publish=output.seal)
         output.end()
     student_size, teacher_size = (
         sum(param.numel() for param in module.parameters()) for module in (student, teacher)

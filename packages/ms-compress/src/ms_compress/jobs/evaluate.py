@@ -1,4 +1,4 @@
-"""`ms-compress evaluate`: measure folders; write one table and one page."""
+"""`ms-compress evaluate`: measure exported folders; write a table and an HTML page."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,21 +19,23 @@ FILES = ("report.json", "report.txt", "report.html")
 
 
 def run(options: EvaluateRun) -> Outcome:
-    """Measure what the file names; write `report.json`, `report.txt` and `report.html`."""
-    with _place(options.output_dir) as (facts, plain, page):
+    """Measure the folders of the run file; write `report.json`, `report.txt`, `report.html`."""
+    with _report_files(options.output_dir) as (json_file, text_file, html_file):
         with ProgressDisplay("row", tokens=options.sequence_length) as display:
             report = evaluate(options, progress=display.update)
         text = table(report)
         document = msgspec.json.format(msgspec.json.encode(report))
-        write_files({facts: document, plain: text.encode(), page: render(report).encode()})
+        write_files(
+            {json_file: document, text_file: text.encode(), html_file: render(report).encode()}
+        )
     return Outcome(lines=tuple(text.splitlines()), facts=msgspec.to_builtins(report))
 
 
 @contextmanager
-def _place(folder: Path) -> Iterator[list[Path]]:
-    """Give the files to write, in a folder made for them; it is removed again if the work fails."""
+def _report_files(folder: Path) -> Iterator[list[Path]]:
+    """Yield the report paths in a new folder, which is removed again if the block fails."""
     paths = [folder / name for name in FILES]
-    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    created = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -43,7 +45,7 @@ def _place(folder: Path) -> Iterator[list[Path]]:
                 raise ConfigError(f"{path} is a folder; remove it, or choose another output_dir")
         yield paths
     except BaseException:
-        for each in made:
+        for parent in created:
             with suppress(OSError):
-                each.rmdir()
+                parent.rmdir()
         raise

@@ -1,4 +1,4 @@
-"""The end of the commands that export, and the check that it can be reached, before any work."""
+"""Final step of the commands that export, and an early check that it will succeed."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -20,11 +20,11 @@ from ms_compress.targets.target import find_target
 
 
 def check_exportable(model: nn.Module, options: SchemeRun) -> None:
-    """Refuse, before any work, what cannot be exported or verified after it.
+    """Check, before any work, that the result can be exported and verified.
 
     Raises:
-        ExportError: the target does not take the model or the tokenizer, or a library is missing.
-        LayerError: the target does not take a layer.
+        ExportError: the target does not support the model or tokenizer, or a library is missing.
+        LayerError: the target does not support a layer.
     """
     target = find_target(options.scheme.target)
     missing = [name for name in target.libraries if find_spec(name) is None]
@@ -37,20 +37,20 @@ def check_exportable(model: nn.Module, options: SchemeRun) -> None:
     check_export(model, options.scheme, tokenizer=tokenizer)
     if target.needs_tokenizer and tokenizer is None:
         raise ExportError(
-            f"{options.model} has no tokenizer.json, and {target.runtime} reads no text without"
-            " one; give it as tokenizer"
+            f"{options.model} has no tokenizer.json, which {target.runtime} needs to read text; set"
+            " tokenizer to one"
         )
 
 
 def finish(
-    model: nn.Module, options: SchemeRun, place: RunOutput, losses: Sequence[float] = ()
+    model: nn.Module, options: SchemeRun, output: RunOutput, losses: Sequence[float] = ()
 ) -> Outcome:
-    """Export a model, and say where it lies."""
-    left = float_layers(model)
+    """Export a model and report the folder, size and remaining float layers."""
+    in_float = float_layers(model)
 
-    def complete(aside: Path) -> None:
-        carry_files(options.model, aside, tokenizer=options.tokenizer is None)
-        place.seal(aside)
+    def complete(partial: Path) -> None:
+        carry_files(options.model, partial, tokenizer=options.tokenizer is None)
+        output.seal(partial)
 
     folder = export(
         model,
@@ -60,7 +60,7 @@ def finish(
         stored_dtypes=stored_dtypes(options.model) if options.scheme.target == "ct" else {},
         on_written=complete,
     )
-    place.end()
+    output.end()
     size = sum(path.stat().st_size for path in folder.iterdir())
     checked = ", verified in its runtime" if options.verify else ""
     result = f"{options.scheme}, {figure(size / 1e6, 3)} MB{checked}"
@@ -69,12 +69,12 @@ def finish(
         "size_bytes": size,
         "verified": options.verify,
     }
-    facts |= {"float_layers": left, "float_layer_count": len(left)}
+    facts |= {"float_layers": in_float, "float_layer_count": len(in_float)}
     return outcome_of(folder, result, losses, **facts)
 
 
 def float_layers(model: nn.Module) -> list[str]:
-    """Return the names of linear layers, the output head included, whose weights stay in float."""
+    """Return the names of linear layers, including the output head, with float weights."""
     return [
         name
         for name, layer in model.named_modules()
@@ -83,8 +83,8 @@ def float_layers(model: nn.Module) -> list[str]:
 
 
 def _tokenizer(options: SchemeRun) -> Path | None:
-    """Return the tokenizer that is named, or the model's own."""
+    """Return the tokenizer from the settings, or the model folder's."""
     if options.tokenizer is not None:
         return Path(options.tokenizer)
-    own = options.model / "tokenizer.json"
-    return own if own.is_file() else None
+    default = options.model / "tokenizer.json"
+    return default if default.is_file() else None

@@ -1,4 +1,4 @@
-"""Loading and saving the models that a run file names."""
+"""Load and save the models named in a run file."""
 
 import json
 from collections.abc import Callable
@@ -17,17 +17,17 @@ from ms_compress.targets.libraries import import_library
 
 
 def load(folder: str | Path) -> nn.Module:
-    """Load a Hugging Face folder's model, by ms-parallel if it is installed, else by transformers.
+    """Load the model of a Hugging Face folder with ms-parallel, or else with transformers.
 
-    It lies on the machine's accelerator, where there is one.
+    The model is moved to the accelerator, if there is one.
 
     Raises:
-        ConfigError: the folder is none, or neither package is installed.
+        ConfigError: it is not a model folder, or neither package is installed.
         ExportError: a value is NaN or infinite.
     """
     path = Path(folder)
     if not (path / "config.json").is_file():
-        raise ConfigError(f"{path} has no config.json; give a Hugging Face model folder")
+        raise ConfigError(f"{path} has no config.json; use a Hugging Face model folder")
     read_config(path)
     try:
         import ms_parallel
@@ -44,8 +44,8 @@ def load(folder: str | Path) -> nn.Module:
 
 
 def _best_device() -> torch.device:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if found is None else found
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if device is None else device
 
 
 def _load_with_transformers(path: Path) -> nn.Module:
@@ -61,62 +61,65 @@ def _load_with_transformers(path: Path) -> nn.Module:
     return model.to(_best_device())
 
 
-def save(model: nn.Module, folder: Path, *, beside: Path, last: Callable[[Path], object]) -> None:
-    """Write a model's stored weights as a Hugging Face folder, whole or not at all.
+def save(
+    model: nn.Module, folder: Path, *, source: Path, before_publish: Callable[[Path], object]
+) -> None:
+    """Save a model's stored weights as a Hugging Face folder that appears complete or not at all.
 
-    They get the base model's dtype, though they are trained in float32.
+    Weights are stored in the source model's dtype, though they are trained in float32.
 
     Args:
-        model: of ms-parallel or transformers.
-        folder: must not exist.
-        beside: the folder of the model that it was made from, whose tokenizer, license and
-            generation settings go with it.
-        last: is given the folder once all else is in it, before it has its name.
+        model: model from ms-parallel or transformers.
+        folder: output folder; must not exist.
+        source: folder of the model it was made from, whose tokenizer, license and generation
+            settings are copied.
+        before_publish: called with the complete folder before it gets its final name.
 
     Raises:
         ExportError: the folder exists or cannot be written, or a value is NaN or infinite.
     """
     check_finite(model, failed=True)
-    dtype = _stored_dtype(beside)
-    with new_folder(folder) as aside, writing(folder):
+    dtype = _stored_dtype(source)
+    with new_folder(folder) as partial, writing(folder):
         if hasattr(model.config, "to_dict"):
-            (model if dtype is None else model.to(dtype)).save_pretrained(aside)  # type: ignore[operator]
+            (model if dtype is None else model.to(dtype)).save_pretrained(partial)  # type: ignore[operator]
         else:
             import ms_parallel
 
-            ms_parallel.save_model(model, aside, dtype=dtype)  # type: ignore[arg-type]
-        _write_assets(aside, beside)
-        last(aside)
+            ms_parallel.save_model(model, partial, dtype=dtype)  # type: ignore[arg-type]
+        _write_assets(partial, source)
+        before_publish(partial)
 
 
 def check_finite(model: nn.Module, *, failed: bool = False) -> None:
-    """Refuse a model with NaN or infinite values, and name the tensor.
+    """Check that a model has no NaN or infinite values, and name the tensor otherwise.
 
     Args:
-        model: is looked at.
-        failed: it became so here: the run has failed, and was not given bad input.
+        model: model to check.
+        failed: whether the model was trained in this run, so that the run failed, rather than
+            getting bad input.
 
     Raises:
-        ExportError: a parameter or a kept buffer has NaN or infinity.
+        ExportError: a parameter or persistent buffer has NaN or infinity.
     """
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor) or bool(value.isfinite().all()):
             continue
-        kind = DivergedError if failed else ExportError
-        raise kind(
-            f"{name}: {int((~value.isfinite()).sum())} of its values are NaN or infinite; look at"
-            " the training, or at the folder that it was read from"
+        error_type = DivergedError if failed else ExportError
+        raise error_type(
+            f"{name}: {int((~value.isfinite()).sum())} of its values are NaN or infinite; check"
+            " the training, or the folder that it was loaded from"
         )
 
 
 def _write_assets(folder: Path, source: Path) -> None:
-    """Write the source model's tokenizer and how its texts end, in each file that says it."""
+    """Copy the source model's tokenizer, and write its end tokens wherever they are read."""
     config = read_config(folder)
-    before = dict(config)
-    tokenizer = source / "tokenizer.json"
-    given = tokenizer if tokenizer.is_file() else None
-    assets = read_assets(config, given, must_fit=False)
-    if config != before:
+    original = dict(config)
+    default_path = source / "tokenizer.json"
+    tokenizer_path = default_path if default_path.is_file() else None
+    assets = read_assets(config, tokenizer_path, must_fit=False)
+    if config != original:
         text = json.dumps(config, indent=2, sort_keys=True)
         write_file(folder / "config.json", text.encode() + b"\n")
     write_assets(assets, folder)
@@ -124,7 +127,7 @@ def _write_assets(folder: Path, source: Path) -> None:
 
 
 def _stored_dtype(folder: Path) -> torch.dtype | None:
-    """Return the dtype that a folder's config.json states; None if it states none."""
+    """Return the dtype in a folder's config.json, or None if it has none."""
     config = read_config(folder)
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None

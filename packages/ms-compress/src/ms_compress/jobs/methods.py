@@ -1,4 +1,4 @@
-"""Methods with the settings of a run: its dataset, exceptions and scheme."""
+"""Apply methods with the settings of a run: its dataset, exceptions and scheme."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,28 +16,28 @@ from ms_compress.methods.qat import qat
 def calibrate(
     method: Callable[..., None],
     model: nn.Module,
-    how: object,
+    target: object,
     options: ModelRun,
     *,
-    most: int | None = None,
+    limit: int | None = None,
     **settings: Any,
 ) -> None:
-    """Apply a method that looks at the run's dataset, a decoder layer at a time.
+    """Apply a method that needs calibration data, with progress by decoder layer.
 
     Args:
         method: `gptq` or `wanda`.
-        model: changed in place.
-        how: the method's scheme or pattern.
-        options: of the run.
-        most: rows that are looked at, at most; by default those of the run.
-        settings: more arguments of the method.
+        model: model to change in place.
+        target: the method's scheme or pattern.
+        options: settings of the run.
+        limit: maximum number of calibration rows. None: the run's rows.
+        settings: further arguments of the method.
     """
-    rows = calibration_rows(options, model, limit=most)
+    rows = calibration_rows(options, model, limit=limit)
     batches = torch.split(rows, options.tuning.batch_size)
     with ProgressDisplay("layer") as display:
         method(
             model,
-            how,
+            target,
             batches,
             exceptions=options.exceptions,
             progress=display.update,
@@ -46,12 +46,12 @@ def calibrate(
 
 
 def round_by_gptq(model: nn.Module, options: SchemeRun, **settings: Any) -> None:
-    """Round a model by GPTQ for the run's scheme."""
+    """Round a model with GPTQ to the run's scheme."""
     calibrate(gptq, model, options.scheme, options, activations=options.activations, **settings)
 
 
 def prepare(model: nn.Module, options: SchemeRun, *, learned_scales: bool) -> None:
-    """Make a model's layers compute as the run's target will."""
+    """Prepare a model's layers to compute like the run's target."""
     qat(
         model,
         options.scheme,

@@ -1,7 +1,7 @@
-"""The folder that a command writes: held by one run, sealed by it, and never another's.
+"""Output folder of a command: locked by one run, and sealed with its description.
 
-It appears when all is written, with `run.json` in it, which says what kind of run it is of, from
-which model and text, and with which settings. The same run again finds it finished.
+The folder appears once everything is written, with a `run.json` that records the command, model,
+text and settings. Running the same command again finds it finished.
 """
 
 import os
@@ -24,116 +24,118 @@ from ms_compress.training.checkpoint import read_header, saved_steps
 from ms_compress.training.identity import digest_of_path, is_digest
 
 NO_STEP = ("output_dir", "tokenizer", "verify")
-"""Settings that no step of a training follows from."""
+"""Settings that do not affect the training steps."""
 CONTENTS = "contents of {}"
-"""The name of the fact that a folder or file holds what it held."""
+"""Name of the setting that stores the digest of a folder or file."""
 
 
 @frozen(kw_only=True)
 class RunOutput:
-    """The output folder of one run, while that run holds it."""
+    """The output folder of a run that holds its lock."""
 
     folder: Path
     run: RunSeal
-    """What this run is."""
+    """Description of this run."""
     steps: int
     finished: bool
-    """The folder is there, and is this run's."""
+    """The folder exists and belongs to this run."""
 
     @property
     def checkpoint(self) -> Path:
-        """The file that holds the state of the run's training, until the folder is there."""
+        """File with the state of the run's training, until the folder exists."""
         return self.folder.with_name(f"{self.folder.name}.training")
 
     @property
     def identity(self) -> dict[str, str]:
-        """What the training's steps follow from, by name."""
+        """Settings that the training steps depend on, by name."""
         settings = {**self.run.identity, **self.run.settings}
-        # A model and a text are what they hold, wherever it lies.
-        left_out = (*NO_STEP, "model", "teacher", "dataset", CONTENTS.format("dataset"))
+        # Models and texts are identified by their contents, wherever they are stored.
+        excluded = (*NO_STEP, "model", "teacher", "dataset", CONTENTS.format("dataset"))
         texts = {
             name: str(value) if is_digest(value) else repr(value)
             for name, value in settings.items()
-            if name not in left_out
+            if name not in excluded
         }
         return {"command": self.run.kind, **texts}
 
     def steps_made(self) -> int | None:
-        """Return how many steps an earlier run of the same command has saved, if any.
+        """Return the number of steps that an earlier run of this command saved, or None.
 
         Raises:
-            ConfigError: their checkpoint is damaged.
+            ConfigError: its checkpoint is damaged.
         """
         return saved_steps(self.checkpoint, self.identity) if self.checkpoint.is_file() else None
 
     def seal(self, folder: Path) -> None:
-        """Write into the folder which run wrote it."""
+        """Write the description of this run into the folder."""
         write_seal(folder, self.run)
 
     def end(self) -> None:
-        """Remove the checkpoint: the folder is written. What is not a file is somebody else's."""
+        """Remove the checkpoint once the folder is written; other entries are not ours."""
         if self.checkpoint.is_file():
             self.checkpoint.unlink()
 
-    def already(self) -> Outcome:
-        """Return what is said of a run that is finished."""
+    def already_finished(self) -> Outcome:
+        """Return the outcome of a run that was finished before."""
         return Outcome(
-            lines=(f"{self.folder}: this run is finished; remove the folder to do it again",),
+            lines=(f"{self.folder}: this run is finished; remove the folder to run it again",),
             facts={"folder": str(self.folder), "finished_before": True},
         )
 
 
 @contextmanager
 def run_output(command: str, options: ModelRun) -> Iterator[RunOutput]:
-    """Hold a run's output folder, from before its work until it is written.
+    """Lock a run's output folder for the duration of the block.
 
     Raises:
-        ConfigError: the folder is there and nothing says whose it is, or the checkpoint of its
+        ConfigError: the folder exists and was not written by a run, or the checkpoint of its
             training is damaged.
-        FolderError: another process holds the place, or the folder is another run's.
+        FolderError: another process holds the lock, or the folder belongs to another run.
     """
     run = _run(command, options)
     folder = options.output_dir
     with output_lock(folder):
-        made = RunOutput(folder=folder, run=run, steps=options.tuning.steps, finished=False)
-        if made.checkpoint.is_file():
-            read_header(made.checkpoint)
+        output = RunOutput(folder=folder, run=run, steps=options.tuning.steps, finished=False)
+        if output.checkpoint.is_file():
+            read_header(output.checkpoint)
         if os.path.lexists(folder):
-            _check_owner(made)
-            if made.steps_made() == made.steps:  # it was killed after its folder was written
-                made.end()
-            made = attrs.evolve(made, finished=True)
-        yield made
+            _check_owner(output)
+            if output.steps_made() == output.steps:  # killed after its folder was written
+                output.end()
+            output = attrs.evolve(output, finished=True)
+        yield output
 
 
-def _check_owner(made: RunOutput) -> None:
-    """Refuse a folder that another run wrote."""
-    owner = owner_of(made.folder)
+def _check_owner(output: RunOutput) -> None:
+    """Raise unless the existing folder was written by this run."""
+    owner = owner_of(output.folder)
     if owner is None:
-        raise ConfigError(f"{made.folder} exists; remove it, or choose another output_dir")
-    whose = f"{made.folder} is of a run of {owner.kind!r}, begun {owner.begun}"
-    if owner.kind != made.run.kind:
-        raise FolderError(f"{whose}, and this is {made.run.kind!r}; choose another output_dir")
-    changes = changes_between(_flat(owner), _flat(made.run))
+        raise ConfigError(f"{output.folder} exists; remove it, or choose another output_dir")
+    description = f"{output.folder} belongs to a run of {owner.kind!r}, started {owner.begun}"
+    if owner.kind != output.run.kind:
+        raise FolderError(
+            f"{description}, and this is {output.run.kind!r}; choose another output_dir"
+        )
+    changes = changes_between(_flat(owner), _flat(output.run))
     if changes:
-        # Digests say nothing to people.
-        named = ", ".join(
-            f"{each.name} changed" if is_digest(each.now, each.before) else str(each)
-            for each in changes
+        # Digests are meaningless to users.
+        differences = ", ".join(
+            f"{change.name} changed" if is_digest(change.now, change.before) else str(change)
+            for change in changes
         )
         raise FolderError(
-            f"{whose}, which is finished, with other settings: {named}; remove it to run again, or"
-            " choose another output_dir"
+            f"{description} and finished with other settings: {differences}; remove it to run"
+            " again, or choose another output_dir"
         )
 
 
 def _flat(seal: RunSeal) -> RunSeal:
-    """Return a seal whose identity stands among its settings."""
+    """Return a seal with its identity merged into its settings."""
     return structs.replace(seal, identity={}, settings={**seal.identity, **seal.settings})
 
 
 def _run(command: str, options: ModelRun) -> RunSeal:
-    """Describe a run: its command, model and text, and its settings as JSON holds them."""
+    """Describe a run: command, model, text and settings as JSON values."""
     settings = {
         name: _plain(value)
         for name, value in attrs.asdict(options, recurse=False).items()
@@ -153,7 +155,7 @@ def _run(command: str, options: ModelRun) -> RunSeal:
 
 
 def _plain(value: object) -> Any:
-    """Convert a setting to what JSON holds."""
+    """Convert a setting to a JSON value."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return list(value) if isinstance(value, tuple) else str(value)

@@ -1,4 +1,4 @@
-"""Progress on standard error: a bar on a terminal, a line every ten seconds elsewhere."""
+"""Progress on stderr: a bar on a terminal, otherwise a line every ten seconds."""
 
 from time import monotonic
 from typing import Self
@@ -7,15 +7,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 LINE_EVERY_S = 10.0
-"""Between lines, where there is no terminal."""
+"""Seconds between lines if there is no terminal."""
 
 
 class ProgressDisplay:
-    """Shows how many units of some work are done, at what rate, and the time left.
+    """Show the number of finished units, the rate, and the remaining time.
 
     Args:
-        unit: its name, such as `step`.
-        tokens: tokens of a unit; the rate is then that of tokens.
+        unit: name of a unit, such as `step`.
+        tokens: tokens per unit; the rate is then shown in tokens.
     """
 
     def __init__(self, unit: str, *, tokens: int | None = None) -> None:
@@ -37,21 +37,25 @@ class ProgressDisplay:
             self._bar.stop()
 
     def update(self, done: int, total: int, note: str = "") -> None:
-        """Show that `done` of `total` units are done, and a note beside."""
-        now = monotonic()
-        if self._first is None:  # of this process: an earlier one may have made some
-            self._first = (now, done)
-        took, made = now - self._first[0], done - self._first[1]
-        parts = [f"{self._unit} {done}/{total}", note, self._rate(made / took) if made else ""]
+        """Show that `done` of `total` units are finished, with a note."""
+        now_s = monotonic()
+        if self._first is None:  # an earlier process may have done some of the units
+            self._first = (now_s, done)
+        elapsed_s, new_units = now_s - self._first[0], done - self._first[1]
+        parts = [
+            f"{self._unit} {done}/{total}",
+            note,
+            self._rate(new_units / elapsed_s) if new_units else "",
+        ]
         if self._console.is_terminal:
             description = "  ".join(filter(None, parts[1:])) or self._unit
             self._bar.update(self._task, completed=done, total=total, description=description)
-        elif now - self._last_line_s >= LINE_EVERY_S or done == total:
-            left = f"{(total - done) * took / made:,.0f} s left" if made else ""
-            self._console.print("  ".join(filter(None, [*parts, left])))
-            self._last_line_s = now
+        elif now_s - self._last_line_s >= LINE_EVERY_S or done == total:
+            remaining = f"{(total - done) * elapsed_s / new_units:,.0f} s left" if new_units else ""
+            self._console.print("  ".join(filter(None, [*parts, remaining])))
+            self._last_line_s = now_s
 
     def _rate(self, units_per_s: float) -> str:
         if self._tokens is None:
-            return f"{1 / units_per_s:,.1f} s a {self._unit}"
+            return f"{1 / units_per_s:,.1f} s per {self._unit}"
         return f"{units_per_s * self._tokens:,.0f} tokens/s"

@@ -1,4 +1,4 @@
-"""`ms-compress prune`: prune a model by magnitude or Wanda, train on, and save it."""
+"""`ms-compress prune`: prune a model by magnitude or Wanda, retrain it, and save it."""
 
 from torch import nn
 
@@ -14,10 +14,10 @@ from ms_compress.methods.wanda import wanda
 
 
 def run(options: PruneRun) -> Outcome:
-    """Prune, train on, save."""
-    with run_output("prune", options) as place:
-        if place.finished:
-            return place.already()
+    """Prune, retrain and save."""
+    with run_output("prune", options) as output:
+        if output.finished:
+            return output.already_finished()
         check_tokenizers(options)
         model = load(options.model)
         trains = options.retrain or options.method == "gradual"
@@ -29,20 +29,20 @@ def run(options: PruneRun) -> Outcome:
                 model,
                 text,
                 options,
-                place,
+                output,
                 before_step=None if schedule is None else lambda step: schedule.apply(model, step),
                 after_step=lambda step: keep_zeros(model),
             )
         keep_zeros(model)
-        save(model, options.output_dir, beside=options.model, last=place.seal)
-        place.end()
+        save(model, options.output_dir, source=options.model, before_publish=output.seal)
+        output.end()
     share = sparsity(model)
     result = f"{share:.1%} of the pruned layers' weights are zero"
     return outcome_of(options.output_dir, result, losses, sparsity=share)
 
 
 def _prune(model: nn.Module, options: PruneRun) -> GradualPruning | None:
-    """Prune at once, or return the schedule by which the training prunes."""
+    """Prune in one shot, or return the schedule by which training prunes."""
     if options.method == "gradual":
         half = max(1, options.tuning.steps // 2)
         return GradualPruning(pattern=options.pattern, end=half, exceptions=options.exceptions)

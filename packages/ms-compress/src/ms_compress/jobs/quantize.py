@@ -1,4 +1,4 @@
-"""`ms-compress quantize`: round a trained model without training, and export it."""
+"""`ms-compress quantize`: round a trained model without further training, and export it."""
 
 from torch import nn
 
@@ -14,14 +14,14 @@ from ms_compress.methods.qat import fit_scales
 
 def run(options: QuantizeRun) -> Outcome:
     """Round and export."""
-    with run_output("quantize", options) as place:
-        if place.finished:
-            return place.already()
+    with run_output("quantize", options) as output:
+        if output.finished:
+            return output.already_finished()
         check_tokenizers(options)
         model = load(options.model)
         check_exportable(model, options)
         _round(model, options)
-        return finish(model, options, place)
+        return finish(model, options, output)
 
 
 def _round(model: nn.Module, options: QuantizeRun) -> None:

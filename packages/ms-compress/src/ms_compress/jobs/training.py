@@ -1,4 +1,4 @@
-"""Training as the commands do it: with progress, and going on after a kill."""
+"""Training for the commands: with progress display, and resuming after a kill."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,15 +18,15 @@ def train(
     model: nn.Module,
     text: Mapping[str, Tensor],
     options: ModelRun,
-    place: RunOutput,
+    output: RunOutput,
     *,
     teacher: nn.Module | None = None,
     before_step: Callable[[int], object] | None = None,
     after_step: Callable[[int], object] | None = None,
 ) -> list[float]:
-    """Train with `tune` on the rows that `training_rows` read of the run's dataset.
+    """Train with `tune` on the rows from `training_rows`.
 
-    Until the run's folder is there, a file beside it keeps the state; `place.end` removes it.
+    Until the run's folder exists, a file next to it stores the state; `output.end` removes it.
     """
     tuning = options.tuning
     tokens = tuning.batch_size * tuning.sequence_length
@@ -39,16 +39,16 @@ def train(
             before_step=before_step,
             after_step=after_step,
             on_loss=lambda step, loss: display.update(step, tuning.steps, f"loss {figure(loss)}"),
-            checkpoint=place.checkpoint,
-            checkpoint_identity=place.identity,
+            checkpoint=output.checkpoint,
+            checkpoint_identity=output.identity,
         )
 
 
 def outcome_of(folder: Path, result: str, losses: Sequence[float] = (), **facts: Any) -> Outcome:
-    """Say what a job wrote into a folder, and how its training went."""
-    lines, found = [f"{folder}: {result}"], {"folder": str(folder), **facts}
+    """Return the outcome of a job: the folder it wrote, and the result of its training."""
+    lines, all_facts = [f"{folder}: {result}"], {"folder": str(folder), **facts}
     if losses:
         first, last = losses[0], losses[-1]
         lines.insert(0, f"trained {len(losses)} steps: loss {figure(first)} to {figure(last)}")
-        found |= {"steps": len(losses), "first_loss": first, "last_loss": last}
-    return Outcome(lines=tuple(lines), facts=found)
+        all_facts |= {"steps": len(losses), "first_loss": first, "last_loss": last}
+    return Outcome(lines=tuple(lines), facts=all_facts)

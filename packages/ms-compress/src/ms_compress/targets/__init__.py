@@ -1,1 +1,1 @@
-"""Deployment targets, one folder each: rules, writer, reader and runtime behind one value."""
+"""Deployment targets, one package each: schemes, writer, reader and runtime."""

@@ -1,4 +1,4 @@
-"""What an exported folder is: whose runtime reads it, its bytes on disk, its number of weights."""
+"""Format, size and number of weights of an exported folder."""
 
 from pathlib import Path
 
@@ -11,45 +11,45 @@ from ms_compress.targets.target import Contents, Target, all_formats
 
 @frozen(kw_only=True)
 class Footprint(Contents):
-    """What is known of a folder without running it."""
+    """Properties of a folder that are known without running its model."""
 
     folder: Path
     target: str
-    """`float`, `ct`, `ort` or `gguf`, as `open_runtime` takes it."""
+    """`float`, `ct`, `ort` or `gguf`, as accepted by `open_runtime`."""
     is_plain: bool
-    """The model is not exported for a target, but as it was trained."""
+    """Whether the model is as it was trained rather than exported for a target."""
     size_bytes: int
-    """Bytes of the files that hold weights."""
+    """Total size of the weight files."""
 
     @property
     def bits_a_weight(self) -> float:
-        """All bytes, in bits, over the number of weights."""
+        """Total size in bits divided by the number of weights."""
         return 8 * self.size_bytes / self.weights
 
 
 def footprint(folder: str | Path) -> Footprint:
-    """Look at a folder's files.
+    """Inspect a folder's files.
 
     Raises:
-        ExportError: it is no exported model, or a file of it cannot be read.
+        ExportError: it has no exported model, or a file cannot be read.
     """
     folder = Path(folder)
     with decoding(folder, error=ExportError):
-        found = next((each for each in all_formats() if each.holds(folder)), None)
-        if found is None:
+        model_format = next((item for item in all_formats() if item.holds(folder)), None)
+        if model_format is None:
             raise ExportError(
-                f"{folder}: no model is in it; give a folder with model.gguf, model.onnx, or config"
-                ".json and safetensors"
+                f"{folder} has no model; use a folder with model.gguf, model.onnx, or config.json"
+                " and safetensors"
             )
-        files = [path for each in found.weight_files for path in folder.glob(each)]
+        files = [path for pattern in model_format.weight_files for path in folder.glob(pattern)]
         size = sum(path.stat().st_size for path in files)
-    contents = found.contents(folder)
+    contents = model_format.contents(folder)
     if not contents.weights:
-        raise ExportError(f"{folder}: its files hold no weights; export it again")
+        raise ExportError(f"{folder} has no weights in its files; export it again")
     return Footprint(
         **asdict(contents),
         folder=folder,
-        target=found.name,
-        is_plain=not isinstance(found, Target),
+        target=model_format.name,
+        is_plain=not isinstance(model_format, Target),
         size_bytes=size,
     )

@@ -1,4 +1,4 @@
-"""The libraries of formats and runtimes: optional to install, and each with errors of its own."""
+"""Import optional libraries of formats and runtimes, and convert their errors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from typing import Any
 from ms_compress.entry import one_line
 from ms_compress.errors import ExportError
 
-SHOWN_CHARACTERS = 200
+MAX_CHARACTERS = 200
 
 
 def import_library(
@@ -18,13 +18,13 @@ def import_library(
     """Import a library.
 
     Args:
-        name: of its module.
-        extra: of ms-compress that installs it.
-        purpose: what needs it, such as `GGUF files need the gguf library`.
-        error: the kind of error.
+        name: module name.
+        extra: extra of ms-compress that installs it.
+        purpose: start of the error message, such as `GGUF files need the gguf library`.
+        error: exception class to raise.
 
     Raises:
-        error: it is not installed.
+        error: the library is not installed.
     """
     try:
         return import_module(name)
@@ -33,18 +33,16 @@ def import_library(
 
 
 @contextmanager
-def library_errors(place: Path, library: str, action: str = "read it") -> Iterator[None]:
-    """Turn whatever a library makes of a damaged file into one line.
+def library_errors(path: Path, library: str, action: str = "read it") -> Iterator[None]:
+    """Convert any exception of a library into a one-line error.
 
     Raises:
-        ExportError: it cannot be read.
+        ExportError: the library failed.
     """
     try:
         yield
     except ExportError:
         raise
-    except Exception as error:  # the libraries' errors share no base but this
-        words = one_line(str(error))[:SHOWN_CHARACTERS] or type(error).__name__
-        raise ExportError(
-            f"{place}: {library} cannot {action}: {words}; export it again"
-        ) from error
+    except Exception as error:  # the libraries' exceptions have no other common base class
+        words = one_line(str(error))[:MAX_CHARACTERS] or type(error).__name__
+        raise ExportError(f"{path}: {library} cannot {action}: {words}; export it again") from error

@@ -1,6 +1,6 @@
-"""The schemes of all targets by name: each folder of this room states its own in `rules.py`.
+"""The schemes of all targets by name; each target package defines its own in `rules.py`.
 
-Reading them imports no torch, so that a run file that names a scheme is read at once.
+This does not import torch, so that reading a run file that names a scheme is fast.
 """
 
 from importlib import import_module
@@ -13,23 +13,25 @@ from ms_compress.errors import SchemeError
 from ms_compress.quantisation.scheme import Scheme
 from ms_compress.settings import nearest
 
-TARGETS = tuple(each.name for each in iter_modules(ms_compress.targets.__path__) if each.ispkg)
-"""The folders of this room; a new target is one more of them."""
+TARGETS = tuple(
+    module.name for module in iter_modules(ms_compress.targets.__path__) if module.ispkg
+)
+"""Names of the target packages; a new package is registered automatically."""
 _RULES = [import_module(f"ms_compress.targets.{name}.rules") for name in TARGETS]
-_SCHEMES: dict[str, Scheme] = {each.name: each for rules in _RULES for each in rules.SCHEMES}
+_SCHEMES: dict[str, Scheme] = {item.name: item for rules in _RULES for item in rules.SCHEMES}
 _GROUPED: dict[str, Scheme] = {
-    stem: each for rules in _RULES for stem, each in rules.GROUPED.items()
+    stem: item for rules in _RULES for stem, item in rules.GROUPED.items()
 }
 NAMES = tuple(_SCHEMES)
-"""The schemes by name; `ct.int4_g64` and `ort.matmulnbits_g128` and the like are known too."""
+"""Names of the schemes; other group sizes, such as `ct.int4_g64`, can be named too."""
 
 
 def scheme(name: str | Scheme) -> Scheme:
-    """Return the scheme of a name such as `"gguf.q4_0"`; a scheme is returned as it is.
+    """Return the scheme with a name such as `"gguf.q4_0"`; a scheme is returned unchanged.
 
     Raises:
-        SchemeError: there is none, or its target takes no such group; the message gives the
-            nearest name, or the groups that fit.
+        SchemeError: the scheme does not exist, or its target does not support the group; the
+            message has the nearest name, or the supported groups.
     """
     if isinstance(name, Scheme):
         return name

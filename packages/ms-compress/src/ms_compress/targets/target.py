@@ -1,8 +1,8 @@
-"""What a target is: one value, which its folder of this room states in `target.py`.
+"""Definition of targets; each target package defines its own in `target.py`.
 
-A `Format` is what a folder can hold: how it is known, what its files say, and which independent
-runtime computes it. A `Target` is a format that models are exported to. Nothing outside of a
-target's folder asks which one it is.
+A `Format` describes what a folder can contain: how to recognize it, how to read its properties, and
+which independent runtime computes it. A `Target` is a format that models can be exported to. No
+code outside of a target's package depends on which target it is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,12 +22,12 @@ from ms_compress.targets.rules import TARGETS
 from ms_compress.text_ends import TextEnds
 
 Reader = Callable[[str], Tensor]
-"""Reads the tensor of a Hugging Face name as float32; a KeyError if it is not there."""
+"""Read a tensor by its Hugging Face name as float32; KeyError if it does not exist."""
 
 
 @frozen(kw_only=True, eq=False)
 class LayerRun:
-    """Input and output of one linear layer, as a runtime computed them."""
+    """Input and output of one linear layer as computed by a runtime."""
 
     name: str
     x: Tensor
@@ -37,49 +37,49 @@ class LayerRun:
     has_bias: bool = True
     """Whether `out` includes the bias, if the layer has one."""
     input_group: int | None = None
-    """The runtime rounds inputs to 8 bits in groups of this size, which training left out."""
+    """Group size if the runtime rounds inputs to 8 bits though training did not; else None."""
 
 
 LayerVisit = Callable[[LayerRun], object]
 
 
 class Runtime(Protocol):
-    """A model as its deployment runtime computes it."""
+    """A model as computed by its deployment runtime."""
 
     name: str
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return logits (B, S, V) float32 of tokens (B, S) int64."""
+        """Return logits (B, S, V) float32 for tokens (B, S) int64."""
         ...
 
     def decode(self, tokens: list[int], steps: int) -> tuple[float, float]:
-        """Measure the seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
+        """Return the seconds for a prefill of `tokens`, and for `steps` greedy tokens after it."""
         ...
 
 
 class TextRuntime(Runtime, Protocol):
-    """One that reads and writes texts with what its folder says of them."""
+    """A runtime that also tokenizes and generates text with the exported tokenizer files."""
 
     def encode(self, text: str) -> list[int]:
-        """Return tokens of a text; special tokens in it are recognised, and none is added."""
+        """Tokenize a text; special tokens in it are recognized, and none is added."""
         ...
 
     def visit_layers(self, tokens: Tensor, visit: LayerVisit) -> None:
-        """Run tokens (B, S) int64 and call `visit` for each linear layer that the runtime shows."""
+        """Run tokens (B, S) int64 and call `visit` for each linear layer the runtime exposes."""
         ...
 
     def ends(self) -> frozenset[int]:
-        """Return the tokens at which the runtime ends a text by itself."""
+        """Return the tokens at which the runtime ends a text."""
         ...
 
-    def generate(self, tokens: list[int], most: int) -> list[int]:
-        """Return the likeliest next tokens until one ends the text, `most` of them at most."""
+    def generate(self, tokens: list[int], max_tokens: int) -> list[int]:
+        """Return greedily decoded tokens up to an end token, at most `max_tokens`."""
         ...
 
 
 @frozen(kw_only=True)
 class Assets:
-    """What is exported beside the weights."""
+    """Tokenizer and special tokens to export with the weights."""
 
     tokenizer: TokenizerSource | None
     ends: TextEnds
@@ -87,84 +87,84 @@ class Assets:
 
 @frozen(kw_only=True)
 class Contents:
-    """What a folder's files say of the model in them."""
+    """Properties of a model read from a folder's files."""
 
     scheme: str
-    """How most weights are held, such as `4-bit g32`, in the file's own words."""
+    """Storage format of most weights, such as `4-bit g32`, in the file's own terms."""
     weights: int
-    """Number of the model's weights, tied ones counted once."""
+    """Number of weights in the model; tied weights count once."""
     vocabulary: int | None
-    """None where the folder does not say."""
+    """Vocabulary size; None if unknown."""
     positions: int | None
-    """The longest text; None where the folder does not say."""
+    """Maximum text length; None if unknown."""
 
 
 @frozen(kw_only=True)
 class Format:
-    """What a folder can hold, and the runtime that computes it."""
+    """A format of model folders, and the runtime that computes it."""
 
     name: str
-    """As its folder is called."""
+    """Name of its package."""
     holds: Callable[[Path], bool]
-    """Whether a folder is of this format."""
+    """Return whether a folder has this format."""
     one_file: bool
-    """Its model is one file, with a name that no other format has: it is looked for first."""
+    """Whether its model is a single file with a unique name; these formats are tried first."""
     weight_files: tuple[str, ...]
-    """Patterns of the files that hold weights."""
+    """Glob patterns of the files with weights."""
     contents: Callable[[Path], Contents]
-    """Reads what the files say; an ExportError if they cannot be read."""
+    """Read the properties of the model; ExportError if a file cannot be read."""
     opens: Callable[..., Runtime]
-    """Opens a folder, given `threads` and `strict`, which refuses tensors that the runtime leaves
-    out; an ExportError if the runtime is not installed, or cannot read the folder."""
+    """Open a folder with `threads` and `strict`, which rejects tensors that the runtime ignores;
+    ExportError if the runtime is not installed or cannot read the folder."""
 
 
 @frozen(kw_only=True)
 class Target(Format):
-    """A format that models are exported to."""
+    """A format that models can be exported to."""
 
     check: Callable[[WholeModel, Assets], None]
-    """Refuses what the target does not take: ExportError for the model as a whole, LayerError for
-    one of its layers."""
+    """Check that the target supports the model: ExportError for the model, LayerError for a
+    layer."""
     write: Callable[[WholeModel, Path, Assets, int], None]
-    """Writes into a folder that exists; all processes call it, and the first one writes. The number
-    is the `accuracy_level` of `export`."""
+    """Write into an existing folder. All ranks call it, and rank 0 writes. The integer is the
+    `accuracy_level` of `export`."""
     reader: Callable[[Path, Mapping[str, Any]], Reader]
-    """Given a folder and its model's config.json, reads tensors by the format's own library, and by
-    other means than `write`, so that no mistake is made on both sides."""
+    """Given a folder and its model's config.json, return a reader of its tensors. It uses the
+    format's own library and shares no code with `write`, so both cannot have the same bug."""
     opens: Callable[..., TextRuntime]
-    """Opens a folder in its runtime, which also reads and writes texts."""
+    """Open a folder in its runtime, which also reads and writes text."""
     runtime: str
-    """The runtime's name."""
+    """Name of the runtime."""
     libraries: tuple[str, ...]
     """Modules that the runtime needs."""
     extra: str
-    """The extra of ms-compress that installs them."""
+    """Extra of ms-compress that installs them."""
     opens_cheaply: bool = True
-    """Each export is opened once, where the libraries are there; else only if it is verified."""
+    """Open every export once if the libraries are installed, instead of only when verifying."""
     needs_tokenizer: bool = False
-    """The runtime reads no text unless a tokenizer was exported with the model."""
+    """Whether the runtime needs an exported tokenizer to read text."""
     tolerance: float = field(default=1e-4)
-    """How far the runtime's logits may be off on average, in units of their spread."""
+    """Largest mean error of the runtime's logits, in units of their standard deviation."""
 
 
 F = TypeVar("F", bound=Format)
 
 
 def all_formats() -> list[Format]:
-    """Return the value of each folder of this room."""
-    found: list[Format] = [
+    """Return the formats of all target packages, single-file formats first."""
+    formats: list[Format] = [
         import_module(f"ms_compress.targets.{name}.target").TARGET for name in TARGETS
     ]
-    return sorted(found, key=lambda each: not each.one_file)
+    return sorted(formats, key=lambda item: not item.one_file)
 
 
 def find_target(name: str) -> Target:
-    """Return the target of a name such as `"gguf"`.
+    """Return the target with a name such as `"gguf"`.
 
     Raises:
-        ExportError: there is none.
+        ExportError: the target does not exist.
     """
-    return _named(name, [each for each in all_formats() if isinstance(each, Target)])
+    return _named(name, [item for item in all_formats() if isinstance(item, Target)])
 
 
 @overload
@@ -189,10 +189,10 @@ def open_runtime(
     """Open a folder in the runtime of its target; `"float"` is plain torch.
 
     Args:
-        folder: exported.
+        folder: exported model folder.
         target: `"ct"`, `"ort"`, `"gguf"` or `"float"`.
-        threads: of the runtimes that do not share torch's.
-        strict: refuse a folder with tensors that the runtime leaves out.
+        threads: number of threads, for runtimes that do not use torch's.
+        strict: reject a folder with tensors that the runtime ignores.
 
     Raises:
         ExportError: the runtime is not installed, or cannot read the folder.
@@ -202,7 +202,7 @@ def open_runtime(
 
 
 def _named(name: str, formats: Sequence[F]) -> F:
-    known = {each.name: each for each in formats}
-    if name not in known:
-        raise ExportError(f"there is no target {name!r}; {nearest(name, known)}")
-    return known[name]
+    by_name = {item.name: item for item in formats}
+    if name not in by_name:
+        raise ExportError(f"there is no target {name!r}; {nearest(name, by_name)}")
+    return by_name[name]

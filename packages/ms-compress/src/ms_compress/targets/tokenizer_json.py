@@ -1,4 +1,4 @@
-"""Reading a folder's tokenizer.json by the library that defines it."""
+"""Read a folder's tokenizer.json with the tokenizers library."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,7 @@ from ms_compress.targets.libraries import import_library, library_errors
 
 
 def encoder(folder: Path) -> Callable[[str], list[int]]:
-    """Return what gives the tokens of a text, in which special tokens are what they spell.
+    """Return a function that tokenizes text, recognizing special tokens but adding none.
 
     Raises:
         ExportError: the library is not installed, or cannot read the file.

@@ -1,1 +1,1 @@
-"""Folders of compressed-tensors, for transformers and vLLM."""
+"""compressed-tensors folders, for transformers and vLLM."""

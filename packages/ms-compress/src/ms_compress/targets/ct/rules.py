@@ -7,7 +7,7 @@ from attrs import evolve
 
 from ms_compress.quantisation.scheme import Activations, Scheme
 
-EACH_TOKEN = Activations(
+PER_TOKEN = Activations(
     bits=8,
     group=None,
     low=-128,
@@ -31,7 +31,7 @@ INT4_G32 = Scheme(
     embeddings=False,
 )
 INT3_G32 = evolve(INT4_G32, name="ct.int3_g32", bits=3, low=-4, high=3)
-"""transformers reads it; no deployment kernel of three bits is known to us."""
+"""Readable by transformers; we know of no deployment kernel with 3 bits."""
 W8A8 = evolve(
     INT4_G32,
     name="ct.w8a8",
@@ -39,10 +39,10 @@ W8A8 = evolve(
     group=None,
     low=-128,
     high=127,
-    activations=EACH_TOKEN,
-    # `compute_dynamic_scales_and_zp` reduces all dims but the first two.
+    activations=PER_TOKEN,
+    # `compute_dynamic_scales_and_zp` reduces all dims except the first two.
     input_ndim=3,
 )
 SCHEMES = (INT4_G32, INT3_G32, W8A8)
 GROUPED = {"ct.int4": INT4_G32, "ct.int3": INT3_G32}
-"""Schemes that take another group by name, as `ct.int4_g64`."""
+"""Schemes that can be named with another group size, such as `ct.int4_g64`."""

@@ -1,4 +1,4 @@
-"""transformers as the runtime of compressed-tensors."""
+"""transformers as the runtime for compressed-tensors folders."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +21,7 @@ PURPOSE = "reading compressed-tensors needs transformers and compressed-tensors"
 
 
 class TransformersRuntime:
-    """A folder as transformers computes it, in its own dtype."""
+    """A model folder run by transformers, in its own dtype."""
 
     name = "transformers"
 
@@ -33,97 +33,101 @@ class TransformersRuntime:
             warn_without_vnni()
         dtype = _dtype(folder)
         with library_errors(folder, "transformers"), _quiet():
-            self.model, found = self._library.AutoModelForCausalLM.from_pretrained(
+            self.model, loading_info = self._library.AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype,
                 local_files_only=True,
-                ignore_mismatched_sizes=True,  # they are returned, not printed
+                ignore_mismatched_sizes=True,  # reported in the loading info instead
                 output_loading_info=True,
             )
-            _check_loaded(folder, found, strict)
+            _check_loaded(folder, loading_info, strict)
             self.model.train(False)
-            self.logits(torch.zeros(1, 1, dtype=torch.int64))  # unpacks the weights
+            self.logits(torch.zeros(1, 1, dtype=torch.int64))  # decompresses the weights
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return logits (B, S, V) float32 of tokens (B, S) int64."""
+        """Return logits (B, S, V) float32 for tokens (B, S) int64."""
         with library_errors(self._folder, "transformers", "run it"):
             logits: Tensor = self.model(tokens, use_cache=False).logits
         return logits.float()
 
     @torch.no_grad()
     def visit_layers(self, tokens: Tensor, visit: LayerVisit) -> None:
-        """Call `visit` for each linear layer of a forward; see `TextRuntime`."""
-        found: list[Exception] = []
+        """Call `visit` for each linear layer in a forward; see `TextRuntime`."""
+        errors: list[Exception] = []
 
-        def see(name: str) -> Callable[..., None]:
-            def look(layer: nn.Module, inputs: tuple[Tensor, ...], out: Any) -> None:
+        def hook_for(name: str) -> Callable[..., None]:
+            def hook(layer: nn.Module, inputs: tuple[Tensor, ...], out: Any) -> None:
                 if not isinstance(out, Tensor):  # Llama 4's router is a linear layer and more
                     return
                 try:
                     visit(LayerRun(name=name, x=inputs[0].float(), out=out.float()))
                 except CompressError as error:
-                    found.append(error)
+                    errors.append(error)
                     raise
 
-            return look
+            return hook
 
         with ExitStack() as hooks:
             for name, layer in self.model.named_modules():
                 if isinstance(layer, nn.Linear):
-                    hooks.enter_context(layer.register_forward_hook(see(name)))
+                    hooks.enter_context(layer.register_forward_hook(hook_for(name)))
             try:
                 self.logits(tokens)
             except ExportError:
-                if found:
-                    raise found[0] from None
+                if errors:
+                    raise errors[0] from None
                 raise
 
     @torch.no_grad()
     def decode(self, tokens: list[int], steps: int) -> tuple[float, float]:
-        """Measure the seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
-        began = perf_counter()
+        """Return the seconds for a prefill of `tokens`, and for `steps` greedy tokens after it."""
+        start_s = perf_counter()
         out = self.model(torch.tensor([tokens]), use_cache=True, logits_to_keep=1)
-        prefilled = perf_counter()
+        prefilled_s = perf_counter()
         for _ in range(steps):
             token = out.logits[:, -1:].argmax(-1)
             out = self.model(token, past_key_values=out.past_key_values, use_cache=True)
-        return prefilled - began, perf_counter() - prefilled
+        return prefilled_s - start_s, perf_counter() - prefilled_s
 
     def encode(self, text: str) -> list[int]:
-        """Return tokens of a text; special tokens in it are recognised, and none is added."""
+        """Tokenize a text; special tokens in it are recognized, and none is added."""
         with library_errors(self._folder, "transformers", "read its tokenizer"), _quiet():
-            known = self._library.AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
-        return list(known(text, add_special_tokens=False)["input_ids"])
+            tokenizer = self._library.AutoTokenizer.from_pretrained(
+                self._folder, local_files_only=True
+            )
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def ends(self) -> frozenset[int]:
-        """Return the tokens at which the runtime ends a text by itself."""
-        said = self.model.generation_config.eos_token_id
+        """Return the tokens at which the runtime ends a text."""
+        eos = self.model.generation_config.eos_token_id
         with library_errors(self._folder / "generation_config.json", "transformers"):
-            return frozenset(said if isinstance(said, list) else [] if said is None else [said])
+            return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
 
     @torch.no_grad()
-    def generate(self, tokens: list[int], most: int) -> list[int]:
-        """Return the likeliest next tokens until one ends the text, `most` of them at most."""
-        given = torch.tensor([tokens])
+    def generate(self, tokens: list[int], max_tokens: int) -> list[int]:
+        """Return greedily decoded tokens up to an end token, at most `max_tokens`."""
+        prompt = torch.tensor([tokens])
         with library_errors(self._folder, "transformers", "generate"), _quiet():
             out = self.model.generate(
-                given,
-                attention_mask=torch.ones_like(given),
+                prompt,
+                attention_mask=torch.ones_like(prompt),
                 do_sample=False,
                 num_beams=1,
-                max_new_tokens=most,
+                max_new_tokens=max_tokens,
             )
         return [int(token) for token in out[0, len(tokens) :]]
 
 
-def _check_loaded(folder: Path, found: Mapping[str, Any], strict: bool) -> None:
-    """Refuse missing tensors, which transformers draws at random, and ones that it leaves out."""
-    for kind in ("mismatched", "missing", *(("unexpected",) if strict else ())):
-        names = sorted(key if isinstance(key, str) else key[0] for key in found[f"{kind}_keys"])
+def _check_loaded(folder: Path, loading_info: Mapping[str, Any], strict: bool) -> None:
+    """Raise for missing tensors, which transformers initializes randomly, and unused ones."""
+    for problem in ("mismatched", "missing", *(("unexpected",) if strict else ())):
+        names = sorted(
+            key if isinstance(key, str) else key[0] for key in loading_info[f"{problem}_keys"]
+        )
         if names:
-            more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
-            raise ExportError(f"{folder}: {names[0]}{more} {kind}; export it again")
+            others = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
+            raise ExportError(f"{folder}: {names[0]}{others} {problem}; export it again")
 
 
 def _rounds_inputs(said: Mapping[str, Any] | None) -> bool:
@@ -137,13 +141,15 @@ def _dtype(folder: Path) -> torch.dtype:
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     dtype = getattr(torch, str(name), None)
     if not isinstance(dtype, torch.dtype):
-        raise ExportError(f"{folder}/config.json: dtype is {name!r}; float32 was exported")
+        raise ExportError(
+            f"{folder}/config.json: dtype must be a torch dtype, got {name!r}; float32 was exported"
+        )
     return dtype
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence transformers' advice on loading and its progress bars."""
+    """Suppress transformers' warnings about loading, and its progress bars."""
     log = logging.getLogger("transformers")
     level = log.level
     log.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""compressed-tensors as a target: transformers and vLLM compute them."""
+"""compressed-tensors as a target, for transformers and vLLM."""
 
 from ms_compress.models.config_file import quantization
 from ms_compress.targets.ct.read import contents, reader
@@ -20,5 +20,5 @@ TARGET = Target(
     runtime=TransformersRuntime.name,
     libraries=("transformers", "compressed_tensors"),
     extra="ct",
-    opens_cheaply=False,  # transformers takes the whole model into memory
+    opens_cheaply=False,  # transformers loads the whole model into memory
 )

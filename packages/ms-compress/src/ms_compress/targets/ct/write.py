@@ -1,7 +1,7 @@
-"""Folders of Hugging Face compressed-tensors, for transformers and vLLM.
+"""Write compressed-tensors folders in Hugging Face format, for transformers and vLLM.
 
-Weights are `pack-quantized`: a row's codes, plus 2^(bits-1), as a stream of bits in int32 words,
-the first in the lowest bits. With 8 bits and rounded inputs they are `int-quantized`.
+Weights are `pack-quantized`: the codes of a row plus 2^(bits-1) form a bit stream in int32 words,
+lowest bits first. Weights with 8 bits and rounded inputs are `int-quantized`.
 Source: compressed-tensors, `pack_to_int32` and `QuantizationConfig`.
 """
 
@@ -33,11 +33,11 @@ FILE = "model.safetensors"
 
 
 def check(model: WholeModel, assets: Assets) -> None:
-    """Refuse what the format has no place for.
+    """Check that the format can store the model.
 
     Raises:
-        ExportError: transformers has no such model.
-        LayerError: an embedding is quantised, or some layers round their inputs and some do not.
+        ExportError: transformers does not have this architecture.
+        LayerError: an embedding is quantized, or only some layers round their inputs.
     """
     check_deployable(model.config)
     for entry in model.tensors.values():
@@ -47,43 +47,43 @@ def check(model: WholeModel, assets: Assets) -> None:
                 " transformers reads; prepare the model without embeddings, and untie the head"
             )
     _check_input_shapes(model)
-    quantised = [entry for entry in model.tensors.values() if entry.scheme is not None]
-    rounding = [entry.module for entry in quantised if entry.activations is not None]
-    plain = [entry.module for entry in quantised if entry.activations is None]
+    quantized = [entry for entry in model.tensors.values() if entry.scheme is not None]
+    rounding = [entry.module for entry in quantized if entry.activations is not None]
+    plain = [entry.module for entry in quantized if entry.activations is None]
     if rounding and plain:
         raise LayerError(
-            f"{rounding[0]} rounds its input and {plain[0]} does not; one scheme is written for all"
-            " layers: prepare them alike"
+            f"{rounding[0]} rounds its input and {plain[0]} does not, but one scheme is written for"
+            " all layers; prepare them alike"
         )
 
 
 def _check_input_shapes(model: WholeModel) -> None:
-    """Refuse layers whose inputs transformers rounds otherwise than one scale per token.
+    """Check that transformers would round the inputs of all layers with one scale per token.
 
     Raises:
-        LayerError: names the first one.
+        LayerError: it would not; the message names the first such layer.
     """
-    rounding = {e.module for e in model.tensors.values() if e.activations is not None}
+    rounding = {entry.module for entry in model.tensors.values() if entry.activations is not None}
     for name in sorted(rounding):
         # transformers gives it (B, 1, S, K); ms-parallel's own module gives it (B, S, K).
         if model.config.get("model_type") == "deepseek_v3" and name.endswith(".kv_b_proj"):
             raise LayerError(
-                f"{name}: its input in transformers is of shape (B, 1, S, K), for which"
+                f"{name}: its input in transformers has shape (B, 1, S, K), for which"
                 " compressed-tensors shares activation scales between tokens; name the layer as an"
                 " exception, such as '*.kv_b_proj'"
             )
     (stage, *others) = model.stages
-    whole = not others and getattr(stage, "first", True) and getattr(stage, "last", True)
+    is_complete = not others and getattr(stage, "first", True) and getattr(stage, "last", True)
     layers = [layer for _, layer in prepared_layers(stage)]
-    if whole and any(layer.input_ndim is not None and layer.activations for layer in layers):
-        keyless = {"use_cache": False} if hasattr(stage.config, "to_dict") else {}
+    if is_complete and any(layer.input_ndim is not None and layer.activations for layer in layers):
+        no_cache = {"use_cache": False} if hasattr(stage.config, "to_dict") else {}
         device = next(stage.parameters()).device
-        with evaluating(stage), torch.no_grad():  # layers refuse inputs of other shapes
-            stage(torch.zeros(1, 2, dtype=torch.int64, device=device), **keyless)
+        with evaluating(stage), torch.no_grad():  # layers raise for inputs with other dims
+            stage(torch.zeros(1, 2, dtype=torch.int64, device=device), **no_cache)
 
 
 def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) -> None:
-    """Write the files of a folder that exists; all processes call it, the first one writes."""
+    """Write the files into an existing folder; all ranks call it, and rank 0 writes."""
     if model.is_first and any(entry.activations for entry in model.tensors.values()):
         warn_without_vnni()
     passes = list(_passes(model))
@@ -91,44 +91,44 @@ def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) 
         for entry, _ in passes:
             model.read(entry.name)
         return
-    with WeightFile(folder / FILE, (each for _, stored in passes for each in stored)) as file:
+    with WeightFile(folder / FILE, (tensor for _, stored in passes for tensor in stored)) as file:
         for entry, stored in passes:
             value = model.read(entry.name)
             assert value is not None
             tensors = _tensors(entry, value, model.config)
-            for each in stored:
-                file.write(each.name, tensors[each.name])
-    # In a narrower dtype transformers would round the scales, which are float32, to it.
-    named = "torch_dtype" if "torch_dtype" in model.config else "dtype"
+            for tensor in stored:
+                file.write(tensor.name, tensors[tensor.name])
+    # With a narrower dtype, transformers would round the float32 scales to it.
+    dtype_key = "torch_dtype" if "torch_dtype" in model.config else "dtype"
     quantization = _quantization(model)
-    config = {**model.config, named: "float32", "quantization_config": quantization}
+    config = {**model.config, dtype_key: "float32", "quantization_config": quantization}
     text = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
     write_synced(folder / "config.json", text)
     sync_folder(folder)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes (N, K) int8, from -2^(bits-1), into (N, ceil(K · bits / 32)) int32."""
-    raised = (codes.to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8).numpy()
-    stream = np.unpackbits(raised[..., None], axis=-1, bitorder="little")[..., :bits]
-    flat = stream.reshape(len(raised), -1)
+    """Pack codes (N, K) int8, offset by 2^(bits-1), into (N, ceil(K · bits / 32)) int32."""
+    unsigned = (codes.to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8).numpy()
+    stream = np.unpackbits(unsigned[..., None], axis=-1, bitorder="little")[..., :bits]
+    flat = stream.reshape(len(unsigned), -1)
     flat = np.pad(flat, ((0, 0), (0, -flat.shape[1] % 32)))
     words = np.packbits(flat, axis=-1, bitorder="little").view("<i4")
     return torch.from_numpy(words.astype(np.int32))
 
 
 def _passes(model: WholeModel) -> Iterator[tuple[WholeTensor, list[TensorEntry]]]:
-    """Order what is written: wider dtypes first, so that each tensor begins aligned."""
+    """Yield the tensors to write, widest dtypes first, so that every tensor is aligned."""
     for size in (8, 4, 2, 1):
         for entry in model.tensors.values():
-            entries = _stored(entry, model.config)
-            stored = [each for each in entries if each.dtype.itemsize == size]
+            tensors = _stored(entry, model.config)
+            stored = [tensor for tensor in tensors if tensor.dtype.itemsize == size]
             if stored:
                 yield entry, stored
 
 
 def _stored(entry: WholeTensor, config: Mapping[str, Any]) -> Iterator[TensorEntry]:
-    """Yield the tensors that the file holds of one of the model's."""
+    """Yield the tensors in the file for one tensor of the model."""
     if llama4_experts.is_fused(entry.name, config):
         shape = llama4_experts.stored_shape(entry.name, entry.shape)
         for name in llama4_experts.stored_names(entry.name, entry.shape[0]):
@@ -167,9 +167,9 @@ def _tensors(
 
 def _quantization(model: WholeModel) -> dict[str, Any]:
     """Return the `quantization_config` of config.json."""
-    weights = [each for each in model.tensors.values() if each.name.endswith(".weight")]
-    linear = [each for each in weights if each.kind == "linear"]
-    scheme, first = next((e.scheme, e) for e in linear if e.scheme is not None)
+    weights = [entry for entry in model.tensors.values() if entry.name.endswith(".weight")]
+    linear = [entry for entry in weights if entry.kind == "linear"]
+    scheme, first = next((entry.scheme, entry) for entry in linear if entry.scheme is not None)
     ignored = [entry.module for entry in linear if entry.scheme is None]
     for entry in model.tensors.values():
         if llama4_experts.is_fused(entry.name, model.config):
@@ -196,21 +196,21 @@ def _quantization(model: WholeModel) -> dict[str, Any]:
 
 
 def _is_packed(entry: WholeTensor) -> bool:
-    """Return whether codes are packed; transformers reads others only with rounded inputs."""
+    """Return whether codes are packed; transformers needs rounded inputs for unpacked codes."""
     assert entry.scheme is not None
     return entry.scheme.bits < 8 or entry.activations is None
 
 
-def _arguments(how: Scheme | Activations) -> dict[str, Any]:
-    """Return the library's `QuantizationArgs` of a weight, or of an input."""
-    dynamic = isinstance(how, Activations)
+def _arguments(rule: Scheme | Activations) -> dict[str, Any]:
+    """Return the library's `QuantizationArgs` for a weight or an input."""
+    dynamic = isinstance(rule, Activations)
     by_row = "token" if dynamic else "channel"
     return {
-        "num_bits": how.bits,
+        "num_bits": rule.bits,
         "type": "int",
         "symmetric": True,
-        "strategy": by_row if how.group is None else "group",
-        "group_size": how.group,
+        "strategy": by_row if rule.group is None else "group",
+        "group_size": rule.group,
         "dynamic": dynamic,
         "actorder": None,
         "block_structure": None,

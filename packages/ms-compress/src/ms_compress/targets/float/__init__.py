@@ -1,1 +1,1 @@
-"""Plain folders, which torch runs in float32."""
+"""Plain model folders, run by torch in float32."""

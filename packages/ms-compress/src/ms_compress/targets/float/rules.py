@@ -1,4 +1,4 @@
-"""A plain folder rounds nothing."""
+"""Plain folders have no quantization schemes."""
 
 from ms_compress.quantisation.scheme import Scheme
 

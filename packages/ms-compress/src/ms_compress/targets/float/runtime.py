@@ -1,4 +1,4 @@
-"""PyTorch in float32, through ms-parallel's models: the baseline of what compression gives."""
+"""PyTorch in float32, with ms-parallel's models: the baseline for compressed models."""
 
 from pathlib import Path
 from time import perf_counter
@@ -12,7 +12,7 @@ from ms_compress.targets.libraries import import_library
 
 
 class TorchRuntime:
-    """A plain folder as torch computes it in float32, with a cache of keys and values."""
+    """A plain folder run by torch in float32, with a KV cache."""
 
     name = "torch"
 
@@ -33,23 +33,23 @@ class TorchRuntime:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return logits (B, S, V) float32 of tokens (B, S) int64."""
+        """Return logits (B, S, V) float32 for tokens (B, S) int64."""
         logits: Tensor = self.model(tokens)
         return logits
 
     @torch.no_grad()
     def decode(self, tokens: list[int], steps: int) -> tuple[float, float]:
-        """Measure the seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
+        """Return the seconds for a prefill of `tokens`, and for `steps` greedy tokens after it."""
         cache = self.cache()
-        began = perf_counter()
+        start_s = perf_counter()
         token = self._next(torch.tensor([tokens]), cache)
-        prefilled = perf_counter()
+        prefilled_s = perf_counter()
         for _ in range(steps):
             token = self._next(token, cache)
-        return prefilled - began, perf_counter() - prefilled
+        return prefilled_s - start_s, perf_counter() - prefilled_s
 
     def _next(self, tokens: Tensor, cache: Any) -> Tensor:
-        """Return the likeliest token after the last one, (1, 1); the head sees that one alone."""
+        """Return the most likely next token, (1, 1); the head runs on the last position only."""
         hidden = self.model(tokens, cache=cache, logits=False)  # (1, S, H), normalized
         out: Tensor = self.model.head(hidden[:, -1:]).argmax(-1)
         return out

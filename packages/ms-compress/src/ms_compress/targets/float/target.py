@@ -1,4 +1,4 @@
-"""Plain folders as a format: the baseline of what compression gives, and no target of exports."""
+"""Plain folders as a format: the baseline for compressed models, not an export target."""
 
 from ms_compress.models.config_file import quantization
 from ms_compress.targets.float.runtime import TorchRuntime

@@ -1,4 +1,4 @@
-"""Reading GGUF files by the `gguf` library: their tensors, and what they say of themselves."""
+"""Read the tensors and properties of GGUF files with the `gguf` library."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -18,20 +18,22 @@ LIBRARY = "the gguf library"
 
 
 def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
-    """Return what reads the tensors of a folder; names and the order of rows are undone."""
+    """Return a reader of a folder's tensors that restores Hugging Face names and row order."""
     gguf = library()
     config = decoder_config(document, "GGUF")
     path = folder / FILE
     with library_errors(path, LIBRARY):
         file = gguf.GGUFReader(path)
-        found = {tensor.name: tensor for tensor in file.tensors}
-        said = file.fields["general.architecture"].contents()
-        known = {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}
-        names = gguf.get_tensor_name_map(known[said], config.layers)
-    rotated = {"q_proj": config.heads, "k_proj": config.key_heads} if said == "llama" else {}
+        tensors = {tensor.name: tensor for tensor in file.tensors}
+        architecture = file.fields["general.architecture"].contents()
+        architectures = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+        names = gguf.get_tensor_name_map(architectures[architecture], config.layers)
+    rotated = (
+        {"q_proj": config.heads, "k_proj": config.key_heads} if architecture == "llama" else {}
+    )
 
     def read(name: str) -> Tensor:
-        tensor = found[names.get_name(name, (".weight", ".bias"))]
+        tensor = tensors[names.get_name(name, (".weight", ".bias"))]
         heads = rotated.get(name.split(".")[-2])
         with library_errors(path, LIBRARY):
             rows = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
@@ -41,15 +43,15 @@ def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
 
 
 def _halves(rows: int, heads: int) -> Tensor:
-    """Return where llama.cpp has the rows of heads that rotate by halves: 0, 2, ..., 1, 3, ..."""
+    """Return llama.cpp's position of each row of heads that rotate halves: 0, 2, ..., 1, 3, ..."""
     width = rows // heads
     row = torch.arange(rows)
-    place = row % width
-    return row - place + 2 * (place % (width // 2)) + place // (width // 2)
+    row_in_head = row % width
+    return row - row_in_head + 2 * (row_in_head % (width // 2)) + row_in_head // (width // 2)
 
 
 def contents(folder: Path) -> Contents:
-    """Read what a folder's file says of its model.
+    """Read the properties of a folder's model.
 
     Raises:
         ExportError: the file cannot be read.
@@ -57,14 +59,16 @@ def contents(folder: Path) -> Contents:
     gguf = library()
     with library_errors(folder / FILE, LIBRARY):
         file = gguf.GGUFReader(folder / FILE)
-        kinds: Counter[str] = Counter()
+        weights_by_type: Counter[str] = Counter()
         for tensor in file.tensors:
             if tensor.name != "rope_freqs.weight":
-                kinds[tensor.tensor_type.name] += int(tensor.n_elements)
-        rows = (int(each.shape[-1]) for each in file.tensors if each.name == "token_embd.weight")
+                weights_by_type[tensor.tensor_type.name] += int(tensor.n_elements)
+        rows = (
+            int(tensor.shape[-1]) for tensor in file.tensors if tensor.name == "token_embd.weight"
+        )
         return Contents(
-            scheme=kinds.most_common(1)[0][0] if kinds else "",
-            weights=sum(kinds.values()),
+            scheme=weights_by_type.most_common(1)[0][0] if weights_by_type else "",
+            weights=sum(weights_by_type.values()),
             vocabulary=next(rows, None),
             positions=whole_or_none(
                 _field(file, f"{_field(file, 'general.architecture')}.context_length")

@@ -1,7 +1,7 @@
 """The schemes of llama.cpp's blocks.
 
-Sources: `quantize_row_q8_0_ref` and `quantize_row_q4_0_ref` of ggml-quants.c; activations as
-`quantize_row_q8_0` of its x86 code, which every quantised product on CPU applies to its input.
+Sources: `quantize_row_q8_0_ref` and `quantize_row_q4_0_ref` of ggml-quants.c; activations follow
+`quantize_row_q8_0` of its x86 code, which all quantized matmuls on CPU apply to their inputs.
 """
 
 from attrs import evolve

@@ -1,4 +1,4 @@
-"""llama.cpp, through its Python package, with a float32 cache of keys and values."""
+"""llama.cpp as a runtime, through llama-cpp-python, with a float32 KV cache."""
 
 from pathlib import Path
 from time import perf_counter
@@ -13,11 +13,11 @@ from ms_compress.targets.libraries import import_library
 from ms_compress.targets.target import LayerVisit
 
 FLOAT32 = 0
-"""ggml's number of the type."""
+"""ggml's id of the type."""
 
 
 class LlamaRuntime:
-    """A folder as llama.cpp computes it."""
+    """A folder run by llama.cpp."""
 
     name = "llama.cpp"
 
@@ -32,14 +32,14 @@ class LlamaRuntime:
         llama_cpp.llama_backend_init()
         parameters = llama_cpp.llama_model_default_params()
         parameters.n_gpu_layers = 0
-        # Repacked weights are faster where the build's kernels fit the processor, and have crashed
-        # where they do not.
+        # Repacked weights are faster if the build's kernels match the CPU, and have crashed
+        # otherwise.
         parameters.use_extra_bufts = False
         self.model = llama_cpp.llama_model_load_from_file(str(self.path).encode(), parameters)
         if not self.model:
             raise ExportError(f"{self.path}: llama.cpp cannot read it")
-        self._texts = llama_cpp.llama_model_get_vocab(self.model)
-        self.vocabulary = llama_cpp.llama_vocab_n_tokens(self._texts)
+        self._vocab_handle = llama_cpp.llama_model_get_vocab(self.model)
+        self.vocabulary = llama_cpp.llama_vocab_n_tokens(self._vocab_handle)
 
     def _context(self, positions: int) -> Any:
         parameters = self.library.llama_context_default_params()
@@ -54,77 +54,81 @@ class LlamaRuntime:
             raise ExportError(f"{self.path}: llama.cpp gives no context of {positions} positions")
         return context
 
-    def _feed(self, context: Any, tokens: list[int], first: int, every: bool) -> Any:
-        """Decode tokens at positions from `first` on; logits of all, or of the last."""
+    def _feed(self, context: Any, tokens: list[int], first: int, all_logits: bool) -> Any:
+        """Decode tokens at positions from `first` on; return logits of all of them or the last."""
         batch = self.library.llama_batch_init(len(tokens), 0, 1)
         try:
             batch.n_tokens = len(tokens)
             for i, token in enumerate(tokens):
                 batch.token[i], batch.pos[i] = token, first + i
                 batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-                batch.logits[i] = every or i == len(tokens) - 1
+                batch.logits[i] = all_logits or i == len(tokens) - 1
             if self.library.llama_decode(context, batch):
                 raise ExportError(f"{self.path}: llama.cpp could not decode")
         finally:
             self.library.llama_batch_free(batch)
-        rows = len(tokens) if every else 1
+        rows = len(tokens) if all_logits else 1
         pointer = self.library.llama_get_logits(context)
         return np.ctypeslib.as_array(pointer, shape=(rows, self.vocabulary)).copy()
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return logits (B, S, V) float32 of tokens (B, S) int64."""
+        """Return logits (B, S, V) float32 for tokens (B, S) int64."""
         rows = []
         for row in tokens.tolist():
             context = self._context(len(row))
-            rows.append(torch.from_numpy(self._feed(context, row, 0, every=True)))
+            rows.append(torch.from_numpy(self._feed(context, row, 0, all_logits=True)))
             self.library.llama_free(context)
         return torch.stack(rows)
 
     def visit_layers(self, tokens: Tensor, visit: LayerVisit) -> None:
-        """Do nothing: llama.cpp's Python package shows no layer's values."""
+        """Do nothing: llama-cpp-python does not expose the values of layers."""
 
     def decode(self, tokens: list[int], steps: int) -> tuple[float, float]:
-        """Measure the seconds of a prefill of `tokens`, and of `steps` greedy tokens after it."""
+        """Return the seconds for a prefill of `tokens`, and for `steps` greedy tokens after it."""
         context = self._context(len(tokens) + steps)
-        began = perf_counter()
-        logits = self._feed(context, tokens, 0, every=False)
-        prefilled = perf_counter()
+        start_s = perf_counter()
+        logits = self._feed(context, tokens, 0, all_logits=False)
+        prefilled_s = perf_counter()
         for step in range(steps):
             logits = self._feed(context, [int(logits[-1].argmax())], len(tokens) + step, False)
-        ended = perf_counter()
+        end_s = perf_counter()
         self.library.llama_free(context)
-        return prefilled - began, ended - prefilled
+        return prefilled_s - start_s, end_s - prefilled_s
 
     def encode(self, text: str) -> list[int]:
-        """Return tokens of a text; special tokens in it are recognised, and none is added."""
-        raw = text.encode()
-        room = (self.library.llama_token * (len(raw) + 1))()
+        """Tokenize a text; special tokens in it are recognized, and none is added."""
+        utf8 = text.encode()
+        buffer = (self.library.llama_token * (len(utf8) + 1))()
         count = self.library.llama_tokenize(
-            self._texts, raw, len(raw), room, len(room), False, True
+            self._vocab_handle, utf8, len(utf8), buffer, len(buffer), False, True
         )
         if count < 0:
             raise ExportError(f"{self.path}: llama.cpp cannot tokenize {text!r}")
-        return list(room[:count])
+        return list(buffer[:count])
 
     def ends(self) -> frozenset[int]:
-        """Return the tokens at which the runtime ends a text by itself."""
+        """Return the tokens at which the runtime ends a text."""
         is_end = self.library.llama_vocab_is_eog
-        return frozenset(n for n in range(self.vocabulary) if is_end(self._texts, n))
+        return frozenset(
+            token for token in range(self.vocabulary) if is_end(self._vocab_handle, token)
+        )
 
-    def generate(self, tokens: list[int], most: int) -> list[int]:
-        """Return the likeliest next tokens until one ends the text, `most` of them at most."""
-        context, made = self._context(len(tokens) + most), list[int]()
+    def generate(self, tokens: list[int], max_tokens: int) -> list[int]:
+        """Return greedily decoded tokens up to an end token, at most `max_tokens`."""
+        context, generated = self._context(len(tokens) + max_tokens), list[int]()
         try:
-            logits = self._feed(context, tokens, 0, every=False)
-            while len(made) < most:
-                made.append(int(logits[-1].argmax()))
-                ended = self.library.llama_vocab_is_eog(self._texts, made[-1])
-                if ended or len(made) == most:
+            logits = self._feed(context, tokens, 0, all_logits=False)
+            while len(generated) < max_tokens:
+                generated.append(int(logits[-1].argmax()))
+                is_end = self.library.llama_vocab_is_eog(self._vocab_handle, generated[-1])
+                if is_end or len(generated) == max_tokens:
                     break
-                logits = self._feed(context, made[-1:], len(tokens) + len(made) - 1, False)
+                logits = self._feed(
+                    context, generated[-1:], len(tokens) + len(generated) - 1, False
+                )
         finally:
             self.library.llama_free(context)
-        return made
+        return generated
 
     def __del__(self) -> None:
         if getattr(self, "model", None):
@@ -133,8 +137,8 @@ class LlamaRuntime:
 
 
 def _silence(library: Any) -> None:
-    """Silence the library's log. The callback must live as long as the library."""
+    """Disable the library's log. The callback must live as long as the library."""
     if not hasattr(LlamaRuntime, "quiet"):
-        kind = library.llama_log_callback
-        LlamaRuntime.quiet = kind(lambda level, text, data: None)  # type: ignore[attr-defined]
+        callback_type = library.llama_log_callback
+        LlamaRuntime.quiet = callback_type(lambda level, text, data: None)  # type: ignore[attr-defined]
         library.llama_log_set(LlamaRuntime.quiet, None)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""GGUF files as a target: llama.cpp computes them."""
+"""GGUF files as a target, for llama.cpp."""
 
 from ms_compress.targets.gguf.read import contents, reader
 from ms_compress.targets.gguf.runtime import LlamaRuntime
@@ -19,5 +19,5 @@ TARGET = Target(
     libraries=("llama_cpp",),
     extra="llama",
     needs_tokenizer=True,
-    tolerance=0.02,  # its kernels round every input of a quantised product
+    tolerance=0.02,  # its kernels round the input of every quantized matmul
 )

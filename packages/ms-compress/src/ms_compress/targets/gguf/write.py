@@ -1,7 +1,7 @@
-"""Writing GGUF files for llama.cpp, by the `gguf` library.
+"""Write GGUF files for llama.cpp with the `gguf` library.
 
-llama.cpp rotates neighbouring pairs where Hugging Face's Llama rotates halves, so the rows of q
-and k change places, with their scales and biases. Source: convert_hf_to_gguf.py, `permute`.
+llama.cpp rotates adjacent pairs where Hugging Face's Llama rotates halves, so the rows of q and k
+are permuted, together with their scales and biases. Source: convert_hf_to_gguf.py, `permute`.
 """
 
 from contextlib import closing
@@ -23,12 +23,12 @@ from ms_compress.targets.libraries import import_library
 from ms_compress.targets.target import Assets
 
 FILE = "model.gguf"
-ENDS = {
+MODEL_TENSORS = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
 }
-LAYER = {
+LAYER_TENSORS = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -42,29 +42,29 @@ LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 PERMUTED = ("llama", "mistral")
-"""Families whose graph in llama.cpp rotates neighbours."""
+"""Families that llama.cpp computes with rotation of adjacent pairs."""
 Bytes = npt.NDArray[np.uint8]
 
 
 def library() -> Any:
-    """Import the `gguf` library, or raise ExportError."""
+    """Import the `gguf` library; ExportError if it is not installed."""
     return import_library("gguf", extra="gguf", purpose="GGUF files need the gguf library")
 
 
 def check(model: WholeModel, assets: Assets) -> None:
-    """Refuse what llama.cpp does not compute.
+    """Check that llama.cpp supports the model.
 
     Raises:
-        ExportError: the model as a whole, or its tokenizer.
-        LayerError: one of its tensors.
+        ExportError: it does not support the model or its tokenizer.
+        LayerError: it does not support a tensor.
     """
     library()
     config = decoder_config(model.config, "GGUF")
-    window = next((each for each in config.windows if each is not None), None)
+    window = next((window for window in config.windows if window is not None), None)
     if window is not None:
         raise ExportError(
-            f"GGUF: sliding_window is {window}, which llama.cpp does not apply to"
-            f" {config.family}; set it to None if the model is used within it"
+            f"GGUF: sliding_window must be null, as llama.cpp does not apply it to {config.family},"
+            f" got {window}; set it to null if texts are shorter"
         )
     check_names(model.tensors, "GGUF")
     if assets.tokenizer is not None:
@@ -72,7 +72,7 @@ def check(model: WholeModel, assets: Assets) -> None:
 
 
 def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) -> None:
-    """Write `model.gguf` in a folder that exists; all processes call it, the first one writes."""
+    """Write `model.gguf` in an existing folder; all ranks call it, and rank 0 writes."""
     config = decoder_config(model.config, "GGUF")
     if not model.is_first:
         for name in model.tensors:
@@ -104,15 +104,15 @@ def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) 
 
 def tensor_name(name: str) -> str:
     """Return llama.cpp's name of a Hugging Face parameter."""
-    module, _, kind = name.rpartition(".")
-    if module in ENDS:
-        return f"{ENDS[module]}.{kind}"
+    module, _, suffix = name.rpartition(".")
+    if module in MODEL_TENSORS:
+        return f"{MODEL_TENSORS[module]}.{suffix}"
     _, _, layer, part = module.split(".", 3)
-    return f"blk.{layer}.{LAYER[part]}.{kind}"
+    return f"blk.{layer}.{LAYER_TENSORS[part]}.{suffix}"
 
 
 def permuted(rows: Tensor, heads: int) -> Tensor:
-    """Put rows (heads · D, ...) of q or k in llama.cpp's order: 0, D/2, 1, D/2 + 1, ... a head."""
+    """Permute rows (heads · D, ...) of q or k to llama.cpp's order: 0, D/2, 1, D/2 + 1, ..."""
     split = rows.reshape(heads, 2, -1, *rows.shape[1:])
     return split.transpose(1, 2).reshape(rows.shape)
 
@@ -120,7 +120,7 @@ def permuted(rows: Tensor, heads: int) -> Tensor:
 def pack(value: QuantizedWeight, bits: int) -> Bytes:
     """Pack blocks of 32 codes with their scale into (N, G · 18) or (N, G · 34) bytes.
 
-    With 4 bits, byte j of a block holds code j in its low half and code j + 16 in its high half.
+    With 4 bits, byte j of a block has code j in its low half and code j + 16 in its high half.
     """
     rows, groups = value.scales.shape
     scales = value.scales.numpy().view(np.uint8).reshape(rows, groups, 2)
@@ -128,8 +128,8 @@ def pack(value: QuantizedWeight, bits: int) -> Bytes:
     if bits == 8:
         packed = codes.numpy().view(np.uint8)
     else:
-        raised = (codes + 8).to(torch.uint8)
-        packed = (raised[..., :16] | (raised[..., 16:] << 4)).numpy()
+        unsigned = (codes + 8).to(torch.uint8)
+        packed = (unsigned[..., :16] | (unsigned[..., 16:] << 4)).numpy()
     return np.concatenate([scales, packed], axis=-1).reshape(rows, -1)
 
 
@@ -157,15 +157,15 @@ def _add_info(
         writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * count)
         return
     types = gguf.GGMLQuantizationType
-    kind = types.Q8_0 if entry.scheme.bits == 8 else types.Q4_0
-    block, size = gguf.GGML_QUANT_SIZES[kind]
+    ggml_type = types.Q8_0 if entry.scheme.bits == 8 else types.Q4_0
+    block, size = gguf.GGML_QUANT_SIZES[ggml_type]
     rows, features = shape
     stored = (rows, features // block * size)
-    writer.add_tensor_info(name, stored, np.dtype(np.uint8), rows * stored[1], raw_dtype=kind)
+    writer.add_tensor_info(name, stored, np.dtype(np.uint8), rows * stored[1], raw_dtype=ggml_type)
 
 
 def _add_metadata(writer: Any, gguf: Any, config: DecoderConfig, model: WholeModel) -> None:
-    """Add what llama.cpp must know of the model beside its tensors."""
+    """Add the metadata of the model that llama.cpp needs."""
     writer.add_type("model")
     writer.add_block_count(config.layers)
     writer.add_context_length(config.positions)
@@ -180,12 +180,12 @@ def _add_metadata(writer: Any, gguf: Any, config: DecoderConfig, model: WholeMod
     writer.add_layer_norm_rms_eps(config.eps)
     writer.add_vocab_size(config.vocabulary)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    schemes = [e.scheme for e in model.tensors.values() if e.scheme is not None]
-    files = gguf.LlamaFileType
-    kind = files.ALL_F32
+    schemes = [entry.scheme for entry in model.tensors.values() if entry.scheme is not None]
+    file_types = gguf.LlamaFileType
+    file_type = file_types.ALL_F32
     if schemes:
-        kind = files.MOSTLY_Q8_0 if schemes[0].bits == 8 else files.MOSTLY_Q4_0
-    writer.add_file_type(kind)
+        file_type = file_types.MOSTLY_Q8_0 if schemes[0].bits == 8 else file_types.MOSTLY_Q4_0
+    writer.add_file_type(file_type)
     if config.linear_factor is not None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config.linear_factor)

@@ -1,8 +1,8 @@
-"""The decoder's graph for onnxruntime, node by node.
+"""Build the decoder's graph for onnxruntime, node by node.
 
-Inputs are those that onnxruntime-genai gives a decoder: `input_ids` (B, S), `attention_mask`
-(B, P + S), 0 where a row is filled up, on whichever side, and `past_key_values.N.key` and `.value`
-(B, heads, P, D); outputs are `logits` and `present.N.key` and `.value`. Sources: onnxruntime's
+Inputs are those that onnxruntime-genai passes to a decoder: `input_ids` (B, S), `attention_mask`
+(B, P + S), 0 for padding on either side, and `past_key_values.N.key` and `.value`
+(B, heads, P, D); outputs are `logits` and `present.N.key` and `.value`. Source: onnxruntime's
 ContribOperators.md.
 """
 
@@ -20,32 +20,32 @@ from ms_compress.quantisation.rounding import QuantizedWeight
 OPSET = 21
 IR = 10
 CONTRIB = "com.microsoft"
-MASKED = -1e9
-"""Added to the score of a key that does not count."""
-ON_EITHER_SIDE = "attention_mask is 0 where a row is filled up, on the left or on the right"
+MASK_BIAS = -1e9
+"""Added to the attention scores of masked keys."""
+ON_EITHER_SIDE = "attention_mask is 0 for padding, on the left or on the right"
 ON_THE_LEFT = (
-    "attention_mask is 0 where a row is filled up, on the left; windows count filled places, so a"
-    " row that was filled on the right is not to be continued"
+    "attention_mask is 0 for padding, on the left; sliding windows count padding, so a row that was"
+    " padded on the right cannot be continued"
 )
-"""What the file says of itself under `padding`."""
-CONTRIBUTED = ("GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits")
+"""Values of the file's metadata `padding`."""
+CONTRIB_OPERATORS = ("GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits")
 
 
 def pack(value: QuantizedWeight) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-    """Pack codes (N, K), plus 8, into (N, G, group / 2) bytes, the even one in the low half."""
-    raised = (value.codes + 8).to(torch.uint8)
-    packed = raised[:, 0::2] | (raised[:, 1::2] << 4)
+    """Pack codes (N, K), offset by 8, into (N, G, group / 2) bytes, even codes in the low half."""
+    unsigned = (value.codes + 8).to(torch.uint8)
+    packed = unsigned[:, 0::2] | (unsigned[:, 1::2] << 4)
     return packed.view(*value.scales.shape, -1).numpy()
 
 
 class Graph:
-    """A decoder's graph, built node by node.
+    """Graph of a decoder, built node by node.
 
     Args:
         onnx: the library.
-        config: the decoder.
-        model: its tensors.
-        accuracy_level: of MatMulNBits.
+        config: configuration of the decoder.
+        model: tensors of the decoder.
+        accuracy_level: accuracy_level of MatMulNBits.
     """
 
     def __init__(
@@ -55,32 +55,34 @@ class Graph:
         self.accuracy_level = accuracy_level
         self.nodes: list[Any] = []
         self.constants: list[Any] = []
-        self.read: dict[str, QuantizedWeight | Tensor] = {}
+        self.tensors: dict[str, QuantizedWeight | Tensor] = {}
 
     def build(self) -> Any:
-        """Build the whole model."""
-        # All processes read in this order.
-        self.read = {name: self._read(name) for name in self.model.tensors}
-        self._positions()
+        """Build the complete model."""
+        # Reading is collective: all ranks read in this order.
+        self.tensors = {name: self._read_tensor(name) for name in self.model.tensors}
+        self._add_positions()
         hidden = self._embedding()
         for layer in range(self.config.layers):
             hidden = self._block(layer, hidden)
         hidden = self._norm(hidden, "model.norm")
         head = "model.embed_tokens" if self.model.is_tied else HEAD
         self._linear(hidden, head, out="logits")
-        return self._model()
+        return self._to_model()
 
-    def _read(self, name: str) -> QuantizedWeight | Tensor:
+    def _read_tensor(self, name: str) -> QuantizedWeight | Tensor:
         value = self.model.read(name)
         assert value is not None
         return value if isinstance(value, QuantizedWeight) else value.float()
 
-    def _node(self, kind: str, inputs: list[str], out: str | list[str], **attributes: Any) -> str:
+    def _node(
+        self, op_type: str, inputs: list[str], out: str | list[str], **attributes: Any
+    ) -> str:
         outs = [out] if isinstance(out, str) else out
-        domain = CONTRIB if kind in CONTRIBUTED else ""
+        domain = CONTRIB if op_type in CONTRIB_OPERATORS else ""
         make = self.onnx.helper.make_node
         self.nodes.append(
-            make(kind, inputs, outs, name=f"{kind}:{outs[0]}", domain=domain, **attributes)
+            make(op_type, inputs, outs, name=f"{op_type}:{outs[0]}", domain=domain, **attributes)
         )
         return outs[0]
 
@@ -89,11 +91,11 @@ class Graph:
         self.constants.append(self.onnx.numpy_helper.from_array(array, name))
         return name
 
-    def _positions(self) -> None:
-        """Add lengths, each token's position, which keys count, and the rotary tables.
+    def _add_positions(self) -> None:
+        """Add sequence lengths, token positions, the attention mask and the rotary tables.
 
-        Keys of a row lie where its tokens do, filled places too: the mask alone says where these
-        are, on the left, on the right or between a prompt and what follows it.
+        The keys of a row are stored in the order of its tokens, including padding; only the mask
+        shows where padding is: on the left, on the right, or between a prompt and its continuation.
         """
         config, kinds = self.config, self.onnx.TensorProto
         self._constant("zero", np.array([0], dtype=np.int64))
@@ -108,8 +110,8 @@ class Graph:
         self._node("Sub", ["total", "one"], "last")
         self._node("Expand", ["last", "rows"], "last_of_rows")
         self._node("Cast", ["last_of_rows"], "seqlens_k", to=kinds.INT32)
-        # onnxruntime takes a prompt's positions to be its places, so filled places on the left
-        # count as tokens do, which moves all of a row alike; those after a token do not.
+        # onnxruntime uses a prompt's indices as positions, so padding on the left counts as tokens,
+        # which shifts the whole row equally; padding after a token does not count.
         self._node("Shape", ["attention_mask"], "mask_shape")
         self._node("Expand", ["one", "mask_shape"], "ones")
         self._node("CumSum", ["ones", "one"], "places")
@@ -123,7 +125,7 @@ class Graph:
         self._node("Sub", ["numbers", "one"], "all_positions")
         self._node("Neg", ["sequence"], "first")
         self._node("Slice", ["all_positions", "first", "end", "one"], "position_ids")
-        self._constant("none", np.array(MASKED, dtype=np.float32))
+        self._constant("none", np.array(MASK_BIAS, dtype=np.float32))
         self._constant("nothing", np.array(0, dtype=np.float32))
         self._node("Where", ["is_filled", "none", "nothing"], "bias_of_keys")
         self._constant("bias_axes", np.array([1, 2], dtype=np.int64))
@@ -141,9 +143,9 @@ class Graph:
         self._constant("sin_cache", angles.sin())
 
     def _embedding(self) -> str:
-        """Look rows up by token; a weight that the head shares is stored once."""
+        """Look up rows by token; a weight shared with the head is stored once."""
         module = "model.embed_tokens"
-        value = self.read[f"{module}.weight"]
+        value = self.tensors[f"{module}.weight"]
         if isinstance(value, Tensor):
             self._constant(f"{module}.rows", value)
             return self._node("Gather", [f"{module}.rows", "input_ids"], "hidden")
@@ -155,7 +157,7 @@ class Graph:
         return self._node("GatherBlockQuantized", inputs, "hidden", **settings)
 
     def _norm(self, x: str, module: str) -> str:
-        weight = self._constant(f"{module}.weight", self.read[f"{module}.weight"])
+        weight = self._constant(f"{module}.weight", self.tensors[f"{module}.weight"])
         return self._node(
             "SimplifiedLayerNormalization",
             [x, weight],
@@ -166,9 +168,9 @@ class Graph:
         )
 
     def _linear(self, x: str, module: str, out: str | None = None) -> str:
-        value = self.read[f"{module}.weight"]
+        value = self.tensors[f"{module}.weight"]
         out = out or f"{module}.out"
-        bias = self.read.get(f"{module}.bias")
+        bias = self.tensors.get(f"{module}.bias")
         product = out if bias is None else f"{module}.product"
         if isinstance(value, QuantizedWeight):
             rows, features = value.codes.shape
@@ -196,7 +198,7 @@ class Graph:
         return out
 
     def _codes(self, module: str, value: QuantizedWeight) -> tuple[str, str]:
-        """Give codes as MatMulNBits takes them, (N, G, group / 2), and scales; stored once."""
+        """Add codes in the layout of MatMulNBits, (N, G, group / 2), and scales, stored once."""
         codes, scales = f"{module}.codes", f"{module}.scales"
         if not self._is_stored(f"{module}.rows"):
             self._constant(codes, pack(value))
@@ -224,11 +226,11 @@ class Graph:
 
     def _attention(self, layer: int, x: str) -> str:
         config, prefix = self.config, f"model.layers.{layer}.self_attn"
-        q, k, v = (self._linear(x, f"{prefix}.{each}_proj") for each in "qkv")
-        if f"{prefix}.q_norm.weight" in self.read:
+        q, k, v = (self._linear(x, f"{prefix}.{letter}_proj") for letter in "qkv")
+        if f"{prefix}.q_norm.weight" in self.tensors:
             q = self._head_norm(q, f"{prefix}.q_norm", config.heads)
             k = self._head_norm(k, f"{prefix}.k_norm", config.key_heads)
-        past = [f"past_key_values.{layer}.{each}" for each in ("key", "value")]
+        past = [f"past_key_values.{layer}.{part}" for part in ("key", "value")]
         lengths = ["seqlens_k", "total_sequence_length", "cos_cache", "sin_cache"]
         out = self._node(
             "GroupQueryAttention",
@@ -250,7 +252,7 @@ class Graph:
         joined = self._constant(f"{module}.join", flat)
         return self._node("Reshape", [normed, joined], f"{module}.flat")
 
-    def _model(self) -> Any:
+    def _to_model(self) -> Any:
         helper, kinds, config = self.onnx.helper, self.onnx.TensorProto, self.config
         value = helper.make_tensor_value_info
         inputs = [
@@ -259,13 +261,13 @@ class Graph:
         ]
         outputs = [value("logits", kinds.FLOAT, ["batch", "sequence", config.vocabulary])]
         for layer in range(config.layers):
-            for each in ("key", "value"):
-                for place, name, length in (
-                    (inputs, f"past_key_values.{layer}.{each}", "past"),
-                    (outputs, f"present.{layer}.{each}", "total"),
+            for part in ("key", "value"):
+                for destination, name, length in (
+                    (inputs, f"past_key_values.{layer}.{part}", "past"),
+                    (outputs, f"present.{layer}.{part}", "total"),
                 ):
                     shape = ["batch", config.key_heads, length, config.head_width]
-                    place.append(value(name, kinds.FLOAT, shape))
+                    destination.append(value(name, kinds.FLOAT, shape))
         graph = helper.make_graph(self.nodes, "decoder", inputs, outputs, self.constants)
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, 1)]
         model = helper.make_model(

@@ -1,6 +1,6 @@
 """The schemes of onnxruntime's MatMulNBits.
 
-Source: `BlockwiseQuantizer` of MLAS, symmetric, which rounds once it has added the zero point.
+Source: `BlockwiseQuantizer` of MLAS, symmetric, which rounds after adding the zero point.
 """
 
 from ms_compress.quantisation.scheme import Scheme
@@ -21,4 +21,4 @@ MATMUL_NBITS = Scheme(
 )
 SCHEMES = (MATMUL_NBITS,)
 GROUPED = {"ort.matmulnbits": MATMUL_NBITS}
-"""Schemes that take another group by name, as `ort.matmulnbits_g64`."""
+"""Schemes that can be named with another group size, such as `ort.matmulnbits_g64`."""

@@ -1,4 +1,4 @@
-"""ONNX files as a target: onnxruntime computes them."""
+"""ONNX files as a target, for onnxruntime."""
 
 from ms_compress.targets.ort.read import contents, reader
 from ms_compress.targets.ort.runtime import OnnxRuntime

@@ -1,4 +1,4 @@
-"""Writing ONNX files for onnxruntime: MatMulNBits, and the fused operators of its decoders."""
+"""Write ONNX files for onnxruntime, with MatMulNBits and its fused decoder operators."""
 
 import json
 from pathlib import Path
@@ -13,36 +13,38 @@ from ms_compress.targets.ort.graph import Graph
 from ms_compress.targets.target import Assets
 
 FILE = "model.onnx"
-HEADS_OF = 16
-"""onnxruntime rotates heads of a multiple of so many features."""
+HEAD_DIM_MULTIPLE = 16
+"""onnxruntime's rotary embedding needs head dims that are a multiple of this."""
 
 
 def library() -> Any:
-    """Import the `onnx` library, or raise ExportError."""
+    """Import the `onnx` library; ExportError if it is not installed."""
     return import_library("onnx", extra="ort", purpose="ONNX files need the onnx library")
 
 
 def check(model: WholeModel, assets: Assets) -> None:
-    """Refuse what the graph has no operators for.
+    """Check that the graph has operators for the model.
 
     Raises:
-        ExportError: the model as a whole.
-        LayerError: one of its tensors.
+        ExportError: the model is not supported.
+        LayerError: a tensor is not supported.
     """
     library()
     config = decoder_config(model.config, "ONNX")
     check_names(model.tensors, "ONNX")
-    if config.head_width % HEADS_OF:
+    if config.head_width % HEAD_DIM_MULTIPLE:
         raise ExportError(
-            f"ONNX: head_dim is {config.head_width}, and onnxruntime's GroupQueryAttention takes"
-            f" multiples of {HEADS_OF}; choose a ct or gguf scheme"
+            f"ONNX: head_dim must be a multiple of {HEAD_DIM_MULTIPLE} for onnxruntime's"
+            f" GroupQueryAttention, got {config.head_width}; choose a ct or gguf scheme"
         )
 
 
 def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) -> None:
-    """Write `model.onnx` and its data in a folder that exists; the first process writes."""
+    """Write `model.onnx` and its data in an existing folder; all ranks call it, rank 0 writes."""
     if accuracy_level not in (0, 1, 2, 3, 4):
-        raise ConfigError(f"accuracy_level is {accuracy_level}; MatMulNBits knows 0 to 4")
+        raise ConfigError(
+            f"accuracy_level must be 0 to 4, got {accuracy_level}; 0 is the runtime's default"
+        )
     config = decoder_config(model.config, "ONNX")
     if not model.is_first:
         for name in model.tensors:
@@ -57,7 +59,7 @@ def write(model: WholeModel, folder: Path, assets: Assets, accuracy_level: int) 
         location=FILE + ".data",
         size_threshold=1024,
     )
-    # The library makes it for its owner alone; the mode of the model is what the umask leaves.
+    # The library creates it with mode 0600; the model file has the mode set by the umask.
     (folder / (FILE + ".data")).chmod((folder / FILE).stat().st_mode)
     text = json.dumps(model.config, indent=2, sort_keys=True).encode() + b"\n"
     write_synced(folder / "config.json", text)
