@@ -1,1 +1,1 @@
-"""Export: a prepared model as a folder that its target runs, and the proof that it does."""
+"""Export a prepared model as a folder for its target, and verify that the runtime agrees."""

@@ -1,4 +1,4 @@
-"""What lies beside exported weights: the tokenizer, and how texts begin and end."""
+"""Files exported with the weights: tokenizer, special tokens, generation settings and licenses."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ from ms_compress.text_ends import (
 )
 
 LICENSES = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY|COPYING)([-_.].*)?", re.IGNORECASE)
-"""Names of license files, which go with whatever is made from a model."""
+"""Names of license files, which are copied to any model made from another one."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -36,15 +36,15 @@ TOKENIZER_FILES = (
 def read_assets(
     config: dict[str, Any], tokenizer: str | Path | None, *, must_fit: bool = True
 ) -> Assets:
-    """Read the assets of a model; its config gets how texts end, in keys that do not say it.
+    """Read the assets of a model, and add missing special tokens to its config.
 
     Args:
         config: the model's config.json; changed in place.
-        tokenizer: a tokenizer.json, or a folder with one.
-        must_fit: refuse a tokenizer with tokens beyond the model's vocabulary.
+        tokenizer: tokenizer.json, or a folder with one.
+        must_fit: raise for a tokenizer with tokens beyond the model's vocabulary.
 
     Raises:
-        ExportError: the tokenizer cannot be read, or is another model's.
+        ExportError: the tokenizer cannot be read, or belongs to another model.
     """
     files = None if tokenizer is None else read_tokenizer(tokenizer)
     vocabulary = int(config.get("vocab_size") or 2**31)
@@ -58,30 +58,30 @@ def read_assets(
 
 
 def write_assets(assets: Assets, folder: Path) -> None:
-    """Write the tokenizer's files, and how a text is generated."""
+    """Write the tokenizer files and generation_config.json."""
     for name, content in text_files(assets.tokenizer, assets.ends).items():
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).unlink(missing_ok=True)  # a model's library may have written its own
+        (folder / name).unlink(missing_ok=True)  # the model's library may have written its own
         write_synced(folder / name, content)
 
 
 def carry_files(source: Path, folder: Path, *, tokenizer: bool = True) -> None:
-    """Copy a base model's license and tokenizer files and generation settings to a new folder.
+    """Copy a base model's license, tokenizer and generation settings to a new folder.
 
-    Files that are there already stay as they are; so do generation settings that it has.
+    Existing files, and existing generation settings, are left unchanged.
 
     Args:
         source: folder of the base model.
-        folder: the new model's.
-        tokenizer: False copies only license files, where the new model has another tokenizer.
+        folder: folder of the new model.
+        tokenizer: False copies only license files, for a model with another tokenizer.
 
     Raises:
         ExportError: a file cannot be read.
         WriteError: the folder cannot be written.
     """
     for path in sorted(source.iterdir()):
-        wanted = LICENSES.fullmatch(path.name) or (tokenizer and path.name in TOKENIZER_FILES)
-        if not wanted or (folder / path.name).exists():
+        is_asset = LICENSES.fullmatch(path.name) or (tokenizer and path.name in TOKENIZER_FILES)
+        if not is_asset or (folder / path.name).exists():
             continue
         for file in sorted(path.glob("*.jinja")) if path.is_dir() else [path]:
             copy = folder / file.relative_to(source)
@@ -89,5 +89,5 @@ def carry_files(source: Path, folder: Path, *, tokenizer: bool = True) -> None:
             write_file(copy, read_bytes(file, error=ExportError))
     if tokenizer and (source / GENERATION).is_file():
         settings = read_beside(source, GENERATION, error=ExportError)
-        own = read_beside(folder, GENERATION, error=ExportError)
-        write_file(folder / GENERATION, json_text({**settings, **own}))
+        existing = read_beside(folder, GENERATION, error=ExportError)
+        write_file(folder / GENERATION, json_text({**settings, **existing}))

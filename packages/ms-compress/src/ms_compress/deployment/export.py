@@ -1,4 +1,4 @@
-"""Export: a prepared model as a folder that its target runs, whole or not at all."""
+"""Export a prepared model as a folder that its target runs; it appears complete or not at all."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -34,86 +34,91 @@ def export(
     stored_dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     on_written: Callable[[Path], object] = lambda folder: None,
 ) -> Path:
-    """Write a prepared model for its scheme's target. Every process of a layout must call it.
+    """Write a prepared model for its scheme's target; a collective call on every process.
 
-    Codes and scales are those that the model computes with. Nothing is gathered but the tensor
-    that is being written; the files are the same, byte for byte, under every layout. The folder
-    appears when all is written, and verified if asked.
+    Codes and scales are those that the model computes with. Only the tensor being written is
+    gathered, and the files are byte-identical for every layout. The folder appears when everything
+    is written, and verified if requested.
 
     Args:
-        model: whole, or this process's stage or stages; plain, split or sharded.
-        folder: gets `model.safetensors` and `config.json` (ct), `model.gguf` (gguf), or
-            `model.onnx` and `model.onnx.data` (ort); and what says how its texts end.
-        target: refuses a model that is prepared for another scheme.
-        verify: read it back through the target's own runtime and compare logits; needs that
-            runtime, and the whole model in one process.
-        tokenizer: a tokenizer.json, or a folder with one, to go with it, with the settings, the
-            chat template and the generation_config.json that lie beside it. Without one, a GGUF
-            file has tokens without texts: llama.cpp then takes and gives numbers alone.
-        accuracy_level: of MatMulNBits: 1 computes in float32, 4 rounds inputs to 8 bits.
-        overwrite: replace the folder if there is one.
+        model: complete, or this process's stage or stages; plain, split or sharded.
+        folder: output folder for `model.safetensors` and `config.json` (ct), `model.gguf` (gguf),
+            or `model.onnx` and `model.onnx.data` (ort), and the generation settings.
+        target: expected scheme; raise if the model is prepared for another one.
+        verify: run the result in the target's runtime and compare logits; needs that runtime, and
+            the complete model in one process.
+        tokenizer: tokenizer.json, or a folder with one, to export together with the tokenizer
+            settings, chat template and generation_config.json next to it. Without one, tokens in a
+            GGUF file have no text, so llama.cpp can only be used with token ids.
+        accuracy_level: accuracy_level of MatMulNBits: 1 computes in float32, 4 rounds inputs to 8
+            bits.
+        overwrite: replace an existing folder.
         stored_dtypes: dtypes of unprepared floating-point tensors in a compressed-tensors folder,
-            by name, such as those of the base model's folder; others keep their own. The model's
-            tensors are rounded to them.
-        on_written: called with the folder, which is returned, before it has its name.
+            by name, such as those of the base model's folder; other tensors keep their dtype. The
+            model's tensors are rounded to them.
+        on_written: called with the complete folder before it gets its final name.
 
     Raises:
-        LayerError: a layer that the target does not know, or nothing is prepared.
-        ExportError: the model as a whole is unknown to the target, the disk refuses, or another
+        LayerError: the target does not support a layer, or no layer is prepared.
+        ExportError: the target does not support the model, the folder cannot be written, or another
             process failed.
-        VerifyError: the runtime reads another model than this one; nothing is left.
+        VerifyError: the runtime's results differ from the model's; nothing is left on disk.
     """
     check_path("folder", folder, error=ExportError, written="folder")
     check_path("tokenizer", tokenizer, error=ExportError, optional=True)
-    folder, whole = Path(folder), WholeModel(model, stored_dtypes=stored_dtypes)
-    with whole.collective:
-        whole.round_to_stored()
-        written_for = find_target(_scheme_of(whole, target).target)
-        assets = read_assets(whole.config, tokenizer)
-        written_for.check(whole, assets)
+    folder, whole_model = Path(folder), WholeModel(model, stored_dtypes=stored_dtypes)
+    with whole_model.collective:
+        whole_model.round_to_stored()
+        export_target = find_target(_scheme_of(whole_model, target).target)
+        assets = read_assets(whole_model.config, tokenizer)
+        export_target.check(whole_model, assets)
         to_verify = _in_one_process(model) if verify else None
-        place = new_folder(folder, overwrite=overwrite) if whole.is_first else nullcontext(folder)
-        with place as aside:
+        output = (
+            new_folder(folder, overwrite=overwrite) if whole_model.is_first else nullcontext(folder)
+        )
+        with output as partial:
             with writing(folder):
-                written_for.write(whole, aside, assets, accuracy_level)
-                if whole.is_first:
-                    write_assets(assets, aside)
-            if whole.is_first:
-                _open(aside, written_for)
+                export_target.write(whole_model, partial, assets, accuracy_level)
+                if whole_model.is_first:
+                    write_assets(assets, partial)
+            if whole_model.is_first:
+                _open(partial, export_target)
             if to_verify is not None:
-                verify_folder(to_verify, aside, written_for.name)
-            if whole.is_first:
-                on_written(aside)
+                verify_folder(to_verify, partial, export_target.name)
+            if whole_model.is_first:
+                on_written(partial)
     return folder
 
 
 def check_export(
     model: nn.Module, target: str | Scheme, *, tokenizer: str | Path | None = None
 ) -> None:
-    """Raise what `export` would of a model for a target, before work that is to end in it.
+    """Raise the errors of `export` for a model and target, before work that ends in an export.
 
     Args:
-        model: whole, in one process; prepared or not yet.
-        target: the scheme.
-        tokenizer: as of `export`.
+        model: complete, in one process; prepared or not.
+        target: scheme.
+        tokenizer: as in `export`.
 
     Raises:
-        LayerError, ExportError: as of `export`.
+        LayerError, ExportError: as in `export`.
     """
-    whole = WholeModel(model)
-    find_target(scheme(target).target).check(whole, read_assets(whole.config, tokenizer))
+    whole_model = WholeModel(model)
+    find_target(scheme(target).target).check(
+        whole_model, read_assets(whole_model.config, tokenizer)
+    )
 
 
 def _in_one_process(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
-    raise ConfigError("verify needs the whole model in one process; verify the folder there")
+    raise ConfigError("verify needs the complete model in one process; verify the folder there")
 
 
 def _open(folder: Path, target: Target) -> None:
-    """Read what was written as its users will: by the format's library, and once by its runtime.
+    """Read the exported files with the format's library, and once with its runtime.
 
-    A file that the runtime refuses is then never left, though nobody asked for `verify`.
+    So a file that the runtime rejects is never left behind, even without `verify`.
     """
     footprint(folder)
     if target.opens_cheaply and all(find_spec(name) is not None for name in target.libraries):
@@ -122,16 +127,17 @@ def _open(folder: Path, target: Target) -> None:
 
 
 def _scheme_of(model: WholeModel, target: str | Scheme | None) -> Scheme:
-    """Return the one scheme of a model's layers."""
+    """Return the scheme of a model's layers, which must be a single one."""
     schemes = {entry.scheme for entry in model.tensors.values() if entry.scheme is not None}
     if not schemes:
-        wanted = f"{scheme(target)}" if target is not None else "ct.int4_g32"
+        scheme_name = f"{scheme(target)}" if target is not None else "ct.int4_g32"
         raise LayerError(
-            f"no layer is prepared; call qat(model, {wanted!r}) or gptq(model, {wanted!r}, batches)"
+            f"no layer is prepared; call qat(model, {scheme_name!r}) or"
+            f" gptq(model, {scheme_name!r}, batches)"
         )
     if len(schemes) > 1:
         raise LayerError(f"layers are of several schemes: {', '.join(sorted(map(str, schemes)))}")
-    (found,) = schemes
-    if target is not None and scheme(target) != found:
-        raise LayerError(f"the model is prepared for {found}, not for {scheme(target)}")
-    return found
+    (prepared_scheme,) = schemes
+    if target is not None and scheme(target) != prepared_scheme:
+        raise LayerError(f"the model is prepared for {prepared_scheme}, not for {scheme(target)}")
+    return prepared_scheme

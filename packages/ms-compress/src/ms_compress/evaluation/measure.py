@@ -1,8 +1,8 @@
-"""Measurement of exported folders in the runtimes that people deploy on.
+"""Measure exported folders in their deployment runtimes.
 
-Perplexity is computed from the runtime's own logits. A speed is the number of tokens over the
-median time of the rounds, which alternate over all runtimes so that a slow moment of the host slows
-all of them alike. A ratio is a speed over the baseline's: the quotient of the two printed numbers.
+Perplexity is computed from the runtime's own logits. A speed is the number of tokens divided by the
+median time of the rounds, which alternate over all runtimes so that a slow moment of the host
+affects all of them equally. A ratio is a speed divided by the baseline's printed speed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,13 +23,20 @@ from ms_compress.targets.target import Runtime, open_runtime
 from ms_compress.text_ends import check_same_tokenizer
 from ms_compress.training.corpus import held_out
 
-REPORTED = ("title", "sequence_length", "prefill_tokens", "decode_tokens", "rounds", "threads")
-"""Settings that the report names."""
+REPORT_SETTINGS = (
+    "title",
+    "sequence_length",
+    "prefill_tokens",
+    "decode_tokens",
+    "rounds",
+    "threads",
+)
+"""Settings that are copied into the report."""
 Progress = Callable[[int, int, str], object]
 
 
 @frozen(kw_only=True)
-class _Opened:
+class _OpenModel:
     name: str
     footprint: Footprint
     runtime: Runtime
@@ -40,14 +47,14 @@ def evaluate(evaluation: Evaluation, *, progress: Progress | None = None) -> Rep
     """Measure every folder in its runtime, the baseline first.
 
     Args:
-        evaluation: what is measured.
-        progress: called with how many rows are read, in how many all folders come to, and with
-            the folder's name and runtime.
+        evaluation: folders, text and settings.
+        progress: called with the number of rows processed, the total over all folders, and the
+            folder's name and runtime.
 
     Raises:
         ExportError: a folder cannot be read, or its runtime is not installed.
         ConfigError: the dataset or a folder has another tokenizer than the baseline.
-        DataError: the text cannot be used.
+        DataError: the text is unusable.
     """
     _check_tokenizers(evaluation)
     text = held_out(
@@ -56,35 +63,35 @@ def evaluate(evaluation: Evaluation, *, progress: Progress | None = None) -> Rep
         count=evaluation.sequences,
         chat=evaluation.baseline,
     )
-    named = _folders(evaluation)
-    for _, found in named:
-        _check(found, text["tokens"], evaluation)
+    footprints = _folders(evaluation)
+    for _, files in footprints:
+        _check(files, text["tokens"], evaluation)
     with _threads(evaluation.threads):
         opened = [
-            _Opened(
+            _OpenModel(
                 name=name,
-                footprint=found,
-                runtime=open_runtime(found.folder, found.target, threads=evaluation.threads),
+                footprint=files,
+                runtime=open_runtime(files.folder, files.target, threads=evaluation.threads),
             )
-            for name, found in named
+            for name, files in footprints
         ]
         values = [
-            _perplexity(one, text, _share(progress, one, i, len(opened)))
-            for i, one in enumerate(opened)
+            _perplexity(item, text, _folder_progress(progress, item, i, len(opened)))
+            for i, item in enumerate(opened)
         ]
         _time(opened, text["tokens"], evaluation)
     return Report(
-        **{name: getattr(evaluation, name) for name in REPORTED},
+        **{name: getattr(evaluation, name) for name in REPORT_SETTINGS},
         held_out_tokens=int((text["targets"] >= 0).sum()),
         results=tuple(
-            _result(one, opened[0], value, evaluation)
-            for one, value in zip(opened, values, strict=True)
+            _result(item, opened[0], value, evaluation)
+            for item, value in zip(opened, values, strict=True)
         ),
     )
 
 
 def _check_tokenizers(evaluation: Evaluation) -> None:
-    """Refuse folders that would read the dataset's token ids as another text."""
+    """Check that all folders use the dataset's tokenizer."""
     dataset = Path(evaluation.dataset)
     compared: dict[str, str | Path | None] = {
         "baseline": evaluation.baseline,
@@ -93,100 +100,104 @@ def _check_tokenizers(evaluation: Evaluation) -> None:
     for name, folders in evaluation.models.items():
         for folder in [folders] if isinstance(folders, str | Path) else folders:
             compared[f"{name!r} ({folder})"] = folder
-    check_same_tokenizer(compared, remedy="compare folders of one tokenizer")
+    check_same_tokenizer(compared, remedy="compare folders with the same tokenizer")
 
 
 def _folders(evaluation: Evaluation) -> list[tuple[str, Footprint]]:
     """Return each folder's name and footprint, the baseline first."""
-    named = [("float", footprint(evaluation.baseline))]
+    footprints = [("float", footprint(evaluation.baseline))]
     for name, folders in evaluation.models.items():
-        many = [folders] if isinstance(folders, str | Path) else folders
-        named += [(name, footprint(folder)) for folder in many]
-    if not named[0][1].is_plain:
+        paths = [folders] if isinstance(folders, str | Path) else folders
+        footprints += [(name, footprint(folder)) for folder in paths]
+    if not footprints[0][1].is_plain:
         raise ConfigError(
-            f"baseline: {evaluation.baseline} is a {named[0][1].target} model; give a plain one"
+            f"baseline must be a plain model, got the {footprints[0][1].target} model"
+            f" {evaluation.baseline}; use the folder that it was made from"
         )
-    return named
+    return footprints
 
 
-def _check(found: Footprint, tokens: Tensor, evaluation: Evaluation) -> None:
-    """Refuse a text that the model of a folder cannot read."""
-    if found.vocabulary is not None and int(tokens.max()) >= found.vocabulary:
+def _check(files: Footprint, tokens: Tensor, evaluation: Evaluation) -> None:
+    """Check that the model of a folder can read the text."""
+    if files.vocabulary is not None and int(tokens.max()) >= files.vocabulary:
         raise DataError(
-            f"{evaluation.dataset}: the text has token {int(tokens.max())}, and {found.folder} a"
-            f" vocabulary of {found.vocabulary}; give text of the model's own tokenizer"
+            f"{evaluation.dataset}: the text has token {int(tokens.max())}, but {files.folder} a"
+            f" vocabulary of {files.vocabulary}; use text from the model's own tokenizer"
         )
     lengths = {
         "sequence_length": evaluation.sequence_length,
         "prefill_tokens and decode_tokens": evaluation.prefill_tokens + evaluation.decode_tokens,
     }
-    for what, length in lengths.items():
-        if found.positions is not None and length > found.positions:
+    for setting, length in lengths.items():
+        if files.positions is not None and length > files.positions:
             raise ConfigError(
-                f"{found.folder} knows {found.positions} positions, fewer than the {length} of"
-                f" {what}; ask for less"
+                f"{setting} must be at most {files.positions}, the positions of {files.folder}, got"
+                f" {length}; lower them"
             )
 
 
-def _share(
-    progress: Progress | None, one: _Opened, number: int, folders: int
+def _folder_progress(
+    progress: Progress | None, item: _OpenModel, number: int, folders: int
 ) -> Callable[[int, int], object] | None:
-    """Turn one folder's progress into a share of all folders' progress."""
+    """Convert one folder's progress to progress over all folders."""
     if progress is None:
         return None
-    what = f"{one.name} in {one.runtime.name}"
-    return lambda done, rows: progress(number * rows + done, folders * rows, what)
+    label = f"{item.name} in {item.runtime.name}"
+    return lambda done, rows: progress(number * rows + done, folders * rows, label)
 
 
 def _perplexity(
-    one: _Opened,
+    item: _OpenModel,
     text: Mapping[str, Tensor],
     progress: Callable[[int, int], object] | None,
 ) -> float:
     try:
-        return perplexity(one.runtime, text, progress=progress)
+        return perplexity(item.runtime, text, progress=progress)
     except DataError as error:
-        raise DataError(f"{one.footprint.folder}: {error}") from error
+        raise DataError(f"{item.footprint.folder}: {error}") from error
 
 
-def _time(opened: Sequence[_Opened], tokens: Tensor, evaluation: Evaluation) -> None:
-    """Time all folders in turn, after one round that does not count."""
+def _time(opened: Sequence[_OpenModel], tokens: Tensor, evaluation: Evaluation) -> None:
+    """Time all folders in alternating rounds, after a warmup."""
     prompt = tokens.flatten()[: evaluation.prefill_tokens].tolist()
     if len(prompt) < evaluation.prefill_tokens:
-        raise DataError(f"a prefill of {evaluation.prefill_tokens} tokens needs as many held out")
-    for one in opened:
-        one.runtime.decode(prompt, 2)
+        raise DataError(
+            f"prefill_tokens needs {evaluation.prefill_tokens} held-out tokens, got {len(prompt)};"
+            " lower it, or use a longer held-out set"
+        )
+    for item in opened:
+        item.runtime.decode(prompt, 2)
     for _ in range(evaluation.rounds):
-        for one in opened:
-            one.times.append(one.runtime.decode(prompt, evaluation.decode_tokens))
+        for item in opened:
+            item.times.append(item.runtime.decode(prompt, evaluation.decode_tokens))
 
 
-def _result(one: _Opened, base: _Opened, value: float, evaluation: Evaluation) -> Result:
+def _result(item: _OpenModel, base: _OpenModel, value: float, evaluation: Evaluation) -> Result:
     tokens = (evaluation.prefill_tokens, evaluation.decode_tokens)
 
-    def speed(opened: _Opened, part: int) -> float:
-        return tokens[part] / median(times[part] for times in opened.times)
+    def speed(model: _OpenModel, part: int) -> float:
+        return tokens[part] / median(times[part] for times in model.times)
 
     return Result(
-        model=one.name,
-        runtime=one.runtime.name,
-        folder=str(one.footprint.folder),
-        scheme=one.footprint.scheme,
+        model=item.name,
+        runtime=item.runtime.name,
+        folder=str(item.footprint.folder),
+        scheme=item.footprint.scheme,
         perplexity=value,
-        size_bytes=one.footprint.size_bytes,
-        bits_a_weight=one.footprint.bits_a_weight,
-        prefill_tokens_per_s=speed(one, 0),
-        decode_tokens_per_s=speed(one, 1),
-        prefill_ratio=speed(one, 0) / speed(base, 0),
-        decode_ratio=speed(one, 1) / speed(base, 1),
+        size_bytes=item.footprint.size_bytes,
+        bits_a_weight=item.footprint.bits_a_weight,
+        prefill_tokens_per_s=speed(item, 0),
+        decode_tokens_per_s=speed(item, 1),
+        prefill_ratio=speed(item, 0) / speed(base, 0),
+        decode_ratio=speed(item, 1) / speed(base, 1),
     )
 
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
+    previous = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)

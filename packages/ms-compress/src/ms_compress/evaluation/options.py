@@ -1,4 +1,4 @@
-"""Settings of an evaluation; reading them needs no torch."""
+"""Settings of an evaluation; importing them does not import torch."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,40 +13,46 @@ Folders = str | Sequence[str]
 
 def _models(instance: object, attribute: "Attribute[object]", value: object) -> None:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{attribute.name} is {shown(value)}; give a table of folders by name")
+        raise ConfigError(
+            f"{attribute.name} must be a table of folders by name, got {shown(value)}; for example"
+            " {qat = 'runs/qat'}"
+        )
     for name, folders in value.items():
-        many = [folders] if isinstance(folders, str | Path) else folders
-        if not isinstance(many, list | tuple) or not many:
-            raise ConfigError(f"{attribute.name}: {name!r} is {shown(folders)}; give folders")
-        for folder in many:
+        paths = [folders] if isinstance(folders, str | Path) else folders
+        if not isinstance(paths, list | tuple) or not paths:
+            raise ConfigError(
+                f"{attribute.name}: {name!r} must be a folder or a list of folders, got"
+                f" {shown(folders)}; remove it, or name a folder"
+            )
+        for folder in paths:
             a_path()(instance, attribute, folder)
 
 
 @frozen(kw_only=True)
 class Evaluation:
-    """Settings of an evaluation: which folders are measured, and on which text."""
+    """Settings of an evaluation: folders to measure, and text."""
 
     baseline: str = field(validator=a_path(), metadata={"example": "runs/train/model"})
-    """Folder of the plain model, which torch runs in float32."""
+    """Folder of the plain model, run by torch in float32."""
     models: Mapping[str, Folders] = field(
         validator=_models,
         metadata={"example": {"RTN int4": "runs/quantize", "QAT int4": "runs/qat"}},
     )
-    """A folder, or several for several runtimes, by the name of how it was made."""
+    """Folders by name of the method; several folders for several runtimes."""
     dataset: str = field(validator=a_path(), metadata={"example": "shards"})
-    """ms-data's shards with a held-out split, or a file of conversations
-    (JSON, CSV or Parquet)."""
+    """Shards from ms-data with a held-out split, or a file of conversations (JSON, CSV or
+    Parquet)."""
     title: str = field(default="What compression costs and gives", validator=text())
-    """Heading of the report."""
+    """Title of the report."""
     sequence_length: int = field(default=256, validator=whole())
-    """Tokens of a row."""
+    """Tokens per row."""
     sequences: int = field(default=32, validator=whole())
-    """Held-out rows that the perplexity is taken over."""
+    """Number of held-out rows for the perplexity."""
     prefill_tokens: int = field(default=128, validator=whole())
-    """Tokens of the prompt whose speed is measured."""
+    """Prompt length of the speed measurement, in tokens."""
     decode_tokens: int = field(default=32, validator=whole())
-    """Tokens generated after it, one by one."""
+    """Number of tokens decoded after the prompt in the speed measurement."""
     rounds: int = field(default=5, validator=whole())
-    """Times that each speed is measured, in turn with the others."""
+    """Number of speed measurements per folder, alternating between folders."""
     threads: int = field(default=1, validator=whole(most=1024))
-    """Threads of each runtime."""
+    """Number of threads of each runtime."""

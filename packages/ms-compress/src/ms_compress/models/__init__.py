@@ -1,1 +1,1 @@
-"""Models as torch modules: their layers and head, their logits, and all tensors one by one."""
+"""Access to torch models: layers, output head, logits, and all tensors one at a time."""

@@ -1,4 +1,4 @@
-"""Work of several processes: where one of them fails, none of the others waits for it."""
+"""Collective work in which the failure of one process ends the work on all of them."""
 
 from types import TracebackType
 from typing import Any, Self
@@ -10,26 +10,25 @@ from ms_compress.errors import ExportError
 
 
 class CollectiveWork:
-    """Work of all processes as a `with` block, which an error in one of them ends in all.
+    """Work of all processes as a `with` block; an error in one of them ends it in all.
 
-    They meet at each `synchronise` and at the block's end; a process that fails tells the others
-    there.
+    Processes exchange errors at each `synchronize` and at the end of the block.
 
     Args:
-        device: on which processes exchange tensors.
+        device: device for the exchange of tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._is_over = not dist.is_initialized() or dist.get_world_size() == 1
 
-    def synchronise(self) -> None:
-        """Wait for all processes, which must call it alike.
+    def synchronize(self) -> None:
+        """Wait for all processes; a collective call.
 
         Raises:
-            ExportError: another process failed; gives its reason.
+            ExportError: another process failed; the message has its reason.
         """
-        self._meet(None)
+        self._exchange_errors(None)
 
     def __enter__(self) -> Self:
         return self
@@ -37,9 +36,9 @@ class CollectiveWork:
     def __exit__(
         self, kind: object, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._meet(error)
+        self._exchange_errors(error)
 
-    def _meet(self, error: BaseException | None) -> None:
+    def _exchange_errors(self, error: BaseException | None) -> None:
         if self._is_over:
             return
         failed = torch.tensor(int(error is not None), device=self._device)
@@ -47,9 +46,9 @@ class CollectiveWork:
         if not failed:
             return
         self._is_over = True
-        own = None if error is None else str(error) or type(error).__name__
+        own_reason = None if error is None else str(error) or type(error).__name__
         reasons: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(reasons, own)
+        dist.all_gather_object(reasons, own_reason)
         if error is None:
             rank, reason = next((r, text) for r, text in enumerate(reasons) if text is not None)
             raise ExportError(f"process {rank} failed, and so nothing is exported: {reason}")

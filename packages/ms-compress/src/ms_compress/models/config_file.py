@@ -1,4 +1,4 @@
-"""The config.json of a folder, as far as the readers of its weights need it."""
+"""Read the parts of a folder's config.json that describe its weights."""
 
 from pathlib import Path
 from typing import Any
@@ -10,33 +10,33 @@ METHOD = "compressed-tensors"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read the whole document.
+    """Read config.json.
 
     Raises:
-        ExportError: it cannot be read, or is no table.
+        ExportError: it cannot be read, or is not a table.
     """
     path = folder / "config.json"
     return read_json(path, dict[str, Any], error=ExportError)
 
 
 def quantization(folder: Path) -> dict[str, Any] | None:
-    """Read how config.json says that weights are held; None of a plain model.
+    """Return the `quantization_config` of config.json; None for a plain model.
 
     Raises:
-        ExportError: they are held by other means than compressed-tensors.
+        ExportError: the weights are quantized by a method other than compressed-tensors.
     """
-    said = read_config(folder).get("quantization_config")
-    if said is None:
+    settings = read_config(folder).get("quantization_config")
+    if settings is None:
         return None
-    method = said.get("quant_method") if isinstance(said, dict) else said
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings
     if method != METHOD:
         raise ExportError(
-            f"{folder}/config.json: quantised by {method!r}; only {METHOD} is read: give a folder"
-            " that was exported for it"
+            f"{folder}/config.json: quant_method must be {METHOD!r}, got {method!r}; use a folder"
+            f" exported for {METHOD}"
         )
-    return dict(said)
+    return dict(settings)
 
 
 def whole_or_none(value: object) -> int | None:
-    """Return a whole number as it is, and None for anything else."""
+    """Return an integer unchanged, and None for anything else."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None

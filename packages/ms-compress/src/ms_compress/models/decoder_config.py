@@ -1,4 +1,4 @@
-"""The configuration of a decoder of the Llama family: what its config.json says, checked."""
+"""Configuration of a decoder of the Llama family, read from config.json and checked."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -10,15 +10,15 @@ from attrs import frozen
 from ms_compress.errors import ExportError, LayerError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-NOWHERE = ("transformer-xl",)
-"""Families of ms-parallel's that no runtime of ours has."""
+UNSUPPORTED = ("transformer-xl",)
+"""Families of ms-parallel that no deployment runtime supports."""
 LAYER_PARTS = {
     *("input_layernorm.weight", "post_attention_layernorm.weight"),
     *("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
     *(f"self_attn.{name}_proj.{kind}" for name in "qkvo" for kind in ("weight", "bias")),
     *(f"mlp.{name}_proj.{kind}" for name in ("gate", "up", "down") for kind in ("weight", "bias")),
 }
-ENDS = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+MODEL_TENSORS = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
 
 
 @frozen(kw_only=True)
@@ -37,35 +37,34 @@ class DecoderConfig:
     eps: float
     theta: float
     windows: tuple[int | None, ...]
-    """Keys that a query sees, layer by layer; None for all."""
+    """Attention window per layer; None for full attention."""
     frequency_divisors: tuple[float, ...] | None
-    """(head_width / 2,) what rotary frequencies are divided by."""
+    """(head_width / 2,) divisors of the rotary frequencies."""
     linear_factor: float | None
-    """What positions are divided by."""
+    """Divisor of the positions."""
 
 
 def decoder_config(document: Mapping[str, Any], target: str) -> DecoderConfig:
-    """Read a config.json's document for a target.
+    """Parse a model's config.json for a target.
 
     Raises:
-        ExportError: the model is not of the Llama family, or has a setting that no target of ours
-            computes.
+        ExportError: the model is not of the Llama family, or has a setting that no target supports.
     """
     family = document.get("model_type")
     check_deployable(document)
     if family not in FAMILIES:
         raise ExportError(
-            f"{target} takes decoders of the families {', '.join(FAMILIES)}, and this model is"
-            f" {family!r}; choose a ct scheme, which takes whatever transformers has"
+            f"{target} supports the families {', '.join(FAMILIES)}, got {family!r}; choose a ct"
+            " scheme, which supports every model in transformers"
         )
     if (act := document.get("hidden_act", "silu")) != "silu":
-        raise ExportError(f"{target}: hidden_act is {act!r}; only 'silu' is known")
+        raise ExportError(f"{target}: hidden_act must be 'silu', got {act!r}; choose a ct scheme")
     heads = document["num_attention_heads"]
     width = document.get("head_dim") or document["hidden_size"] // heads
     rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
     theta = rope.get("rope_theta", document.get("rope_theta", 10000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    divisors, factor = _rope(kind, rope, theta, width, target)
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    divisors, factor = _rope(rope_type, rope, theta, width, target)
     return DecoderConfig(
         family=family,
         vocabulary=document["vocab_size"],
@@ -85,40 +84,40 @@ def decoder_config(document: Mapping[str, Any], target: str) -> DecoderConfig:
 
 
 def check_deployable(document: Mapping[str, Any]) -> None:
-    """Refuse a model that none of the runtimes computes.
+    """Check that some deployment runtime supports the model.
 
     Raises:
-        ExportError: it is of such a family.
+        ExportError: none does.
     """
     family = document.get("model_type")
-    if family in NOWHERE:
+    if family in UNSUPPORTED:
         raise ExportError(
             f"this model is {family!r}, which llama.cpp, onnxruntime, transformers and vLLM do not"
-            " compute, so no scheme exports it; run it with ms_parallel.load_model, or train a"
+            " support, so no scheme can export it; run it with ms_parallel.load_model, or train a"
             " decoder of the Llama family to deploy one"
         )
 
 
 def check_names(names: Iterable[str], target: str) -> None:
-    """Refuse tensors that the target's decoder does not have.
+    """Check that the target's decoder has all tensors.
 
     Raises:
-        LayerError: names the first one.
+        LayerError: it lacks one, which the message names.
     """
     for name in names:
-        head, dot, rest = name.removeprefix("model.layers.").partition(".")
-        known = name in ENDS or (
-            name.startswith("model.layers.") and dot and head.isdigit() and rest in LAYER_PARTS
+        layer, dot, part = name.removeprefix("model.layers.").partition(".")
+        is_known = name in MODEL_TENSORS or (
+            name.startswith("model.layers.") and dot and layer.isdigit() and part in LAYER_PARTS
         )
-        if not known:
+        if not is_known:
             raise LayerError(
-                f"{target} does not know the tensor {name!r}; it knows decoders of the families"
-                f" {', '.join(FAMILIES)} with their own layers alone"
+                f"{target} does not support the tensor {name!r}, only those of the standard layers"
+                f" of {', '.join(FAMILIES)}; choose a ct scheme"
             )
 
 
 def _windows(family: str, document: Mapping[str, Any], target: str) -> tuple[int | None, ...]:
-    """Read windows of attention as transformers' models of each family do."""
+    """Return attention windows as in the transformers model of each family."""
     count: int = document["num_hidden_layers"]
     window: int | None = document.get("sliding_window")
     if family == "llama" or window is None or window >= document["max_position_embeddings"]:
@@ -127,30 +126,34 @@ def _windows(family: str, document: Mapping[str, Any], target: str) -> tuple[int
         return (window,) * count
     if not document.get("use_sliding_window"):
         return (None,) * count
-    kinds = document.get("layer_types")
-    if kinds is None:
+    layer_types = document.get("layer_types")
+    if layer_types is None:
         first = document.get("max_window_layers", 28)
         return tuple(None if layer < first else window for layer in range(count))
-    of_kind = {"full_attention": None, "sliding_attention": window}
-    if len(kinds) != count or not of_kind.keys() >= set(kinds):
+    window_of = {"full_attention": None, "sliding_attention": window}
+    if len(layer_types) != count or not window_of.keys() >= set(layer_types):
         raise ExportError(
-            f"{target}: layer_types is {kinds!r}; it must give {' or '.join(of_kind)} for each of"
-            f" {count} layers"
+            f"{target}: layer_types must have {' or '.join(window_of)} for each of {count} layers,"
+            f" got {layer_types!r}; correct config.json"
         )
-    return tuple(of_kind[kind] for kind in kinds)
+    return tuple(window_of[layer_type] for layer_type in layer_types)
 
 
 def _rope(
-    kind: str, rope: Mapping[str, Any], theta: float, width: int, target: str
+    rope_type: str, rope: Mapping[str, Any], theta: float, width: int, target: str
 ) -> tuple[tuple[float, ...] | None, float | None]:
-    if kind == "default":
+    if rope_type == "default":
         return None, None
-    if kind == "linear":
+    if rope_type == "linear":
         return None, float(rope["factor"])
-    if kind != "llama3":
-        raise ExportError(f"{target}: rotary scaling {kind!r} is not known; linear and llama3 are")
+    if rope_type != "llama3":
+        raise ExportError(
+            f"{target}: rope_type must be default, linear or llama3, got {rope_type!r}; choose a ct"
+            " scheme"
+        )
+    # Llama 3: interpolate between scaled (low) and unscaled (high) rotary frequencies.
     frequencies = theta ** -(np.arange(0, width, 2) / width)
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    keep = ((turns - low) / (high - low)).clip(0, 1)
-    return tuple((1 / (keep + (1 - keep) / rope["factor"])).tolist()), None
+    unscaled = ((turns - low) / (high - low)).clip(0, 1)
+    return tuple((1 / (unscaled + (1 - unscaled) / rope["factor"])).tolist()), None

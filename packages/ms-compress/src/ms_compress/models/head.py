@@ -1,4 +1,4 @@
-"""The output head of a model or stage, and whether it is tied: decided here, and nowhere else."""
+"""Find the output head of a model or stage, and whether it is tied; the only place to decide it."""
 
 from typing import Any
 
@@ -10,28 +10,32 @@ HEAD = "lm_head"
 
 @frozen(kw_only=True)
 class Head:
-    """Which layers of a model, or of this process's stage of it, the output head is made of."""
+    """The output head of a model, or of this process's stage."""
 
     layer: str | None
-    """Name of the layer called `lm_head`; None where the model has the head as a weight alone."""
+    """Name of the layer `lm_head`; None if the model has the head only as a weight."""
     embeddings: frozenset[str]
-    """Names of embeddings whose weight the head uses."""
+    """Names of the embeddings whose weight the head uses."""
     is_tied: bool
-    """The head has no weight of its own: the configuration says so, and no layer here denies it. A
-    stage without an embedding is taken at its configuration's word; a model that was built tied
-    may have been given a head of its own since."""
+    """The configuration says that the head is tied and no layer contradicts it. For a stage without
+    an embedding, the configuration decides; a model built with a tied head may have been given a
+    separate one later."""
 
 
 def find_head(model: nn.Module) -> Head:
     """Find the output head of a model or stage."""
     config: Any = getattr(model, "config", None)
-    said = bool(getattr(config, "tie_word_embeddings", False))
-    named = dict(model.named_modules())
-    layer = next((name for name in named if name.endswith(HEAD)), None)
-    embeddings = {name: each for name, each in named.items() if isinstance(each, nn.Embedding)}
+    tie_setting = bool(getattr(config, "tie_word_embeddings", False))
+    modules = dict(model.named_modules())
+    layer = next((name for name in modules if name.endswith(HEAD)), None)
+    embeddings = {
+        name: module for name, module in modules.items() if isinstance(module, nn.Embedding)
+    }
     uses = frozenset(
         name
-        for name, each in embeddings.items()
-        if (said if layer is None else named[layer].weight is each.weight)
+        for name, module in embeddings.items()
+        if (tie_setting if layer is None else modules[layer].weight is module.weight)
     )
-    return Head(layer=layer, embeddings=uses, is_tied=said and (bool(uses) or not embeddings))
+    return Head(
+        layer=layer, embeddings=uses, is_tied=tie_setting and (bool(uses) or not embeddings)
+    )

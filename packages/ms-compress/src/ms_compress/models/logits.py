@@ -1,4 +1,4 @@
-"""Logits of models, whether they are of transformers or of ms-parallel."""
+"""Logits of models from transformers or ms-parallel."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,18 +12,18 @@ from ms_compress.errors import DataError
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode; afterwards each module has its mode back."""
-    trained = [module for module in model.modules() if module.training]
+    """Switch a model to evaluation mode, and restore the mode of each module afterwards."""
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
-        for module in trained:
+        for module in training:
             module.training = True
 
 
 def next_token_logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return logits (B, S, V) of tokens (B, S) int64, with gradients, in the model's own mode."""
+    """Return logits (B, S, V) for tokens (B, S) int64, with gradients, in the current mode."""
     call: Callable[..., Any] = model
     out = call(tokens)
     logits: Tensor = out if isinstance(out, Tensor) else out.logits
@@ -32,34 +32,34 @@ def next_token_logits(model: nn.Module, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def model_logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return logits (B, S, V) float32 on the CPU, in evaluation mode."""
+    """Return logits (B, S, V) float32 on the CPU, computed in evaluation mode."""
     device = next(model.parameters()).device
     with evaluating(model):
         return next_token_logits(model, tokens.to(device)).float().cpu()
 
 
-def check_tokens(model: nn.Module, tokens: Tensor, what: str) -> None:
-    """Refuse what is no token of a model, which its embedding would follow out of its weight.
+def check_tokens(model: nn.Module, tokens: Tensor, source: str) -> None:
+    """Check that tokens are in a model's vocabulary, as its embedding would read out of bounds.
 
     Args:
-        model: whose configuration says how many tokens there are; else nothing is looked at.
-        tokens: any shape; those of an accelerator are not looked at, as that would wait for it.
-        what: holds them, for the message.
+        model: model whose configuration has the vocabulary size; without one nothing is checked.
+        tokens: any shape; tokens on an accelerator are not checked, to avoid a synchronization.
+        source: description of the tokens, for the message.
 
     Raises:
-        DataError: one is below 0, or not below the model's vocabulary.
+        DataError: a token is negative, or not below the vocabulary size.
     """
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     if vocabulary is None or tokens.device.type != "cpu" or not tokens.numel():
         return
-    least, most = int(tokens.min()), int(tokens.max())
-    if least < 0 or most >= vocabulary:
+    smallest, largest = int(tokens.min()), int(tokens.max())
+    if smallest < 0 or largest >= vocabulary:
         raise DataError(
-            f"{what}: its tokens are {least} to {most}, and {type(model).__name__} has a"
-            f" vocabulary of {vocabulary}; use the model's own tokenizer"
+            f"{source}: tokens must be 0 to {vocabulary - 1} for {type(model).__name__}, got"
+            f" {smallest} to {largest}; use the model's own tokenizer"
         )
 
 
 def vocabulary_of(model: nn.Module) -> int:
-    """Return how many tokens a model knows, as its configuration says."""
+    """Return the vocabulary size in a model's configuration."""
     return int(model.config.vocab_size)  # type: ignore[union-attr,arg-type]

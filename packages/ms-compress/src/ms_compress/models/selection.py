@@ -1,4 +1,4 @@
-"""Selection of a model's layers: linear ones, embeddings, the head, less the exceptions."""
+"""Select a model's layers: linear layers, embeddings and head, except for exceptions."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -17,20 +17,20 @@ def select(
     embeddings: bool = False,
     head: bool = False,
 ) -> list[tuple[str, nn.Module]]:
-    """Select layers to prepare or prune; return names and layers, in the model's order.
+    """Select layers to prepare or prune; returns names and layers in the model's order.
 
     Args:
-        model: whole, or a stage.
-        exceptions: patterns of names that are left out, such as `"*.down_proj"`.
-        embeddings: take embeddings too.
-        head: take `lm_head` too, or the embedding whose weight it uses.
+        model: a complete model or a pipeline stage.
+        exceptions: name patterns to exclude, such as `"*.down_proj"`.
+        embeddings: also select embeddings.
+        head: also select `lm_head`, or the embedding whose weight it uses.
 
     Raises:
         ConfigError: an exception matches nothing.
     """
     output = find_head(model)
     unused = set(exceptions)
-    chosen = []
+    selected = []
     for name, layer in model.named_modules():
         if not _has_matrix(layer):
             continue
@@ -38,34 +38,39 @@ def select(
         unused -= matched
         if matched or (name == output.layer and not head):
             continue
-        meant = embeddings or (head and name in output.embeddings)
-        if meant or not isinstance(layer, nn.Embedding):
-            chosen.append((name, layer))
-    whole = getattr(model, "first", True) and getattr(model, "last", True)
-    if unused and whole:  # a pipeline stage has not all layers
-        example = f"; one of them is {chosen[0][0]!r}" if chosen else ""
+        is_requested = embeddings or (head and name in output.embeddings)
+        if is_requested or not isinstance(layer, nn.Embedding):
+            selected.append((name, layer))
+    is_complete = getattr(model, "first", True) and getattr(model, "last", True)
+    if unused and is_complete:  # on a pipeline stage, exceptions may match other stages
+        example = f"; one of them is {selected[0][0]!r}" if selected else ""
         raise ConfigError(
             f"the exception {min(unused)!r} matches no layer of {type(model).__name__}{example}"
         )
-    return chosen
+    return selected
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return a decoder's layers with their names.
 
     Raises:
-        LayerError: it has none where decoders have them.
+        LayerError: the model has no `model.layers`.
     """
     layers = getattr(getattr(model, "model", None), "layers", None)
     if not isinstance(layers, nn.ModuleDict | nn.ModuleList) or not len(layers):
-        raise LayerError(f"{type(model).__name__} has no model.layers; it is no decoder we know")
+        raise LayerError(
+            f"{type(model).__name__} has no model.layers; use a decoder from ms-parallel or"
+            " transformers"
+        )
     return [(f"model.layers.{key}", block) for key, block in layers.named_children()]
 
 
 def _has_matrix(layer: nn.Module) -> bool:
-    """Return whether a layer has its own matrix: linear, an embedding, or of a kind we refuse.
+    """Return whether a layer has a matrix: a linear layer, an embedding, or an unsupported layer.
 
-    Refused are experts held in one tensor of three dimensions, convolutions, parametrised layers.
+    Unsupported are experts in one 3D tensor, convolutions and parametrized layers.
     """
-    own = layer._parameters.values()
-    return isinstance(layer, Prepared) or any(each is not None and each.ndim >= 2 for each in own)
+    params = layer._parameters.values()
+    return isinstance(layer, Prepared) or any(
+        param is not None and param.ndim >= 2 for param in params
+    )

@@ -1,7 +1,7 @@
-"""A model's tensors as the processes hold them, and what they are together.
+"""Shards of a model's tensors on each process, merged into a description of the complete model.
 
-Each process states the shard that it holds of each tensor; merged, these statements say of every
-tensor of the whole model where its values lie.
+Each process describes its shard of each tensor; merged, the descriptions give for every tensor of
+the complete model which process stores which part.
 """
 
 import re
@@ -21,40 +21,40 @@ from ms_compress.quantisation.scheme import Activations, Scheme
 
 @frozen(kw_only=True)
 class Shard:
-    """The part of a tensor that one process holds."""
+    """Part of a tensor that one process stores."""
 
     rank: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     nonfinite: int
-    """How many of its values are NaN or infinite."""
+    """Number of its values that are NaN or infinite."""
 
 
 @frozen(kw_only=True)
 class WholeTensor:
-    """One tensor of the whole model: what it is, and where its values lie."""
+    """A tensor of the complete model, with the location of its parts."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     kind: str
-    """The layer's kind: `linear`, `embedding` or `other`."""
+    """Type of the layer: `linear`, `embedding` or `other`."""
     scheme: Scheme | None
-    """The scheme of a prepared layer's weight."""
+    """Scheme of a prepared layer's weight."""
     activations: Activations | None
-    """How that layer rounds its input."""
+    """Input rounding of that layer."""
     shards: tuple[Shard, ...]
 
     @property
     def module(self) -> str:
-        """The layer's name."""
+        """Name of the layer."""
         return self.name.rpartition(".")[0]
 
 
-def held_tensors(stage: nn.Module) -> Iterator[tuple[WholeTensor, nn.Module, Tensor]]:
-    """Yield each tensor that a stage holds a shard of, its layer, and the tensor itself.
+def local_tensors(stage: nn.Module) -> Iterator[tuple[WholeTensor, nn.Module, Tensor]]:
+    """Yield the tensors of which a stage has a shard: description, layer and tensor.
 
-    These are parameters and persistent buffers, but not learned scales, which no file holds.
+    These are parameters and persistent buffers, without learned scales, which files do not have.
     """
     for path, layer in stage.named_modules():
         prefix = bare_name(path)
@@ -66,10 +66,10 @@ def held_tensors(stage: nn.Module) -> Iterator[tuple[WholeTensor, nn.Module, Ten
         for key, tensor in (*layer.named_parameters(recurse=False), *persistent):
             if key != FACTOR:
                 name = f"{prefix}.{key}" if prefix else key
-                yield _held(name, layer, tensor), layer, tensor
+                yield _describe(name, layer, tensor), layer, tensor
 
 
-def _held(name: str, layer: nn.Module, tensor: Tensor) -> WholeTensor:
+def _describe(name: str, layer: nn.Module, tensor: Tensor) -> WholeTensor:
     local = local_part(tensor)
     shard = Shard(
         rank=rank(),
@@ -77,32 +77,32 @@ def _held(name: str, layer: nn.Module, tensor: Tensor) -> WholeTensor:
         sizes=tuple(local.shape),
         nonfinite=int((~local.detach().isfinite()).sum()),
     )
-    kinds = {nn.Linear: "linear", nn.Embedding: "embedding"}
+    layer_kinds = {nn.Linear: "linear", nn.Embedding: "embedding"}
     is_weight = name.rpartition(".")[2] == "weight"
     prepared = layer if isinstance(layer, Prepared) and is_weight else None
     return WholeTensor(
         name=name,
         shape=tuple(tensor.shape),
         dtype=tensor.dtype,
-        kind=next((word for each, word in kinds.items() if isinstance(layer, each)), "other"),
+        kind=next((kind for cls, kind in layer_kinds.items() if isinstance(layer, cls)), "other"),
         scheme=None if prepared is None else prepared.scheme,
         activations=None if prepared is None else prepared.activations,
         shards=(shard,),
     )
 
 
-def merge(held: list[dict[str, WholeTensor]]) -> dict[str, WholeTensor]:
-    """Merge what each process holds, by rank, into the tensors of the whole model.
+def merge(by_rank: list[dict[str, WholeTensor]]) -> dict[str, WholeTensor]:
+    """Merge the tensors of each process into the tensors of the complete model.
 
-    Of shards that several processes hold, the first one's is taken.
+    If several processes store the same shard, the first one is used.
 
     Raises:
-        ExportError: the processes do not hold all of a tensor, or a value is NaN or infinite.
+        ExportError: the processes do not have all of a tensor, or a value is NaN or infinite.
     """
-    names = {name for each in held for name in each}
-    tensors = {}
+    names = {name for tensors in by_rank for name in tensors}
+    merged = {}
     for name in sorted(names, key=_natural_order):
-        holders = [each[name] for each in held if name in each]
+        holders = [tensors[name] for tensors in by_rank if name in tensors]
         shards: dict[tuple[int, ...], Shard] = {}
         for holder in holders:
             (shard,) = holder.shards
@@ -111,26 +111,26 @@ def merge(held: list[dict[str, WholeTensor]]) -> dict[str, WholeTensor]:
         first = holders[0]
         if nonfinite := sum(shard.nonfinite for shard in shards.values()):
             raise ExportError(
-                f"{name}: {nonfinite} of its values are NaN or infinite; no code stands for them:"
-                " look at the training, or at the folder that it was read from"
+                f"{name}: {nonfinite} of its values are NaN or infinite and cannot be quantized;"
+                " check the training, or the folder that it was loaded from"
             )
         covered = sum(torch.Size(shard.sizes).numel() for shard in shards.values())
         if covered != torch.Size(first.shape).numel():
             raise ExportError(
-                f"{name}: the processes hold {covered} of {torch.Size(first.shape).numel()} values;"
+                f"{name}: the processes have {covered} of {torch.Size(first.shape).numel()} values;"
                 " export from every process of the layout"
             )
-        tensors[name] = evolve(first, shards=tuple(shards.values()))
-    return tensors
+        merged[name] = evolve(first, shards=tuple(shards.values()))
+    return merged
 
 
 def rank() -> int:
-    """Return this process's rank; 0 where it is alone."""
+    """Return this process's rank; 0 without torch.distributed."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _natural_order(name: str) -> list[tuple[bool, int, str]]:
-    """Return a key that sorts layer 2 before layer 10."""
+    """Return a sort key that puts layer 2 before layer 10."""
     return [
         (word.isdigit(), int(word) if word.isdigit() else 0, word)
         for word in re.split(r"[._]", name)
@@ -138,7 +138,7 @@ def _natural_order(name: str) -> list[tuple[bool, int, str]]:
 
 
 def _offsets(tensor: Tensor) -> tuple[int, ...]:
-    """Return where this process's shard of a tensor begins."""
+    """Return the offsets of this process's shard in a tensor."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim
     chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]

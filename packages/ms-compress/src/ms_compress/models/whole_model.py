@@ -1,7 +1,7 @@
-"""A whole model, read one tensor at a time from however many processes hold shards of it.
+"""Read a complete model one tensor at a time, from any number of processes with shards of it.
 
-No process ever holds more than its shards; the first one also holds the tensor that is being
-written. Weights are rounded where they lie, so what travels is codes.
+Each process only stores its shards; rank 0 additionally stores the tensor that is being written.
+Weights are quantized where they are stored, so that only codes are sent.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,25 +15,25 @@ from torch import Tensor, nn
 
 from ms_compress.errors import ExportError
 from ms_compress.models.collective import CollectiveWork
-from ms_compress.models.fused import Fused, below, fuse, fused_names
+from ms_compress.models.fused import Fused, fuse, fused_names, stack_rows
 from ms_compress.models.head import HEAD, find_head
-from ms_compress.models.shards import WholeTensor, held_tensors, merge, rank
+from ms_compress.models.shards import WholeTensor, local_tensors, merge, rank
 from ms_compress.models.wrappers import architecture, check_merged, unwrapped
 from ms_compress.quantisation.layers import Prepared, drop_gathered, local_part
 from ms_compress.quantisation.rounding import QuantizedWeight, quantize_weight
 
 
 class WholeModel:
-    """A whole model to be read tensor by tensor; every process builds it and reads alike.
+    """A complete model, read tensor by tensor; every process creates it and makes the same reads.
 
     Args:
-        model: whole, or this process's stage or stages of it; plain, split or sharded.
-        stored_dtypes: dtypes that unprepared floating-point tensors are read in, by name; others
-            keep their own.
+        model: complete, or this process's stage or stages; plain, split or sharded.
+        stored_dtypes: dtypes in which unprepared floating-point tensors are read, by name; other
+            tensors keep their dtype.
 
     Raises:
-        ExportError: the processes do not hold all of a tensor between them, a value is NaN or
-            infinite, or an adapter is not merged.
+        ExportError: the processes together do not have all of a tensor, a value is NaN or infinite,
+            or an adapter is not merged.
     """
 
     def __init__(
@@ -42,52 +42,52 @@ class WholeModel:
         *,
         stored_dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     ) -> None:
-        given = [model] if isinstance(model, nn.Module) else list(model)
-        stages = [unwrapped(stage) for stage in given]
+        modules = [model] if isinstance(model, nn.Module) else list(model)
+        stages = [unwrapped(stage) for stage in modules]
         for stage in stages:
             check_merged(stage)
             drop_gathered(stage)
         self.stages = tuple(stages)
-        """Without the wrappers around them."""
+        """The stages without wrappers."""
         self.config = _config(stages[0])
         self._device = next(stages[0].parameters()).device
         self.collective = CollectiveWork(self._device)
         self._layers: dict[str, nn.Module] = {}
-        self._own: dict[str, Tensor] = {}
-        held: dict[str, WholeTensor] = {}
+        self._local_tensors: dict[str, Tensor] = {}
+        local_entries: dict[str, WholeTensor] = {}
         for stage in stages:
-            left_out = {f"{HEAD}.weight"} if find_head(stage).is_tied else set()
-            for entry, layer, tensor in held_tensors(stage):
-                if entry.name not in left_out:
-                    held[entry.name] = entry
+            excluded = {f"{HEAD}.weight"} if find_head(stage).is_tied else set()
+            for entry, layer, tensor in local_tensors(stage):
+                if entry.name not in excluded:
+                    local_entries[entry.name] = entry
                     self._layers[entry.name] = layer
-                    self._own[entry.name] = tensor
-        self._held = merge(_exchange(held))
+                    self._local_tensors[entry.name] = tensor
+        self._entries = merge(_all_gather(local_entries))
         self._fused = _fused(stages[0])
         self.tensors: Mapping[str, WholeTensor] = {
             name: _stored_as(entry, stored_dtypes.get(name))
-            for name, entry in fuse(self._held, self._fused).items()
+            for name, entry in fuse(self._entries, self._fused).items()
         }
-        """Tensors of its folder, in an order that does not depend on the layout."""
+        """Tensors of the model's folder, in an order that is independent of the layout."""
         if self.config.get("tie_word_embeddings"):
             self.config["tie_word_embeddings"] = self.is_tied
 
     @property
     def is_first(self) -> bool:
-        """Whether this process gets what is read."""
+        """Whether this process receives the tensors."""
         return rank() == 0
 
     @property
     def is_tied(self) -> bool:
-        """Whether the output head is the embedding's weight, and has none of its own."""
+        """Whether the output head uses the embedding's weight and has none itself."""
         return f"{HEAD}.weight" not in self.tensors
 
     @torch.no_grad()
     def read(self, name: str) -> QuantizedWeight | Tensor | None:
-        """Return a whole tensor on the first process, None on others, which must call it alike.
+        """Return a complete tensor on rank 0 and None on others; a collective call.
 
         Returns:
-            Codes and scales of a prepared layer's weight, else a plain tensor on the CPU.
+            Codes and scales for a prepared layer's weight, else a plain tensor on the CPU.
 
         Raises:
             ExportError: a scale is NaN or infinite, or another process failed.
@@ -96,33 +96,33 @@ class WholeModel:
         values = [value for value in parts if value is not None]
         if not values:
             return None
-        value = below(values) if len(values) > 1 else values[0]
+        value = stack_rows(values) if len(values) > 1 else values[0]
         return value.to(self.tensors[name].dtype) if isinstance(value, Tensor) else value
 
     @torch.no_grad()
     def round_to_stored(self) -> None:
-        """Round the model's own unprepared tensors to the dtypes that they are read in.
+        """Round the model's unprepared tensors to the dtypes in which they are read.
 
         Raises:
             ExportError: a value is too large for its dtype.
         """
         owners = {part: name for name, parts in self._fused.items() for part in parts}
-        for name, tensor in self._own.items():
+        for name, tensor in self._local_tensors.items():
             entry = self.tensors[owners.get(name, name)]
             if entry.scheme is not None or entry.dtype == tensor.dtype:
                 continue
             rounded = tensor.to(entry.dtype)
             if not bool(local_part(rounded).isfinite().all()):
                 raise ExportError(
-                    f"{name} has values beyond {entry.dtype}, which its base folder stores; convert"
+                    f"{name} has values beyond {entry.dtype}, the dtype in its base folder; convert"
                     " the base folder to float32"
                 )
             tensor.copy_(rounded)
 
     def _read(self, name: str) -> QuantizedWeight | Tensor | None:
-        entry = self._held[name]
+        entry = self._entries[name]
         local = self._local(entry)
-        self.collective.synchronise()
+        self.collective.synchronize()
         if entry.scheme is None:
             return self._assemble(entry, local, entry.shape, entry.dtype)
         group = entry.scheme.group_of(entry.shape[1])
@@ -137,16 +137,16 @@ class WholeModel:
             return None
         if nonfinite := int((~scales.isfinite()).sum()):
             raise ExportError(
-                f"{name}: {nonfinite} of its scales are NaN or infinite as {entry.scheme} has them;"
+                f"{name}: {nonfinite} of its scales are NaN or infinite in {entry.scheme};"
                 " make its weights or learned scales smaller, or name the layer as an exception"
             )
         return QuantizedWeight(codes=codes, scales=scales)
 
     def _local(self, entry: WholeTensor) -> Any:
-        """Return this process's shard, rounded if its layer is; None if it holds none."""
+        """Return this process's shard, quantized if its layer is prepared; None if it has none."""
         if not any(shard.rank == rank() for shard in entry.shards):
             return None
-        local = local_part(self._own[entry.name].detach())
+        local = local_part(self._local_tensors[entry.name].detach())
         layer = self._layers[entry.name]
         if not isinstance(layer, Prepared) or entry.name.rpartition(".")[2] != "weight":
             return local
@@ -167,8 +167,8 @@ class WholeModel:
         *,
         group: int = 1,
     ) -> Tensor | None:
-        """Put shards together on the first process; `group` features are one of `shape`."""
-        whole = torch.empty(shape, dtype=dtype) if self.is_first else None
+        """Assemble shards on rank 0; `group` features of the tensor are one element of `shape`."""
+        full = torch.empty(shape, dtype=dtype) if self.is_first else None
         for shard in entry.shards:
             ratios = (1, group) if len(shape) == 2 else (1,) * len(shape)
             box = tuple(
@@ -177,15 +177,15 @@ class WholeModel:
             )
             if shard.rank == rank():
                 assert local is not None
-                if whole is not None:
-                    whole[box] = local.cpu()
+                if full is not None:
+                    full[box] = local.cpu()
                 else:
                     dist.send(local.contiguous().flatten().view(torch.uint8), 0)
-            elif whole is not None:
-                got = torch.empty(whole[box].shape, dtype=dtype, device=self._device)
-                dist.recv(got.flatten().view(torch.uint8), shard.rank)
-                whole[box] = got.cpu()
-        return whole
+            elif full is not None:
+                received = torch.empty(full[box].shape, dtype=dtype, device=self._device)
+                dist.recv(received.flatten().view(torch.uint8), shard.rank)
+                full[box] = received.cpu()
+        return full
 
 
 def _stored_as(entry: WholeTensor, dtype: torch.dtype | None) -> WholeTensor:
@@ -194,7 +194,7 @@ def _stored_as(entry: WholeTensor, dtype: torch.dtype | None) -> WholeTensor:
 
 
 def _config(model: nn.Module) -> dict[str, Any]:
-    """Return the model's config.json."""
+    """Return the model's config.json as a dict."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
         document: dict[str, Any] = config.to_dict()
@@ -205,22 +205,22 @@ def _config(model: nn.Module) -> dict[str, Any]:
 
         return dict(config_document(config, next(model.parameters()).dtype))
     raise ExportError(
-        f"{type(model).__name__} has no configuration that says how it is built; export a model of"
-        " transformers or of ms_parallel"
+        f"{type(model).__name__} has no configuration for config.json; export a model from"
+        " transformers or ms_parallel"
     )
 
 
 def _fused(model: nn.Module) -> Fused:
-    """Find the tensors that an ms_parallel model's folder holds and the model has in parts."""
+    """Return the tensors that an ms_parallel model has in parts but its folder has fused."""
     config: Any = getattr(model, "config", None)
-    ours = type(config).__module__.startswith("ms_parallel")
-    return fused_names(config) if ours else {}
+    is_ms_parallel = type(config).__module__.startswith("ms_parallel")
+    return fused_names(config) if is_ms_parallel else {}
 
 
-def _exchange(held: dict[str, WholeTensor]) -> list[dict[str, WholeTensor]]:
-    """Return what each process holds, by rank."""
+def _all_gather(entries: dict[str, WholeTensor]) -> list[dict[str, WholeTensor]]:
+    """Return the local tensors of each process, by rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [held]
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, held)
-    return every
+        return [entries]
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, entries)
+    return by_rank

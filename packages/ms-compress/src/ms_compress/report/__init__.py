@@ -1,4 +1,4 @@
-"""The report of an evaluation: one table as text, one page that needs no network."""
+"""The report of an evaluation: a text table and an HTML page that works offline."""
 
 from ms_compress.report.page import render
 from ms_compress.report.results import Report, Result

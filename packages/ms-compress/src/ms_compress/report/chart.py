@@ -1,6 +1,6 @@
-"""Charts as SVG that is drawn here, coloured by the page's style: no script, no network.
+"""Charts drawn as SVG and colored by the page's style, without scripts or network access.
 
-A runtime has one class, `r0`, `r1`, ..., and so one colour, in every chart.
+Each runtime has one CSS class (`r0`, `r1`, ...), and so the same color in every chart.
 """
 
 import math
@@ -24,9 +24,9 @@ class Bar:
     label: str
     value: float
     text: str
-    """Stands at the bar's end."""
+    """Shown at the end of the bar."""
     group: int
-    """Number of its runtime."""
+    """Index of its runtime."""
 
 
 @frozen(kw_only=True)
@@ -36,37 +36,37 @@ class Point:
     x: float
     y: float
     label: str
-    """Stands beside it."""
+    """Shown next to the point."""
     tip: str
     group: int
 
 
 def bars(title: str, rows: Sequence[Bar], *, reference: float | None = None) -> str:
-    """Draw one bar a row from zero on, and a dashed line at the reference."""
-    most = max([row.value for row in rows] + [reference or 0.0]) or 1.0
+    """Draw one bar per row starting at zero, and a dashed line at the reference."""
+    largest = max([row.value for row in rows] + [reference or 0.0]) or 1.0
     height = ROW * len(rows) + 8
-    room = WIDTH - LEFT - RIGHT
+    plot_width = WIDTH - LEFT - RIGHT
     parts = []
     if reference is not None:
-        x = LEFT + room * reference / most
+        x = LEFT + plot_width * reference / largest
         parts.append(f'<line class="reference" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height}"/>')
     for i, row in enumerate(rows):
-        middle = 4 + ROW * i + ROW / 2
-        width = max(room * row.value / most, 1.0)
+        y = 4 + ROW * i + ROW / 2
+        width = max(plot_width * row.value / largest, 1.0)
         parts.append(
-            f'<text class="label" x="{LEFT - 8}" y="{middle + 4:.1f}">{_short(row.label)}</text>'
-            f'<rect class="r{row.group}" x="{LEFT}" y="{middle - 8:.1f}" width="{width:.1f}"'
+            f'<text class="label" x="{LEFT - 8}" y="{y + 4:.1f}">{_short(row.label)}</text>'
+            f'<rect class="r{row.group}" x="{LEFT}" y="{y - 8:.1f}" width="{width:.1f}"'
             f' height="16" rx="3"><title>{escape(row.label)}: {escape(row.text)}</title></rect>'
-            f'<text class="value" x="{LEFT + width + 6:.1f}" y="{middle + 4:.1f}">'
+            f'<text class="value" x="{LEFT + width + 6:.1f}" y="{y + 4:.1f}">'
             f"{escape(row.text)}</text>"
         )
     return _figure(title, height, "".join(parts))
 
 
 def scatter(title: str, points: Sequence[Point], *, x_name: str, y_name: str) -> str:
-    """Draw points over axes with round ticks; labels that would overlap are moved apart."""
+    """Draw points over axes with round ticks; overlapping labels are moved apart."""
     left, bottom, top, right, height = 80, 44, 14, 30, 340
-    xs, ys = _ticks([p.x for p in points]), _ticks([p.y for p in points])
+    xs, ys = _ticks([point.x for point in points]), _ticks([point.y for point in points])
 
     def at_x(value: float) -> float:
         return left + (WIDTH - left - right) * (value - xs[0]) / (xs[-1] - xs[0])
@@ -85,8 +85,10 @@ def scatter(title: str, points: Sequence[Point], *, x_name: str, y_name: str) ->
         f'<text class="tick middle" x="{at_x(tick):.1f}" y="{height - bottom + 18}">{text}</text>'
         for tick, text in zip(xs, _tick_labels(xs), strict=True)
     ]
-    spots = [(at_x(p.x), at_y(p.y)) for p in points]
-    for point, (x, y), (label_x, label_y) in zip(points, spots, _apart(spots), strict=True):
+    positions = [(at_x(point.x), at_y(point.y)) for point in points]
+    for point, (x, y), (label_x, label_y) in zip(
+        points, positions, _place_labels(positions), strict=True
+    ):
         parts.append(
             f'<circle class="r{point.group}" cx="{x:.1f}" cy="{y:.1f}" r="6">'
             f"<title>{escape(point.tip)}</title></circle>"
@@ -111,7 +113,7 @@ def _figure(title: str, height: float, content: str) -> str:
 
 
 def _short(label: str) -> str:
-    """Shorten a long label in its middle: its end tells it from others."""
+    """Shorten a long label in the middle, as its end distinguishes it from others."""
     return escape(label if len(label) <= 36 else f"{label[:14]}…{label[-21:]}")
 
 
@@ -139,16 +141,19 @@ def _tick_labels(ticks: Sequence[float]) -> list[str]:
     return [f"{tick:,.{decimals}f}" for tick in ticks]
 
 
-def _apart(spots: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Place labels right of their points, or wherever near them nothing stands yet."""
+def _place_labels(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Place labels to the right of their points, or at a nearby free position."""
     placed: list[tuple[float, float]] = []
-    for i, (x, y) in enumerate(spots):
-        others = [(a - 6, b) for j, (a, b) in enumerate(spots) if j != i] + placed
+    for i, (x, y) in enumerate(points):
+        occupied = [(a - 6, b) for j, (a, b) in enumerate(points) if j != i] + placed
         choices = [(x + dx, y + dy) for dy in (0, -LABEL_GAP, LABEL_GAP) for dx in (9, -20, -5)]
-        free = [at for at in choices[:2] + choices[3:] if _is_free(at, others)]
+        free = [position for position in choices[:2] + choices[3:] if _is_free(position, occupied)]
         placed.append(free[0] if free else choices[0])
     return placed
 
 
-def _is_free(at: tuple[float, float], others: Sequence[tuple[float, float]]) -> bool:
-    return all(abs(at[0] - x) >= LABEL_WIDTH or abs(at[1] - y) >= LABEL_GAP - 2 for x, y in others)
+def _is_free(position: tuple[float, float], occupied: Sequence[tuple[float, float]]) -> bool:
+    return all(
+        abs(position[0] - x) >= LABEL_WIDTH or abs(position[1] - y) >= LABEL_GAP - 2
+        for x, y in occupied
+    )

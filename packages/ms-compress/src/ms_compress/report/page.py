@@ -1,4 +1,4 @@
-"""The page of a report: tiles, notes, charts and a table, in one file that needs no network."""
+"""HTML page of a report: tiles, notes, charts and a table in one file that works offline."""
 
 from html import escape
 from importlib import resources
@@ -8,7 +8,7 @@ from ms_compress.report.chart import Bar, Point, bars, scatter
 from ms_compress.report.results import Report, Result
 from ms_compress.report.table import HEADINGS, TEXTS, cells
 
-COLOURS = 5
+COLORS = 5
 
 
 def render(report: Report) -> str:
@@ -30,102 +30,102 @@ def _subtitle(report: Report) -> str:
     return (
         f"<p>Perplexity over {report.held_out_tokens:,} held-out tokens in sequences of"
         f" {report.sequence_length}, computed by each runtime. Speeds: one row,"
-        f" {report.prefill_tokens} tokens of prefill, then {report.decode_tokens} one by one;"
-        f" tokens over the median time of {report.rounds} alternating rounds on {threads}."
-        f" Ratios are these speeds over those of {escape(report.baseline.model)} in"
+        f" {report.prefill_tokens} tokens of prefill, then {report.decode_tokens} decoded tokens;"
+        f" tokens divided by the median time of {report.rounds} alternating rounds on {threads}."
+        f" Ratios are relative to {escape(report.baseline.model)} in"
         f" {escape(report.baseline.runtime)}.</p>"
     )
 
 
 def _tiles(report: Report) -> str:
-    base, rest = report.baseline, report.results[1:]
+    base, compressed = report.baseline, report.results[1:]
     tiles = [(figure(base.perplexity), f"perplexity of {base.model}")]
-    if rest:
-        best = min(rest, key=lambda one: one.perplexity)
-        small = min(rest, key=lambda one: one.size_bytes)
-        fast = max(rest, key=lambda one: one.decode_ratio)
+    if compressed:
+        best = min(compressed, key=lambda result: result.perplexity)
+        small = min(compressed, key=lambda result: result.size_bytes)
+        fast = max(compressed, key=lambda result: result.decode_ratio)
         tiles += [
             (figure(best.perplexity), f"best compressed perplexity: {best.model}"),
             (
                 f"{figure(base.size_bytes / small.size_bytes, 2)}x",
-                f"smaller at most: {small.model}",
+                f"smaller at best: {small.model}",
             ),
             (
                 f"{ratio(fast.decode_ratio)}x",
-                f"the baseline's decode speed at most: {fast.model} in {fast.runtime}",
+                f"the baseline's decode speed at best: {fast.model} in {fast.runtime}",
             ),
         ]
     inner = "".join(
-        f'<div class="tile"><b>{escape(value)}</b><span>{escape(what)}</span></div>'
-        for value, what in tiles
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(caption)}</span></div>'
+        for value, caption in tiles
     )
     return f'<div class="tiles">{inner}</div>'
 
 
 def _runtimes(report: Report) -> list[str]:
-    """Return the runtimes in the order in which they first come."""
-    return list(dict.fromkeys(one.runtime for one in report.results))
+    """Return the runtimes in order of first appearance."""
+    return list(dict.fromkeys(result.runtime for result in report.results))
 
 
 def _legend(report: Report) -> str:
     inner = "".join(
-        f'<span><i class="r{i % COLOURS}"></i>{escape(name)}</span>'
+        f'<span><i class="r{i % COLORS}"></i>{escape(name)}</span>'
         for i, name in enumerate(_runtimes(report))
     )
     return f'<p class="legend">{inner}</p>'
 
 
 def _charts(report: Report) -> str:
-    groups = {name: i % COLOURS for i, name in enumerate(_runtimes(report))}
+    groups = {name: i % COLORS for i, name in enumerate(_runtimes(report))}
     base = report.baseline
 
     def chart(title: str, field: str, digits: int, reference: float) -> str:
         rows = [
             Bar(
                 label=f"{i}  {name}",
-                value=getattr(one, field),
-                text=figure(getattr(one, field), digits),
-                group=groups[one.runtime],
+                value=getattr(result, field),
+                text=figure(getattr(result, field), digits),
+                group=groups[result.runtime],
             )
-            for i, (one, name) in enumerate(zip(report.results, report.names(), strict=True))
+            for i, (result, name) in enumerate(zip(report.results, report.names(), strict=True))
         ]
         return bars(title, rows, reference=reference)
 
     points = [
         Point(
-            x=one.size_bytes / 1e6,
-            y=one.perplexity,
+            x=result.size_bytes / 1e6,
+            y=result.perplexity,
             label=str(i),
-            tip=f"{name}: {figure(one.perplexity, 6)}",
-            group=groups[one.runtime],
+            tip=f"{name}: {figure(result.perplexity, 6)}",
+            group=groups[result.runtime],
         )
-        for i, (one, name) in enumerate(zip(report.results, report.names(), strict=True))
+        for i, (result, name) in enumerate(zip(report.results, report.names(), strict=True))
     ]
     return (
         scatter("Perplexity and size", points, x_name="megabytes on disk", y_name="perplexity")
         + chart("Perplexity, lower is better", "perplexity", 6, base.perplexity)
         + chart("Decode, tokens/s", "decode_tokens_per_s", 4, base.decode_tokens_per_s)
         + chart("Prefill, tokens/s", "prefill_tokens_per_s", 4, base.prefill_tokens_per_s)
-        + chart("Bits a weight", "bits_a_weight", 4, base.bits_a_weight)
+        + chart("Bits per weight", "bits_a_weight", 4, base.bits_a_weight)
     )
 
 
 def _table(report: Report) -> str:
     head = "".join(f'<th class="{_kind(i)}">{escape(text)}</th>' for i, text in enumerate(HEADINGS))
-    rows = "".join(_row(i, one) for i, one in enumerate(report.results))
+    rows = "".join(_row(i, result) for i, result in enumerate(report.results))
     return (
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
         "</div>"
     )
 
 
-def _row(number: int, one: Result) -> str:
-    slow = {f"{name} x" for name in one.slower} if number else set()
+def _row(number: int, result: Result) -> str:
+    slow = {f"{name} x" for name in result.slower} if number else set()
     return (
         "<tr>"
         + "".join(
             f'<td class="{_kind(i)}{" slow" if heading in slow else ""}">{escape(text)}</td>'
-            for i, (heading, text) in enumerate(zip(HEADINGS, cells(number, one), strict=True))
+            for i, (heading, text) in enumerate(zip(HEADINGS, cells(number, result), strict=True))
         )
         + "</tr>"
     )

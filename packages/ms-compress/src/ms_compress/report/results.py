@@ -1,4 +1,4 @@
-"""The results of an evaluation: one for each folder in its runtime."""
+"""Results of an evaluation: one per folder and runtime."""
 
 import math
 from collections import Counter
@@ -9,29 +9,29 @@ from ms_compress.figures import ratio
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One exported folder, as its runtime computes it."""
+    """Result of one exported folder in its runtime."""
 
     model: str
-    """How it was made, such as `QAT int4`."""
+    """Name of the method, such as `QAT int4`."""
     runtime: str
     folder: str = ""
-    """Where it lies."""
+    """Path of the folder."""
     scheme: str
-    """The scheme, such as `4-bit g32`; `float32` for a plain model."""
+    """Storage format, such as `4-bit g32`; `float32` for a plain model."""
     perplexity: float
-    """exp of the mean loss of a held-out token, as the runtime computes it."""
+    """exp of the mean loss per held-out token, computed by the runtime."""
     size_bytes: int
-    """Bytes of the files that hold weights."""
+    """Total size of the weight files."""
     bits_a_weight: float
-    """All those bytes, in bits, over the number of the model's weights."""
+    """Total size in bits divided by the number of weights."""
     prefill_tokens_per_s: float
-    """Prompt tokens over the median prefill time of all rounds, one row."""
+    """Prompt tokens divided by the median prefill time over all rounds, for one row."""
     decode_tokens_per_s: float
-    """Generated tokens over the median time of all rounds, one row, one token after another."""
+    """Decoded tokens divided by the median decode time over all rounds, for one row."""
     prefill_ratio: float
-    """`prefill_tokens_per_s` over the baseline's; above 1 is faster."""
+    """`prefill_tokens_per_s` divided by the baseline's; above 1 is faster."""
     decode_ratio: float
-    """`decode_tokens_per_s` over the baseline's."""
+    """`decode_tokens_per_s` divided by the baseline's."""
 
     def __post_init__(self) -> None:
         for name in ("perplexity", "bits_a_weight", "prefill_ratio", "decode_ratio"):
@@ -40,13 +40,16 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def slower(self) -> tuple[str, ...]:
-        """What is slower than the baseline: `prefill`, `decode`, both or nothing."""
+        """Speeds below the baseline's: `prefill`, `decode`, both or neither."""
         ratios = {"prefill": self.prefill_ratio, "decode": self.decode_ratio}
         return tuple(name for name, value in ratios.items() if value < 1)
 
 
-def _of(one: Result, name: str, alike: Counter[tuple[str, str]]) -> str:
-    return name if alike[one.model, one.runtime] > 1 else f"{one.model} in {one.runtime}"
+def _short_name(result: Result, name: str, counts: Counter[tuple[str, str]]) -> str:
+    """Return "model in runtime" if that is unique, else the full name."""
+    return (
+        name if counts[result.model, result.runtime] > 1 else f"{result.model} in {result.runtime}"
+    )
 
 
 class Report(
@@ -56,11 +59,11 @@ class Report(
     forbid_unknown_fields=True,
     tag="ms-compress-report-1",
 ):
-    """All results of one evaluation, the baseline's first."""
+    """All results of an evaluation, the baseline's first."""
 
     title: str
     held_out_tokens: int
-    """Tokens that the perplexity is taken over."""
+    """Number of tokens in the perplexity."""
     sequence_length: int
     prefill_tokens: int
     decode_tokens: int
@@ -74,35 +77,37 @@ class Report(
 
     @property
     def baseline(self) -> Result:
-        """What speeds and perplexities are compared with."""
+        """The result that others are compared with."""
         return self.results[0]
 
     def names(self) -> list[str]:
-        """Return a name for each result that no other has.
+        """Return a unique name for each result.
 
-        That is how it was made, where it runs, and as needed its scheme, its folder and its place
-        in the list.
+        A name has the model and runtime, and if needed the scheme, the folder and the index.
         """
-        found = [f"{one.model} · {one.runtime}" for one in self.results]
-        for more in ("scheme", "folder"):
-            alike = Counter(found)
-            found = [
-                f"{name} · {getattr(one, more)}" if alike[name] > 1 else name
-                for name, one in zip(found, self.results, strict=True)
+        names = [f"{result.model} · {result.runtime}" for result in self.results]
+        for attribute in ("scheme", "folder"):
+            counts = Counter(names)
+            names = [
+                f"{name} · {getattr(result, attribute)}" if counts[name] > 1 else name
+                for name, result in zip(names, self.results, strict=True)
             ]
-        alike = Counter(found)
-        return [f"{name} · {i}" if alike[name] > 1 else name for i, name in enumerate(found)]
+        counts = Counter(names)
+        return [f"{name} · {i}" if counts[name] > 1 else name for i, name in enumerate(names)]
 
     def warnings(self) -> list[str]:
         """Return one line for each result that is slower than the baseline."""
         base = self.baseline
         lines = []
-        names = Counter((one.model, one.runtime) for one in self.results)
-        for one, name in zip(self.results[1:], self.names()[1:], strict=True):
-            if one.slower:
-                parts = [f"{name} {ratio(getattr(one, name + '_ratio'))}x" for name in one.slower]
+        counts = Counter((result.model, result.runtime) for result in self.results)
+        for result, name in zip(self.results[1:], self.names()[1:], strict=True):
+            if result.slower:
+                parts = [
+                    f"{speed} {ratio(getattr(result, speed + '_ratio'))}x"
+                    for speed in result.slower
+                ]
                 lines.append(
-                    f"{_of(one, name, names)} is slower than {base.model} in {base.runtime}:"
-                    f" {' and '.join(parts)} its speed"
+                    f"{_short_name(result, name, counts)} is slower than {base.model} in"
+                    f" {base.runtime}: {' and '.join(parts)} its speed"
                 )
         return lines

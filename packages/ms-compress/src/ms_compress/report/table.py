@@ -1,4 +1,4 @@
-"""The report as a table of plain text."""
+"""Render a report as a text table."""
 
 from ms_compress.figures import figure, ratio
 from ms_compress.report.results import Report, Result
@@ -10,27 +10,27 @@ HEADINGS = (
     "scheme",
     "perplexity",
     "MB",
-    "bits a weight",
+    "bits per weight",
     "prefill tokens/s",
     "decode tokens/s",
     "prefill x",
     "decode x",
 )
 NOTE = (
-    "speeds: tokens over the median time of {rounds} rounds, one row; prefill x and decode x: a"
-    " model's speed over the baseline's, from the same two columns"
+    "speeds: tokens divided by the median time of {rounds} rounds, one row; prefill x and decode x:"
+    " the model's speed divided by the baseline's"
 )
-TEXTS = 4
-"""So many columns hold words, or numbers that name a row."""
+TEXT_COLUMNS = 4
+"""Number of leading columns with text, or with numbers that identify a row."""
 
 
 def table(report: Report) -> str:
-    """Return the table as text; below it stands what is slower than the baseline."""
-    rows = [HEADINGS, *(cells(i, one) for i, one in enumerate(report.results))]
+    """Return the table as text, followed by a note for each result slower than the baseline."""
+    rows = [HEADINGS, *(cells(i, result) for i, result in enumerate(report.results))]
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
     lines = [
         "  ".join(
-            cell.ljust(width) if 0 < i < TEXTS else cell.rjust(width)
+            cell.ljust(width) if 0 < i < TEXT_COLUMNS else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
@@ -40,18 +40,18 @@ def table(report: Report) -> str:
     return "\n".join([*lines, "", NOTE.format(rounds=report.rounds), *notes]) + "\n"
 
 
-def cells(number: int, one: Result) -> tuple[str, ...]:
-    """Return one result's row, a text for each heading."""
+def cells(number: int, result: Result) -> tuple[str, ...]:
+    """Return the row of a result, one text per heading."""
     return (
         str(number),
-        one.model,
-        one.runtime,
-        one.scheme,
-        figure(one.perplexity, 6),
-        figure(one.size_bytes / 1e6),
-        figure(one.bits_a_weight),
-        figure(one.prefill_tokens_per_s),
-        figure(one.decode_tokens_per_s),
-        ratio(one.prefill_ratio),
-        ratio(one.decode_ratio),
+        result.model,
+        result.runtime,
+        result.scheme,
+        figure(result.perplexity, 6),
+        figure(result.size_bytes / 1e6),
+        figure(result.bits_a_weight),
+        figure(result.prefill_tokens_per_s),
+        figure(result.decode_tokens_per_s),
+        ratio(result.prefill_ratio),
+        ratio(result.decode_ratio),
     )

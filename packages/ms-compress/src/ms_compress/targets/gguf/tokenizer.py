@@ -72,7 +72,7 @@ def add_placeholders(writer: Any, gguf: Any, ends: TextEnds, vocabulary: int) ->
     """
     if not ends.ends:
         logger.warning(
-            "the model's end-of-text token is unknown; llama.cpp needs one, so the last, %d, is used",
+            "the model's end-of-text token is unknown; llama.cpp needs one, so token %d is used",
             vocabulary - 1,
         )
         ends = TextEnds(begin=ends.begin, ends=(vocabulary - 1,), pad=ends.pad)
