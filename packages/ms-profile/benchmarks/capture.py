@@ -224,7 +224,9 @@ def main() -> None:
         # Hooks and what is collected now and then, as told from modules that compute nothing.
         step = found[kind]
         step["recorder_own_us"] = own_us * step["spans_a_step"] / found["spans_of_32_blocks"]
-        every_s = min(max(2.0, INVERSE_TIME_BUDGET * found["collecting_us"] / 1e6), 2.0 * MAX_STRETCH)
+        every_s = min(
+            max(2.0, INVERSE_TIME_BUDGET * found["collecting_us"] / 1e6), 2.0 * MAX_STRETCH
+        )
         step["recorder_own_us"] += found["collecting_us"] * step["step_ms"] / 1e3 / every_s
         step["recorder_own_percent"] = step["recorder_own_us"] / step["step_ms"] / 10
     print(json.dumps(found, indent=2))

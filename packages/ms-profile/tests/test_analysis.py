@@ -9,7 +9,7 @@ import pytest
 from attrs import evolve
 
 from ms_profile.analysis.collectives import MatchedCollective
-from ms_profile.analysis.ledger import find_suspect, build_ledger
+from ms_profile.analysis.ledger import build_ledger, find_suspect
 from ms_profile.analysis.memory import memory_growth, memory_timeline
 from ms_profile.analysis.transfers import diagnose, fit_transfers
 from ms_profile.analysis.whole_run import Analysis, analyse, analyse_traces

@@ -69,8 +69,14 @@ def test_logs_are_exported_to_tensorboard(folder: Path, capsys: pytest.CaptureFi
         (["logs", ".", "--rank", "one"], "--rank"),
         (["link"], "--nproc-per-node"),
         (["link", "--nproc-per-node", "1"], "must be at least 2"),
-        (["link", "--nproc-per-node", "2", "--repeats", "0"], "--repeats must be at least 1, got 0"),
-        (["compare", "a", "b", "--least-change", "-1"], "--least-change must be a share from 0 to 1, got -1"),
+        (
+            ["link", "--nproc-per-node", "2", "--repeats", "0"],
+            "--repeats must be at least 1, got 0",
+        ),
+        (
+            ["compare", "a", "b", "--least-change", "-1"],
+            "--least-change must be a share from 0 to 1, got -1",
+        ),
     ],
 )
 def test_bad_input_is_exit_code_2_or_1_in_one_line(

@@ -116,8 +116,7 @@ def read_tokens(
             filled = max(1, len(flat) // length)
             if filled < count:
                 logger.warning(
-                    "%s: the conversations fill only %d rows of %d tokens, fewer than rows=%d; using"
-                    " %d rows",
+                    "%s: the conversations fill %d rows of %d tokens, fewer than rows=%d; using %d",
                     *(dataset, filled, length, count, filled),
                 )
             count = min(count, filled)

@@ -1,7 +1,7 @@
-"""Files whose every byte is covered by a digest, which is checked before any of it is used.
+"""Files with a digest over every byte, which is checked before any of it is used.
 
-The first line is the BLAKE2b of all that follows; the second a header, one line of JSON; the rest
-is the payload. Whatever bit is changed, cut off or added, the file is known to be damaged.
+The first line is the BLAKE2b hash of everything after it, the second a header of one line of JSON,
+and the rest is the payload. Any changed, missing or additional bit is detected.
 """
 
 import hashlib
@@ -18,26 +18,26 @@ from ms_compress.files.untrusted import open_file
 DIGEST_CHARACTERS = 128
 CHUNK_BYTES = 2**20
 HEADER_BYTES = 2**26
-"""What a header is never longer than."""
+"""Maximum length of a header."""
 
 
 def write_sealed(path: Path, header: bytes, write: Callable[[BinaryIO], object]) -> None:
-    """Let `write` write the payload of a sealed file, which appears whole or not at all.
+    """Write a sealed file, which appears complete or not at all.
 
     Args:
-        path: of the file; what is there is replaced.
-        header: one line, without its end.
-        write: is given the file, and writes without going back.
+        path: path of the file; an existing file is replaced.
+        header: one line, without a line end.
+        write: called with the file to write the payload sequentially.
 
     Raises:
-        ExportError: the disk refuses.
+        ExportError: the file cannot be written.
     """
 
     def write_all(file: BinaryIO) -> None:
         file.write(b"0" * DIGEST_CHARACTERS + b"\n")
         hashing = _Hashing(file)
         hashing.write(header + b"\n")
-        write(hashing)  # type: ignore[arg-type]  # it only writes
+        write(hashing)  # type: ignore[arg-type]  # only its write method is used
         file.seek(0)
         file.write(hashing.hash.hexdigest().encode())
 
@@ -46,29 +46,28 @@ def write_sealed(path: Path, header: bytes, write: Callable[[BinaryIO], object])
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[bytes, BinaryIO]]:
-    """Open a sealed file whose digest is right; return its header, and the file at its payload.
+    """Open a sealed file after checking its digest; yields the header, and the file at its payload.
 
     Raises:
-        ConfigError: it is damaged, or cannot be read.
+        ConfigError: the file is damaged, or cannot be read.
     """
     try:
         file = BufferedReader(open_file(path, error=ConfigError))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     with file:
-        said = file.read(DIGEST_CHARACTERS + 1)
-        if said != _digest(file) + b"\n":
+        digest_line = file.read(DIGEST_CHARACTERS + 1)
+        if digest_line != _digest(file) + b"\n":
             raise ConfigError(
-                f"{path} is damaged: its bytes are not those that were written; remove it to begin"
-                " anew"
+                f"{path} is damaged: its contents do not match its digest; remove it to restart"
             )
-        file.seek(len(said))
+        file.seek(len(digest_line))
         header = file.readline(HEADER_BYTES)
         yield header.removesuffix(b"\n"), file
 
 
 class _Hashing:
-    """A writer that hashes what it passes on."""
+    """A writer that hashes the data it passes on."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -83,8 +82,8 @@ class _Hashing:
 
 
 def _digest(file: BinaryIO) -> bytes:
-    """Return the digest of the rest of a file, in hexadecimal."""
-    whole = hashlib.blake2b()
+    """Return the hex digest of the rest of a file."""
+    digest = hashlib.blake2b()
     while chunk := file.read(CHUNK_BYTES):
-        whole.update(chunk)
-    return whole.hexdigest().encode()
+        digest.update(chunk)
+    return digest.hexdigest().encode()

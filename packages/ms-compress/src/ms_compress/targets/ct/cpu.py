@@ -1,4 +1,4 @@
-"""Which CPUs serve 8-bit inputs of compressed-tensors right in vLLM."""
+"""Detect CPUs on which vLLM computes 8-bit inputs of compressed-tensors incorrectly."""
 
 import logging
 import platform
@@ -12,9 +12,9 @@ VNNI = {"avx512_vnni", "avx_vnni"}
 
 
 def lacks_vnni() -> bool:
-    """Return whether this machine has an x86 CPU without VNNI; False where that is unknown.
+    """Return whether this machine has an x86 CPU without VNNI; False if unknown.
 
-    Without it, int8 products are summed in pairs in 16 bits, which saturate.
+    Without VNNI, pairs of int8 products are summed in 16 bits, which saturate.
     """
     if platform.machine() != "x86_64":
         return False
@@ -28,9 +28,9 @@ def lacks_vnni() -> bool:
 
 @cache
 def warn_without_vnni() -> None:
-    """Warn once where vLLM would compute folders with 8-bit inputs wrongly on this CPU."""
+    """Warn once if vLLM would compute folders with 8-bit inputs incorrectly on this CPU."""
     if lacks_vnni():
         logger.warning(
-            "vLLM computes 8-bit inputs wrongly on CPUs without AVX512-VNNI or AVX-VNNI, such as"
-            " this one; serve the folder with transformers here, or on another CPU or a GPU"
+            "vLLM computes 8-bit inputs incorrectly on CPUs without AVX512-VNNI or AVX-VNNI, such"
+            " as this one; serve the folder with transformers, or on another CPU or a GPU"
         )

@@ -1,4 +1,4 @@
-"""Reading folders of compressed-tensors by its own library: tensors, and what the folder says."""
+"""Read the tensors and properties of compressed-tensors folders with their own library."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,13 +23,13 @@ LIBRARY = "the compressed-tensors library"
 
 
 def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
-    """Return what reads the tensors of a folder."""
+    """Return a reader of a folder's tensors."""
     from compressed_tensors.compressors import unpack_from_int32
     from compressed_tensors.quantization import QuantizationConfig, dequantize
 
     with library_errors(folder / "config.json", LIBRARY):
-        said = QuantizationConfig.model_validate(quantization(folder))
-        (group,) = said.config_groups.values()
+        config = QuantizationConfig.model_validate(quantization(folder))
+        (group,) = config.config_groups.values()
 
     def read(name: str) -> Tensor:
         module = name.removesuffix(".weight")
@@ -37,8 +37,8 @@ def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
         with _errors(folder / FILE), safe_open(folder / FILE, framework="pt") as file:
             names = set(file.keys())
             if llama4_experts.is_fused(name, document):
-                stored = llama4_experts.stored_names(name, document["num_local_experts"])
-                return llama4_experts.join(name, [_get(file, each) for each in stored]).float()
+                expert_names = llama4_experts.stored_names(name, document["num_local_experts"])
+                return llama4_experts.join(name, [_get(file, key) for key in expert_names]).float()
             if f"{module}.weight_scale" not in names:
                 return _get(file, name).float()
             if f"{module}.weight_packed" in names:
@@ -56,37 +56,37 @@ def reader(folder: Path, document: Mapping[str, Any]) -> Reader:
 
 @contextmanager
 def _errors(path: Path) -> Iterator[None]:
-    """Turn errors of the libraries into one line, but let a missing tensor be a KeyError."""
-    missing = None
+    """Convert errors of the libraries to one line, but let a missing tensor raise KeyError."""
+    key_error = None
     with library_errors(path, LIBRARY):
         try:
             yield
         except KeyError as error:
-            missing = error
-    if missing is not None:
-        raise missing
+            key_error = error
+    if key_error is not None:
+        raise key_error
 
 
 def _get(file: Any, name: str) -> Tensor:
-    if name not in file.keys():  # noqa: SIM118 - the file is no dict
+    if name not in file.keys():  # noqa: SIM118 - not a dict
         raise KeyError(name)
     tensor: Tensor = file.get_tensor(name)
     return tensor
 
 
 def contents(folder: Path) -> Contents:
-    """Read what a folder says of its model, by the first group of its quantization_config.
+    """Read the properties of a folder's model; the scheme is that of the first config group.
 
     Raises:
-        ExportError: a file cannot be read, or the group does not say how weights are held.
+        ExportError: a file cannot be read, or the group lacks num_bits or group_size.
     """
-    said = quantization(folder) or {}
+    settings = quantization(folder) or {}
     try:
-        weights = next(iter(said["config_groups"].values()))["weights"]
+        weights = next(iter(settings["config_groups"].values()))["weights"]
         bits, group = weights["num_bits"], weights["group_size"]
     except (AttributeError, KeyError, StopIteration, TypeError) as error:
         raise ExportError(
-            f"{folder}/config.json: its quantization_config does not say the weights' num_bits and"
+            f"{folder}/config.json: its quantization_config lacks the weights' num_bits or"
             " group_size; export it again"
         ) from error
     scheme = f"{bits}-bit {f'g{group}' if group else 'rows'}"

@@ -130,10 +130,10 @@ def _check_loaded(folder: Path, loading_info: Mapping[str, Any], strict: bool) -
             raise ExportError(f"{folder}: {names[0]}{others} {problem}; export it again")
 
 
-def _rounds_inputs(said: Mapping[str, Any] | None) -> bool:
-    groups = (said or {}).get("config_groups")
+def _rounds_inputs(settings: Mapping[str, Any] | None) -> bool:
+    groups = (settings or {}).get("config_groups")
     values = groups.values() if isinstance(groups, Mapping) else ()
-    return any(isinstance(each, Mapping) and each.get("input_activations") for each in values)
+    return any(isinstance(group, Mapping) and group.get("input_activations") for group in values)
 
 
 def _dtype(folder: Path) -> torch.dtype:
