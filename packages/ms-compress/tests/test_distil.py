@@ -133,7 +133,7 @@ def test_what_one_model_alone_leaves_out_costs_nothing_or_everything(kind: Diver
 
 def test_other_vocabularies_are_refused() -> None:
     """With both sizes."""
-    with pytest.raises(ConfigError, match=r"student's logits are \(1, 5\), teacher's \(1, 6\)"):
+    with pytest.raises(ConfigError, match=r"must have one shape, got \(1, 5\) and \(1, 6\)"):
         distillation_loss(torch.zeros(1, 5), torch.zeros(1, 6))
 
 

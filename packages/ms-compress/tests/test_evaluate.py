@@ -66,7 +66,7 @@ def test_a_model_that_knows_nothing_is_as_perplexed_as_its_vocabulary_is_large()
     text = {name: torch.randint(0, 50, (3, 9)) for name in ("tokens", "targets")}
     assert math.isclose(perplexity(Even(), text), 50.0, rel_tol=1e-5)
     text["tokens"][0, 0] = 50
-    with pytest.raises(DataError, match="has token 50, and the model in even a vocabulary of 50"):
+    with pytest.raises(DataError, match="has token 50, but the model in even a vocabulary of 50"):
         perplexity(Even(), text)
 
 
@@ -194,10 +194,10 @@ def test_bad_input_is_one_line(
         return text
 
     assert "did you mean 'rounds'" in lines(round=3)
-    assert "no model is in it" in lines(models={"x": f"{tmp_path}/nothing"})
-    assert "is a ct model; give a plain one" in lines(baseline=f"{work}/ct")
-    assert "no shards are in it" in lines(dataset=str(tmp_path))
-    assert "give folders" in lines(models={"x": 3})
+    assert "has no model" in lines(models={"x": f"{tmp_path}/nothing"})
+    assert "must be a plain model, got the ct model" in lines(baseline=f"{work}/ct")
+    assert "has no shards" in lines(dataset=str(tmp_path))
+    assert "must be a folder or a list of folders" in lines(models={"x": 3})
     assert "'out' is called 'output_dir' now" in lines(out="r")
     assert "'data' is called 'dataset' now" in lines(data="shards")
     assert not (tmp_path / "r").exists()
@@ -306,7 +306,7 @@ def test_facts_that_contradict_themselves_are_refused() -> None:
 
 def test_an_evaluation_needs_folders_by_name() -> None:
     """A list of folders has no names for the report."""
-    with pytest.raises(ConfigError, match="give a table of folders by name"):
+    with pytest.raises(ConfigError, match="must be a table of folders by name"):
         Evaluation(baseline="a", models=["b"], dataset="c")  # type: ignore[arg-type]
     with pytest.raises(DataError, match="no shards"):
         evaluate(Evaluation(baseline="a", models={}, dataset="c"))

@@ -92,8 +92,8 @@ def test_killed_after_its_export_a_run_leaves_no_state_for_ever(
     capsys.readouterr()
     assert run("qat", run_file, "tuning.seed=1") == 2
     error = capsys.readouterr().err
-    assert "is of a run of 'ms-compress qat', begun " in error
-    assert "which is finished, with other settings: tuning.seed is 1, was 0; remove it" in error
+    assert "belongs to a run of 'ms-compress qat', started " in error
+    assert "and finished with other settings: tuning.seed is 1, was 0; remove it" in error
     assert state.is_file()
     assert run("qat", run_file) == 0
     assert "this run is finished" in capsys.readouterr().out
@@ -202,12 +202,12 @@ MISSING = {"onnx": "ONNX files", "gguf": "GGUF files", "compressed_tensors": "ve
     [
         (["tokenizer=nowhere.json"], "there is no such tokenizer"),
         (["tokenizer=model/config.json"], "model/config.json: it holds no tokenizer"),
-        (["scheme=gguf.q4_0", "tokenizer=strange.json"], "only byte-level BPE is known"),
-        (["scheme=gguf.q4_0", "model=window"], "sliding_window is 16, which llama.cpp"),
+        (["scheme=gguf.q4_0", "tokenizer=strange.json"], "must be byte-level BPE"),
+        (["scheme=gguf.q4_0", "model=window"], "sliding_window must be null, as llama.cpp"),
         (["scheme=ort.matmulnbits"], "ONNX files need the onnx library"),
         (["scheme=gguf.q4_0"], "GGUF files need the gguf library"),
         (["verify=true"], "verify needs compressed_tensors: pip install 'ms-compress[ct]'"),
-        (["teacher=narrow"], "teacher has a vocabulary of 100, and the model one of 192"),
+        (["teacher=narrow"], "teacher must have the model's vocabulary of 192, got 100"),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_step(

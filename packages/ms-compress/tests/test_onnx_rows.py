@@ -86,7 +86,7 @@ def test_the_file_says_how_rows_are_filled_up(tmp_path: Path) -> None:
         for folder in (whole, slides)
     ]
     assert "on the left or on the right" in said[0]["padding"]
-    assert "filled on the right is not to be continued" in said[1]["padding"]
+    assert "padded on the right cannot be continued" in said[1]["padding"]
 
 
 @pytest.mark.parametrize("width", [4, 8, 24])
@@ -97,7 +97,7 @@ def test_heads_that_onnxruntime_does_not_take_are_refused_before(
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": width}
     model = Decoder(attrs.evolve(decoder().config, **sizes))
     initialise(model, 0)
-    with pytest.raises(ExportError, match=f"head_dim is {width}, and onnxruntime's"):
+    with pytest.raises(ExportError, match=f"for onnxruntime's GroupQueryAttention, got {width}"):
         export(qat(model, "ort.matmulnbits"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -94,7 +94,7 @@ def test_files_from_shards_are_those_of_one_process(
     """Byte for byte, under every layout that takes the scheme; Phi-3's folder fuses matrices."""
     expected = export_same_weights({}, scheme, str(tmp_path / "one"), family)
     layouts = [{"data": 2, "pipeline": 2}]
-    if scheme != "ct.w8a8":  # one scale a row, so rows may not be split
+    if scheme != "ct.w8a8":  # one scale per row, so rows may not be split
         layouts.append({"data": 2, "tensor": 2})
     for number, layout in enumerate(layouts):
         runs = run_processes(
@@ -155,16 +155,16 @@ def test_orders_of_wrapping_are_right_or_refused() -> None:
         fine += ["learned, shard", "learned, replicate", "replicate, qat"]
         assert {found[name] for name in fine} == {"equal"}
         assert "split the model first, then prepare it" in found["learned, split"]
-        assert "prepare first, then shard" in found["shard, learned"]
+        assert "prepare the model first, then shard it" in found["shard, learned"]
         for order in ("split, wide", "wide, split"):
-            assert "rows of 64 split over 2 processes cut groups of 64" in found[order]
-        assert "one scale a row" in found["split, whole rows"]
+            assert "rows of 64 split over 2 processes cuts groups of 64" in found[order]
+        assert "one scale per row" in found["split, whole rows"]
         for order in ("shard, prune", "shard, mask", "shard, zeros"):
-            assert "prune it before it is sharded" in found[order]
+            assert "prune it before sharding it" in found[order]
         assert "prepare the model first, then wrap it" in found["replicate, learned"]
         for order in ("two axes, qat", "qat, two axes"):
-            assert "split over 2 axes of processes; split linear layers over one" in found[order]
-        assert "prune the model before it is split" in found["split, zeros"]
+            assert "split over 2 mesh axes; split linear layers over one" in found[order]
+        assert "prune the model before splitting it" in found["split, zeros"]
 
 
 @pytest.mark.parametrize(("data", "tensor"), [(2, 1), (1, 2), (2, 2)])

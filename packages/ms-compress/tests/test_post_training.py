@@ -307,7 +307,7 @@ def test_patterns_refuse_what_they_cannot_do() -> None:
     """With what fits, and before anything is masked."""
     layers = nn.Sequential(nn.Linear(8, 4), nn.Linear(6, 4))
     with pytest.raises(
-        LayerError, match="1: 2:4 needs rows of a multiple of 4, and these are of 6"
+        LayerError, match="1: 2:4 needs rows whose length is a multiple of 4, got 6"
     ):
         prune(layers, "2:4")
     assert masks(layers) == {}

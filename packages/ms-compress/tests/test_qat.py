@@ -150,7 +150,7 @@ def test_what_cannot_be_prepared_is_named_and_nothing_is_changed() -> None:
         qat(nn.Sequential(nn.Linear(32, 32), Strange()), "ct.int4_g32")
     with pytest.raises(LayerError, match="cannot store a quantized embedding"):
         qat(decoder(), "ct.int4_g32", embeddings=True, head=True)
-    with pytest.raises(LayerError, match="set embeddings and head alike"):
+    with pytest.raises(LayerError, match="set embeddings and head to the same value"):
         qat(decoder(), "gguf.q4_0", head=True)
     twice = qat(decoder(), "gguf.q4_0")
     with pytest.raises(LayerError, match=r"already prepared for gguf\.q4_0"):

@@ -94,7 +94,7 @@ def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"out\.training is damaged"):
         train(prepared(), kept)
     write_sealed(kept, b'{"format": "ms-compress-training/1"}', lambda file: None)
-    with pytest.raises(ConfigError, match=r"holds no training of this version"):
+    with pytest.raises(ConfigError, match=r"is not a training checkpoint of this version"):
         train(prepared(), kept)
 
 

@@ -138,7 +138,7 @@ def test_a_model_without_a_tokenizer_is_refused_for_llama_cpp(
     for name in ("config.json", "model.safetensors"):
         (bare / name).write_bytes((taught / name).read_bytes())
     assert command(bare, tmp_path / "out", "export", "scheme=gguf.q4_0") == 2
-    assert "has no tokenizer.json, and llama.cpp reads no text" in capsys.readouterr().err
+    assert "has no tokenizer.json, which llama.cpp needs to read text" in capsys.readouterr().err
     assert command(bare, tmp_path / "out", "export", "scheme=ct.int4_g32") == 0
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {
         "eos_token_id": 0,
@@ -155,7 +155,7 @@ def test_a_gguf_file_without_a_tokenizer_has_tokens_without_texts(
     assert fields["tokenizer.ggml.model"].contents() == "gpt2"
     assert len(fields["tokenizer.ggml.tokens"].contents()) == 192
     assert fields["tokenizer.ggml.eos_token_id"].contents() == 191
-    assert "nothing says which token ends a text" in caplog.text
+    assert "end-of-text token is unknown" in caplog.text
 
 
 def changed(taught: Path, folder: Path, name: str, **values: object) -> Path:
@@ -189,8 +189,16 @@ def test_the_first_place_that_names_an_end_holds(
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("tokenizer.json", {"normalizer": {"type": "Lowercase"}}, "changes text by 'Lowercase'"),
-        ("tokenizer.json", {"pre_tokenizer": {"type": "Whitespace"}}, "no name for how it splits"),
+        (
+            "tokenizer.json",
+            {"normalizer": {"type": "Lowercase"}},
+            "normalizer 'Lowercase' changes text",
+        ),
+        (
+            "tokenizer.json",
+            {"pre_tokenizer": {"type": "Whitespace"}},
+            "no equivalent of its pre-tokenizer",
+        ),
         ("tokenizer.json", {"pre_tokenizer": [1]}, "pre_tokenizer is damaged"),
         ("tokenizer.json", {"added_tokens": [{"id": "a"}]}, "its vocabulary is damaged"),
         *(
@@ -202,9 +210,13 @@ def test_the_first_place_that_names_an_end_holds(
             for flag in ("lstrip", "rstrip", "single_word")
         ),
         ("tokenizer_config.json", {"chat_template": 5}, "chat_template must be a text"),
-        ("generation_config.json", {"eos_token_id": 999}, "which is no token of the model's"),
+        (
+            "generation_config.json",
+            {"eos_token_id": 999},
+            "must be a token of the model's vocabulary",
+        ),
         ("generation_config.json", {"eos_token_id": [1, 2, 3, 4]}, "4 tokens end a text"),
-        ("generation_config.json", {"eos_token_id": "x"}, "give the number of a token"),
+        ("generation_config.json", {"eos_token_id": "x"}, "must be a token id"),
     ],
 )
 def test_what_llama_cpp_cannot_do_is_refused(
@@ -223,7 +235,7 @@ def test_verify_refuses_a_folder_that_does_not_end_its_texts(taught: Path, tmp_p
     folder = export(model, tmp_path / "out", tokenizer=taught, verify=True)
     assert len(verify(model, folder, "ort").generated) > 0
     (folder / "generation_config.json").write_text("{}")
-    with pytest.raises(VerifyError, match="token 0 ends a text, and onnxruntime writes on"):
+    with pytest.raises(VerifyError, match="token 0 ends a text, but onnxruntime does not stop"):
         verify(model, folder, "ort")
 
 
@@ -252,7 +264,7 @@ def test_verify_refuses_a_runtime_that_writes_another_text(
     model = qat(load_model(taught), "ort.matmulnbits")
     folder = export(model, tmp_path / "out", tokenizer=taught)
     monkeypatch.setattr(OnnxRuntime, "generate", lambda self, tokens, most: [9] * most)
-    with pytest.raises(VerifyError, match="onnxruntime wrote token 9 as the text's"):
+    with pytest.raises(VerifyError, match="onnxruntime generated token 9 at position"):
         verify(model, folder, "ort")
 
 
@@ -286,9 +298,9 @@ def test_conversations_that_are_cut_off_or_too_few_are_counted(
     path.write_text(json.dumps(rows))
     found = read_batch(path, count=6, length=40, chat=folder)
     assert len(found["tokens"]) == 6
-    assert "9 conversations, 3 were cut off at sequence_length (40 tokens), and 3" in caplog.text
+    assert "9 conversations, 3 were truncated at sequence_length (40 tokens), and 3" in caplog.text
     caplog.clear()
     read_batch(path, count=9, length=400, chat=folder)
     assert not caplog.text
     assert len(read_tokens(path, count=500, length=40, chat=folder)) < 500
-    assert "rows of 40 tokens, and rows is 500" in caplog.text
+    assert "rows of 40 tokens, fewer than rows=500" in caplog.text

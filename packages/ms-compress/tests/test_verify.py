@@ -182,7 +182,7 @@ def test_inputs_that_transformers_rounds_otherwise_are_refused(
     for layer in model.modules():
         if isinstance(layer, PreparedLinear):
             layer.input_ndim = None  # verification alone must notice
-    with pytest.raises(VerifyError, match=r"shared_expert\S+ otherwise than training"):
+    with pytest.raises(VerifyError, match=r"shared_expert\S+ differently from training"):
         export(model, tmp_path / "out", verify=True)
 
 

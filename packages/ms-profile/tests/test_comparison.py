@@ -93,7 +93,7 @@ def test_a_phase_that_one_run_cannot_show_is_named() -> None:
 def test_too_few_steps_are_refused() -> None:
     """Three steps cannot tell a change from chance: an error says how many there are."""
     short = analyse_traces(simulate_run(ranks=2, steps=3).traces)
-    with pytest.raises(TraceError, match="has 3 named steps"):
+    with pytest.raises(TraceError, match="at least 4 named steps per run, got 3"):
         step_times(short)
 
 

@@ -329,7 +329,7 @@ def test_a_full_disk_loses_events_and_says_so_but_stops_nothing(tmp_path: Path) 
         [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=60
     )
     assert run.returncode == 0, run.stderr
-    assert run.stderr.count("cannot be written") == 1
+    assert run.stderr.count("cannot write events") == 1
     problems: list[str] = []
     kept = list(read_events(tmp_path, on_problem=problems.append))
     assert problems == []

@@ -253,13 +253,13 @@ def test_the_commands_report_and_compare(
     assert json.loads(capsys.readouterr().out)["ranks"][1]["rank"] == 1
     assert main(["report", str(tmp_path / "nothing")]) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert "there is no" in error
+    assert "does not exist" in error
     (tmp_path / "nothing").mkdir()
     assert main(["report", str(tmp_path / "nothing")]) == 2
     assert "has no traces" in capsys.readouterr().err
     pair = [str(traces_folder / "ddp")] * 2
     assert main(["compare", *pair]) == 2
-    assert "has 2 named steps" in capsys.readouterr().err
+    assert "named steps per run, got 2" in capsys.readouterr().err
 
 
 def test_compare_exits_1_on_a_regression_and_0_otherwise(

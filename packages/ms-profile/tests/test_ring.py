@@ -148,4 +148,4 @@ def test_a_ring_that_finds_no_room_says_so(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(tmp_path / "r")], capture_output=True, text=True
     )
     assert run.returncode == 1
-    assert f"{RecordError.__name__}: {tmp_path / 'r'} cannot take" in run.stderr
+    assert f"{RecordError.__name__}: {tmp_path / 'r'} needs" in run.stderr

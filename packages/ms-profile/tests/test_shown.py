@@ -402,10 +402,13 @@ def test_help_and_version_import_no_torch(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["report", "x", "--window", "0"], "--window is 0"),
-        (["report", "x", "--most-events", "0"], "--most-events is 0"),
-        (["logs", "x", "--since", "nan"], "--since is nan"),
-        (["compare", "a", "b", "--most-wait", "nan"], "--most-wait is nan"),
+        (["report", "x", "--window", "0"], "--window must be at least 1, got 0"),
+        (["report", "x", "--most-events", "0"], "--most-events must be at least 1, got 0"),
+        (["logs", "x", "--since", "nan"], "--since must be 0 to 10000000000 seconds, got nan"),
+        (
+            ["compare", "a", "b", "--most-wait", "nan"],
+            "--most-wait must be a share of at least 0, got nan",
+        ),
         (["report", "x", "--most-events", "many"], "invalid int value"),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_trace_cut_anywhere_gives_what_came_before(tmp_path: Path, kineto_text
         (tmp_path / "cut.json").write_bytes(text[:cut])
         trace = read_in_chunks(tmp_path / "cut.json", 2000)
         assert len(trace.warnings) == 1
-        assert "breaks off" in trace.warnings[0]
+        assert "truncated" in trace.warnings[0]
         assert whole <= len(trace) <= 60
         assert set(trace.external.tolist()) == set(range(len(trace)))
         whole = len(trace)
@@ -138,7 +138,7 @@ def test_a_cut_compressed_trace_gives_what_came_before(tmp_path: Path, kineto_te
     (tmp_path / "cut.json.gz").write_bytes(packed[: len(packed) // 2])
     trace = read_in_chunks(tmp_path / "cut.json.gz", 1 << 14)
     assert 1000 < len(trace) < 4000
-    assert any("breaks off" in warning for warning in trace.warnings)
+    assert any("truncated" in warning for warning in trace.warnings)
 
 
 @pytest.mark.parametrize("kept", [0.3, 0.7, 0.999])
@@ -153,7 +153,7 @@ def test_a_small_compressed_trace_that_breaks_off_is_read_up_to_there(
     path.write_bytes(packed[: int(len(packed) * kept)])
     found = read_trace(path)
     assert 0.15 * whole * kept < len(found) <= whole
-    assert "breaks off" in found.warnings[0]
+    assert "truncated" in found.warnings[0]
 
 
 def test_damaged_events_are_left_out_and_counted(tmp_path: Path, kineto_text: Writer) -> None:
@@ -165,7 +165,7 @@ def test_damaged_events_are_left_out_and_counted(tmp_path: Path, kineto_text: Wr
     (tmp_path / "damaged.json").write_bytes(damaged)
     trace = read_trace(tmp_path / "damaged.json")
     assert set(range(50)) - set(trace.external.tolist()) == {20, 30}
-    assert "2 damaged events were left out" in trace.warnings[0]
+    assert "2 damaged events were skipped" in trace.warnings[0]
 
 
 @pytest.mark.parametrize(

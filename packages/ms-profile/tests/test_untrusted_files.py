@@ -74,9 +74,9 @@ def test_one_bad_event_costs_itself_and_is_counted(
     page = tmp_path / "page.html"
     assert main(["report", str(path), "--out", str(page)]) == 0
     said = capsys.readouterr().err
-    assert "rank-0.json: 1 damaged event was left out" in said
+    assert "rank-0.json: 1 damaged event was skipped" in said
     assert len(said.splitlines()) == 1
-    assert "1 damaged event was left out" in page.read_text()
+    assert "1 damaged event was skipped" in page.read_text()
     trace = read_trace(path)
     assert set(trace.external.tolist()) == set(range(20)) - {5}
 
