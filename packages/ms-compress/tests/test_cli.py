@@ -90,7 +90,7 @@ def test_distill_saves_a_smaller_student(run_file: Path) -> None:
     ("arguments", "message"),
     [
         (["scheme=gguf.q4_1"], "did you mean 'gguf.q4_0'"),
-        (["scheme=ct.int4_g96"], "groups that fit"),
+        (["scheme=ct.int4_g96"], "use a group of"),
         (["scheme=ct.int4_g32", "tuning.setps=3"], "did you mean 'steps'"),
         (["scheme=ct.int4_g32", "model=nowhere"], "no config.json"),
         (["scheme=ct.int4_g32", "rows=400"], "must have at least 400 rows"),

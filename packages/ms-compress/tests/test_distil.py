@@ -172,9 +172,9 @@ def test_layers_stay_at_even_distances() -> None:
         student.get_parameter(f"model.layers.1.{last}"),
         teacher.get_parameter(f"model.layers.3.{last}"),
     )
-    with pytest.raises(ConfigError, match="9 layers of 4"):
+    with pytest.raises(ConfigError, match="layers must be 1 to 4"):
         cut_student(teacher, layers=9)
-    with pytest.raises(LayerError, match="no decoder"):
+    with pytest.raises(LayerError, match=r"has no model\.layers"):
         cut_student(nn.Linear(2, 2))
 
 
