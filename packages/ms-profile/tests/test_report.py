@@ -141,7 +141,7 @@ def test_a_browser_draws_every_part(tmp_path: Path, part: str) -> None:
         "operators": "aten::_foreach_add_",
         "communication": "Who waits for whom",
         "waiting": "Rank 1 in its data phase",
-        "data": "nothing else ran",
+        "data": "nothing else running",
         "idle": "The longest gaps",
         "memory": "Not measurable",
         "advice": "stragglers",

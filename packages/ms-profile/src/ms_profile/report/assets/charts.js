@@ -14,7 +14,7 @@ function stackedBars(rows, phases) {
   ]));
 }
 
-// What is within a few percent of the best stays pale; eight times worse glows.
+// Pale within a few percent of the best value, fully colored at eight times worse.
 function heatAgainstBest(cells, lowIsBad) {
   const values = cells.flat().filter((value) => value !== null && value > 0);
   const best = lowIsBad ? Math.max(...values) : Math.min(...values);

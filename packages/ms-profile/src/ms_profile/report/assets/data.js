@@ -1,4 +1,4 @@
-// Unpack the columns: base64, raw deflate, byte planes; then lay the spans out by track and depth.
+// Unpack the columns: base64, raw deflate, byte planes; then arrange the spans by track and depth.
 const summary = JSON.parse(document.getElementById("summary").textContent);
 
 function bytesOfBase64(text) {

@@ -1,4 +1,4 @@
-// Numbers as people read them; what is not known is said, never shown as zero.
+// Format numbers for display; unknown values are shown as unknown, never as zero.
 const NOT_MEASURABLE = "not measurable";
 
 function time(ns, digits = 3) {
@@ -32,7 +32,7 @@ function share(part, whole) {
   return percent < 0.05 ? "<0.1%" : `${percent.toFixed(percent < 9.95 ? 1 : 0)}%`;
 }
 
-// The least of 1, 2, 5 times a power of ten that is no less.
+// Round up to 1, 2 or 5 times a power of ten.
 const roundStep = (rough) => { const power = 10 ** Math.floor(Math.log10(rough)); return [1, 2, 5, 10].map((k) => k * power).find((k) => k >= rough); };
 const whole = new Intl.NumberFormat("en");
 const count = (number) => whole.format(number);

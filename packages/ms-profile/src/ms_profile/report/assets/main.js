@@ -1,6 +1,6 @@
-// Tabs, theme and keys; the timeline is built when it is first looked at.
+// Tabs, theme and keys; the timeline is built when it is first shown.
 const redraws = [];
-// What the run was not asked for is not shown; see the metrics of `ms-profile run`.
+// Sections of metrics that the run did not select are hidden; see `ms-profile run --metrics`.
 const ALWAYS = ["overview", "timeline", "advice"];
 const parts = Object.fromEntries(Object.entries({ overview, timeline: null, operators, communication, waiting, data: dataWaits, idle: idleTime, memory, advice })
   .filter(([name]) => ALWAYS.includes(name) || summary.shown.includes(name)));
@@ -10,7 +10,7 @@ let opening = null;
 
 function openTimeline(section) {
   opening = opening || (async () => {
-    if (!summary.timeline.shown) { section.append(make("p", {}, "The traces hold no spans to draw.")); return null; }
+    if (!summary.timeline.shown) { section.append(make("p", {}, "The traces have no spans to draw.")); return null; }
     const columns = await readColumns();
     columns.begin = new Float64Array(columns.start.length);
     const lanes = layOut(columns);
@@ -51,7 +51,7 @@ function go(name, then) {
   history.replaceState(null, "", `#${name}`);
 }
 
-// What was run, when, and which of its steps this page is about.
+// Command and start time of the run, and the steps on this page.
 function describeRun() {
   const { run } = summary, lines = document.getElementById("run");
   if (!run) return;
@@ -60,7 +60,7 @@ function describeRun() {
   if (run.started_wall_ns) say("started", `${new Date(run.started_wall_ns / 1e6).toISOString().slice(0, 19).replace("T", " ")} UTC`);
   const numbers = summary.ranks.flatMap((rank) => rank.steps.map((step) => step.number)).filter((number) => number !== null);
   const steps = numbers.length ? `steps ${count(Math.min(...numbers))} to ${count(Math.max(...numbers))}${run.steps ? ` of ${count(run.steps)}` : ""}` : "";
-  if (run.windows > 1) say("shown", `window ${run.window} of ${run.windows} alone${run.window === run.windows ? ", the last" : ""}${steps ? `: ${steps}` : ""}; ms-profile report --window N shows another`);
+  if (run.windows > 1) say("shown", `window ${run.window} of ${run.windows} only${run.window === run.windows ? ", the last" : ""}${steps ? `: ${steps}` : ""}; ms-profile report --window N shows another`);
   else if (steps) say("shown", steps);
   if (summary.metrics.length) say("metrics", summary.metrics.join(", "));
   const versions = Object.entries(run.versions).map(([name, version]) => `${name} ${version}`).join(", ");

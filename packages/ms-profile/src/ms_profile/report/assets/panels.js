@@ -1,6 +1,6 @@
-// One function a part of the report; each returns its elements.
+// One function per section of the report, which returns its elements.
 const phaseNames = Object.keys(summary.phases);
-// A phase that a rank's trace cannot show is null, and so is any sum over it alone.
+// Phases that a rank's trace cannot show are null, as are sums of only such phases.
 const known = (values) => { const own = values.filter((value) => value !== null); return own.length ? sum(own) : null; };
 const total = (rank, phase) => known(rank.steps.map((step) => step.phases[phase]));
 const wall = (rank) => sum(rank.steps.map((step) => step.wall));
@@ -20,21 +20,21 @@ function overview(go) {
   const asked = (part) => summary.shown.includes(part);
   const peak = Math.max(0, ...summary.memory.flatMap((rank) => rank.series.map((line) => line.peak)));
   const tiles = make("div", { class: "tiles" },
-    tile(named ? time(median(ranks.flatMap((rank) => rank.steps.map((step) => step.wall)))) : NOT_MEASURABLE, named ? "median step" : "median step: the trace names no steps"),
+    tile(named ? time(median(ranks.flatMap((rank) => rank.steps.map((step) => step.wall)))) : NOT_MEASURABLE, named ? "median step" : "median step: the trace has no step marks"),
     asked("operators") && tile(phases("compute"), "of the time computes"),
-    asked("communication") && tile(summary.communication.seen ? phases("collective") : NOT_MEASURABLE, summary.communication.seen ? "in communication that nothing hides" : "communication: the traces hold no collective"),
+    asked("communication") && tile(summary.communication.seen ? phases("collective") : NOT_MEASURABLE, summary.communication.seen ? "in exposed communication" : "communication: the traces have no collectives"),
     asked("communication") && tile(communication ? share(hidden, communication) : NOT_MEASURABLE, "of communication hidden by compute"),
     asked("data") && tile(phases("data"), "waiting for data"),
     asked("idle") && tile(share(sum(summary.idle.ranks.map((rank) => rank[2])), all), "idle: nothing computes, communicates or copies"),
-    asked("memory") && tile(peak ? size(peak) : NOT_MEASURABLE, "most memory allocated on one device"),
-    asked("waiting") && tile(suspect ? (suspect.confidence < 0.9 ? "no slow rank" : `rank ${suspect.rank}`) : NOT_MEASURABLE, suspect && suspect.confidence < 0.9 ? `stands out: rank ${suspect.rank} in ${suspect.phase} leads, with a confidence of ${share(suspect.confidence, 1)} alone` : suspect ? `causes most waiting: ${share(suspect.share, 1)} of it, in ${suspect.phase}, confidence ${share(suspect.confidence, 1)}` : "slow rank: it takes traces of two ranks with shared collectives"));
+    asked("memory") && tile(peak ? size(peak) : NOT_MEASURABLE, "peak memory allocated on one device"),
+    asked("waiting") && tile(suspect ? (suspect.confidence < 0.9 ? "no slow rank" : `rank ${suspect.rank}`) : NOT_MEASURABLE, suspect && suspect.confidence < 0.9 ? `stands out: rank ${suspect.rank} in ${suspect.phase} leads, but with a confidence of only ${share(suspect.confidence, 1)}` : suspect ? `causes most waiting: ${share(suspect.share, 1)} of it, in ${suspect.phase}, confidence ${share(suspect.confidence, 1)}` : "slow rank: needs traces of two ranks with shared collectives"));
   const rows = ranks.map((rank) => [`rank ${rank.rank}`, Object.fromEntries(phaseNames.map((phase) => [phase, total(rank, phase)])), wall(rank)]);
   const advice = summary.advice.slice(0, 3).map((one) => make("p", {}, make("span", { class: "gain" }, `up to ${share(one.gain_share, 1)}`), one.title));
   return [
     ...summary.warnings.map((text) => make("p", { class: "warning", role: "status" }, text)),
     tiles,
     make("div", { class: "card" }, make("h2", {}, "Where each rank's time goes"), stackedBars(rows, phaseNames), legend(Object.entries(summary.phases)),
-      make("p", { class: "soft" }, "Each instant counts once, in the first of these that applies; the parts sum to the steps' wall time.")),
+      make("p", { class: "soft" }, "Each moment counts once, in the first phase that applies; the phases sum to the steps' wall time.")),
     make("div", { class: "card" }, make("h2", {}, "What to do first"), advice.length ? advice : make("p", {}, "No rule fired."), advice.length ? make("button", { type: "button", on: { click: () => go("advice") } }, "All advice") : null),
     make("div", { class: "card" }, make("h2", {}, "Steps"), stepTable()),
     make("div", { class: "card" }, make("h2", {}, "Clocks"), clockTable()),
@@ -82,7 +82,7 @@ function operators() {
   ];
   const left = summary.operators.left_out;
   const parts = [make("div", { class: "card" }, make("h2", {}, "Operators on the host, all ranks and threads"), filtered("Filter operators", sortedTable(rows, columns, { sort: 1, caption: "Operators" })),
-    left ? make("p", { class: "soft" }, `${count(left)} more rows with ${share(summary.operators.left_out_ns, all)} of the self time are not in this page.`) : null)];
+    left ? make("p", { class: "soft" }, `${count(left)} more rows with ${share(summary.operators.left_out_ns, all)} of the self time are not on this page.`) : null)];
   const kernels = [
     { title: "kernel", value: (r) => r[0], text: (r) => r[0], class: "name" },
     numeric("total", 3, time),
@@ -92,24 +92,24 @@ function operators() {
     numeric("longest", 5, time),
     { title: "kind", value: (r) => CATEGORY[r[1]], text: (r) => CATEGORY[r[1]] },
   ];
-  parts.push(make("div", { class: "card" }, make("h2", {}, "Kernels on devices"), summary.kernels.length ? filtered("Filter kernels", sortedTable(summary.kernels, kernels, { sort: 1, caption: "Kernels" })) : make("p", { class: "soft" }, "Not measurable: the traces hold no device.")));
+  parts.push(make("div", { class: "card" }, make("h2", {}, "Kernels on devices"), summary.kernels.length ? filtered("Filter kernels", sortedTable(summary.kernels, kernels, { sort: 1, caption: "Kernels" })) : make("p", { class: "soft" }, "Not measurable: the traces have no device.")));
   return parts;
 }
 
 function communication() {
   const { ranks, waits, kinds, fits, links, slow_link: slow } = summary.communication;
   const waited = waits && waits.map((row) => row.map((value) => (value ? value : null)));
-  const matrix = waits ? heatMap(ranks, waited, { heatOf: heatAgainstMost(waited), text: time, caption: "Wait by waiting rank and causing rank", rowTitle: "waits", columnTitle: "causes", none: "no wait" }) : make("p", { class: "soft" }, "Not measurable: it takes traces of two ranks or more that share collectives.");
-  const parts = [make("div", { class: "card" }, make("h2", {}, "Who waits for whom"), matrix, waits ? make("p", { class: "soft" }, "Each row's rank waited because of each column's. A rank that held up the one it waits for is charged with that wait itself.") : null)];
+  const matrix = waits ? heatMap(ranks, waited, { heatOf: heatAgainstMost(waited), text: time, caption: "Wait by waiting rank and causing rank", rowTitle: "waits", columnTitle: "causes", none: "no wait" }) : make("p", { class: "soft" }, "Not measurable: needs traces of two or more ranks that share collectives.");
+  const parts = [make("div", { class: "card" }, make("h2", {}, "Who waits for whom"), matrix, waits ? make("p", { class: "soft" }, "The rank of each row waited for the rank of each column. A wait caused by an earlier wait is charged to the original cause.") : null)];
   const group = summary.communication.slow_group;
-  if (group) parts.push(make("p", { class: "warning" }, group.everyone ? `Uneven transfers: they took ${time(group.excess_ns)} more than if each had been as fast as the fastest tenth of its size. All ranks take part in them, so that no rank or link can be named; ms-profile link measures each.` : `Slow transfers: those of rank${group.ranks.length > 1 ? "s" : ""} ${group.ranks.join(", ")} took ${time(group.excess_ns)} more than usual, confidence ${share(group.confidence, 1)}.`));
+  if (group) parts.push(make("p", { class: "warning" }, group.everyone ? `Uneven transfers: they took ${time(group.excess_ns)} longer than if all were as fast as the fastest tenth of their size. All ranks take part in them, so no rank or link can be singled out; ms-profile link measures every link.` : `Slow transfers: those of rank${group.ranks.length > 1 ? "s" : ""} ${group.ranks.join(", ")} took ${time(group.excess_ns)} longer than usual, confidence ${share(group.confidence, 1)}.`));
   if (links) {
     const by = (index) => ranksOf(links.world).map((a) => ranksOf(links.world).map((b) => { const pair = links.pairs.find((p) => (p[0] === a && p[1] === b) || (p[0] === b && p[1] === a)); return pair ? pair[index] : null; }));
     parts.push(make("div", { class: "pair" },
       make("div", { class: "card" }, make("h2", {}, `Latency over ${links.backend}`), heatMap(ranksOf(links.world), by(2), { heatOf: heatAgainstBest(by(2), false), text: (s) => time(s * 1e9), caption: "Latency", rowTitle: "rank", columnTitle: "rank", none: NOT_MEASURABLE })),
       make("div", { class: "card" }, make("h2", {}, "Bandwidth"), heatMap(ranksOf(links.world), by(3), { heatOf: heatAgainstBest(by(3), true), text: (b) => rate(b), caption: "Bandwidth", rowTitle: "rank", columnTitle: "rank", none: NOT_MEASURABLE }))));
     parts.push(make("p", {}, slow ? `Slow link: ranks ${slow.first} and ${slow.second}, ${slow.ratio.toFixed(1)} times the median pair's time, confidence ${share(slow.confidence, 1)}.` : "No link stands out from the others."));
-  } else parts.push(make("div", { class: "card" }, make("h2", {}, "Links between ranks"), make("p", { class: "soft" }, "Not measured in this run. ms-profile link --out links.json measures every pair; give it to ms-profile report --links.")));
+  } else parts.push(make("div", { class: "card" }, make("h2", {}, "Links between ranks"), make("p", { class: "soft" }, "Not measured in this run. ms-profile link --out links.json measures every pair; pass the file to ms-profile report --links.")));
   const columns = [
     { title: "collective", value: (r) => r[0], text: (r) => r[0] },
     numeric("message", 2, size),
@@ -119,15 +119,15 @@ function communication() {
     { title: "rate", value: (r) => (r[2] && r[5] ? (r[2] * r[3]) / r[5] : null), text: (r) => (r[2] && r[5] ? rate((r[2] * r[3]) / r[5] * 1e9) : NOT_MEASURABLE), number: true },
     { title: "group", value: (r) => r[1], text: (r) => r[1] || "not said" },
   ];
-  parts.push(make("div", { class: "card" }, make("h2", {}, "Collectives by kind and size"), kinds.length ? sortedTable(kinds, columns, { sort: 2, caption: "Collectives" }).element : make("p", { class: "soft" }, summary.communication.seen ? `${count(summary.communication.seen)} collectives were seen, but by one rank alone: wait cannot be told from transfer.` : "The traces hold no collective.")));
-  if (fits.length) parts.push(make("div", { class: "card" }, make("h2", {}, "Latency and bandwidth that the collectives show"), fits.map((fit) => make("p", {}, `${fit.kind}${fit.group ? ` of ${fit.group}` : ""} among ranks ${fit.ranks.length > 8 ? `${fit.ranks[0]} to ${fit.ranks[fit.ranks.length - 1]} (${fit.ranks.length})` : fit.ranks.join(", ")}: ${time(fit.latency_s * 1e9)} + size / ${fit.bandwidth_bytes_per_s === null ? NOT_MEASURABLE : rate(fit.bandwidth_bytes_per_s)} (from ${size(fit.least_bytes)} on; misfit ${share(fit.residual, 1)}, ${count(fit.samples)} samples)`))));
+  parts.push(make("div", { class: "card" }, make("h2", {}, "Collectives by kind and size"), kinds.length ? sortedTable(kinds, columns, { sort: 2, caption: "Collectives" }).element : make("p", { class: "soft" }, summary.communication.seen ? `${count(summary.communication.seen)} collectives were recorded, but each by a single rank, so waits cannot be separated from transfers.` : "The traces have no collectives.")));
+  if (fits.length) parts.push(make("div", { class: "card" }, make("h2", {}, "Latency and bandwidth of the collectives"), fits.map((fit) => make("p", {}, `${fit.kind}${fit.group ? ` of ${fit.group}` : ""} among ranks ${fit.ranks.length > 8 ? `${fit.ranks[0]} to ${fit.ranks[fit.ranks.length - 1]} (${fit.ranks.length})` : fit.ranks.join(", ")}: ${time(fit.latency_s * 1e9)} + size / ${fit.bandwidth_bytes_per_s === null ? NOT_MEASURABLE : rate(fit.bandwidth_bytes_per_s)} (from ${size(fit.least_bytes)} on; misfit ${share(fit.residual, 1)}, ${count(fit.samples)} samples)`))));
   return parts;
 }
 const ranksOf = (world) => Array.from({ length: world }, (_, rank) => rank);
 
 function waiting(go) {
   const { charged, waited, rows, matched, suspect } = summary.ledger;
-  if (!matched) return [make("div", { class: "card" }, make("h2", {}, "Waiting"), make("p", { class: "soft" }, "Not measurable: it takes traces of two ranks or more that share collectives."))];
+  if (!matched) return [make("div", { class: "card" }, make("h2", {}, "Waiting"), make("p", { class: "soft" }, "Not measurable: needs traces of two or more ranks that share collectives."))];
   const all = sum(charged.map((row) => row[2]));
   const most = Math.max(...charged.map((row) => row[2]), 1);
   const bars = make("div", { class: "bars" }, charged.slice(0, 24).flatMap(([rank, phase, amount]) => [
@@ -142,8 +142,8 @@ function waiting(go) {
     { title: "", value: (r) => r[2], text: (r) => make("button", { type: "button", class: "link", on: { click: () => go("timeline", (line) => line.goTo(r[5], r[2], (r[3] + r[4]) / summary.ranks.length)) } }, "show") },
   ];
   return [
-    make("div", { class: "card" }, make("h2", {}, "Who and what caused the waiting"), suspect ? make("p", {}, `${suspect.confidence < 0.9 ? "No rank stands out; most, if not surely: " : ""}rank ${suspect.rank} in its ${suspect.phase} phase caused ${time(suspect.caused_ns)} of the other ranks' waiting, confidence ${share(suspect.confidence, 1)}.`) : null, bars,
-      make("p", { class: "soft" }, `${count(matched)} collectives; the ranks waited ${waited.map(([rank, ns]) => `${time(ns)} (rank ${rank})`).join(", ")}. A wait is charged to the last rank to enter, and to the phases in which it spent more time than the one that waited; time that it had itself waited is passed on.`)),
+    make("div", { class: "card" }, make("h2", {}, "Causes of the waiting"), suspect ? make("p", {}, `${suspect.confidence < 0.9 ? "No rank clearly stands out; most likely:  " : ""}rank ${suspect.rank} in its ${suspect.phase} phase caused ${time(suspect.caused_ns)} of the other ranks' waiting, confidence ${share(suspect.confidence, 1)}.`) : null, bars,
+      make("p", { class: "soft" }, `${count(matched)} collectives; the ranks waited ${waited.map(([rank, ns]) => `${time(ns)} (rank ${rank})`).join(", ")}. A wait is charged to the last rank to enter, and to the phases in which that rank spent more time than the waiting one; time that it waited itself is passed on to the cause.`)),
     make("div", { class: "card" }, make("h2", {}, "Collectives with the longest waits"), sortedTable(rows, columns, { sort: 2, caption: "Waiting ledger" }).element),
   ];
 }
@@ -157,12 +157,12 @@ function memory() {
     new ResizeObserver(chart).observe(canvas);
     const device = (line) => (line.device < 0 ? "host" : `device ${line.device}`);
     return make("div", { class: "card" }, make("h2", {}, `Rank ${rank.rank}: peak ${rank.series.map((line) => `${size(line.peak)} on ${device(line)}`).join(", ")}`), canvas,
-      rank.peaks.length ? make("p", { class: "soft" }, `Operators that allocated most beyond what they released, summed over the trace: ${rank.peaks.slice(0, 6).map(([name, bytes]) => `${name} ${size(bytes)}`).join(", ")}.`) : null);
+      rank.peaks.length ? make("p", { class: "soft" }, `Operators with the largest net allocation, summed over the trace: ${rank.peaks.slice(0, 6).map(([name, bytes]) => `${name} ${size(bytes)}`).join(", ")}.`) : null);
   });
 }
 
 function advice(go) {
-  if (!summary.advice.length) return [make("div", { class: "card" }, make("p", {}, "No rule fired on what was recorded."))];
+  if (!summary.advice.length) return [make("div", { class: "card" }, make("p", {}, "No advice rule fired on this recording."))];
   return summary.advice.map((one) => make("div", { class: "card finding" },
     make("span", { class: "gain" }, `up to ${time(one.gain_ns)} · ${share(one.gain_share, 1)}`),
     make("h2", {}, one.title), make("p", {}, one.advice),

@@ -1,11 +1,11 @@
 // Tables that sort by any column and filter by text; only the first rows are drawn.
 const MOST_ROWS = 250;
 
-// A column of numbers, each at the same place of its row.
+// A column of numbers at a fixed index of each row.
 const numeric = (title, place, text) => ({ title, value: (row) => row[place], text: (row) => text(row[place]), number: true });
 
 // columns: [{title, value(row), text(row), number, class}]
-// A column of numbers that no row knows is not drawn, but named below the table.
+// A column without known values is not drawn, but listed below the table.
 function sortedTable(rows, all, { filter = "", sort = 0, down = true, caption = "" } = {}) {
   const unknown = all.filter((column) => column.number && rows.length && rows.every((row) => { const known = column.value(row); return known === null || known === undefined; }));
   const columns = all.filter((column) => !unknown.includes(column) && !column.hidden);

@@ -1,5 +1,5 @@
-// The timeline: lanes on one canvas. Spans narrower than a pixel are drawn as runs of their kind's
-// colour, and the search for the next pixel gallops: a frame costs lanes times pixels, not spans.
+// The timeline: lanes on one canvas. Spans narrower than a pixel are drawn as runs of their category's
+// color, and a galloping search finds the next pixel: a frame costs lanes times pixels, not spans.
 const CATEGORY = ["other", "operator", "scope", "driver call", "kernel", "copy", "collective", "Python", "device scope", "overhead", "device wait", "wait for data", "garbage collection"];
 const CATEGORY_COLOUR = ["host", "compute", "launch", "launch", "compute", "copy", "collective", "host", "launch", "host", "synchronise", "data", "garbage"];
 const LANE = 17, RULER = 26, TRACK_GAP = 7, WIDE_GUTTER = 190, NARROW_GUTTER = 84, BLOCK = 64;
@@ -8,7 +8,7 @@ let GUTTER = WIDE_GUTTER;
 class Timeline {
   constructor(stage, columns, lanes) {
     Object.assign(this, { stage, columns, lanes });
-    this.canvas = make("canvas", { tabindex: 0, role: "application", "aria-label": "Timeline of all ranks; w and s zoom, a and d pan, up and down scroll, Enter picks a span, Shift and arrows go on from it" });
+    this.canvas = make("canvas", { tabindex: 0, role: "application", "aria-label": "Timeline of all ranks; w and s zoom, a and d pan, up and down scroll, Enter picks a span, Shift and arrows move on from it" });
     this.hint = make("div", { id: "hint", hidden: true });
     stage.append(this.canvas, this.hint);
     this.pen = this.canvas.getContext("2d", { alpha: false });
@@ -122,9 +122,9 @@ class Timeline {
         continue;
       }
       const x = Math.floor(left);
-      // Of the spans in one pixel a match is never hidden by the others.
+      // Within one pixel, a search match is never hidden by other spans.
       let shown = colour;
-      // A wide span may begin in the same pixel as a narrow one: the jump ends before it.
+      // A wide span may start in the same pixel as a narrow one, so the jump ends before it.
       const next = this.firstWide(lane, i + 1, this.gallop(rows, i + 1, from + (x + 1 - GUTTER) / scale), 2 / scale);
       if (flags !== null && dim) {
         const most = Math.min(next, i + 200);
@@ -155,8 +155,8 @@ class Timeline {
     return low;
   }
 
-  // The first of a lane's spans from `low` to `high` that lasts `least`, or `high`; blocks of spans
-  // whose longest is shorter are passed over.
+  // The first span of a lane in [low, high) that lasts at least `least`, or `high`; blocks of spans
+  // whose longest span is shorter are skipped.
   firstWide(lane, low, high, least) {
     const { duration } = this.columns, { rows } = lane;
     if (!lane.longest) {
@@ -190,7 +190,7 @@ class Timeline {
     }
   }
 
-  // The stretch of one rank's time that was asked for, whether a span fills it or nothing does.
+  // The requested interval of one rank, whether or not a span covers it.
   paintMarked() {
     if (!this.marked) return;
     const { rank, from, to } = this.marked, x = this.x(from), wide = Math.max(this.x(to) - x, 2);
@@ -258,7 +258,7 @@ class Timeline {
     pen.restore();
   }
 
-  // Text cut to a width; a letter is some 5.6 pixels, so that only texts near the edge are measured.
+  // Truncate text to a width. A letter is about 5.6 pixels wide, so only borderline texts are measured.
   fit(text, x, y, room) {
     let shown = text.slice(0, Math.ceil(room / 3));
     if (text.length * 8 > room) while (shown && this.pen.measureText(shown === text ? shown : `${shown}…`).width > room) shown = shown.slice(0, -1);
@@ -371,10 +371,10 @@ class Timeline {
     const row = this.spanAt(rank, at, wide);
     this.pick(-1);
     if (row >= 0) bring(this, row);
-    else this.onmark(`${time(lengthNs)} of rank ${rank}, at ${time(at * unit, 6)}: the marked stretch`);
+    else this.onmark(`${time(lengthNs)} of rank ${rank}, at ${time(at * unit, 6)}: the marked interval`);
   }
 
-  // The span of a rank that begins and ends at these ticks, or -1.
+  // The span of a rank that starts and ends at these ticks, or -1.
   spanAt(rank, at, wide) {
     const { begin, duration } = this.columns;
     for (const lane of this.lanes) {

@@ -1,4 +1,4 @@
-// Keys and mouse in the timeline; the keys do everything that the mouse does.
+// Keyboard and mouse in the timeline; everything works with the keyboard alone.
 function timelineKey(line, event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   const middle = GUTTER + (line.width - GUTTER) / 2;
@@ -24,7 +24,7 @@ function pickInView(line) {
   bring(line, lane.rows[Math.max(place - 1, 0)]);
 }
 
-// From the picked span to its neighbour in its lane, or to the one nearest in the lane above or below.
+// Move from the picked span to its neighbor in the lane, or to the nearest in the lane above or below.
 function walk(line, along, down) {
   if (line.picked < 0) { pickInView(line); return; }
   const lane = line.laneOf(line.picked), place = line.indexIn(lane.rows, line.picked);
@@ -35,7 +35,7 @@ function walk(line, along, down) {
   if (row !== undefined) bring(line, row);
 }
 
-// Pick a span, and move the view only where it is out of sight.
+// Pick a span, and move the view only if it is out of sight.
 function bring(line, row) {
   const begin = line.columns.begin[row], y = line.laneOf(row).y - line.scroll;
   const seen = begin < line.to && begin + line.columns.duration[row] > line.from && y >= 0 && y < line.tall - RULER - LANE;
@@ -74,7 +74,7 @@ function listenToMouse(line) {
   });
 }
 
-// Describe the span below the mouse, beside it.
+// Show the description of the span under the mouse, next to it.
 function pointAt(line, event) {
   const row = line.rowAt(event.offsetX, event.offsetY);
   line.hint.hidden = row < 0;
