@@ -225,7 +225,7 @@ def test_the_page_says_what_was_run_and_which_window_it_shows(tmp_path: Path) ->
     assert header.startswith("my-run")
     assert "command train.py" in header
     assert "started 2025-10-09 08:53:20 UTC" in header
-    assert "window 2 of 2 alone, the last: steps 0 to 5 of 6" in header
+    assert "window 2 of 2 only, the last: steps 0 to 5 of 6" in header
     assert "Data</button>" not in document  # data_time was not asked for
 
 
@@ -360,7 +360,7 @@ def test_a_recorders_ring_is_a_report(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (rank["rank"], [step["number"] for step in rank["steps"]]) == (3, [1, 2, 3, 4])
     assert {"Net", "layers.0"} <= {row[0] for row in facts["operators"]["rows"]}
     assert facts["data"]["ranks"][0][1] > 0
-    assert "the process was in step 4, inside of layers.1" in " ".join(facts["warnings"])
+    assert "the process was in step 4, inside layers.1" in " ".join(facts["warnings"])
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
     assert "1 rank" in capsys.readouterr().out
 

@@ -170,7 +170,7 @@ def test_a_process_ends_though_a_destination_hangs_for_hours(
     command = [sys.executable, "-c", HANGS, hangs, waits, ends]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "Hangs takes no events" in done.stderr
+    assert "Hangs does not accept events" in done.stderr
     if ends == "close":
         assert int(done.stdout.split()[1]) >= 12_000
 
@@ -457,7 +457,7 @@ def test_a_run_is_followed_to_its_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--to", "tensorbord=x"], "give tensorboard=DIR or wandb=DIR or mlflow=DIR"),
+        (["--to", "tensorbord=x"], "use tensorboard=DIR or wandb=DIR or mlflow=DIR"),
         (["--to", "tensorboard=x"], "has no events.jsonl and no event log"),
     ],
 )
