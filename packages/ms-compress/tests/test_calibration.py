@@ -111,7 +111,7 @@ def test_each_layer_is_calibrated_with_what_a_plain_forward_gives_it(
 
 def test_a_layer_that_a_forward_leaves_out_is_named() -> None:
     """It has no inputs to be calibrated with."""
-    with pytest.raises(CalibrationError, match=r"model\.layers\.2 is called 0 times a batch"):
+    with pytest.raises(CalibrationError, match=r"model\.layers\.2 is called 0 times per batch"):
         wanda(ByName(called=2), 0.5, [tokens()])
 
 

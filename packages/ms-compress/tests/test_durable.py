@@ -17,7 +17,7 @@ from models import decoder
 
 from ms_compress import ExportError, export, qat
 from ms_compress.files.durable import replace, writing
-from ms_compress.place_lock import alone, new_folder
+from ms_compress.place_lock import new_folder, output_lock
 
 
 def forked(act: Callable[[], object]) -> int:
@@ -143,8 +143,8 @@ def test_a_lock_whose_name_was_removed_is_none(
         take(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with alone(out):
-        with pytest.raises(ExportError, match="is being written by process"), alone(out):
+    with output_lock(out):
+        with pytest.raises(ExportError, match="is being written by process"), output_lock(out):
             pass
         assert lock.is_file()
     assert not list(tmp_path.iterdir())

@@ -46,7 +46,7 @@ def test_a_flat_line_has_no_bandwidth() -> None:
 @pytest.mark.parametrize(("sizes", "times"), [([8], [1.0]), ([8, 8], [1.0, 2.0]), ([8, 9], [1, 0])])
 def test_what_makes_no_line_is_refused(sizes: list[int], times: list[float]) -> None:
     """Fewer than two sizes, or a time of nothing."""
-    with pytest.raises(LinkError, match="make no line"):
+    with pytest.raises(LinkError, match="do not determine a line"):
         fit_link(sizes, times)
 
 

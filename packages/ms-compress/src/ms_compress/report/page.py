@@ -6,7 +6,7 @@ from importlib import resources
 from ms_compress.figures import figure, ratio
 from ms_compress.report.chart import Bar, Point, bars, scatter
 from ms_compress.report.results import Report, Result
-from ms_compress.report.table import HEADINGS, TEXTS, cells
+from ms_compress.report.table import HEADINGS, TEXT_COLUMNS, cells
 
 COLORS = 5
 
@@ -132,4 +132,4 @@ def _row(number: int, result: Result) -> str:
 
 
 def _kind(column: int) -> str:
-    return "t" if 0 < column < TEXTS else "n"
+    return "t" if 0 < column < TEXT_COLUMNS else "n"
