@@ -174,7 +174,7 @@ def test_tensors_that_transformers_would_draw_at_random_are_missed(
         (
             "ct",
             lambda c: {**c, "quantization_config": {"quant_method": METHOD}},
-            "does not say the weights' num_bits",
+            "lacks the weights' num_bits",
         ),
         ("ct", lambda c: {**c, "dtype": "floatx", "torch_dtype": "floatx"}, "dtype is 'floatx'"),
         ("ct", lambda c: {**c, "num_hidden_layers": 3}, "more are missing; export it again"),
