@@ -267,7 +267,7 @@ def test_calibration_tells_how_far_it_is(
     assert main([command, str(run_file), *settings]) == 0
     error = capsys.readouterr().err
     assert error.index("layer 0/2") < error.index("layer 2/2")
-    assert "s a layer" in error
+    assert "s per layer" in error
 
 
 def test_rows_are_counted_before_they_are_read(tmp_path: Path) -> None:

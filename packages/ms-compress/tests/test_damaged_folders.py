@@ -176,7 +176,7 @@ def test_tensors_that_transformers_would_draw_at_random_are_missed(
             lambda c: {**c, "quantization_config": {"quant_method": METHOD}},
             "lacks the weights' num_bits",
         ),
-        ("ct", lambda c: {**c, "dtype": "floatx", "torch_dtype": "floatx"}, "dtype is 'floatx'"),
+        ("ct", lambda c: {**c, "dtype": "floatx", "torch_dtype": "floatx"}, "got 'floatx'"),
         ("ct", lambda c: {**c, "num_hidden_layers": 3}, "more are missing; export it again"),
         ("ct", lambda c: {**c, "intermediate_size": 96}, "are mismatched; export it again"),
         ("ct", lambda c: {**c, "num_attention_heads": "two"}, "transformers cannot read it"),

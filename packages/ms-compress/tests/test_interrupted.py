@@ -113,7 +113,7 @@ def test_a_finished_run_is_left_as_it_is(
     assert capsys.readouterr().out.count("this run is finished") == 1
     other = "prune" if command != "prune" else "distill"
     assert run(other, run_file) == 2
-    assert f"is of a run of 'ms-compress {command}'" in capsys.readouterr().err
+    assert f"belongs to a run of 'ms-compress {command}'" in capsys.readouterr().err
     shutil.copytree(run_file.parent / "model", run_file.parent / "same")
     assert run(command, run_file, f"model={run_file.parent}/same") == 2
     assert "with other settings: model is" in capsys.readouterr().err
@@ -189,7 +189,7 @@ def test_a_training_goes_on_from_the_same_weights_alone(
     save_model(model, run_file.parent / changed)
     assert run("qat", run_file, teacher) == 2
     assert (
-        f"is of a run with other settings: contents of {changed} changed" in capsys.readouterr().err
+        f"belongs to a run with other settings: contents of {changed} changed" in capsys.readouterr().err
     )
 
 

@@ -105,7 +105,7 @@ def test_a_wrong_file_is_refused(mutant: str, tmp_path: Path) -> None:
     prepared = qat(decoder(), "gguf.q4_0")
     folder = export(prepared, tmp_path / "out", verify=True)
     mutate_gguf(str(folder / "model.gguf"), GGUF[mutant])
-    with pytest.raises(VerifyError, match="is not this model"):
+    with pytest.raises(VerifyError, match="differs from the model"):
         verify(prepared, folder, "gguf")
 
 

@@ -73,7 +73,7 @@ def test_a_wrong_compressed_tensors_folder_is_refused(
     folder = export(model, tmp_path / "out")
     verify(model, folder, "ct")
     mutate_safetensors(str(folder / "model.safetensors"), change)
-    with pytest.raises(VerifyError, match="is not this model"):
+    with pytest.raises(VerifyError, match="differs from the model"):
         verify(model, folder, "ct")
 
 
@@ -102,7 +102,7 @@ def test_a_wrong_onnx_file_is_refused(change: str, tmp_path: Path) -> None:
         return array
 
     mutate_onnx(str(folder / "model.onnx"), apply)
-    with pytest.raises(VerifyError, match="is not this model"):
+    with pytest.raises(VerifyError, match="differs from the model"):
         verify(model, folder, "ort")
 
 
@@ -122,7 +122,7 @@ def test_a_gguf_file_of_other_weights_is_refused(mutant: str, tmp_path: Path) ->
     prepared = qat(decoder(), "gguf.q4_0")
     folder = export(prepared, tmp_path / "out")
     mutate_gguf(str(folder / "model.gguf"), GGUF[mutant])
-    with pytest.raises(VerifyError, match=r"layers\.\d\.[a-z_.]+\.weight is not this model's"):
+    with pytest.raises(VerifyError, match=r"layers\.\d\.[a-z_.]+\.weight differs from the model"):
         check_weights(prepared, folder, "gguf")
 
 
