@@ -189,7 +189,8 @@ def test_a_training_goes_on_from_the_same_weights_alone(
     save_model(model, run_file.parent / changed)
     assert run("qat", run_file, teacher) == 2
     assert (
-        f"belongs to a run with other settings: contents of {changed} changed" in capsys.readouterr().err
+        f"belongs to a run with other settings: contents of {changed} changed"
+        in capsys.readouterr().err
     )
 
 

@@ -139,7 +139,9 @@ class Strange(nn.Module):
 def test_what_cannot_be_prepared_is_named_and_nothing_is_changed() -> None:
     """With what fits."""
     model = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64))
-    with pytest.raises(LayerError, match=r"1: ct\.int4_g32 has groups of 32 weights.*use a group of 16"):
+    with pytest.raises(
+        LayerError, match=r"1: ct\.int4_g32 has groups of 32 weights.*use a group of 16"
+    ):
         qat(model, "ct.int4_g32")
     assert type(model[0]) is nn.Linear
     qat(model, "ct.int4_g16")  # the remedy
