@@ -57,7 +57,7 @@ class Scheme:
     signed_peak: bool
     """Whether the peak is the value of largest magnitude with its sign, or the magnitude itself."""
     first_peak: bool = False
-    """Of two values equally far from zero, use the first as the peak instead of the lower one."""
+    """Use the first of two values equally far from zero as the peak, instead of the lower one."""
     rounding: Rounding
     by_inverse: bool
     """Codes are computed as value * (1 / scale), not as value / scale."""
