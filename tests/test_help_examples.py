@@ -215,14 +215,15 @@ class Inputs:
         self["shards"]
         run(line, path.parent)
 
-    def write_rows(self, path: Path, rows: list[dict[str, object]], **options: object) -> None:
+    def write_rows(self, path: Path, rows: list[dict[str, object]], *options: str) -> None:
         """Shards of conversations or pairs."""
-        from ms_data import build
-
-        file = path.with_suffix(".jsonl")
+        file, template = path.with_suffix(".jsonl"), path.with_suffix(".jinja")
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        tokenizer = self["tokenizer.json"]
-        build(file, tokenizer=tokenizer, out=path, chat_template=TEMPLATE, hold_out=0.2, **options)  # type: ignore[arg-type]
+        template.write_text(TEMPLATE)
+        self["tokenizer.json"]
+        files = f"{file.name} --tokenizer tokenizer.json --chat-template {template.name}"
+        more = " ".join(["--hold-out", "0.2", *options])
+        run(f"ms-data build {files} --out {path.name} {more}", path.parent)
 
     def write_chats(self, path: Path) -> None:
         """Shards of conversations."""
@@ -237,7 +238,7 @@ class Inputs:
         rows: list[dict[str, object]] = [
             {"prompt": f"and {n}?", "chosen": "the rest", "rejected": "no"} for n in range(40)
         ]
-        self.write_rows(path, rows, pairs=True)
+        self.write_rows(path, rows, "--pairs")
 
     def write_prompts(self, path: Path) -> None:
         """Prompts of text."""
@@ -302,7 +303,9 @@ def bring(line: str, folder: Path, inputs: Inputs) -> None:
     ]
     if "init" not in words and "RUN.toml" in names:
         write_run_file(command_of(line), folder / "RUN.toml")
-        names += re.findall(r'^[^#\n]*"([^"\n]+)"', (folder / "RUN.toml").read_text(), re.MULTILINE)
+        names += re.findall(
+            r'^(?!out)[^#\n]*"([^"\n]+)"', (folder / "RUN.toml").read_text(), re.MULTILINE
+        )
     rows = {"sft": "chats", "dpo": "pairs", "reward": "pairs"}
     for name in {re.sub(r"^\./|/$", "", name) for name in names}:
         source = rows.get(command_of(line).split()[1], name) if name == "shards" else name
@@ -318,8 +321,10 @@ def write_run_file(command: str, path: Path) -> None:
         line = "ms-align init sft"
     run(f"{line} --out {path.name}", path.parent)
     text = path.read_text()
+    head, table, _ = re.split(r"^(# \[tuning\]\n|\Z)", text, maxsplit=1, flags=re.MULTILINE)
     for key, value in SMALL.items():
-        text = re.sub(rf"^(?:# )?{key} = .*$", f"{key} = {value}", text, flags=re.MULTILINE)
+        head = re.sub(rf"^(?:# )?{key} = .*$", f"{key} = {value}", head, flags=re.MULTILINE)
+    text = f"{head}[tuning]\nsteps = 4\nsequence_length = 32\nbatch_size = 4\n" if table else head
     text = re.sub(r"^epochs = .*\n", "", text, flags=re.MULTILINE)
     path.write_text(text)
 

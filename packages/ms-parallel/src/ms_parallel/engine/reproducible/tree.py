@@ -50,7 +50,7 @@ def nodes_of(mine: Iterable[int], rows: int) -> list[Node]:
     """List, in order, the nodes left to a process that has put these rows of so many.
 
     >>> nodes_of(range(4), 12), nodes_of(range(6, 12), 12)
-    ([(2, 0)], [(1, 3), (2, 2)])
+    ([(2, 0)], [(1, 3), (3, 1)])
     """
     tree = RowTree[None](rows, lambda first, second: None)
     for row in mine:
