@@ -189,8 +189,8 @@ def test_an_exported_model_is_asked_in_its_own_runtime(place: Path, truth: dict[
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
-        ('tasks=["lib_chioce"]', "there is no task 'lib_chioce'; did you mean 'lib_choice'?"),
-        ("tasks=[]", "give a list of names"),
+        ('tasks=["lib_chioce"]', "task 'lib_chioce' is unknown; did you mean 'lib_choice'?"),
+        ("tasks=[]", "tasks must be a list of names"),
         ("few_shots=1", "did you mean 'few_shot'?"),
         ("runtime=nonsense", "there is no target 'nonsense'"),
     ],

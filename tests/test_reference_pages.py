@@ -152,5 +152,5 @@ def test_the_meanings_of_keys_are_told_in_chinese() -> None:
     """Keys without a translation are shown in English; `nox -s translations` lists them."""
     known = chinese_meanings()
     text = with_tables("<!-- keys: ms-align ppo -->", "zh")
-    assert known["Discount a token."] in text
-    assert "Discount a token." not in text
+    assert known["Discount factor per token."] in text
+    assert "Discount factor per token." not in text

@@ -1,4 +1,4 @@
-"""Run by `nox -s alone` in a bare environment: the installed wheel, with nothing but its needs."""
+"""Facts checked by `nox -s alone`: the installed wheel in an environment without extras."""
 
 import importlib.util
 import subprocess
@@ -14,13 +14,13 @@ from ms_align.losses.policy import PolicyLoss
 
 
 def check(holds: bool, fact: str) -> None:
-    """End with status 1 where a fact does not hold."""
+    """Exit with status 1 if a fact does not hold."""
     if not holds:
         sys.exit(f"does not hold: {fact}")
 
 
 def main() -> None:
-    """A formula, and the command."""
+    """Check a formula and the command."""
     for sibling in ("ms_data", "ms_kernels", "ms_parallel", "ms_compress", "ms_profile"):
         check(importlib.util.find_spec(sibling) is None, f"{sibling} is absent here")
     rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.25, 0.5]])

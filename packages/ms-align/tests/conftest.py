@@ -1,4 +1,4 @@
-"""Sets that several tests read."""
+"""Fixtures of several test modules."""
 
 from pathlib import Path
 
@@ -9,5 +9,5 @@ from .instruction_sets import write_sets
 
 @pytest.fixture(scope="session")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`copy`, `reverse`, `pairs` and `model`; not to be changed."""
+    """Folder with `copy`, `reverse`, `pairs` and `model`; read-only."""
     return write_sets(tmp_path_factory.mktemp("sets") / "sets")

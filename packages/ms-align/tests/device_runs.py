@@ -1,4 +1,4 @@
-"""What every trainer, engine and generator does, on this process's device; see `test_device.py`."""
+"""Runs of all trainers, engines and generators on this process's device; see `test_device.py`."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ OPTIMIZER = OptimizerOptions(learning_rate=1e-3)
 
 
 def here() -> torch.device:
-    """This process's device, which is not the CPU."""
+    """Return this process's device, which is not the CPU."""
     found = torch.accelerator.current_accelerator()
     assert found is not None
     return torch.device(found.type, torch.accelerator.current_device_index())
@@ -52,12 +52,12 @@ def model(seed: int = 0) -> Any:
 
 
 def varied(samples: Sequence[Sample]) -> list[float]:
-    """A reward with as many shades as a group needs to learn from."""
+    """Reward with many distinct values, so that groups have advantages."""
     return [float(sum(sample.response_tokens) % 7) for sample in samples]
 
 
 def settings(folder: Path, **more: Any) -> dict[str, Any]:
-    """Settings for two updates of a trainer that learns from its own responses."""
+    """Settings for two updates of an online trainer."""
     return {
         "policy_model": model(),
         "reward_model": varied,
@@ -74,7 +74,7 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def learn(kind: Callable[..., Any], folder: Path, **more: Any) -> list[float]:
-    """Losses of an update, and of the next after a stop, with everything on the device."""
+    """Losses of an update and of the next after a resume, with all tensors on the device."""
     losses: list[float] = []
 
     def listen(name: str, fields: Any) -> None:
@@ -89,7 +89,7 @@ def learn(kind: Callable[..., Any], folder: Path, **more: Any) -> list[float]:
 
 
 def online(folder: str) -> dict[str, list[float]]:
-    """Every trainer that learns from its own responses, in one process."""
+    """Run every online trainer in one process."""
     place = Path(folder)
     critic: dict[str, Any] = {
         "value_model": lambda: model(2),
@@ -115,7 +115,7 @@ def online(folder: str) -> dict[str, list[float]]:
 
 
 def generated() -> dict[str, bool]:
-    """Whether models of each kind write on the device what they write on the CPU."""
+    """Return whether each type of model generates the same tokens on the device as on the CPU."""
     sampling = Sampling(max_new_tokens=6, top_k=50, top_p=0.9, min_p=0.01, stop_strings=("A",))
     prompts = [[5, 6, 7, 8], [11], [20, 21]]
     made = {
@@ -145,7 +145,7 @@ def generated() -> dict[str, bool]:
 
 
 def rewarded(sets: str, folder: str) -> dict[str, Any]:
-    """A reward model that learns, is saved, read, and scores on the device."""
+    """Train, save, load and evaluate a reward model on the device."""
     stream = PreferenceStream(Path(sets, "pairs"), sequence_length=64, batch_size=4)
     trainer = RewardTrainer(
         model=str(Path(sets, "model")), steps=2, output_dir=Path(folder), progress=False
@@ -162,7 +162,7 @@ def rewarded(sets: str, folder: str) -> dict[str, Any]:
 
 
 def adapted(folder: str) -> dict[str, bool]:
-    """Adapters that are written, read, merged and taken out again, on the device."""
+    """Write, read, merge and unmerge adapters on the device."""
     tokens = torch.arange(8, device=here())[None]
     made = add_lora(model(), LoraOptions(rank=2))
     with torch.no_grad():
@@ -182,7 +182,7 @@ def adapted(folder: str) -> dict[str, bool]:
 
 
 def online_layouts(folder: str, layout: dict[str, int]) -> dict[str, list[float]]:
-    """PPO and GRPO on an engine of ms-parallel."""
+    """Run PPO and GRPO on an engine of ms-parallel."""
 
     def engine(**more: Any) -> Engine:
         return start_engine(Path(folder, "start"), layout=layout, optimizer=OPTIMIZER, **more)
@@ -198,6 +198,6 @@ def online_layouts(folder: str, layout: dict[str, int]) -> dict[str, list[float]
 
 
 def offline(sets: str, folder: str, layout: dict[str, int] | None) -> dict[str, list[float]]:
-    """SFT, DPO and DPO with adapters."""
+    """Run SFT, DPO and DPO with adapters."""
     assert engine_of(Path(sets), None).device.type == here().type
     return run_offline(Path(sets), Path(folder), layout)

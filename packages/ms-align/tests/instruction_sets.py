@@ -1,4 +1,4 @@
-"""Small instruction and preference sets over bytes, as shards, and a model's folder."""
+"""Small instruction and preference datasets over bytes, as shards, and a model folder."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ WORDS = ("red", "green", "blue", "long", "short", "early", "late")
 
 
 def byte_tokenizer() -> bytes:
-    """Bytes as tokens 0 to 255 in some order, and an end of text."""
+    """Tokenizer with bytes as tokens 0 to 255 in permuted order, and an end of text."""
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()
@@ -36,13 +36,13 @@ def byte_tokenizer() -> bytes:
 
 
 def row(question: str, answer: str) -> dict[str, Any]:
-    """One question, one answer."""
+    """Return one question with its answer."""
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {"messages": messages}
 
 
 def instruction_rows(task: str, count: int = 60) -> list[dict[str, Any]]:
-    """Copy a word, or write it backwards."""
+    """Tasks: copy a word, or write it backwards."""
     rows = []
     for number in range(count):
         word = WORDS[number % len(WORDS)] * (1 + number % 3)
@@ -51,7 +51,7 @@ def instruction_rows(task: str, count: int = 60) -> list[dict[str, Any]]:
 
 
 def preference_rows(count: int = 60) -> list[dict[str, Any]]:
-    """A kind answer is preferred to a rude one."""
+    """Pairs of a polite (chosen) and a rude (rejected) answer."""
     return [
         {
             "prompt": f"Say {WORDS[n % len(WORDS)]} {n}",
@@ -64,7 +64,7 @@ def preference_rows(count: int = 60) -> list[dict[str, Any]]:
 
 
 def write_sets(place: Path) -> Path:
-    """`copy` and `reverse` (instructions), `pairs`, and the folder `model`."""
+    """Write the datasets `copy`, `reverse` and `pairs`, and the folder `model`."""
     place.mkdir(parents=True, exist_ok=True)
     (place / "tokenizer.json").write_bytes(byte_tokenizer())
     (place / "chat.jinja").write_text(TEMPLATE)

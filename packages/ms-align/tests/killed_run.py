@@ -1,4 +1,4 @@
-"""Started and killed by test_kill_and_resume: a run that can be ended at a named moment.
+"""Script of test_kill_and_resume: a run that kills itself at a chosen moment.
 
     python killed_run.py FOLDER TRAINER [KILL_AT]
 
@@ -26,7 +26,7 @@ moments = 0
 
 
 def moment() -> None:
-    """Count, and end the process if this is the one."""
+    """Count a moment and kill the process at the chosen one."""
     global moments
     moments += 1
     if len(sys.argv) > 3 and moments == int(sys.argv[3]):
@@ -34,13 +34,13 @@ def moment() -> None:
 
 
 def reward(samples: Sequence[Sample]) -> list[float]:
-    """Vowels; may end the process in mid-rollout."""
+    """Share of vowels; may kill the process during a rollout."""
     moment()
     return vowels(samples)
 
 
 def main() -> None:
-    """Train for eight updates, three rollouts."""
+    """Train for eight updates with three rollouts."""
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     lines = JsonLines(folder / "events.jsonl")

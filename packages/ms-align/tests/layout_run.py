@@ -1,4 +1,4 @@
-"""Run by `test_layouts.py` in each process of a layout: SFT, then DPO; tells what they came to."""
+"""Script of `test_layouts.py`, run in each process of a layout: SFT, then DPO."""
 
 import json
 import sys
@@ -21,14 +21,14 @@ OPTIMIZER = OptimizerOptions(learning_rate=1e-3, warmup_steps=2)
 
 
 class Place:
-    """Where an engine reads."""
+    """Data rank of an engine, as streams expect it."""
 
     def __init__(self, engine: Any) -> None:
         self.rank, self.count = engine.data_rank, engine.data_ranks
 
 
 def run(sets: Path, place: Path, layout: dict[str, int] | None) -> dict[str, list[float]]:
-    """Losses, gradient norms and held-out figures of a few updates."""
+    """Return losses, gradient norms and held-out metrics of a few updates."""
     found: dict[str, list[float]] = {}
     engine = engine_of(sets, layout)
     sources = {"copy": sets / "copy", "reverse": sets / "reverse"}
@@ -62,12 +62,12 @@ def run(sets: Path, place: Path, layout: dict[str, int] | None) -> dict[str, lis
 
 
 def engine_of(sets: Path, layout: dict[str, int] | None) -> Any:
-    """The sets' model in one process, or split."""
+    """Start an engine of the datasets' model, in one process or under a layout."""
     return start_engine(sets / "model", layout=layout, optimizer=OPTIMIZER, microbatch_size=2)
 
 
 def quiet(place: Path, found: dict[str, list[float]]) -> dict[str, Any]:
-    """Settings of three updates, every number of whose events is kept."""
+    """Settings of three updates without progress output."""
 
     def on_event(kind: str, fields: Any) -> None:
         if kind in ("step", "evaluate", "tasks"):

@@ -1,4 +1,4 @@
-"""Started by test_online_layouts under torchrun: PPO and GRPO on an engine of ms-parallel.
+"""Script of test_online_layouts, run with torchrun: PPO and GRPO on an ms-parallel engine.
 
 torchrun --nproc-per-node N online_layout_run.py FOLDER AXIS [NAME [KILL_AT]]
 
@@ -26,7 +26,7 @@ moments = 0
 
 
 def moment() -> None:
-    """Count, and end the process if this is the one."""
+    """Count a moment and kill the process at the chosen one."""
     global moments
     moments += 1
     if len(sys.argv) > 4 and moments == int(sys.argv[4]):
@@ -34,18 +34,18 @@ def moment() -> None:
 
 
 def reward(samples: Sequence[Sample]) -> list[float]:
-    """Vowels; asked on the first process alone."""
+    """Share of vowels; called on the first process only."""
     moment()
     return vowels(samples)
 
 
 def spread(samples: Sequence[Sample]) -> list[float]:
-    """A reward of many shades, so that advantages are not 0."""
+    """Reward with many distinct values, so that advantages are not 0."""
     return [sum(sample.response_tokens) % 7 / 6 for sample in samples]
 
 
 def train(kind: type[Any], out: Path, steps: int = 4, judge: Any = reward, **settings: Any) -> None:
-    """One run, whose events are kept."""
+    """Run a trainer and return its events."""
     lines = JsonLines(out / "events.jsonl")
 
     def on_event(name: str, fields: Mapping[str, Any]) -> None:
@@ -69,7 +69,7 @@ def train(kind: type[Any], out: Path, steps: int = 4, judge: Any = reward, **set
 
 
 def main() -> None:
-    """Four updates of each, two rollouts; those with adapters in two launches."""
+    """Four updates per trainer, two rollouts; those with adapters in two launches."""
     torch.set_num_threads(1)
     folder, axis = Path(sys.argv[1]), sys.argv[2]
     ranks = {"data": 1} if axis == "one" else {axis: 2}

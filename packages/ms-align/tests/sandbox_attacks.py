@@ -1,4 +1,4 @@
-"""Attacks on a sandbox, and the scene that they are seen on; run as a script, as some user.
+"""Attacks on a sandbox and the scene that shows their effect; a script, run by several users.
 
 An attack is a program and what shows from outside that it succeeded. It is run with every wall,
 where it must fail; with none, where it must succeed; and with each of the walls that hold it
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ms_align.rewards.sandbox.client import ZygoteClient
-from ms_align.rewards.sandbox.inside.zygote import WALLS
+from ms_align.rewards.sandbox.inside.zygote import PROTECTIONS
 from ms_align.rewards.sandbox.limits import Limits, Outcome
 from ms_align.rewards.sandbox.run import run_in
 
@@ -50,7 +50,7 @@ IS_X86 = platform.machine() == "x86_64"
 
 
 class Scene:
-    """What is attacked: a process, files, sockets and queues of the trainer's user."""
+    """Targets of attacks: a process, files, sockets and queues of the trainer's user."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -75,7 +75,7 @@ class Scene:
         self.address = int(self.victim.stdout.readline())
 
     def fill(self, code: str) -> str:
-        """The program of an attack on this scene."""
+        """Return the attack's program with the values of this scene."""
         for name, value in {
             "$PATH": str(self.path),
             "$FOLDER": str(self.folder),
@@ -89,7 +89,7 @@ class Scene:
         return _PRELUDE + code
 
     def close(self) -> None:
-        """Leaves nothing behind."""
+        """Remove all targets."""
         self.victim.kill()
         self.victim.wait()
         self.listener.close()
@@ -107,7 +107,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _ipc(kind: str) -> int:
-    """The queue, segment or set that an attack would leave; below 0 where there is none."""
+    """Return the id of a System V object that an attack would leave; negative if missing."""
     arguments = {"msgget": (0,), "shmget": (0, 0), "semget": (0, 0)}[kind]
     return int(getattr(_libc, kind)(IPC_KEY, *arguments))
 
@@ -116,7 +116,7 @@ Happened = Callable[[Scene, Outcome], bool]
 
 
 class Attack(NamedTuple):
-    """A program, what shows that it succeeded, and the walls of which each holds it alone."""
+    """Program, test of its success, and the protections that each stop it without the others."""
 
     name: str
     code: str
@@ -129,24 +129,24 @@ class Attack(NamedTuple):
 
 
 def told(scene: Scene, outcome: Outcome) -> bool:
-    """The program printed what only an attack that succeeded knows to print."""
+    """Return whether the program printed a text that only a successful attack can know."""
     return "ATTACKED" in outcome.output or SECRET in outcome.output
 
 
 def killed(scene: Scene, outcome: Outcome) -> bool:
-    """The victim is dead."""
+    """Return whether the victim process is dead."""
     with suppress(subprocess.TimeoutExpired):
         scene.victim.wait(0.05)
     return scene.victim.poll() is not None
 
 
 def overwritten(scene: Scene, outcome: Outcome) -> bool:
-    """The file holds something else."""
+    """Return whether the file's content has changed."""
     return scene.path.read_text() != SECRET
 
 
 def moved(scene: Scene, outcome: Outcome) -> bool:
-    """The folder holds other names."""
+    """Return whether the names in the folder have changed."""
     return set(scene.folder.iterdir()) != scene.before
 
 
@@ -170,7 +170,7 @@ def _received(scene: Scene, outcome: Outcome) -> bool:
 
 
 def _lives_on(scene: Scene, outcome: Outcome) -> bool:
-    """A process that the program started is there after the program's end."""
+    """Return whether a process that the program started outlives it."""
     found = [word for word in outcome.output.split() if word.startswith("CHILD=")]
     if not found:
         return False
@@ -488,7 +488,7 @@ ATTACKS = (
 
 
 def attempt(attack: Attack, client: ZygoteClient) -> bool:
-    """Whether the attack succeeds against a sandbox with the client's walls."""
+    """Return whether the attack succeeds against a sandbox with the client's protections."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("SCENE")) as folder:
         scene = Scene(Path(folder))
         try:
@@ -499,7 +499,7 @@ def attempt(attack: Attack, client: ZygoteClient) -> bool:
 
 
 def _interpreter() -> str:
-    """An interpreter that this user may run: the one that runs now may lie in root's home."""
+    """Return an interpreter that this user may run; the current one may be in root's home."""
     for path in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
         if os.access(path, os.X_OK):
             return path
@@ -507,7 +507,7 @@ def _interpreter() -> str:
 
 
 def main() -> None:
-    """Runs every attack with all walls, with none, and with each that holds it alone."""
+    """Run every attack with all protections, with none, and with each that should stop it."""
     if sys.argv[1:]:
         user = int(sys.argv[1])
         os.setgroups([])
@@ -515,7 +515,7 @@ def main() -> None:
         os.setresuid(user, user, user)
         sys.executable = _interpreter()
     clients = {"every": ZygoteClient(), "none": ZygoteClient(())}
-    clients |= {wall: ZygoteClient((wall,)) for wall in WALLS}
+    clients |= {wall: ZygoteClient((wall,)) for wall in PROTECTIONS}
     missing = {name: client.missing for name, client in clients.items()}
     results: dict[str, dict[str, bool]] = {}
     for attack in ATTACKS:

@@ -1,4 +1,4 @@
-"""Small models and tasks that the tests share."""
+"""Small models and rewards shared by the tests."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ SIZES: dict[str, Any] = {
 
 
 def decoder(name: str = "llama", seed: int = 0, **more: Any) -> nn.Module:
-    """A decoder of ms-parallel over bytes."""
+    """Build a byte-level decoder of ms-parallel."""
     from ms_parallel.models import architecture, build_model
     from ms_parallel.weights import initialise
 
@@ -35,7 +35,7 @@ def decoder(name: str = "llama", seed: int = 0, **more: Any) -> nn.Module:
 
 
 def llama(seed: int = 0) -> nn.Module:
-    """The same family from transformers, with rotary positions."""
+    """Build the same architecture with transformers, with rotary positions."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -44,7 +44,7 @@ def llama(seed: int = 0) -> nn.Module:
 
 
 def gpt2(seed: int = 0) -> nn.Module:
-    """A model of transformers with learned positions."""
+    """Build a transformers model with learned positions."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seed)
@@ -53,7 +53,7 @@ def gpt2(seed: int = 0) -> nn.Module:
 
 
 def biased(kind: str) -> nn.Module:
-    """A model of transformers whose attention is biased by distance (ALiBi)."""
+    """Build a transformers model with ALiBi attention."""
     import transformers as t
 
     torch.manual_seed(0)
@@ -76,7 +76,7 @@ def _sharper(model: nn.Module) -> nn.Module:
 
 
 def vowels(samples: Sequence[Sample]) -> list[float]:
-    """The share of vowels among a response's tokens."""
+    """Reward: share of vowels among a response's tokens."""
     return [
         sum(token in (97, 101, 105, 111, 117) for token in sample.response_tokens)
         / max(len(sample.response_tokens), 1)

@@ -1,4 +1,4 @@
-"""The advantages, against worked numbers and against their definitions in loops."""
+"""Advantages against values worked by hand and against loops over their definitions."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ms_align import gae
-from ms_align.losses.advantage import compared, group_relative, leave_one_out, whiten
+from ms_align.losses.advantage import group_relative, has_baseline, leave_one_out, whiten
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 """float64: a few dozen roundings of 1e-16 each."""
@@ -15,7 +15,7 @@ EXACT = {"rtol": 1e-12, "atol": 1e-12}
 def by_definition(
     rewards: list[float], values: list[float], gamma: float, lam: float
 ) -> list[float]:
-    """Each advantage as the double sum of discounted temporal differences."""
+    """Compute each advantage as the double sum of discounted temporal differences."""
     ahead = [*values, 0.0][1:]
     deltas = [r + gamma * n - v for r, n, v in zip(rewards, ahead, values, strict=True)]
     return [
@@ -24,8 +24,8 @@ def by_definition(
     ]
 
 
-def test_gae_gives_the_worked_numbers() -> None:
-    """Four steps computed by hand to six decimals."""
+def test_gae_gives_the_values_worked_by_hand() -> None:
+    """Four steps, computed by hand to six decimals."""
     got = gae(
         torch.tensor([[-0.1, -0.05, 0.02, 1.0]]),
         torch.tensor([[0.5, 0.4, 0.6, 0.8]]),
@@ -38,8 +38,8 @@ def test_gae_gives_the_worked_numbers() -> None:
 
 
 @given(st.data())
-def test_gae_of_masked_rows_is_that_of_their_counted_tokens(data: st.DataObject) -> None:
-    """Padding anywhere, left, right or between, changes nothing."""
+def test_padding_does_not_change_gae(data: st.DataObject) -> None:
+    """Padding on the left, on the right and between tokens."""
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
     length = data.draw(st.integers(1, 12))
     gamma, lam = data.draw(st.floats(0, 1)), data.draw(st.floats(0, 1))
@@ -54,14 +54,14 @@ def test_gae_of_masked_rows_is_that_of_their_counted_tokens(data: st.DataObject)
         assert not got[row][~here].any()
 
 
-def test_gae_refuses_shapes_that_differ() -> None:
-    """The message gives the three shapes."""
+def test_gae_rejects_different_shapes() -> None:
+    """The message has the three shapes."""
     with pytest.raises(ValueError, match=r"\(2, 3\), values \(2, 2\)"):
         gae(torch.zeros(2, 3), torch.zeros(2, 2), torch.ones(2, 3))
 
 
-def test_whitening_makes_mean_zero_and_variance_one_of_what_counts() -> None:
-    """Elements that don't count neither change it nor come out of it."""
+def test_whitening_normalizes_the_unmasked_elements() -> None:
+    """Masked elements do not influence the result and are 0."""
     x = torch.tensor([[1.0, 2.0, 9e9], [3.0, 6.0, -9e9]], dtype=torch.float64)
     mask = torch.tensor([[1, 1, 0], [1, 1, 0]])
     got = whiten(x, mask, epsilon=0.0)
@@ -73,8 +73,8 @@ def test_whitening_makes_mean_zero_and_variance_one_of_what_counts() -> None:
     assert abs(float(unshifted.mean()) - 3.0) < 1e-12
 
 
-def test_group_advantages_are_those_of_their_definitions() -> None:
-    """Rewards (1, 0, 0, 1) and (2, 2, 2, 2): equal rewards teach nothing."""
+def test_group_advantages_follow_their_definitions() -> None:
+    """Rewards (1, 0, 0, 1) and (2, 2, 2, 2): equal rewards give 0."""
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 2.0, 2.0, 2.0, 2.0], dtype=torch.float64)
     deviation = (1 / 3) ** 0.5  # of (1, 0, 0, 1), with n - 1
     got = group_relative(rewards, 4, epsilon=0.0)[:4]
@@ -85,20 +85,20 @@ def test_group_advantages_are_those_of_their_definitions() -> None:
     torch.testing.assert_close(plain, want * deviation, **EXACT)
     left_out = leave_one_out(rewards, 4)[:4]
     torch.testing.assert_close(left_out, want * deviation * 4 / 3, **EXACT)
-    with pytest.raises(ValueError, match="groups of 3"):
+    with pytest.raises(ValueError, match="group_size 3"):
         leave_one_out(rewards, 3)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_a_response_that_is_left_out_does_not_count_in_its_group(scale: str) -> None:
-    """Advantages are those of the smaller group; one response alone is compared with nothing."""
+def test_a_skipped_response_does_not_count_in_its_group(scale: str) -> None:
+    """Advantages are those of the smaller group; a single response has no baseline."""
     nan = float("nan")
     rewards = torch.tensor([1.0, nan, 0.0, nan, 0.5, nan, nan, nan], dtype=torch.float64)
     kept = torch.tensor([1.0, 0.0], dtype=torch.float64)
     got = leave_one_out(rewards, 4)
     torch.testing.assert_close(got[[0, 2]], leave_one_out(kept, 2), **EXACT)
     assert not got[[1, 3, 4, 5, 6, 7]].any()
-    assert compared(rewards, 4).tolist() == [True, False, True] + 5 * [False]
+    assert has_baseline(rewards, 4).tolist() == [True, False, True] + 5 * [False]
     got = group_relative(rewards, 4, scale=scale)
     by = {"group": kept.std() + 1e-4, "batch": rewards[[0, 2, 4]].std() + 1e-4, "none": 1.0}
     torch.testing.assert_close(got[[0, 2]], (kept - 0.5) / by[scale], **EXACT)

@@ -1,4 +1,4 @@
-"""Seeds: that each of them is taken, and that parts of a run have chance of their own."""
+"""Seeds: every seed is accepted, and components of a run get independent random numbers."""
 
 import sys
 from pathlib import Path
@@ -17,19 +17,19 @@ from ms_align.tokenizer import ByteTokenizer
 RUNS = (0, 1, 7, (1 << 24) - 1, 1 << 24, 1 << 32, LARGEST_SEED)
 
 
-def test_parts_of_runs_have_chance_of_their_own() -> None:
-    """Also where seeds differ in their highest bits alone: torch's generator takes the lowest."""
+def test_components_of_runs_have_different_random_numbers() -> None:
+    """Also if seeds differ only in their highest bits, which torch's CPU generator ignores."""
     drawn = set()
     for run in RUNS:
         for part in (0, 1, 1 << 33, (1 << 40) - 1):
-            chance = torch.Generator().manual_seed(seed_of(run, part, apart=1 << 40))
+            chance = torch.Generator().manual_seed(seed_of(run, part, stride=1 << 40))
             drawn.add(tuple(torch.rand(4, generator=chance).tolist()))
     assert len(drawn) == 4 * len(RUNS)
-    assert seed_of(0, 3, apart=1 << 40) == 3
+    assert seed_of(0, 3, stride=1 << 40) == 3
 
 
-def test_a_run_takes_every_seed_up_to_the_largest(tmp_path: Path) -> None:
-    """It trains with that one, and one more is refused when it is built."""
+def test_a_run_accepts_every_seed_up_to_the_largest(tmp_path: Path) -> None:
+    """It trains with the largest; a larger one is rejected when the trainer is built."""
     trainer = PPOTrainer(
         policy_model=decoder(),
         reward_model=vowels,

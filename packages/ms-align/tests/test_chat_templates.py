@@ -1,4 +1,4 @@
-"""Chat templates come from other people: each runs as transformers runs it, and within limits."""
+"""Untrusted chat templates: rendered as in transformers, within limits."""
 
 import json
 import subprocess
@@ -42,12 +42,12 @@ HOSTILE = {
     "infinity": ("{{ 1e999 | round | int }}", "refuses the messages"),
     "no file": ("{% include 'x' %}", "refuses the messages: no loader"),
     "half a character": ("{{ '\\ud800' }}", "half a character"),
-    "endless source": (" " * (1 << 20) + TEMPLATE, "longer than 1 MiB"),
+    "endless source": (" " * (1 << 20) + TEMPLATE, "exceeds 1 MiB"),
 }
 
 
 def folder_with(template: str, place: Path) -> Path:
-    """A tokenizer's folder that brings this template."""
+    """Write a tokenizer folder with this template."""
     place.mkdir(exist_ok=True)
     (place / "tokenizer.json").write_bytes(byte_tokenizer())
     config = {
@@ -60,15 +60,15 @@ def folder_with(template: str, place: Path) -> Path:
 
 
 def their_tokenizer(template: str, place: Path) -> Any:
-    """The same folder as transformers opens it."""
+    """Open such a folder with transformers."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder_with(template, place))
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_a_chat_is_the_text_that_transformers_makes(name: str, tmp_path: Path) -> None:
-    """Asked to answer, and asked to go on with the last message."""
+def test_a_chat_is_rendered_as_in_transformers(name: str, tmp_path: Path) -> None:
+    """With a generation prompt, and with the last message continued."""
     tokenizer = their_tokenizer(SOUND[name], tmp_path)
     asked = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     assert render_chat(tokenizer, CHAT) == asked
@@ -78,8 +78,8 @@ def test_a_chat_is_the_text_that_transformers_makes(name: str, tmp_path: Path) -
     assert render_chat(tokenizer, CHAT, continue_last=True) == on
 
 
-def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
-    """As transformers takes it where there are no tools; without one the chat is refused."""
+def test_the_default_of_several_templates_is_used(tmp_path: Path) -> None:
+    """As transformers does without tools; without a default the chat is rejected."""
     tokenizer = their_tokenizer(TEMPLATE, tmp_path)
     tokenizer.chat_template = {"default": TEMPLATE, "tool_use": "tools"}
     assert render_chat(tokenizer, CHAT).startswith("<system>Be brief. ")
@@ -89,10 +89,8 @@ def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_template_that_is_no_sound_program_is_stopped_in_one_line(
-    name: str, tmp_path: Path
-) -> None:
-    """Each by the limit that is its own, on a machine of any speed; the next chat is rendered."""
+def test_a_runaway_template_is_stopped_with_one_line(name: str, tmp_path: Path) -> None:
+    """Each hits its own limit, on machines of any speed; the next chat is rendered."""
     source, says = HOSTILE[name]
     tokenizer = their_tokenizer(TEMPLATE, tmp_path)
     tokenizer.chat_template = source
@@ -105,18 +103,18 @@ def test_a_template_that_is_no_sound_program_is_stopped_in_one_line(
 
 
 @pytest.mark.parametrize("last", [None, 7, ["the word"]])
-def test_a_message_that_is_no_text_cannot_be_continued(last: object, tmp_path: Path) -> None:
-    """Nor one that the template rewrites."""
+def test_a_message_without_text_cannot_be_continued(last: object, tmp_path: Path) -> None:
+    """Neither can one that the template rewrites."""
     tokenizer = their_tokenizer(TEMPLATE, tmp_path)
-    with pytest.raises(DataError, match="has no text"):
+    with pytest.raises(DataError, match="must have a text to continue"):
         render_chat(tokenizer, [{"role": "assistant", "content": last}], continue_last=True)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
-    with pytest.raises(DataError, match="does not print the last message as it is"):
+    with pytest.raises(DataError, match="must print the last message unchanged"):
         render_chat(tokenizer, CHAT, continue_last=True)
 
 
 def test_prompts_are_rendered_under_limits_without_ms_data(tmp_path: Path) -> None:
-    """A fresh process in which no sibling can be imported reads a hostile tokenizer's folder."""
+    """A new process without sibling packages reads a hostile tokenizer folder."""
     folder_with(TEMPLATE, tmp_path / "sound")
     folder_with(HOSTILE["wide format"][0], tmp_path / "hostile")
     script = (
@@ -141,7 +139,7 @@ def test_prompts_are_rendered_under_limits_without_ms_data(tmp_path: Path) -> No
 def test_a_chat_without_jinja2_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where transformers came without it."""
+    """If transformers is installed without jinja2."""
     from ms_align.chat import process
 
     tokenizer = load_tokenizer(folder_with(TEMPLATE, tmp_path))

@@ -1,4 +1,4 @@
-"""The commands' frame: help and version without torch, templates, JSON, exit codes."""
+"""Commands: help and version without torch, templates, JSON and exit codes."""
 
 import json
 import os
@@ -29,7 +29,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.
 
 
 def fresh(code: str) -> str:
-    """What a new interpreter prints."""
+    """Return the output of a new interpreter."""
     made = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=True
     )
@@ -37,7 +37,7 @@ def fresh(code: str) -> str:
 
 
 def test_help_and_version_need_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nor numpy or a sibling: every help of every command, in one new interpreter."""
+    """Nor numpy or sibling packages: the help of every command in one new interpreter."""
     code = f"""
 import sys
 from ms_align.cli import main
@@ -52,13 +52,13 @@ assert not heavy & set(sys.modules), heavy & set(sys.modules)
     told = fresh(code)
     assert told.startswith("ms-align 0.1.0\n")
     assert told.count("\nexample: ms-align ") == len(NAMES) + 2
-    assert "    kl_coeff = 0.05  How much a nat of KL from the reference costs.\n" in told
+    assert "    kl_coeff = 0.05  Coefficient of the KL penalty (per nat).\n" in told
     assert "      lora.rank = 8  " in told
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
-def test_the_keys_in_help_are_those_that_the_class_takes(command: Command) -> None:
-    """Names and defaults as attrs has them, each with its meaning, read from the source."""
+def test_the_keys_in_help_are_those_of_the_class(command: Command) -> None:
+    """Names and defaults as in attrs, with their meanings from the source."""
     module, _, name = command.settings.partition(":")
     kind = getattr(import_module(f"ms_align.{module}"), name)
     fields = {each.alias: each for each in attrs.fields(kind) if each.init}
@@ -74,8 +74,8 @@ def test_the_keys_in_help_are_those_that_the_class_takes(command: Command) -> No
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
-def test_a_template_holds_every_key_and_is_toml_either_way(command: Command) -> None:
-    """As written, and with every default that has a value taken out of its comment."""
+def test_a_template_has_every_key_and_is_valid_toml(command: Command) -> None:
+    """As written, and with all defaults uncommented."""
     text = command.template()
     as_written = tomllib.loads(text)
     keys = {key.name: key for group in command.groups() for key in group.keys}
@@ -91,10 +91,10 @@ def test_a_template_holds_every_key_and_is_toml_either_way(command: Command) -> 
             tomllib.loads(line)
 
 
-def test_a_template_runs_once_its_paths_are_filled_in(
+def test_a_template_runs_after_its_paths_are_filled_in(
     sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`init` writes it and nothing over another file; `--json` prints facts alone."""
+    """`init` never overwrites a file; `--json` prints only JSON."""
     run = tmp_path / "RUN.toml"
     assert main(["init", "sft", "--out", str(run)]) == 0
     assert main(["init", "sft", "--out", str(run)]) == 2
@@ -127,10 +127,10 @@ def test_ctrl_c_ends_with_130_and_no_traceback(sets: Path, tmp_path: Path) -> No
     assert list((tmp_path / "sft" / "checkpoints").glob("step-*"))
 
 
-def test_a_layout_of_more_processes_says_the_line_that_starts_them(
+def test_a_layout_for_more_processes_prints_the_torchrun_command(
     sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    """The very words that were typed, behind torchrun; the slow test runs it."""
+    """The typed arguments after torchrun; the slow test runs the command."""
     words = ["sft", str(run_file(sets, tmp_path, "sft")), "--set", "layout.data=2"]
     monkeypatch.setattr(sys, "argv", ["/usr/bin/ms-align", *words])
     assert main(words) == 2
@@ -139,8 +139,8 @@ def test_a_layout_of_more_processes_says_the_line_that_starts_them(
 
 
 @pytest.mark.slow
-def test_the_line_that_is_said_trains(sets: Path, tmp_path: Path) -> None:
-    """Copied from the message and run: two processes, and a model that opens."""
+def test_the_printed_torchrun_command_trains(sets: Path, tmp_path: Path) -> None:
+    """Copied from the message: two processes, and a model that can be loaded."""
     run = run_file(sets, tmp_path, "sft", steps=2)
     words = ["sft", str(run), "--set", "layout.data=2"]
     refused = subprocess.run(
@@ -158,7 +158,7 @@ def test_the_line_that_is_said_trains(sets: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_end_with_a_torchrun_that_is_killed(sets: Path, tmp_path: Path) -> None:
-    """Kill -9 of the launcher: nobody trains on, and the same command finds its folder free."""
+    """After kill -9 of the launcher no rank trains on, and the same command can resume."""
     run = run_file(sets, tmp_path, "sft", steps=5000, checkpoint_every=5)
     words = ["-m", "ms_align", "sft", str(run), "--set", "layout.data=2"]
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -193,10 +193,10 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_hostile_run_file_is_refused_in_one_line(
+def test_a_hostile_run_file_is_rejected_in_one_line(
     tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit 2, and no line longer than people read."""
+    """Exit code 2 and a line of readable length."""
     run = tmp_path / "RUN.toml"
     if b"model" not in content:
         content = b'model="m"\ndataset="d"\nsequence_length=8\n' + content + b"\n"
@@ -219,10 +219,10 @@ PROMPTS = {
 
 
 @pytest.mark.parametrize("content", PROMPTS.values(), ids=PROMPTS.keys())
-def test_hostile_prompts_are_refused_in_one_line(
+def test_hostile_prompts_are_rejected_in_one_line(
     sets: Path, tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit 2; the file and the line are named."""
+    """Exit code 2; the message names the file and the line."""
     (tmp_path / "p.jsonl").write_bytes(content + b"\n")
     run = tmp_path / "RUN.toml"
     run.write_text(

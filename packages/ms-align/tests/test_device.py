@@ -1,4 +1,4 @@
-"""Every trainer, engine and generator on a device that is not the CPU.
+"""All trainers, engines and generators on a device other than the CPU.
 
 The device computes as the CPU does; a tensor on the wrong one, or a collective on the wrong group,
 raises (see `tests/rig/` at the repository's top).
@@ -17,42 +17,42 @@ AXES = ("data", "tensor", "pipeline")
 
 
 def on_rig(count: int, function: str, **arguments: Any) -> Any:
-    """What the first process returns."""
+    """Return the result of the first process."""
     return run_on_rig(count, RUNS, function, **arguments)[0]
 
 
-def test_trainers_learn_from_their_own_responses(tmp_path: Path) -> None:
-    """PPO with critic, reference and reward model; GRPO, RLOO; adapters; after a stop too."""
+def test_online_trainers_run_on_a_device(tmp_path: Path) -> None:
+    """PPO with value, reference and reward models; GRPO, RLOO; adapters; after a resume."""
     found = on_rig(1, "online", folder=str(tmp_path))
     assert all(len(losses) == 2 for losses in found.values())
 
 
-def test_responses_are_those_of_the_cpu() -> None:
-    """Every kind of model is read as it is or in the fused form."""
+def test_responses_equal_those_of_the_cpu() -> None:
+    """Every type of model, with and without fused weights."""
     assert all(on_rig(1, "generated").values())
 
 
 def test_a_reward_model_learns_and_scores(sets: Path, tmp_path: Path) -> None:
-    """What is saved scores as what was trained."""
+    """The saved model gives the same scores as the trained one."""
     assert on_rig(1, "rewarded", sets=str(sets), folder=str(tmp_path))["same"]
 
 
 def test_adapters_are_written_read_and_merged(tmp_path: Path) -> None:
-    """With the same logits each time."""
+    """The logits stay the same."""
     assert on_rig(1, "adapted", folder=str(tmp_path)) == {"read": True, "merged": True}
 
 
 @pytest.fixture(scope="module")
 def alone(sets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """What one process does on the CPU."""
+    """Return the results of one process on the CPU."""
     return run_here(sets, tmp_path_factory.mktemp("alone"), None)
 
 
 @pytest.mark.parametrize("axis", ["one", *AXES])
-def test_sft_and_dpo_are_those_of_the_cpu(
+def test_sft_and_dpo_equal_those_of_the_cpu(
     sets: Path, tmp_path: Path, alone: dict[str, list[float]], axis: str
 ) -> None:
-    """In one process, and under a layout of two."""
+    """In one process, and under a layout for two."""
     layout = None if axis == "one" else {axis: 2}
     count = 1 if layout is None else 2
     found = on_rig(count, "offline", sets=str(sets), folder=str(tmp_path), layout=layout)
@@ -63,22 +63,22 @@ def test_sft_and_dpo_are_those_of_the_cpu(
 
 @pytest.fixture(scope="module")
 def rollouts(sets: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What PPO and GRPO come to in one process on the device."""
+    """Return the results of PPO and GRPO in one process on the device."""
     return on_layout(sets, tmp_path_factory.mktemp("one"), {})
 
 
 def on_layout(sets: Path, folder: Path, layout: dict[str, int]) -> Any:
-    """The losses under a layout."""
+    """Return the losses under a layout."""
     (folder / "start").symlink_to(sets / "model")
     count = 2 if layout else 1
     return on_rig(count, "online_layouts", folder=str(folder), layout=layout)
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_rollouts_and_updates_of_two_processes(
+def test_two_processes_give_the_losses_of_one(
     sets: Path, tmp_path: Path, rollouts: Any, axis: str
 ) -> None:
-    """PPO and GRPO, each over a stop: the losses are those of one process."""
+    """PPO and GRPO, each with a resume in between."""
     found = on_layout(sets, tmp_path, {axis: 2})
     for name, losses in rollouts.items():
         assert len(losses) == 2

@@ -63,7 +63,7 @@ def test_a_mistake_is_reported_before_torch_is_imported(
 
 @pytest.mark.parametrize("content", ['modle="x"\n', 'model="."\ndataset="x"\nsteps=1\nlora=3\n'])
 def test_ranks_report_a_mistake_once(content: str, tmp_path: Path) -> None:
-    """Found before torch is imported or by the trainer: one line of one rank, and both exit 2."""
+    """Before torch is imported or by the trainer: one line from one rank, and both exit with 2."""
     from .processes import run_processes
 
     (tmp_path / "run.toml").write_text(content)

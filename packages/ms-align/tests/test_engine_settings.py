@@ -1,4 +1,4 @@
-"""The engine's settings in run files: honored, passed on, or refused before the first step."""
+"""Engine settings in run files: supported, passed on, or rejected before the first step."""
 
 import json
 import shutil
@@ -33,13 +33,13 @@ OTHER: dict[str, Any] = {
 
 
 def events(place: Path, kind: str) -> list[dict[str, Any]]:
-    """Events of one kind, as they were written."""
+    """Read the events of one kind."""
     lines = (place / "events.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["kind"] == kind]
 
 
 def losses(model: object, sets: Path, out: Path, **more: Any) -> list[float]:
-    """The losses of four steps of SFT."""
+    """Return the losses of four steps of SFT."""
     SFTTrainer(
         model=model,
         steps=4,
@@ -55,8 +55,8 @@ def losses(model: object, sets: Path, out: Path, **more: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("name", HONORED)
-def test_what_one_process_cannot_honor_is_refused_with_the_remedy(name: str) -> None:
-    """When the trainer is built, and by every trainer; defaults are honored."""
+def test_settings_that_need_a_layout_are_rejected_without_one(name: str) -> None:
+    """By every trainer when it is built; defaults are accepted."""
     kinds = ((SFTTrainer, "model"), (DPOTrainer, "model"), (RewardTrainer, "model"))
     for kind, model in (*kinds, (GRPOTrainer, "policy_model")):
         more = {"reward_model": len} if kind is GRPOTrainer else {"steps": 1}
@@ -70,7 +70,7 @@ def test_what_one_process_cannot_honor_is_refused_with_the_remedy(name: str) -> 
 def test_every_setting_reaches_the_engine_of_a_layout(
     name: str, sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From a run file; losses are those of the plain run, within what bfloat16 rounds."""
+    """From a run file; losses equal those of the plain run, up to bfloat16 rounding."""
     if name == "compile" and shutil.which("c++") is None:
         pytest.skip("torch.compile needs a C++ compiler")
     run = tmp_path / "run.toml"
@@ -93,7 +93,7 @@ def test_every_setting_reaches_the_engine_of_a_layout(
 
 @pytest.mark.parametrize("precision", [True, "float16"])
 def test_adapters_train_in_mixed_precision(precision: Any, sets: Path, tmp_path: Path) -> None:
-    """Losses are those of float32 within the rounding; each step changes them."""
+    """Losses equal those in float32 up to rounding, and change at each step."""
     settings: dict[str, Any] = {"layout": {"data": 1}, "lora": LoraOptions(rank=2)}
     wanted = losses(sets / "model", sets, tmp_path / "plain", **settings)
     found = losses(sets / "model", sets, tmp_path / "mixed", **settings, mixed_precision=precision)
@@ -104,7 +104,7 @@ def test_adapters_train_in_mixed_precision(precision: Any, sets: Path, tmp_path:
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a mixture of experts whose balance loss would show at once."""
+    """Folder of a mixture-of-experts model with a large balance loss."""
     folder = tmp_path_factory.mktemp("experts") / "model"
     more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     model = decoder("qwen3_moe", router_aux_loss_coef=1.0, **more)
@@ -112,10 +112,8 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_experts_are_not_balanced_unless_asked_in_one_process_and_under_a_layout(
-    experts: Path, sets: Path, tmp_path: Path
-) -> None:
-    """Equal losses, an event that says so, and `balance = "step"` changes them."""
+def test_experts_are_balanced_only_on_request(experts: Path, sets: Path, tmp_path: Path) -> None:
+    """Equal losses in one process and under a layout; `balance = "step"` changes them."""
     alone = losses(experts, sets, tmp_path / "alone")
     split = losses(experts, sets, tmp_path / "split", layout={"data": 1})
     assert alone == pytest.approx(split, abs=1e-5)
@@ -124,7 +122,7 @@ def test_experts_are_not_balanced_unless_asked_in_one_process_and_under_a_layout
         assert (said["experts"], said["balance"]) == (4, "none")
     balanced = losses(experts, sets, tmp_path / "balanced", layout={"data": 1}, balance="step")
     assert max(abs(a - b) for a, b in zip(alone, balanced, strict=True)) > 1e-3
-    with pytest.raises(ConfigError, match="balance_coefficient weighs"):
+    with pytest.raises(ConfigError, match="balance_coefficient is the weight"):
         losses(experts, sets, tmp_path / "c", layout={"data": 1}, balance_coefficient=0.1)
 
 
@@ -148,7 +146,7 @@ def test_experts_of_the_policy_are_balanced_beside_a_dense_reference(
 
 
 def dtypes(folder: Path) -> set[str]:
-    """The dtypes of a folder's tensors."""
+    """Return the dtypes of the tensors in a folder."""
     found = set()
     for path in folder.glob("**/model*.safetensors"):
         with safe_open(path, "pt") as file:
@@ -176,7 +174,7 @@ def test_the_saved_dtype_is_that_of_the_models_folder(
 
 
 def test_a_reward_model_keeps_the_dtype_too(sets: Path, tmp_path: Path) -> None:
-    """That of the body; the head is float32."""
+    """The dtype of the body; the head is float32."""
     folder = tmp_path / "model"
     save_model(load_model(sets / "model"), folder, dtype=torch.bfloat16)
     more = {"steps": 1, "sequence_length": 64, "progress": False, "evaluate_samples": 0}
@@ -188,7 +186,7 @@ def test_a_reward_model_keeps_the_dtype_too(sets: Path, tmp_path: Path) -> None:
 def test_adapters_are_merged_under_a_layout_and_their_folder_is_a_model(
     layout: Any, sets: Path, tmp_path: Path
 ) -> None:
-    """What is merged at the end computes what the base and its adapter's folder compute."""
+    """The merged model computes the same as the base with the adapter's folder."""
     base = tmp_path / "base"
     shutil.copytree(sets / "model", base)
     shutil.copy(sets / "tokenizer.json", base)
@@ -219,7 +217,7 @@ def test_adapters_are_merged_under_a_layout_and_their_folder_is_a_model(
     assert main(["generate", str(tmp_path / "generate.toml")]) == 0
 
 
-def test_an_adapter_whose_base_is_not_there_is_refused(sets: Path, tmp_path: Path) -> None:
+def test_an_adapter_without_its_base_model_is_rejected(sets: Path, tmp_path: Path) -> None:
     """One line that names the key."""
     losses(str(sets / "model"), sets, tmp_path / "run", lora=LoraOptions(rank=2))
     path = tmp_path / "run/adapter/adapter_config.json"
@@ -228,8 +226,8 @@ def test_an_adapter_whose_base_is_not_there_is_refused(sets: Path, tmp_path: Pat
         losses(str(tmp_path / "run/adapter"), sets, tmp_path / "again")
 
 
-def test_an_adapter_that_is_for_itself_is_refused(sets: Path, tmp_path: Path) -> None:
-    """One line, for a folder that names itself and for two that name each other."""
+def test_an_adapter_that_refers_to_itself_is_rejected(sets: Path, tmp_path: Path) -> None:
+    """A folder that names itself, and two that name each other."""
     for name, base in (("a", "../a"), ("b", "../c"), ("c", "../b")):
         (tmp_path / name).mkdir()
         text = json.dumps({"base_model_name_or_path": base})
@@ -240,8 +238,8 @@ def test_an_adapter_that_is_for_itself_is_refused(sets: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("lora", [8, True, "rank", {"rang": 4}, {"rank": "x"}, [4]])
-def test_lora_that_is_no_table_is_refused_in_words(lora: Any) -> None:
-    """In Python as in a run file; a table of its settings is taken."""
+def test_lora_must_be_a_table(lora: Any) -> None:
+    """In Python as in a run file; a table of its settings is accepted."""
     with pytest.raises(ConfigError):
         SFTTrainer(model="folder", steps=1, lora=lora)
     assert SFTTrainer(model="folder", steps=1, lora={"rank": 4}).lora == LoraOptions(rank=4)

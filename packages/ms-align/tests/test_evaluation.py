@@ -1,4 +1,4 @@
-"""Scores of continuations against plain torch, whatever the rows' order, length and company."""
+"""Scores of continuations against plain torch, for any order, length and batch of rows."""
 
 import sys
 from pathlib import Path
@@ -16,8 +16,8 @@ from ms_align import ConfigError, DataError, LocalEngine, Sampling
 from ms_align.evaluation.engine_scorer import EngineScorer
 from ms_align.evaluation.exported_scorer import ExportedScorer
 from ms_align.evaluation.scorer import ContinuationScore, Row, Scorer
-from ms_align.evaluation.tasks import _numbers
-from ms_align.evaluation.texts import Texts
+from ms_align.evaluation.tasks import _numeric_metrics
+from ms_align.evaluation.texts import TextCodec
 from ms_align.tokenizer import ByteTokenizer
 
 MODEL = decoder(seed=3)
@@ -26,7 +26,7 @@ BYTES = ByteTokenizer()
 
 
 class Runtime:
-    """The model as an exported one would be asked."""
+    """The model behind the interface of exported models."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -34,13 +34,13 @@ class Runtime:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, /) -> Tensor:
-        """Logits (B, S, V)."""
+        """Return the logits (B, S, V)."""
         self.widths.append(tokens.shape[1])
         found: Tensor = self.model(tokens)
         return found
 
     def generate(self, tokens: list[int], most: int, /) -> list[int]:
-        """The likeliest tokens, one after the other."""
+        """Generate greedily."""
         made: list[int] = []
         while len(made) < most:
             made.append(int(self.logits(torch.tensor([tokens + made]))[0, -1].argmax()))
@@ -49,7 +49,7 @@ class Runtime:
 
 @torch.no_grad()
 def plain(row: Row) -> ContinuationScore:
-    """The row alone, by torch's own functions."""
+    """Score a single row with torch functions."""
     tokens = torch.tensor(row.tokens)
     logprobs = MODEL(tokens[None, :-1])[0].log_softmax(-1)[-row.scored :]
     targets = tokens[-row.scored :]
@@ -66,8 +66,8 @@ ROWS = st.lists(st.integers(0, 257), min_size=2, max_size=24).flatmap(
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(ROWS, min_size=1, max_size=9), st.integers(1, 5))
-def test_scores_are_those_of_each_row_alone(rows: list[Row], batch_size: int) -> None:
-    """Padding, order and company move no score by more than sums of 24 float32 logarithms do."""
+def test_scores_do_not_depend_on_the_batch(rows: list[Row], batch_size: int) -> None:
+    """Padding and order change a score by rounding of 24 float32 sums only."""
     scorers: list[Scorer] = [
         EngineScorer(LocalEngine(MODEL), batch_size=batch_size, decode=BYTES.decode),
         ExportedScorer(Runtime(MODEL), context=None, batch_size=batch_size, decode=BYTES.decode),
@@ -78,8 +78,8 @@ def test_scores_are_those_of_each_row_alone(rows: list[Row], batch_size: int) ->
             assert found.greedy == expected.greedy
 
 
-def test_the_models_own_answer_is_greedy_and_another_is_not() -> None:
-    """What the model writes itself is all likeliest; one changed token is not."""
+def test_the_greedy_answer_is_recognized() -> None:
+    """The model's own greedy answer is; with one token changed it is not."""
     scorer = EngineScorer(LocalEngine(MODEL), decode=BYTES.decode)
     prompt = [72, 101, 108]
     (answer,) = scorer.generate([prompt], Sampling(max_new_tokens=6, temperature=0.0), seed=0)
@@ -90,8 +90,8 @@ def test_the_models_own_answer_is_greedy_and_another_is_not() -> None:
     assert own.logprob > changed.logprob
 
 
-def test_both_write_the_same_and_stop_alike() -> None:
-    """An exported model's answer is cut at the first stop, that included, as an engine's is."""
+def test_engines_and_exported_models_generate_the_same() -> None:
+    """Both end with the first stop, included."""
     engine = EngineScorer(LocalEngine(MODEL), decode=BYTES.decode)
     exported = ExportedScorer(Runtime(MODEL), context=None, decode=BYTES.decode)
     prompts = [[1, 2, 3], [200], [5, 5, 5, 5]]
@@ -106,9 +106,9 @@ def test_both_write_the_same_and_stop_alike() -> None:
         exported.generate(prompts, Sampling(), seed=0)
 
 
-def test_texts_of_bytes_have_an_end_and_no_other_special_token() -> None:
-    """A tokenizer without special tokens puts none around a text."""
-    texts = Texts(BYTES)
+def test_byte_texts_get_no_special_tokens() -> None:
+    """The byte tokenizer has only an end of text."""
+    texts = TextCodec(BYTES)
     assert texts.encode("ab") == texts.encode("ab", True) == [97, 98]
     assert (texts.prefix, texts.ends, texts.end_text) == (256, (256,), "")
     assert texts.decode([97, 256]) == "a"
@@ -121,22 +121,22 @@ def test_texts_of_bytes_have_an_end_and_no_other_special_token() -> None:
             return ""
 
     with pytest.raises(ConfigError, match="eos_token"):
-        Texts(Endless())
+        TextCodec(Endless())
 
 
-def test_a_continuation_that_the_model_cannot_read_is_refused() -> None:
-    """As long as its context it is scored; one token more is one line, and no wrong number."""
+def test_a_continuation_longer_than_the_context_is_rejected() -> None:
+    """At the context's length it is scored; one token more is an error of one line."""
     pytest.importorskip("lm_eval")
     from ms_align.evaluation.harness import HarnessModel
 
     scorer = ExportedScorer(Runtime(MODEL), context=4, decode=BYTES.decode)
-    model = HarnessModel(scorer, Texts(BYTES))
+    model = HarnessModel(scorer, TextCodec(BYTES))
     assert len(model._loglikelihood_tokens([(None, [1], [2] * 4)])) == 1
     with pytest.raises(DataError, match="continuation of 5 tokens"):
         model._loglikelihood_tokens([(None, [1], [2] * 5)])
 
 
-def test_numbers_of_a_task_are_kept_and_its_name_is_not() -> None:
-    """A standard error that the harness did not compute is `N/A`, and left out."""
+def test_only_numbers_of_a_task_are_reported() -> None:
+    """A standard error of `N/A` is left out."""
     given = {"alias": "a", "acc,none": 0.5, "acc_stderr,none": "N/A", "f1_stderr,strict": 0.25}
-    assert _numbers(given) == {"acc": 0.5, "f1,strict,stderr": 0.25}
+    assert _numeric_metrics(given) == {"acc": 0.5, "f1,strict,stderr": 0.25}

@@ -1,4 +1,4 @@
-"""Files with NaN or infinity in their weights are refused when they are read."""
+"""Files with NaN or infinite weights are rejected when they are read."""
 
 import shutil
 import sys
@@ -24,7 +24,7 @@ from ms_align.run.checkpoint import State
 
 
 def spoil(path: Path, value: float) -> None:
-    """Set one number of a safetensors file."""
+    """Set one value in a safetensors file."""
     tensors = load_file(path)
     tensor = tensors[max(tensors)]
     tensor.view(-1)[-1] = value
@@ -76,8 +76,8 @@ FILES = {
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", FILES)
-def test_a_weight_that_is_not_finite_is_refused(name: str, value: float, tmp_path: Path) -> None:
-    """One line that names the file or folder; the whole file is read."""
+def test_a_weight_that_is_not_finite_is_rejected(name: str, value: float, tmp_path: Path) -> None:
+    """One line that names the file or folder; every value is checked."""
     read = FILES[name](tmp_path)
     read()
     spoil(tmp_path / name, value)
@@ -87,8 +87,8 @@ def test_a_weight_that_is_not_finite_is_refused(name: str, value: float, tmp_pat
     assert "\n" not in str(caught.value)
 
 
-def test_an_absurd_scale_of_an_adapter_is_refused(tmp_path: Path) -> None:
-    """In a file and as a setting: float32 would lose what is added to it."""
+def test_an_extreme_alpha_of_an_adapter_is_rejected(tmp_path: Path) -> None:
+    """In a file and as a setting: float32 would lose the update."""
     read = adapter(tmp_path)
     path = tmp_path / "adapter_config.json"
     text = path.read_text()
@@ -102,7 +102,7 @@ def test_an_absurd_scale_of_an_adapter_is_refused(tmp_path: Path) -> None:
 
 
 def test_training_state_that_is_not_finite_counts_as_damaged(sets: Path, tmp_path: Path) -> None:
-    """The checkpoint before it is taken, as for any other damage."""
+    """The checkpoint before it is used, as for any other damage."""
     trainer = SFTTrainer(
         model=decoder(),
         steps=2,
@@ -123,7 +123,7 @@ def test_training_state_that_is_not_finite_counts_as_damaged(sets: Path, tmp_pat
 
 
 @given(st.integers(1, 40), st.integers(1, 17))
-def test_every_rank_gets_as_many_rows_and_all_rows_come_first(count: int, ranks: int) -> None:
+def test_rows_are_divided_equally_with_padding_at_the_end(count: int, ranks: int) -> None:
     """Also with fewer rows than ranks, down to one."""
     rows = list(range(count))
     padded = pad_to_ranks(rows, ranks)

@@ -1,4 +1,4 @@
-"""The generator: what it draws, what it says of it, and that nobody's neighbours matter."""
+"""Generation: sampled tokens, their log-probabilities, and independence from the batch."""
 
 import sys
 from collections.abc import Callable
@@ -44,20 +44,20 @@ MODELS = {
 
 @pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest) -> nn.Module:
-    """Each kind of model: rotary and learned positions, and attention biased by distance."""
+    """Each type of model: rotary positions, learned positions, and ALiBi."""
     return MODELS[request.param]()
 
 
 def alone(model: nn.Module, tokens: list[int]) -> torch.Tensor:
-    """Log-probabilities (S, V) of one row by the model itself, with no cache and no padding."""
+    """Log-probabilities (S, V) of one row from the model itself, without cache and padding."""
     with torch.no_grad():
         made = model(torch.tensor([tokens]))
     return getattr(made, "logits", made)[0].float().log_softmax(-1)
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_log_probabilities_are_those_of_each_row_alone(model: nn.Module, fused: bool) -> None:
-    """In a batch of unequal prompts, with rows that join late: within 1e-5 of the plain forward."""
+def test_log_probabilities_do_not_depend_on_the_batch(model: nn.Module, fused: bool) -> None:
+    """Prompts of unequal length, rows that join late: within 1e-5 of the plain forward pass."""
     responses = LocalGenerator(model, slots=3, fused=fused)(PROMPTS, SAMPLING, count=2, seed=1)
     assert responses.logprobs is not None
     assert len(set(responses.lengths.tolist())) > 2, "rows are to end at different times"
@@ -68,8 +68,8 @@ def test_log_probabilities_are_those_of_each_row_alone(model: nn.Module, fused: 
         torch.testing.assert_close(responses.logprobs[row, : len(tokens)], want, **FLOAT32)
 
 
-def test_the_training_forward_says_what_the_rollout_said(model: nn.Module) -> None:
-    """The first ratio is 1: right-padded rows of an update against the rollout, at temperature."""
+def test_training_and_rollout_log_probabilities_agree(model: nn.Module) -> None:
+    """Right-padded rows of an update against the rollout, so the first ratio is 1."""
     sampling = Sampling(max_new_tokens=10, temperature=0.7)
     responses = LocalGenerator(model)(PROMPTS, sampling, seed=2)
     rows = sequences(PROMPTS, responses)
@@ -77,8 +77,8 @@ def test_the_training_forward_says_what_the_rollout_said(model: nn.Module) -> No
     torch.testing.assert_close(again, rows["old_logprobs"], **FLOAT32)
 
 
-def test_padding_and_packing_change_no_log_probability(model: nn.Module) -> None:
-    """Left-padded, right-padded and packed rows give what each row gives alone."""
+def test_padding_and_packing_do_not_change_log_probabilities(model: nn.Module) -> None:
+    """Left-padded, right-padded and packed rows give the same as single rows."""
     engine = LocalEngine(model)
     texts = [[5, 6, 7, 8, 9], [20, 21, 22], [30, 31, 32, 33]]
     width = 8
@@ -114,7 +114,7 @@ WINDOW = 4
 
 
 def windowed(kind: str) -> nn.Module:
-    """A model of transformers with a sliding window in all layers, or in the second alone."""
+    """Build a transformers model with a sliding window in all layers, or in the second only."""
     import transformers
 
     torch.manual_seed(0)
@@ -143,8 +143,8 @@ WINDOWED = ["Mistral", "Mixtral", "Phi3", "Starcoder2", "Qwen2", "Qwen3", "Gemma
 
 
 @pytest.mark.parametrize("kind", WINDOWED)
-def test_a_sliding_window_holds_in_rollouts_and_in_updates(kind: str) -> None:
-    """Far beyond the window both say what the model itself says of each row alone."""
+def test_sliding_windows_work_in_rollouts_and_updates(kind: str) -> None:
+    """Far beyond the window both agree with the model on single rows."""
     model = windowed(kind)
     prompts = [[3, 4, 5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1]]
     responses = LocalGenerator(model)(prompts, Sampling(max_new_tokens=12), count=2, seed=0)
@@ -161,8 +161,8 @@ def test_a_sliding_window_holds_in_rollouts_and_in_updates(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", WINDOWED)
-def test_a_sliding_window_holds_in_packed_rows(kind: str) -> None:
-    """Two texts longer than the window, one behind the other, as each alone."""
+def test_sliding_windows_work_in_packed_rows(kind: str) -> None:
+    """Two packed texts longer than the window, compared with single rows."""
     model = windowed(kind)
     texts = [list(range(1, 13)), list(range(60, 46, -1))]
     packed = {
@@ -176,8 +176,8 @@ def test_a_sliding_window_holds_in_packed_rows(kind: str) -> None:
     torch.testing.assert_close(got[0], torch.cat(want), **FLOAT32)
 
 
-def test_a_soft_cap_counts_where_logits_are_still_small() -> None:
-    """Near 0 a cap shows nothing, so it is asked for and not only looked for."""
+def test_a_soft_cap_is_detected_with_small_logits() -> None:
+    """Near 0 a cap has no effect, so it is read from the configuration."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     torch.manual_seed(0)
@@ -194,8 +194,8 @@ def test_a_soft_cap_counts_where_logits_are_still_small() -> None:
     torch.testing.assert_close(got[0], want, **FLOAT32)
 
 
-def test_norms_that_add_nothing_generate_as_they_compute() -> None:
-    """`rms_norm_eps: 0.0` is a number, and not the lack of one."""
+def test_norms_with_epsilon_0_generate_correctly() -> None:
+    """`rms_norm_eps: 0.0` is a value, not a missing one."""
     model = llama()
     norms = [module for module in model.modules() if hasattr(module, "variance_epsilon")]
     for norm in norms:
@@ -208,8 +208,8 @@ def test_norms_that_add_nothing_generate_as_they_compute() -> None:
     torch.testing.assert_close(responses.logprobs[0, : len(want)], torch.stack(want), **FLOAT32)
 
 
-def test_rows_are_packed_in_double_precision_too() -> None:
-    """What is not seen is masked with a number that float32 does not hold."""
+def test_rows_can_be_packed_in_double_precision() -> None:
+    """The mask value of float64 does not fit into float32."""
     model = llama().double()
     batch = {
         "tokens": torch.tensor([[5, 6, 7, 5, 6, 7]]),
@@ -221,18 +221,18 @@ def test_rows_are_packed_in_double_precision_too() -> None:
     torch.testing.assert_close(got[0, 3:], got[0, :3], **FLOAT32)
 
 
-def test_a_window_that_cannot_be_kept_is_refused_in_packed_rows_and_generated_slowly() -> None:
-    """A kind whose form of a mask is not known: rows are read whole, instead of with its cache."""
+def test_unknown_window_masks_are_rejected_when_packed_and_generate_without_cache() -> None:
+    """Models whose mask format is unknown run full rows at every step."""
     model = windowed("Olmo3")
     documents = torch.tensor([[0] * 8 + [1] * 8])
-    with pytest.raises(ModelError, match="see a window, and how it takes a mask"):
+    with pytest.raises(ModelError, match="has sliding windows in a mask format"):
         language_model(model).hidden(torch.ones(1, 16, dtype=torch.int64), None, documents)
     assert isinstance(reader_of(language_model(model)), RerunReader)
-    says_what_it_computes(model)
+    check_log_probabilities(model)
 
 
-def says_what_it_computes(model: nn.Module) -> None:
-    """Each response's log-probabilities are those of its row alone."""
+def check_log_probabilities(model: nn.Module) -> None:
+    """Compare each response's log-probabilities with those of its row alone."""
     responses = LocalGenerator(model, slots=3, fused=False)(PROMPTS, SAMPLING, count=2, seed=1)
     assert responses.logprobs is not None
     for row, length in enumerate(responses.lengths.tolist()):
@@ -259,19 +259,19 @@ RECURRENT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
-def test_models_with_another_state_than_keys_and_values_generate(kind: str) -> None:
-    """Convolutions, state spaces and linear attention, of transformers."""
+def test_models_with_recurrent_state_generate(kind: str) -> None:
+    """Convolutions, state spaces and linear attention in transformers."""
     import transformers
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.CONFIG_MAPPING[kind](**{**sizes, **heads, **RECURRENT[kind]})
-    says_what_it_computes(transformers.AutoModelForCausalLM.from_config(config).eval())
+    check_log_probabilities(transformers.AutoModelForCausalLM.from_config(config).eval())
 
 
 def test_keys_may_be_wider_than_values() -> None:
-    """Multi-head latent attention, with the widths of DeepSeek-V3 in proportion."""
+    """Multi-head latent attention, with the proportions of DeepSeek-V3."""
     model = decoder(
         "deepseek_v3",
         num_key_value_heads=4,
@@ -287,14 +287,14 @@ def test_keys_may_be_wider_than_values() -> None:
         qk_rope_head_dim=8,
         v_head_dim=8,
     )
-    says_what_it_computes(model)
+    check_log_probabilities(model)
 
 
 @pytest.mark.parametrize("kind", ["GPT2", "StableLm", "GPTNeoX", "Phi"])
-def test_folders_of_families_that_ms_parallel_lacks_open_in_one_process(
+def test_architectures_without_an_ms_parallel_model_run_in_one_process(
     kind: str, tmp_path: Path
 ) -> None:
-    """What the engine computes and generates is what transformers computes."""
+    """The engine computes and generates the same as transformers."""
     import transformers
 
     torch.manual_seed(0)
@@ -312,11 +312,11 @@ def test_folders_of_families_that_ms_parallel_lacks_open_in_one_process(
     with torch.no_grad():
         torch.testing.assert_close(got, model(batch["tokens"]).logits, **FLOAT32)
     assert engine.module is not None
-    says_what_it_computes(engine.module)
+    check_log_probabilities(engine.module)
 
 
-def test_neighbours_and_slots_change_no_token(model: nn.Module) -> None:
-    """The same seed draws the same in one slot after another as in all at once."""
+def test_the_batch_and_slots_do_not_change_tokens(model: nn.Module) -> None:
+    """The same seed gives the same tokens one row at a time and all at once."""
     one = LocalGenerator(model, slots=1)(PROMPTS, SAMPLING, count=2, seed=4)
     all_at_once = LocalGenerator(model, slots=64)(PROMPTS, SAMPLING, count=2, seed=4)
     assert torch.equal(one.tokens, all_at_once.tokens)
@@ -324,8 +324,8 @@ def test_neighbours_and_slots_change_no_token(model: nn.Module) -> None:
     assert torch.equal(one.stopped, all_at_once.stopped)
 
 
-def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
-    """A chi-squared of 4,000 first tokens against the model's own distribution."""
+def test_tokens_follow_the_models_distribution() -> None:
+    """Chi-squared test of 4,000 first tokens."""
     model = decoder()
     responses = LocalGenerator(model, slots=512)(
         [[5, 6, 7]], Sampling(max_new_tokens=1), count=4000, seed=0
@@ -339,8 +339,8 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5
 
 
-def test_cut_tails_are_never_drawn_and_both_log_probabilities_are_kept() -> None:
-    """Under top-k, top-p and min-p the policy's log-probability stays; the drawing one rises."""
+def test_truncated_tokens_are_never_sampled() -> None:
+    """With top-k, top-p and min-p only the sampling log-probability is renormalized."""
     model = llama()
     sampling = Sampling(max_new_tokens=4, top_k=5, top_p=0.8, min_p=0.1)
     responses = LocalGenerator(model)([[5, 6]], sampling, count=64, seed=0)
@@ -361,8 +361,8 @@ def test_cut_tails_are_never_drawn_and_both_log_probabilities_are_kept() -> None
     assert total == pytest.approx(1.0, abs=1e-5)
 
 
-def test_a_greedy_response_takes_the_likeliest_token() -> None:
-    """Temperature 0."""
+def test_temperature_0_takes_the_most_likely_token() -> None:
+    """Greedy decoding."""
     model = llama()
     tokens = LocalGenerator(model)([[5, 6]], Sampling(max_new_tokens=6, temperature=0.0)).row(0)
     for index, token in enumerate(tokens):
@@ -388,7 +388,7 @@ def test_a_row_at_the_end_of_the_context_may_wait_for_others() -> None:
 
 
 class Written:
-    """An engine that generates what was written before, and knows one stop token."""
+    """Engine that returns given rows and supports a single stop token."""
 
     def __init__(self, rows: list[list[int]]) -> None:
         self.rows = rows
@@ -399,8 +399,8 @@ class Written:
         return [row[:end] for row, end in zip(self.rows, cut, strict=True)]
 
 
-def test_an_engines_responses_end_where_ours_would() -> None:
-    """Stop strings and several stop tokens are found in what an engine wrote."""
+def test_engine_responses_end_at_the_first_stop() -> None:
+    """Stop strings and several stop tokens are found in the engine's rows."""
     model, decode = decoder(), ByteTokenizer().decode
     free = Sampling(max_new_tokens=24)
     rows = LocalGenerator(model)(PROMPTS, free, count=2, seed=3)
@@ -421,8 +421,8 @@ def test_an_engines_responses_end_where_ours_would() -> None:
         EngineGenerator(engine)(PROMPTS, Sampling(stop_strings="a"))  # type: ignore[arg-type]
 
 
-def test_an_engine_is_asked_for_the_cuts_that_are_set() -> None:
-    """Nothing that a sampling says is left out under a layout."""
+def test_all_sampling_settings_reach_the_engine() -> None:
+    """Top-k, top-p and min-p under a layout."""
     asked: dict[str, object] = {}
 
     class Asked(Written):
@@ -439,15 +439,15 @@ def test_an_engine_is_asked_for_the_cuts_that_are_set() -> None:
 
 
 @pytest.mark.parametrize("token", [10**400, 2**31, -1, True])
-def test_what_is_no_token_ends_no_response(token: int) -> None:
-    """Numbers beyond any vocabulary, as a damaged config.json has, are refused in one line."""
-    with pytest.raises(ConfigError, match=r"stop_tokens is .*; give token numbers") as raised:
+def test_invalid_stop_tokens_are_rejected(token: int) -> None:
+    """Values outside any vocabulary, as in a damaged config.json, in one line."""
+    with pytest.raises(ConfigError, match=r"stop_tokens must be token ids from 0 .*got") as raised:
         Sampling(stop_tokens=token)
     assert len(str(raised.value)) < 200
 
 
-def test_stop_tokens_and_strings_end_a_response_with_themselves() -> None:
-    """The completing token is the last one, and nothing is re-tokenised."""
+def test_stop_tokens_and_strings_are_part_of_the_response() -> None:
+    """The completing token is the last one, and nothing is tokenized again."""
     model, tokenizer = decoder(), ByteTokenizer()
     free = LocalGenerator(model)([[5, 6]], Sampling(max_new_tokens=12), seed=3).row(0)
     by_token = LocalGenerator(model)(
@@ -469,8 +469,8 @@ def test_stop_tokens_and_strings_end_a_response_with_themselves() -> None:
         LocalGenerator(model)([[5]], ascii_only)
 
 
-def test_what_the_fused_form_does_not_know_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    """Llama-like models are rewritten; one whose forward was changed is found out by its logits."""
+def test_models_that_cannot_be_fused_run_unfused(caplog: pytest.LogCaptureFixture) -> None:
+    """A Llama with a changed forward is detected by its logits."""
     plain, changed = llama(), llama()
     assert isinstance(LocalGenerator(plain)._reader(), FusedReader)
     assert isinstance(LocalGenerator(decoder("qwen3"))._reader(), FusedReader)
@@ -478,12 +478,12 @@ def test_what_the_fused_form_does_not_know_runs_as_it_is(caplog: pytest.LogCaptu
     original = layer.mlp.forward
     layer.mlp.forward = lambda hidden: 2 * original(hidden)
     assert not isinstance(LocalGenerator(changed)._reader(), FusedReader)
-    assert "runs as it is" in caplog.text
+    assert "runs unfused" in caplog.text
 
 
 @pytest.mark.parametrize("made", [llama, decoder])
-def test_models_in_bfloat16_run_as_they_are(made: Callable[[], nn.Module]) -> None:
-    """Log-probabilities near each row's alone: one step of a logit between 2 and 4."""
+def test_bfloat16_models_run_unfused(made: Callable[[], nn.Module]) -> None:
+    """Log-probabilities near those of single rows: within one bfloat16 step of a logit."""
     model = made().bfloat16()
     generator = LocalGenerator(model, slots=3)
     responses = generator(PROMPTS, SAMPLING, seed=1)
@@ -497,10 +497,10 @@ def test_models_in_bfloat16_run_as_they_are(made: Callable[[], nn.Module]) -> No
         torch.testing.assert_close(got, want, rtol=0.0, atol=2**-6)
 
 
-def test_prompts_that_cannot_be_continued_are_refused() -> None:
+def test_prompts_that_cannot_be_continued_are_rejected() -> None:
     """Empty, none, beyond the context, and tokens of another vocabulary."""
     generator = LocalGenerator(llama())
-    with pytest.raises(DataError, match="no prompt"):
+    with pytest.raises(DataError, match="prompts are empty"):
         generator([], Sampling())
     with pytest.raises(DataError, match="prompt 1 is empty"):
         generator([[1], []], Sampling())
@@ -514,8 +514,8 @@ def test_prompts_that_cannot_be_continued_are_refused() -> None:
 
 @pytest.mark.parametrize("number", [258, -1, 2**40])
 @pytest.mark.parametrize("name", ["tokens", "targets"])
-def test_a_batch_of_another_vocabulary_is_refused(name: str, number: int) -> None:
-    """Before its embedding is looked up, or a loss is made of it."""
+def test_a_batch_of_another_vocabulary_is_rejected(name: str, number: int) -> None:
+    """Before the embedding and before the loss."""
     engine = LocalEngine(decoder())
     batch = {each: torch.ones(2, 5, dtype=torch.int64) for each in ("tokens", "targets")}
     batch["targets"][0, 0] = -100
@@ -527,8 +527,8 @@ def test_a_batch_of_another_vocabulary_is_refused(name: str, number: int) -> Non
 
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
-def test_every_family_of_ms_parallel_computes_as_it_is(name: str) -> None:
-    """Soft caps and divisors too: no fused form lacks them, no product leaves them out."""
+def test_every_ms_parallel_family_gives_its_own_logits(name: str) -> None:
+    """Soft caps and divisors are not lost by fusing or by skipping the head."""
     model = language_model(decoder(name))
     tokens = torch.arange(24).view(2, 12)
     assert torch.equal(model.project(model.hidden(tokens, None, None)), model.module(tokens))

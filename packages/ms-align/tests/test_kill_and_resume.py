@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("killed_run.py")
 
 
 def run(folder: Path, trainer: str, kill_at: int | None = None) -> int:
-    """The exit status of one launch."""
+    """Launch once and return the exit status."""
     words = [str(SCRIPT), str(folder), trainer, *([] if kill_at is None else [str(kill_at)])]
     made = run_command(words, imports=("ms_align.trainers.ppo",))
     assert made.returncode in (0, -signal.SIGKILL), made.stderr[-2000:]
@@ -24,12 +24,12 @@ def run(folder: Path, trainer: str, kill_at: int | None = None) -> int:
 
 
 def weights(folder: Path) -> bytes:
-    """The trained model's file."""
+    """Return the content of the trained model's file."""
     return (folder / "model" / "model.safetensors").read_bytes()
 
 
 def steps_of(folder: Path) -> dict[int, dict[str, float]]:
-    """The last event of each step."""
+    """Return the last event of each step."""
     lines = (folder / "events.jsonl").read_bytes().splitlines()
     events = [msgspec.json.decode(line) for line in lines]
     keep = ("loss", "grad_norm", "reward", "kl")
@@ -37,7 +37,7 @@ def steps_of(folder: Path) -> dict[int, dict[str, float]]:
 
 
 def check(tmp_path: Path, trainer: str, moments: list[int]) -> None:
-    """One undisturbed run, and one that is killed at each of the moments in turn."""
+    """Compare an undisturbed run with one that is killed at each of the moments in turn."""
     assert run(tmp_path / "whole", trainer) == 0
     for kill_at in moments:
         assert run(tmp_path / "killed", trainer, kill_at) == -signal.SIGKILL
@@ -46,8 +46,8 @@ def check(tmp_path: Path, trainer: str, moments: list[int]) -> None:
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
 
 
-def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """Killed in mid-buffer: buffer, chance, the KL's coefficient, the place in the data."""
+def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """Killed within a rollout's updates: buffer, random state, KL coefficient, data position."""
     check(tmp_path, "PPOTrainer", [9])
     assert complete_steps(tmp_path / "killed" / "checkpoints")[-1] == 8
 
@@ -57,8 +57,8 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     "trainer", ["PPOTrainer", "PPOTrainer-own-value", "GRPOTrainer", "RLOOTrainer-groups"]
 )
 @pytest.mark.parametrize("kill_at", range(2, 20, 2))
-def test_a_run_killed_at_any_moment_goes_on_bit_for_bit(
+def test_a_run_killed_at_any_moment_resumes_bit_for_bit(
     tmp_path: Path, trainer: str, kill_at: int
 ) -> None:
-    """Each second moment of all trainers: rewards, rollouts, samples, steps and checkpoints."""
+    """Every second moment of all trainers: rewards, rollouts, samples, steps, checkpoints."""
     check(tmp_path, trainer, [kill_at])

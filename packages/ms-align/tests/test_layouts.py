@@ -1,4 +1,4 @@
-"""Under any layout SFT and DPO do what one process does."""
+"""SFT and DPO give the same results under any layout as in one process."""
 
 import json
 import os
@@ -25,7 +25,7 @@ UNEVEN = Path(__file__).with_name("uneven_run.py")
 def run_under(
     layout: dict[str, int], sets: Path, place: Path, script: Path = SCRIPT
 ) -> dict[str, list[float]]:
-    """What the first of two real processes tells."""
+    """Return the result of the first of two real processes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     environment = {
@@ -51,16 +51,16 @@ def run_under(
 
 @pytest.fixture(scope="module")
 def alone(sets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """What one process does."""
+    """Return the result of one process."""
     return run(sets, tmp_path_factory.mktemp("alone"), None)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("axis", ["data", "tensor", "pipeline"])
-def test_sft_and_dpo_do_under_a_layout_what_one_process_does(
+def test_sft_and_dpo_are_the_same_under_a_layout(
     sets: Path, tmp_path: Path, alone: dict[str, list[float]], axis: str
 ) -> None:
-    """Losses, tasks' and held-out figures at every step within 1e-5; with adapters too."""
+    """Losses, task and held-out metrics at every step within 1e-5; with adapters too."""
     split = run_under({axis: 2}, sets, tmp_path)
     # Adapters are not split over `tensor`.
     wanted = {name: v for name, v in alone.items() if axis != "tensor" or "lora" not in name}
@@ -73,7 +73,7 @@ def test_sft_and_dpo_do_under_a_layout_what_one_process_does(
 
 
 def build_few(sets: Path, place: Path) -> None:
-    """Folders `few` and `few_pairs` with one held-out row and one held-out pair."""
+    """Write folders `few` and `few_pairs` with one held-out row and one held-out pair."""
     for name, rows in (("few", instruction_rows("copy", 30)), ("few_pairs", preference_rows(30))):
         path = place / f"{name}.jsonl"
         path.write_text("".join(json.dumps(one) + "\n" for one in rows))
@@ -95,7 +95,7 @@ def build_few(sets: Path, place: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_ranks_without_rows_or_targets_change_nothing(sets: Path, tmp_path: Path) -> None:
-    """One held-out row for two ranks, and a first batch whose targets are all on one rank."""
+    """One held-out row for two ranks, and a first batch with targets on one rank only."""
     build_few(sets, tmp_path)
     (tmp_path / "alone").mkdir()
     for name in ("few", "few_pairs"):
@@ -110,7 +110,7 @@ def test_ranks_without_rows_or_targets_change_nothing(sets: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("layout", [{"data": 0}, {"expert": 2}, {"data": "x"}, {"date": 2}])
-def test_a_layout_that_cannot_be_is_refused_in_one_line(layout: dict[str, object]) -> None:
+def test_an_impossible_layout_is_rejected_in_one_line(layout: dict[str, object]) -> None:
     """As an error of this package."""
     with pytest.raises(ConfigError) as refused:
         _ = SFTTrainer(model="folder", steps=1, layout=layout).processes

@@ -1,4 +1,4 @@
-"""What a run leaves behind opens elsewhere, chats, and ends its texts by itself."""
+"""The output of a run can be loaded elsewhere, chats, and stops."""
 
 import json
 import shutil
@@ -39,14 +39,14 @@ CHAT = [{"role": "user", "content": "copy red 0"}]
 
 
 def opened(folder: Path) -> tuple[Any, Any]:
-    """The folder as transformers opens it: model and tokenizer."""
+    """Open a folder with transformers: model and tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 
 
 def check_opens(folder: Path, *, chats: bool) -> None:
-    """Configurations, tokenizer and generation agree on how a text ends."""
+    """Check that config.json, tokenizer and generation_config.json agree on the end of text."""
     model, tokenizer = opened(folder)
     assert tokenizer.eos_token == "<|endoftext|>"
     end = tokenizer.eos_token_id
@@ -76,24 +76,24 @@ def check_opens(folder: Path, *, chats: bool) -> None:
 
 
 def instructions(sets: Path) -> InstructionStream:
-    """Both tasks, packed."""
+    """Open both tasks, packed."""
     sources = {"copy": sets / "copy", "reverse": sets / "reverse"}
     return InstructionStream(sources, sequence_length=64, batch_size=4)
 
 
 def pairs(sets: Path) -> PreferenceStream:
-    """Preference pairs."""
+    """Open the preference pairs."""
     return PreferenceStream(sets / "pairs", sequence_length=64, batch_size=4)
 
 
 def quiet(model: Any, place: Path, steps: int) -> dict[str, Any]:
-    """The settings of a quiet run."""
+    """Settings of a run without progress output."""
     quick = {"learning_rate": 3e-3, "progress": False}
     return {"model": model, "output_dir": place, "steps": steps, **quick}
 
 
-def test_sft_in_python_leaves_what_its_command_leaves(sets: Path, tmp_path: Path) -> None:
-    """The same files; and a model that opens, chats and ends its texts."""
+def test_sft_in_python_writes_the_same_as_its_command(sets: Path, tmp_path: Path) -> None:
+    """The same files, and a model that can be loaded, chats and stops."""
     assert main(["sft", str(run_file(sets, tmp_path, "sft", steps=2))]) == 0
     model = load_model(sets / "model")
     SFTTrainer(**quiet(model, tmp_path / "python", 2)).train(instructions(sets))
@@ -107,10 +107,8 @@ def test_sft_in_python_leaves_what_its_command_leaves(sets: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("make", [decoder, llama])
-def test_ppo_in_python_leaves_a_model_with_its_tokenizer(
-    tmp_path: Path, make: Callable[[], nn.Module]
-) -> None:
-    """Also where it reads bytes, for which no file was there."""
+def test_ppo_in_python_saves_the_tokenizer(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
+    """Also the byte tokenizer, which has no file of its own."""
     PPOTrainer(
         policy_model=make(),
         reward_model=vowels,
@@ -128,10 +126,10 @@ def test_ppo_in_python_leaves_a_model_with_its_tokenizer(
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
-def test_dpo_with_adapters_leaves_the_merged_model_and_the_adapter(
+def test_dpo_with_adapters_saves_the_merged_model_and_the_adapter(
     sets: Path, tmp_path: Path
 ) -> None:
-    """And the caller's model as it was trained, adapters in place."""
+    """And the caller's model is trained, with the adapters in place."""
     adapted = add_lora(decoder(), LoraOptions(rank=2))
     DPOTrainer(**quiet(adapted, tmp_path, 2)).train(pairs(sets))
     check_opens(tmp_path / "model", chats=True)
@@ -148,7 +146,7 @@ def test_dpo_with_adapters_leaves_the_merged_model_and_the_adapter(
 def test_a_reward_model_is_a_classifier_of_transformers(
     sets: Path, tmp_path: Path, make: Callable[[], nn.Module]
 ) -> None:
-    """The same scores, alone and in a padded batch, also of texts that end with the end."""
+    """The same scores, single and in a padded batch, also for texts with an end token."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     RewardTrainer(**quiet(make(), tmp_path, 3)).train(pairs(sets))
@@ -167,10 +165,8 @@ def test_a_reward_model_is_a_classifier_of_transformers(
     torch.testing.assert_close(torch.stack(alone), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_ppo_takes_folders_and_stops_where_the_policy_ends_its_texts(
-    sets: Path, tmp_path: Path
-) -> None:
-    """SFT, reward model, PPO: names of folders alone, the tokenizer of the policy's, answers."""
+def test_ppo_uses_the_tokenizer_and_end_tokens_of_its_policy(sets: Path, tmp_path: Path) -> None:
+    """SFT, reward model and PPO with folder names only, and reference answers."""
     quiet = {"progress": False, "steps": 12, "checkpoint_every": 50, "learning_rate": 1e-2}
     assert main(["sft", str(run_file(sets, tmp_path, "sft", **quiet))]) == 0
     assert main(["reward", str(run_file(sets, tmp_path, "reward", **{**quiet, "steps": 2}))]) == 0
@@ -202,8 +198,8 @@ def test_ppo_takes_folders_and_stops_where_the_policy_ends_its_texts(
     check_opens(tmp_path / "ppo" / "model", chats=True)
 
 
-def test_a_stop_string_that_is_a_special_token_stops_there(tmp_path: Path) -> None:
-    """No decoded text ever shows it; one that only holds it is refused, and says why."""
+def test_a_special_token_works_as_a_stop_string(tmp_path: Path) -> None:
+    """Decoded text never contains it; a string that only includes one is rejected."""
     from ms_align.generation.stops import with_stops
     from ms_align.tokenizer_files import files_of
 
@@ -213,12 +209,12 @@ def test_a_stop_string_that_is_a_special_token_stops_there(tmp_path: Path) -> No
     found = with_stops(asked, (), bytes_, files)
     assert (found.stop_tokens, found.stop_strings) == ((256,), ("\n",))
     assert with_stops(Sampling(), None, bytes_, files).stop_tokens == (256,)
-    with pytest.raises(ConfigError, match="no text ever shows the special token"):
+    with pytest.raises(ConfigError, match="decoded text never contains the special token"):
         with_stops(Sampling(stop_strings=("a<|endoftext|>",)), (), bytes_, files)
 
 
 def test_the_token_that_ends_a_turn_ends_generation(tmp_path: Path) -> None:
-    """A template that ends answers with a token of its own: generate stops at both."""
+    """A template with its own end-of-turn token: generation stops at both tokens."""
     from ms_data import build
 
     document = json.loads(byte_tokenizer())
@@ -249,10 +245,10 @@ def test_the_token_that_ends_a_turn_ends_generation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "reward", "ppo"])
-def test_weights_that_are_not_finite_are_never_left_behind(
+def test_weights_that_are_not_finite_are_never_saved(
     sets: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The tensor is named, though no batch reads the row that is no number."""
+    """The tensor is named, even if no batch uses the NaN row."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(sets / "model", tmp_path / "start")
@@ -273,8 +269,8 @@ def test_weights_that_are_not_finite_are_never_left_behind(
     assert not (tmp_path / kind / "model").exists()
 
 
-def test_a_run_that_blows_up_leaves_no_model(sets: Path, tmp_path: Path) -> None:
-    """Weights that become infinite on the way are found when they would be written."""
+def test_a_run_that_diverges_saves_no_model(sets: Path, tmp_path: Path) -> None:
+    """Weights that become infinite are found when the model is written."""
     model = decoder()
 
     def on_event(kind: str, fields: Any) -> None:
@@ -287,10 +283,10 @@ def test_a_run_that_blows_up_leaves_no_model(sets: Path, tmp_path: Path) -> None
     assert not (tmp_path / "model").exists()
 
 
-def test_no_run_writes_over_a_model_or_another_run(
+def test_no_run_overwrites_a_model_or_another_run(
     sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another kind, another model, a model in its own folder: refused with the owner named."""
+    """Another command, another model, a model in its own folder: the error names the owner."""
     run = run_file(sets, tmp_path, "sft", steps=1)
     assert main(["sft", str(run)]) == 0
     model = tmp_path / "sft" / "model" / "model.safetensors"
@@ -320,10 +316,10 @@ def test_no_run_writes_over_a_model_or_another_run(
     assert "holds 'model' and nothing says" in capsys.readouterr().err
 
 
-def test_a_resumed_run_says_what_changed_and_refuses_what_cannot(
+def test_a_resumed_run_reports_changed_settings(
     sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The learning rate is told; the seed is refused."""
+    """A new learning rate is reported; a new seed is rejected."""
     run = run_file(sets, tmp_path, "sft", steps=1, progress=True)
     assert main(["sft", str(run)]) == 0
     capsys.readouterr()
@@ -335,10 +331,10 @@ def test_a_resumed_run_says_what_changed_and_refuses_what_cannot(
     assert "cannot go on with other settings: seed is 5, was 0" in capsys.readouterr().err
 
 
-def test_a_run_that_kept_nothing_leaves_its_folder_free(
+def test_a_run_that_saved_nothing_does_not_block_its_folder(
     sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A first try that failed at once does not block the second, whatever is changed."""
+    """After a failed first attempt, other settings can be used."""
     run = run_file(sets, tmp_path, "sft", steps=1)
     sets_ = ["--set", "sequence_length=4", "--set", "seed=3"]
     assert main(["sft", str(run), *sets_]) == 2
@@ -347,8 +343,8 @@ def test_a_run_that_kept_nothing_leaves_its_folder_free(
     assert main(["sft", str(run)]) == 0
 
 
-def test_a_policy_may_not_be_written_over_by_its_own_run(tmp_path: Path) -> None:
-    """The reference neither: whatever the run reads is safe from it."""
+def test_a_run_does_not_overwrite_the_models_it_reads(tmp_path: Path) -> None:
+    """Neither the policy nor the reference."""
     from ms_align.models.folder import save_model
 
     save_model(decoder(), tmp_path / "out" / "model")

@@ -1,4 +1,4 @@
-"""Adapters: what they compute, peft's format both ways, merging, and switching off."""
+"""LoRA adapters: results, peft's format in both directions, merging, and disabling."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ TOKENS = torch.arange(24).view(2, 12) % 257
 
 
 def trained(model: nn.Module, options: LoraOptions | None = None) -> nn.Module:
-    """An adapted model whose adapters are no longer 0."""
+    """Return an adapted model whose adapters are not 0."""
     adapted = add_lora(model, options, base_name="base")
     torch.manual_seed(1)
     with torch.no_grad():
@@ -32,15 +32,15 @@ def trained(model: nn.Module, options: LoraOptions | None = None) -> nn.Module:
 
 
 def logits(model: nn.Module) -> torch.Tensor:
-    """Logits of the test's tokens."""
+    """Return the logits of the test's tokens."""
     with torch.no_grad():
         out = model(TOKENS)
     return getattr(out, "logits", out)
 
 
 @pytest.mark.parametrize("make", [decoder, llama])
-def test_an_adapter_begins_as_the_model_and_is_a_matrix_beside_it(make: object) -> None:
-    """B = 0 changes nothing; afterwards the layer is the plain layer with W + s·B·A."""
+def test_an_adapter_starts_at_zero_and_adds_a_low_rank_matrix(make: object) -> None:
+    """B = 0 changes nothing; then the layer has the weight W + s·B·A."""
     model = make()  # type: ignore[operator]
     before = logits(model)
     adapted = add_lora(model, LoraOptions(rank=3, alpha=7, rslora=True))
@@ -54,8 +54,8 @@ def test_an_adapter_begins_as_the_model_and_is_a_matrix_beside_it(make: object) 
     assert not torch.allclose(logits(adapted), before, atol=1e-3)
 
 
-def test_switching_off_merging_and_unmerging_are_exact() -> None:
-    """Off: the model as it was, bit for bit; merged: the same logits; unmerged: the same bits."""
+def test_disabling_merging_and_unmerging_are_exact() -> None:
+    """Disabled: the base model, bit for bit; merged: the same logits; unmerged: the same bits."""
     adapted = trained(decoder())
     on = logits(adapted)
     with adapted.disable_adapter():
@@ -73,8 +73,8 @@ def test_switching_off_merging_and_unmerging_are_exact() -> None:
     torch.testing.assert_close(logits(plain), on, rtol=1e-4, atol=1e-4)
 
 
-def test_only_adapters_learn() -> None:
-    """Their weights alone are in the engine's state, and the model's stay as they are."""
+def test_only_adapters_are_trained() -> None:
+    """The engine's state has only their weights; the base weights do not change."""
     model = decoder()
     adapted = add_lora(model)
     before = {name: value.clone() for name, value in model.named_parameters()}
@@ -87,8 +87,8 @@ def test_only_adapters_learn() -> None:
         assert torch.equal(value, before[name]) != ("lora_" in name)
 
 
-def test_what_we_write_peft_reads(tmp_path: Path) -> None:
-    """The same logits in peft, on transformers' model of the same weights, and on our own."""
+def test_peft_reads_our_adapters(tmp_path: Path) -> None:
+    """The same logits in peft, on transformers' model with the same weights, and here."""
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
@@ -103,8 +103,8 @@ def test_what_we_write_peft_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_what_peft_writes_we_read(tmp_path: Path, rslora: bool) -> None:
-    """Onto transformers' model and onto our decoder of the same weights."""
+def test_we_read_adapters_of_peft(tmp_path: Path, rslora: bool) -> None:
+    """Into transformers' model and into our decoder with the same weights."""
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
@@ -136,15 +136,15 @@ def test_what_peft_writes_we_read(tmp_path: Path, rslora: bool) -> None:
         ({"bias": "all"}, "bias='all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"r": "many"}, "as a LoRA configuration of peft"),
-        ({"target_modules": ["q_proj"]}, "its target_modules leave out"),
-        ({"target_modules": ["q_proj", "another"]}, "its target_modules leave out"),
-        ({"r": 5}, r"has shape .* r=5"),
+        ({"target_modules": ["q_proj"]}, "which target_modules excludes"),
+        ({"target_modules": ["q_proj", "another"]}, "which target_modules excludes"),
+        ({"r": 5}, r"must have the rank 5 of adapter_config.json, got shape"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_refused(
+def test_an_adapter_that_does_not_match_is_rejected(
     tmp_path: Path, change: dict[str, object], says: str
 ) -> None:
-    """One line: what of it, and what to do."""
+    """One line with the problem and the remedy."""
     trained(decoder()).save_pretrained(tmp_path)
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
@@ -152,32 +152,32 @@ def test_an_adapter_that_does_not_fit_is_refused(
         load_lora(decoder(), tmp_path)
 
 
-def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
-    """It has layers that the model has not, lacks some, or has others of their names."""
+def test_an_adapter_of_another_model_is_rejected(tmp_path: Path) -> None:
+    """It has extra layers, lacks some, or has other shapes."""
     trained(decoder()).save_pretrained(tmp_path)
     for sizes, says in (
         ({"num_hidden_layers": 1}, "the model has no linear layer"),
-        ({"num_hidden_layers": 3}, "the folder lacks"),
+        ({"num_hidden_layers": 3}, "it lacks the adapter of"),
         ({"intermediate_size": 128}, "has shapes"),
     ):
         with pytest.raises(ModelError, match=says):
             load_lora(decoder(**sizes), tmp_path)
 
 
-def test_layers_are_found_by_name_expression_or_all() -> None:
-    """GPT-2 has no nn.Linear layers, so adding LoRA to it is refused."""
+def test_layers_are_selected_by_name_expression_or_all() -> None:
+    """GPT-2 has no nn.Linear layers, so adding LoRA to it is rejected."""
     assert len(add_lora(decoder(), LoraOptions(targets=("q_proj",))).adapters()) == 2
     assert len(add_lora(decoder(), LoraOptions(targets=r".*layers\.1\..*proj")).adapters()) == 7
     everything = add_lora(llama(), LoraOptions(targets="all-linear")).adapters()
     assert len(everything) == 14
     with pytest.raises(ConfigError, match=r"built from transformers' Conv1D"):
         add_lora(gpt2())
-    with pytest.raises(ConfigError, match="has adapters already"):
+    with pytest.raises(ConfigError, match="already has adapters"):
         add_lora(add_lora(decoder()))
 
 
 def peft_adapter(place: Path, **settings: Any) -> torch.Tensor:
-    """Write a base model and an adapter that peft trained a little; what peft's reload gives."""
+    """Write a base model and an adapter trained with peft; return the logits that peft loads."""
     import peft
     from transformers import AutoModelForCausalLM
 
@@ -202,10 +202,10 @@ def peft_adapter(place: Path, **settings: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     "begins", [True, False, "gaussian", "orthogonal", "mica", "eva", "pissa", "olora"]
 )
-def test_an_adapter_computes_what_peft_computes_however_it_began(
+def test_adapters_of_all_peft_initializations_give_the_same_logits(
     tmp_path: Path, begins: bool | str, rslora: bool
 ) -> None:
-    """PiSSA and OLoRA take a part out of the weights; the others leave them alone."""
+    """PiSSA and OLoRA change the base weights; the others do not."""
     pytest.importorskip("peft")
     wanted = peft_adapter(tmp_path, init_lora_weights=begins, use_rslora=rslora)
     adapted = load_lora(decoder(), tmp_path / "adapter")
@@ -240,10 +240,10 @@ def test_an_adapter_computes_what_peft_computes_however_it_began(
         {"a_key_of_next_year": 1},
     ],
 )
-def test_a_key_that_is_not_known_to_be_neutral_is_refused_by_name(
+def test_an_unsupported_peft_key_is_rejected_by_name(
     tmp_path: Path, change: dict[str, object]
 ) -> None:
-    """Whatever would change the logits without being read."""
+    """Any key that could change the logits and is not read."""
     trained(decoder()).save_pretrained(tmp_path)
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
@@ -252,7 +252,7 @@ def test_a_key_that_is_not_known_to_be_neutral_is_refused_by_name(
 
 
 def test_every_key_that_peft_writes_today_is_known(tmp_path: Path) -> None:
-    """A plain adapter of peft's, with the optional tables of beginnings that it does not use."""
+    """A plain adapter of peft, with tables of initializations that it does not use."""
     pytest.importorskip("peft")
     wanted = peft_adapter(tmp_path)
     path = tmp_path / "adapter" / "adapter_config.json"
@@ -275,10 +275,10 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_damaged_adapter_configuration_is_refused_in_one_line(
+def test_a_damaged_adapter_configuration_is_rejected_in_one_line(
     tmp_path: Path, content: bytes
 ) -> None:
-    """However it is damaged, and before memory is taken for what it asks."""
+    """Before memory is allocated for its values."""
     trained(decoder()).save_pretrained(tmp_path)
     (tmp_path / "adapter_config.json").write_bytes(content)
     with pytest.raises(ModelError) as refused:
@@ -288,7 +288,7 @@ def test_a_damaged_adapter_configuration_is_refused_in_one_line(
     assert len(str(refused.value)) < 500
 
 
-def test_a_rank_beyond_every_layer_is_refused_before_it_takes_memory() -> None:
-    """10⁹ rows of a matrix of 32 would be 128 GB."""
-    with pytest.raises(ConfigError, match=r"rank is 1000000000 .* at most 32"):
+def test_a_rank_beyond_every_layer_is_rejected_before_allocation() -> None:
+    """10⁹ rows for a matrix of 32 would be 128 GB."""
+    with pytest.raises(ConfigError, match=r"rank must be at most 32, .*got 1000000000"):
         add_lora(decoder(), LoraOptions(rank=10**9, targets=("q_proj",)))

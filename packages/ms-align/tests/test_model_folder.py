@@ -1,4 +1,4 @@
-"""Models from disk: whole, or refused."""
+"""Model folders are loaded completely or rejected."""
 
 import json
 from collections.abc import Callable
@@ -17,14 +17,14 @@ WEIGHTS = "model.safetensors"
 
 
 def lacks_one(folder: Path) -> None:
-    """Without its last tensor."""
+    """Remove the last tensor."""
     weights = load_file(folder / WEIGHTS)
     weights.pop(max(weights))
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def has_another_shape(folder: Path) -> None:
-    """The last tensor is too short."""
+    """Shorten the last tensor."""
     weights = load_file(folder / WEIGHTS)
     name = max(weights)
     weights[name] = weights[name][:-1].contiguous()
@@ -32,23 +32,23 @@ def has_another_shape(folder: Path) -> None:
 
 
 def is_cut(folder: Path) -> None:
-    """Half of the file."""
+    """Cut the file in half."""
     content = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(content[: len(content) // 2])
 
 
 def has_no_weights(folder: Path) -> None:
-    """The configuration alone."""
+    """Keep only the configuration."""
     (folder / WEIGHTS).unlink()
 
 
 def has_a_broken_config(folder: Path) -> None:
-    """No JSON."""
+    """Write invalid JSON."""
     (folder / "config.json").write_text("{")
 
 
 def asks_for_endless_layers(folder: Path) -> None:
-    """Which transformers would build one by one."""
+    """Set a number of layers that transformers would build one by one."""
     config = json.loads((folder / "config.json").read_text())
     name = next(name for name in ("num_hidden_layers", "n_layer") if name in config)
     (folder / "config.json").write_text(json.dumps({**config, name: 1 << 62}))
@@ -62,12 +62,12 @@ DAMAGES = [
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("make", [decoder, gpt2])
-def test_a_damaged_folder_is_refused_in_one_line(
+def test_a_damaged_folder_is_rejected_in_one_line(
     tmp_path: Path,
     make: Callable[[], torch.nn.Module],
     damage: Callable[[Path], None],
 ) -> None:
-    """Through ms-parallel and through transformers, which would fill in random numbers."""
+    """With ms-parallel and with transformers, which would initialize weights randomly."""
     save_model(make(), tmp_path)
     damage(tmp_path)
     with pytest.raises(ModelError) as refused:
@@ -77,10 +77,10 @@ def test_a_damaged_folder_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("make", [decoder, gpt2, llama])
-def test_a_sound_folder_gives_what_was_written(
+def test_a_saved_model_is_loaded_unchanged(
     tmp_path: Path, make: Callable[[], torch.nn.Module]
 ) -> None:
-    """Also where the head is the embedding, which is written once."""
+    """Also with tied embeddings, which are saved once."""
     model = make().eval()
     save_model(model, tmp_path)
     again = load_model(tmp_path).eval()

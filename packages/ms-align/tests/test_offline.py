@@ -1,4 +1,4 @@
-"""SFT, DPO and reward models: they learn, tell, refuse, and go on bit for bit after kill -9."""
+"""SFT, DPO and reward models: learning, reports, errors, and exact resume after kill -9."""
 
 import json
 import shutil
@@ -38,28 +38,28 @@ from .small_models import decoder
 
 
 def quiet(place: Path, steps: int, **more: Any) -> dict[str, Any]:
-    """The settings of a quiet run from a small model."""
+    """Settings of a run of a small model without progress output."""
     return {"model": decoder(), "steps": steps, "output_dir": place, "progress": False, **more}
 
 
 def instructions(sets: Path, **more: Any) -> InstructionStream:
-    """Both tasks, packed."""
+    """Open both tasks, packed."""
     sources = {"copy": sets / "copy", "reverse": sets / "reverse"}
     return InstructionStream(sources, **{"sequence_length": 128, "batch_size": 4, **more})
 
 
 def held_out(sets: Path) -> Iterator[Any]:
-    """What was left out of both."""
+    """Open the held-out data of both tasks."""
     return instructions(sets, split="held_out", epochs=1)
 
 
 def events(place: Path, kind: str) -> list[dict[str, Any]]:
-    """Events of one kind, as they were written."""
+    """Read the events of one kind."""
     lines = (place / "events.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["kind"] == kind]
 
 
-def test_packed_rows_give_the_loss_and_gradient_of_each_sample_alone(sets: Path) -> None:
+def test_packing_does_not_change_loss_and_gradient(sets: Path) -> None:
     """No leak: sums over 300 tokens in another order, float32: 1e-5 relative."""
     results = []
     for open_rows in (8, 0):
@@ -74,8 +74,8 @@ def test_packed_rows_give_the_loss_and_gradient_of_each_sample_alone(sets: Path)
     assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=1e-5)
 
 
-def test_sft_learns_by_difficulty_and_tells_the_tasks(sets: Path, tmp_path: Path) -> None:
-    """Held-out loss falls; probabilities, losses and shares of each task are events."""
+def test_sft_samples_tasks_by_difficulty_and_logs_them(sets: Path, tmp_path: Path) -> None:
+    """Held-out loss falls; probability, loss and share of each task are events."""
     tasks = TaskOptions(warmup_steps=2, temperature=0.2)
     trainer = SFTTrainer(**quiet(tmp_path, 25), tasks=tasks, learning_rate=3e-3)
     result = trainer.train(instructions(sets), held_out=lambda: held_out(sets))
@@ -89,8 +89,8 @@ def test_sft_learns_by_difficulty_and_tells_the_tasks(sets: Path, tmp_path: Path
     assert abs(chances[-1, 0] - 0.5) > 0.005
 
 
-def test_task_weights_are_given_or_learnt(sets: Path, tmp_path: Path) -> None:
-    """A factor of 0 takes a task's gradient away; learnt factors are told and differ from 1."""
+def test_task_weights_can_be_set_or_learned(sets: Path, tmp_path: Path) -> None:
+    """A weight of 0 removes a task's gradient; learned weights are logged and differ from 1."""
     batch = next(instructions(sets))
     rows = {name: torch.as_tensor(value) for name, value in batch.items()}
     assert set(rows["task"].tolist()) == {0, 1}
@@ -107,13 +107,13 @@ def test_task_weights_are_given_or_learnt(sets: Path, tmp_path: Path) -> None:
     trainer = SFTTrainer(**quiet(tmp_path, 4), uncertainty=True, uncertainty_rate=0.5)
     trainer.train(instructions(sets))
     assert events(tmp_path, "tasks")[-1]["factor.copy"] != 1.0
-    with pytest.raises(ConfigError, match="choose one"):
+    with pytest.raises(ConfigError, match="remove one"):
         SFTOptions(uncertainty=True, task_weights={"copy": 1.0})
 
 
 @pytest.mark.parametrize("free", [False, True])
 def test_dpo_prefers_the_chosen_answers(sets: Path, tmp_path: Path, free: bool) -> None:
-    """From a margin of 0 to nearly all held-out pairs; the reference is the model as it was."""
+    """From a margin of 0 to nearly all held-out pairs; the reference is the initial model."""
     stream = PreferenceStream(sets / "pairs", sequence_length=64, batch_size=8)
     trainer = DPOTrainer(**quiet(tmp_path, 15), reference_free=free, learning_rate=1e-3)
     result = trainer.train(
@@ -129,10 +129,8 @@ def test_dpo_prefers_the_chosen_answers(sets: Path, tmp_path: Path, free: bool) 
         assert events(tmp_path, "step")[-1]["accuracy"] >= 0.9
 
 
-def test_dpo_goes_on_with_the_reference_that_it_began_with_alone(
-    sets: Path, tmp_path: Path
-) -> None:
-    """Another reference or start would end in another model; the same ones go on."""
+def test_dpo_resumes_only_with_its_own_reference(sets: Path, tmp_path: Path) -> None:
+    """Another reference or initial model would give another result."""
 
     def train(steps: int, start: int = 0, reference: int | None = None) -> Result:
         return DPOTrainer(
@@ -148,8 +146,8 @@ def test_dpo_goes_on_with_the_reference_that_it_began_with_alone(
     assert train(2, reference=0).step == 2
 
 
-def test_a_reward_model_learns_is_saved_and_is_a_reward(sets: Path, tmp_path: Path) -> None:
-    """What `save` wrote scores token for token as the trained model, also as PPO's reward."""
+def test_a_reward_model_is_trained_saved_and_used_as_a_reward(sets: Path, tmp_path: Path) -> None:
+    """The saved model scores like the trained one, also as PPO's reward."""
     result = RewardTrainer(**quiet(tmp_path, 15), learning_rate=3e-3).train(
         PreferenceStream(sets / "pairs", sequence_length=64, batch_size=8),
         held_out=lambda: PreferenceStream(
@@ -170,12 +168,12 @@ def test_a_reward_model_learns_is_saved_and_is_a_reward(sets: Path, tmp_path: Pa
     with torch.no_grad():
         alone = loaded(torch.tensor([[1, 2, 6]]))
     torch.testing.assert_close(scores[1:], alone)
-    with pytest.raises(ModelError, match="holds no reward model"):
+    with pytest.raises(ModelError, match="is not a reward model"):
         RewardModel.load(sets / "model")
 
 
 def test_scores_of_pairs_do_not_depend_on_the_microbatch(sets: Path, tmp_path: Path) -> None:
-    """Losses at each step, and a held-out margin that is the saved model's own on the same pairs.
+    """Losses at each step, and a held-out margin equal to the saved model's on the same pairs.
 
     Float32 sums in another order: 1e-5 relative, after three updates 1e-4.
     """
@@ -205,7 +203,7 @@ def test_scores_of_pairs_do_not_depend_on_the_microbatch(sets: Path, tmp_path: P
 
 
 def run_file(sets: Path, place: Path, kind: str, **more: Any) -> Path:
-    """A run file of one of the three."""
+    """Write a run file of one of the three trainers."""
     settings: dict[str, Any] = {
         "model": str(sets / "model"),
         "sequence_length": 64,
@@ -240,13 +238,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", ["dpo", "reward"])
-def test_conversations_are_refused_where_pairs_are_learnt_from(
+def test_conversations_are_rejected_by_pair_trainers(
     sets: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The folder and the remedy; a reward model under a layout is refused as well."""
+    """The message has the folder and the remedy; so for reward models under a layout."""
     run = run_file(sets, tmp_path, kind)
     assert main([kind, str(run), "--set", f"dataset='{sets / 'copy'}'"]) == 2
-    assert "copy holds conversations and no preference pairs; build" in capsys.readouterr().err
+    assert "copy has conversations instead of preference pairs; build" in capsys.readouterr().err
     if kind == "reward":
         assert main([kind, str(run), "--set", "layout.data=2"]) == 2
         assert "remove layout and lora" in capsys.readouterr().err
@@ -256,7 +254,7 @@ def test_conversations_are_refused_where_pairs_are_learnt_from(
 def test_kill_9_then_the_same_command_ends_in_the_same_bits(
     sets: Path, tmp_path: Path, kind: str
 ) -> None:
-    """The trained model and the last checkpoint are those of an undisturbed run."""
+    """Trained model and last checkpoint equal those of an undisturbed run."""
     (tmp_path / "whole").mkdir()
     whole = run_file(sets, tmp_path / "whole", kind, **SETTINGS[kind])
     assert main([kind, str(whole)]) == 0
@@ -288,8 +286,8 @@ def test_kill_9_then_the_same_command_ends_in_the_same_bits(
     assert load_model((tmp_path / kind / weights).parent) is not None
 
 
-def test_a_model_that_cannot_be_sampled_from_says_so() -> None:
-    """It trains all the same, and who waits for samples knows why there are none."""
+def test_a_model_without_cache_trains_without_samples() -> None:
+    """A line gives the reason why there are no samples."""
     notes: list[str] = []
     log = RunLog(event=lambda kind, fields: None, note=notes.append)
     SamplePrompts(prompts=[[1, 2]]).log(LocalEngine(NoCache()), log)
@@ -298,7 +296,7 @@ def test_a_model_that_cannot_be_sampled_from_says_so() -> None:
 
 
 class NoCache(torch.nn.Module):
-    """A model that knows nothing of generation."""
+    """Model without a KV cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,7 +309,7 @@ class NoCache(torch.nn.Module):
 
 
 def test_epochs_are_counted_in_rows(sets: Path, tmp_path: Path) -> None:
-    """Two epochs end when every sample came twice; nothing is left for a third launch."""
+    """Two epochs end when every sample was used twice; a third launch has nothing to do."""
     run = run_file(sets, tmp_path, "sft", steps=None, epochs=2)
     run.write_text(run.read_text().replace("steps = null\n", ""))
     assert main(["sft", str(run)]) == 0
@@ -327,15 +325,15 @@ def test_epochs_are_counted_in_rows(sets: Path, tmp_path: Path) -> None:
         (["sequence_length=100000"], "longer than the model's context"),
         (["sequence_length=4"], "anything to learn"),
         (["step=5"], "unknown key 'step'; did you mean 'steps'"),
-        (["epochs=2"], "exactly one of steps and epochs must be given, got both"),
+        (["epochs=2"], "either steps or epochs must be set, got both"),
         (["lora.targets=['nothing']"], "no linear layer matches"),
         (["tasks.signal='mood'"], "signal is 'mood'; known: given, loss, progress"),
         (["batch_size=0"], "at least 1"),
         (["layout.dat=2"], "layout has no axis 'dat'; did you mean 'data'?"),
         (["layout=3"], "layout must be a table such as { data = 2, tensor = 2 }, got 3"),
         (["lora=3"], "lora is 3; give a table"),
-        (["lora.targets='('"], "targets is '(', which is no regular expression"),
-        (["lora.targets=5"], "targets is 5; give"),
+        (["lora.targets='('"], "targets must be names or a regular expression, got '('"),
+        (["lora.targets=5"], "targets must be layer names or a regular expression, got 5"),
         (["dataset=3"], "dataset is 3; give a path"),
         (["dataset={a=1}"], "dataset is 1; give a path"),
         (["weights=x"], "weights is 'x'; give a table of numbers, 0 or more"),
@@ -343,7 +341,7 @@ def test_epochs_are_counted_in_rows(sets: Path, tmp_path: Path) -> None:
         (["task_weights={a='x'}"], "task_weights is {'a': 'x'}; give a table of numbers"),
         (["task_weights={a=-1}"], "task_weights is {'a': -1}; give a table of numbers"),
         (["tasks={signal='given', given=5}"], "given is 5; give a table of numbers"),
-        (["betas=5"], "betas is 5; give two numbers"),
+        (["betas=5"], "betas must be two numbers from 0 to below 1, got 5"),
         (["output_dir=5"], "output_dir is 5; give a path"),
         (["data='x'"], "'data' is called 'dataset' now"),
     ],
@@ -355,7 +353,7 @@ def test_bad_settings_are_one_line_and_exit_2(
     says: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What, where and the remedy; nothing is written."""
+    """Problem, location and remedy; nothing is written."""
     run = run_file(sets, tmp_path, "sft")
     sets_of = [part for one in change for part in ("--set", one)]
     assert main(["sft", str(run), *sets_of]) == 2
@@ -365,10 +363,10 @@ def test_bad_settings_are_one_line_and_exit_2(
     assert not (tmp_path / "sft" / "checkpoints").exists()
 
 
-def test_a_finished_run_says_so_and_a_run_of_fewer_steps_is_refused(
+def test_a_finished_run_does_nothing_and_fewer_steps_are_rejected(
     sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same command again is done at once, with exit code 0 and a line; nothing is changed."""
+    """The same command returns at once with exit code 0 and one line."""
     run = run_file(sets, tmp_path, "sft", progress=True, steps=3)
     assert main(["sft", str(run)]) == 0
     made = (tmp_path / "sft" / "model" / "model.safetensors").stat()
@@ -377,7 +375,7 @@ def test_a_finished_run_says_so_and_a_run_of_fewer_steps_is_refused(
     assert "finished: the 3 steps of" in capsys.readouterr().out
     assert (tmp_path / "sft" / "model" / "model.safetensors").stat() == made
     assert main(["sft", str(run), "--set", "steps=2"]) == 2
-    assert "nothing would be trained; raise steps" in capsys.readouterr().err
+    assert "raise steps or set another output_dir" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -388,10 +386,10 @@ def test_a_finished_run_says_so_and_a_run_of_fewer_steps_is_refused(
         ("reward", {}, "model/reward_head.safetensors"),
     ],
 )
-def test_a_run_that_ended_before_its_model_was_written_writes_it(
+def test_a_run_killed_before_writing_its_model_writes_it_on_resume(
     sets: Path, tmp_path: Path, kind: str, more: dict[str, Any], written: str
 ) -> None:
-    """The same command does, bit for bit, without another update; then nothing is left."""
+    """Bit for bit and without another update; the next launch does nothing."""
     run = run_file(sets, tmp_path, kind, **{"steps": 2, **more})
     assert main([kind, str(run)]) == 0
     file = tmp_path / kind / written
@@ -407,7 +405,7 @@ def test_a_run_that_ended_before_its_model_was_written_writes_it(
 
 
 class Constant:
-    """A stream of one batch."""
+    """Stream of one repeated batch."""
 
     vocabulary_size = 257
 
@@ -429,18 +427,18 @@ class Constant:
         self.left = state["left"]
 
 
-def test_a_place_that_cannot_be_written_is_told(
+def test_an_unwritable_folder_is_reported(
     sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line: what, why, and the remedy."""
+    """One line: problem, reason and remedy."""
     (tmp_path / "file").write_text("")
     run = run_file(sets, tmp_path, "sft", output_dir=str(tmp_path / "file" / "sft"))
     assert main(["sft", str(run)]) == 2
     assert "is no folder; give another path" in capsys.readouterr().err
 
 
-def test_silent_failures_are_refused(sets: Path, tmp_path: Path) -> None:
-    """An empty mask, a stream that ends, a tokenizer of more tokens than the model has."""
+def test_silent_failures_are_errors(sets: Path, tmp_path: Path) -> None:
+    """An empty mask, a stream that ends, a tokenizer with more tokens than the model."""
     empty = {
         "tokens": np.zeros((2, 8), np.int64),
         "targets": np.full((2, 8), -100, np.int64),

@@ -1,4 +1,4 @@
-"""One process and a layout of one process give the same run."""
+"""One process and a layout for one process give the same run."""
 
 import sys
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ PROMPTS = [[5, 6, 7], [11], [20, 21], [30, 31, 32, 33]]
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a small model."""
+    """Folder of a small model."""
     folder = tmp_path_factory.mktemp("start") / "model"
     save_model(decoder(), folder)  # type: ignore[arg-type]
     return folder
@@ -60,10 +60,10 @@ def run(kind: type[Any], start: Path, out: Path, **more: Any) -> tuple[list[Any]
 
 
 @pytest.mark.parametrize("kind", [PPOTrainer, GRPOTrainer, RLOOTrainer])
-def test_a_seed_draws_the_same_responses_in_one_process_and_under_a_layout(
+def test_a_seed_gives_the_same_responses_under_a_layout(
     kind: type[Any], start: Path, tmp_path: Path
 ) -> None:
-    """Three rollouts, the later ones from weights that have moved; losses within 1e-5."""
+    """Three rollouts, the later ones after updates; losses within 1e-5."""
     alone, losses = run(kind, start, tmp_path / "alone")
     split, split_losses = run(kind, start, tmp_path / "split", layout={"data": 1})
     assert len(alone) == 24
@@ -82,7 +82,7 @@ def test_a_reference_model_in_mixed_precision_is_checksummed(
     assert mixed[0] == pytest.approx(plain[0], abs=5e-2)
 
 
-def test_both_generators_take_the_seed_of_a_token_from_one_rule() -> None:
+def test_both_generators_use_the_same_position_seeds() -> None:
     """Also for seeds of more than 32 bits."""
     for seed in (0, 1, 2**40 + 3):
         assert [position_seed(seed, n) for n in range(9)] == [_seed_at(seed, n) for n in range(9)]

@@ -1,4 +1,4 @@
-"""The trainers that learn from their own responses: that they learn, and what they refuse."""
+"""Online trainers: learning, resuming, and errors."""
 
 import contextlib
 import shutil
@@ -40,7 +40,7 @@ PROMPTS = ["hello", "a", "what is", "xyz"]
 
 
 def settings(folder: Path, **more: Any) -> dict[str, Any]:
-    """Settings of a run of a second."""
+    """Settings of a run that takes a second."""
     return {
         "policy_model": decoder(),
         "reward_model": vowels,
@@ -55,14 +55,14 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """All events of a kind."""
+    """Read the events of one kind."""
     lines = (folder / "events.jsonl").read_bytes().splitlines()
     return [event for event in map(msgspec.json.decode, lines) if event["kind"] == kind]
 
 
 @pytest.mark.parametrize("trainer", [PPOTrainer, GRPOTrainer, RLOOTrainer])
 def test_a_reward_rises(tmp_path: Path, trainer: Any) -> None:
-    """The share of vowels, from a fiftieth to more than a quarter, on held-out prompts too."""
+    """The share of vowels, from 2% to more than 25%, on held-out prompts too."""
     groups = {"epochs": 2, "minibatch_size": 32} if trainer is PPOTrainer else {"group_size": 8}
     more = settings(tmp_path, steps=60, batch_size=64, learning_rate=4e-3, kl_coeff=0.0, **groups)
     result = trainer(**more, held_out=["to be", "or not", "q"], missing_stop_penalty=0.0).optimize(
@@ -75,8 +75,8 @@ def test_a_reward_rises(tmp_path: Path, trainer: Any) -> None:
     assert result.last["reward"] > result.first["reward"]
 
 
-def test_the_first_update_has_a_ratio_of_one_and_no_kl(tmp_path: Path) -> None:
-    """A policy that has not moved is not far from itself or its copy: float32 noise alone."""
+def test_the_first_update_has_ratio_1_and_kl_0(tmp_path: Path) -> None:
+    """The unchanged policy equals itself and its copy up to float32 rounding."""
     PPOTrainer(**settings(tmp_path, steps=1, temperature=0.8)).optimize(PROMPTS)
     (step,) = events(tmp_path, "step")
     assert step["kl_old"] < 1e-10
@@ -84,8 +84,8 @@ def test_the_first_update_has_a_ratio_of_one_and_no_kl(tmp_path: Path) -> None:
     assert abs(step["kl"]) < 1e-4
 
 
-def test_the_reference_stays_while_the_policy_moves(tmp_path: Path) -> None:
-    """KL grows from 0, and the coefficient follows its target by the controller's rule."""
+def test_the_reference_does_not_change_during_training(tmp_path: Path) -> None:
+    """KL grows from 0, and the coefficient follows the controller's rule."""
     more = settings(tmp_path, steps=12, batch_size=16, learning_rate=5e-3, epochs=2)
     PPOTrainer(**more, kl_target=0.01, kl_horizon=100).optimize(PROMPTS)
     rollouts = events(tmp_path, "rollout")
@@ -98,7 +98,7 @@ def test_the_reference_stays_while_the_policy_moves(tmp_path: Path) -> None:
 
 
 class Adapted(nn.Module):
-    """A policy whose second half of changes can be switched off, as an adapter's can."""
+    """Policy with changes that can be disabled like adapters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,14 +110,14 @@ class Adapted(nn.Module):
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """The body's."""
+        """Head weight of the body."""
         return self.body.head_weight  # type: ignore[return-value]
 
     blocks = True
 
     @contextlib.contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """As peft's models do."""
+        """Disable the changes, as peft's models do."""
         self.on = False
         try:
             yield
@@ -125,7 +125,7 @@ class Adapted(nn.Module):
             self.on = True
 
     def save_pretrained(self, folder: Path) -> None:
-        """Only the model is written."""
+        """Write only the model."""
 
     def forward(self, tokens: torch.Tensor, **named: Any) -> torch.Tensor:
         """Hidden states, moved."""
@@ -133,8 +133,8 @@ class Adapted(nn.Module):
         return hidden + self.shift if self.on else hidden
 
 
-def test_switching_adapters_off_gives_the_reference(tmp_path: Path) -> None:
-    """The same losses as with a frozen copy, and the frozen weights never move."""
+def test_disabled_adapters_are_the_reference(tmp_path: Path) -> None:
+    """The same losses as with a frozen copy, and the frozen weights never change."""
     one, two = Adapted(), Adapted()
     before = one.body.state_dict()["model.norm.weight"].clone()
     common = {"steps": 4, "learning_rate": 1e-2, "kl_coeff": 0.5, "value_model": decoder()}
@@ -152,7 +152,7 @@ def test_switching_adapters_off_gives_the_reference(tmp_path: Path) -> None:
         PPOTrainer(**settings(tmp_path, reference_model="adapter_off")).optimize(PROMPTS)
 
 
-def test_a_sample_that_is_left_out_changes_nothing(tmp_path: Path) -> None:
+def test_a_skipped_sample_has_no_influence(tmp_path: Path) -> None:
     """Its tokens are masked, in a group too."""
 
     def fails(samples: Sequence[Sample]) -> list[float]:
@@ -173,8 +173,8 @@ def test_a_sample_that_is_left_out_changes_nothing(tmp_path: Path) -> None:
         PPOTrainer(**settings(tmp_path / "stop", reward_model=fails)).optimize(PROMPTS)
 
 
-def test_a_group_teaches_though_its_first_response_is_left_out(tmp_path: Path) -> None:
-    """Rewards of the others differ, so the run is not refused as one of equal rewards."""
+def test_a_group_is_used_if_its_first_response_is_skipped(tmp_path: Path) -> None:
+    """The rewards of the others differ, so the run does not fail with equal rewards."""
     asked = iter(range(1000))
 
     def fails(samples: Sequence[Sample]) -> list[float]:
@@ -185,8 +185,8 @@ def test_a_group_teaches_though_its_first_response_is_left_out(tmp_path: Path) -
     assert GRPOTrainer(**more, equal_rewards_limit=1).optimize(PROMPTS).finished
 
 
-def test_what_would_train_in_vain_is_refused(tmp_path: Path) -> None:
-    """Equal rewards in every group, an empty mask, and a run with no step left."""
+def test_runs_without_anything_to_learn_are_rejected(tmp_path: Path) -> None:
+    """Equal rewards in every group, an empty mask, and a run without remaining steps."""
     equal = settings(tmp_path / "equal", reward_model=lambda samples: [1.0] * len(samples))
     with pytest.raises(NothingToLearnError, match=r"3 rollouts in a row .*the last 1\)"):
         GRPOTrainer(**{**equal, "steps": 9}, group_size=4, equal_rewards_limit=3).optimize(PROMPTS)
@@ -202,8 +202,8 @@ def test_what_would_train_in_vain_is_refused(tmp_path: Path) -> None:
         PPOTrainer(**settings(tmp_path / "done", steps=1)).optimize(PROMPTS)
 
 
-def test_bad_input_is_told_before_anything_is_trained(tmp_path: Path) -> None:
-    """Datasets, answers, tokenizers, contexts and settings that do not fit."""
+def test_bad_input_is_reported_before_training(tmp_path: Path) -> None:
+    """Datasets, answers, tokenizers, contexts and settings that do not match."""
 
     def refused(
         error: type[Exception], text: str, prompts: Any = PROMPTS, answers: Any = None, **more: Any
@@ -212,34 +212,34 @@ def test_bad_input_is_told_before_anything_is_trained(tmp_path: Path) -> None:
             PPOTrainer(**settings(tmp_path, **more)).optimize(prompts, answers)
 
     refused(DataError, "prompt_dataset is empty", [])
-    refused(DataError, "3 entries and prompt_dataset 4", answers=["x"] * 3)
-    refused(
-        DataError, "entry 1 is a text and there is no tokenizer|entry 0 is a text", tokenizer=None
-    )
+    refused(DataError, "3 entries and prompt_dataset has 4", answers=["x"] * 3)
+    refused(DataError, "entry 0 is a text, which needs a tokenizer", tokenizer=None)
     refused(DataError, "no 'prompt'", [{"question": "x"}])
     refused(DataError, "token 999", [[999]], tokenizer=None)
     refused(ConfigError, "minibatch_size", minibatch_size=3)
-    refused(ConfigError, "kl_estimator is 'k9'", kl_estimator="k9")
-    refused(ConfigError, "kl_target is 0.5 and kl_coeff 0", kl_target=0.5, kl_coeff=0)
+    refused(ConfigError, "kl_estimator must be k1, k2, k3 .*got 'k9'", kl_estimator="k9")
+    refused(ConfigError, "kl_target=0.5 needs kl_coeff > 0", kl_target=0.5, kl_coeff=0)
     refused(ConfigError, "policy_model is 3; give a path", policy_model=3)
-    refused(ConfigError, "object; give a torch.nn.Module", policy_model=object())
+    refused(ConfigError, "model must be a torch.nn.Module, .*got object", policy_model=object())
 
     class Other(ByteTokenizer):
         vocabulary_size = 300
 
-    refused(ModelError, "tokenizer has 300 tokens and the model 258", tokenizer=Other())
+    refused(
+        ModelError, "the model must have the tokenizer's 300 tokens, and has 258", tokenizer=Other()
+    )
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
-def test_another_start_is_not_gone_on_with(tmp_path: Path) -> None:
-    """A checkpoint knows the weights it began with, as the reference is made of them."""
+def test_a_run_does_not_resume_from_another_initial_model(tmp_path: Path) -> None:
+    """The checkpoint records the initial weights, of which the reference is a copy."""
     PPOTrainer(**settings(tmp_path)).optimize(PROMPTS)
     with pytest.raises(ms_align.CheckpointError, match="whose weights is"):
         PPOTrainer(**settings(tmp_path, steps=4, policy_model=decoder(seed=1))).optimize(PROMPTS)
 
 
 def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path) -> None:
-    """One flipped bit: a warning, the one before is taken, and the end is the same."""
+    """One flipped bit: a warning, the previous checkpoint is used, and the result is the same."""
     whole = PPOTrainer(**settings(tmp_path / "whole", steps=4, checkpoint_every=1))
     whole.optimize(PROMPTS)
     PPOTrainer(**settings(tmp_path / "hurt", steps=3, checkpoint_every=1)).optimize(PROMPTS)
@@ -254,7 +254,7 @@ def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path) -> None:
 
 
 def test_a_model_that_was_not_written_is_written_by_the_next_launch(tmp_path: Path) -> None:
-    """A run that ended behind its last checkpoint makes no other update."""
+    """A run that ended after its last checkpoint makes no further update."""
     PPOTrainer(**settings(tmp_path)).optimize(PROMPTS)
     file = tmp_path / "model" / "model.safetensors"
     before = file.read_bytes()
@@ -264,8 +264,8 @@ def test_a_model_that_was_not_written_is_written_by_the_next_launch(tmp_path: Pa
     assert len(events(tmp_path, "step")) == 2
 
 
-def test_an_engine_cut_into_microbatches_learns_the_same(tmp_path: Path) -> None:
-    """Losses of rows one by one, in threes and all at once: float32 sums in another order."""
+def test_microbatches_do_not_change_training(tmp_path: Path) -> None:
+    """One row, three rows or all rows at a time: float32 sums in another order."""
     losses = {}
     for size in (1, 3, None):
         folder = tmp_path / str(size)
@@ -275,8 +275,8 @@ def test_an_engine_cut_into_microbatches_learns_the_same(tmp_path: Path) -> None
     assert losses[3] == pytest.approx(losses[None], rel=1e-5, abs=1e-5)
 
 
-def test_a_copy_shares_no_weight_and_gives_the_same() -> None:
-    """Also of a decoder, whose operators are a Python module."""
+def test_a_copied_model_shares_no_weights() -> None:
+    """Also for a decoder whose operators are a Python module."""
     model = decoder()
     twin = copy_of(model)
     tokens = torch.tensor([[5, 6, 7]])
@@ -288,7 +288,7 @@ def test_a_copy_shares_no_weight_and_gives_the_same() -> None:
 
 
 def run_file(folder: Path, reward: str) -> Path:
-    """A run of two updates from a small decoder."""
+    """Write a run file for two updates of a small decoder."""
     ms_align.models.folder.save_model(decoder(), folder / "start")  # type: ignore[attr-defined]
     (folder / "prompts.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "a"}\n')
     run = folder / "RUN.toml"
@@ -306,25 +306,28 @@ def run_file(folder: Path, reward: str) -> Path:
         ("reward_model=':f'", "reward_model ':f' cannot be imported"),
         ("reward_model='.x:f'", "reward_model '.x:f' cannot be imported"),
         ("reward_model='no_python:f'", "reward_model 'no_python:f' cannot be imported"),
-        ("prompt_dataset=5", "prompt_dataset is 5; give"),
-        ("response_dataset=5", "response_dataset is 5; give"),
-        ("held_out=5", "held_out is 5; give"),
+        ("prompt_dataset=5", "prompt_dataset must be a file or a list of prompts, got 5"),
+        ("response_dataset=5", "response_dataset must be a file or a list of prompts, got 5"),
+        ("held_out=5", "held_out must be a file or a list of prompts, got 5"),
         ("prompt_dataset=[[true]]", "prompt_dataset entry 0"),
-        ("prompt_dataset=[[-3, 4]]", "entry 0 holds the token -3; give numbers of at least 0"),
-        ("prompt_dataset=[[9223372036854775807]]", "entry 0 holds the token 9223372036854775807"),
+        (
+            "prompt_dataset=[[-3, 4]]",
+            "entry 0 has the token id -3; use ids of the tokenizer's vocabulary",
+        ),
+        ("prompt_dataset=[[9223372036854775807]]", "entry 0 has the token id 9223372036854775807"),
         ("prompt_dataset='{0}/latin.jsonl'", "latin.jsonl line 1: not UTF-8 text"),
-        ("tokenizer=5", "tokenizer is 5; give"),
+        ("tokenizer=5", "tokenizer must be a folder, a file or an object"),
         ("tokenizer='{0}/tokenizer'", "tokenizer cannot be read"),
-        ("generator=x", "generator is 'x'; known: policy"),
+        ("generator=x", "generator 'x' is unknown; known: policy"),
         ("reward_failure_penalty=x", "reward_failure_penalty is 'x'; give a number"),
-        ("stop_tokens=1.5", "stop_tokens is 1.5; give token numbers"),
-        ("stop_strings=5", "stop_strings is 5; give texts"),
+        ("stop_tokens=1.5", "stop_tokens must be token ids from 0 to below 2147483648, got 1.5"),
+        ("stop_strings=5", "stop_strings must be non-empty texts, got 5"),
     ],
 )
 def test_bad_settings_are_one_line_and_exit_2(
     tmp_path: Path, change: str, says: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What, where and the remedy, before anything is trained."""
+    """Problem, location and remedy, before anything is trained."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "no_python.py").write_text("def f(:")
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xff"}')
@@ -339,20 +342,20 @@ def test_bad_settings_are_one_line_and_exit_2(
 
 
 def asks_to_stop(samples: Sequence[Sample]) -> list[float]:
-    """Vowels; the run is asked to stop while they are counted."""
+    """Share of vowels; sends a stop signal to the run."""
     signal.raise_signal(signal.SIGTERM)
     return vowels(samples)
 
 
-def test_a_command_that_was_stopped_has_not_succeeded(tmp_path: Path) -> None:
-    """Exit 1 and no model, so that what comes next in a script does not go on without one."""
+def test_a_stopped_command_does_not_succeed(tmp_path: Path) -> None:
+    """Exit code 1 and no model, so that a script does not continue without one."""
     run = run_file(tmp_path, "test_online:asks_to_stop")
     assert main(["ppo", str(run)]) == 1
     assert not (tmp_path / "out" / "model").exists()
 
 
-def test_two_runs_do_not_write_to_one_place(tmp_path: Path) -> None:
-    """While the first goes on, the second is refused; afterwards the place is free."""
+def test_two_runs_do_not_share_an_output_folder(tmp_path: Path) -> None:
+    """The second is rejected while the first runs; afterwards the folder is free."""
     options = settings(tmp_path / "out", steps=1)
     refused = []
 
@@ -368,8 +371,8 @@ def test_two_runs_do_not_write_to_one_place(tmp_path: Path) -> None:
     PPOTrainer(**settings(tmp_path / "out", steps=2)).optimize(PROMPTS)
 
 
-def test_the_command_trains_goes_on_and_generates(tmp_path: Path, capsys: Any) -> None:
-    """From a folder and a JSON Lines file to a model and responses; mistakes end with 2."""
+def test_the_commands_train_resume_and_generate(tmp_path: Path, capsys: Any) -> None:
+    """From a folder and a JSON Lines file to a model and responses; mistakes exit with 2."""
     ms_align.models.folder.save_model(decoder(), tmp_path / "start")  # type: ignore[attr-defined]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "hello", "answer": "x"}\n{"prompt": "a", "answer": "y"}\n')
@@ -396,7 +399,7 @@ def test_the_command_trains_goes_on_and_generates(tmp_path: Path, capsys: Any) -
     judged = ["--set", f"output_dir={tmp_path}/judged", "--set", f"reward_model={tmp_path}/judge"]
     assert main(["ppo", str(run), *judged]) == 0
     assert main(["ppo", str(run), *judged, "--set", f"reward_model={tmp_path}/start"]) == 2
-    assert "holds no reward model" in capsys.readouterr().err
+    assert "is not a reward model" in capsys.readouterr().err
     generation = tmp_path / "GENERATE.toml"
     generation.write_text(
         f'model = "{tmp_path}/out/model"\n'

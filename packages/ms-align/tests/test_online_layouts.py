@@ -1,4 +1,4 @@
-"""Under ms-parallel's layouts PPO and GRPO do what one process does."""
+"""PPO and GRPO give the same results under ms-parallel's layouts as in one process."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).with_name("online_layout_run.py")
 
 
 def launch(folder: Path, axis: str, *more: str) -> int:
-    """Run the script in one process, or in two that split one axis; the exit status."""
+    """Run the script in one process, or in two along one axis; return the exit status."""
     count = 1 if axis == "one" else 2
     runner = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     words = [*runner, str(SCRIPT), str(folder), axis, *more]
@@ -29,14 +29,14 @@ def launch(folder: Path, axis: str, *more: str) -> int:
 
 
 def events(folder: Path, kind: str) -> list[dict[str, float]]:
-    """All that were told of a kind."""
+    """Read the events of one kind."""
     lines = (folder / "events.jsonl").read_bytes().splitlines()
     return [e for e in map(msgspec.json.decode, lines) if e["kind"] == kind]
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a start, and what one process made of it."""
+    """Folder with the initial model and the results of one process."""
     folder = tmp_path_factory.mktemp("layouts")
     save_model(decoder(), folder / "start")  # type: ignore[arg-type]
     launch(folder, "one")
@@ -66,10 +66,10 @@ def test_losses_equal_those_of_one_process(one: Path, axis: str) -> None:
 
 
 def check_adapters(one: Path, axis: str) -> None:
-    """PPO, GRPO and RLOO with adapters, ended after two updates and gone on with.
+    """Compare runs with adapters, stopped after two updates and resumed, with one process.
 
-    The same losses as in one process, a KL of 0 from the model without adapters at first, and
-    adapters that peft's format holds, and the model in which they are merged.
+    The same losses as in one process, a KL of 0 at the first update, and equal adapter files and
+    merged models.
     """
     for trainer in ("PPOTrainer", "GRPOTrainer", "RLOOTrainer"):
         split, whole = (one / place / f"{trainer}-lora" for place in (axis, "one"))
@@ -98,8 +98,8 @@ def check_adapters(one: Path, axis: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("axis", ["data", "tensor"])
-def test_a_killed_run_of_two_processes_goes_on_bit_for_bit(tmp_path: Path, axis: str) -> None:
-    """The first process is killed in mid-rollout and in mid-buffer; the same command resumes."""
+def test_a_killed_run_of_two_processes_resumes_bit_for_bit(tmp_path: Path, axis: str) -> None:
+    """The first process is killed in a rollout and between its updates."""
     save_model(decoder(), tmp_path / "start")  # type: ignore[arg-type]
     launch(tmp_path, axis, "whole")
     for kill_at in ("6", "4"):

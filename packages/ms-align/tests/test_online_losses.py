@@ -1,4 +1,4 @@
-"""The losses of PPO, GRPO and RLOO against worked numbers, and gradients against plain ones."""
+"""Losses of PPO, GRPO and RLOO against values worked by hand, and gradients against plain ones."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ms_align.errors import ConfigError
 from ms_align.losses import token_statistics
-from ms_align.losses.policy import PolicyLoss, clipped, divisor, per_response
+from ms_align.losses.policy import PolicyLoss, clipped_surrogate, loss_divisor, per_response
 from ms_align.losses.ppo import PPOLoss, ValueLoss, value_loss
 from ms_align.losses.protocol import Loss
 from ms_align.losses.token_statistics import (
@@ -24,22 +24,22 @@ WORKED = 1e-6
 
 
 class Given:
-    """An output of given log-probabilities, entropies and values."""
+    """Output with fixed log-probabilities, entropies and values."""
 
     def __init__(self, logprobs: Tensor, values: Tensor | None = None) -> None:
         self.logprobs = logprobs
         self.values = values
 
     def logits(self, positions: slice = slice(None)) -> Tensor:
-        """Not asked for."""
+        """Not used by the losses."""
         raise AssertionError
 
     def token_losses(self, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
-        """-log p where there is a target."""
+        """-log p at targets."""
         return -self.logprobs * (targets != -100)
 
     def entropies(self, counted: Tensor, *, temperature: float = 1.0) -> Tensor:
-        """2 nats at each."""
+        """2 nats at every position."""
         return 2.0 * counted
 
     def head(self, name: str) -> Tensor:
@@ -62,7 +62,7 @@ VALUES = torch.tensor([[0.5, 0.9, 5.0], [0.9, 5.0, 5.0]])
 
 
 def told(loss: Loss, output: Any) -> dict[str, float]:
-    """The mean loss and the figures, by name."""
+    """Return the mean loss and the statistics by name."""
     total, figures = loss(output, BATCH)
     weight = loss.weight(BATCH)
     return {
@@ -71,7 +71,7 @@ def told(loss: Loss, output: Any) -> dict[str, float]:
     }
 
 
-def test_ppo_gives_the_worked_numbers() -> None:
+def test_ppo_gives_the_values_worked_by_hand() -> None:
     """Ratios 1.5 (clipped at 1.2), 0.5 (clipped at 0.8) and 1.1: -2.4 + 0.8 + 3.3 over 3 tokens."""
     found = told(PPOLoss(), Given(NEW))
     assert found["policy_loss"] == pytest.approx((-2.4 + 0.8 + 3.3) / 3, abs=WORKED)
@@ -83,7 +83,7 @@ def test_ppo_gives_the_worked_numbers() -> None:
 
 
 def test_ppo_adds_value_entropy_and_kl() -> None:
-    """Values 0.5 (held at 0.2), 0.9 and 0.9 (held at 0.7); KL by k2 of ratios 1.5, 0.5 and 2."""
+    """Values 0.5 (clipped: 0.2), 0.9 and 0.9 (clipped: 0.7); KL by k2 of ratios 1.5, 0.5, 2."""
     parts = PPOLoss(
         value_coeff=0.1, entropy_coeff=0.01, kl_coeff=0.5, kl_estimator="k2", value_clip=0.2
     )
@@ -102,7 +102,7 @@ def test_ppo_adds_value_entropy_and_kl() -> None:
 
 
 def test_an_unclipped_value_loss_is_half_the_square() -> None:
-    """And nothing counts as clipped."""
+    """And the clip fraction is 0."""
     errors, held = value_loss(torch.tensor([[3.0]]), torch.tensor([[0.0]]), torch.ones(1, 1), None)
     assert float(errors) == 2.0
     assert not held.any()
@@ -116,7 +116,7 @@ def test_an_unclipped_value_loss_is_half_the_square() -> None:
         ("constant", (-2.4 + 0.8 + 3.3) / (2 * 4)),
     ],
 )
-def test_grpo_averages_as_it_is_told(aggregation: Any, want: float) -> None:
+def test_grpo_supports_all_aggregations(aggregation: Any, want: float) -> None:
     """Over tokens, over responses, or over responses times a fixed length."""
     found = told(PolicyLoss(aggregation=aggregation, longest=4), Given(NEW))
     assert found["loss"] == pytest.approx(want, abs=WORKED)
@@ -130,25 +130,25 @@ def test_grpos_weighted_kl_is_ratio_times_k3() -> None:
     assert found["kl_loss"] == pytest.approx(want, abs=WORKED)
 
 
-def test_rloo_judges_whole_responses() -> None:
+def test_rloo_uses_one_ratio_per_response() -> None:
     """Ratios 0.75 and 1.1 of responses with advantages 0.5 (its mean) and -3; none is clipped."""
     found = told(PolicyLoss(clip_low=0.3, ratio=per_response, aggregation="sequence"), Given(NEW))
     assert found["loss"] == pytest.approx((-0.75 * 0.5 + 1.1 * 3) / 2, abs=WORKED)
 
 
-def test_a_clip_takes_the_gradient_away_only_where_it_would_go_on() -> None:
-    """Ratio 1.5: none with a positive advantage, all of it with a negative one."""
+def test_clipping_removes_the_gradient_only_beyond_the_range() -> None:
+    """Ratio 1.5: no gradient with a positive advantage, the full one with a negative."""
     ratios = torch.tensor([1.5, 1.5, 0.5, 0.5], requires_grad=True)
-    clipped(ratios, torch.tensor([1.0, -1.0, 1.0, -1.0]), 0.2, 0.2).sum().backward()
+    clipped_surrogate(ratios, torch.tensor([1.0, -1.0, 1.0, -1.0]), 0.2, 0.2).sum().backward()
     assert ratios.grad is not None
     assert ratios.grad.tolist() == [0.0, 1.0, -1.0, 0.0]
     with pytest.raises(ConfigError, match="'row'"):
-        divisor(torch.ones(1, 1), "row", None)
+        loss_divisor(torch.ones(1, 1), "row", None)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_token_statistics_equal_the_plain_formulas(temperature: float) -> None:
-    """Losses, entropies and the gradient, over several chunks, in float64 terms within 1e-5."""
+    """Losses, entropies and the gradient over several chunks, compared with float64, 1e-5."""
     chance = torch.Generator().manual_seed(0)
     logits = torch.randn(700, 1031, generator=chance).mul_(3).requires_grad_()
     targets = torch.randint(1031, (700,), generator=chance)
@@ -171,11 +171,11 @@ def test_token_statistics_equal_the_plain_formulas(temperature: float) -> None:
 def test_statistics_from_hidden_states_equal_the_plain_formulas(
     kept_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients of losses and entropies, with logits kept or made again.
+    """Gradients of losses and entropies, with logits saved or recomputed.
 
-    A second call while the first one's graph lives gets memory of its own.
+    A second call while the first graph is alive gets its own memory.
     """
-    monkeypatch.setattr(token_statistics, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(token_statistics, "SAVED_LOGITS_BYTES", kept_bytes)
     monkeypatch.setattr(token_statistics, "PRODUCT_BYTES", 1 << 18)
     monkeypatch.setattr(token_statistics, "CHUNK_BYTES", 1 << 16)
     chance = torch.Generator().manual_seed(0)

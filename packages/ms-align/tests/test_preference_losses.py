@@ -1,4 +1,4 @@
-"""DPO's and the reward model's losses: golden vectors, gradients, and what they read."""
+"""Losses of DPO and reward models: golden values, gradients, and required columns."""
 
 import math
 
@@ -21,7 +21,7 @@ def test_dpo_has_its_golden_values() -> None:
     assert equal.item() == pytest.approx(math.log(2))
 
 
-def test_dpo_has_its_papers_gradient() -> None:
+def test_dpo_has_the_gradient_of_the_paper() -> None:
     """-β·sigmoid(-βh) for the chosen log-probability and its negative for the rejected one."""
     chosen, rejected = (torch.tensor([v], requires_grad=True) for v in (-3.0, -2.5))
     dpo_loss(chosen, rejected, torch.tensor([-2.0]), torch.tensor([-4.0]), beta=0.4).backward()
@@ -34,7 +34,7 @@ def test_dpo_has_its_papers_gradient() -> None:
 
 
 def test_pairwise_has_its_golden_values() -> None:
-    """-log sigmoid(1.5 - 0.5 - 0.25) = 0.386871; centring adds 0.01·(1.5 + 0.5)² = 0.04."""
+    """-log sigmoid(1.5 - 0.5 - 0.25) = 0.386871; centering adds 0.01·(1.5 + 0.5)² = 0.04."""
     chosen, rejected = torch.tensor([1.5]), torch.tensor([0.5])
     loss = pairwise_loss(chosen, rejected, 0.25)
     assert loss.item() == pytest.approx(math.log1p(math.exp(-0.75)), abs=1e-6)
@@ -43,17 +43,17 @@ def test_pairwise_has_its_golden_values() -> None:
 
 
 class Fixed:
-    """An output with given token losses and scores."""
+    """Output with fixed token losses and scores."""
 
     def __init__(self, losses: torch.Tensor, scores: torch.Tensor) -> None:
         self.losses, self.scores = losses, scores
 
     def token_losses(self, targets: torch.Tensor) -> torch.Tensor:
-        """As given, where there is a target."""
+        """The fixed losses at targets."""
         return self.losses * (targets != -100)
 
     def head(self, name: str) -> torch.Tensor:
-        """As given."""
+        """The fixed scores."""
         return self.scores[..., None]
 
 
@@ -68,8 +68,8 @@ BATCH = {
 OUTPUT = Fixed(torch.arange(12.0).view(4, 3), torch.arange(12.0).view(4, 3) / 4)
 
 
-def test_rows_are_summed_paired_and_weighed() -> None:
-    """Held against the pure loss on sums worked out by hand, weights 1 and 3."""
+def test_rows_are_summed_paired_and_weighted() -> None:
+    """Compared with the pure loss on sums worked by hand, weights 1 and 3."""
     loss = DPOLoss(beta=0.2)
     total, figures = loss(OUTPUT, BATCH)  # type: ignore[arg-type]
     own = torch.tensor([-(0.0 + 1), -(4.0 + 5), -6.0, -(9.0 + 10 + 11)])
@@ -86,7 +86,7 @@ def test_rows_are_summed_paired_and_weighed() -> None:
 
 
 def test_scores_are_read_at_the_last_token_of_the_answer() -> None:
-    """What fills a row up behind it has no say."""
+    """Padding after the answer has no influence."""
     loss = PairwiseLoss(centring=0.1)
     total, _ = loss(OUTPUT, BATCH)  # type: ignore[arg-type]
     chosen, rejected = torch.tensor([1.0, 6.0]) / 4, torch.tensor([5.0, 11.0]) / 4
@@ -94,17 +94,17 @@ def test_scores_are_read_at_the_last_token_of_the_answer() -> None:
     assert total.item() == pytest.approx((by_hand * torch.tensor([1.0, 3.0])).sum().item())
 
 
-def test_a_row_whose_end_is_not_known_has_no_score() -> None:
-    """Rather than the score of whatever token stands last."""
+def test_a_row_without_a_known_end_is_rejected() -> None:
+    """Instead of scoring whatever token is last."""
     without = {name: value for name, value in BATCH.items() if name != "documents"}
-    with pytest.raises(DataError, match="no `documents`"):
+    with pytest.raises(DataError, match="must have `documents`"):
         PairwiseLoss()(OUTPUT, without)  # type: ignore[arg-type]
     nothing = {**BATCH, "documents": torch.ones(4, 3, dtype=torch.int32)}
-    with pytest.raises(DataError, match="no document 0"):
+    with pytest.raises(DataError, match="must have a document 0"):
         PairwiseLoss()(OUTPUT, nothing)  # type: ignore[arg-type]
 
 
-def test_half_a_pair_is_refused() -> None:
-    """Rows come in twos."""
+def test_an_odd_number_of_rows_is_rejected() -> None:
+    """Rows come in pairs."""
     with pytest.raises(ConfigError, match="even microbatch_size"):
         DPOLoss().weight({"targets": torch.zeros(3, 2, dtype=torch.int64)})

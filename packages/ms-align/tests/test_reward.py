@@ -1,4 +1,4 @@
-"""Rewards: callables, modules, sums; and what happens where one fails."""
+"""Rewards: callables, modules, sums, and failures."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -24,12 +24,12 @@ SAMPLES = [
 
 
 def lengths(samples: Sequence[Sample]) -> list[float]:
-    """Characters of the response."""
+    """Return the number of characters of each response."""
     return [float(len(sample.response)) for sample in samples]
 
 
 class LastToken(nn.Module):
-    """Scores each token by its number, (B, S)."""
+    """Module whose score of each token is its id, (B, S)."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, S) to the same."""
@@ -37,7 +37,7 @@ class LastToken(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Has `logits` (B, 1): how many tokens the mask counts."""
+    """Module with `logits` (B, 1): the number of tokens in the mask."""
 
     def forward(self, tokens: Tensor, attention_mask: Tensor) -> Any:
         """An object with logits (B, 1)."""
@@ -45,7 +45,7 @@ class Classifier(nn.Module):
 
 
 def test_callables_and_modules_are_rewards_and_add_up() -> None:
-    """With names and weights, and each part told apart."""
+    """With names and weights, and with each part reported."""
     found = score(rewards_of({"long": (lengths, 2.0), "last": LastToken()}), SAMPLES)
     assert found.parts["long"].tolist() == [1.0, 2.0, 3.0, 4.0]
     assert found.parts["last"].tolist() == [3.0, 4.0, 5.0, 6.0]
@@ -53,14 +53,14 @@ def test_callables_and_modules_are_rewards_and_add_up() -> None:
     assert score(rewards_of([lengths, lengths]), SAMPLES).total.tolist() == [2.0, 4.0, 6.0, 8.0]
 
 
-def test_a_classifier_is_given_its_mask() -> None:
-    """Two prompt tokens and one to four of the response; in batches of any size."""
+def test_a_classifier_gets_an_attention_mask() -> None:
+    """Two prompt tokens and one to four of the response, in batches of any size."""
     assert ModuleReward(Classifier(), batch_size=3)(SAMPLES).tolist() == [3.0, 4.0, 5.0, 6.0]
 
 
 @pytest.mark.parametrize("pad", [None, 0, 2])
-def test_a_classifier_of_transformers_says_the_same_in_a_batch_as_alone(pad: int | None) -> None:
-    """It looks for the last token that is no pad; without a pad token it takes single rows."""
+def test_a_transformers_classifier_gives_the_same_in_batches(pad: int | None) -> None:
+    """It scores the last non-padding token; without a padding token, rows are scored singly."""
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     torch.manual_seed(0)
@@ -76,7 +76,7 @@ def test_a_classifier_of_transformers_says_the_same_in_a_batch_as_alone(pad: int
 
 
 class Counts(nn.Module):
-    """Counts tokens by itself, in a local name that is also an argument of others."""
+    """Module with a local variable named like an optional argument."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, S) to (B,)."""
@@ -84,20 +84,20 @@ class Counts(nn.Module):
         return lengths.float()
 
 
-def test_only_arguments_that_a_module_takes_are_given() -> None:
-    """Names inside its forward are no arguments."""
+def test_modules_get_only_the_arguments_of_their_forward() -> None:
+    """Local variables of forward are not arguments."""
     assert ModuleReward(Counts())(SAMPLES).tolist() == [3.0, 4.0, 5.0, 6.0]
 
 
 def breaks_on_the_third(samples: Sequence[Sample]) -> list[float]:
-    """Raises where it sees p2."""
+    """Raise on sample p2."""
     if any(sample.prompt == "p2" for sample in samples):
         raise KeyError("no such thing")
     return lengths(samples)
 
 
 def nan_on_the_third(samples: Sequence[Sample]) -> list[float]:
-    """Gives NaN for p2."""
+    """Return NaN for sample p2."""
     return [float("nan") if s.prompt == "p2" else len(s.response) for s in samples]
 
 
@@ -115,14 +115,14 @@ def test_a_failure_names_its_sample_and_stops_skips_or_penalises(reward: Any) ->
     assert penalised.total.tolist() == [1.0, 2.0, -7.0, 4.0]
 
 
-def test_too_few_or_too_many_numbers_are_refused() -> None:
-    """Whatever the choice, as no sample can be named."""
+def test_a_wrong_number_of_rewards_is_rejected() -> None:
+    """For every `on_failure`, as no sample can be named."""
     with pytest.raises(RewardError, match=r"shape \(1,\) for 4 samples"):
         score(rewards_of(lambda samples: [1.0]), SAMPLES, on_failure="skip")
     for given in (None, "good", [1.0, None, 2.0, 3.0], ["1", "2", "3", "4"]):
-        with pytest.raises(RewardError, match=r"gave .* for 4 samples; give one number a sample"):
+        with pytest.raises(RewardError, match=r"one number per sample, got .* for 4 samples"):
             score(rewards_of(lambda samples, given=given: given), SAMPLES, on_failure="skip")
-    with pytest.raises(ConfigError, match="is int"):
+    with pytest.raises(ConfigError, match="got int"):
         rewards_of({"three": 3})
-    with pytest.raises(ConfigError, match="no reward"):
+    with pytest.raises(ConfigError, match="has no rewards"):
         rewards_of([])

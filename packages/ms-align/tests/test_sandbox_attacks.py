@@ -1,4 +1,4 @@
-"""The sandbox holds: what gets out of it, what it uses up, and who speaks the verdict."""
+"""The sandbox: attacks, resource limits, and the integrity of the verdict."""
 
 import json
 import os
@@ -28,7 +28,7 @@ QUICK = Limits(wall_s=10.0, cpu_s=2, memory_mib=256)
 
 @pytest.fixture(scope="module", params=USERS)
 def attacked(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What every attack came to, tried by this user and, where this is root, by nobody."""
+    """Results of all attacks, run by this user and, as root, also by nobody."""
     if request.param == "nobody" and os.getuid() != 0:
         pytest.skip("only root can become nobody; the other half runs as this user")
     script = str(Path(__file__).parent / "sandbox_attacks.py")
@@ -44,12 +44,12 @@ def attacked(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=[one.name for one in ATTACKS])
-def test_an_attack_fails_and_succeeds_without_the_walls(
+def test_an_attack_fails_and_succeeds_without_protections(
     attack: Attack, attacked: dict[str, Any]
 ) -> None:
-    """It fails with all walls, and with each that is said to hold it alone; with none it succeeds.
+    """It fails with all protections and with each that should stop it; with none it succeeds.
 
-    The last one proves that the attack is one: a harmless program would fail too.
+    The last shows that it is a real attack: a harmless program would fail too.
     """
     results = attacked["results"].get(attack.name)
     if results is None:
@@ -61,11 +61,11 @@ def test_an_attack_fails_and_succeeds_without_the_walls(
         assert attacked["missing"][wall] or not happened, wall
 
 
-def test_every_wall_that_this_machine_offers_stands() -> None:
-    """What is missing is named, and nothing is missing unsaid."""
+def test_every_available_protection_is_active() -> None:
+    """Missing ones are named."""
     client = zygote()
-    assert len(client.standing) + len(client.missing) == 4
-    assert {"seccomp", "privileges"} <= client.standing
+    assert len(client.active) + len(client.missing) == 4
+    assert {"seccomp", "privileges"} <= client.active
 
 
 FORGERIES = {
@@ -127,21 +127,21 @@ TESTS = "assert double(4) == 8\nassert abs(double(5) - 10) < 1e-6\nassert double
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_no_response_forges_a_pass(name: str) -> None:
-    """The verdict is spoken by a process that holds none of the response's code."""
+def test_no_response_fakes_the_verdict(name: str) -> None:
+    """The verdict comes from a process without any code of the response."""
     assert not judge(FORGERIES[name], TESTS, QUICK).passed
 
 
 @pytest.mark.parametrize("name", ["write the verdict", "write every descriptor", "own abs"])
-def test_a_pass_is_forged_where_tests_share_the_process(name: str) -> None:
-    """What `judge` is for: as one program, the same responses say that they passed."""
+def test_responses_fake_a_verdict_in_the_process_of_the_tests(name: str) -> None:
+    """Run as one program, the same responses report a pass; hence `judge`."""
     tests = "assert abs(double(5) - 10) < 1e-6"
     assert run_python(f"{FORGERIES[name]}\n{tests}", QUICK).passed
     assert not judge(FORGERIES[name], tests, QUICK).passed
 
 
-def test_what_is_expected_is_nowhere_in_the_judged_process() -> None:
-    """Objects, frames and descriptors are searched; as one program, the same search finds it."""
+def test_expected_values_are_not_in_the_judged_process() -> None:
+    """Objects, frames and descriptors are searched; in one program the search finds them."""
     search = (
         "import gc, os, re, sys\n"
         "def answer():\n"
@@ -163,8 +163,8 @@ def test_what_is_expected_is_nowhere_in_the_judged_process() -> None:
     assert "AssertionError: []" in outcome.output
 
 
-def test_a_response_holds_no_way_to_the_verdict() -> None:
-    """Its output, and the two ends through which its tests ask and are answered."""
+def test_a_response_has_no_descriptor_of_the_verdict() -> None:
+    """Only its output and the two pipes of its tests."""
     response = (
         "import os\n"
         "def held():\n"
@@ -212,7 +212,7 @@ ENDLESS = {
 @pytest.mark.parametrize("name", ENDLESS)
 @pytest.mark.parametrize("place", ["program", "response", "call"])
 def test_a_program_that_never_ends_is_stopped(name: str, place: str) -> None:
-    """Whatever it does; its processor time is far from its limit then."""
+    """Also if it is far from its CPU limit."""
     limits = Limits(wall_s=0.8, cpu_s=60, memory_mib=256)
     program = ENDLESS[name]
     body = "".join(f"    {line}\n" for line in program.splitlines())
@@ -226,7 +226,7 @@ def test_a_program_that_never_ends_is_stopped(name: str, place: str) -> None:
 
 @pytest.mark.parametrize("walls", [(), ("namespaces",)])
 def test_stopped_and_orphaned_processes_end_with_the_run(walls: tuple[str, ...]) -> None:
-    """Also where no list of system calls keeps a program from forking and stopping."""
+    """Also without seccomp, when a program can fork and stop."""
     client = ZygoteClient(walls)
     mark = f"orphan-{os.getpid()}-{len(walls)}"
     program = (
@@ -253,7 +253,7 @@ def test_stopped_and_orphaned_processes_end_with_the_run(walls: tuple[str, ...])
 
 
 def is_soon_gone(name: str) -> bool:
-    """Whether no process of this name is left; one that was killed needs a core to end on."""
+    """Return whether no process of this name is left after a while."""
     for _ in range(100):
         if not is_there(name):
             return True
@@ -262,7 +262,7 @@ def is_soon_gone(name: str) -> bool:
 
 
 def is_there(name: str) -> bool:
-    """Whether a process of this name runs, in whatever namespace."""
+    """Return whether a process of this name runs in any namespace."""
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             text = (place / "stat").read_text()
@@ -272,7 +272,7 @@ def is_there(name: str) -> bool:
 
 
 def test_output_is_capped_and_the_trainer_does_not_grow() -> None:
-    """A flood ends the program; what is kept is its end."""
+    """A flood of output ends the program; only its tail is kept."""
     run_python("pass")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     flood = "import os\nwhile True: os.write(2, b'y' * (1 << 20))"
@@ -297,20 +297,20 @@ def test_output_is_capped_and_the_trainer_does_not_grow() -> None:
     ],
 )
 def test_memory_is_limited(program: str) -> None:
-    """Address space, however it is asked for."""
+    """Address space, for every way to allocate."""
     assert not run_python(program, QUICK).passed
     assert not judge(f"def g():\n    exec({program!r})", "g()", QUICK).passed
 
 
-def test_an_answer_of_any_size_is_bounded_for_the_tests() -> None:
-    """A response can neither fill the memory of its tests nor make them wait beyond the limit."""
+def test_large_answers_cannot_exhaust_the_tests() -> None:
+    """A response can neither fill the tests' memory nor delay them beyond the limit."""
     for body in ("'x' * (100 << 20)", "10 ** 10 ** 7", "list(range(10 ** 7))"):
         limits = Limits(wall_s=3.0, cpu_s=3, memory_mib=256)
         assert not judge(f"def f(): return {body}", "assert f() == 1", limits).passed
 
 
 def test_threads_are_bounded_and_do_not_starve_another_program() -> None:
-    """A program that starts threads without end is refused them; one beside it is not."""
+    """A program that starts threads without end is limited; a concurrent one is not."""
     many = (
         "import threading, time\nstarted = 0\ntry:\n"
         "    for started in range(500):\n"
@@ -330,7 +330,7 @@ def test_threads_are_bounded_and_do_not_starve_another_program() -> None:
 
 
 def test_no_process_or_descriptor_is_left() -> None:
-    """After passes, failures, floods and timeouts the trainer holds what it held before."""
+    """After passes, failures, floods and timeouts the trainer has the same descriptors."""
     run_python("pass")
     held = len(os.listdir("/proc/self/fd"))
     for program in ("pass", "1 / 0", "while True: print('x' * 999)", "import time; time.sleep(9)"):
@@ -340,8 +340,8 @@ def test_no_process_or_descriptor_is_left() -> None:
     assert run_python("import os\nassert os.getpid() > 1", QUICK).passed
 
 
-def test_a_dead_first_process_is_started_again() -> None:
-    """Whatever killed it, the next run is judged."""
+def test_a_dead_zygote_is_restarted() -> None:
+    """The next run is judged, whatever killed the zygote."""
     client = zygote()
     client._process.kill()
     client._process.wait()
@@ -349,8 +349,8 @@ def test_a_dead_first_process_is_started_again() -> None:
     assert zygote() is not client
 
 
-def test_a_sandbox_that_fails_twice_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system's own reason stands in the line."""
+def test_a_sandbox_that_fails_twice_reports_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message has the system's error."""
 
     def fails(*_: object, **__: object) -> None:
         raise OSError(24, "Too many open files")
@@ -360,10 +360,10 @@ def test_a_sandbox_that_fails_twice_says_why(monkeypatch: pytest.MonkeyPatch) ->
         run_python("pass")
 
 
-def test_too_little_kernel_is_refused_by_name_unless_asked_for(
+def test_missing_protections_are_an_error_unless_unconfined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One line names what is missing; `unconfined` runs with what there is and says so."""
+    """One line names them; `unconfined` runs with the remaining ones and reports it."""
     client = ZygoteClient(("landlock",))
     client.missing.append("seccomp filters (Operation not permitted)")
     monkeypatch.setattr("ms_align.rewards.sandbox.run.zygote", lambda: client)
@@ -382,8 +382,8 @@ def test_too_little_kernel_is_refused_by_name_unless_asked_for(
         ("aarch64", "/usr/include/asm-generic/unistd.h"),
     ],
 )
-def test_numbers_of_system_calls_are_the_kernels(machine: str, header: str) -> None:
-    """Each number in the table is the one in Linux's own header of that machine."""
+def test_system_call_numbers_match_the_kernel_headers(machine: str, header: str) -> None:
+    """Each number in the table, for each architecture."""
     if not Path(header).exists():
         pytest.skip(f"no {header} on this machine")
     defined = {}
@@ -397,8 +397,8 @@ def test_numbers_of_system_calls_are_the_kernels(machine: str, header: str) -> N
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_the_filter_allows_what_its_table_says_and_nothing_else(machine: str) -> None:
-    """The program is run here, instruction by instruction, for every call and both answers."""
+def test_the_filter_allows_exactly_its_table(machine: str) -> None:
+    """The filter program is interpreted here for every call and condition."""
     program = filter_program(machine)
     architecture = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]
     allow, refuse, kill = 0x7FFF0000, 0x00050001, 0x80000000
@@ -414,10 +414,10 @@ def test_the_filter_allows_what_its_table_says_and_nothing_else(machine: str) ->
             wanted = 0x00050026 if number in missing else refuse
         assert _filtered(program, number, architecture, arguments) == wanted
         for check in listed[number].checks if number in listed else ():
-            for bit in range(64 if check.whole else 32):
+            for bit in range(64 if check.upper_zero else 32):
                 changed = list(arguments)
                 changed[check.argument] ^= 1 << bit
-                looked_at = check.mask | (0xFFFFFFFF << 32 if check.whole else 0)
+                looked_at = check.mask | (0xFFFFFFFF << 32 if check.upper_zero else 0)
                 fits = (changed[check.argument] & looked_at) in check.values
                 found = _filtered(program, number, architecture, changed)
                 assert found == (allow if fits else refuse), (number, check, bit)
@@ -429,7 +429,7 @@ def test_the_filter_allows_what_its_table_says_and_nothing_else(machine: str) ->
 def _filtered(
     program: list[tuple[int, int, int, int]], number: int, architecture: int, arguments: list[int]
 ) -> int:
-    """What the kernel's interpreter of filters would answer."""
+    """Return the kernel's decision for a call, by interpreting the filter."""
     words = {0: number, 4: architecture}
     for index, value in enumerate(arguments):
         words[16 + 8 * index], words[20 + 8 * index] = value & 0xFFFFFFFF, value >> 32

@@ -1,4 +1,4 @@
-"""Every file from which a run goes on is sealed: no flipped bit passes for what was written."""
+"""All files needed to resume are checksummed: no flipped bit goes unnoticed."""
 
 import json
 import random
@@ -24,15 +24,15 @@ STATE = State(
 
 
 def flipped(content: bytes, bit: int) -> bytes:
-    """The content with one bit the other way round."""
+    """Return the content with one bit flipped."""
     changed = bytearray(content)
     changed[bit // 8] ^= 1 << bit % 8
     return bytes(changed)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors"])
-def test_no_flipped_bit_of_a_checkpoint_is_read(tmp_path: Path, name: str) -> None:
-    """300 bits of each file, one at a time: every one is damage, or changes nothing."""
+def test_every_flipped_bit_of_a_checkpoint_is_detected(tmp_path: Path, name: str) -> None:
+    """300 bits of each file, one at a time: each is damage, or changes nothing."""
     folder = checkpoint.write(tmp_path, 3, STATE)
     path = folder / name
     content = path.read_bytes()
@@ -47,16 +47,16 @@ def test_no_flipped_bit_of_a_checkpoint_is_read(tmp_path: Path, name: str) -> No
     assert all(torch.equal(again.tensors[key], STATE.tensors[key]) for key in STATE.tensors)
 
 
-def test_a_checkpoint_under_another_name_is_not_read(tmp_path: Path) -> None:
-    """A folder that was renamed would go on from another step than its name says."""
+def test_a_renamed_checkpoint_is_not_read(tmp_path: Path) -> None:
+    """It would resume from another step than its name says."""
     folder = checkpoint.write(tmp_path, 3, STATE)
     with pytest.raises(DamageError):
         checkpoint.read(folder.rename(tmp_path / "step-00000009"))
 
 
-def test_no_flipped_bit_of_a_seal_is_read(tmp_path: Path) -> None:
-    """run.json says whose the folder is: a damaged one is no one's to guess."""
-    owner = Ownership(kind="ms-align sft", identity={"model": "m"}, settings={"seed": 1})
+def test_every_flipped_bit_of_run_json_is_detected(tmp_path: Path) -> None:
+    """run.json records the owner of the folder."""
+    owner = Ownership(command="ms-align sft", identity={"model": "m"}, settings={"seed": 1})
     with owner.hold(tmp_path):
         (tmp_path / "model").mkdir()
     content = (tmp_path / "run.json").read_bytes()
@@ -68,7 +68,7 @@ def test_no_flipped_bit_of_a_seal_is_read(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_its_manifest_is_set_aside(tmp_path: Path) -> None:
-    """The one before it is taken; with none left the run does not begin anew in silence."""
+    """The previous one is used; if none is left, the run does not silently restart."""
     options = settings(tmp_path, checkpoint_every=1)
     PPOTrainer(**{**options, "steps": 2}).optimize(PROMPTS)
     root = tmp_path / "checkpoints"
@@ -79,12 +79,12 @@ def test_a_checkpoint_without_its_manifest_is_set_aside(tmp_path: Path) -> None:
     assert events(tmp_path, "resume")[-1]["step"] == 1
     for path in root.glob("step-*/manifest.json"):
         path.unlink()
-    with pytest.raises(AlignError, match="no whole checkpoint is left"):
+    with pytest.raises(AlignError, match="no complete checkpoint is left"):
         PPOTrainer(**{**options, "steps": 3, "policy_model": decoder()}).optimize(PROMPTS)
 
 
-def test_a_folder_that_no_system_takes_is_refused_in_one_line(tmp_path: Path) -> None:
-    """Before anything is asked of the system about it."""
+def test_an_invalid_folder_name_is_rejected_in_one_line(tmp_path: Path) -> None:
+    """Before the file system is accessed."""
     with pytest.raises(FolderError, match="null byte"):
         run_folder.inside(tmp_path, "a\0b")
     with pytest.raises(WriteError, match="no system takes it"):
@@ -93,8 +93,8 @@ def test_a_folder_that_no_system_takes_is_refused_in_one_line(tmp_path: Path) ->
         RunOptions(output_dir="a\0b")
 
 
-def test_settings_are_sealed_as_they_are_read_back() -> None:
-    """Else a pair, or the names of adapted layers, would seem changed by each launch."""
+def test_settings_are_recorded_as_they_are_read_back() -> None:
+    """Otherwise tuples would seem changed at each launch."""
     from ms_align import LoraOptions, SFTTrainer
     from ms_align.run.ownership import plain
 

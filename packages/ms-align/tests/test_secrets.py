@@ -1,4 +1,4 @@
-"""Keys and passwords do not reach run folders, events or error lines."""
+"""Keys and passwords do not reach run folders, events or error messages."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ SECRET = "correct-horse-battery"
 
 @dataclasses.dataclass
 class RewardClient:
-    """A client of a reward server, as users write one."""
+    """Client of a reward server, as users write one."""
 
     api_key: str
 
@@ -35,7 +35,7 @@ class RewardClient:
 
 @dataclasses.dataclass
 class Named:
-    """A tokenizer of the caller's with a field that holds a secret."""
+    """Tokenizer of the caller with a field that has a secret."""
 
     password: str
 
@@ -48,13 +48,13 @@ class Named:
         return "x" * (sum(tokens) % 7)
 
 
-def test_no_file_of_a_run_holds_a_secret(
+def test_no_file_of_a_run_contains_a_secret(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Fields of a caller's objects, arguments of the command, and errors of a reward server."""
+    """Fields of a caller's objects, command arguments, and errors of a reward server."""
     monkeypatch.setattr(sys, "argv", ["train.py", "--api-key", SECRET])
     run = settings(
         tmp_path / "run",
@@ -78,10 +78,10 @@ def test_no_file_of_a_run_holds_a_secret(
     assert SECRET not in said.out + said.err + caplog.text
 
 
-def test_an_error_line_masks_the_secrets_of_an_address(
+def test_error_messages_mask_secrets_in_urls(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """User, password and named parameters; the rest of the line stays."""
+    """User, password and named parameters; the rest of the line is unchanged."""
     address = f"https://me:{SECRET}@host/score?api_key={SECRET}"
     run = tmp_path / "run.toml"
     run.write_text(f'model = "no/model"\ndataset = "no.jsonl"\nreward_model = "{address}"\n')
@@ -101,8 +101,8 @@ def test_an_error_line_masks_the_secrets_of_an_address(
         f"Authorization: Basic {SECRET}",
     ],
 )
-def test_secrets_are_masked_by_their_place(text: str) -> None:
-    """In addresses, headers and settings."""
+def test_secrets_are_masked_by_context(text: str) -> None:
+    """In URLs, headers and settings."""
     assert SECRET not in without_secrets(text)
     assert "***" in without_secrets(text)
 
@@ -117,6 +117,6 @@ def test_secrets_are_masked_by_their_place(text: str) -> None:
         "basic training of a model, e.g. a@b.c",
     ],
 )
-def test_ordinary_messages_stay_as_they_are(text: str) -> None:
+def test_ordinary_messages_are_unchanged(text: str) -> None:
     """Words such as key and token are common in them."""
     assert without_secrets(text) == text

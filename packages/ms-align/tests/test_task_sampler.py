@@ -1,4 +1,4 @@
-"""Tasks by difficulty: probabilities, floors, and an expected gradient without bias."""
+"""Task sampling: probabilities, floors, and an unbiased expected gradient."""
 
 import itertools
 import json
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ms_align.errors import CheckpointError, ConfigError
 from ms_align.losses.learnt_weights import Uncertainty
 from ms_align.losses.sft import SFTLoss
-from ms_align.streams.task_sampler import TaskOptions, TaskSampler, systematic
+from ms_align.streams.task_sampler import TaskOptions, TaskSampler, systematic_sample
 
 CHANCES = st.lists(st.floats(0.01, 1), min_size=1, max_size=6).map(
     lambda one: [value / sum(one) for value in one]
@@ -20,13 +20,13 @@ CHANCES = st.lists(st.floats(0.01, 1), min_size=1, max_size=6).map(
 
 
 class Table:
-    """An output whose token losses are the logits that a weight picks."""
+    """Output whose token losses are selected logits of a weight."""
 
     def __init__(self, losses: torch.Tensor) -> None:
         self.losses = losses
 
     def token_losses(self, targets: torch.Tensor) -> torch.Tensor:
-        """The losses where there is a target."""
+        """The losses at targets."""
         return self.losses * (targets != -100)
 
 
@@ -35,10 +35,10 @@ class Table:
 def test_expected_gradient_with_correction_is_that_of_the_base(
     signal: str, temperature: float
 ) -> None:
-    """By enumeration of every start of a systematic draw of 5 rows, rows of 3 tasks.
+    """By enumeration of every start of a systematic sample of 5 rows of 3 tasks.
 
-    The draw changes only where start passes a multiple of the cumulated chances, so the integral
-    over start is a finite sum. Each task has its own gradient; a row's tokens weigh unequally.
+    The sample changes only where start passes a multiple of the cumulative probabilities, so the
+    integral over start is a finite sum. Each task has its own gradient, with unequal token weights.
     """
     base = {"a": 5.0, "b": 3.0, "c": 2.0}
     options = TaskOptions(
@@ -59,7 +59,7 @@ def test_expected_gradient_with_correction_is_that_of_the_base(
         edges |= {reached * rows - row for row in range(rows) if 0 < reached * rows - row < 1}
     expected = torch.zeros(3, dtype=torch.float64)
     for low, high in itertools.pairwise(sorted(edges)):
-        tasks = systematic(chances, rows, (low + high) / 2)
+        tasks = systematic_sample(chances, rows, (low + high) / 2)
         expected += (high - low) * gradient(tasks, sampler, chances)
     exact = torch.tensor(sampler.base, dtype=torch.float64) * torch.tensor([1.0, 2.0, 3.0])
     # Float32 weights: a few roundings of relative size 6e-8.
@@ -87,16 +87,16 @@ def gradient(tasks: list[int], sampler: TaskSampler, chances: list[float]) -> to
 
 
 @given(CHANCES, st.integers(1, 20), st.floats(0, 1, exclude_max=True))
-def test_a_draw_gives_each_task_its_share_to_within_one_row(
+def test_each_task_gets_its_share_to_within_one_row(
     chances: list[float], rows: int, start: float
 ) -> None:
-    """The whole number below or above rows · q; a task without chance gets none."""
-    tasks = systematic(chances, rows, start)
+    """Floor or ceil of rows · q; a task with probability 0 gets no rows."""
+    tasks = systematic_sample(chances, rows, start)
     assert len(tasks) == rows
     for task, chance in enumerate(chances):
         # Cumulated sums round: a row may fall to a neighbour at an edge.
         assert abs(tasks.count(task) - rows * chance) <= 1 + 1e-9
-    assert 0 not in systematic([0.0, *chances], rows, start)
+    assert 0 not in systematic_sample([0.0, *chances], rows, start)
 
 
 @settings(deadline=None)
@@ -108,7 +108,7 @@ def test_a_draw_gives_each_task_its_share_to_within_one_row(
 def test_probabilities_follow_the_loss_above_a_floor(
     losses: list[float], temperature: float, floor: float
 ) -> None:
-    """Harder is likelier; none is below its floor; all sum to 1; high temperatures level them."""
+    """Harder tasks are more likely; high temperatures level the probabilities."""
     options = TaskOptions(temperature=temperature, floor=floor, warmup_steps=0)
     sampler = TaskSampler(["a", "b", "c"], options)
     assert sampler.probabilities() == pytest.approx([1 / 3] * 3)
@@ -120,8 +120,8 @@ def test_probabilities_follow_the_loss_above_a_floor(
     assert all(chances[a] <= chances[b] + 1e-12 for a, b in itertools.pairwise(order))
 
 
-def test_progress_prefers_what_is_being_learnt() -> None:
-    """A task whose loss falls comes before one that stays high and one that is done."""
+def test_progress_prefers_tasks_that_are_being_learned() -> None:
+    """A falling loss ranks above one that stays high and one that has converged."""
     options = TaskOptions(signal="progress", warmup_steps=0, floor=0.1)
     sampler = TaskSampler(["stuck", "falling", "done"], options)
     for step in range(60):
@@ -131,8 +131,8 @@ def test_progress_prefers_what_is_being_learnt() -> None:
     assert stuck == pytest.approx(done, abs=1e-3)
 
 
-def test_the_state_goes_through_json_and_goes_on_the_same() -> None:
-    """Probabilities and draws after loading are those of an undisturbed sampler."""
+def test_the_state_survives_json() -> None:
+    """Probabilities and samples after loading equal those of an undisturbed sampler."""
     sampler = TaskSampler(["a", "b"], TaskOptions(warmup_steps=1), seed=3)
     for step in range(7):
         sampler.observe([1.0 + step, None if step < 3 else 0.2])
@@ -146,20 +146,23 @@ def test_the_state_goes_through_json_and_goes_on_the_same() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"base": {"a": 1.0}}, "base is for"),
-        ({"signal": "given", "given": {"a": 1.0, "x": 2.0}}, "given is for"),
-        ({"base": {"a": 0.0, "b": 0.0}}, "at least one must be above 0"),
-        ({"base": {"a": -1.0, "b": 1.0}}, "0 or more"),
+        ({"base": {"a": 1.0}}, "base must have a number for each task"),
+        (
+            {"signal": "given", "given": {"a": 1.0, "x": 2.0}},
+            "given must have a number for each task",
+        ),
+        ({"base": {"a": 0.0, "b": 0.0}}, "base must have a number above 0"),
+        ({"base": {"a": -1.0, "b": 1.0}}, "base must be numbers of 0 or more"),
     ],
 )
-def test_options_of_other_tasks_are_refused(options: dict[str, object], says: str) -> None:
-    """One line says which."""
+def test_options_of_other_tasks_are_rejected(options: dict[str, object], says: str) -> None:
+    """One line names the option."""
     with pytest.raises(ConfigError, match=says):
         TaskSampler(["a", "b"], TaskOptions(**options))  # type: ignore[arg-type]
 
 
-def test_learnt_weights_move_down_the_gradient_of_the_whole_loss() -> None:
-    """Each step is that of autograd on Σ share·(exp(-s)·L + s/2); at rest exp(s) = 2·L."""
+def test_learned_weights_follow_the_gradient_of_the_total_loss() -> None:
+    """Each step equals autograd on Σ share·(exp(-s)·L + s/2); at equilibrium exp(s) = 2·L."""
     losses, shares = [3.0, 0.5, 1.0], [0.5, 0.3, 0.2]
     learnt = Uncertainty(log_variances=[0.3, -0.2, 0.0], rate=0.1)
     s = torch.tensor(learnt.log_variances, requires_grad=True)

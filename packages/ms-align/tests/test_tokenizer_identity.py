@@ -1,4 +1,4 @@
-"""Data, reward models and references of another tokenizer are refused; equal tokenizers are not."""
+"""Data, reward models and references with a different tokenizer are rejected."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ VOCABULARY = {"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4}
 def write(
     folder: Path, vocabulary: dict[str, int], merges: list[tuple[str, str]], *more: str
 ) -> Path:
-    """Write a folder with a tokenizer.json of BPE and some added tokens."""
+    """Write a folder with a BPE tokenizer.json and some added tokens."""
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges))
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in more])
     folder.mkdir(parents=True)
@@ -34,8 +34,8 @@ def write(
     return folder
 
 
-def test_formatting_and_tokens_added_later_are_no_difference(tmp_path: Path) -> None:
-    """Merges written as texts or as pairs, indentation, truncation and a new padding token."""
+def test_formatting_and_added_tokens_do_not_matter(tmp_path: Path) -> None:
+    """Merges as strings or pairs, indentation, truncation and a new padding token."""
     base = write(tmp_path / "base", VOCABULARY, [("a", "b"), ("b", "c")], "<end>")
     more = write(tmp_path / "more", VOCABULARY, [("a", "b"), ("b", "c")], "<end>", "<pad>")
     document = json.loads((more / "tokenizer.json").read_text())
@@ -61,14 +61,14 @@ def test_formatting_and_tokens_added_later_are_no_difference(tmp_path: Path) -> 
         ({"a": 0, "b": 1, "c": 2, "ab": 3}, [("a", "b")], (), "token 4"),
     ],
 )
-def test_another_vocabulary_order_or_merges_is_a_difference(
+def test_another_vocabulary_order_or_merges_matters(
     tmp_path: Path,
     vocabulary: dict[str, int],
     merges: list[tuple[str, str]],
     more: tuple[str, ...],
     said: str,
 ) -> None:
-    """Also where the number of tokens is the same."""
+    """Also with the same number of tokens."""
     base = write(tmp_path / "base", VOCABULARY, [("a", "b"), ("b", "c")], "<end>")
     other = write(tmp_path / "other", vocabulary, merges, *more)
     assert said in (tokenizer_difference(base, other, error=DataError) or "")
@@ -76,13 +76,13 @@ def test_another_vocabulary_order_or_merges_is_a_difference(
 
 
 def test_a_folder_without_a_tokenizer_is_not_compared(tmp_path: Path) -> None:
-    """A model folder need not hold a tokenizer."""
+    """A model folder need not have a tokenizer."""
     base = write(tmp_path / "base", VOCABULARY, [("a", "b")])
     assert tokenizer_difference(base, tmp_path / "nothing", error=DataError) is None
 
 
 def other_tokenizer(sets: Path, out: Path) -> Path:
-    """The sets' tokenizer with two bytes exchanged: as many tokens, other meanings."""
+    """The datasets' tokenizer with two bytes exchanged."""
     document = json.loads((sets / "tokenizer.json").read_text())
     vocabulary = document["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
@@ -93,7 +93,7 @@ def other_tokenizer(sets: Path, out: Path) -> Path:
 
 @pytest.fixture
 def model(sets: Path, tmp_path: Path) -> Path:
-    """A model's folder with the sets' own tokenizer."""
+    """Model folder with the datasets' tokenizer."""
     folder = tmp_path / "model"
     shutil.copytree(sets / "model", folder)
     shutil.copy(sets / "tokenizer.json", folder)
@@ -101,10 +101,10 @@ def model(sets: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
-def test_data_of_another_tokenizer_is_refused(
+def test_data_of_another_tokenizer_is_rejected(
     kind: str, sets: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 2 and one line before anything is written; it fits a model of its tokenizer."""
+    """Exit code 2 and one line before anything is written; a matching model is accepted."""
     other = other_tokenizer(sets, tmp_path / "other")
     shards = tmp_path / "shards"
     rows = sets / ("copy.jsonl" if kind == "sft" else "pairs.jsonl")
@@ -138,10 +138,10 @@ def train(model: Path, out: Path, **more: object) -> None:
 
 
 @pytest.mark.parametrize("setting", ["reward_model", "reference_model", "tokenizer"])
-def test_another_model_of_another_tokenizer_is_refused(
+def test_reward_and_reference_models_need_the_same_tokenizer(
     setting: str, sets: Path, model: Path, tmp_path: Path
 ) -> None:
-    """Token ids of the policy would be scored as other words."""
+    """Token ids of the policy would mean other words."""
     other = other_tokenizer(sets, tmp_path / "other")
     folder = tmp_path / "second"
     if setting == "reward_model":
@@ -158,20 +158,20 @@ def test_another_model_of_another_tokenizer_is_refused(
 
 
 @pytest.mark.parametrize("setting", ["reward_model", "reference_model"])
-def test_a_model_that_lacks_tokens_of_the_policy_is_refused_before_a_rollout(
+def test_a_model_that_lacks_tokens_of_the_policy_is_rejected(
     setting: str, model: Path, tmp_path: Path
 ) -> None:
-    """Else an index runs out of an embedding whenever such a token is drawn."""
+    """Such a token would be out of range in its embedding."""
     small = decoder(vocab_size=200)
     given = RewardModel(small) if setting == "reward_model" else small
-    with pytest.raises(ModelError, match="must know every token"):
+    with pytest.raises(ModelError, match="must have the tokenizer's 257 tokens"):
         train(model, tmp_path / "out", kl_coeff=0.1, **{setting: given})
 
 
-def test_generation_with_another_tokenizer_is_refused(
+def test_generation_with_another_tokenizer_is_rejected(
     sets: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`tokenizer` may not name one that contradicts the model's own."""
+    """`tokenizer` may not contradict the model's own."""
     other = other_tokenizer(sets, tmp_path / "other")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "ab"}\n')
     run = tmp_path / "run.toml"

@@ -1,4 +1,4 @@
-"""What a run knows of its data it says: counts, ends of answers, empty held-out splits."""
+"""Reports about the data: counts, end tokens, and missing held-out splits."""
 
 import csv
 import gzip
@@ -37,7 +37,7 @@ CHATML = (
 
 
 def events(place: Path, kind: str) -> list[dict[str, Any]]:
-    """Events of one kind, as they were written."""
+    """Read the events of one kind."""
     lines = (place / "events.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["kind"] == kind]
 
@@ -45,7 +45,7 @@ def events(place: Path, kind: str) -> list[dict[str, Any]]:
 def shards(
     work: Path, rows: list[dict[str, Any]], template: str = TEMPLATE, **more: Any
 ) -> tuple[Path, Path]:
-    """The folders of a model with a tokenizer and of data that was built with it."""
+    """Write a model folder with a tokenizer, and build data with it."""
     model, data = work / "model", work / "shards"
     save_model(decoder(vocab_size=262), model)  # type: ignore[arg-type]
     tokenizer = tokenizers.Tokenizer.from_str(byte_tokenizer().decode())
@@ -60,14 +60,12 @@ def shards(
 
 
 def train(kind: type[Any], model: Path, data: Path, out: Path, **more: Any) -> Any:
-    """A few quiet steps."""
+    """Run a few steps without progress output."""
     quiet = {"sequence_length": 64, "batch_size": 4, "progress": True, "log_every": 1000}
     return kind(model=str(model), output_dir=out, **{"steps": 2, **quiet, **more}).train(data)
 
 
-def test_answers_that_are_cut_away_are_counted(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_truncated_answers_are_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Every second prompt fills its row: an event at the start and the end, and one warning."""
     rows = [row(("word " * 60 if n % 2 else "") + f"what is {n}?", f"{n}.") for n in range(40)]
     model, data = shards(tmp_path, rows)
@@ -78,12 +76,10 @@ def test_answers_that_are_cut_away_are_counted(
         assert event["truncated"] == event["without_targets"]
         assert event["drawn"] // 2 - 2 <= event["truncated"] <= event["drawn"] // 2 + 2
     assert told[-1]["drawn"] >= 40
-    assert f"{told[-1]['truncated']} parts teach nothing" in capfd.readouterr().out
+    assert f"{told[-1]['truncated']} parts have no answer tokens" in capfd.readouterr().out
 
 
-def test_pairs_that_are_left_out_are_counted(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_skipped_pairs_are_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """At the start of a run."""
     rows = [
         {"prompt": "word " * (60 if n % 4 == 0 else 1) + str(n), "chosen": "yes", "rejected": "no"}
@@ -93,10 +89,10 @@ def test_pairs_that_are_left_out_are_counted(
     train(DPOTrainer, model, data, tmp_path / "out", steps=1)
     (said,) = events(tmp_path / "out", "left_out")
     assert (said["left_out"], said["cut_off"], said["pairs"]) == (10, 0, 40)
-    assert "of 40 pairs, 10 are left out" in capfd.readouterr().out
+    assert "of 40 pairs, 10 are skipped" in capfd.readouterr().out
 
 
-def test_held_out_pairs_that_are_left_out_are_counted(
+def test_skipped_held_out_pairs_are_counted(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """At the start of a run that evaluates."""
@@ -109,7 +105,7 @@ def test_held_out_pairs_that_are_left_out_are_counted(
     assert lost > 5
     train(DPOTrainer, model, data, tmp_path / "out", steps=1)
     assert [said["left_out"] for said in events(tmp_path / "out", "held_out_left_out")] == [lost]
-    assert f"{lost} held-out pairs are left out" in capfd.readouterr().out
+    assert f"{lost} held-out pairs are skipped" in capfd.readouterr().out
 
 
 OUTSIDE = (
@@ -120,20 +116,20 @@ OUTSIDE = (
 
 
 @pytest.mark.parametrize(("template", "ended"), [(TEMPLATE, True), (OUTSIDE, False)])
-def test_answers_that_end_with_no_special_token_are_warned_of(
+def test_answers_without_an_end_token_give_a_warning(
     template: str, ended: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As the model never learns to stop; nothing is said where it does."""
+    """The model would never learn to stop; no warning if they have one."""
     model, data = shards(tmp_path, [row(f"hi {n}", "hello there") for n in range(40)], template)
     train(SFTTrainer, model, data, tmp_path / "out")
     (said,) = events(tmp_path / "out", "text_ends")
     assert said["texts"] > 0
     assert said["ended"] == (said["texts"] if ended else 0)
-    assert ("will not stop by itself" in capfd.readouterr().out) is not ended
+    assert ("will not learn to stop" in capfd.readouterr().out) is not ended
 
 
-def test_samples_of_a_run_end_where_its_answers_end(tmp_path: Path) -> None:
-    """With ChatML's own end of a turn, which is not the tokenizer's end of a text."""
+def test_samples_of_a_run_end_with_the_end_token_of_the_data(tmp_path: Path) -> None:
+    """With ChatML's end of turn, which is not the tokenizer's end of text."""
     rows = [row("capital?", "Lima.") for _ in range(80)]
     rows += [row(f"capital {n}?", "Lima.") for n in range(80)]
     model, data = shards(tmp_path, rows, CHATML, hold_out=0.2)
@@ -148,10 +144,10 @@ def test_samples_of_a_run_end_where_its_answers_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("every", [None, 1])
-def test_an_evaluation_of_nothing_is_warned_of(
+def test_missing_held_out_data_gives_a_warning(
     every: int | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """For data without a held-out split, and for prompts; silence where none was asked for."""
+    """For data without a held-out split and for prompts; only if evaluation is requested."""
     model, data = shards(tmp_path, [row(f"hi {n}", "hello") for n in range(20)])
     train(SFTTrainer, model, data, tmp_path / "sft", evaluate_every=every)
     GRPOTrainer(
@@ -173,10 +169,10 @@ def test_an_evaluation_of_nothing_is_warned_of(
     assert 0 <= rollout["truncated"] <= 4
 
 
-def test_generation_says_how_many_answers_were_cut(
+def test_generation_reports_truncated_answers(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One line for people, and the counts in `--json`."""
+    """One line of text, and the counts in `--json`."""
     model, _ = shards(tmp_path, [row(f"hi {n}", "hello") for n in range(20)])
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "ab"}\n')
     run = tmp_path / "run.toml"
@@ -192,7 +188,7 @@ def test_generation_says_how_many_answers_were_cut(
 def test_a_reward_of_a_module_in_the_current_folder_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `ms-parallel prove` finds one."""
+    """As for `ms-parallel prove`."""
     (tmp_path / "rewards_of_this_folder.py").write_text("def right(samples):\n    return []\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [one for one in sys.path if one not in ("", str(tmp_path))])
@@ -231,7 +227,7 @@ def test_the_base_folders_settings_and_license_are_kept(tmp_path: Path) -> None:
 
 
 class Chats(ByteTokenizer):
-    """Has a chat template."""
+    """Tokenizer with a chat template."""
 
     def encode_messages(self, messages: Any) -> list[int]:
         """One token, the number of messages."""
@@ -249,7 +245,7 @@ class Chats(ByteTokenizer):
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
     ],
 )
-def test_messages_that_a_template_would_not_print_are_refused(message: dict[str, Any]) -> None:
+def test_messages_that_a_template_would_drop_are_rejected(message: dict[str, Any]) -> None:
     """A tool call needs no content."""
     with pytest.raises(DataError, match="message 0 must"):
         read_prompts([[message]], Chats())
@@ -268,10 +264,10 @@ PROMPTS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("entries", PROMPTS.values(), ids=PROMPTS)
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
-def test_a_file_of_prompts_is_lines_or_one_array(
+def test_a_prompt_file_has_lines_or_one_array(
     entries: list[Any], packed: bool, tmp_path: Path
 ) -> None:
-    """Whatever it is called: each way of writing it gives the prompts of the list itself."""
+    """Each format gives the prompts of the list itself, with any file name."""
     expected = read_prompts(entries, Chats())
     lines = [json.dumps(entry) for entry in entries]
     for number, text in enumerate(
@@ -289,7 +285,7 @@ TABLE = [{"prompt": "a [b]", "answer": "1"}, {"prompt": 'say "c", twice', "answe
 
 
 def write_table(path: Path) -> None:
-    """Write `TABLE` as the table that a path's suffixes name."""
+    """Write `TABLE` in the format that the path's suffixes name."""
     kind, *packing = [suffix[1:] for suffix in path.suffixes]
     if kind == "parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TABLE), path)
@@ -315,10 +311,8 @@ def write_table(path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["csv", "tsv", "parquet", "csv.gz", "tsv.zst", "jsonl.zst", "jsonl.gz"]
 )
-def test_prompts_are_read_from_every_table_that_shards_are_built_from(
-    name: str, tmp_path: Path
-) -> None:
-    """The rows of CSV, TSV and Parquet files are those of JSON, packed or not."""
+def test_prompts_are_read_from_all_table_formats(name: str, tmp_path: Path) -> None:
+    """CSV, TSV and Parquet files, plain or compressed, give the rows of JSON."""
     path = tmp_path / f"prompts.{name}"
     write_table(path)
     assert read_prompts(path, Chats()) == read_prompts(TABLE, Chats())
@@ -340,10 +334,10 @@ def test_prompts_are_read_from_every_table_that_shards_are_built_from(
         (b"[]", "is empty"),
     ],
 )
-def test_a_file_that_is_not_prompts_is_refused_in_one_line(
+def test_a_file_without_prompts_is_rejected_in_one_line(
     content: bytes, problem: str, tmp_path: Path
 ) -> None:
-    """Tables, packed or cut files, rows with other keys, and nothing at all."""
+    """Tables, compressed or truncated files, other columns, and empty files."""
     (tmp_path / "prompts.jsonl").write_bytes(content)
     with pytest.raises(DataError, match=problem) as raised:
         read_prompts(tmp_path / "prompts.jsonl", Chats())

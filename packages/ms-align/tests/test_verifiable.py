@@ -1,4 +1,4 @@
-"""Rewards that are checked, and programs that run within their limits."""
+"""Verifiable rewards, and programs within their limits."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ QUICK = Limits(wall_s=10.0, cpu_s=1, memory_mib=256)
 
 
 def sample(response: str, answer: str | None = None, **extra: object) -> Sample:
-    """A response to nothing."""
+    """Return a sample with a response."""
     return Sample(
         prompt="",
         response=response,
@@ -27,7 +27,7 @@ def sample(response: str, answer: str | None = None, **extra: object) -> Sample:
 
 
 def test_exact_match_and_numbers() -> None:
-    """Space and case as asked; the last number, however it is written."""
+    """Whitespace and case as configured; the last number in any notation."""
     assert ExactMatch()([sample(" 12\n", "12"), sample("12.", "12")]) == [1.0, 0.0]
     assert ExactMatch(fold_case=True, otherwise=-1.0)([sample("Yes", "yes")]) == [1.0]
     given = [
@@ -42,18 +42,18 @@ def test_exact_match_and_numbers() -> None:
     assert last_number("1/0") is None
     with pytest.raises(RewardError, match="sample 0 has no answer"):
         ExactMatch()([sample("x")])
-    with pytest.raises(RewardError, match="holds no number"):
+    with pytest.raises(RewardError, match="contains no number"):
         Numeric()([sample("1", "one")])
 
 
 def test_python_that_parses() -> None:
-    """Nothing is no program; a fenced block is taken out of its text."""
+    """An empty response does not count; code is extracted from its fence."""
     given = [sample("x = 1"), sample(""), sample("def"), sample("Sure:\n```python\ny = 2\n```\nok")]
     assert PythonParses()(given) == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_python_that_passes_its_tests() -> None:
-    """Run apart, side by side; wrong code, a syntax error and leaving early don't pass."""
+    """In parallel; wrong code, a syntax error and an early exit do not pass."""
     tests = "assert double(4) == 8"
     given = [
         sample("def double(x): return 2 * x", tests=tests),
@@ -75,7 +75,7 @@ def test_python_that_passes_its_tests() -> None:
     ],
 )
 def test_time_and_memory_are_limited(program: str, reason: str) -> None:
-    """By the processor's clock, the wall's, and the address space."""
+    """CPU time, wall-clock time and address space."""
     outcome = run_python(program, Limits(wall_s=3.0, cpu_s=1, memory_mib=256))
     assert (outcome.passed, outcome.reason) == (False, reason)
 
@@ -98,8 +98,8 @@ def test_time_and_memory_are_limited(program: str, reason: str) -> None:
         "import ctypes; assert ctypes.CDLL(None).syscall(435, 0, 0) == 0",
     ],
 )
-def test_a_program_reaches_nothing_outside(attempt: str, tmp_path: Path) -> None:
-    """No network, process, file or signal; the file is as it was."""
+def test_a_program_cannot_reach_the_machine(attempt: str, tmp_path: Path) -> None:
+    """No network, process, file or signal; the file is unchanged."""
     path = tmp_path / "kept"
     path.write_text("content")
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -169,8 +169,8 @@ SOUND = {
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_sound_responses_pass_the_tests_of_their_kind(name: str) -> None:
-    """Tests are written as for one process, and wrong ones fail as there."""
+def test_correct_responses_pass_their_tests(name: str) -> None:
+    """Tests are written as for one process, and fail for wrong responses."""
     response, tests = SOUND[name]
     outcome = judge(response, tests, QUICK)
     assert outcome.passed, outcome.output
@@ -179,7 +179,7 @@ def test_sound_responses_pass_the_tests_of_their_kind(name: str) -> None:
 
 
 def test_objects_of_the_response_are_not_compared() -> None:
-    """Its own operators would answer; the line says what to do instead."""
+    """Its own operators would decide; the message says what to do instead."""
     response = "class V:\n    def __init__(self, x): self.x = x"
     for test in ("V(1) == V(1)", "V(1)", "3 in [V(1)]", "not V(1)", "V(1) != 3"):
         outcome = judge(response, f"assert {test}", QUICK)
@@ -189,7 +189,7 @@ def test_objects_of_the_response_are_not_compared() -> None:
 
 
 def test_threads_and_reading_are_allowed() -> None:
-    """As an honest program may need them."""
+    """Legitimate programs use them."""
     program = (
         "import threading, json\n"
         "seen = []\n"

@@ -1,4 +1,4 @@
-"""Run by `test_layouts.py` in each process: SFT and DPO on data that leaves a rank without targets.
+"""Script of `test_layouts.py`: SFT and DPO on data that leaves a rank without targets.
 
 The held-out split has one row or pair, and rows of the second half of each first batch no target.
 """
@@ -21,7 +21,7 @@ else:
 
 
 class HalfEmpty:
-    """A stream whose first batch has targets in its first rows alone."""
+    """Stream whose first batch has targets only in its first rows."""
 
     def __init__(self, stream: Any, place: Place) -> None:
         self.stream, self.place, self.drawn = stream, place, 0
@@ -40,16 +40,16 @@ class HalfEmpty:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many batches were drawn."""
+        """Return the number of batches read."""
         return {"drawn": self.drawn}
 
     def load_state_dict(self, state: Any) -> None:
-        """Take over a count."""
+        """Restore the number of batches read."""
         self.drawn = state["drawn"]
 
 
 def run_uneven(sets: Path, place: Path, layout: dict[str, int] | None) -> dict[str, list[float]]:
-    """Losses, gradient norms and held-out figures of three updates."""
+    """Return losses, gradient norms and held-out metrics of three updates."""
     found: dict[str, list[float]] = {}
     engine = engine_of(sets, layout)
     mine = Place(engine)

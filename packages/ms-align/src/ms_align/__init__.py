@@ -1,7 +1,7 @@
-"""Instruction tuning, reward models, PPO and its kin: exact, resumable, alone or on any engine.
+"""Supervised fine-tuning, reward models, DPO, PPO, GRPO and RLOO on any engine.
 
-Names are imported when they are first used, so that a command's help need not wait for torch;
-`__init__.pyi` says where each comes from.
+Public names are imported lazily, so that `--help` does not wait for torch; `__init__.pyi` lists
+the module of each.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""The public names; `__init__.py` imports each when it is first asked for."""
+"""Public names; `__init__.py` imports each one on first use."""
 
 from .engines.assembly import start_engine
 from .engines.local import LocalEngine

@@ -1,4 +1,4 @@
-"""The command: `python -m ms_align` and `ms-align`, a skin over public classes."""
+"""Command-line entry point of `python -m ms_align` and `ms-align`."""
 
 import argparse
 import contextlib
@@ -21,47 +21,48 @@ PROG = "ms-align"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 0 (done), 1 (failed), 2 (bad input) or 130 (after Ctrl-C)."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser(explains=bool({"-h", "--help"} & set(given))).parse_args(given)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser(with_epilog=bool({"-h", "--help"} & set(argv))).parse_args(argv)
+    # Do not outlive torchrun, which would leave the ports and devices in use.
     end_with_launcher()
-    act: Callable[[argparse.Namespace], int] = options.act
-    return perform(PROG, lambda: act(options), report=_report)
+    run: Callable[[argparse.Namespace], int] = options.act
+    return perform(PROG, lambda: run(options), report=_report)
 
 
 def _report(error: BaseException) -> int | None:
-    """Report an error once for all processes of a run; a single process reports it itself."""
+    """Report an error once for all processes of a run; None: this process reports it itself."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return None
     try:
         from ms_parallel import report_error
-    except ImportError:  # then nothing runs on several processes, and all of them fail alike
+    except ImportError:  # without ms-parallel every rank fails with the same error
         code = exit_code(error)
         return None if os.environ.get("RANK", "0") == "0" else code
     return report_error(error, command=PROG)
 
 
-def _parser(*, explains: bool) -> argparse.ArgumentParser:
+def _parser(*, with_epilog: bool) -> argparse.ArgumentParser:
     parser = CommandParser(
         PROG,
         version=__version__,
-        description="Align language models: tune on instructions, learn rewards, optimise them.",
+        description="Align language models: fine-tune, train reward models, optimize rewards.",
         example="ms-align ppo RUN.toml --set steps=200 --set kl_coeff=0.1",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
-        one = commands.add_parser(
+        subparser = commands.add_parser(
             command.name,
             help=command.help,
             description=f"{command.help[0].upper()}{command.help[1:]}.",
-            epilog=_epilog(command) if explains else None,
+            epilog=_epilog(command) if with_epilog else None,
         )
-        add_run_file(one)
-        one.add_argument(
+        add_run_file(subparser)
+        subparser.add_argument(
             "--json",
             action="store_true",
-            help="print what the run came to as one JSON document; all else goes to standard error",
+            help="print a JSON summary of the run; everything else goes to standard error",
         )
-        one.set_defaults(act=_run, command=command)
+        subparser.set_defaults(act=_run, command=command)
     _add_init(commands)
     return parser
 
@@ -69,19 +70,19 @@ def _parser(*, explains: bool) -> argparse.ArgumentParser:
 def _add_init(commands: "argparse._SubParsersAction[CommandParser]") -> None:
     init = commands.add_parser(
         "init",
-        help="write a run file to begin with",
-        description="Write a run file that holds every key of a command, its default and meaning.",
+        help="write a template run file",
+        description="Write a run file with every key of a command, its default and description.",
         example="ms-align init ppo --out RUN.toml",
     )
-    named = {command.name: command for command in COMMANDS}
-    init.add_argument("name", metavar="COMMAND", choices=sorted(named), help=", ".join(named))
+    by_name = {command.name: command for command in COMMANDS}
+    init.add_argument("name", metavar="COMMAND", choices=sorted(by_name), help=", ".join(by_name))
     init.add_argument(
         "--out",
         type=file_argument,
         metavar="RUN.toml",
-        help="a new file; standard output by default",
+        help="file to create; standard output by default",
     )
-    init.set_defaults(act=lambda options: _init(named[options.name], options.out))
+    init.set_defaults(act=lambda options: _init(by_name[options.name], options.out))
 
 
 def _epilog(command: Command) -> str:
@@ -98,11 +99,11 @@ def _run(options: argparse.Namespace) -> int:
     where = str(options.run_file)
     settings = read_settings(where, options.set)
     check_early(options.command, settings, where)
-    run = options.command.perform
+    perform = options.command.perform
     if not options.json:
-        return int(run(settings, where)["code"])
+        return int(perform(settings, where)["code"])
     with contextlib.redirect_stdout(sys.stderr):
-        facts = run(settings, where)
+        summary = perform(settings, where)
     if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(facts, indent=2))
-    return int(facts["code"])
+        print(json.dumps(summary, indent=2))
+    return int(summary["code"])

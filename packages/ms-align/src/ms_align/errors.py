@@ -1,52 +1,52 @@
-"""Every error this package raises on purpose; each is also the builtin that fits."""
+"""Exceptions of ms-align; each also derives from the built-in exception that fits."""
 
 from typing import ClassVar
 
 
 class AlignError(Exception):
-    """Base of all errors of ms-align. Its text is one line: what, where, the remedy."""
+    """Base class of all ms-align errors. The message is one line: problem, location, remedy."""
 
     exit_code: ClassVar[int] = 2
-    """How a command ends that raises it: what was given has to be mended."""
+    """Exit code of a command that raises this error: 2 for bad input, 1 for a failed run."""
 
 
 class ConfigError(AlignError, ValueError):
-    """A setting or run file that cannot be used as given."""
+    """Invalid setting or run file."""
 
 
 class DataError(AlignError, ValueError):
-    """A dataset, prompt or tokenizer that cannot be used as given."""
+    """Invalid dataset, prompt or tokenizer."""
 
 
 class ModelError(AlignError, ValueError):
-    """A model that lacks what is asked of it, or does not fit its tokenizer."""
+    """Model that lacks a required feature or does not match its tokenizer."""
 
 
 class RewardError(AlignError, RuntimeError):
-    """A reward that raised, or returned what is no reward: names the sample."""
+    """Reward function that raised or returned something other than numbers; names the sample."""
 
 
 class NonFiniteError(AlignError, RuntimeError):
-    """Weights or gradients that are infinite or no numbers: the run has failed."""
+    """Infinite or NaN weights or gradients; the run has failed."""
 
     exit_code: ClassVar[int] = 1
 
 
 class NothingToLearnError(AlignError, RuntimeError):
-    """A step that would change nothing, such as one with an empty loss mask or equal rewards."""
+    """Step that would change nothing, such as one with an empty loss mask or equal rewards."""
 
 
 class CheckpointError(AlignError, RuntimeError):
-    """A checkpoint that cannot be written, or does not belong to this run."""
+    """Checkpoint that cannot be written or belongs to another run."""
 
 
 class DamageError(CheckpointError):
-    """Bytes of a checkpoint that are not those that were written: names the file."""
+    """Checkpoint file whose content differs from its checksum; names the file."""
 
 
 class WriteError(CheckpointError):
-    """A file or folder that the operating system does not let be written."""
+    """File or folder that the operating system refuses to write."""
 
 
 class FolderError(CheckpointError):
-    """A run's folder that another process holds, or that belongs to another run."""
+    """Output folder that is locked by another process or belongs to another run."""

@@ -1,4 +1,4 @@
-"""The other processes that train with this one; a process alone is the first of one."""
+"""Thin wrappers of torch.distributed that also work in a single process."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -12,23 +12,23 @@ T = TypeVar("T")
 
 
 def rank() -> int:
-    """Return this process's number, from 0."""
+    """Return the global rank; 0 without torch.distributed."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def count() -> int:
-    """Return how many processes there are."""
+    """Return the world size; 1 without torch.distributed."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def barrier() -> None:
-    """Wait until every process is here."""
+    """Wait for all processes."""
     if count() > 1:
         dist.barrier()
 
 
 def any_of(flag: bool) -> bool:
-    """Return whether the flag of any process is set; all must call it at the same place."""
+    """Return True on every process if `flag` is set on any process. Collective."""
     if count() == 1:
         return flag
     flags = torch.tensor([int(flag)], device=exchange_device())
@@ -37,18 +37,18 @@ def any_of(flag: bool) -> bool:
 
 
 def pad_to_ranks(rows: Sequence[T], ranks: int) -> list[T]:
-    """Repeat the last row until the rows divide by `ranks`, as every rank must have as many."""
+    """Repeat the last row until the number of rows is a multiple of `ranks`."""
     return [*rows, *[rows[-1]] * (-len(rows) % ranks)]
 
 
 def rows_of_rank(count: int, rank: int, ranks: int) -> slice:
-    """Return which of `count` rows, a multiple of `ranks`, are those of a data rank."""
-    share = count // ranks
-    return slice(share * rank, share * (rank + 1))
+    """Return the slice of `count` rows that a data rank gets; `ranks` must divide `count`."""
+    size = count // ranks
+    return slice(size * rank, size * (rank + 1))
 
 
 def exchange_device() -> torch.device:
-    """Return the device for tensors that all processes exchange: the CPU, if the group takes it."""
+    """Return the device for collectives: the CPU if the process group supports it."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or "cpu:" in dist.get_backend_config():
         return torch.device("cpu")
@@ -56,8 +56,8 @@ def exchange_device() -> torch.device:
 
 
 class StopRequest(StopSignal):
-    """Whether somebody has asked the run to stop: SIGTERM, or Ctrl-C once."""
+    """Stop request by SIGTERM or a first Ctrl-C, shared between processes."""
 
     def agreed(self) -> bool:
-        """Return whether any process was asked; all of them must call this at the same step."""
+        """Return True if any process received a stop signal. Collective: call it at every step."""
         return any_of(bool(self.signal_name))

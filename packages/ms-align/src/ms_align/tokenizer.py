@@ -1,4 +1,4 @@
-"""Texts to tokens and back: the Protocol, plain bytes, and tokenizers from disk."""
+"""Tokenizer protocol, the byte tokenizer, and loading of tokenizers from disk."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,35 +10,35 @@ from ms_align.files.untrusted import check_path, decoding
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer."""
+    """Conversion of text to token ids and back."""
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text, without special tokens around it."""
+        """Encode a text without adding special tokens."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Decode tokens to text, special ones left out."""
+        """Decode token ids to text, skipping special tokens."""
 
 
 class ByteTokenizer:
-    """A token a byte of UTF-8; token 256 ends a text. For small experiments."""
+    """One token per UTF-8 byte, plus token 256 as end of text. For small experiments."""
 
     vocabulary_size = 257
     end_of_text = 256
 
     def encode(self, text: str) -> list[int]:
-        """Return the text's bytes."""
+        """Return the bytes of the UTF-8 encoding."""
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Decode bytes to text; what is no UTF-8 becomes a replacement character."""
+        """Decode bytes to text; invalid UTF-8 becomes the replacement character."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of transformers; its chat template, under limits, serves prompts that are chats.
+    """Adapter for a transformers tokenizer; renders chats with its template, under limits.
 
     Args:
-        tokenizer: as `transformers.AutoTokenizer.from_pretrained` gives it.
+        tokenizer: result of `transformers.AutoTokenizer.from_pretrained`.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -47,24 +47,24 @@ class HuggingFaceTokenizer:
         self.end_of_text: int | None = tokenizer.eos_token_id
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text, without special tokens around it."""
+        """Encode a text without adding special tokens."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Decode tokens to text, special ones left out."""
+        """Decode token ids to text, skipping special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def encode_messages(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Encode a chat up to where the assistant is to go on."""
+        """Encode a chat, ending where the assistant's reply starts."""
         return self.encode(render_chat(self.tokenizer, messages))
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """Load the tokenizer `bytes`, a `tokenizer.json`, or that of a Hugging Face folder.
+    """Load a tokenizer: `bytes`, a `tokenizer.json`, or a Hugging Face folder.
 
     Raises:
-        ConfigError: the extra that reads it is not installed.
-        DataError: there is no such file or folder.
+        ConfigError: the package that reads it is not installed.
+        DataError: the file or folder does not exist or cannot be read.
     """
     if str(name) == "bytes":
         return ByteTokenizer()
@@ -83,11 +83,11 @@ def _load(path: Path) -> Tokenizer:
             ) from error
         try:
             return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(path))
-        except Exception as error:  # each kind of damage has an error of its own
-            raise DataError(f"{path} cannot be read: {error}; is it whole?") from error
+        except Exception as error:  # transformers raises many types for damaged files
+            raise DataError(f"{path} cannot be read: {error}; check that it is complete") from error
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        raise DataError(f"there is no tokenizer at {path}; give 'bytes', a file or a folder")
+        raise DataError(f"no tokenizer at {path}; use 'bytes', a file or a folder")
     try:
         from ms_data import Tokenizer as DataTokenizer
     except ImportError as error:

@@ -46,11 +46,12 @@ COPIED = (
     "added_tokens.json",
     "special_tokens_map.json",
 )
-"""Files of transformers' tokenizers that are copied unchanged; two others are rewritten."""
+"""Files of transformers tokenizers that are copied unchanged; tokenizer_config.json and
+chat_template.jinja are rewritten."""
 PAD = "<|pad|>"
 GENERATION = "generation_config.json"
 LICENSES = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY|COPYING)([-_.].*)?", re.IGNORECASE)
-"""License files of a base model, which are copied to models trained from it."""
+"""License files of a base model, copied to models trained from it."""
 
 
 @frozen(kw_only=True)
@@ -75,25 +76,28 @@ class TokenizerFiles:
         """Return the id of a special token, such as `eos_token`."""
         return self.ids.get(self.roles.get(role, ""))
 
-    def ending(self, tokens: Collection[int]) -> "TokenizerFiles":
-        """Add those of `tokens` that are added tokens to the end-of-text tokens."""
-        more = [token for token in self.ids.values() if token in tokens]
-        return evolve(self, ends=tuple(dict.fromkeys([*self.ends, *more])))
+    def with_ends(self, tokens: Collection[int]) -> "TokenizerFiles":
+        """Return a copy with the added tokens among `tokens` as further end-of-text tokens."""
+        added = [token for token in self.ids.values() if token in tokens]
+        return evolve(self, ends=tuple(dict.fromkeys([*self.ends, *added])))
 
-    def padded(self, number: int) -> "TokenizerFiles":
-        """Use token `number` for padding, and add it to the tokenizer if it is missing."""
-        if number in self.ids.values():
+    def with_pad_token(self, token_id: int) -> "TokenizerFiles":
+        """Return a copy that pads with `token_id`, added to the tokenizer if it is missing."""
+        if token_id in self.ids.values():
             return self
         document = decode_json(
             self.files[TOKENIZER], dict[str, Any], where=TOKENIZER, error=DataError
         )
-        document["added_tokens"] = [*document.get("added_tokens", []), _special(number, PAD)]
+        document["added_tokens"] = [
+            *document.get("added_tokens", []),
+            _special_token(token_id, PAD),
+        ]
         return evolve(
             self,
             files={**self.files, TOKENIZER: msgspec.json.encode(document)},
-            ids={**self.ids, PAD: number},
+            ids={**self.ids, PAD: token_id},
             roles={**self.roles, "pad_token": PAD},
-            size=number + 1,
+            size=token_id + 1,
         )
 
     def contents(self) -> dict[str, bytes]:
@@ -113,7 +117,9 @@ class TokenizerFiles:
         return {**files, SETTINGS: json_text(config)}
 
 
-def carried(base: TokenizerFiles | None, data: TokenizerFiles | None) -> TokenizerFiles | None:
+def merge_tokenizers(
+    base: TokenizerFiles | None, data: TokenizerFiles | None
+) -> TokenizerFiles | None:
     """Combine the base model's tokenizer with the dataset's tokenizer, for saving.
 
     Files and settings of the base (padding side, model_max_length, ...) are kept. The dataset adds
@@ -121,56 +127,60 @@ def carried(base: TokenizerFiles | None, data: TokenizerFiles | None) -> Tokeniz
     """
     if base is None or data is None:
         return data if base is None else base
-    added = bool(data.ids.keys() - base.ids.keys())
-    named = {role: data.roles[role] for role in ROLES if data.config.get(role) is not None}
+    adds_tokens = bool(data.ids.keys() - base.ids.keys())
+    dataset_roles = {role: data.roles[role] for role in ROLES if data.config.get(role) is not None}
     config = {**data.config, **base.config}
-    known, more = (one.get("added_tokens_decoder") for one in (base.config, data.config))
-    if isinstance(known, dict) and isinstance(more, dict):
-        config["added_tokens_decoder"] = {**known, **more}
+    base_decoder, data_decoder = (
+        settings.get("added_tokens_decoder") for settings in (base.config, data.config)
+    )
+    if isinstance(base_decoder, dict) and isinstance(data_decoder, dict):
+        config["added_tokens_decoder"] = {**base_decoder, **data_decoder}
     return evolve(
         base,
-        files={**base.files, **({TOKENIZER: data.files[TOKENIZER]} if added else {})},
+        files={**base.files, **({TOKENIZER: data.files[TOKENIZER]} if adds_tokens else {})},
         config=config,
         chat_template=base.chat_template if data.chat_template is None else data.chat_template,
         ids={**base.ids, **data.ids},
-        roles={**data.roles, **base.roles, **named},
+        roles={**data.roles, **base.roles, **dataset_roles},
         size=max(base.size, data.size),
         ends=tuple(dict.fromkeys((*base.ends, *data.ends))),
     )
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has a tokenizer of any kind."""
+    """Return True if a folder contains tokenizer files of any kind."""
     with decoding(folder, error=DataError):
         return any((folder / name).is_file() for name in (TOKENIZER, "tokenizer.model", SETTINGS))
 
 
-def files_of(place: Any, tokenizer: Any = None) -> TokenizerFiles | None:
-    """Collect the files of a tokenizer or of a folder; None if it has none.
+def files_of(source: Any, tokenizer: Any = None) -> TokenizerFiles | None:
+    """Collect the files of a tokenizer or of a model folder; None if it has none.
 
     Args:
-        place: a folder, or a tokenizer of ms-align, ms-data, transformers or any other kind.
-        tokenizer: tokenizer to use if `place` is not a folder.
+        source: a folder, or a tokenizer of ms-align, ms-data, transformers or any other type.
+        tokenizer: tokenizer to use if `source` is not a folder.
 
     Raises:
         DataError: the files cannot be read.
     """
-    if isinstance(place, str | Path) and has_tokenizer(Path(place)):
-        return _read(Path(place))
-    tokenizer = place if tokenizer is None else tokenizer
+    if isinstance(source, str | Path) and has_tokenizer(Path(source)):
+        return _read(Path(source))
+    tokenizer = source if tokenizer is None else tokenizer
     if isinstance(tokenizer, ByteTokenizer):
         return _from_json(_byte_tokenizer(), end_of_text=tokenizer.end_of_text)
     if isinstance(tokenizer, HuggingFaceTokenizer):
         tokenizer = tokenizer.tokenizer
     if hasattr(tokenizer, "save_pretrained"):
-        return _of_transformers(tokenizer)
+        return _from_transformers(tokenizer)
     content = getattr(tokenizer, "content", None)
     if not isinstance(content, bytes):
         return None
     folder = getattr(tokenizer, "folder", None)
-    found = _from_json(content, end_of_text=getattr(tokenizer, "end_of_text", None))
-    beside = None if folder is None else _read(Path(folder))
-    return found if beside is None else evolve(found, chat_template=beside.chat_template)
+    files = _from_json(content, end_of_text=getattr(tokenizer, "end_of_text", None))
+    folder_files = None if folder is None else _read(Path(folder))
+    return (
+        files if folder_files is None else evolve(files, chat_template=folder_files.chat_template)
+    )
 
 
 def check_same_tokenizer(
@@ -181,20 +191,22 @@ def check_same_tokenizer(
     *,
     remedy: str,
 ) -> None:
-    """Check that token ids mean the same in two tokenizers; see `tokenizer_difference`.
+    """Check that two tokenizers have the same token ids; see `tokenizer_difference`.
 
     Args:
-        files: one tokenizer; not compared if it is None or has no tokenizer.json.
+        files: first tokenizer. The check passes if either is None or lacks a tokenizer.json.
         name: its name in the message.
-        other: the other tokenizer.
+        other: second tokenizer.
         other_name: its name in the message.
         remedy: end of the message, such as "build the data with the model's tokenizer".
 
     Raises:
         ModelError: they differ.
-        DataError: one of them is damaged.
+        DataError: a tokenizer.json is damaged.
     """
-    contents = [one.files.get(TOKENIZER) for one in (files, other) if one is not None]
+    contents = [
+        tokenizer.files.get(TOKENIZER) for tokenizer in (files, other) if tokenizer is not None
+    ]
     if len(contents) < 2 or None in contents or contents[0] == contents[1]:
         return
     first, second = (
@@ -208,26 +220,27 @@ def check_same_tokenizer(
         )
 
 
-def complete(folder: Path, tokenizer: TokenizerFiles | None, *, base: Path | None = None) -> None:
-    """Put a tokenizer into a model's folder, and say in its configurations how a text ends.
+def write_tokenizer_files(
+    folder: Path, tokenizer: TokenizerFiles | None, *, base: Path | None = None
+) -> None:
+    """Write tokenizer files and end-of-text settings into a model folder.
 
     Args:
-        folder: with `config.json`, where the model has one.
-        tokenizer: None leaves the folder without one, and what its model says of ends as it is.
-        base: folder of the model that was trained; its generation settings and license files are
-            carried over.
+        folder: model folder; its `config.json` is updated if present.
+        tokenizer: None writes no tokenizer files and keeps the model's end-of-text settings.
+        base: folder of the base model, whose generation settings and license files are copied.
 
     Raises:
         ModelError: config.json cannot be read.
-        WriteError: the place cannot be written.
+        WriteError: the folder cannot be written.
     """
     files = tokenizer.contents() if tokenizer else {}
     config = folder / "config.json"
     if config.is_file():
-        known = read_json(config, dict[str, Any], error=ModelError)
-        numbers = _numbers(known, tokenizer)
-        files["config.json"] = json_text({**known, **numbers})
-        files[GENERATION] = json_text(_generation(folder, numbers, tokenizer, base))
+        model_config = read_json(config, dict[str, Any], error=ModelError)
+        token_ids = _special_token_ids(model_config, tokenizer)
+        files["config.json"] = json_text({**model_config, **token_ids})
+        files[GENERATION] = json_text(_generation_config(folder, token_ids, tokenizer, base))
     if base is not None and base.is_dir():
         for path in sorted(base.iterdir()):
             if LICENSES.fullmatch(path.name) and path.is_file():
@@ -237,32 +250,37 @@ def complete(folder: Path, tokenizer: TokenizerFiles | None, *, base: Path | Non
         write_file(folder / name, content)
 
 
-def _numbers(known: Mapping[str, Any], tokenizer: TokenizerFiles | None) -> dict[str, Any]:
-    """Find `bos_token_id`, `eos_token_id` and `pad_token_id` of a model's configuration."""
-    numbers = {f"{role}_id": known.get(f"{role}_id") for role in ROLES}
-    if tokenizer is None:
-        return numbers
-    found = {f"{role}_id": tokenizer.id_of(role) for role in ROLES}
-    numbers |= {name: number for name, number in found.items() if number is not None}
-    if numbers["pad_token_id"] is None:
-        numbers["pad_token_id"] = next(iter(_as_list(numbers["eos_token_id"])), None)
-    return numbers
-
-
-def _generation(
-    folder: Path, numbers: Mapping[str, Any], tokenizer: TokenizerFiles | None, base: Path | None
+def _special_token_ids(
+    model_config: Mapping[str, Any], tokenizer: TokenizerFiles | None
 ) -> dict[str, Any]:
-    known = {} if base is None else read_beside(base, GENERATION, error=ModelError)
-    known |= read_beside(folder, GENERATION, error=ModelError)
-    ends = list(tokenizer.ends) if tokenizer else _as_list(numbers["eos_token_id"])
+    """Return `bos_token_id`, `eos_token_id` and `pad_token_id` for a model's config.json."""
+    token_ids = {f"{role}_id": model_config.get(f"{role}_id") for role in ROLES}
+    if tokenizer is None:
+        return token_ids
+    from_tokenizer = {f"{role}_id": tokenizer.id_of(role) for role in ROLES}
+    token_ids |= {
+        name: token_id for name, token_id in from_tokenizer.items() if token_id is not None
+    }
+    if token_ids["pad_token_id"] is None:
+        # transformers pads with an end-of-text token by default as well.
+        token_ids["pad_token_id"] = next(iter(_as_list(token_ids["eos_token_id"])), None)
+    return token_ids
+
+
+def _generation_config(
+    folder: Path, token_ids: Mapping[str, Any], tokenizer: TokenizerFiles | None, base: Path | None
+) -> dict[str, Any]:
+    settings = {} if base is None else read_beside(base, GENERATION, error=ModelError)
+    settings |= read_beside(folder, GENERATION, error=ModelError)
+    ends = list(tokenizer.ends) if tokenizer else _as_list(token_ids["eos_token_id"])
     if ends:
-        known["eos_token_id"] = ends if len(ends) > 1 else ends[0]
-    rest = {name: numbers[name] for name in ("bos_token_id", "pad_token_id")}
-    return {**known, **{name: one for name, one in rest.items() if one is not None}}
+        settings["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+    padding = {name: token_ids[name] for name in ("bos_token_id", "pad_token_id")}
+    return {**settings, **{name: value for name, value in padding.items() if value is not None}}
 
 
 def _read(folder: Path) -> TokenizerFiles:
-    """Read the tokenizer of a folder."""
+    """Read the tokenizer files of a folder."""
     files = {
         name: read_bytes(folder / name, error=DataError)
         for name in COPIED
@@ -275,24 +293,24 @@ def _read(folder: Path) -> TokenizerFiles:
     config.pop("chat_template", None)
     template = templates.pop(DEFAULT, None)
     files |= template_files(templates)
-    ends = (*_ends_in(folder, "config.json"), *_ends_in(folder, GENERATION))
-    found = TokenizerFiles(files=files, config=config)
+    ends = (*_end_tokens(folder, "config.json"), *_end_tokens(folder, GENERATION))
+    tokenizer = TokenizerFiles(files=files, config=config)
     if TOKENIZER in files:
         end = end_of_documents(folder, error=DataError)
-        found = _from_json(
+        tokenizer = _from_json(
             files[TOKENIZER], config=config, end_of_text=end, where=folder / TOKENIZER
         )
-    every = tuple(dict.fromkeys((*found.ends, *ends)))
-    return evolve(found, files=files, chat_template=template, ends=every)
+    all_ends = tuple(dict.fromkeys((*tokenizer.ends, *ends)))
+    return evolve(tokenizer, files=files, chat_template=template, ends=all_ends)
 
 
-def _ends_in(folder: Path, name: str) -> list[int]:
-    """Read the tokens that a model's configuration ends a text with."""
+def _end_tokens(folder: Path, name: str) -> list[int]:
+    """Read the end-of-text tokens from config.json or generation_config.json."""
     ends = _as_list(read_beside(folder, name, error=DataError).get("eos_token_id"))
     for end in ends:
-        if not -(2**31) <= end < 2**31:  # some models say -1 where they have none
+        if not -(2**31) <= end < 2**31:  # some models use -1 for "none"
             raise DataError(
-                f"{folder / name}: eos_token_id is {shown(end)}; give the number of a token"
+                f"{folder / name}: eos_token_id must be a token id, got {shown(end)}; correct it"
             )
     return ends
 
@@ -304,50 +322,52 @@ def _from_json(
     end_of_text: int | None = None,
     where: Path = Path(TOKENIZER),
 ) -> TokenizerFiles:
-    """Take a tokenizer.json, the settings beside it, and the end of a text if nobody names it."""
+    """Build from a tokenizer.json and its settings; guess the end of text if neither names it."""
     source = decode_source(content, where, error=DataError)
     ids = {token.content: token.id for token in source.added.values()}
     roles = {role: token_text((config or {}).get(role)) for role in ROLES}
     if roles["eos_token"] is None:
-        likely = next((name for name in KNOWN_ENDS if name in ids), None)
-        ending = source.added.get(-1 if end_of_text is None else end_of_text)
-        roles["eos_token"] = likely if ending is None else ending.content
-    found = {role: text for role, text in roles.items() if text is not None}
-    end = ids.get(found.get("eos_token", ""))
+        # Without settings, the end of text is a token of a common name or the one that is passed.
+        guess = next((name for name in KNOWN_ENDS if name in ids), None)
+        with_ends = source.added.get(-1 if end_of_text is None else end_of_text)
+        roles["eos_token"] = guess if with_ends is None else with_ends.content
+    defined = {role: text for role, text in roles.items() if text is not None}
+    end = ids.get(defined.get("eos_token", ""))
     return TokenizerFiles(
         files={TOKENIZER: content},
         config=dict(config or {}),
         ids=ids,
-        roles=found,
+        roles=defined,
         size=1 + max(source.texts, default=-1),
         ends=() if end is None else (end,),
     )
 
 
-def _special(number: int, text: str) -> dict[str, Any]:
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": number, "content": text, "special": True, **plain}
+def _special_token(token_id: int, text: str) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token_id, "content": text, "special": True, **flags}
 
 
-def _of_transformers(tokenizer: Any) -> TokenizerFiles:
+def _from_transformers(tokenizer: Any) -> TokenizerFiles:
     with tempfile.TemporaryDirectory(prefix="ms-align-tokenizer-") as folder:
         tokenizer.save_pretrained(folder)
         return _read(Path(folder))
 
 
 def _as_list(value: Any) -> list[int]:
-    given = value if isinstance(value, list) else [value]
-    return [one for one in given if isinstance(one, int) and not isinstance(one, bool)]
+    values = value if isinstance(value, list) else [value]
+    return [item for item in values if isinstance(item, int) and not isinstance(item, bool)]
 
 
 def _byte_tokenizer() -> bytes:
-    """Write a tokenizer.json that gives each byte its own number, and 256 to the end of a text."""
+    """Build a tokenizer.json with one token per byte, and token 256 as end of text."""
+    # GPT-2's byte alphabet: printable bytes map to themselves, the others to U+0100 and up.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {byte: chr(byte) for byte in printable}
-    others = (byte for byte in range(256) if byte not in letters)
-    letters |= {byte: chr(256 + number) for number, byte in enumerate(others)}
+    unprintable = (byte for byte in range(256) if byte not in letters)
+    letters |= {byte: chr(256 + number) for number, byte in enumerate(unprintable)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    end = _special(ByteTokenizer.end_of_text, KNOWN_ENDS[0])
+    end = _special_token(ByteTokenizer.end_of_text, KNOWN_ENDS[0])
     return msgspec.json.encode(
         {
             "version": "1.0",

@@ -1,7 +1,7 @@
-"""A tokenizer's chat template, rendered as transformers renders it, under limits.
+"""Rendering of chat templates as in transformers, with limits on time and memory.
 
-transformers runs a template in the caller's own process, for as long and in as much memory as it
-takes. Here it runs in a process of its own that is stopped past its limits (`chat.worker`).
+transformers renders a template in the caller's process without limits. Here a worker process
+renders it and is killed when it exceeds a limit (`chat.worker`).
 """
 
 import hashlib
@@ -14,89 +14,94 @@ from ms_align.errors import ConfigError, DataError
 
 TEMPLATE_LIMIT_CHARACTERS = 1 << 20
 _TO_BE_CONTINUED = "\ufdd2"
-"""A character that Unicode keeps for no one, behind the words that are to be continued."""
+"""A Unicode noncharacter that marks the end of the text to continue."""
 
 
 def render_chat(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, continue_last: bool = False
 ) -> str:
-    """Render a chat up to where the assistant is to speak.
+    """Render a chat, ending where the assistant's reply starts.
 
     Args:
-        tokenizer: one of transformers, with a chat template.
+        tokenizer: transformers tokenizer with a chat template.
         messages: at least one; each has `role` and `content`.
-        continue_last: end within the last message, which is to be continued, and not behind it.
+        continue_last: end inside the last message, so that the model continues it.
 
     Raises:
         ConfigError: jinja2 is not installed.
-        DataError: there is no template, it refuses the chat, or it takes more time or memory or
-            makes a longer text than any sound template.
+        DataError: the tokenizer has no template, the template rejects the chat, or rendering
+            exceeds the limits on time, memory or length.
     """
     chat = [dict(message) for message in messages]
     if not continue_last:
         return _render(tokenizer, chat, prompt=True)
-    said = chat[-1].get("content") if chat else None
-    if not isinstance(said, str):
-        raise DataError("the last message is to be continued and has no text; give it a `content`")
-    chat[-1]["content"] = f"{said}{_TO_BE_CONTINUED} "
+    content = chat[-1].get("content") if chat else None
+    if not isinstance(content, str):
+        raise DataError("the last message must have a text to continue; add its `content`")
+    chat[-1]["content"] = f"{content}{_TO_BE_CONTINUED} "
     text = _render(tokenizer, chat, prompt=False)
-    kept, mark, rest = text.rpartition(_TO_BE_CONTINUED)
-    if not mark or said.strip() not in kept:
+    start, mark, end = text.rpartition(_TO_BE_CONTINUED)
+    if not mark or content.strip() not in start:
         raise DataError(
-            "the chat template does not print the last message as it is, so it cannot be "
-            "continued; take a template that does"
+            "the chat template must print the last message unchanged for it to be continued; use "
+            "another template"
         )
-    # A template that trims messages has taken the space behind the mark.
-    return kept if rest.startswith(" ") else kept.rstrip()
+    # A template that strips messages has removed the space after the mark.
+    return start if end.startswith(" ") else start.rstrip()
 
 
 def _render(tokenizer: Any, messages: list[dict[str, Any]], *, prompt: bool) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
             f"{getattr(tokenizer, 'name_or_path', '') or 'the tokenizer'} has no chat template, "
-            "and a prompt is a chat; give texts, or a tokenizer with one"
+            "which a chat prompt needs; use texts as prompts, or a tokenizer with a chat template"
         )
     if not messages:
-        raise DataError("a chat without messages; give at least one")
+        raise DataError("a chat must have at least one message, got none; add one")
     try:
         source = tokenizer.get_chat_template()
-    except ValueError as error:  # it has several, and none is the default
+    except ValueError as error:  # several templates and no default
         raise DataError(f"no chat template: {' '.join(str(error).split())[:200]}") from error
-    compiling = {"source": source, "tokens": tokenizer.special_tokens_map, "today": None}
-    asked: dict[str, Any] = {"messages": messages, "tools": None, "variables": {}, "prompt": prompt}
+    compile_request = {"source": source, "tokens": tokenizer.special_tokens_map, "today": None}
+    render_request: dict[str, Any] = {
+        "messages": messages,
+        "tools": None,
+        "variables": {},
+        "prompt": prompt,
+    }
     try:
-        name = _name(source, compiling)
-        answer = _ask("render", name, asked)
+        name = _name(source, compile_request)
+        answer = _ask("render", name, render_request)
         if "unknown" in answer:
-            _ask("compile", name, compiling)
-            answer = _ask("render", name, asked)
+            _ask("compile", name, compile_request)
+            answer = _ask("render", name, render_request)
     except (RecursionError, TypeError, ValueError) as error:
         if isinstance(error, DataError | ConfigError):
             raise
-        raise DataError(f"the messages are no JSON: {error}; mend them") from error
+        raise DataError(f"the messages are not valid JSON: {error}; correct them") from error
     return str(answer["text"])
 
 
-def _name(source: str, compiling: Mapping[str, Any]) -> str:
-    """Name what a template's text depends on besides the messages."""
+def _name(source: str, compile_request: Mapping[str, Any]) -> str:
+    """Return the hash of a template and its special tokens, by which the worker caches it."""
     try:
-        content = json.dumps(compiling, sort_keys=True, ensure_ascii=False).encode()
+        content = json.dumps(compile_request, sort_keys=True, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         content = b""
     if not content or len(source) > TEMPLATE_LIMIT_CHARACTERS:
         raise DataError(
-            "not a valid chat template: it or a special token is no text, or longer than "
-            f"{TEMPLATE_LIMIT_CHARACTERS >> 20} MiB; take another one"
+            "not a valid chat template: it or a special token is not valid text, or it exceeds "
+            f"{TEMPLATE_LIMIT_CHARACTERS >> 20} MiB; use another template"
         )
     return hashlib.sha256(content).hexdigest()
 
 
-def _ask(do: str, name: str, about: Mapping[str, Any]) -> dict[str, Any]:
-    answer = ask({"do": do, "name": name, **about}, needs="ms-align[hf]", error=ConfigError)
+def _ask(action: str, name: str, request: Mapping[str, Any]) -> dict[str, Any]:
+    answer = ask({"do": action, "name": name, **request}, needs="ms-align[hf]", error=ConfigError)
     if "limit" in answer:
         raise DataError(
-            f"the chat template {answer['limit']}, so it was stopped; look at what it does, or "
-            "take another one"
+            f"the chat template {answer['limit']}, so it was stopped; check it or use another "
+            "template"
         )
     if "invalid" in answer:
         raise DataError(f"not a valid chat template: {answer['invalid']}")

@@ -1,1 +1,1 @@
-"""What `ms-align` can do; each command is a skin over a public class or function."""
+"""Commands of `ms-align`; each is a thin wrapper of a public class or function."""

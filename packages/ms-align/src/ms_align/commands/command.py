@@ -1,7 +1,7 @@
-"""The commands: names, what `--help` says, and where the code lies that does it.
+"""Subcommands of `ms-align`: names, help and the location of their code.
 
-Each module of `ms_align.trainers` is a command of its name. Nothing here computes, so that help
-answers at once; what runs is imported when it is asked for.
+Each module of `ms_align.trainers` is a command of the same name. Nothing heavy is imported here,
+so that `--help` is fast; a command's code is imported when it runs.
 """
 
 import ast
@@ -18,11 +18,11 @@ from ms_align.settings.keys import Key, KeyGroup, groups_of
 from ms_align.settings.template import template_text
 
 HIDDEN = {"on_event", "algorithm"}
-"""Fields that no file can hold."""
+"""Fields that cannot be set in a run file."""
 
 Run = Callable[[Any, dict[str, Any], str], dict[str, Any]]
-"""Takes the settings' class, settings, and the file's name for messages; returns what `--json`
-prints, with `code`."""
+"""Function of a command: takes the settings class, the settings and the name of their file, and
+returns the `--json` summary with its exit `code`."""
 
 
 @frozen(kw_only=True)
@@ -31,60 +31,62 @@ class Command:
 
     name: str
     help: str
-    """One line."""
-    sets: str = "steps=200 --set learning_rate=1e-5"
-    """What the example's `--set` changes."""
+    """One-line description."""
+    example_overrides: str = "steps=200 --set learning_rate=1e-5"
+    """Overrides in the example command line, after `--set`."""
     settings: str
-    """The class whose fields are the run file's keys, as `module:Class`."""
+    """Class whose fields are the keys of the run file, as `module:Class`."""
     run: str
-    """The function that runs it, as `module:function`."""
-    more: tuple[Key, ...] = ()
-    """Keys beside those of the class."""
-    called: dict[str, str] = field(factory=dict)
-    """Fields that run files call by another name."""
-    renamed: dict[str, str] = field(factory=dict)
-    """Keys that are not known any more, with their new names."""
-    begins_with: dict[str, Any] = field(factory=dict)
-    """Values of the template of `init` where there is no default."""
+    """Function that runs the command, as `module:function`."""
+    extra_keys: tuple[Key, ...] = ()
+    """Keys that are not fields of the class."""
+    run_file_names: dict[str, str] = field(factory=dict)
+    """Run-file names of fields that have another name in Python."""
+    renamed_keys: dict[str, str] = field(factory=dict)
+    """New names of keys that were renamed, for error messages."""
+    placeholders: dict[str, Any] = field(factory=dict)
+    """Placeholders for keys without a default in the template that `init` writes."""
 
     @property
     def example(self) -> str:
-        """A line that can be typed."""
-        return f"ms-align {self.name} RUN.toml --set {self.sets}"
+        """Example command line."""
+        return f"ms-align {self.name} RUN.toml --set {self.example_overrides}"
 
     def groups(self) -> list[KeyGroup]:
-        """List the keys of its run files: those that must be given first, the rest by class."""
+        """List the keys of a run file: required keys first, the others grouped by class."""
         groups = [
             evolve(group, keys=tuple(self._called(key) for key in group.keys))
             for group in groups_of(self.settings, HIDDEN)
         ]
-        keys = [*(key for group in groups for key in group.keys), *self.more]
-        needed = tuple(key for key in keys if key.required)
-        others = KeyGroup(title="Data", keys=tuple(key for key in self.more if not key.required))
-        rest = [evolve(g, keys=tuple(k for k in g.keys if not k.required)) for g in groups]
-        return [KeyGroup(title="Needed", keys=needed), *(g for g in (others, *rest) if g.keys)]
+        keys = [*(key for group in groups for key in group.keys), *self.extra_keys]
+        required = tuple(key for key in keys if key.required)
+        data = KeyGroup(
+            title="Data", keys=tuple(key for key in self.extra_keys if not key.required)
+        )
+        optional = [evolve(g, keys=tuple(k for k in g.keys if not k.required)) for g in groups]
+        return [KeyGroup(title="Needed", keys=required), *(g for g in (data, *optional) if g.keys)]
 
     def _called(self, key: Key) -> Key:
-        return evolve(key, name=self.called.get(key.name, key.name))
+        return evolve(key, name=self.run_file_names.get(key.name, key.name))
 
     def template(self) -> str:
-        """Write a run file with every key; those that must be given hold a path to fill in."""
+        """Return a run file with every key; required keys hold a placeholder."""
         title = f"ms-align {self.name} RUN.toml: {self.help}."
-        return template_text(title, self.groups(), self.begins_with)
+        return template_text(title, self.groups(), self.placeholders)
 
     def perform(self, settings: dict[str, Any], where: str) -> dict[str, Any]:
-        """Run it with the settings of a run file."""
-        return cast(Run, _imported(self.run))(_imported(self.settings), settings, where)
+        """Run the command with the settings of a run file."""
+        return cast(Run, _import(self.run))(_import(self.settings), settings, where)
 
 
-def _imported(place: str) -> Any:
-    module, _, name = place.partition(":")
+def _import(location: str) -> Any:
+    module, _, name = location.partition(":")
     return getattr(importlib.import_module(f"ms_align.{module}"), name)
 
 
 DATASET = Key(
     name="dataset",
-    meaning="Folder that `ms-data build --chat-template` wrote; for `sft` also a table of several.",
+    meaning="Folder written by `ms-data build --chat-template`; for `sft` also a table of several.",
     kind="str | dict",
     required=True,
 )
@@ -98,48 +100,49 @@ PROMPTS = (
     ),
     Key(
         name="response_dataset",
-        meaning="File of the known answer to each prompt, in the same order; JSON, CSV or Parquet.",
+        meaning="File of the reference answers in the order of the prompts: JSON, CSV or Parquet.",
         kind="str | None",
     ),
 )
 
 
 def _trainer(name: str) -> Command:
-    """Build the command of a module of `ms_align.trainers`."""
+    """Build the command for a module of `ms_align.trainers`."""
+    # Parsed rather than imported, as importing a trainer imports torch.
     source = Path(trainers.__path__[0], f"{name}.py").read_text(encoding="utf-8")
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-    kind = next(each for each in classes if each.name.endswith("Trainer"))
-    summary = (ast.get_docstring(kind) or "").partition("\n")[0].rstrip(".")
-    settings = f"trainers.{name}:{kind.name}"
+    trainer_class = next(item for item in classes if item.name.endswith("Trainer"))
+    summary = (ast.get_docstring(trainer_class) or "").partition("\n")[0].rstrip(".")
+    settings = f"trainers.{name}:{trainer_class.name}"
     keys = {key.name for group in groups_of(settings) for key in group.keys}
     online = "policy_model" in keys
-    begins: dict[str, Any] = {"model": "path/to/model", "dataset": "shards"}
-    begins |= {"sequence_length": 512, "epochs": 1}
+    placeholders: dict[str, Any] = {"model": "path/to/model", "dataset": "shards"}
+    placeholders |= {"sequence_length": 512, "epochs": 1}
     if online:
-        begins = {"model": "runs/sft/model", "dataset": "prompts.jsonl"}
-        begins |= {"reward_model": "runs/reward/model"}
+        placeholders = {"model": "runs/sft/model", "dataset": "prompts.jsonl"}
+        placeholders |= {"reward_model": "runs/reward/model"}
     return Command(
         name=name,
         help=f"{summary[:1].lower()}{summary[1:]}; the same command resumes",
         settings=settings,
         run=f"commands.train:{'online' if online else 'offline'}",
-        more=PROMPTS if online else (DATASET,),
-        called={"policy_model": "model"} if online else {},
-        renamed={"data": "dataset", "reference": "reference_model", "out": "output_dir"},
-        begins_with=begins,
+        extra_keys=PROMPTS if online else (DATASET,),
+        run_file_names={"policy_model": "model"} if online else {},
+        renamed_keys={"data": "dataset", "reference": "reference_model", "out": "output_dir"},
+        placeholders=placeholders,
     )
 
 
 COMMANDS: tuple[Command, ...] = (
-    *(_trainer(each.name) for each in pkgutil.iter_modules(trainers.__path__) if not each.ispkg),
+    *(_trainer(item.name) for item in pkgutil.iter_modules(trainers.__path__) if not item.ispkg),
     Command(
         name="generate",
         help="write responses to prompts",
-        sets="group_size=4 --set out=responses.jsonl",
+        example_overrides="group_size=4 --set out=responses.jsonl",
         settings="commands.generate:Generation",
         run="commands.generate:generate",
-        renamed={"policy_model": "model", "prompt_dataset": "dataset", "data": "dataset"},
-        begins_with={
+        renamed_keys={"policy_model": "model", "prompt_dataset": "dataset", "data": "dataset"},
+        placeholders={
             "model": "runs/sft/model",
             "dataset": "prompts.jsonl",
             "out": "responses.jsonl",
@@ -147,11 +150,11 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="evaluate",
-        help="ask a model the tasks of lm-evaluation-harness",
-        sets="limit=100 --set out=results.json",
+        help="run tasks of lm-evaluation-harness on a model",
+        example_overrides="limit=100 --set out=results.json",
         settings="commands.evaluate:Evaluation",
         run="commands.evaluate:evaluate",
-        begins_with={"model": "runs/sft/model", "tasks": ["arc_easy", "hellaswag"]},
+        placeholders={"model": "runs/sft/model", "tasks": ["arc_easy", "hellaswag"]},
     ),
 )
-"""In the order in which `--help` lists them."""
+"""Commands in the order of `--help`."""

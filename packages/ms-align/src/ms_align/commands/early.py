@@ -1,4 +1,4 @@
-"""Checks of a run file that need no torch, so that a mistake is reported at once."""
+"""Checks of a run file that do not need torch, so that mistakes are reported immediately."""
 
 import ast
 import os
@@ -28,36 +28,36 @@ MODELS = ("model", "policy_model", "reference_model", "value_model", "teacher_mo
 OTHER_NAMES = {"policy_model": "model", "prompt_dataset": "dataset"}
 OTHER_NAMES |= {"include_path": "task_folder", "num_fewshot": "few_shot"}
 OTHER_NAMES |= {"output_path": "out", "apply_chat_template": "chat"}
-"""Keys that commands take too, with the names that the key groups have for them."""
+"""Aliases of keys that commands accept as well."""
 DATASETS = {
     "dataset": "a folder of shards, or for prompts a JSON Lines file",
     "prompt_dataset": "a JSON Lines file of prompts",
     "response_dataset": "a JSON Lines file of answers",
     "held_out": "a folder of shards, or for prompts a JSON Lines file",
 }
-"""Keys that name data, each with what to give."""
+"""Keys of datasets, with the expected value for error messages."""
 VALIDATORS = {"whole": whole, "number": number, "numbers": numbers, "one_of": one_of}
 VALIDATORS |= {"text": text, "a_path": a_path}
-PARTS: tuple[type, ...] = (EngineOptions, ComputeOptions, DeviceOptions, OptimizerOptions)
-PARTS += (RunOptions, RolloutOptions, Sampling)
-"""Classes of settings that need no torch, and that commands inherit from."""
+OPTIONS_CLASSES: tuple[type, ...] = (EngineOptions, ComputeOptions, DeviceOptions, OptimizerOptions)
+OPTIONS_CLASSES += (RunOptions, RolloutOptions, Sampling)
+"""Base classes of commands' settings that do not need torch."""
 
 
 def check_early(command: Command, settings: Mapping[str, Any], where: str) -> None:
     """Check a run file's keys and values, and that the models, data and modules in it exist.
 
     Raises:
-        ConfigError: a key is unknown, a value is refused, or a path or module does not exist.
+        ConfigError: a key is unknown, a value is invalid, or a path or module does not exist.
     """
-    refuse_renamed(settings, command.renamed, where=where)
+    refuse_renamed(settings, command.renamed_keys, where=where)
     keys = [key for group in command.groups() for key in group.keys]
     names = {key.name for key in keys}
     for unknown in settings.keys() - names - OTHER_NAMES.keys() - HIDDEN:
         raise ConfigError(f"{where}: unknown key {unknown!r}; {nearest(unknown, names)}")
-    known = {OTHER_NAMES[name] for name in settings.keys() & OTHER_NAMES.keys()}
-    needed = {key.name for key in keys if key.required} - settings.keys() - known
-    if needed:
-        raise ConfigError(f"{where}: {', '.join(sorted(needed))} is missing; add it")
+    aliased = {OTHER_NAMES[name] for name in settings.keys() & OTHER_NAMES.keys()}
+    missing = {key.name for key in keys if key.required} - settings.keys() - aliased
+    if missing:
+        raise ConfigError(f"{where}: {', '.join(sorted(missing))} is missing; add it")
     try:
         _check_values(keys, settings)
         if command.run == "commands.train:offline":
@@ -69,7 +69,7 @@ def check_early(command: Command, settings: Mapping[str, Any], where: str) -> No
                 a_path(several=True)(None, _attribute(key), settings[key])
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    _check_parts(command, names, settings, where)
+    _check_options(command, names, settings, where)
     for key in MODELS:
         name = settings.get(key)
         if isinstance(name, str) and (problem := missing_model(name)) is not None:
@@ -82,18 +82,18 @@ def check_early(command: Command, settings: Mapping[str, Any], where: str) -> No
                 raise ConfigError(f"{where}: reward_model must be a local folder: {problem}")
         elif top.isidentifier() and not _is_module(top):
             raise ConfigError(
-                f"{where}: reward_model {name!r} cannot be imported: No module named {top!r}; give"
-                " module:function of a module in this folder or on PYTHONPATH, or a folder of a"
+                f"{where}: reward_model {name!r} cannot be imported: No module named {top!r}; use"
+                " module:function with a module in this folder or on PYTHONPATH, or the folder of a"
                 " reward model"
             )
-    for key, what in DATASETS.items():
+    for key, expected in DATASETS.items():
         for name in _texts(settings.get(key)):
-            if (problem := missing_dataset(name, what)) is not None:
+            if (problem := missing_dataset(name, expected)) is not None:
                 raise ConfigError(f"{where}: {key} must exist: {problem}")
 
 
 def _check_values(keys: Iterable[Key], settings: Mapping[str, Any]) -> None:
-    """Apply the validators of the fields, which need no torch, to the values that are given."""
+    """Apply the fields' validators to the values in a run file."""
     for key in keys:
         value = settings.get(key.name)
         if value is None:
@@ -106,38 +106,38 @@ def _check_values(keys: Iterable[Key], settings: Mapping[str, Any]) -> None:
 
 
 def _attribute(name: str) -> Any:
-    """Make what a validator reads of a field: its name."""
+    """Build a stand-in for an attrs attribute, of which validators read only the name."""
     return SimpleNamespace(name=name)
 
 
-def _check_parts(
+def _check_options(
     command: Command, names: Iterable[str], settings: Mapping[str, Any], where: str
 ) -> None:
-    """Build the parts of a command's settings that need no torch; each checks its own settings."""
-    parts: list[object] = []
-    for kind in PARTS:
-        own = {each.name for each in fields(kind)}
-        if own - HIDDEN <= set(names):
-            given = {key: settings[key] for key in settings.keys() & own}
-            parts.append(build(kind, given, where=where))
+    """Build the options classes that a command inherits, which validates their settings."""
+    options: list[object] = []
+    for options_class in OPTIONS_CLASSES:
+        field_names = {attribute.name for attribute in fields(options_class)}
+        if field_names - HIDDEN <= set(names):
+            values = {key: settings[key] for key in settings.keys() & field_names}
+            options.append(build(options_class, values, where=where))
     layout = settings.get("layout")
     try:
         check_layout(layout)
         if isinstance(layout, Mapping):
             layout_of(layout)
-        elif command.name != "reward":  # which takes no layout, and has another remedy
-            for part in parts:
-                if isinstance(part, ComputeOptions):
-                    part.check_alone()
+        elif command.name != "reward":  # it does not support layouts and has another remedy
+            for item in options:
+                if isinstance(item, ComputeOptions):
+                    item.check_alone()
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
 def _validator(source: str) -> Check | None:
-    """Build a validator from its source, such as `whole(least=0)`; None for one of a class's own.
+    """Build a validator from its source, such as `whole(least=0)`; None for a class's own function.
 
-    Its arguments are literals, as `Key.check` fills constants in; a limit that is computed is left
-    for the class to check.
+    Arguments must be literals, as `Key.check` inserts the values of constants; a computed limit is
+    left to the class.
     """
     if source == "flag":
         return flag
@@ -145,24 +145,24 @@ def _validator(source: str) -> Check | None:
         call = ast.parse(source, mode="eval").body
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
             return None
-        words = [ast.literal_eval(word) for word in call.args]
-        known = [given for given in call.keywords if not isinstance(given.value, ast.Name)]
-        named = {str(given.arg): ast.literal_eval(given.value) for given in known}
+        arguments = [ast.literal_eval(argument) for argument in call.args]
+        literals = [word for word in call.keywords if not isinstance(word.value, ast.Name)]
+        keywords = {str(word.arg): ast.literal_eval(word.value) for word in literals}
     except (SyntaxError, ValueError):
         return None
-    kind: Any = VALIDATORS.get(call.func.id)
-    return None if kind is None else kind(*words, **named)
+    factory: Any = VALIDATORS.get(call.func.id)
+    return None if factory is None else factory(*arguments, **keywords)
 
 
 def _is_module(name: str) -> bool:
-    known = name in sys.modules or name in sys.builtin_module_names
-    return known or PathFinder.find_spec(name, [os.getcwd(), *sys.path]) is not None
+    loaded = name in sys.modules or name in sys.builtin_module_names
+    return loaded or PathFinder.find_spec(name, [os.getcwd(), *sys.path]) is not None
 
 
-def _texts(given: Any) -> Iterator[str]:
-    """Yield the names in rewards: a text, a list of these, or a table of names to these."""
-    if isinstance(given, str):
-        yield given
-    elif isinstance(given, Mapping | list | tuple):
-        for each in given.values() if isinstance(given, Mapping) else given:
-            yield from _texts(each)
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the strings in a setting: a string, or a list or table of these."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(item)

@@ -1,4 +1,4 @@
-"""`ms-align evaluate`: tasks of lm-evaluation-harness, asked of a model."""
+"""`ms-align evaluate`: run lm-evaluation-harness tasks on a model."""
 
 import json
 from pathlib import Path
@@ -17,14 +17,16 @@ from ms_align.seeds import LARGEST_SEED
 from ms_align.settings import a_path, flag, whole
 from ms_align.settings.run_file import build
 
-ALSO = {"include_path": "task_folder", "num_fewshot": "few_shot", "output_path": "out"}
-ALSO |= {"apply_chat_template": "chat"}
-"""Names of lm-evaluation-harness for keys that have another one here; both are taken."""
+LM_EVAL_NAMES = {"include_path": "task_folder", "num_fewshot": "few_shot", "output_path": "out"}
+LM_EVAL_NAMES |= {"apply_chat_template": "chat"}
+"""Keys of lm-evaluation-harness that are accepted as aliases of keys here."""
 
 
 def _names(instance: object, attribute: Any, value: object) -> None:
     if not (isinstance(value, list | tuple) and value and all(isinstance(v, str) for v in value)):
-        raise ConfigError(f'{attribute.name} is {value!r}; give a list of names, as ["lambada"]')
+        raise ConfigError(
+            f'{attribute.name} must be a list of names such as ["lambada"], got {value!r}'
+        )
 
 
 def _ranks(instance: Any, attribute: Any, value: object) -> None:
@@ -35,92 +37,100 @@ def _ranks(instance: Any, attribute: Any, value: object) -> None:
 
 @frozen(kw_only=True, slots=False)
 class Evaluation(ComputeOptions):
-    """Settings of the command."""
+    """Settings of `ms-align evaluate`."""
 
     model: str = field(validator=a_path())
-    """Folder of the model, or of what was exported from one."""
+    """Folder of the model, or of a model exported by ms-compress."""
     tasks: list[str] = field(validator=_names)
-    """Names of tasks, groups or tags of the harness, or of files in `task_folder`."""
+    """Tasks, groups or tags of the harness, or task files in `task_folder`."""
     task_folder: str | None = field(default=None, validator=a_path(optional=True))
-    """Folder of YAML files of tasks of your own; such tasks need no network."""
+    """Folder with YAML files of custom tasks; these need no network."""
     tokenizer: str | None = field(default=None, validator=a_path(optional=True))
-    """A folder, a `tokenizer.json`, or `bytes`; by default the one that lies beside the model."""
+    """Tokenizer: a folder, a `tokenizer.json`, or `bytes`. Default: the tokenizer of the model."""
     runtime: str | None = field(default=None)
-    """The target that the folder was exported for, as `gguf`, `ort` or `ct`: ms-compress opens it
-    in that target's own runtime. By default the engine runs it."""
+    """Runtime of an exported model, such as `gguf`, `ort` or `ct`; opened by ms-compress.
+    Default: the model runs on an engine."""
     layout: Any = field(default=None, validator=_ranks)
-    """Ranks of ms-parallel's axes, as `{ data = 2, tensor = 2 }`; None runs in one process."""
+    """Ranks per ms-parallel axis, such as `{ data = 2, tensor = 2 }`. None: one process."""
     few_shot: int | None = field(default=None, validator=whole(least=0, optional=True))
-    """Examples before each question; by default as the task has it."""
+    """Number of few-shot examples per question. Default: the task's own number."""
     chat: bool = field(default=False, validator=flag)
-    """Ask through the model's chat template."""
+    """Format questions with the model's chat template."""
     limit: int | None = field(default=None, validator=whole(optional=True))
-    """Questions of each task at most; all by default."""
+    """Maximum number of questions per task. Default: all."""
     context: int | None = field(default=None, validator=whole(optional=True))
-    """Tokens that the model reads at most; by default what the model says."""
+    """Maximum number of tokens per request. Default: the model's context length."""
     batch_size: int = field(default=16, validator=whole())
-    """Rows that pass at once, of all processes together."""
+    """Rows per forward pass, over all processes."""
     seed: int = field(default=0, validator=whole(least=0, most=LARGEST_SEED))
-    """Seed of examples and of answers that are drawn."""
+    """Seed for choosing few-shot examples and for sampling."""
     out: str | None = field(default=None, validator=a_path(written="file", optional=True))
-    """JSON file for the results, whole or not at all; else they are only printed."""
+    """JSON file for the results. Default: results are only printed."""
 
 
-def evaluate(kind: type[Evaluation], settings: dict[str, Any], where: str) -> dict[str, Any]:
+def evaluate(
+    options_class: type[Evaluation], settings: dict[str, Any], where: str
+) -> dict[str, Any]:
     """Run `ms-align evaluate`."""
-    for theirs, ours in ALSO.items():
-        if theirs in settings and ours in settings:
-            raise ConfigError(f"{where}: {theirs} and {ours} are one setting; give one of them")
-        if theirs in settings:
-            settings[ours] = settings.pop(theirs)
-    given = build(kind, settings, where=where)
-    if given.runtime is not None and given.layout is not None:
-        raise ConfigError(f"{where}: an exported model runs in one process; leave out layout")
-    if given.layout is not None:
-        check_launched(layout_of(given.layout).world_size)
+    for alias, key in LM_EVAL_NAMES.items():
+        if alias in settings and key in settings:
+            raise ConfigError(f"{where}: {alias} and {key} are the same setting; remove one")
+        if alias in settings:
+            settings[key] = settings.pop(alias)
+    options = build(options_class, settings, where=where)
+    if options.runtime is not None and options.layout is not None:
+        raise ConfigError(f"{where}: an exported model runs in one process; remove layout")
+    # Checked before the model is loaded.
+    if options.layout is not None:
+        check_launched(layout_of(options.layout).world_size)
     model = harness_model(
-        given.model if given.runtime is None else _exported(given.model, given.runtime),
-        given.tokenizer or (None if given.runtime is None else given.model),
-        layout=given.layout,
-        context=given.context,
-        batch_size=given.batch_size,
-        seed=given.seed,
-        options=given,
+        options.model
+        if options.runtime is None
+        else _open_exported(options.model, options.runtime),
+        options.tokenizer or (None if options.runtime is None else options.model),
+        layout=options.layout,
+        context=options.context,
+        batch_size=options.batch_size,
+        seed=options.seed,
+        options=options,
     )
     results = run_tasks(
         model,
-        given.tasks,
-        folder=given.task_folder,
-        few_shot=given.few_shot,
-        chat=given.chat,
-        limit=given.limit,
-        seed=given.seed,
+        options.tasks,
+        folder=options.task_folder,
+        few_shot=options.few_shot,
+        chat=options.chat,
+        limit=options.limit,
+        seed=options.seed,
     )
-    facts: dict[str, Any] = {"model": given.model, "runtime": given.runtime, "results": results}
-    facts["truncated"] = model.truncated
-    if _is_first():
+    report: dict[str, Any] = {
+        "model": options.model,
+        "runtime": options.runtime,
+        "results": results,
+    }
+    report["truncated"] = model.truncated
+    if _is_rank_zero():
         print(shown_results(results), flush=True)
         if model.truncated:
             print(
-                f"{model.truncated} requests lost their beginning: they are longer than the "
-                f"{model.max_length} tokens that the model reads",
+                f"{model.truncated} requests lost their beginning: they exceed the context of "
+                f"{model.max_length} tokens",
                 flush=True,
             )
-        if given.out is not None:
-            path = Path(given.out)
+        if options.out is not None:
+            path = Path(options.out)
             with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, json.dumps(facts, indent=2).encode() + b"\n")
-    return {"code": 0, **facts}
+            write_file(path, json.dumps(report, indent=2).encode() + b"\n")
+    return {"code": 0, **report}
 
 
-def _exported(folder: str, runtime: str) -> Any:
-    """Open an exported model in its runtime."""
+def _open_exported(folder: str, runtime: str) -> Any:
     try:
         from ms_compress import CompressError, open_runtime
     except ImportError as error:
         raise ConfigError(
-            "runtime needs ms-compress; pip install 'ms-align[compress]' brings it"
+            "runtime needs ms-compress; install it with `pip install 'ms-align[compress]'`"
         ) from error
     try:
         return open_runtime(Path(folder), runtime)
@@ -128,7 +138,7 @@ def _exported(folder: str, runtime: str) -> Any:
         raise ConfigError(str(error)) from error
 
 
-def _is_first() -> bool:
+def _is_rank_zero() -> bool:
     from ms_align import processes
 
     return processes.rank() == 0

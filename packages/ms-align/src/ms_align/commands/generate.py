@@ -1,4 +1,4 @@
-"""`ms-align generate`: responses to prompts, as JSON Lines with tokens and log-probabilities."""
+"""`ms-align generate`: write responses to prompts, as JSON Lines with tokens and logprobs."""
 
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from ms_align.errors import ConfigError
 from ms_align.files.durable import write_file, writing
 from ms_align.generation.generator import LocalGenerator
 from ms_align.generation.responses import Responses
-from ms_align.generation.sampling import Sampling, token_numbers
-from ms_align.generation.stops import beside, with_stops
+from ms_align.generation.sampling import Sampling, token_ids
+from ms_align.generation.stops import resolve_tokenizer, with_stops
 from ms_align.rollouts.prompts import Prompt, read_prompts
 from ms_align.seeds import LARGEST_SEED
 from ms_align.settings import a_path, whole
@@ -25,62 +25,66 @@ from ms_align.tokenizer_files import check_same_tokenizer, files_of
 
 @frozen(kw_only=True, slots=False)
 class Generation(Sampling, DeviceOptions):
-    """Settings of the command, beside those of sampling."""
+    """Settings of `ms-align generate`, in addition to the sampling settings."""
 
     model: str = field(validator=a_path())
     """Folder of the model."""
     tokenizer: str | None = field(default=None, validator=a_path(optional=True))
-    """A folder, a `tokenizer.json`, or `bytes`; by default the one that lies beside the model."""
+    """Tokenizer: a folder, a `tokenizer.json`, or `bytes`. Default: the tokenizer of the model."""
     dataset: str = field(validator=a_path())
     """File of prompts: JSON Lines, a JSON array, CSV or Parquet."""
-    stop_tokens: Any = field(default=None, converter=optional(token_numbers))
-    """Each ends a response; by default those that end a text of the model."""
+    stop_tokens: Any = field(default=None, converter=optional(token_ids))
+    """Token ids that end a response. Default: the end-of-text tokens of the model."""
     out: str = field(validator=a_path(written="file"))
-    """JSON Lines file to write; whole or not at all."""
+    """JSON Lines file to write."""
     group_size: int = field(default=1, validator=whole())
-    """Responses to each prompt."""
+    """Responses per prompt."""
     slots: int = field(default=64, validator=whole())
-    """Responses that are written at once."""
+    """Responses generated at the same time."""
     seed: int = field(default=0, validator=whole(least=0, most=LARGEST_SEED))
-    """Seed of the random numbers."""
+    """Random seed."""
 
 
-def generate(kind: type[Generation], settings: dict[str, Any], where: str) -> dict[str, Any]:
+def generate(
+    options_class: type[Generation], settings: dict[str, Any], where: str
+) -> dict[str, Any]:
     """Run `ms-align generate`."""
-    given = build(kind, settings, where=where)
-    place = beside(given.tokenizer, given.model)
-    if place is None:
-        raise ConfigError(f"{where}: no tokenizer lies in {given.model}; give tokenizer")
-    tokenizer = load_tokenizer(place)
-    files = files_of(place, tokenizer)
-    if given.tokenizer is not None:
+    options = build(options_class, settings, where=where)
+    tokenizer_path = resolve_tokenizer(options.tokenizer, options.model)
+    if tokenizer_path is None:
+        raise ConfigError(f"{where}: {options.model} has no tokenizer; set tokenizer")
+    tokenizer = load_tokenizer(tokenizer_path)
+    files = files_of(tokenizer_path, tokenizer)
+    if options.tokenizer is not None:
         check_same_tokenizer(
-            files_of(given.model),
-            f"the model {given.model}",
+            files_of(options.model),
+            f"the model {options.model}",
             files,
             "`tokenizer`",
             remedy="leave `tokenizer` out",
         )
-    prompts = read_prompts(given.dataset, tokenizer, what="dataset")
-    drawn = {each.name: getattr(given, each.name) for each in fields(Sampling)}
-    sampling = Sampling(**{**drawn, "stop_tokens": given.stop_tokens or ()})
-    sampling = with_stops(sampling, given.stop_tokens, tokenizer, files)
+    prompts = read_prompts(options.dataset, tokenizer, name="dataset")
+    sampling_settings = {item.name: getattr(options, item.name) for item in fields(Sampling)}
+    sampling = Sampling(**{**sampling_settings, "stop_tokens": options.stop_tokens or ()})
+    sampling = with_stops(sampling, options.stop_tokens, tokenizer, files)
     generator = LocalGenerator(
-        open_model(given.model, device=given.device), slots=given.slots, decode=tokenizer.decode
+        open_model(options.model, device=options.device),
+        slots=options.slots,
+        decode=tokenizer.decode,
     )
     responses = generator(
-        [prompt.tokens for prompt in prompts], sampling, count=given.group_size, seed=given.seed
+        [prompt.tokens for prompt in prompts], sampling, count=options.group_size, seed=options.seed
     )
-    _write(Path(given.out), prompts, responses, tokenizer, given.group_size)
+    _write(Path(options.out), prompts, responses, tokenizer, options.group_size)
     count, stopped = len(responses.lengths), int(responses.stopped.sum())
     print(
-        f"wrote {count} responses to {len(prompts)} prompts to {given.out}: {stopped} stopped, "
-        f"{count - stopped} cut at max_new_tokens = {given.max_new_tokens}",
+        f"wrote {count} responses to {len(prompts)} prompts to {options.out}: {stopped} stopped, "
+        f"{count - stopped} cut at max_new_tokens = {options.max_new_tokens}",
         flush=True,
     )
     return {
         "code": 0,
-        "out": given.out,
+        "out": options.out,
         "prompts": len(prompts),
         "responses": len(responses.lengths),
         "tokens": int(responses.lengths.sum()),
@@ -100,14 +104,14 @@ def _write(
     for row in range(len(responses.lengths)):
         prompt, tokens = prompts[row // group_size], responses.row(row)
         assert responses.logprobs is not None
-        fact = {
+        record = {
             "prompt": prompt.text,
             "response": tokenizer.decode(tokens),
             "tokens": tokens,
             "logprobs": responses.logprobs[row, : len(tokens)].tolist(),
             "stopped": bool(responses.stopped[row]),
         }
-        lines.append(msgspec.json.encode(fact))
+        lines.append(msgspec.json.encode(record))
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, b"\n".join(lines) + b"\n")

@@ -1,4 +1,4 @@
-"""How a run of several processes is started, said in a line that can be typed."""
+"""Check of the number of processes of a run."""
 
 import os
 import shlex
@@ -8,16 +8,16 @@ from ms_align.errors import ConfigError
 
 
 def check_launched(processes: int) -> None:
-    """Refuse a layout of other than the processes that there are.
+    """Check that the number of processes matches the layout.
 
     Raises:
-        ConfigError: gives the line that starts as many.
+        ConfigError: it does not; the message has the torchrun command.
     """
-    there = int(os.environ.get("WORLD_SIZE", "1"))
-    if there == processes:
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == processes:
         return
     line = f"torchrun --standalone --nproc-per-node {processes} -m ms_align"
     raise ConfigError(
-        f"the layout is for {processes} processes and there are {there}; start it with: "
+        f"the layout needs {processes} processes and {world_size} are running; start it with: "
         f"{line} {shlex.join(sys.argv[1:])}"
     )

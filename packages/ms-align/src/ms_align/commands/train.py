@@ -1,4 +1,4 @@
-"""The commands that train: a run file's settings, handed to the trainer of the command's name."""
+"""Training commands: build the trainer from a run file and start it."""
 
 from pathlib import Path
 from typing import Any
@@ -11,40 +11,44 @@ from ms_align.settings.run_file import build
 from ms_align.trainers.frame.offline import OfflineTrainer
 from ms_align.trainers.frame.online import OnlineTrainer
 
-ALSO = {"model": "policy_model", "dataset": "prompt_dataset"}
-"""What all commands call them, beside what `PPOTrainer` and `optimize` do."""
+PYTHON_NAMES = {"model": "policy_model", "dataset": "prompt_dataset"}
+"""Keyword arguments of `PPOTrainer` and `optimize` for run-file keys."""
 
 
-def offline(kind: type[OfflineTrainer], settings: dict[str, Any], where: str) -> dict[str, Any]:
-    """Learn from a dataset that is there before the run."""
-    dataset = _taken(settings, "dataset", where)
-    trainer = build(kind, settings, where=where)
+def offline(
+    trainer_class: type[OfflineTrainer], settings: dict[str, Any], where: str
+) -> dict[str, Any]:
+    """Train on a fixed dataset."""
+    dataset = _pop_required(settings, "dataset", where)
+    trainer = build(trainer_class, settings, where=where)
     check_launched(trainer.processes)
-    return _facts(trainer.train(dataset), trainer.place)
+    return _summary(trainer.train(dataset), trainer.run_dir)
 
 
-def online(kind: type[OnlineTrainer], settings: dict[str, Any], where: str) -> dict[str, Any]:
-    """Learn from responses to prompts."""
-    for short, face in ALSO.items():
-        if short in settings and face in settings:
-            raise ConfigError(f"{where}: {short} and {face} are one setting; give one of them")
-        if short in settings:
-            settings[face] = settings.pop(short)
-    prompts = _taken(settings, "prompt_dataset", where)
+def online(
+    trainer_class: type[OnlineTrainer], settings: dict[str, Any], where: str
+) -> dict[str, Any]:
+    """Train on responses to prompts."""
+    for key, argument in PYTHON_NAMES.items():
+        if key in settings and argument in settings:
+            raise ConfigError(f"{where}: {key} and {argument} are the same setting; remove one")
+        if key in settings:
+            settings[argument] = settings.pop(key)
+    prompts = _pop_required(settings, "prompt_dataset", where)
     answers = settings.pop("response_dataset", None)
-    trainer = build(kind, settings, where=where)
+    trainer = build(trainer_class, settings, where=where)
     check_launched(trainer.processes)
-    return _facts(trainer.optimize(prompts, answers), trainer.place)
+    return _summary(trainer.optimize(prompts, answers), trainer.run_dir)
 
 
-def _taken(settings: dict[str, Any], name: str, where: str) -> Any:
+def _pop_required(settings: dict[str, Any], name: str, where: str) -> Any:
     if name not in settings:
-        raise ConfigError(f"{where}: {name} is missing; add it")
+        raise ConfigError(f"{where}: {name} is required; add it")
     return settings.pop(name)
 
 
-def _facts(result: Result, folder: Path) -> dict[str, Any]:
-    """Build what `--json` prints; `code` is 130 after Ctrl-C and 1 after another signal."""
+def _summary(result: Result, folder: Path) -> dict[str, Any]:
+    """Build the `--json` summary; `code` is 130 after Ctrl-C and 1 after another signal."""
     stopped = INTERRUPTED if result.signal_name == "SIGINT" else FAILED
     return {
         "code": DONE if result.finished else stopped,

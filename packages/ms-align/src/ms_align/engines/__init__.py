@@ -1,1 +1,1 @@
-"""What runs a model: the Engine Protocol, in one process, and under ms-parallel's layouts."""
+"""Engines that run a model: in one process, or under ms-parallel's layouts."""

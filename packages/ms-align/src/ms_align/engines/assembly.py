@@ -1,6 +1,7 @@
-"""From a model and a few settings to an engine: in this process or under a layout, with adapters.
+"""Construction of engines from a model and settings.
 
-The one place that decides which engine runs a model; trainers, commands and users all come here.
+Trainers, commands and users all start engines here: in one process or under a layout, with or
+without adapters.
 """
 
 from collections.abc import Mapping
@@ -38,30 +39,30 @@ def start_engine(
     """Start an engine for a model.
 
     Args:
-        model: the folder of a model, a module, or an engine, which is taken as it is.
-        layout: how processes split a folder's model, by ms-parallel; None for this process alone.
-        lora: freeze the model and train adapters beside it.
-        optimizer: AdamW's settings.
-        heads: width of each extra linear head on the final hidden states, by name; they begin at
+        model: folder of a model, a module, or an engine, which is returned unchanged.
+        layout: ms-parallel layout that shards a folder's model over processes. None: one process.
+        lora: freeze the model and train adapters.
+        optimizer: AdamW settings.
+        heads: width of each extra linear head on the final hidden states, by name; initialized to
             zero.
-        microbatch_size: rows that pass at once; None for all.
-        seed: of the adapters' first values.
-        options: precision, operators, device and the like; `EngineOptions` for training.
+        microbatch_size: rows per forward pass. None: all rows.
+        seed: seed of the adapters' initial values.
+        options: precision, operators and device; `EngineOptions` for training.
 
     Raises:
-        ConfigError: it is no model, or a setting does not fit what is given.
-        ModelError: the folder's model cannot be read.
+        ConfigError: `model` is not a model, or a setting does not match it.
+        ModelError: the model cannot be loaded from its folder.
     """
     options = options or EngineOptions()
     lora = lora_options(lora)
     folder = model if isinstance(model, str | Path) else None
     if layout is not None:
         if folder is None:
-            raise _unfit("layout", model, "its folder")
+            raise _needs("layout", model, "its folder")
         if adapter_base(Path(folder)) is not None:
             raise ConfigError(
-                f"{folder} is an adapter's folder, and a layout needs a whole model; give the "
-                "merged model that `merge = true` writes beside it, or leave out layout"
+                f"layout needs a complete model, and {folder} is an adapter's folder; use the "
+                "merged model that `merge = true` writes, or remove layout"
             )
         return start_parallel(
             folder,
@@ -73,30 +74,32 @@ def start_engine(
             seed=seed,
             options=options,
         )
+    # Without a layout the model runs in LocalEngine.
     options.check_alone(
         "set `layout = { data = 1 }`"
         if folder is not None
-        else "give the model's folder and layout={'data': 1}, or an Engine built with it"
+        else "pass the model's folder and layout={'data': 1}, or an Engine built with it"
     )
-    given = open_model(folder, device=options.device) if folder is not None else model
-    if isinstance(given, nn.Module):
+    opened = open_model(folder, device=options.device) if folder is not None else model
+    if isinstance(opened, nn.Module):
         if lora is not None:
-            given = add_lora(given, lora, seed=seed, base_name=str(folder or ""))
-        return LocalEngine(given, optimizer, heads=heads, microbatch_size=microbatch_size)
-    if not isinstance(given, Engine):
+            opened = add_lora(opened, lora, seed=seed, base_name=str(folder or ""))
+        return LocalEngine(opened, optimizer, heads=heads, microbatch_size=microbatch_size)
+    if not isinstance(opened, Engine):
         raise ConfigError(
-            f"a model is {type(given).__name__}; give a torch.nn.Module, an Engine or a folder"
+            f"model must be a torch.nn.Module, an Engine or a folder, got {type(opened).__name__}; "
+            "pass one"
         )
     if lora is not None:
-        raise _unfit("lora", model, "a module or a folder")
-    return given
+        raise _needs("lora", model, "a module or a folder")
+    return opened
 
 
 def open_model(folder: str | Path, *, device: str | None = None) -> nn.Module:
-    """Read the model of a folder; of an adapter's folder, the model it is for with it merged.
+    """Load the model of a folder; from an adapter's folder, its base model with the adapter merged.
 
     Raises:
-        ModelError: the model or the adapter cannot be read, or they do not fit each other.
+        ModelError: the model or the adapter cannot be loaded, or they do not match.
     """
     check_path("a model", folder, error=ModelError)
     base = adapter_base(Path(folder))
@@ -105,8 +108,8 @@ def open_model(folder: str | Path, *, device: str | None = None) -> nn.Module:
     return load_lora(open_model(base, device=device), folder).merged_model()
 
 
-def _unfit(name: str, model: object, wanted: str) -> ConfigError:
+def _needs(setting: str, model: object, required: str) -> ConfigError:
     return ConfigError(
-        f"{name} is given and the model is a {type(model).__name__} in memory; give {wanted}, or "
-        f"leave out {name}"
+        f"{setting} needs {required}, and the model is a {type(model).__name__} in memory; pass "
+        f"{required}, or remove {setting}"
     )

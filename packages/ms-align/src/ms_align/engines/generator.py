@@ -1,4 +1,4 @@
-"""Draws responses with an engine itself, as trainers do where no other rollout engine is named."""
+"""Rollout generation with the engine that runs the policy."""
 
 from collections.abc import Sequence
 
@@ -16,15 +16,15 @@ from ms_align.generation.stops import Decode, first_stop
 
 
 def generator_of(engine: Engine, *, slots: int = 64, decode: Decode | None = None) -> Generator:
-    """Build a `LocalGenerator` for an engine of one process; else use the engine's own loop.
+    """Build a `LocalGenerator` for an engine of one process, an `EngineGenerator` for others.
 
     Args:
-        engine: runs the policy.
-        slots: rows that are written at once, in this process.
-        decode: text of tokens; needed for stop strings alone.
+        engine: engine of the policy.
+        slots: rows generated at the same time, in one process.
+        decode: converts tokens to text; needed for stop strings only.
 
     Raises:
-        ModelError: the model takes no cache.
+        ModelError: the model does not support a KV cache.
     """
     if isinstance(engine, LocalEngine):
         return LocalGenerator(engine.module, slots=slots, decode=decode)
@@ -32,15 +32,15 @@ def generator_of(engine: Engine, *, slots: int = 64, decode: Decode | None = Non
 
 
 class EngineGenerator:
-    """Generates with the engine's own loop, under any layout.
+    """Generates with the engine's own generation loop, under any layout.
 
-    It keeps no log-probabilities: the trainer asks the engine's forward for them. The same seed
-    draws the same under every layout. Where there are stop strings, the engine writes on and what
-    stands behind the first of them is cut off.
+    It returns no log-probabilities; the trainer computes them with a forward pass. The same seed
+    gives the same responses under every layout. With stop strings, responses are generated to full
+    length and cut after the first stop string.
 
     Args:
-        engine: what generates.
-        decode: text of tokens; needed for stop strings alone.
+        engine: engine that generates.
+        decode: converts tokens to text; needed for stop strings only.
     """
 
     def __init__(self, engine: Engine, decode: Decode | None = None) -> None:
@@ -50,27 +50,28 @@ class EngineGenerator:
     def __call__(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, count: int = 1, seed: int = 0
     ) -> Responses:
-        """Write `count` responses to each prompt; those to one prompt are neighbours.
+        """Generate `count` responses per prompt; responses to a prompt are adjacent.
 
         Raises:
-            ModelError: there are stop strings and no `decode`.
+            ModelError: stop strings need `decode`, which is missing.
         """
         if sampling.stop_strings and self.decode is None:
-            raise ModelError("stop_strings need a tokenizer to read tokens with; give decode=")
+            raise ModelError("stop_strings need a tokenizer to decode tokens; pass decode=")
         rows = self.engine.generate(
             [prompt for prompt in prompts for _ in range(count)],
             **asdict(sampling, filter=exclude("stop_tokens", "stop_strings")),
             seed=seed,
             stop_token=sampling.stop_tokens or None,
         )
+        # Position of the first stop, if any; the rest of the row is dropped.
         ends = [first_stop(row, sampling, self.decode) for row in rows]
         lengths = torch.tensor(
             [len(row) if end is None else end for row, end in zip(rows, ends, strict=True)]
         )
-        # As wide on every data rank, whose rows are put together.
+        # The width is the same on all data ranks, whose rows are concatenated.
         tokens = torch.zeros(len(rows), sampling.max_new_tokens, dtype=torch.int64)
-        for row, length, written in zip(tokens, lengths.tolist(), rows, strict=True):
-            row[:length] = torch.tensor(written[:length])
+        for row, length, row_tokens in zip(tokens, lengths.tolist(), rows, strict=True):
+            row[:length] = torch.tensor(row_tokens[:length])
         return Responses(
             tokens=tokens,
             lengths=lengths,

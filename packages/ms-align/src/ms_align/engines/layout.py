@@ -1,4 +1,4 @@
-"""Layouts of ms-parallel in settings; checking one needs no torch."""
+"""ms-parallel layouts in settings; checking one does not need torch."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def check_layout(value: Any) -> None:
-    """Check that a layout is a table of ranks by axis, or in Python a Layout; None passes.
+    """Check that a `layout` setting is a table of ranks per axis, a Layout, or None.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it has another type.
     """
     if not (value is None or isinstance(value, Mapping) or hasattr(value, "world_size")):
         raise ConfigError(
@@ -24,11 +24,11 @@ def check_layout(value: Any) -> None:
         )
 
 
-def layout_of(given: "Layout | Mapping[str, int]") -> "Layout":
-    """Build ms-parallel's layout from a table of ranks by axis.
+def layout_of(layout: "Layout | Mapping[str, int]") -> "Layout":
+    """Build an ms-parallel layout from a table of ranks per axis.
 
     Raises:
-        ConfigError: ms-parallel is not installed, has no such axis, or refuses the sizes.
+        ConfigError: ms-parallel is not installed, an axis is unknown, or the sizes are invalid.
     """
     try:
         from ms_parallel import Layout, ParallelError
@@ -36,13 +36,13 @@ def layout_of(given: "Layout | Mapping[str, int]") -> "Layout":
         raise ConfigError(
             "a layout needs ms-parallel; install it with `pip install ms-align[parallel]`"
         ) from error
-    if not isinstance(given, Mapping):
-        return given
-    axes = [each.name for each in fields(Layout)]
-    for name in given:
+    if not isinstance(layout, Mapping):
+        return layout
+    axes = [axis.name for axis in fields(Layout)]
+    for name in layout:
         if name not in axes:
             raise ConfigError(f"layout has no axis {name!r}; {nearest(name, axes)}")
     try:
-        return Layout(**given)
+        return Layout(**layout)
     except ParallelError as error:
         raise ConfigError(str(error)) from error

@@ -1,4 +1,4 @@
-"""The engine of a single process: any causal language model, an optimizer, and extra heads."""
+"""Engine for a single process: a causal language model with optimizer and extra heads."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -38,21 +38,22 @@ class LocalStepReport:
 class LocalEngine:
     """A model, its optimizer and extra heads in this process.
 
-    The model runs in evaluation mode, without dropout, so that a response has one probability.
+    The model runs in evaluation mode, without dropout, so that log-probabilities are reproducible.
 
     Args:
-        model: of the seam, of transformers, or any module from tokens (B, S) to logits (B, S, V).
-        optimizer: AdamW's settings; weights that need no gradient are left alone.
-        heads: width of each extra linear head on the final hidden states, by name; they begin at
-            zero, so that nothing is expected before anything was seen.
-        head_offsets: whether they add a learnt number to their product.
-        microbatch_size: rows that pass at once, the last time perhaps fewer; None for all.
-        on_nonfinite: what a gradient with an infinity or NaN does: `"skip"` the update and say so,
-            or `"raise"`. Weights are never touched by it.
+        model: model of ms-parallel or transformers, or a module from tokens (B, S) to logits
+            (B, S, V).
+        optimizer: AdamW settings; parameters without gradient stay unchanged.
+        heads: width of each extra linear head on the final hidden states, by name; initialized to
+            zero, so that initial value estimates are 0.
+        head_bias: give the heads a bias.
+        microbatch_size: rows per forward pass; the last may have fewer. None: all rows.
+        on_nonfinite: response to an infinite or NaN gradient: `"skip"` the update and report it,
+            or `"raise"`. Weights are unchanged in both cases.
 
     Raises:
-        ModelError: heads are asked for and the model shows no hidden states, or none of its
-            weights takes a gradient.
+        ModelError: heads are requested and the model does not expose hidden states, or no
+            parameter requires a gradient.
     """
 
     data_rank = 0
@@ -65,7 +66,7 @@ class LocalEngine:
         optimizer: OptimizerOptions | None = None,
         *,
         heads: Mapping[str, int] | None = None,
-        head_offsets: bool = True,
+        head_bias: bool = True,
         microbatch_size: int | None = None,
         on_nonfinite: Literal["skip", "raise"] = "skip",
     ) -> None:
@@ -75,14 +76,14 @@ class LocalEngine:
         self.context = self.model.context
         adapted = hasattr(model, "disable_adapter") and hasattr(model, "save_pretrained")
         self.adapters: Adapters | None = cast(Adapters, model) if adapted else None
-        """The model itself, where its adapters can be switched off and saved, as peft's can."""
+        """The model itself, if it has methods to disable and save adapters, as peft models do."""
         self.options = optimizer or OptimizerOptions()
         self.microbatch_size = microbatch_size
         self.on_nonfinite = on_nonfinite
         self.step_count = 0
-        """Updates asked for so far, skipped ones included."""
+        """Number of `step` calls, including skipped updates."""
         self.device = next(model.parameters()).device
-        self.heads = nn.ModuleDict(self._build(dict(heads or {}), head_offsets))
+        self.heads = nn.ModuleDict(self._build_heads(dict(heads or {}), head_bias))
         self.parameters = {
             **{name: p for name, p in model.named_parameters() if p.requires_grad},
             **{f"heads.{name}": p for name, p in self.heads.named_parameters()},
@@ -91,27 +92,29 @@ class LocalEngine:
         self._scratch = Scratch()
         model.eval()
 
-    def _build(self, widths: dict[str, int], offsets: bool) -> dict[str, nn.Module]:
+    def _build_heads(self, widths: dict[str, int], bias: bool) -> dict[str, nn.Module]:
         if widths and self.model.hidden_size is None:
             raise ModelError(
-                f"{type(self.module).__name__} shows no hidden states for the head "
-                f"{next(iter(widths))!r} to work on; give a model of its own for it"
+                f"the head {next(iter(widths))!r} needs hidden states, which "
+                f"{type(self.module).__name__} does not expose; use a separate model for it"
             )
-        built: dict[str, nn.Module] = {}
+        heads: dict[str, nn.Module] = {}
         for name, width in widths.items():
             size = self.model.hidden_size or 0
-            head = nn.Linear(size, width, bias=offsets, device=self.device)
+            head = nn.Linear(size, width, bias=bias, device=self.device)
             for parameter in head.parameters():
                 nn.init.zeros_(parameter)
-            built[name] = head
-        return built
+            heads[name] = head
+        return heads
 
     @property
     def optimizer(self) -> torch.optim.AdamW:
-        """AdamW over the weights that take a gradient; made when it is first asked for."""
+        """AdamW over the trainable parameters; created on first use."""
         if self._optimizer is None:
             if not self.parameters:
-                raise ModelError("no weight takes a gradient; thaw some, or add an adapter")
+                raise ModelError(
+                    "no parameter requires a gradient; unfreeze some, or add an adapter"
+                )
             matrices = [p for p in self.parameters.values() if p.ndim > 1]
             vectors = [p for p in self.parameters.values() if p.ndim <= 1]
             groups = [
@@ -126,6 +129,7 @@ class LocalEngine:
                 fused=self.device.type in ("cpu", "cuda"),
             )
             for parameter in self.parameters.values():
+                # Created now, so that a checkpoint before the first step has the same tensors.
                 state = self._optimizer.state[parameter]
                 state["step"] = torch.zeros((), dtype=torch.float32)
                 if self.device.type == "cuda":
@@ -135,13 +139,14 @@ class LocalEngine:
         return self._optimizer
 
     def step(self, batch: Mapping[str, Any], loss: Loss) -> LocalStepReport:
-        """Take one step of the optimizer on a batch.
+        """Run one optimizer step on a batch.
 
         Raises:
-            DataError: a token or target is none of the model's vocabulary.
+            DataError: a token or target is outside the model's vocabulary.
             NonFiniteError: the gradient is not finite and `on_nonfinite="raise"`.
         """
         microbatches = self._microbatches(batch)
+        # The divisor is that of the global batch, so it is known before the first backward pass.
         weight = sum(loss.weight(microbatch) for microbatch in microbatches)
         tokens = int(torch.as_tensor(batch["tokens"]).numel())
         rate = self.options.rate(self.step_count)
@@ -159,10 +164,12 @@ class LocalEngine:
         total, statistics = 0.0, torch.zeros(len(names), device=self.device)
         for microbatch in map(_trim, microbatches):
             value, sums = loss(self._forward(microbatch), microbatch)
+            # Gradients accumulate over microbatches.
             (value / weight).backward()  # type: ignore[no-untyped-call]
             total += value.item()
             statistics += sums
         norm = self._clip()
+        # total and norm are Python floats, so the check does not synchronize again.
         finite = bool(torch.isfinite(torch.tensor([total, norm])).all())
         if finite:
             for group in optimizer.param_groups:
@@ -171,8 +178,8 @@ class LocalEngine:
         optimizer.zero_grad(set_to_none=True)
         if not finite and self.on_nonfinite == "raise":
             raise NonFiniteError(
-                f"update {self.step_count - 1}: loss {total / weight}, gradient norm {norm}: not"
-                " finite; weights are unchanged; lower learning_rate or look at this batch"
+                f"update {self.step_count - 1}: loss {total / weight} or gradient norm {norm} is "
+                "not finite; weights are unchanged; lower learning_rate or check this batch"
             )
         return LocalStepReport(
             loss=total / weight,
@@ -187,14 +194,15 @@ class LocalEngine:
     def evaluate(
         self, batch: Mapping[str, Any], function: Callable[[Output, Batch], Tensor]
     ) -> Tensor:
-        """Apply `function(output, batch)` to each microbatch and join the results, (b, ...).
+        """Apply `function(output, batch)` to each microbatch and concatenate the results, (B, ...).
 
-        Columns at the end without a target in any row are not run; a result (b, S) is 0 there.
+        Trailing columns without targets are not computed; a result (b, S) is padded with 0 there.
         """
         parts = []
         for microbatch in self._microbatches(batch):
             trimmed, width = _trim(microbatch), microbatch["tokens"].shape[1]
             part = function(self._forward(trimmed), trimmed)
+            # Only results with one value per position are padded back to the full width.
             left_out = width - trimmed["tokens"].shape[1]
             if left_out and part.ndim == 2 and part.shape[1] == width - left_out:
                 part = torch.nn.functional.pad(part, (0, left_out))
@@ -209,67 +217,68 @@ class LocalEngine:
         stop_token: Sequence[int] | None = None,
         **sampling: Any,
     ) -> list[list[int]]:
-        """Give the new tokens of each prompt; `LocalGenerator` keeps log-probabilities too.
+        """Generate new tokens for each prompt; `LocalGenerator` also returns log-probabilities.
 
         Args:
-            prompts: tokens of each.
-            seed: of the random numbers.
-            stop_token: each of these ends a response.
+            prompts: token ids per prompt.
+            seed: random seed.
+            stop_token: token ids that end a response.
             sampling: other settings of `Sampling`.
 
         Raises:
-            ModelError: the model takes no cache.
+            ModelError: the model does not support a KV cache.
         """
-        how = Sampling(**sampling, stop_tokens=stop_token or ())
-        responses = LocalGenerator(self.module)(prompts, how, count=1, seed=seed)
+        settings = Sampling(**sampling, stop_tokens=stop_token or ())
+        responses = LocalGenerator(self.module)(prompts, settings, count=1, seed=seed)
         return [responses.row(index) for index in range(len(prompts))]
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Return the rows as they are: no other process has any."""
+        """Return the rows unchanged, as there is only one data rank."""
         return rows
 
     def save(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
-        """Write the model as its library does, adapters merged; the module is left as it is.
+        """Write the model in its library's format, with adapters merged; the module is unchanged.
 
         Args:
-            folder: to write.
-            dtype: of the parameters in the files; by default their own.
+            folder: folder to create.
+            dtype: dtype of the saved parameters. None: their own.
 
         Raises:
-            CheckpointError: the place cannot be written.
-            NonFiniteError: a weight does not fit into `dtype`.
+            CheckpointError: the folder cannot be written.
+            NonFiniteError: a weight overflows in `dtype`.
         """
         check_path("folder", folder, error=WriteError, written="folder")
         with plain_model(self.module) as model:
             save_model(model, folder, dtype=dtype)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return weights, moments under `optimizer.exp_avg.NAME` and the like, and the counter.
+        """Return trainable weights, optimizer state and step count; tensors are not copied.
 
-        Weights that take no gradient are the model's own and are not in it.
+        Frozen weights are not included.
         """
         state: dict[str, Tensor] = {"engine.step": torch.tensor(self.step_count)}
-        held = self.optimizer.state
+        optimizer_state = self.optimizer.state
         for name, parameter in self.parameters.items():
             state[name] = parameter.detach()
-            for kind in ("exp_avg", "exp_avg_sq", "step"):
-                state[f"optimizer.{kind}.{name}"] = held[parameter][kind]
+            for key in ("exp_avg", "exp_avg_sq", "step"):
+                state[f"optimizer.{key}.{name}"] = optimizer_state[parameter][key]
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` gave.
+        """Restore the result of `state_dict`.
 
         Raises:
-            CheckpointError: names or shapes are not this engine's.
+            CheckpointError: names or shapes differ.
         """
-        own = self.state_dict()
-        for name in own.keys() | state.keys():
-            if name not in own or name not in state or own[name].shape != state[name].shape:
+        current = self.state_dict()
+        for name in current.keys() | state.keys():
+            if name not in current or name not in state or current[name].shape != state[name].shape:
                 raise CheckpointError(
-                    f"the state of {name!r} is missing or does not fit; it is of another model"
+                    f"the state of {name!r} is missing or has another shape; load a state of this "
+                    "model"
                 )
-        for name, tensor in own.items():
+        for name, tensor in current.items():
             if name != "engine.step":
                 tensor.copy_(state[name])
         self.step_count = int(state["engine.step"])
@@ -283,8 +292,8 @@ class LocalEngine:
         tensors = {name: torch.as_tensor(value) for name, value in batch.items()}
         for name, ignored in (("tokens", None), ("targets", IGNORED)):
             if name in tensors:
-                what = f"a batch's {name}"
-                check_tokens(tensors[name], self.vocabulary_size, what, ignored=ignored)
+                label = f"a batch's {name}"
+                check_tokens(tensors[name], self.vocabulary_size, label, ignored=ignored)
         count = tensors["tokens"].shape[0]
         size = self.microbatch_size or count
         return [
@@ -296,35 +305,35 @@ class LocalEngine:
         ]
 
     def _clip(self) -> float:
-        """Scale the gradient down to the limit where its norm is greater, and return that norm."""
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if not gradients:
+        """Clip the gradient to the maximum norm and return the norm before clipping."""
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if not grads:
             return 0.0
-        norms = torch.stack(torch._foreach_norm(gradients)).float()
+        norms = torch.stack(torch._foreach_norm(grads)).float()
         norm = float(torch.linalg.vector_norm(norms))
         limit = self.options.max_grad_norm
         if limit is not None and norm > limit:
-            torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+            torch._foreach_mul_(grads, limit / (norm + 1e-6))
         return norm
 
 
 def _trim(batch: Batch) -> Batch:
-    """Cut off the columns behind every row's last target and first document.
+    """Drop trailing columns after the last target and the end of the first document.
 
-    In a causal model they change nothing. A document's last token has no target, and a score is
-    read there.
+    In a causal model they do not influence earlier columns. The last token of a document has no
+    target, but rewards and values are read there.
     """
     targets = batch.get("targets")
     if targets is None:
         return batch
-    live = targets != IGNORED
+    needed = targets != IGNORED
     if "documents" in batch:
-        live |= batch["documents"] == 0
-    columns = live.any(0).nonzero()
-    width, whole = (int(columns[-1]) + 1 if len(columns) else 1), targets.shape[1]
-    if width == whole:
+        needed |= batch["documents"] == 0
+    columns = needed.any(0).nonzero()
+    width, full_width = (int(columns[-1]) + 1 if len(columns) else 1), targets.shape[1]
+    if width == full_width:
         return batch
     return {
-        name: value[:, :width] if value.ndim > 1 and value.shape[1] == whole else value
+        name: value[:, :width] if value.ndim > 1 and value.shape[1] == full_width else value
         for name, value in batch.items()
     }

@@ -1,4 +1,4 @@
-"""Settings of the optimizer that every engine takes."""
+"""Optimizer settings of all engines."""
 
 from typing import Any
 
@@ -12,36 +12,38 @@ def _betas(value: Any) -> tuple[float, float]:
     pair = tuple(value) if isinstance(value, list | tuple) else ()
     if len(pair) != 2 or not all(isinstance(b, int | float) and 0 <= b < 1 for b in pair):
         shown = list(pair) or value
-        raise ConfigError(f"betas is {shown!r}; give two numbers of at least 0, below 1")
+        raise ConfigError(
+            f"betas must be two numbers from 0 to below 1, got {shown!r}; change them"
+        )
     return pair
 
 
 @frozen(kw_only=True, slots=False)  # trainers inherit from more than one
 class OptimizerOptions:
-    """AdamW with linear warm-up and a linear or no decay."""
+    """AdamW with linear warmup and optional linear decay."""
 
     learning_rate: float = field(default=3e-6, validator=number())
-    """The highest rate."""
+    """Peak learning rate."""
     warmup_steps: int = field(default=0, validator=whole(least=0))
-    """Updates over which the rate rises in a straight line."""
+    """Updates of linear warmup."""
     decay_steps: int | None = field(default=None, validator=whole(optional=True))
-    """Updates over which it then falls in a straight line to `final_learning_rate_ratio`."""
+    """Updates of linear decay after warmup, to `final_learning_rate_ratio`. None: no decay."""
     final_learning_rate_ratio: float = field(default=0.0, validator=number(most=1.0))
-    """Share of the highest rate that the decay ends at."""
+    """Final learning rate as a fraction of the peak."""
     betas: tuple[float, float] = field(default=(0.9, 0.999), converter=_betas)
-    """How much of the old moments an update keeps."""
+    """Decay rates of the first and second moments."""
     epsilon: float = field(default=1e-8, validator=number(least=1e-20))
-    """Added to the root of the second moment."""
+    """Added to the denominator for numerical stability."""
     weight_decay: float = field(default=0.0, validator=number())
-    """Decoupled; weights of one dim (norms, biases) are never decayed."""
+    """Decoupled weight decay; not applied to one-dimensional weights (norms, biases)."""
     max_grad_norm: float | None = field(default=1.0, validator=number(least=1e-12, optional=True))
-    """Gradients of a greater global norm are scaled down to it; None never scales."""
+    """Maximum global gradient norm. None: no clipping."""
 
     def rate(self, step: int) -> float:
-        """Compute the learning rate of update number `step`, counted from 0."""
+        """Return the learning rate of update `step`, counted from 0."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         if self.decay_steps is None:
             return self.learning_rate
-        passed = min((step - self.warmup_steps) / self.decay_steps, 1.0)
-        return self.learning_rate * (1 - passed * (1 - self.final_learning_rate_ratio))
+        progress = min((step - self.warmup_steps) / self.decay_steps, 1.0)
+        return self.learning_rate * (1 - progress * (1 - self.final_learning_rate_ratio))

@@ -1,7 +1,7 @@
-"""How an engine computes: the settings that every run file shares, declared once.
+"""Engine settings that all run files share.
 
-The engine of one process honors `device` and `save_dtype`; the others are ms-parallel's, which a
-layout brings, if only `{ data = 1 }`.
+The engine of one process supports `device` and `save_dtype`. The other settings need ms-parallel's
+engine, which a layout selects, even `{ data = 1 }`.
 """
 
 import re
@@ -29,7 +29,7 @@ HONORED: dict[str, tuple[Any, ...]] = {
     "balance": ("none",),
     "balance_coefficient": (None,),
 }
-"""Values of ms-parallel's settings that the engine of one process honors, the default first."""
+"""Values of ms-parallel settings that the single-process engine supports, the default first."""
 
 
 def _mixed_precision(value: Any) -> Any:
@@ -66,24 +66,24 @@ class DeviceOptions:
     """Device."""
 
     device: str | None = field(default=None, validator=_device)
-    """`cpu` or an accelerator, such as `cuda:0`; by default the best of the machine."""
+    """`cpu` or an accelerator such as `cuda:0`. Default: this machine's accelerator, if any."""
 
 
 @frozen(kw_only=True, slots=False)
 class ComputeOptions(DeviceOptions):
-    """How the model is computed."""
+    """Precision and operators."""
 
     mixed_precision: MixedPrecision = field(default=False, converter=_mixed_precision)
     """Compute in bfloat16 (true) or `float16`. Weights, optimizer state and reductions stay
     float32. Needs `layout`."""
     ops: str = field(default="torch", validator=one_of("torch", "ms_kernels"))
-    """Operators of the model: `torch` or `ms_kernels`. The second needs `layout`."""
+    """Model operators: `torch` or `ms_kernels`; the latter needs `layout`."""
 
     def check_alone(self, remedy: str = "set `layout = { data = 1 }`") -> None:
-        """Refuse settings that the engine of one process cannot honor.
+        """Check that the single-process engine supports all settings.
 
         Raises:
-            ConfigError: names the first of them, and the remedy.
+            ConfigError: names the first unsupported setting and the remedy.
         """
         for name, honored in HONORED.items():
             value = getattr(self, name, honored[0])
@@ -94,27 +94,27 @@ class ComputeOptions(DeviceOptions):
 
 @frozen(kw_only=True, slots=False)
 class EngineOptions(ComputeOptions):
-    """How the model is computed and stored while it is trained."""
+    """Precision, memory and sharding in training."""
 
     recompute: str = field(default="none", validator=_recompute)
     """Activation checkpointing: `none`, `selective` (recompute cheap operators), `attention`,
     `full`, or a memory limit per rank such as `8GiB`. Needs `layout`."""
     compile: bool = field(default=False, validator=flag)
-    """Compile the training of each block with torch.compile. Needs `layout`."""
+    """Compile each block with torch.compile in training. Needs `layout`."""
     sharding: str = field(
         default="auto", validator=one_of("auto", "replicate", "zero1", "zero2", "zero3")
     )
-    """What data ranks share out: `replicate` nothing, `zero1` optimizer state, `zero2` also
-    gradients, `zero3` also weights; `auto` chooses by the layout."""
+    """State that is sharded over data ranks: `replicate` none, `zero1` optimizer state, `zero2`
+    also gradients, `zero3` also weights; `auto` depends on the layout."""
     offload: str = field(default="none", validator=one_of("none", "moments", "activations", "all"))
     """Keep AdamW's `moments`, saved `activations`, or `all` of these in host memory. Needs
     `layout`."""
     balance: str = field(default="none", validator=one_of("none", "step", "sequence", "bias"))
-    """How the load of experts is balanced: `step`, a loss by the loads of the update before;
-    `sequence`, by those of each document; `bias`, a correction of the router's scores; `none`, in
-    one process and under a layout. The others need `layout`."""
+    """Load balancing of experts: `step`, a loss on the loads of the previous update; `sequence`, a
+    loss per document; `bias`, a correction of the router's scores; or `none`. All but `none` need
+    `layout`."""
     balance_coefficient: float | None = field(default=None, validator=number(optional=True))
-    """Weight of the balance loss; by default router_aux_loss_coef of the model's config.json."""
+    """Weight of the balance loss. Default: router_aux_loss_coef of the model's config.json."""
     save_dtype: str | None = field(default=None, validator=_dtype)
-    """Dtype of the saved model: `float32`, `bfloat16`, `float16` or `float64`; by default that of
-    the model's folder."""
+    """Dtype of the saved model: `float32`, `bfloat16`, `float16` or `float64`. Default: the dtype
+    of the base model's folder."""

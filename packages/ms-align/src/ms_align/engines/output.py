@@ -1,4 +1,4 @@
-"""What a loss may ask of a model in one process, computed only where it is asked for.
+"""Model output of the single-process engine, with logits, losses and heads computed on demand.
 
 Shapes: B rows, S positions, V vocabulary, N counted positions.
 """
@@ -21,10 +21,10 @@ EVERYWHERE = slice(None)
 
 
 class LocalOutput:
-    """Final hidden states, from which logits, losses and extra heads follow as they are asked for.
+    """Final hidden states, with lazily computed logits, losses, entropies and heads.
 
-    Only positions with a target are ever multiplied with the head; losses and entropies of the same
-    positions at the same temperature are of one product.
+    The output projection is applied only at positions with a target. Losses and entropies of the
+    same positions and temperature share one matmul.
     """
 
     def __init__(
@@ -38,42 +38,44 @@ class LocalOutput:
         self._model = model
         self._heads = heads
         self._scratch = scratch
-        self._known: tuple[Tensor, float, Tensor] | None = None
-        """Which positions were last asked for, at which temperature, and their entropies."""
+        self._cached: tuple[Tensor, float, Tensor] | None = None
+        """Mask, temperature and entropies (N,) of the last `token_losses` call."""
 
     def logits(self, positions: slice = EVERYWHERE) -> Tensor:
-        """Compute the logits (B, S, V), or those of some positions."""
+        """Compute logits (B, S, V), of all positions or a slice."""
         return self._model.project(self.hidden[:, positions])
 
     def token_losses(self, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
         """Compute -log p(target), float32 (B, S), 0 where the target is -100."""
         counted = targets != IGNORED
         losses, entropies = self._statistics(counted, targets[counted], temperature)
-        self._known = counted, temperature, entropies
-        return _spread(losses, counted)
+        self._cached = counted, temperature, entropies
+        return _scatter(losses, counted)
 
     def entropies(self, counted: Tensor, *, temperature: float = 1.0) -> Tensor:
-        """Compute the entropy of p in nats, float32 (B, S), where counted."""
-        found = self._recall(counted, temperature)
-        if found is None:
-            anything = torch.zeros(int(counted.sum()), dtype=torch.int64, device=counted.device)
-            found = self._statistics(counted, anything, temperature)[1]
-        return _spread(found, counted)
+        """Compute the entropy of p in nats, float32 (B, S), where counted; 0 elsewhere."""
+        values = self._cached_entropies(counted, temperature)
+        if values is None:
+            # The entropy needs no targets; any valid token id will do.
+            dummy = torch.zeros(int(counted.sum()), dtype=torch.int64, device=counted.device)
+            values = self._statistics(counted, dummy, temperature)[1]
+        return _scatter(values, counted)
 
     def head(self, name: str) -> Tensor:
-        """Apply an extra head to the hidden states, float32 (B, S, its width)."""
+        """Apply an extra head to the final hidden states, float32 (B, S, head width)."""
         if name not in self._heads:
             raise ModelError(
                 f"the engine has no head {name!r}; build it with heads={{{name!r}: 1}}"
             )
-        made: Tensor = self._heads[name](self.hidden.float())
-        return made
+        result: Tensor = self._heads[name](self.hidden.float())
+        return result
 
-    def _recall(self, counted: Tensor, temperature: float) -> Tensor | None:
-        """Return the last losses' entropies if they fit these positions and are differentiable."""
-        if self._known is None or self._known[1] != temperature:
+    def _cached_entropies(self, counted: Tensor, temperature: float) -> Tensor | None:
+        """Return the cached entropies if they match and are differentiable where required."""
+        if self._cached is None or self._cached[1] != temperature:
             return None
-        positions, _, entropies = self._known
+        positions, _, entropies = self._cached
+        # Computed without gradient, but a differentiable result is needed now.
         if torch.is_grad_enabled() and not entropies.requires_grad:
             return None
         return entropies if torch.equal(positions, counted) else None
@@ -81,14 +83,14 @@ class LocalOutput:
     def _statistics(
         self, counted: Tensor, targets: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Compute losses and entropies (N,) of the counted positions."""
+        """Compute losses and entropies, (N,) each, at the counted positions."""
         hidden, weight = self.hidden[counted], self._model.head_weight
         if weight is None:
             return losses_and_entropies(self._model.project(hidden), targets, temperature)
         return projected_losses_and_entropies(hidden, weight, targets, temperature, self._scratch)
 
 
-def _spread(values: Tensor, counted: Tensor) -> Tensor:
-    """Put values (N,) at the counted places of zeros (B, S)."""
-    spread = torch.zeros(counted.shape, dtype=values.dtype, device=values.device)
-    return spread.masked_scatter(counted, values)
+def _scatter(values: Tensor, counted: Tensor) -> Tensor:
+    """Write values (N,) to the counted positions of a zero tensor (B, S)."""
+    result = torch.zeros(counted.shape, dtype=values.dtype, device=values.device)
+    return result.masked_scatter(counted, values)

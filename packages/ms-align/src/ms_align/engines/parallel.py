@@ -1,7 +1,7 @@
-"""ms-parallel's engine, which is one of ours as it is; and adapters in its stages.
+"""Start of ms-parallel's engine, and LoRA adapters in its pipeline stages.
 
-The model's own weights stay split and sharded as they are, frozen; adapters are small, so each
-data rank holds those of its stages whole.
+The frozen base weights stay sharded. Adapters are small, so every data rank holds the adapters of
+its stages in full.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,11 +38,11 @@ def start_parallel(
     seed: int,
     options: ComputeOptions,
 ) -> "Engine":
-    """Connect the layout's processes and read each its part of a model's folder.
+    """Connect the processes of a layout; each loads its shard of the model.
 
     Raises:
-        ConfigError: ms-parallel is not installed, or a setting does not fit the layout.
-        ModelError: the folder's model cannot be read.
+        ConfigError: ms-parallel is not installed, or a setting does not match the layout.
+        ModelError: the model cannot be loaded from its folder.
     """
     ranks = layout_of(layout)
     from ms_parallel import AdamWConfig, Engine
@@ -52,11 +52,11 @@ def start_parallel(
         coefficient = options.balance_coefficient
         if coefficient is not None and options.balance == "none":
             raise ConfigError(
-                "balance_coefficient weighs a balance loss and balance is 'none'; set balance to "
-                "'step' or 'sequence'"
+                "balance_coefficient is the weight of a balance loss, and balance is 'none'; set "
+                "balance to 'step' or 'sequence'"
             )
-        alike = ("recompute", "compile", "sharding", "offload", "balance", "balance_coefficient")
-        training = {name: getattr(options, name) for name in alike}
+        names = ("recompute", "compile", "sharding", "offload", "balance", "balance_coefficient")
+        training = {name: getattr(options, name) for name in names}
 
     decay = optimizer.decay_steps
     engine = Engine(
@@ -69,6 +69,7 @@ def start_parallel(
         optimizer=AdamWConfig(
             **asdict(optimizer, filter=exclude("decay_steps", "final_learning_rate_ratio")),
             decay="linear",
+            # ms-parallel counts the decay from step 0, ms-align from the end of the warmup.
             decay_steps=None if decay is None else optimizer.warmup_steps + decay,
             final_ratio=optimizer.final_learning_rate_ratio,
         ),
@@ -81,10 +82,10 @@ def start_parallel(
 
 
 def _operators(name: str) -> Any:
-    """Import the operators of a name; None for plain torch.
+    """Import an operator library by name; None for plain torch.
 
     Raises:
-        ConfigError: they are not installed; names the extra.
+        ConfigError: it is not installed; names the extra.
     """
     if name == "torch":
         return None
@@ -92,19 +93,20 @@ def _operators(name: str) -> Any:
         import ms_kernels
     except ImportError as error:
         raise ConfigError(
-            "ops = 'ms_kernels' needs ms-kernels; install it: pip install 'ms-parallel[kernels]'"
+            "ops = 'ms_kernels' needs ms-kernels; install it with `pip install "
+            "'ms-parallel[kernels]'`"
         ) from error
     return ms_kernels
 
 
 class StageAdapters:
-    """Adapters in the stages of a pipeline.
+    """LoRA adapters in the pipeline stages of this process.
 
     Args:
-        stages: of this process, by number; their own weights are frozen.
-        options: which layers, and how.
-        seed: of A's first values; the same seed gives those of one process.
-        base_name: the model's name or folder, for `adapter_config.json`.
+        stages: stages of this process by number, with frozen weights.
+        options: LoRA settings.
+        seed: seed of the initial values of A; the same values as in one process.
+        base_name: name or folder of the base model, for `adapter_config.json`.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class StageAdapters:
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Switch the adapters off while the block runs, so that the model is as it was before."""
+        """Disable the adapters inside the `with` block."""
         with ExitStack() as stack:
             for model in self.models:
                 stack.enter_context(model.disable_adapter())
@@ -128,30 +130,30 @@ class StageAdapters:
 
     @contextmanager
     def as_merged(self) -> Iterator[None]:
-        """Hold the adapters in the stages' weights while the block runs, for saving them."""
+        """Merge the adapters into the weights inside the `with` block, for saving."""
         with ExitStack() as stack:
             for model in self.models:
                 for module in model.modules():
                     if isinstance(module, FSDPModule):
-                        module.reshard()  # what is written to gathered copies is lost
+                        module.reshard()  # writes to all-gathered copies would be lost
                 stack.enter_context(model.as_merged())
             yield
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write peft's two files from the first process; every process must call it.
+        """Write the two adapter files of peft from rank 0. Collective.
 
         Raises:
-            CheckpointError: the place cannot be written.
+            CheckpointError: the folder cannot be written.
         """
-        mine = {
+        local = {
             name: (layer.lora_A.detach().cpu(), layer.lora_B.detach().cpu())
             for model in self.models
             for name, layer in model.adapters().items()
         }
-        every = [mine] * processes.count()
+        gathered = [local] * processes.count()
         if processes.count() > 1:
-            dist.all_gather_object(every, mine)
+            dist.all_gather_object(gathered, local)
         if processes.rank() == 0:
-            together = {name: pair for each in every for name, pair in each.items()}
-            save_adapters(folder, self.options, together, self.base_name)
+            merged = {name: pair for tensors in gathered for name, pair in tensors.items()}
+            save_adapters(folder, self.options, merged, self.base_name)
         processes.barrier()

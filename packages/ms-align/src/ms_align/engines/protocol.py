@@ -1,7 +1,7 @@
-"""The Engine Protocol: everything that trainers ask of whatever runs a model.
+"""The Engine protocol, through which trainers run models.
 
-`ms_align.engines.local.LocalEngine` runs any nn.Module in one process; `ms_parallel.Engine` fits
-too and runs its models under any layout. Shapes: B rows, S positions, V vocabulary.
+`ms_align.engines.local.LocalEngine` runs any nn.Module in one process; `ms_parallel.Engine` runs
+its models under any layout. Shapes: B rows, S positions, V vocabulary.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,88 +16,88 @@ from ms_align.losses.protocol import Batch, Loss, Output
 
 
 class StepReport(Protocol):
-    """Result of one optimizer step; the same on every process."""
+    """Result of one optimizer step, the same on every process."""
 
     @property
     def loss(self) -> float:
-        """Mean loss of the global batch; NaN where nothing had a target."""
+        """Mean loss of the global batch; NaN if the batch has no targets."""
 
     @property
     def grad_norm(self) -> float:
-        """Euclidean norm of the whole gradient, before it was clipped; NaN likewise."""
+        """L2 norm of the gradient before clipping; NaN if the batch has no targets."""
 
     @property
     def learning_rate(self) -> float:
-        """Rate of this update."""
+        """Learning rate of this step."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of the global batch."""
+        """Number of tokens in the global batch."""
 
     @property
     def skipped(self) -> Literal["no_targets", "nonfinite", "overflow", "refused"] | None:
-        """Why weights are as before.
+        """Reason why the weights are unchanged; None if they were updated.
 
-        Nothing had a target, the gradient was not finite or did not fit into float16, or a policy
-        refused the update.
+        The batch has no targets, the gradient is not finite or overflowed float16, or a policy
+        rejected the update.
         """
 
     @property
     def statistics(self) -> Mapping[str, float]:
-        """The loss's statistics, by name, each divided by the global weight."""
+        """Statistics of the loss by name, each divided by the global weight."""
 
 
 class Adapters(Protocol):
-    """Adapters that an engine trains instead of its model's own weights."""
+    """Adapters that are trained while the model's own weights are frozen."""
 
     def disable_adapter(self) -> AbstractContextManager[Any]:
-        """Switch the adapters off while the block runs, so that the model is as it was before."""
+        """Disable the adapters inside the `with` block."""
 
     def save_pretrained(self, folder: Path, /) -> None:
-        """Write peft's two files; every process calls it."""
+        """Write the two adapter files of peft. Collective."""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """A model, its optimizer, and the processes that share them."""
+    """A model with its optimizer, on one or several processes."""
 
     @property
     def data_rank(self) -> int:
-        """Which of the groups of processes that read different rows this one is in."""
+        """This process's data-parallel rank."""
 
     @property
     def data_ranks(self) -> int:
-        """How many such groups there are."""
+        """Number of data-parallel ranks."""
 
     @property
     def row_parts(self) -> int:
-        """Parts that processes split a row into; the positions of a batch divide by it."""
+        """Number of parts that rows are split into; must divide the positions of a batch."""
 
     @property
     def vocabulary_size(self) -> int | None:
-        """Tokens that the model knows; None where it does not say."""
+        """Vocabulary size of the model; None if unknown."""
 
     @property
     def context(self) -> int | None:
-        """Longest row that it takes; None where it does not say."""
+        """Maximum row length; None if unknown."""
 
     @property
     def module(self) -> nn.Module | None:
-        """The whole model, where this process holds it unsplit; else None."""
+        """The complete model, if this process holds it unsharded; else None."""
 
     @property
     def adapters(self) -> Adapters | None:
-        """The adapters that are trained; None where the model's own weights are."""
+        """The trained adapters; None in full fine-tuning."""
 
     def step(self, batch: Mapping[str, Any], loss: Loss, /) -> StepReport:
-        """Take one optimizer step on the global batch, of which `batch` is this rank's rows."""
+        """Run one optimizer step; `batch` has this data rank's rows of the global batch."""
 
     def evaluate(
         self, batch: Mapping[str, Any], function: Callable[[Output, Batch], Tensor], /
     ) -> Tensor:
-        """Join `function(output, batch)` of each microbatch, (b, ...), without gradient.
+        """Concatenate `function(output, batch)` over microbatches, (B, ...), without gradient.
 
-        It is called on every process of a data rank alike, and all of them get the result.
+        The function runs on all processes of a data rank, and all get the result.
         """
 
     def generate(
@@ -112,19 +112,19 @@ class Engine(Protocol):
         seed: int = ...,
         stop_token: Sequence[int] | None = ...,
     ) -> list[list[int]]:
-        """Generate the new tokens of this data rank's prompts; a stop token is the last one."""
+        """Generate new tokens for this data rank's prompts; a stop token is included."""
 
     def gather(self, rows: Tensor, /) -> Tensor:
-        """Gather the rows of all data ranks, in their order; each gives as many."""
+        """Concatenate the rows of all data ranks in rank order; shapes must be equal."""
 
     def save(self, folder: Path, /, *, dtype: torch.dtype | None = ...) -> None:
-        """Write the whole model as others read it, adapters merged; every process calls it.
+        """Write the complete model in a standard format, with adapters merged. Collective.
 
-        `dtype` is that of the parameters in the files, by default their own.
+        `dtype` is the dtype of the saved parameters. None: their own.
         """
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return weights, moments and counters by name; tensors share the engine's storage."""
+        """Return weights, optimizer state and counters by name; tensors are not copied."""
 
     def load_state_dict(self, state: Mapping[str, Tensor], /) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore the result of `state_dict`."""

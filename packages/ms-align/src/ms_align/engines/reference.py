@@ -1,4 +1,4 @@
-"""The reference that a KL or a preference is measured against: a model, or the initial policy."""
+"""Reference model of a KL penalty or of DPO: a separate model or the initial policy."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,38 +17,42 @@ ADAPTER_OFF = "adapter_off"
 
 @frozen
 class Reference:
-    """An engine, and what must hold while it is asked."""
+    """Reference engine, with a context manager that activates it."""
 
     engine: Engine
-    while_asked: Callable[[], AbstractContextManager[Any]] = nullcontext
+    activate: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Context manager for reference passes: disables the adapters, if these make the policy."""
 
 
-def reference_of(given: Any, policy: Engine, build: Callable[[Any], Engine]) -> Reference:
-    """Return the reference that a setting stands for.
+def reference_of(reference: Any, policy: Engine, build: Callable[[Any], Engine]) -> Reference:
+    """Build the reference from a `reference_model` setting.
 
     Args:
-        given: a model, an engine, a folder, `"adapter_off"`, or None for a copy of the policy.
-        policy: as it begins.
-        build: makes an engine of a model or folder.
+        reference: a model, an engine, a folder, `"adapter_off"`, or None for a copy of the policy.
+        policy: engine of the policy before training.
+        build: builds an engine for a model or folder.
 
     Raises:
-        ConfigError: the policy has no adapters to switch off, or cannot be copied.
+        ConfigError: the policy has no adapters to disable, or cannot be copied.
     """
-    if given == ADAPTER_OFF:
+    if reference == ADAPTER_OFF:
         if policy.adapters is None:
             raise ConfigError(
-                "reference_model is 'adapter_off' and the policy has no disable_adapter() and "
-                "save_pretrained(); add adapters, or leave reference_model out for a frozen copy"
+                "reference_model = 'adapter_off' needs a policy with disable_adapter() and "
+                "save_pretrained(); add adapters, or remove reference_model to use a frozen copy"
             )
         return Reference(policy, policy.adapters.disable_adapter)
-    if given is not None:
+    if reference is not None:
         return Reference(
-            build(given.requires_grad_(False) if isinstance(given, nn.Module) else given)
+            build(
+                reference.requires_grad_(False) if isinstance(reference, nn.Module) else reference
+            )
         )
     if not isinstance(policy, LocalEngine):
         raise ConfigError(
-            "this engine's policy cannot be copied; give reference_model= an engine with the same "
-            "weights, or do without a reference"
+            "this engine's policy cannot be copied; pass reference_model= an engine with the same "
+            "weights, or train without a reference"
         )
+    # The policy trains in place, so the reference needs its own copy of the weights.
     frozen_copy = copy_of(policy.module).requires_grad_(False)
     return Reference(LocalEngine(frozen_copy, microbatch_size=policy.microbatch_size))

@@ -1,4 +1,4 @@
-"""Evaluation by lm-evaluation-harness: our engines and exported models as models of its own.
+"""Evaluation with lm-evaluation-harness, of engines and of exported models.
 
 ```python
 results = lm_eval.simple_evaluate(model=harness_model("runs/sft/model"), tasks=["lambada_openai"])

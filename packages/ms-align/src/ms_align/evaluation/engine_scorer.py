@@ -1,7 +1,7 @@
-"""Scores and texts by an engine, of one process or under any layout.
+"""Scoring and generation with an engine, in one process or under any layout.
 
-Every process of a layout is asked for all rows, computes those of its data rank, and gets the
-scores of all. Shapes: B rows, S positions, V vocabulary.
+Every process gets all rows, computes the share of its data rank, and receives all results.
+Shapes: B rows, S positions, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from ms_align.losses.protocol import IGNORED, Batch, Output
 
 
 class EngineScorer:
-    """A model as its engine runs it.
+    """Scores and generates with an engine.
 
     Args:
-        engine: of one process or of many.
-        batch_size: rows of a forward, of all data ranks together.
-        decode: text of tokens, for stop strings.
+        engine: engine of one or several processes.
+        batch_size: rows per forward pass, over all data ranks.
+        decode: converts tokens to text, for stop strings.
     """
 
     def __init__(self, engine: Engine, *, batch_size: int = 16, decode: Decode) -> None:
@@ -34,40 +34,44 @@ class EngineScorer:
         self._generator = generator_of(engine, decode=decode)
 
     def score(self, rows: Sequence[Row], /) -> list[ContinuationScore]:
-        """Score each row's continuation, in the rows' order; the longest rows pass first."""
+        """Score each row's continuation, in the order of the rows; the longest run first."""
+        # Similar lengths together, and out-of-memory errors at the start.
         order = sorted(range(len(rows)), key=lambda index: (-len(rows[index].tokens), index))
         scores: dict[int, ContinuationScore] = {}
-        for first in range(0, len(order), self._size):
-            part = order[first : first + self._size]
-            found = self._pass([rows[index] for index in part])
-            scores |= dict(zip(part, found, strict=True))
+        for start in range(0, len(order), self._size):
+            indices = order[start : start + self._size]
+            batch_scores = self._score_batch([rows[index] for index in indices])
+            scores |= dict(zip(indices, batch_scores, strict=True))
         return [scores[index] for index in range(len(rows))]
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, /, *, seed: int
     ) -> list[list[int]]:
-        """Generate the new tokens of each prompt; each data rank writes as many."""
+        """Generate new tokens for each prompt; prompts are divided equally among data ranks."""
         rank, ranks = self.engine.data_rank, self.engine.data_ranks
-        filled = processes.pad_to_ranks(prompts, ranks)
-        own = processes.rows_of_rank(len(filled), rank, ranks)
-        answers = self._generator(filled[own], sampling, count=1, seed=seed)
+        padded = processes.pad_to_ranks(prompts, ranks)
+        local = processes.rows_of_rank(len(padded), rank, ranks)
+        answers = self._generator(padded[local], sampling, count=1, seed=seed)
         width = sampling.max_new_tokens
+        # Equal widths on all ranks, with the length in the first column.
         tokens = torch.nn.functional.pad(answers.tokens, (0, width - answers.tokens.shape[1]))
         gathered = self.engine.gather(torch.cat((answers.lengths[:, None], tokens), dim=1))
         return [row[1 : 1 + int(row[0])].tolist() for row in gathered[: len(prompts)]]
 
-    def _pass(self, rows: list[Row]) -> list[ContinuationScore]:
-        """Score the rows in one forward pass, in which each data rank computes its part."""
+    def _score_batch(self, rows: list[Row]) -> list[ContinuationScore]:
+        """Score rows in one forward pass, split over the data ranks."""
         rank, ranks = self.engine.data_rank, self.engine.data_ranks
-        filled = processes.pad_to_ranks(rows, ranks)
-        batch = self._batch(filled)
-        own = processes.rows_of_rank(len(filled), rank, ranks)
-        mine = self.engine.evaluate({name: value[own] for name, value in batch.items()}, _sums)
-        found = self.engine.gather(mine)[: len(rows)].tolist()
-        return [ContinuationScore(logprob, bool(greedy)) for logprob, greedy in found]
+        padded = processes.pad_to_ranks(rows, ranks)
+        batch = self._batch(padded)
+        local = processes.rows_of_rank(len(padded), rank, ranks)
+        local_sums = self.engine.evaluate(
+            {name: value[local] for name, value in batch.items()}, _sums
+        )
+        gathered = self.engine.gather(local_sums)[: len(rows)].tolist()
+        return [ContinuationScore(logprob, bool(greedy)) for logprob, greedy in gathered]
 
     def _batch(self, rows: list[Row]) -> dict[str, Tensor]:
-        """Pad rows on the right, which in a causal model changes nothing before."""
+        """Pad rows on the right, where a causal model is not affected by padding."""
         width = max(len(row.tokens) for row in rows) - 1
         width = -(-width // self.engine.row_parts) * self.engine.row_parts
         tokens = torch.zeros(len(rows), width, dtype=torch.int64)
@@ -80,13 +84,14 @@ class EngineScorer:
 
 
 def _sums(output: Output, batch: Batch) -> Tensor:
-    """Sum each row's target log-probabilities, and tell if all are likeliest, (b, 2) float64."""
+    """Return each row's sum of target logprobs and whether all are the argmax, (b, 2) float64."""
     targets = batch["targets"]
     counted = targets != IGNORED
     first = int(counted.any(0).nonzero()[0])
+    # Positions before the first target of any row need no logits.
     targets, counted = targets[:, first:], counted[:, first:]
     logprobs = log_softmax(output.logits(slice(first, None)).float(), dim=-1)
-    chosen = logprobs.gather(2, targets.clamp(min=0)[..., None])[..., 0]
+    target_logprobs = logprobs.gather(2, targets.clamp(min=0)[..., None])[..., 0]
     greedy = ((logprobs.argmax(-1) == targets) | ~counted).all(1)
-    sums = torch.where(counted, chosen, 0.0).sum(1)
+    sums = torch.where(counted, target_logprobs, 0.0).sum(1)
     return torch.stack((sums.double(), greedy.double()), dim=1)

@@ -1,4 +1,4 @@
-"""Scores and texts by an exported model, in the runtime that it was exported for."""
+"""Scoring and generation with an exported model in its runtime."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,13 @@ from ms_align.generation.stops import Decode, first_stop
 
 
 class ExportedScorer:
-    """An exported model as its runtime computes it.
+    """Scores and generates with an exported model.
 
     Args:
-        model: opened in its runtime.
-        context: tokens that it takes at most; None where there is no limit.
-        batch_size: rows of a forward.
-        decode: text of tokens, for stop strings.
+        model: model opened in its runtime.
+        context: maximum number of tokens; None: no limit.
+        batch_size: rows per forward pass.
+        decode: converts tokens to text, for stop strings.
     """
 
     def __init__(
@@ -33,35 +33,36 @@ class ExportedScorer:
         self._size, self._decode = batch_size, decode
 
     def score(self, rows: Sequence[Row], /) -> list[ContinuationScore]:
-        """Score each row's continuation, in the rows' order; rows of equal length pass together."""
+        """Score each row's continuation, in the order of the rows; rows of equal length batch."""
         order = sorted(range(len(rows)), key=lambda index: (-len(rows[index].tokens), index))
         scores: dict[int, ContinuationScore] = {}
         while order:
             length = len(rows[order[0]].tokens)
-            part = [i for i in order[: self._size] if len(rows[i].tokens) == length]
-            order = order[len(part) :]
-            tokens = torch.tensor([rows[index].tokens for index in part])
+            # Equal lengths only, as exported models take no mask.
+            indices = [i for i in order[: self._size] if len(rows[i].tokens) == length]
+            order = order[len(indices) :]
+            tokens = torch.tensor([rows[index].tokens for index in indices])
             logprobs = log_softmax(self.model.logits(tokens[:, :-1]), dim=-1)
-            for row, index in enumerate(part):
+            for row, index in enumerate(indices):
                 count = rows[index].scored
-                own, targets = logprobs[row, -count:], tokens[row, -count:]
-                chosen = own.gather(1, targets[:, None])
-                greedy = bool((own.argmax(-1) == targets).all())
-                scores[index] = ContinuationScore(float(chosen.sum()), greedy)
+                row_logprobs, targets = logprobs[row, -count:], tokens[row, -count:]
+                target_logprobs = row_logprobs.gather(1, targets[:, None])
+                greedy = bool((row_logprobs.argmax(-1) == targets).all())
+                scores[index] = ContinuationScore(float(target_logprobs.sum()), greedy)
         return [scores[index] for index in range(len(rows))]
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, /, *, seed: int
     ) -> list[list[int]]:
-        """Generate the likeliest tokens of each prompt up to its first stop; nothing is drawn.
+        """Generate greedily for each prompt up to the first stop.
 
         Raises:
-            ConfigError: the task draws its tokens.
+            ConfigError: the task requires sampling.
         """
         if sampling.temperature:
             raise ConfigError(
-                f"an exported model writes its likeliest tokens, and the task has temperature "
-                f"{sampling.temperature}; give the task `temperature: 0`"
+                f"exported models generate greedily, and the task sets temperature "
+                f"{sampling.temperature}; set `temperature: 0` in the task"
             )
         answers = []
         for prompt in prompts:

@@ -1,4 +1,4 @@
-"""From a model, wherever it runs, to a model of lm-evaluation-harness."""
+"""Construction of lm-evaluation-harness models."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,8 +13,8 @@ from ms_align.errors import ConfigError
 from ms_align.evaluation.engine_scorer import EngineScorer
 from ms_align.evaluation.exported_scorer import ExportedScorer
 from ms_align.evaluation.scorer import ExportedModel, Scorer
-from ms_align.evaluation.texts import Texts
-from ms_align.generation.stops import beside
+from ms_align.evaluation.texts import TextCodec
+from ms_align.generation.stops import resolve_tokenizer
 from ms_align.models.folder import folder_of
 from ms_align.tokenizer import Tokenizer, load_tokenizer
 from ms_align.tokenizer_files import check_same_tokenizer, files_of
@@ -34,23 +34,24 @@ def harness_model(
     seed: int = 0,
     options: ComputeOptions | None = None,
 ) -> "HarnessModel":
-    """Make a model that `lm_eval.simple_evaluate(model=...)` takes, of any model here.
+    """Build a model for `lm_eval.simple_evaluate(model=...)`.
 
-    Under a layout every process evaluates; the harness gives the first one of a host the results.
+    Under a layout every process takes part; the harness returns results on the first process of
+    each host only.
 
     Args:
         model: a folder, a module, an engine, or an exported model in its runtime.
-        tokenizer: a folder, a `tokenizer.json`, `"bytes"` or a tokenizer; by default the one
-            that lies in the model's folder.
-        layout: how processes split a folder's model; None for this process alone.
-        context: tokens that the model reads at most; by default what the model says.
-        batch_size: rows of a forward, of all processes together.
-        seed: of answers that are drawn.
+        tokenizer: a folder, a `tokenizer.json`, `"bytes"` or a tokenizer. Default: the tokenizer in
+            the model's folder.
+        layout: ms-parallel layout that shards a folder's model. None: one process.
+        context: maximum number of tokens per request. Default: the model's context length.
+        batch_size: rows per forward pass, over all processes.
+        seed: seed for sampling.
         options: precision, operators and device.
 
     Raises:
-        ConfigError: lm-eval is not installed, or there is no tokenizer.
-        ModelError: the folder's model cannot be read.
+        ConfigError: lm-eval is not installed, or the model has no tokenizer.
+        ModelError: the model cannot be loaded.
     """
     try:
         from ms_align.evaluation.harness import HarnessModel
@@ -58,29 +59,32 @@ def harness_model(
         if not str(error.name).startswith("lm_eval"):
             raise
         raise ConfigError(
-            "evaluation needs lm-evaluation-harness; pip install 'ms-align[evaluation]' brings it"
+            "evaluation needs lm-evaluation-harness; install it with "
+            "`pip install 'ms-align[evaluation]'`"
         ) from error
-    texts = _texts(model, tokenizer)
+    codec = _codec(model, tokenizer)
     scorer: Scorer
     if isinstance(model, ExportedModel) and not isinstance(model, nn.Module | Engine):
-        scorer = ExportedScorer(model, context=context, batch_size=batch_size, decode=texts.decode)
+        scorer = ExportedScorer(model, context=context, batch_size=batch_size, decode=codec.decode)
     else:
         engine = start_engine(model, layout=layout, options=options)
-        made = EngineScorer(engine, batch_size=batch_size, decode=texts.decode)
-        made.context = context or made.context
-        scorer = made
-    return HarnessModel(scorer, texts, seed=seed)
+        engine_scorer = EngineScorer(engine, batch_size=batch_size, decode=codec.decode)
+        engine_scorer.context = context or engine_scorer.context
+        scorer = engine_scorer
+    return HarnessModel(scorer, codec, seed=seed)
 
 
-def _texts(model: Any, given: Tokenizer | str | Path | None) -> Texts:
-    place = beside(given, model)
-    if place is None:
-        raise ConfigError("there is no tokenizer beside the model; give tokenizer=")
-    tokenizer = load_tokenizer(place) if isinstance(place, str | Path) else place
-    files = files_of(place, tokenizer) if isinstance(place, str | Path) else None
+def _codec(model: Any, setting: Tokenizer | str | Path | None) -> TextCodec:
+    source = resolve_tokenizer(setting, model)
+    if source is None:
+        raise ConfigError("the model has no tokenizer in its folder; pass tokenizer=")
+    tokenizer = load_tokenizer(source) if isinstance(source, str | Path) else source
+    files = files_of(source, tokenizer) if isinstance(source, str | Path) else None
     folder = folder_of(model)
-    if given is not None and folder is not None:
-        remedy = "leave `tokenizer` out"
-        own, name = files_of(folder), f"the model {folder}"
-        check_same_tokenizer(own, name, files_of(given, tokenizer), "`tokenizer`", remedy=remedy)
-    return Texts(tokenizer, files.ends if files else ())
+    if setting is not None and folder is not None:
+        remedy = "remove `tokenizer`"
+        model_files, name = files_of(folder), f"the model {folder}"
+        check_same_tokenizer(
+            model_files, name, files_of(setting, tokenizer), "`tokenizer`", remedy=remedy
+        )
+    return TextCodec(tokenizer, files.ends if files else ())

@@ -1,4 +1,4 @@
-"""A `Scorer` as a model of lm-evaluation-harness (EleutherAI), which this module needs."""
+"""Adapter from `Scorer` to the model interface of lm-evaluation-harness, which it imports."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -10,98 +10,99 @@ from lm_eval.api.model import TemplateLM
 from ms_align.chat.template import render_chat
 from ms_align.errors import ConfigError, DataError
 from ms_align.evaluation.scorer import Row, Scorer
-from ms_align.evaluation.texts import Texts
+from ms_align.evaluation.texts import TextCodec
 from ms_align.generation.sampling import Sampling
 
-UNLIMITED = 2048
-"""Tokens that a model is taken to read at most where it does not say, as `hf` has it."""
-MOST_NEW = 256
-"""Tokens of an answer at most where the task does not say, as `hf` has it."""
-TAKEN = {"temperature", "top_k", "top_p", "min_p"}
-OTHER = {"do_sample", "until", "max_gen_toks", "max_new_tokens"}
+DEFAULT_CONTEXT = 2048
+"""Context of a model that does not define one, as in the harness's `hf` model."""
+DEFAULT_MAX_NEW_TOKENS = 256
+"""Maximum answer length of a task that does not define one, as in the harness's `hf` model."""
+SAMPLING_KEYS = {"temperature", "top_k", "top_p", "min_p"}
+GENERATION_KEYS = {"do_sample", "until", "max_gen_toks", "max_new_tokens"}
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]
-    """What tasks ask: log-likelihoods of continuations and of whole texts, and answers.
+    """Model that answers the requests of tasks: log-likelihoods and generated answers.
 
-    Texts become tokens, contexts are cut and answers end as in the harness's own `hf` model, so
-    that both give equal numbers for one folder.
+    Tokenization, truncation and stop handling are the same as in the harness's `hf` model, so that
+    both give the same numbers for the same folder.
 
     Args:
-        scorer: what computes.
-        texts: what reads and writes texts.
-        seed: of answers that are drawn.
+        scorer: scores and generates.
+        codec: converts between text and tokens.
+        seed: seed for sampling.
     """
 
     backend = "causal"
 
-    def __init__(self, scorer: Scorer, texts: Texts, *, seed: int = 0) -> None:
+    def __init__(self, scorer: Scorer, codec: TextCodec, *, seed: int = 0) -> None:
         super().__init__()
-        self.scorer, self.texts, self.seed = scorer, texts, seed
-        self.tokenizer = texts.inner
+        self.scorer, self.codec, self.seed = scorer, codec, seed
+        self.tokenizer = codec.inner
         self.batch_size = 1
         self.truncated = 0
-        """Requests that lost their beginning, as they are longer than what the model reads."""
+        """Number of requests truncated at their beginning to fit the context."""
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
-        return self.texts.ends[0]
+        """Token id of the end of text."""
+        return self.codec.ends[0]
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that stands before a text without a context."""
-        return self.texts.prefix
+        """Token id that precedes a text without context."""
+        return self.codec.prefix
 
     @property
     def max_length(self) -> int:
-        """Tokens that the model reads at most."""
-        return self.scorer.context or UNLIMITED
+        """Context length in tokens."""
+        return self.scorer.context or DEFAULT_CONTEXT
 
     @property
     def tokenizer_name(self) -> str:
-        """Names the tokenizer in the keys of the harness's caches."""
+        """Name of the tokenizer in the harness's cache keys."""
         return str(getattr(self.tokenizer, "name_or_path", "")).replace("/", "__")
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Render a chat as the text that the model was trained on.
+        """Render a chat with the model's chat template.
 
         Raises:
             ConfigError: the tokenizer has no chat template.
-            DataError: it refuses the chat, or takes more than any sound template.
+            DataError: the template rejects the chat or exceeds its limits.
         """
         if not getattr(self.tokenizer, "chat_template", None):
-            raise ConfigError("the model's tokenizer has no chat template; leave out chat")
+            raise ConfigError("the model's tokenizer has no chat template; remove chat")
         return render_chat(self.tokenizer, chat_history, continue_last=not add_generation_prompt)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **options: Any
     ) -> list[int]:
         """Encode a text."""
-        return self.texts.encode(string, add_special_tokens)
+        return self.codec.encode(string, add_special_tokens)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **options: Any
     ) -> list[tuple[float, bool]]:
-        """Score (texts, context, continuation) requests; what is too long loses its beginning.
+        """Score (texts, context, continuation) requests, truncating long contexts on the left.
 
         Raises:
-            DataError: a continuation alone is longer than what the model reads.
+            DataError: a continuation alone exceeds the context.
         """
         rows = []
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:
                 raise DataError(
-                    f"a continuation of {len(continuation)} tokens is more than the model's "
-                    f"{self.max_length}; leave out the task, or take a model that reads more"
+                    f"a continuation of {len(continuation)} tokens exceeds the model's context of "
+                    f"{self.max_length}; remove the task, or use a model with a longer context"
                 )
-            whole = (context or [self.prefix_token_id]) + continuation
-            kept = tuple(whole[-(self.max_length + 1) :])
-            self.truncated += len(kept) < len(whole)
-            rows.append(Row(tokens=kept, scored=len(continuation)))
-        scores = [(each.logprob, each.greedy) for each in self.scorer.score(rows)]
+            # The model reads all but the last token, so max_length + 1 tokens fit.
+            tokens = (context or [self.prefix_token_id]) + continuation
+            truncated = tuple(tokens[-(self.max_length + 1) :])
+            self.truncated += len(truncated) < len(tokens)
+            rows.append(Row(tokens=truncated, scored=len(continuation)))
+        scores = [(score.logprob, score.greedy) for score in self.scorer.score(rows)]
         for (texts, _, _), score in zip(requests, scores, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, score)
@@ -110,17 +111,17 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Compute log-likelihoods of whole texts, each token with as much context as fits."""
+        """Compute log-likelihoods of entire texts, each token with as long a context as fits."""
         owners, windows = [], []
-        for number, request in enumerate(requests):
-            found = utils.get_rolling_token_windows(
+        for index, request in enumerate(requests):
+            token_windows = utils.get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
             )
-            for window in map(utils.make_disjoint_window, found):
-                owners.append(number)
+            for window in map(utils.make_disjoint_window, token_windows):
+                owners.append(index)
                 windows.append((None, *window))
         sums = [0.0] * len(requests)
         for owner, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
@@ -130,56 +131,64 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Write an answer to each request; those that are asked for alike are written together.
+        """Generate an answer to each request; requests with equal settings are batched.
 
         Raises:
-            ConfigError: the task asks for a setting that there is not, or leaves no room.
+            ConfigError: the task has an unsupported setting, or its answers exceed the context.
         """
         answers: dict[int, str] = {}
+        # groupby needs equal settings to be adjacent; args are (context, settings).
         numbered = sorted(enumerate(requests), key=lambda pair: str(pair[1].args[1]))
         for _, group in groupby(numbered, key=lambda pair: str(pair[1].args[1])):
             members = list(group)
-            asked = members[0][1].args[1]
+            settings = members[0][1].args[1]
             texts = [request.args[0] for _, request in members]
-            for (number, request), answer in zip(members, self._write(texts, asked), strict=True):
+            for (number, request), answer in zip(
+                members, self._generate(texts, settings), strict=True
+            ):
                 answers[number] = answer
                 self.cache_hook.add_partial("generate_until", request.args, answer)
         return [answers[number] for number in range(len(requests))]
 
-    def _write(self, texts: list[str], asked: Mapping[str, Any]) -> list[str]:
-        until = asked.get("until") or []
+    def _generate(self, texts: list[str], settings: Mapping[str, Any]) -> list[str]:
+        until = settings.get("until") or []
         strings = [until] if isinstance(until, str) else list(until)
-        sampling = self._sampling(asked, strings)
-        room = self.max_length - sampling.max_new_tokens
-        if room < 1:
+        sampling = self._sampling(settings, strings)
+        max_prompt = self.max_length - sampling.max_new_tokens
+        if max_prompt < 1:
             raise ConfigError(
-                f"an answer of {sampling.max_new_tokens} tokens leaves no room in the model's "
-                f"{self.max_length}; give the task a lower max_gen_toks"
+                f"max_gen_toks of {sampling.max_new_tokens} leaves no room for a prompt in the "
+                f"model's context of {self.max_length}; lower max_gen_toks in the task"
             )
-        whole = [self.tok_encode(text) for text in texts]
-        self.truncated += sum(len(prompt) > room for prompt in whole)
-        prompts = [prompt[-room:] for prompt in whole]
-        written = self.scorer.generate(prompts, sampling, seed=self.seed)
-        answers = [self.texts.decode(tokens) for tokens in written]
-        for string in filter(None, [*strings, self.texts.end_text]):
+        encoded = [self.tok_encode(text) for text in texts]
+        self.truncated += sum(len(prompt) > max_prompt for prompt in encoded)
+        prompts = [prompt[-max_prompt:] for prompt in encoded]
+        generated = self.scorer.generate(prompts, sampling, seed=self.seed)
+        # Cut in the text: a token may extend beyond a stop string.
+        answers = [self.codec.decode(tokens) for tokens in generated]
+        for string in filter(None, [*strings, self.codec.end_text]):
             answers = [answer.split(string)[0] for answer in answers]
         return answers
 
-    def _sampling(self, asked: Mapping[str, Any], strings: list[str]) -> Sampling:
-        unknown = set(asked) - TAKEN - OTHER
+    def _sampling(self, settings: Mapping[str, Any], strings: list[str]) -> Sampling:
+        unknown = set(settings) - SAMPLING_KEYS - GENERATION_KEYS
         if unknown:
             raise ConfigError(
-                f"the task's generation_kwargs have {min(unknown)!r}, which no engine here takes; "
-                f"there are {', '.join(sorted(TAKEN | OTHER))}"
+                f"the task's generation_kwargs have {min(unknown)!r}, which is not supported; "
+                f"supported keys: {', '.join(sorted(SAMPLING_KEYS | GENERATION_KEYS))}"
             )
-        drawn = {name: asked[name] for name in TAKEN if asked.get(name) is not None}
-        draws = asked.get("do_sample", bool(drawn.get("temperature")))
-        drawn["temperature"] = float(drawn.get("temperature", 1.0)) if draws else 0.0
-        most = int(asked.get("max_gen_toks") or asked.get("max_new_tokens") or MOST_NEW)
-        seen = [string for string in strings if string and string != self.texts.end_text]
+        sampling = {
+            name: settings[name] for name in SAMPLING_KEYS if settings.get(name) is not None
+        }
+        do_sample = settings.get("do_sample", bool(sampling.get("temperature")))
+        sampling["temperature"] = float(sampling.get("temperature", 1.0)) if do_sample else 0.0
+        max_new_tokens = int(
+            settings.get("max_gen_toks") or settings.get("max_new_tokens") or DEFAULT_MAX_NEW_TOKENS
+        )
+        visible = [string for string in strings if string and string != self.codec.end_text]
         return Sampling(
-            **drawn,
-            max_new_tokens=most,
-            stop_tokens=self.texts.ends,
-            stop_strings=tuple(seen),
+            **sampling,
+            max_new_tokens=max_new_tokens,
+            stop_tokens=self.codec.ends,
+            stop_strings=tuple(visible),
         )

@@ -1,4 +1,4 @@
-"""What an evaluation asks of whatever computes a model: scores of continuations, and texts."""
+"""Interfaces between evaluation and models: scores of continuations, and generation."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -10,49 +10,49 @@ from ms_align.generation.sampling import Sampling
 
 
 class ContinuationScore(NamedTuple):
-    """A continuation's score, as lm-evaluation-harness wants it."""
+    """Score of a continuation, as lm-evaluation-harness expects it."""
 
     logprob: float
-    """Sum of its tokens' log-probabilities, in nats."""
+    """Sum of the token log-probabilities, in nats."""
     greedy: bool
-    """Whether each of its tokens is the likeliest one."""
+    """True if every token is the most likely one."""
 
 
 @frozen(kw_only=True)
 class Row:
-    """Tokens, of which the last ones are scored."""
+    """Context and continuation as one sequence of tokens."""
 
     tokens: tuple[int, ...]
-    """At least one before the scored ones."""
+    """Token ids; at least one precedes the continuation."""
     scored: int
-    """How many of the last tokens are the continuation."""
+    """Length of the continuation at the end."""
 
 
 class Scorer(Protocol):
-    """A model that scores and writes."""
+    """Model that scores continuations and generates."""
 
     @property
     def context(self) -> int | None:
-        """Tokens that it takes at most; None where there is no limit."""
+        """Maximum number of tokens; None: no limit."""
 
     def score(self, rows: Sequence[Row], /) -> list[ContinuationScore]:
-        """Score each row's continuation, in order."""
+        """Score each row's continuation, in the order of the rows."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, /, *, seed: int
     ) -> list[list[int]]:
-        """Generate the new tokens of each prompt, without those behind the first stop."""
+        """Generate new tokens for each prompt; generation ends with the first stop, included."""
 
 
 @runtime_checkable
 class ExportedModel(Protocol):
-    """A model in the runtime that it was exported for, as `ms_compress` opens one.
+    """Exported model in its runtime.
 
-    `ms_compress.targets.target.open_runtime(folder, "gguf")` gives one.
+    `ms_compress.open_runtime(folder, "gguf")` returns one.
     """
 
     def logits(self, tokens: Tensor, /) -> Tensor:
-        """Compute the logits (B, S, V) float32 of tokens (B, S) int64."""
+        """Return the logits (B, S, V) float32 for tokens (B, S) int64."""
 
-    def generate(self, tokens: list[int], most: int, /) -> list[int]:
-        """Generate the likeliest next tokens until one ends the text, `most` of them at most."""
+    def generate(self, tokens: list[int], max_tokens: int, /) -> list[int]:
+        """Generate greedily until an end-of-text token, at most `max_tokens` tokens."""

@@ -1,4 +1,4 @@
-"""Runs tasks of lm-evaluation-harness and keeps of its results what people read."""
+"""Running of lm-evaluation-harness tasks and formatting of their results."""
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -9,7 +9,7 @@ from typing import Any
 from ms_align.errors import AlignError, ConfigError, DataError
 
 Results = dict[str, dict[str, float]]
-"""Metrics by name, as `acc` or `acc,stderr`, of each task."""
+"""Metrics per task by name, such as `acc` or `acc,stderr`."""
 
 
 def run_tasks(
@@ -22,32 +22,33 @@ def run_tasks(
     limit: int | None = None,
     seed: int = 0,
 ) -> Results:
-    """Ask a model of the harness all that some tasks ask.
+    """Run tasks on a model.
 
     Args:
-        model: as `harness_model` gives it.
+        model: result of `harness_model`.
         tasks: names of tasks, groups or tags.
-        folder: of YAML files of tasks; where all tasks lie there, the harness's own are not read.
-        few_shot: examples before each question; None for what the task has.
-        chat: ask through the model's chat template.
-        limit: questions of each task at most.
-        seed: of examples.
+        folder: folder with YAML files of tasks; if it has all tasks, the harness's own tasks are
+            not indexed.
+        few_shot: few-shot examples per question. None: the task's own number.
+        chat: format questions with the model's chat template.
+        limit: maximum number of questions per task.
+        seed: seed for choosing examples.
 
     Returns:
-        Metrics by task, in the first process of a host; elsewhere nothing, as the harness has it.
+        Metrics by task on the first process of a host; empty elsewhere, as in the harness.
 
     Raises:
-        ConfigError: there is no such task.
-        DataError: a task cannot be asked: its file is wrong, or its data are not there.
+        ConfigError: a task is unknown.
+        DataError: a task cannot run: its file is invalid, or its data is unavailable.
     """
     import lm_eval
 
-    known = _known(tasks, folder)
+    task_manager = _task_manager(tasks, folder)
     try:
-        found = lm_eval.simple_evaluate(
+        output = lm_eval.simple_evaluate(
             model=model,
             tasks=list(tasks),
-            task_manager=known,
+            task_manager=task_manager,
             num_fewshot=few_shot,
             apply_chat_template=chat,
             limit=limit,
@@ -60,35 +61,36 @@ def run_tasks(
     except AlignError:
         raise
     except (OSError, KeyError, ValueError) as error:
-        raise DataError(f"the tasks {list(tasks)} cannot be asked: {_line(error)}") from error
-    given = {} if found is None else found["results"]
-    return {name: _numbers(metrics) for name, metrics in given.items()}
+        raise DataError(f"the tasks {list(tasks)} cannot run: {_line(error)}") from error
+    results = {} if output is None else output["results"]
+    return {name: _numeric_metrics(metrics) for name, metrics in results.items()}
 
 
-def _known(tasks: Sequence[str], folder: str | None) -> Any:
-    """Find the tasks that the harness knows, `folder`'s too, and check that each is there."""
+def _task_manager(tasks: Sequence[str], folder: str | None) -> Any:
+    """Index the tasks of the harness and of `folder`, and check that all `tasks` exist."""
     from lm_eval.tasks import TaskManager
 
     if folder is not None and not Path(folder).is_dir():
-        raise ConfigError(f"task_folder is {folder}, which is no folder; give one with YAML files")
+        raise ConfigError(f"task_folder must be a folder of YAML files, got {folder}; correct it")
     try:
-        known = TaskManager(include_path=folder, include_defaults=False)
-        if not set(tasks) <= set(known.all_tasks):
-            known = TaskManager(include_path=folder)
-    except Exception as error:  # whatever a file of a task makes of its reader
+        # Indexing the harness's own tasks takes seconds, so try without them.
+        manager = TaskManager(include_path=folder, include_defaults=False)
+        if not set(tasks) <= set(manager.all_tasks):
+            manager = TaskManager(include_path=folder)
+    except Exception as error:  # a task file may raise anything when it is read
         raise DataError(f"the tasks of {folder} cannot be read: {_line(error)}") from error
-    missing = next((name for name in tasks if name not in known.all_tasks), None)
+    missing = next((name for name in tasks if name not in manager.all_tasks), None)
     if missing is not None:
-        near = get_close_matches(missing, known.all_tasks, n=1)
+        closest = get_close_matches(missing, manager.all_tasks, n=1)
         raise ConfigError(
-            f"there is no task {missing!r}{f'; did you mean {near[0]!r}?' if near else ''}; "
-            "task_folder names a folder of tasks of your own"
+            f"task {missing!r} is unknown{f'; did you mean {closest[0]!r}?' if closest else ''}; "
+            "set task_folder to use your own tasks"
         )
-    return known
+    return manager
 
 
 def shown_results(results: Results) -> str:
-    """Write a line a metric, as commands print them."""
+    """Format results as one line per metric."""
     rows = [
         (task, metric, f"{value:.4f}", f"± {metrics[f'{metric},stderr']:.4f}")
         if f"{metric},stderr" in metrics
@@ -104,16 +106,16 @@ def shown_results(results: Results) -> str:
     )
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Read the metrics of a task; the harness writes them as `acc,none` and `acc_stderr,none`."""
+def _numeric_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Select a task's numbers; the harness names them `acc,none` and `acc_stderr,none`."""
     numbers = {}
     for key, value in metrics.items():
-        name, _, kept = key.partition(",")
-        if not kept or not isinstance(value, Real):
-            continue  # the task's own name, or a standard error that is "N/A"
-        plain, stderr = name.removesuffix("_stderr"), name.endswith("_stderr")
-        label = plain if kept == "none" else f"{plain},{kept}"
-        numbers[f"{label},stderr" if stderr else label] = float(value)
+        name, _, filter_name = key.partition(",")
+        if not filter_name or not isinstance(value, Real):
+            continue  # the task's name, or a standard error of "N/A"
+        base_name, is_stderr = name.removesuffix("_stderr"), name.endswith("_stderr")
+        label = base_name if filter_name == "none" else f"{base_name},{filter_name}"
+        numbers[f"{label},stderr" if is_stderr else label] = float(value)
     return numbers
 
 

@@ -1,4 +1,4 @@
-"""Texts to tokens and back as lm-evaluation-harness's own `hf` model has them."""
+"""Tokenization as in lm-evaluation-harness's `hf` model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,18 +7,18 @@ from ms_align.errors import ConfigError
 from ms_align.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 
-class Texts:
-    """A tokenizer as tasks meet it.
+class TextCodec:
+    """Converts between text and tokens for evaluation tasks.
 
-    A tokenizer of transformers puts its special tokens around a text where it does so by itself,
-    and no second beginning before a text that spells one.
+    A transformers tokenizer adds its special tokens if that is its default, but no second
+    beginning-of-text token before a text that already starts with one.
 
     Args:
-        tokenizer: what reads and writes texts.
-        ends: tokens that end a text, the most usual one first.
+        tokenizer: tokenizer of the model.
+        ends: end-of-text tokens, the most common first.
 
     Raises:
-        ConfigError: no token ends a text.
+        ConfigError: the tokenizer has no end-of-text token and `ends` is empty.
     """
 
     def __init__(self, tokenizer: Tokenizer, ends: Sequence[int] = ()) -> None:
@@ -27,20 +27,20 @@ class Texts:
             tokenizer.tokenizer if isinstance(tokenizer, HuggingFaceTokenizer) else None
         )
         end = getattr(tokenizer, "end_of_text", None)
-        known = dict.fromkeys([*([] if end is None else [int(end)]), *ends])
-        if not known:
-            raise ConfigError("no token ends a text of this tokenizer; set its eos_token")
-        self.ends = tuple(known)
+        all_ends = dict.fromkeys([*([] if end is None else [int(end)]), *ends])
+        if not all_ends:
+            raise ConfigError("the tokenizer has no end-of-text token; set its eos_token")
+        self.ends = tuple(all_ends)
         begin = getattr(self.inner, "bos_token_id", None)
         self.prefix = self.ends[0] if begin is None else int(begin)
-        """Stands before a text that has nothing before it."""
+        """Token that precedes a text without context."""
 
     def encode(self, text: str, special: bool | None = None) -> list[int]:
         """Encode a text.
 
         Args:
-            text: any.
-            special: whether special tokens go around it; None for what the tokenizer does.
+            text: text to encode.
+            special: add special tokens; None: the tokenizer's default.
         """
         if self.inner is None:
             return self.tokenizer.encode(text)
@@ -50,10 +50,10 @@ class Texts:
         return list(self.inner.encode(text, **options))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Decode tokens to text, special ones left out."""
+        """Decode token ids to text, skipping special tokens."""
         return self.tokenizer.decode(tokens)
 
     @property
     def end_text(self) -> str:
-        """The end of a text, spelled out, where the tokenizer can spell it; else empty."""
+        """Text of the end-of-text token; empty for other than transformers tokenizers."""
         return "" if self.inner is None else str(self.inner.decode([self.ends[0]]))

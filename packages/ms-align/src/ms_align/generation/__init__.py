@@ -1,1 +1,1 @@
-"""Continues prompts: tokens in, tokens out, with the log-probability of each."""
+"""Text generation: continuations of prompts as tokens, with log-probabilities."""

@@ -1,10 +1,10 @@
-"""Keys and values of rows that began at different times, aligned at their newest token.
+"""KV cache for continuous batching, with all rows aligned at their newest token.
 
-All rows write their next token into the same column; a row that begins later has its prompt copied
-into the columns before it. So a step needs one slice and, where rows differ in length, one mask,
-and a row's place can be given to another at once. Rows lie side by side in memory that is made
-once; where one goes, the last takes its place and no other is moved.
-Shapes: B rows, W columns in use, Hk heads, D width of a head.
+All rows write their next token into the same column; a prompt that joins later is copied into the
+columns before it. A decoding step therefore needs one slice and, if row lengths differ, one mask,
+and a finished row can be replaced immediately. Rows are contiguous in preallocated memory; when one
+is dropped, a row from the end moves into its slot and no other row moves.
+Shapes: B rows, W columns in use, Hk KV heads, D head dim.
 """
 
 from collections.abc import Sequence
@@ -14,125 +14,129 @@ from torch import Tensor
 
 
 class Columns:
-    """A cache for all layers of a model.
+    """KV cache of all layers.
 
     Args:
-        capacity: columns to begin with; more are made when they are needed.
-        room: rows to begin with; likewise.
+        capacity: initial number of columns; grows when needed.
+        max_rows: initial number of rows; grows when needed.
     """
 
-    def __init__(self, capacity: int = 128, room: int = 1) -> None:
+    def __init__(self, capacity: int = 128, max_rows: int = 1) -> None:
         self.capacity = capacity
-        self.room = room
+        self.max_rows = max_rows
         self.end = 0
-        """The column that the next token goes to."""
+        """Column of the next token."""
         self.starts = torch.zeros(0, dtype=torch.int64)
-        """(B,) the first column of each row; on the CPU, which plans where what goes."""
-        self.low = 0
-        """The first column of any row."""
-        self.held: list[Tensor] = []
-        """Each layer's (2, room, Hk, capacity, D): keys, then values."""
+        """(B,) first column of each row; on the CPU, where copies are planned."""
+        self.first = 0
+        """First column in use by any row."""
+        self.layers: list[Tensor] = []
+        """Per layer (2, max_rows, Hk, capacity, D): keys, then values."""
         self._mask: Tensor | None = None
 
     @property
     def rows(self) -> int:
-        """Rows in use, B."""
+        """Number of rows in use, B."""
         return self.starts.shape[0]
 
     def view(self, layer: int, count: int) -> Tensor:
-        """View what a layer holds and the next `count` columns, (2, B, Hk, W + count, D)."""
-        return self.held[layer][:, : self.rows, :, self.low : self.end + count]
+        """Return a view of a layer's columns and the next `count`, (2, B, Hk, W + count, D)."""
+        return self.layers[layer][:, : self.rows, :, self.first : self.end + count]
 
     def mask(self) -> Tensor | None:
-        """Tell which columns the next token sees, (B, W + 1) bool; None where each sees all."""
-        if bool((self.starts == self.low).all()):
+        """Return the columns that the next token attends to, (B, W + 1) bool; None for all."""
+        if bool((self.starts == self.first).all()):
             return None
-        if self._mask is None or self._mask.shape != (self.rows, self.end + 1 - self.low):
-            columns = torch.arange(self.low, self.end + 1)
-            self._mask = (columns >= self.starts[:, None]).to(self.held[0].device)
+        if self._mask is None or self._mask.shape != (self.rows, self.end + 1 - self.first):
+            columns = torch.arange(self.first, self.end + 1)
+            self._mask = (columns >= self.starts[:, None]).to(self.layers[0].device)
         return self._mask
 
     def advance(self) -> None:
-        """Go on to the next column, once every layer has written the one at `end`."""
+        """Move to the next column, after all layers have written column `end`."""
         self.end += 1
 
     def ensure(self, count: int) -> None:
-        """Make room for `count` more columns: move to the left, or grow."""
+        """Make room for `count` more columns, by shifting to the left or growing."""
         if self.end + count <= self.capacity:
             return
-        width = self.end - self.low
+        width = self.end - self.first
+        # Shift only if that frees half of the memory, so that its cost is amortized.
         if width + count > self.capacity // 2:
-            self._move(2 * (width + count), self.room, to=0)
+            self._reallocate(2 * (width + count), self.max_rows, start=0)
         else:
-            for layer in self.held:
-                layer[..., :width, :] = layer[..., self.low : self.end, :].clone()
-        self._renumber(-self.low)
+            for layer in self.layers:
+                layer[..., :width, :] = layer[..., self.first : self.end, :].clone()
+        self._shift(-self.first)
 
-    def drop(self, gone: Tensor) -> Tensor:
-        """Let rows go.
+    def drop(self, finished: Tensor) -> Tensor:
+        """Remove rows.
 
         Args:
-            gone: (B,) bool.
+            finished: (B,) bool.
 
         Returns:
-            (n,) int64 on the CPU, which row of before is at each place now.
+            (n,) int64 on the CPU, the previous index of each remaining row.
         """
-        gone = gone.cpu()
-        kept = (~gone).nonzero()[:, 0]
-        index = torch.arange(len(kept))
-        index[gone[: len(kept)]] = kept[kept >= len(kept)]
-        for to, place in enumerate(index.tolist()):
-            if to != place:
-                for layer in self.held:
-                    used = layer[:, :, :, self.low : self.end]
-                    used[:, to] = used[:, place]
+        finished = finished.cpu()
+        remaining = (~finished).nonzero()[:, 0]
+        # Rows that already are among the first n stay; the others fill the gaps.
+        index = torch.arange(len(remaining))
+        index[finished[: len(remaining)]] = remaining[remaining >= len(remaining)]
+        # At most the number of dropped rows is copied.
+        for target, source in enumerate(index.tolist()):
+            if target != source:
+                for layer in self.layers:
+                    used = layer[:, :, :, self.first : self.end]
+                    used[:, target] = used[:, source]
         self.starts = self.starts[index]
-        self.low = int(self.starts.min()) if len(index) else self.end
+        self.first = int(self.starts.min()) if len(index) else self.end
         self._mask = None
         return index
 
     def add(self, layers: Sequence[Tensor], lengths: Tensor, copies: Tensor) -> None:
-        """Add rows that have been read.
+        """Add rows after their prefill.
 
         Args:
-            layers: of each layer (n, P, 2, Hk, D), each row from its first column on.
-            lengths: (n,) int64 on the CPU, how many columns of each row count.
-            copies: (m,) int64 on the CPU, which of the n rows each new row begins with.
+            layers: keys and values per layer, (n, P, 2, Hk, D).
+            lengths: (n,) int64 on the CPU, prompt length of each prefilled row.
+            copies: (m,) int64 on the CPU, index among the n rows of the prompt of each new row.
         """
-        longest, new = int(lengths.max()), lengths[copies]
+        # A prompt ends in column `end` - 1, like the rows that are already decoding.
+        longest, new_lengths = int(lengths.max()), lengths[copies]
         rows = self.rows
-        self.ensure(1)  # it may move what there is to the left, so it comes first
+        self.ensure(1)  # first, as it may shift the columns in use
         if longest > self.end:
-            by = longest - self.end  # only where a prompt is longer than all columns
-            self._move(self.capacity + by, self.room, to=self.low + by)
-            self._renumber(by)
-        if rows + len(copies) > self.room:
-            self._move(self.capacity, rows + len(copies), to=self.low)
+            shift = longest - self.end  # only if a prompt is longer than all columns before `end`
+            self._reallocate(self.capacity + shift, self.max_rows, start=self.first + shift)
+            self._shift(shift)
+        if rows + len(copies) > self.max_rows:
+            self._reallocate(self.capacity, rows + len(copies), start=self.first)
         for index, layer in enumerate(layers):
-            if index == len(self.held):
-                shape = (2, self.room, layer.shape[3], self.capacity, layer.shape[4])
-                self.held.append(layer.new_zeros(shape))
-            held, read = self.held[index], layer.permute(2, 0, 3, 1, 4)  # (2, n, Hk, P, D)
-            pairs = zip(copies.tolist(), new.tolist(), strict=True)
+            if index == len(self.layers):
+                shape = (2, self.max_rows, layer.shape[3], self.capacity, layer.shape[4])
+                self.layers.append(layer.new_zeros(shape))
+            cache, prompt = self.layers[index], layer.permute(2, 0, 3, 1, 4)  # (2, n, Hk, P, D)
+            pairs = zip(copies.tolist(), new_lengths.tolist(), strict=True)
             for row, (source, length) in enumerate(pairs, rows):
-                held[:, row, :, self.end - length : self.end] = read[:, source, :, :length]
-        self.starts = torch.cat((self.starts, self.end - new))
-        self.low, self._mask = int(self.starts.min()), None
+                cache[:, row, :, self.end - length : self.end] = prompt[:, source, :, :length]
+        self.starts = torch.cat((self.starts, self.end - new_lengths))
+        self.first, self._mask = int(self.starts.min()), None
 
-    def _move(self, capacity: int, room: int, *, to: int) -> None:
-        """Move the columns in use into new memory, from column `to` on."""
-        width = self.end - self.low
-        for index, layer in enumerate(self.held):
-            kind, _, heads, _, size = layer.shape
-            grown = layer.new_zeros(kind, room, heads, capacity, size)
-            used = layer[:, : self.rows, :, self.low : self.end]
-            grown[:, : self.rows, :, to : to + width] = used
-            self.held[index] = grown
-        self.capacity, self.room = capacity, room
+    def _reallocate(self, capacity: int, max_rows: int, *, start: int) -> None:
+        """Copy the columns in use to new memory, starting at column `start`."""
+        width = self.end - self.first
+        for index, layer in enumerate(self.layers):
+            pair, _, heads, _, head_dim = layer.shape
+            grown = layer.new_zeros(pair, max_rows, heads, capacity, head_dim)
+            used = layer[:, : self.rows, :, self.first : self.end]
+            grown[:, : self.rows, :, start : start + width] = used
+            self.layers[index] = grown
+        self.capacity, self.max_rows = capacity, max_rows
 
-    def _renumber(self, by: int) -> None:
-        """Add to the numbers of all columns in use, which were moved to the right by so many."""
-        self.starts = self.starts + by
-        self.end += by
-        self.low += by
+    def _shift(self, offset: int) -> None:
+        """Add an offset to all column indices, after the columns have moved by it."""
+        self.starts = self.starts + offset
+        self.end += offset
+        self.first += offset
         self._mask = None

@@ -1,10 +1,9 @@
-"""Draw the next token, with its log-probability.
+"""Sampling of the next token and its log-probabilities.
 
-Two log-probabilities of each drawn token are kept. `logprobs` is of the *policy*, softmax(logits /
-temperature), which is what the training forward computes again: the first ratio is 1.
-`sampling_logprobs` is of the distribution it was really drawn from, after top-k, top-p and min-p
-have cut the tail and the rest was scaled up. Without a cut they are equal. Shapes: B rows, V
-vocabulary.
+Two log-probabilities of each sampled token are returned. `logprobs` is under the *policy*,
+softmax(logits / temperature), which a training forward pass reproduces, so that the first ratio is
+1. `sampling_logprobs` is under the distribution sampled from, after top-k, top-p and min-p have
+truncated and renormalized it. Without truncation they are equal. Shapes: B rows, V vocabulary.
 """
 
 import torch
@@ -14,67 +13,72 @@ from torch import Tensor
 from ms_align.generation.sampling import Sampling
 
 BLOCK = 64
-"""Tokens whose probabilities are summed before the block of the drawn one is looked into."""
+"""Block size of the cumulative sum over the vocabulary."""
 
 
 @frozen(kw_only=True)
-class Drawn:
-    """One token a row."""
+class SampledTokens:
+    """One sampled token per row."""
 
     tokens: Tensor
     """(B,) int64."""
     logprobs: Tensor
-    """(B,) float32, of the policy."""
+    """(B,) float32, under the policy."""
     sampling_logprobs: Tensor
-    """(B,) float32, of the distribution it was drawn from."""
+    """(B,) float32, under the distribution sampled from."""
 
 
-def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Drawn:
-    """Draw a token a row by inverting the cumulative distribution at one number a row.
+def sample_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> SampledTokens:
+    """Sample one token per row by inverting the cumulative distribution.
 
     Args:
         logits: (B, V), any float dtype.
-        sampling: how.
-        uniforms: (B,) float64 from [0, 1).
+        sampling: sampling settings.
+        uniforms: (B,) float64 from [0, 1), one random number per row.
     """
+    # Half precision is too coarse for cumulative probabilities of large vocabularies.
     scores = logits.float()
     if sampling.temperature == 0.0:
         tokens = scores.argmax(1)
         logprobs = _logprobs(scores, tokens)
-        return Drawn(tokens=tokens, logprobs=logprobs, sampling_logprobs=torch.zeros_like(logprobs))
+        return SampledTokens(
+            tokens=tokens, logprobs=logprobs, sampling_logprobs=torch.zeros_like(logprobs)
+        )
     if sampling.temperature != 1.0:
         scores = scores / sampling.temperature
-    if not sampling.cuts:
+    if not sampling.truncates:
         probabilities = scores.softmax(1)
-        tokens = _invert(probabilities, uniforms)
-        # A drawn token's probability is never 0, and known to a few roundings: so is its logarithm.
+        tokens = _inverse_cdf(probabilities, uniforms)
+        # The probability of a sampled token is above 0 and accurate to a few ulps.
         logprobs = probabilities.gather(1, tokens[:, None])[:, 0].log()
-        return Drawn(tokens=tokens, logprobs=logprobs, sampling_logprobs=logprobs)
-    kept = cut(scores, sampling)
-    tokens = _invert(kept.softmax(1), uniforms)
-    return Drawn(
+        return SampledTokens(tokens=tokens, logprobs=logprobs, sampling_logprobs=logprobs)
+    truncated = truncate(scores, sampling)
+    tokens = _inverse_cdf(truncated.softmax(1), uniforms)
+    return SampledTokens(
         tokens=tokens,
         logprobs=_logprobs(scores, tokens),
-        sampling_logprobs=_logprobs(kept, tokens),
+        sampling_logprobs=_logprobs(truncated, tokens),
     )
 
 
-def cut(scores: Tensor, sampling: Sampling) -> Tensor:
-    """Set scores (B, V) to -inf where a token is never drawn; top-k, then top-p, then min-p."""
+def truncate(scores: Tensor, sampling: Sampling) -> Tensor:
+    """Set excluded scores (B, V) to -inf, by top-k, then top-p, then min-p."""
     if sampling.top_k is not None and sampling.top_k < scores.shape[1]:
-        least = scores.topk(sampling.top_k, dim=1).values[:, -1:]
-        scores = scores.masked_fill(scores < least, -torch.inf)
+        # Ties with the k-th score are kept.
+        threshold = scores.topk(sampling.top_k, dim=1).values[:, -1:]
+        scores = scores.masked_fill(scores < threshold, -torch.inf)
     if sampling.top_p < 1.0:
-        ordered, index = scores.sort(dim=1, descending=True)
-        probabilities = ordered.softmax(1)
-        before = probabilities.cumsum(1) - probabilities
-        dropped = torch.zeros_like(scores, dtype=torch.bool)
-        dropped.scatter_(1, index, before >= sampling.top_p)
-        scores = scores.masked_fill(dropped, -torch.inf)
+        # The most likely token always stays, as `before` is 0 for it.
+        sorted_scores, index = scores.sort(dim=1, descending=True)
+        probabilities = sorted_scores.softmax(1)
+        before = probabilities.cumsum(1) - probabilities  # probability of all more likely tokens
+        excluded = torch.zeros_like(scores, dtype=torch.bool)
+        excluded.scatter_(1, index, before >= sampling.top_p)
+        scores = scores.masked_fill(excluded, -torch.inf)
     if sampling.min_p > 0.0:
         probabilities = scores.softmax(1)
-        least = sampling.min_p * probabilities.amax(1, keepdim=True)
-        scores = scores.masked_fill(probabilities < least, -torch.inf)
+        threshold = sampling.min_p * probabilities.amax(1, keepdim=True)
+        scores = scores.masked_fill(probabilities < threshold, -torch.inf)
     return scores
 
 
@@ -82,21 +86,21 @@ def _logprobs(scores: Tensor, tokens: Tensor) -> Tensor:
     return scores.gather(1, tokens[:, None])[:, 0] - scores.logsumexp(1)
 
 
-def _invert(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """Find the first token at which the sum of probabilities (B, V) exceeds `uniforms` (B,).
+def _inverse_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """Return the first token at which the cumulative probability exceeds `uniforms` (B,).
 
-    Sums by blocks first: two short cumulative sums in float64 instead of a long one.
+    Two short float64 cumulative sums, over blocks and within a block, replace a long one.
     """
     rows, vocabulary = probabilities.shape
     if vocabulary % BLOCK:
         probabilities = torch.nn.functional.pad(probabilities, (0, -vocabulary % BLOCK))
     blocks = probabilities.view(rows, -1, BLOCK)
-    of_blocks = blocks.sum(2).double().cumsum(1)
-    wanted = uniforms[:, None].to(of_blocks) * of_blocks[:, -1:]
-    block = torch.searchsorted(of_blocks, wanted, right=True).clamp(max=blocks.shape[1] - 1)
-    before = torch.where(block > 0, of_blocks.gather(1, (block - 1).clamp(min=0)), 0.0)
+    cdf = blocks.sum(2).double().cumsum(1)  # (B, blocks)
+    target = uniforms[:, None].to(cdf) * cdf[:, -1:]
+    block = torch.searchsorted(cdf, target, right=True).clamp(max=blocks.shape[1] - 1)
+    before = torch.where(block > 0, cdf.gather(1, (block - 1).clamp(min=0)), 0.0)
     inside = blocks[torch.arange(rows, device=blocks.device), block[:, 0]].double().cumsum(1)
-    at = torch.searchsorted(inside, wanted - before, right=True)[:, 0]
-    # Rounding between the two sums may point past the block: its last token that has any mass.
+    offset = torch.searchsorted(inside, target - before, right=True)[:, 0]
+    # Rounding may place the target beyond the block; then take its last token of nonzero mass.
     last = BLOCK - 1 - (inside == inside[:, -1:]).sum(1) + 1
-    return block[:, 0] * BLOCK + torch.minimum(at, last)
+    return block[:, 0] * BLOCK + torch.minimum(offset, last)

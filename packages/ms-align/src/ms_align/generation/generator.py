@@ -1,9 +1,9 @@
-"""Continuous batching: a finished row's place is taken by the next prompt at once.
+"""Continuous batching: a finished row is replaced by the next prompt immediately.
 
-A prompt is read once however many responses it gets. Random numbers depend on the seed,
-the response's number and the token's place alone, never on who shares the batch, and they are those
-of `ms_parallel.Engine.generate`. Shapes:
-N responses, T their longest, B rows being written, V vocabulary.
+Each prompt is prefilled once, regardless of the number of its responses. Random numbers depend only
+on the seed, the index of the response and the position of the token, not on the other rows in the
+batch, and are the same as in `ms_parallel.Engine.generate`. Shapes:
+N responses, T longest response, B active rows, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -14,29 +14,29 @@ from torch import Tensor, nn
 
 from ms_align.errors import DataError, ModelError
 from ms_align.generation.columns import Columns
-from ms_align.generation.drawing import Drawn, draw
+from ms_align.generation.drawing import SampledTokens, sample_tokens
 from ms_align.generation.fused import fused_reader
 from ms_align.generation.reader import Reader, reader_of
 from ms_align.generation.responses import Responses
 from ms_align.generation.sampling import Sampling
-from ms_align.generation.stops import Decode, completes, reach
+from ms_align.generation.stops import Decode, contains_stop_string, max_stop_tokens
 from ms_align.models.language_model import LanguageModel, check_tokens, language_model
 from ms_align.seeds import position_seed
 
 
 class LocalGenerator:
-    """Generates from a model in this process.
+    """Generates responses with a model in this process.
 
     Args:
-        model: of the seam or of transformers.
-        slots: rows that are written at once.
-        decode: text of tokens; needed for stop strings alone.
-        fused: read the weights of a Llama-like model into a form in which a step takes a third of
-            the calls; they are read again at each call, as training has moved them. Another model,
-            or one with adapters, runs as it is.
+        model: model of ms-parallel or transformers.
+        slots: rows generated at the same time.
+        decode: converts tokens to text; needed for stop strings only.
+        fused: for Llama-like models, use fused weights, with which a step needs a third of the
+            kernel calls. They are copied at every call, as training changes the weights. Other
+            models, and models with adapters, run unchanged.
 
     Raises:
-        ModelError: the model takes no cache.
+        ModelError: the model does not support a KV cache.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class LocalGenerator:
         self.slots = slots
         self.decode = decode
         self.fused = fused
-        self._proved = False
+        self._verified = False
         reader_of(self.model)
 
     @torch.no_grad()
     def _reader(self) -> Reader:
-        found = fused_reader(self.model, proved=self._proved) if self.fused else None
-        self._proved = self.fused = found is not None
-        return found or reader_of(self.model)
+        reader = fused_reader(self.model, verified=self._verified) if self.fused else None
+        self._verified = self.fused = reader is not None
+        return reader or reader_of(self.model)
 
     @torch.no_grad()
     def __call__(
@@ -69,120 +69,129 @@ class LocalGenerator:
         count: int = 1,
         seed: int = 0,
     ) -> Responses:
-        """Write `count` responses to each prompt; those to one prompt are neighbours.
+        """Generate `count` responses per prompt; responses to a prompt are adjacent.
 
         Raises:
-            DataError: a prompt is empty, or it leaves no room in the model's context.
-            ModelError: there are stop strings and no `decode`.
+            DataError: a prompt is empty, or too long for the model's context.
+            ModelError: there are stop strings, but no `decode`.
         """
         check_prompts(prompts, sampling, self.model)
         if sampling.stop_strings and self.decode is None:
-            raise ModelError("stop_strings need a tokenizer to read tokens with; give decode=")
+            raise ModelError("stop_strings need a tokenizer to decode tokens; pass decode=")
         training = self.model.module.training
         self.model.module.eval()
         device = next(self.model.module.parameters()).device
-        written = _Written.empty(len(prompts) * count, sampling, seed, device)
-        waiting = list(range(len(prompts) * count))[::-1]
+        buffer = _ResponseBuffer.empty(len(prompts) * count, sampling, seed, device)
+        # Reversed, so that pop() takes the responses in order.
+        queue = list(range(len(prompts) * count))[::-1]
         longest = max(len(prompt) for prompt in prompts) + sampling.max_new_tokens
-        live = _Live.empty(Columns(longest + 1, room=min(self.slots, len(waiting))), device)
+        active = _ActiveRows.empty(
+            Columns(longest + 1, max_rows=min(self.slots, len(queue))), device
+        )
         reader = self._reader()
-        while waiting or len(live.rows):
-            if waiting and len(live.rows) < self.slots:
-                free = self.slots - len(live.rows)
-                new = [waiting.pop() for _ in range(min(free, len(waiting)))]
-                self._admit(reader, new, prompts, count, live, written)
+        while queue or len(active.rows):
+            if queue and len(active.rows) < self.slots:
+                free = self.slots - len(active.rows)
+                new = [queue.pop() for _ in range(min(free, len(queue)))]
+                self._prefill(reader, new, prompts, count, active, buffer)
             else:
-                logits = reader.step(live.tokens, live.positions, live.columns)
-                # A row that is over may wait for others to go, but not beyond the context.
-                live.positions = live.positions + (~written.over[live.rows]).long()
-                drawn = written.draw(logits, live.rows)
-                written.put(live.rows, drawn)
-                live.tokens = drawn.tokens
-            self._dismiss(live, written, few=not waiting)
+                logits = reader.step(active.tokens, active.positions, active.columns)
+                # A finished row may stay in the batch, but must not run beyond the context.
+                active.positions = active.positions + (~buffer.finished[active.rows]).long()
+                sampled = buffer.sample(logits, active.rows)
+                buffer.append(active.rows, sampled)
+                active.tokens = sampled.tokens
+            self._drop_finished(active, buffer, lazily=not queue)
         self.model.module.train(training)
-        return written.responses()
+        return buffer.responses()
 
-    def _admit(
+    def _prefill(
         self,
         reader: Reader,
         new: list[int],
         prompts: Sequence[Sequence[int]],
         count: int,
-        live: "_Live",
-        written: "_Written",
+        active: "_ActiveRows",
+        buffer: "_ResponseBuffer",
     ) -> None:
-        """Read the prompts of new rows, each once, and draw their first tokens."""
+        """Prefill the distinct prompts of new rows, and sample the first tokens."""
         distinct = sorted({row // count for row in new})
         copies = torch.tensor([distinct.index(row // count) for row in new])
         lengths = torch.tensor([len(prompts[index]) for index in distinct])
-        device = written.tokens.device
+        device = buffer.tokens.device
         tokens = torch.zeros(len(distinct), int(lengths.max()), dtype=torch.int64)
         for row, index in enumerate(distinct):
             tokens[row, : len(prompts[index])] = torch.as_tensor(prompts[index])
-        logits, layers = reader.read(tokens.to(device), lengths.to(device))
+        logits, layers = reader.prefill(tokens.to(device), lengths.to(device))
         rows = torch.tensor(new, device=device)
-        live.columns.add(layers, lengths, copies)
-        live.positions = torch.cat((live.positions, lengths[copies].to(device)))
-        drawn = written.draw(logits[copies.to(device)], rows)
-        written.put(rows, drawn)
-        live.rows = torch.cat((live.rows, rows))
-        live.tokens = torch.cat((live.tokens, drawn.tokens))
+        active.columns.add(layers, lengths, copies)
+        active.positions = torch.cat((active.positions, lengths[copies].to(device)))
+        sampled = buffer.sample(logits[copies.to(device)], rows)
+        buffer.append(rows, sampled)
+        active.rows = torch.cat((active.rows, rows))
+        active.tokens = torch.cat((active.tokens, sampled.tokens))
 
-    def _dismiss(self, live: "_Live", written: "_Written", *, few: bool) -> None:
-        """Let rows go that are done; with nobody waiting, only when an eighth of them is.
+    def _drop_finished(
+        self, active: "_ActiveRows", buffer: "_ResponseBuffer", *, lazily: bool
+    ) -> None:
+        """Drop finished rows; `lazily` only once an eighth of the rows is finished.
 
-        A done row that stays is written on into nowhere, which costs less than to let each go.
+        Tokens of a finished row that stays are discarded, which costs less than compacting the
+        cache for each row.
         """
-        done = written.done(live.rows, live.tokens, self.decode)
-        gone = int(done.sum())
-        if gone and (not few or gone == len(done) or gone >= max(1, len(done) // 8)):
-            live.drop(done)
+        finished = buffer.update_finished(active.rows, active.tokens, self.decode)
+        count = int(finished.sum())
+        if count and (not lazily or count == len(finished) or count >= max(1, len(finished) // 8)):
+            active.drop(finished)
 
 
 @define
-class _Live:
-    """The rows that are being written."""
+class _ActiveRows:
+    """Rows in the current batch."""
 
     columns: Columns
     rows: Tensor
-    """(B,) which response each is."""
+    """(B,) index of the response in each row."""
     tokens: Tensor
-    """(B,) the newest of each."""
+    """(B,) newest tokens."""
     positions: Tensor
-    """(B,) of the newest token."""
+    """(B,) positions of the newest tokens."""
 
     @classmethod
-    def empty(cls, columns: Columns, device: torch.device) -> "_Live":
+    def empty(cls, columns: Columns, device: torch.device) -> "_ActiveRows":
         none = torch.zeros(0, dtype=torch.int64, device=device)
         return cls(columns=columns, rows=none, tokens=none, positions=none)
 
-    def drop(self, gone: Tensor) -> None:
-        index = self.columns.drop(gone)
+    def drop(self, finished: Tensor) -> None:
+        index = self.columns.drop(finished)
         self.rows, self.tokens = self.rows[index], self.tokens[index]
         self.positions = self.positions[index]
 
 
 @define
-class _Written:
-    """All responses, as far as they are written."""
+class _ResponseBuffer:
+    """Tokens and log-probabilities of all responses, finished or not."""
 
     sampling: Sampling
     uniforms: Tensor
-    """(N, T) float64 from [0, 1): what each token is drawn with."""
+    """(N, T) float64 from [0, 1): the random number that samples each token."""
     tokens: Tensor
     logprobs: Tensor
     sampling_logprobs: Tensor
     lengths: Tensor
     stopped: Tensor
-    over: Tensor
-    """(N,) bool: stopped, or as long as it may be."""
+    finished: Tensor
+    """(N,) bool: stopped, or at the maximum length."""
     stops: Tensor
 
     @classmethod
-    def empty(cls, count: int, sampling: Sampling, seed: int, device: torch.device) -> "_Written":
+    def empty(
+        cls, count: int, sampling: Sampling, seed: int, device: torch.device
+    ) -> "_ResponseBuffer":
         shape = (count, sampling.max_new_tokens)
         generator = torch.Generator()
         uniforms = torch.empty(shape, dtype=torch.float64)
+        # One seed per position, as in ms_parallel.Engine.generate.
         for index in range(sampling.max_new_tokens):
             generator.manual_seed(position_seed(seed, index))
             uniforms[:, index] = torch.rand(count, generator=generator, dtype=torch.float64)
@@ -195,46 +204,49 @@ class _Written:
             sampling_logprobs=floats[1],
             lengths=torch.zeros(count, dtype=torch.int64, device=device),
             stopped=torch.zeros(count, dtype=torch.bool, device=device),
-            over=torch.zeros(count, dtype=torch.bool, device=device),
+            finished=torch.zeros(count, dtype=torch.bool, device=device),
             stops=torch.tensor(sampling.stop_tokens, dtype=torch.int64, device=device),
         )
 
-    def draw(self, logits: Tensor, rows: Tensor) -> Drawn:
-        """Draw a token for each of the rows."""
-        at = self.lengths[rows].clamp(max=self.uniforms.shape[1] - 1)
-        return draw(logits, self.sampling, self.uniforms[rows, at])
+    def sample(self, logits: Tensor, rows: Tensor) -> SampledTokens:
+        """Sample the next token of each row."""
+        index = self.lengths[rows].clamp(max=self.uniforms.shape[1] - 1)
+        return sample_tokens(logits, self.sampling, self.uniforms[rows, index])
 
-    def put(self, rows: Tensor, drawn: Drawn) -> None:
-        """Write the drawn tokens of the rows that are not over."""
-        going = ~self.over[rows]
-        at = self.lengths[rows].clamp(max=self.tokens.shape[1] - 1)
-        for kept, new in (
-            (self.tokens, drawn.tokens),
-            (self.logprobs, drawn.logprobs),
-            (self.sampling_logprobs, drawn.sampling_logprobs),
+    def append(self, rows: Tensor, sampled: SampledTokens) -> None:
+        """Append the sampled tokens to unfinished rows."""
+        unfinished = ~self.finished[rows]
+        # Finished rows may be at full length; their write below keeps the old value.
+        index = self.lengths[rows].clamp(max=self.tokens.shape[1] - 1)
+        for column, new in (
+            (self.tokens, sampled.tokens),
+            (self.logprobs, sampled.logprobs),
+            (self.sampling_logprobs, sampled.sampling_logprobs),
         ):
-            kept[rows, at] = torch.where(going, new, kept[rows, at])
-        self.lengths[rows] += going
+            column[rows, index] = torch.where(unfinished, new, column[rows, index])
+        self.lengths[rows] += unfinished
 
-    def done(self, rows: Tensor, newest: Tensor, decode: Decode | None) -> Tensor:
-        """Note which rows their newest token ends, and return which are over, (B,) bool."""
-        going = ~self.over[rows]
-        stopped = going & torch.isin(newest, self.stops)
+    def update_finished(self, rows: Tensor, newest: Tensor, decode: Decode | None) -> Tensor:
+        """Mark the rows that their newest token finishes; return all finished ones, (B,) bool."""
+        unfinished = ~self.finished[rows]
+        stopped = unfinished & torch.isin(newest, self.stops)
         if self.sampling.stop_strings and decode is not None:
-            stopped |= going & self._said(rows.tolist(), decode).to(going.device)
+            stopped |= unfinished & self._has_stop_string(rows.tolist(), decode).to(
+                unfinished.device
+            )
         self.stopped[rows] |= stopped
-        self.over[rows] |= stopped | (self.lengths[rows] >= self.tokens.shape[1])
-        return self.over[rows]
+        self.finished[rows] |= stopped | (self.lengths[rows] >= self.tokens.shape[1])
+        return self.finished[rows]
 
-    def _said(self, rows: list[int], decode: Decode) -> Tensor:
-        """Find whether a row's newest token completed a stop string, (B,) bool."""
+    def _has_stop_string(self, rows: list[int], decode: Decode) -> Tensor:
+        """Return which rows' newest token completed a stop string, (B,) bool."""
         strings = self.sampling.stop_strings
-        back, said = reach(strings), []
+        lookback, results = max_stop_tokens(strings), []
         for row in rows:
             length = int(self.lengths[row])
-            tail = self.tokens[row, max(0, length - back) : length].tolist()
-            said.append(completes(tail, strings, decode))
-        return torch.tensor(said, dtype=torch.bool)
+            tail = self.tokens[row, max(0, length - lookback) : length].tolist()
+            results.append(contains_stop_string(tail, strings, decode))
+        return torch.tensor(results, dtype=torch.bool)
 
     def responses(self) -> Responses:
         longest = max(int(self.lengths.max()), 1)
@@ -250,20 +262,20 @@ class _Written:
 def check_prompts(
     prompts: Sequence[Sequence[int]], sampling: Sampling, model: LanguageModel
 ) -> None:
-    """Refuse prompts that cannot be continued.
+    """Check that prompts can be continued.
 
     Raises:
-        DataError: there is none, one is empty, too long, or holds what is no token.
+        DataError: `prompts` is empty, or a prompt is empty, too long or has invalid token ids.
     """
     if not prompts:
-        raise DataError("there is no prompt; give at least one")
+        raise DataError("prompts are empty; pass at least one prompt")
     for index, prompt in enumerate(prompts):
         if not len(prompt):
-            raise DataError(f"prompt {index} is empty; give each at least one token")
+            raise DataError(f"prompt {index} is empty; every prompt needs at least one token")
         if model.context and len(prompt) + sampling.max_new_tokens > model.context:
             raise DataError(
-                f"prompt {index} has {len(prompt)} tokens and max_new_tokens is "
-                f"{sampling.max_new_tokens}, beyond the model's context of {model.context}; "
-                "shorten one of them"
+                f"prompt {index} has {len(prompt)} tokens, which with max_new_tokens = "
+                f"{sampling.max_new_tokens} exceeds the model's context of {model.context}; "
+                "shorten it or lower max_new_tokens"
             )
         check_tokens(torch.as_tensor(prompt), model.vocabulary_size, f"prompt {index}")

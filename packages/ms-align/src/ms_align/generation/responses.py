@@ -1,6 +1,6 @@
-"""What a generator gives back, and the Protocol of whatever generates.
+"""Responses of a generator, and the Generator protocol.
 
-Shapes: N responses, T their longest.
+Shapes: N responses, T longest response.
 """
 
 from collections.abc import Sequence
@@ -14,29 +14,29 @@ from ms_align.generation.sampling import Sampling
 
 @frozen(kw_only=True)
 class Responses:
-    """Responses to prompts; those to one prompt are neighbours. All on the CPU."""
+    """Responses to prompts, on the CPU; responses to one prompt are adjacent."""
 
     tokens: Tensor
-    """(N, T) int64; 0 behind a response's end."""
+    """(N, T) int64; 0 after the end of a response."""
     lengths: Tensor
-    """(N,) int64; tokens of each response, a stop token included."""
+    """(N,) int64; number of tokens, including a stop token."""
     logprobs: Tensor | None
-    """(N, T) float32, of the policy at the sampling's temperature; None where the generator keeps
-    none, and a forward must compute them."""
+    """(N, T) float32, log-probabilities under the policy at the sampling temperature. None: the
+    trainer computes them with a forward pass."""
     sampling_logprobs: Tensor | None
-    """(N, T) float32, of the distribution that the tokens were drawn from."""
+    """(N, T) float32, log-probabilities under the truncated distribution that was sampled from."""
     stopped: Tensor
-    """(N,) bool: ended by a stop token or string, not by length."""
+    """(N,) bool: ended by a stop token or string rather than at the maximum length."""
 
     def row(self, index: int) -> list[int]:
-        """Return the tokens of one response."""
+        """Return the token ids of one response."""
         return self.tokens[index, : int(self.lengths[index])].tolist()
 
 
 class Generator(Protocol):
-    """Continues prompts."""
+    """Generates responses to prompts."""
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, count: int, seed: int
     ) -> Responses:
-        """Write `count` responses to each prompt; the same seed draws the same."""
+        """Generate `count` responses per prompt; the same seed gives the same responses."""

@@ -1,4 +1,4 @@
-"""Sampling settings; importing them needs no torch, so that run files are checked at once."""
+"""Sampling settings; importing them does not need torch, so that run files are checked fast."""
 
 from collections.abc import Iterable
 from typing import Any, cast
@@ -8,65 +8,65 @@ from attrs import field, frozen
 from ms_align.errors import ConfigError
 from ms_align.settings import number, shown, whole
 
-TOKENS = 2**31
-"""More than any vocabulary has."""
+TOKEN_ID_LIMIT = 2**31
+"""Upper bound of token ids."""
 
 
 def _is_token(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < TOKENS
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < TOKEN_ID_LIMIT
 
 
 def _shown(value: object) -> str:
-    """Write the value as a message may hold it, huge numbers in a list too."""
+    """Format a value for a message, abbreviating huge numbers in lists as well."""
     return f"[{', '.join(map(shown, value))}]" if isinstance(value, list) else shown(value)
 
 
-def token_numbers(value: object) -> tuple[int, ...]:
-    """Read a setting that is one token's number, or several."""
-    given = tuple(value) if isinstance(value, Iterable) else (value,)
-    if not all(_is_token(token) for token in given):
-        several = list(given) if isinstance(value, Iterable) else value
+def token_ids(value: object) -> tuple[int, ...]:
+    """Convert a setting with one token id or several."""
+    ids = tuple(value) if isinstance(value, Iterable) else (value,)
+    if not all(_is_token(token) for token in ids):
+        original = list(ids) if isinstance(value, Iterable) else value
         raise ConfigError(
-            f"stop_tokens is {_shown(several)}; give token numbers of at least 0, below {TOKENS}"
+            f"stop_tokens must be token ids from 0 to below {TOKEN_ID_LIMIT}, got "
+            f"{_shown(original)}; correct them"
         )
-    return given
+    return ids
 
 
 def _strings(value: object) -> tuple[str, ...]:
-    several = isinstance(value, Iterable) and not isinstance(value, str)
-    given = tuple(cast("Iterable[Any]", value)) if several else (value,)
-    if not all(isinstance(text, str) and text for text in given):
-        shown = list(given) if several else value
-        raise ConfigError(f"stop_strings is {shown!r}; give texts that are not empty")
-    return given
+    is_list = isinstance(value, Iterable) and not isinstance(value, str)
+    strings = tuple(cast("Iterable[Any]", value)) if is_list else (value,)
+    if not all(isinstance(text, str) and text for text in strings):
+        original = list(strings) if is_list else value
+        raise ConfigError(f"stop_strings must be non-empty texts, got {original!r}; correct them")
+    return strings
 
 
 @frozen(kw_only=True, slots=False)
 class Sampling:
-    """How responses are drawn."""
+    """Sampling of responses."""
 
     max_new_tokens: int = field(default=64, validator=whole())
-    """Tokens of a response at most."""
+    """Maximum number of tokens in a response."""
     temperature: float = field(default=1.0, validator=number())
-    """Divides the logits; 0 always takes the likeliest token, whose log-probability is then that
-    at temperature 1."""
+    """Sampling temperature; 0 for greedy decoding, with log-probabilities at temperature 1."""
     top_k: int | None = field(default=None, validator=whole(optional=True))
-    """Only so many likeliest tokens are ever drawn."""
+    """Sample from the k most likely tokens. Default: no limit."""
     top_p: float = field(default=1.0, validator=number(least=1e-6, most=1.0))
-    """Only the likeliest tokens that together reach this probability are ever drawn."""
+    """Sample from the most likely tokens that together reach this probability."""
     min_p: float = field(default=0.0, validator=number(most=1.0))
-    """Only tokens of at least this share of the likeliest one's probability are ever drawn."""
-    stop_tokens: tuple[int, ...] = field(default=(), converter=token_numbers)
-    """Each ends a response, and is its last token."""
+    """Minimum probability of a token, as a fraction of the most likely token's."""
+    stop_tokens: tuple[int, ...] = field(default=(), converter=token_ids)
+    """Token ids that end a response; the stop token is included."""
     stop_strings: tuple[str, ...] = field(default=(), converter=_strings)
-    """A response ends with the token that completes one of them."""
+    """Texts that end a response; the token that completes one is included."""
 
     @property
     def policy_temperature(self) -> float:
-        """Temperature of the policy's log-probabilities: 1 where tokens are not drawn."""
+        """Temperature of the policy's log-probabilities; 1 for greedy decoding."""
         return self.temperature or 1.0
 
     @property
-    def cuts(self) -> bool:
-        """Whether some tokens are never drawn."""
+    def truncates(self) -> bool:
+        """True if top-k, top-p or min-p exclude tokens."""
         return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0

@@ -1,6 +1,6 @@
-"""Where a response ends: with a stop token, or with the token that completes a stop string.
+"""Stop conditions: stop tokens and stop strings.
 
-If nobody says where, with the tokens that end a text of the model.
+Without explicit stop tokens, responses end with the model's end-of-text tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,37 +18,37 @@ from ms_align.tokenizer_files import TokenizerFiles, has_tokenizer
 Decode = Callable[[Sequence[int]], str]
 
 
-def reach(strings: Sequence[str]) -> int:
-    """Bound the number of last tokens of which the newest can complete one of the stop strings."""
-    # A token has at least one byte, but one in mid-character may begin or end the tail.
+def max_stop_tokens(strings: Sequence[str]) -> int:
+    """Return how many of the last tokens must be decoded to find any of the stop strings."""
+    # A token has at least one byte, and the first and last may be parts of a character.
     return max(len(text.encode()) for text in strings) + 4
 
 
-def completes(tail: Sequence[int], strings: Sequence[str], decode: Decode) -> bool:
-    """Return whether a stop string stands in a response's last `reach` tokens."""
+def contains_stop_string(tail: Sequence[int], strings: Sequence[str], decode: Decode) -> bool:
+    """Return True if the last `max_stop_tokens` tokens of a response contain a stop string."""
     text = decode(tail)
-    return any(each in text for each in strings)
+    return any(string in text for string in strings)
 
 
 def first_stop(tokens: Sequence[int], sampling: Sampling, decode: Decode | None) -> int | None:
-    """Find a response's length up to its first stop, that included; None where there is none."""
+    """Return a response's length up to and including its first stop; None without a stop."""
     strings = sampling.stop_strings if decode is not None else ()
-    back = reach(strings) if strings else 0
+    lookback = max_stop_tokens(strings) if strings else 0
     for length, token in enumerate(tokens, 1):
         if token in sampling.stop_tokens:
             return length
-        tail = tokens[max(0, length - back) : length]
-        if strings and decode is not None and completes(tail, strings, decode):
+        tail = tokens[max(0, length - lookback) : length]
+        if strings and decode is not None and contains_stop_string(tail, strings, decode):
             return length
     return None
 
 
-def beside(tokenizer: Any, model: Any) -> Any:
-    """Return the tokenizer that is given, or the folder of the model where one lies in it."""
+def resolve_tokenizer(tokenizer: Any, model: Any) -> Any:
+    """Return the tokenizer setting or, if it is None, the model's folder if it has a tokenizer."""
     if tokenizer is not None:
         return tokenizer
     if isinstance(model, str | Path) and has_tokenizer(Path(model)):
-        return Path(model)  # an adapter's folder may have one of its own
+        return Path(model)  # an adapter's folder may have its own tokenizer
     folder = folder_of(model)
     return folder if folder is not None and has_tokenizer(folder) else None
 
@@ -59,38 +59,39 @@ def with_stops(
     tokenizer: Tokenizer | None,
     files: TokenizerFiles | None,
 ) -> Sampling:
-    """Return how responses are drawn, with all that ends one.
+    """Complete the stop conditions of sampling settings.
 
     Args:
-        sampling: its stop strings may be special tokens, which no text shows.
-        stop_tokens: None for those that end a text by the tokenizer's files.
-        tokenizer: what reads stop strings.
-        files: the tokenizer's.
+        sampling: settings; stop strings that are special tokens become stop tokens.
+        stop_tokens: None for the end-of-text tokens of the tokenizer's files.
+        tokenizer: decodes tokens for stop strings.
+        files: files of the tokenizer.
 
     Raises:
-        ConfigError: a stop string can never be seen.
+        ConfigError: a stop string can never occur.
     """
     ends = stop_tokens
     if ends is None:
         end = getattr(tokenizer, "end_of_text", None)
         ends = files.ends if files and files.ends else () if end is None else (int(end),)
+    # Special tokens are not in decoded text, so they must be matched by id.
     special = files.ids if files else {}
     strings = [text for text in sampling.stop_strings if text not in special]
     if strings and tokenizer is None:
         raise ConfigError(
-            f"stop_strings are {strings!r} and there is no tokenizer to read tokens with; give "
-            "tokenizer=, or stop_tokens"
+            f"stop_strings {strings!r} need a tokenizer to decode tokens; set tokenizer, or use "
+            "stop_tokens"
         )
     for text in strings:
         inside = next((name for name in special if name in text), None)
         if inside is not None:
             raise ConfigError(
-                f"stop_strings has {text!r}, and no text ever shows the special token {inside!r}; "
-                f"give {inside!r} alone, or the text without it"
+                f"stop_strings has {text!r}, but decoded text never contains the special token "
+                f"{inside!r}; use {inside!r} alone, or the text without it"
             )
-    named = [special[text] for text in sampling.stop_strings if text in special]
+    special_ids = [special[text] for text in sampling.stop_strings if text in special]
     return evolve(
         sampling,
-        stop_tokens=tuple(dict.fromkeys([*ends, *named])),
+        stop_tokens=tuple(dict.fromkeys([*ends, *special_ids])),
         stop_strings=tuple(strings),
     )

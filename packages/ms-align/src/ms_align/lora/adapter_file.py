@@ -1,6 +1,6 @@
-"""Adapters on disk in peft's format: `adapter_config.json` and `adapter_model.safetensors`.
+"""LoRA adapters on disk in peft's format: `adapter_config.json`, `adapter_model.safetensors`.
 
-A key of the configuration that is neither read nor known to change nothing is refused by its name.
+A key of the configuration that could change the adapter's result and is not supported is rejected.
 """
 
 from collections.abc import Mapping
@@ -20,15 +20,15 @@ from ms_align.models.finite import check_tensors
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 LARGEST_ALPHA = 1e6
-"""More than any adapter is trained with; float32 would lose what is added to it."""
+"""Upper bound for alpha; beyond it the update would lose precision in float32."""
 LARGEST_CONFIG_BYTES, LARGEST_WEIGHTS_BYTES = 1 << 22, 1 << 40
 
 Weights = Mapping[str, tuple[Tensor, Tensor]]
-"""A (r, I) and B (O, r) by the layer's name in the model."""
+"""A (r, I) and B (O, r) by layer name."""
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What of peft's `LoraConfig` is read and written; other keys are peft's own defaults."""
+    """Subset of peft's `LoraConfig` that is read and written; other keys have peft's defaults."""
 
     r: int
     lora_alpha: float
@@ -44,44 +44,46 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
     inference_mode: bool = True
 
 
-EMPTY: tuple[object, ...] = (None, False, "", [], {})
-"""Values that ask for nothing, whatever their key."""
-ANYTHING: tuple[object, ...] = ()
-"""A key whose value never changes what an adapter computes."""
-READ = frozenset({"r", "lora_alpha", "target_modules", "use_rslora", "base_model_name_or_path"})
-NEUTRAL: Mapping[str, tuple[object, ...]] = {
+UNSET_VALUES: tuple[object, ...] = (None, False, "", [], {})
+"""Values that leave any feature unused."""
+ANY_VALUE: tuple[object, ...] = ()
+"""For keys whose value does not affect the result of an adapter."""
+SUPPORTED_KEYS = frozenset(
+    {"r", "lora_alpha", "target_modules", "use_rslora", "base_model_name_or_path"}
+)
+NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "task_type": (None, "CAUSAL_LM", "FEATURE_EXTRACTION"),
     "bias": ("none",),
-    # Such initial weights leave the model's weights alone, and are overwritten by what was trained;
-    # the last two are made again (see `lora_begin`).
+    # These initializations do not change the base weights, and training overwrites the adapter.
+    # The last two do change them and are recomputed (see `load_lora`).
     "init_lora_weights": (
         *(None, True, False, "gaussian", "eva", "orthogonal", "mica"),
         *("pissa", "olora"),
     ),
-    "auto_mapping": ANYTHING,
-    "peft_version": ANYTHING,
-    "revision": ANYTHING,
-    "inference_mode": ANYTHING,
+    "auto_mapping": ANY_VALUE,
+    "peft_version": ANY_VALUE,
+    "revision": ANY_VALUE,
+    "inference_mode": ANY_VALUE,
     # Models run in evaluation mode.
-    "lora_dropout": ANYTHING,
-    # Read while an adapter is initialised, and only for the way that bears its name.
-    "corda_config": ANYTHING,
-    "eva_config": ANYTHING,
-    "loftq_config": ANYTHING,
-    "lora_ga_config": ANYTHING,
-    # Nothing without `megatron_config` and `use_qalora`.
-    "megatron_core": ANYTHING,
-    "qalora_group_size": ANYTHING,
+    "lora_dropout": ANY_VALUE,
+    # Used only to initialize adapters with the method in the key's name.
+    "corda_config": ANY_VALUE,
+    "eva_config": ANY_VALUE,
+    "loftq_config": ANY_VALUE,
+    "lora_ga_config": ANY_VALUE,
+    # Without effect unless `megatron_config` or `use_qalora` is set.
+    "megatron_core": ANY_VALUE,
+    "qalora_group_size": ANY_VALUE,
 }
-"""By key, the values with which an adapter is a plain one; a key that is not here must be empty."""
+"""Values of a plain LoRA adapter by key; all other keys must be unset."""
 
 
 def write_adapter(folder: Path, config: AdapterConfig, weights: Weights) -> None:
-    """Write both files, the configuration last, each whole or not at all.
+    """Write both files atomically, the configuration last.
 
     Raises:
-        CheckpointError: the place cannot be written.
+        CheckpointError: the folder cannot be written.
     """
     tensors = {}
     for name, (a, b) in weights.items():
@@ -95,16 +97,16 @@ def write_adapter(folder: Path, config: AdapterConfig, weights: Weights) -> None
 
 
 def read_adapter(folder: Path) -> tuple[AdapterConfig, Weights]:
-    """Read the adapter that the folder holds.
+    """Read the adapter in a folder.
 
     Raises:
-        ModelError: a file is missing or damaged, or the adapter needs what is not supported.
+        ModelError: a file is missing or damaged, or the adapter uses an unsupported feature.
     """
     path = folder / CONFIG
-    given = read_json(path, dict[str, Any], error=ModelError, limit_bytes=LARGEST_CONFIG_BYTES)
-    _refuse_unsupported(path, given)
+    raw = read_json(path, dict[str, Any], error=ModelError, limit_bytes=LARGEST_CONFIG_BYTES)
+    _refuse_unsupported(path, raw)
     with decoding(f"{path}, as a LoRA configuration of peft", error=ModelError):
-        config = msgspec.convert(given, AdapterConfig)
+        config = msgspec.convert(raw, AdapterConfig)
     content = read_bytes(folder / WEIGHTS, error=ModelError, limit_bytes=LARGEST_WEIGHTS_BYTES)
     try:
         tensors = load(content)
@@ -114,26 +116,30 @@ def read_adapter(folder: Path) -> tuple[AdapterConfig, Weights]:
     return config, _pairs(folder / WEIGHTS, tensors, config.r)
 
 
-def _refuse_unsupported(path: Path, given: Mapping[str, Any]) -> None:
-    for key, value in given.items():
-        allowed = NEUTRAL.get(key, EMPTY)
-        word = value.lower() if key == "init_lora_weights" and isinstance(value, str) else value
-        if key in READ or allowed is ANYTHING or any(_same(word, one) for one in allowed):
+def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> None:
+    for key, value in raw.items():
+        allowed = NEUTRAL_VALUES.get(key, UNSET_VALUES)
+        text = value.lower() if key == "init_lora_weights" and isinstance(value, str) else value
+        if (
+            key in SUPPORTED_KEYS
+            or allowed is ANY_VALUE
+            or any(_same(text, option) for option in allowed)
+        ):
             continue
         raise ModelError(
-            f"{path} has {key}={repr(value)[:80]}, which is not supported here; merge the adapter "
+            f"{path} has {key}={repr(value)[:80]}, which is not supported; merge the adapter "
             "with peft and load the merged model"
         )
 
 
-def _same(one: object, other: object) -> bool:
-    """Return whether two values are equal, with no number taken for a truth value."""
-    return type(one) is type(other) and one == other
+def _same(value: object, option: object) -> bool:
+    """Return True if two values are equal and of the same type, so that 1 is not True."""
+    return type(value) is type(option) and value == option
 
 
 def _check_numbers(path: Path, config: AdapterConfig) -> None:
     if config.r < 1:
-        raise ModelError(f"{path} has r={config.r}; it must be 1 or more")
+        raise ModelError(f"{path}: r must be at least 1, got {config.r}; copy the file again")
     if not 0 < config.lora_alpha <= LARGEST_ALPHA:
         raise ModelError(
             f"{path}: lora_alpha must be above 0 and at most {LARGEST_ALPHA:g}, got "
@@ -144,20 +150,20 @@ def _check_numbers(path: Path, config: AdapterConfig) -> None:
 def _pairs(
     path: Path, tensors: Mapping[str, Tensor], rank: int
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Pair A and B by layer, and check that both have the rank that the configuration names."""
+    """Pair A and B by layer, and check that their rank is the one in the configuration."""
     check_tensors(path, tensors, error=ModelError)
-    found: dict[str, dict[str, Tensor]] = {}
+    layers: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
-        name, _, kind = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
-        if not key.startswith(PREFIX) or kind not in ("lora_A", "lora_B"):
-            raise ModelError(f"{path} holds {key!r}, which is no part of a plain LoRA adapter")
-        if tensor.ndim != 2 or tensor.shape[0 if kind == "lora_A" else 1] != rank:
+        name, _, matrix = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+        if not key.startswith(PREFIX) or matrix not in ("lora_A", "lora_B"):
+            raise ModelError(f"{path} has {key!r}, which is not part of a plain LoRA adapter")
+        if tensor.ndim != 2 or tensor.shape[0 if matrix == "lora_A" else 1] != rank:
             raise ModelError(
-                f"{path}: {key!r} has shape {tuple(tensor.shape)} and "
-                f"{CONFIG} r={rank}; copy both files again"
+                f"{path}: {key!r} must have the rank {rank} of {CONFIG}, got shape "
+                f"{tuple(tensor.shape)}; copy both files again"
             )
-        found.setdefault(name, {})[kind] = tensor
-    for name, parts in found.items():
-        if len(parts) != 2:
-            raise ModelError(f"{path} lacks one of the two matrices of {name!r}; copy it again")
-    return {name: (parts["lora_A"], parts["lora_B"]) for name, parts in found.items()}
+        layers.setdefault(name, {})[matrix] = tensor
+    for name, pair in layers.items():
+        if len(pair) != 2:
+            raise ModelError(f"{path} lacks A or B of {name!r}; copy it again")
+    return {name: (pair["lora_A"], pair["lora_B"]) for name, pair in layers.items()}

@@ -1,7 +1,7 @@
-"""Low-rank adapters: any nn.Linear of any model, in peft's file format, in and out.
+"""LoRA adapters for the nn.Linear layers of any model, compatible with peft's files.
 
 Hu et al., 2021: y = W·x + s·B·(A·x), s = alpha / rank, or alpha / √rank (Kalajdzievski, 2023). B
-begins at 0, so an adapted model begins as the model it adapts. Only A and B take a gradient.
+is initialized to 0, so an adapted model initially equals its base model. Only A and B are trained.
 Shapes: r rank, I inputs, O outputs of a linear layer.
 """
 
@@ -37,136 +37,139 @@ def _targets(value: Any) -> Any:
             re.compile(value)
         except re.error as error:
             raise ConfigError(
-                f"targets is {value!r}, which is no regular expression ({error}); mend it, or give "
-                "a list of names"
+                f"targets must be names or a regular expression, got {value!r} ({error}); correct "
+                "it"
             ) from error
         return value
-    if not isinstance(value, Iterable) or not all(isinstance(one, str) for one in value):
-        raise ConfigError(f"targets is {value!r}; give names of layers, or a regular expression")
+    if not isinstance(value, Iterable) or not all(isinstance(item, str) for item in value):
+        raise ConfigError(
+            f"targets must be layer names or a regular expression, got {value!r}; correct it"
+        )
     return tuple(value)
 
 
 @frozen(kw_only=True)
 class LoraOptions:
-    """Which layers are adapted, and how."""
+    """Adapted layers and rank."""
 
     rank: int = field(default=8, validator=whole())
-    """Rows of A, and columns of B."""
+    """Rank of the adapters."""
     alpha: float = field(default=16.0, validator=number(least=1e-6, most=LARGEST_ALPHA))
-    """What an adapter adds is multiplied by alpha / rank."""
+    """LoRA alpha; updates are scaled by alpha / rank."""
     targets: str | tuple[str, ...] = field(default=DEFAULT_TARGETS, converter=_targets)
-    """Last parts of layers' names; a text is a regular expression for whole names, or
-    `all-linear` for every linear layer but the head."""
+    """Layers to adapt: a list of last parts of names, a regular expression for full names, or
+    `all-linear` for all linear layers except the output head."""
     rslora: bool = field(default=False, validator=flag)
-    """Divide alpha by the root of the rank instead."""
+    """Scale by alpha / √rank instead (rsLoRA)."""
 
     @property
     def scale(self) -> float:
-        """What B·A·x is multiplied by."""
+        """Factor s of the update B·A·x."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 def lora_options(value: Any) -> LoraOptions | None:
-    """Convert what a setting `lora` holds: options, a table of them, or None.
+    """Convert a `lora` setting: options, a table of them, or None.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the value has another type.
     """
     return None if value is None else table_of(LoraOptions, "lora")(value)
 
 
 class LoraLinear(nn.Module):
-    """A linear layer and its adapter.
+    """Linear layer with an adapter.
 
     Args:
-        base: the layer, which is frozen.
+        base: layer to adapt; it is frozen.
         rank: r.
-        scale: what B·A·x is multiplied by.
+        scale: factor s of the update B·A·x.
     """
 
     def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
         super().__init__()
         self.base_layer = base.requires_grad_(False)
-        made: dict[str, Any] = {"device": base.weight.device, "dtype": base.weight.dtype}
-        self.lora_A = nn.Parameter(torch.empty((rank, base.in_features), **made))
-        self.lora_B = nn.Parameter(torch.empty((base.out_features, rank), **made))
-        self.initialise(0)
+        factory: dict[str, Any] = {"device": base.weight.device, "dtype": base.weight.dtype}
+        self.lora_A = nn.Parameter(torch.empty((rank, base.in_features), **factory))
+        self.lora_B = nn.Parameter(torch.empty((base.out_features, rank), **factory))
+        self.initialize(0)
         self.scale = scale
         self.enabled = True
-        self._before: Tensor | None = None
+        self._original_weight: Tensor | None = None
 
     @torch.no_grad()
-    def initialise(self, seed: int) -> None:
-        """Draw A from the uniform distribution within ±1/√I, as peft does, and set B to 0."""
+    def initialize(self, seed: int) -> None:
+        """Sample A uniformly from ±1/√I, as peft does, and set B to 0."""
         generator = torch.Generator().manual_seed(seed)
         bound = 1.0 / math.sqrt(self.in_features)
+        # Drawn on the CPU, so that all devices get the same values.
         self.lora_A.copy_(torch.rand(self.lora_A.shape, generator=generator) * 2 * bound - bound)
         self.lora_B.zero_()
 
     @property
     def in_features(self) -> int:
-        """Inputs of the layer, I."""
+        """Number of inputs, I."""
         return self.base_layer.in_features
 
     @property
     def out_features(self) -> int:
-        """Outputs of the layer, O."""
+        """Number of outputs, O."""
         return self.base_layer.out_features
 
     @property
     def weight(self) -> Tensor:
-        """W + s·B·A, (O, I), as whoever reads a linear layer's weight should see it."""
+        """Effective weight W + s·B·A, (O, I)."""
         if not self.enabled or self.merged:
             return self.base_layer.weight
         return self.base_layer.weight + self.delta().to(self.base_layer.weight.dtype)
 
     @property
     def bias(self) -> Tensor | None:
-        """The layer's own."""
+        """Bias of the base layer."""
         return cast("Tensor | None", self.base_layer.bias)
 
     @property
     def merged(self) -> bool:
-        """Whether the layer's weight holds the adapter."""
-        return self._before is not None
+        """True if the adapter is merged into the layer's weight."""
+        return self._original_weight is not None
 
     def delta(self) -> Tensor:
         """Compute s·B·A, (O, I)."""
         return self.scale * (self.lora_B @ self.lora_A)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer and, where it is on and not merged, its adapter, (..., I) to (..., O)."""
+        """Apply the layer, and the adapter unless disabled or merged, (..., I) to (..., O)."""
         y: Tensor = self.base_layer(x)
         if not self.enabled or self.merged:
             return y
-        # FSDP casts the base layer under mixed precision; the adapter is outside of it, in float32.
+        # FSDP casts only the base layer under mixed precision; the adapter stays in float32.
         a, b = self.lora_A.to(x.dtype), (self.scale * self.lora_B).to(x.dtype)
         return y + F.linear(F.linear(x, a), b)
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Put the adapter into the layer's weight; the weight as it was is kept."""
+        """Merge the adapter into the weight, keeping a copy of the original."""
         if not self.merged:
             weight, delta = self.base_layer.weight, self.delta()
-            before = weight.clone()
-            if isinstance(weight, DTensor):  # this rank's part of a sharded weight
+            original = weight.clone()
+            if isinstance(weight, DTensor):  # this rank's shard
                 layout = weight.device_mesh, weight.placements
                 delta = distribute_tensor(delta, *layout, src_data_rank=None)
             weight += delta
-            self._before = before
+            self._original_weight = original
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        """Take it out again, bit for bit."""
-        if self._before is not None:
-            self.base_layer.weight.copy_(self._before)
-            self._before = None
+        """Restore the original weight, bit for bit."""
+        if self._original_weight is not None:
+            self.base_layer.weight.copy_(self._original_weight)
+            self._original_weight = None
 
 
 class AdaptedModel(nn.Module):
-    """A model some of whose linear layers have adapters; all else is the model's own.
+    """Model with adapters in some of its linear layers.
 
-    Attributes that it lacks are looked up in the model.
+    Attributes that it lacks are looked up in the base model.
     """
 
     def __init__(self, model: nn.Module, options: LoraOptions, base_name: str = "") -> None:
@@ -179,56 +182,56 @@ class AdaptedModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name.startswith("__"):  # the base's own way of copying would copy the base alone
+            if name.startswith("__"):  # the base's __deepcopy__, for example, would drop this class
                 raise
             return getattr(super().__getattr__("base"), name)
 
-    def forward(self, *arguments: Any, **named: Any) -> Any:
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Run the model."""
-        return self.base(*arguments, **named)
+        return self.base(*arguments, **keywords)
 
     def get_base_model(self) -> nn.Module:
-        """Return the model, adapters in place."""
+        """Return the base model, with the adapters in place."""
         return self.base
 
     def adapters(self) -> dict[str, LoraLinear]:
-        """List the adapted layers by their names in the model."""
+        """Return the adapted layers by name."""
         return {n: m for n, m in self.base.named_modules() if isinstance(m, LoraLinear)}
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Switch the adapters off while the block runs, so that the model is as it was before.
+        """Disable the adapters inside the `with` block.
 
         Raises:
             ModelError: the adapters are merged.
         """
         layers = list(self.adapters().values())
         if any(layer.merged for layer in layers):
-            raise ModelError("merged adapters cannot be switched off; call unmerge() before")
-        before = [layer.enabled for layer in layers]
+            raise ModelError("merged adapters cannot be disabled; call unmerge() first")
+        previous = [layer.enabled for layer in layers]
         for layer in layers:
             layer.enabled = False
         try:
             yield
         finally:
-            for layer, enabled in zip(layers, before, strict=True):
+            for layer, enabled in zip(layers, previous, strict=True):
                 layer.enabled = enabled
 
     def merge(self) -> None:
-        """Put all adapters into the weights."""
+        """Merge all adapters into the weights."""
         for layer in self.adapters().values():
             layer.merge()
 
     def unmerge(self) -> None:
-        """Take them out again, bit for bit."""
+        """Restore the original weights, bit for bit."""
         for layer in self.adapters().values():
             layer.unmerge()
 
     @contextmanager
     def as_merged(self) -> Iterator[nn.Module]:
-        """Yield the plain model with its adapters in its weights, while the block runs."""
+        """Yield the plain model with merged adapters inside the `with` block."""
         layers = self.adapters()
-        merged_before = {name for name, layer in layers.items() if layer.merged}
+        already_merged = {name for name, layer in layers.items() if layer.merged}
         self.merge()
         for name, layer in layers.items():
             _replace(self.base, name, layer.base_layer)
@@ -237,21 +240,21 @@ class AdaptedModel(nn.Module):
         finally:
             for name, layer in layers.items():
                 _replace(self.base, name, layer)
-                if name not in merged_before:
+                if name not in already_merged:
                     layer.unmerge()
 
     def merged_model(self) -> nn.Module:
-        """Merge the adapters into the model's weights and return the model; this one is spent."""
+        """Merge the adapters and return the plain model; this object must not be used any more."""
         self.merge()
         for name, layer in self.adapters().items():
             _replace(self.base, name, layer.base_layer)
         return self.base.requires_grad_(True)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write `adapter_config.json` and `adapter_model.safetensors`, as peft reads them.
+        """Write the two adapter files of peft.
 
         Raises:
-            CheckpointError: the place cannot be written.
+            CheckpointError: the folder cannot be written.
         """
         check_path("folder", folder, error=WriteError, written="folder")
         weights = {name: (layer.lora_A, layer.lora_B) for name, layer in self.adapters().items()}
@@ -260,7 +263,7 @@ class AdaptedModel(nn.Module):
 
 @contextmanager
 def plain_model(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a model with its adapters, ours or peft's, in its weights, while the block runs."""
+    """Yield a model with its adapters, ours or peft's, merged inside the `with` block."""
     if isinstance(module, AdaptedModel):
         with module.as_merged() as plain:
             yield plain
@@ -271,7 +274,7 @@ def plain_model(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def merged_copy(module: nn.Module) -> nn.Module:
-    """Copy a model; adapters, ours or peft's, are merged, and then every weight is trained."""
+    """Copy a model; adapters, ours or peft's, are merged and all weights become trainable."""
     copied: Any = copy_of(module)
     if isinstance(copied, AdaptedModel):
         return copied.merged_model()
@@ -286,16 +289,16 @@ def save_adapters(
     weights: Mapping[str, tuple[Tensor, Tensor]],
     base_name: str = "",
 ) -> None:
-    """Write peft's two files.
+    """Write the two adapter files of peft.
 
     Args:
-        folder: made if missing.
-        options: that the adapters were made with.
-        weights: A (r, I) and B (O, r) by the layer's name in the model.
-        base_name: the model's name or folder.
+        folder: folder to write to; created if missing.
+        options: settings of the adapters.
+        weights: A (r, I) and B (O, r) by layer name.
+        base_name: name or folder of the base model.
 
     Raises:
-        CheckpointError: the place cannot be written.
+        CheckpointError: the folder cannot be written.
     """
     targets = options.targets
     config = AdapterConfig(
@@ -311,41 +314,41 @@ def save_adapters(
 def add_lora(
     model: nn.Module, options: LoraOptions | None = None, *, seed: int = 0, base_name: str = ""
 ) -> AdaptedModel:
-    """Freeze a model and put adapters beside its linear layers, in place.
+    """Freeze a model and add adapters to its linear layers, in place.
 
     Args:
-        model: any; a decoder of ms-parallel or a model of transformers, for example.
-        options: which layers, and how.
-        seed: of A's first values.
-        base_name: the model's name or folder, for `adapter_config.json`.
+        model: any module with linear layers, such as a model of ms-parallel or transformers.
+        options: adapter settings.
+        seed: seed of the initial values of A.
+        base_name: name or folder of the base model, for `adapter_config.json`.
 
     Raises:
-        ConfigError: no layer bears a name that is asked for, or the rank is beyond every layer.
+        ConfigError: no layer matches `targets`, or the rank exceeds every layer's size.
     """
     options = lora_options(options) or LoraOptions()
     names = _matching(model, options.targets)
     _check_rank(model, names, options.rank)
     adapted = adapt(model, names, options, base_name)
     for name, layer in adapted.adapters().items():
-        # By its name: the same whether the model is whole or a stage of it.
-        layer.initialise(zlib.crc32(f"{seed} {name}".encode()))
+        # The seed depends on the layer's name, so that pipeline stages get the same values.
+        layer.initialize(zlib.crc32(f"{seed} {name}".encode()))
     return adapted
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """List the linear layers of a model without adapters, by name, in its order."""
+    """Return the linear layers of a model without adapters, by name."""
     if any(isinstance(module, LoraLinear) for module in model.modules()):
-        raise ConfigError("the model has adapters already; merge them, or go on with them")
+        raise ConfigError("the model already has adapters; merge them, or train these")
     return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
 
 
 def ends_with(name: str, targets: Iterable[str]) -> bool:
-    """Return whether a layer's name is one of the targets, or ends with one."""
+    """Return True if a layer's name equals one of the targets or ends with one."""
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
 def adapt(model: nn.Module, names: list[str], options: LoraOptions, base: str) -> AdaptedModel:
-    """Freeze a model and put adapters beside the named layers, in place."""
+    """Freeze a model and add adapters to the named layers, in place."""
     model.requires_grad_(False)
     for name in names:
         layer = LoraLinear(cast(nn.Linear, model.get_submodule(name)), options.rank, options.scale)
@@ -354,38 +357,40 @@ def adapt(model: nn.Module, names: list[str], options: LoraOptions, base: str) -
 
 
 def _matching(model: nn.Module, targets: str | tuple[str, ...]) -> list[str]:
-    """List the names of the linear layers that are asked for, in the model's order."""
+    """List the names of the linear layers that match, in the model's order."""
     linear = list(linear_layers(model))
     if targets == ALL_LINEAR:
         head = _head_name(model)
-        found = [name for name in linear if name != head]
+        matches = [name for name in linear if name != head]
     elif isinstance(targets, str):
-        found = [name for name in linear if re.fullmatch(targets, name)]
+        matches = [name for name in linear if re.fullmatch(targets, name)]
     else:
-        found = [name for name in linear if ends_with(name, targets)]
-    if not found:
-        have = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
+        matches = [name for name in linear if ends_with(name, targets)]
+    if not matches:
+        available = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
         if any(type(module).__name__ == "Conv1D" for module in model.modules()):
             raise ConfigError(
                 "lora needs torch.nn.Linear layers, and this model is built from transformers'"
                 " Conv1D, as GPT-2 is; remove lora to train all weights, or use another model"
             )
-        raise ConfigError(f"no linear layer matches targets {targets!r}; the model has: {have}")
-    return found
+        raise ConfigError(
+            f"no linear layer matches targets {targets!r}; the model has: {available}"
+        )
+    return matches
 
 
 def _check_rank(model: nn.Module, names: list[str], rank: int) -> None:
-    """Refuse a rank that no adapted matrix has, before memory is taken for it."""
-    most = max(min(cast(nn.Linear, model.get_submodule(name)).weight.shape) for name in names)
-    if rank > most:
+    """Check the rank against the adapted matrices, before memory is allocated."""
+    largest = max(min(cast(nn.Linear, model.get_submodule(name)).weight.shape) for name in names)
+    if rank > largest:
         raise ConfigError(
-            f"rank is {rank} and no layer that is adapted has more than {most} rows or columns; "
-            f"give at most {most}"
+            f"rank must be at most {largest}, the largest rank of the adapted layers, got {rank}; "
+            "lower it"
         )
 
 
 def _head_name(model: nn.Module) -> str | None:
-    """Find the name of the layer that makes logits, which `all-linear` leaves out."""
+    """Return the name of the output head, which `all-linear` excludes."""
     head = getattr(model, "get_output_embeddings", lambda: getattr(model, "lm_head", None))()
     return next((name for name, module in model.named_modules() if module is head), None)
 

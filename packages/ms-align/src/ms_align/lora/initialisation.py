@@ -1,7 +1,7 @@
-"""What peft takes out of a layer's weight before it trains a PiSSA or an OLoRA adapter.
+"""Initial adapters that peft subtracts from the weights before training: PiSSA and OLoRA.
 
-Both begin with matrices B₀ and A₀ that are parts of the weight W itself, and train on W - s·B₀·A₀.
-The folder holds neither W - s·B₀·A₀ nor B₀ and A₀: whoever reads it makes them again from W.
+Both compute initial matrices B₀ and A₀ from the weight W and train on W - s·B₀·A₀. The adapter's
+folder contains neither, so they are recomputed from W when it is loaded.
 Shapes: r rank, I inputs, O outputs.
 """
 
@@ -12,20 +12,21 @@ from torch import Tensor
 
 
 def principal(weight: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Split W's r greatest singular values into A₀ and B₀: PiSSA (Meng et al., 2024)."""
-    left, values, right = torch.linalg.svd(weight, full_matrices=False)
-    root = (values[:rank] / scale).sqrt()
+    """Return A₀ and B₀ from the r largest singular values of W: PiSSA (Meng et al., 2024)."""
+    left, singular_values, right = torch.linalg.svd(weight, full_matrices=False)
+    # s · B₀·A₀ must equal the rank-r approximation, so each factor gets √(value / s).
+    root = (singular_values[:rank] / scale).sqrt()
     return root[:, None] * right[:rank], left[:, :rank] * root
 
 
 def orthonormal(weight: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Take r columns of Q as B₀ and rows of R as A₀, of W = Q·R: OLoRA (Büyükakyüz, 2024)."""
+    """Return B₀ = r columns of Q and A₀ = r rows of R, with W = Q·R: OLoRA (Büyükakyüz, 2024)."""
     q, r = torch.linalg.qr(weight)
     return r[:rank], q[:, :rank]
 
 
-TAKEN_OUT: Mapping[str, Callable[[Tensor, int, float], tuple[Tensor, Tensor]]] = {
+INITIAL_ADAPTERS: Mapping[str, Callable[[Tensor, int, float], tuple[Tensor, Tensor]]] = {
     "pissa": principal,
     "olora": orthonormal,
 }
-"""A₀ (r, I) and B₀ (O, r) of a weight (O, I) in float32, a rank and a scale, by peft's word."""
+"""By peft's name: function of a weight (O, I) float32, rank and scale to A₀ (r, I), B₀ (O, r)."""

@@ -1,4 +1,4 @@
-"""Adapters from peft's two files onto a model."""
+"""Loading of adapters from peft's files."""
 
 import math
 from collections.abc import Mapping
@@ -12,23 +12,23 @@ from ms_align.errors import ModelError
 from ms_align.files.untrusted import check_path
 from ms_align.lora.adapter_file import AdapterConfig, read_adapter
 from ms_align.lora.adapters import AdaptedModel, LoraOptions, adapt, ends_with, linear_layers
-from ms_align.lora.initialisation import TAKEN_OUT
+from ms_align.lora.initialisation import INITIAL_ADAPTERS
 
 
 def load_lora(model: nn.Module, folder: str | Path) -> AdaptedModel:
-    """Put the adapters of a folder in peft's format beside a model's layers.
+    """Add the adapters in a folder of peft's format to a model, in place.
 
-    peft takes B₀·A₀ out of the weights for an adapter that began as `pissa` or `olora`. Here the
-    weights stay, and B₀·A₀ is taken off by the adapter, whose rank is then twice the file's: the
-    sums are the same, and switched off it leaves the model as it was.
+    For `pissa` and `olora`, peft subtracts s·B₀·A₀ from the weights. Here the weights stay
+    unchanged and the adapter includes -s·B₀·A₀, which doubles its rank. The results are the same,
+    and with the adapter disabled the model equals its base.
 
     Args:
-        model: the one they were trained for.
-        folder: with `adapter_config.json` and `adapter_model.safetensors`.
+        model: base model that the adapters were trained for.
+        folder: folder with `adapter_config.json` and `adapter_model.safetensors`.
 
     Raises:
-        ModelError: the folder holds no LoRA adapter, one that needs what is not supported here
-            (DoRA, trained biases or whole modules), or one that does not fit the model.
+        ModelError: the folder has no LoRA adapter, or an unsupported one (DoRA, trained biases or
+            modules), or it does not match the model.
     """
     check_path("an adapter", folder, error=ModelError)
     config, weights = read_adapter(Path(folder))
@@ -40,14 +40,15 @@ def load_lora(model: nn.Module, folder: str | Path) -> AdaptedModel:
         targets=_targets_of(config),
         rslora=config.use_rslora,
     )
-    take_out = TAKEN_OUT.get(str(config.init_lora_weights).lower())
-    if take_out is not None:
+    initial_adapter = INITIAL_ADAPTERS.get(str(config.init_lora_weights).lower())
+    if initial_adapter is not None:
         weights = {
-            name: _without(pair, take_out(_float(layers[name]), config.r, options.scale))
+            name: _subtract(pair, initial_adapter(_float(layers[name]), config.r, options.scale))
             for name, pair in weights.items()
         }
-        grown = math.sqrt(2) if options.rslora else 2.0
-        options = evolve(options, rank=2 * options.rank, alpha=options.alpha * grown)
+        # The scale alpha / rank (or alpha / √rank) must not change with the doubled rank.
+        factor = math.sqrt(2) if options.rslora else 2.0
+        options = evolve(options, rank=2 * options.rank, alpha=options.alpha * factor)
     adapted = adapt(model, list(weights), options, config.base_model_name_or_path or "")
     with torch.no_grad():
         for name, layer in adapted.adapters().items():
@@ -65,11 +66,12 @@ def _targets_of(config: AdapterConfig) -> str | tuple[str, ...]:
     return targets if isinstance(targets, str) else tuple(targets)
 
 
-def _without(pair: tuple[Tensor, Tensor], taken: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Build A and B of B·A - B₀·A₀."""
-    (a, b), (a_taken, b_taken) = pair, taken
+def _subtract(pair: tuple[Tensor, Tensor], initial: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return A and B of B·A - B₀·A₀, of twice the rank."""
+    (a, b), (a_0, b_0) = pair, initial
     device = a.device
-    return torch.cat((a, a_taken.to(device))), torch.cat((b, -b_taken.to(device)), 1)
+    # [B, -B₀] · [A; A₀] = B·A - B₀·A₀
+    return torch.cat((a, a_0.to(device))), torch.cat((b, -b_0.to(device)), 1)
 
 
 def _check_layers(
@@ -78,23 +80,24 @@ def _check_layers(
     weights: Mapping[str, tuple[Tensor, Tensor]],
     layers: Mapping[str, nn.Linear],
 ) -> None:
-    """Refuse adapters that the model has no layers for, before any memory is taken for them."""
+    """Check that the model has all adapted layers, before memory is allocated."""
     problem = ""
     if not isinstance(config.target_modules, str):
-        wanted = {name for name in layers if ends_with(name, config.target_modules)}
-        if lacking := wanted - weights.keys():
-            problem = f"the folder lacks {min(lacking)!r}"
-        elif more := {name for name in weights if not ends_with(name, config.target_modules)}:
-            problem = f"its target_modules leave out {min(more)!r}, of which it has weights"
-    if foreign := weights.keys() - layers.keys():
-        problem = f"the model has no linear layer {min(foreign)!r}"
+        expected = {name for name in layers if ends_with(name, config.target_modules)}
+        if lacking := expected - weights.keys():
+            problem = f"it lacks the adapter of {min(lacking)!r}"
+        elif extra := {name for name in weights if not ends_with(name, config.target_modules)}:
+            problem = f"it has weights for {min(extra)!r}, which target_modules excludes"
+    if unknown := weights.keys() - layers.keys():
+        problem = f"the model has no linear layer {min(unknown)!r}"
     if problem or not weights:
-        problem = problem or "it holds no weights"
+        problem = problem or "it has no weights"
         raise ModelError(f"{folder}: {problem}; load it into the model it was trained for")
     for name, (a, b) in weights.items():
         shape = tuple(layers[name].weight.shape)
         if (b.shape[0], a.shape[1]) != shape:
             raise ModelError(
-                f"{folder}: adapter of {name!r} has shapes {tuple(a.shape)} and {tuple(b.shape)}, "
-                f"and the model's layer {shape}; load it into the model it was trained for"
+                f"{folder}: the adapter of {name!r} has shapes {tuple(a.shape)} and "
+                f"{tuple(b.shape)}, and the model's layer has {shape}; load it into the model it "
+                "was trained for"
             )

@@ -1,1 +1,1 @@
-"""Formulas as pure functions, and the losses that engines call."""
+"""Losses: formulas as pure functions, and the loss objects that engines call."""

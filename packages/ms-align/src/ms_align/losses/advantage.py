@@ -1,6 +1,6 @@
-"""Advantages: how much better than expected each token, or each response of a group, did.
+"""Advantage estimators: GAE per token, GRPO and RLOO per response.
 
-Shapes: B responses, T response tokens; a mask is 1 where a token is the response's own.
+Shapes: B responses, T response tokens. A mask is 1 at response tokens.
 """
 
 import torch
@@ -10,21 +10,21 @@ from torch import Tensor
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 0.95
 ) -> Tensor:
-    """Compute generalised advantage estimates (Schulman et al., 2016, equation 16).
+    """Compute generalized advantage estimates (Schulman et al., 2016, equation 16).
 
-    A_t = δ_t + gamma·λ·A_{t+1} with δ_t = r_t + gamma·V_{t+1} - V_t. After a row's last counted
-    token comes nothing: its next value and advantage are 0. Tokens that are not counted are
-    skipped over, wherever they lie, so left and right padding give the same.
+    A_t = δ_t + gamma·λ·A_{t+1} with δ_t = r_t + gamma·V_{t+1} - V_t. After the last unmasked token
+    of a row, the next value and advantage are 0. Masked tokens are skipped wherever they are, so
+    left and right padding give the same result.
 
     Args:
-        rewards: (B, T) float, of the step from token t.
+        rewards: (B, T) float, reward for the action at token t.
         values: (B, T) float, expected return before token t.
-        mask: (B, T) bool or 0/1; which tokens count.
-        gamma: discount a token, 0 to 1.
-        lam: λ, 0 (one step) to 1 (whole returns).
+        mask: (B, T) bool or 0/1; 1 at response tokens.
+        gamma: discount factor per token, 0 to 1.
+        lam: λ, 0 (one-step TD) to 1 (Monte Carlo returns).
 
     Returns:
-        (B, T) in the dtype of `rewards`; 0 where nothing counts. Values take no gradient from it.
+        (B, T) in the dtype of `rewards`; 0 where masked. No gradient flows to the values.
 
     Raises:
         ValueError: shapes differ.
@@ -32,109 +32,115 @@ def gae(
     if not rewards.shape == values.shape == mask.shape or rewards.ndim != 2:
         raise ValueError(
             f"rewards {tuple(rewards.shape)}, values {tuple(values.shape)} and mask "
-            f"{tuple(mask.shape)} differ; give three of one shape (B, T)"
+            f"{tuple(mask.shape)} must have the same shape (B, T)"
         )
-    counted = mask.bool()
+    is_response = mask.bool()
     values = values.detach()
     advantages = torch.zeros_like(rewards)
     next_value = next_advantage = rewards.new_zeros(rewards.shape[0])
+    # Backward recursion. At masked tokens the carried values pass through unchanged, so they always
+    # belong to the next response token, however much padding is in between.
     for t in range(rewards.shape[1] - 1, -1, -1):
-        here = counted[:, t]
+        active = is_response[:, t]
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         advantage = delta + gamma * lam * next_advantage
-        next_value = torch.where(here, values[:, t], next_value)
-        next_advantage = torch.where(here, advantage, next_advantage)
-        advantages[:, t] = torch.where(here, advantage, advantages[:, t])
+        next_value = torch.where(active, values[:, t], next_value)
+        next_advantage = torch.where(active, advantage, next_advantage)
+        advantages[:, t] = torch.where(active, advantage, advantages[:, t])
     return advantages
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Compute the mean of the counted elements, a scalar; NaN where none is."""
+    """Mean over the mask, a scalar; NaN if the mask is empty."""
     return (x * mask).sum() / mask.sum()
 
 
 def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, epsilon: float = 1e-8) -> Tensor:
-    """Compute (x - mean) / √(variance + ε) over counted elements, variance with n - 1; 0 elsewhere.
+    """Compute (x - mean) / √(variance + ε) over the mask, with Bessel's correction; 0 elsewhere.
 
     Args:
         x: (B, T) float.
-        mask: (B, T); which elements count. Fewer than two are only shifted.
-        shift_mean: False leaves the mean where it was, as is usual for rewards.
+        mask: (B, T); with fewer than two elements only the mean is subtracted.
+        shift_mean: False keeps the mean, as is usual for rewards.
         epsilon: added to the variance.
     """
-    counted = mask.to(x.dtype)
-    mean = masked_mean(x, counted)
-    centred = x - mean
-    count = counted.sum()
-    variance = (centred.square() * counted).sum() / (count - 1).clamp(min=1)
-    scaled = centred * torch.rsqrt(variance + epsilon) if count > 1 else centred
-    return (scaled if shift_mean else scaled + mean) * counted
+    weights = mask.to(x.dtype)
+    mean = masked_mean(x, weights)
+    centered = x - mean
+    count = weights.sum()
+    variance = (centered.square() * weights).sum() / (count - 1).clamp(min=1)
+    # A single element has no variance and is only shifted.
+    scaled = centered * torch.rsqrt(variance + epsilon) if count > 1 else centered
+    return (scaled if shift_mean else scaled + mean) * weights
 
 
 def group_relative(
     rewards: Tensor, group_size: int, *, scale: str = "group", epsilon: float = 1e-4
 ) -> Tensor:
-    """Compute GRPO's advantages: reward minus its group's mean, by choice over a deviation.
+    """Compute GRPO advantages: reward minus the group mean, optionally divided by a deviation.
 
     Args:
-        rewards: (B,) float; groups are neighbours. NaN is left out: it counts in no mean,
-            deviation or number, and its advantage is 0.
-        group_size: responses to one prompt; divides B.
-        scale: `"group"` divides by the group's deviation + ε (Shao et al., 2024), `"batch"` by the
-            batch's, `"none"` does not divide (Liu et al., 2025, "Dr. GRPO").
-        epsilon: added to the deviation.
+        rewards: (B,) float; the responses of a group are adjacent. NaN rewards are ignored in all
+            statistics, and their advantage is 0.
+        group_size: responses per prompt; divides B.
+        scale: divisor: `"group"`, the group's standard deviation + ε (Shao et al., 2024);
+            `"batch"`, the batch's; `"none"` (Liu et al., 2025, "Dr. GRPO").
+        epsilon: added to the standard deviation.
 
     Returns:
-        (B,); 0 throughout a group whose rewards are equal, or of which fewer than two are left.
+        (B,); 0 in a group whose rewards are equal or which has fewer than two valid rewards.
 
     Raises:
-        ValueError: the size does not divide the rewards, or the scale is unknown.
+        ValueError: `group_size` does not divide B, or `scale` is unknown.
     """
-    groups, kept = _groups(rewards, group_size)
-    count = kept.sum(dim=1, keepdim=True)
-    centred = (groups - groups.sum(dim=1, keepdim=True) / count.clamp(min=1)) * kept
+    groups, valid = _groups(rewards, group_size)
+    count = valid.sum(dim=1, keepdim=True)
+    # Rewards minus the mean of the group's valid rewards; 0 for invalid ones.
+    centered = (groups - groups.sum(dim=1, keepdim=True) / count.clamp(min=1)) * valid
     if scale == "group":
-        variance = centred.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)
-        centred = centred / (variance.sqrt() + epsilon)
+        variance = centered.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)
+        centered = centered / (variance.sqrt() + epsilon)
     elif scale == "batch":
-        centred = centred / (groups[kept].std() + epsilon) if kept.sum() > 1 else centred
+        centered = centered / (groups[valid].std() + epsilon) if valid.sum() > 1 else centered
     elif scale != "none":
-        raise ValueError(f"scale is {scale!r}; give 'group', 'batch' or 'none'")
-    return centred.flatten()
+        raise ValueError(f"scale must be 'group', 'batch' or 'none', got {scale!r}")
+    return centered.flatten()
 
 
 def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
-    """Compute RLOO's advantages: reward less the mean of its group's others (Ahmadian et al. 2024).
+    """Compute RLOO advantages: reward minus the mean of the group's others (Ahmadian et al. 2024).
 
     Args:
-        rewards: (B,) float; groups are neighbours. NaN is left out, and its advantage is 0.
-        group_size: responses to one prompt, at least 2; divides B.
+        rewards: (B,) float; the responses of a group are adjacent. NaN rewards are ignored, and
+            their advantage is 0.
+        group_size: responses per prompt, at least 2; divides B.
 
     Returns:
-        (B,); 0 throughout a group of which fewer than two are left.
+        (B,); 0 in a group with fewer than two valid rewards.
 
     Raises:
-        ValueError: the size does not divide the rewards.
+        ValueError: `group_size` does not divide B.
     """
-    groups, kept = _groups(rewards, group_size)
-    others = kept.sum(dim=1, keepdim=True) - 1
+    groups, valid = _groups(rewards, group_size)
+    others = valid.sum(dim=1, keepdim=True) - 1
+    # NaN is 0 in `groups`, so the sum is over valid rewards.
     mean = (groups.sum(dim=1, keepdim=True) - groups) / others.clamp(min=1)
-    return torch.where(kept & (others > 0), groups - mean, 0.0).flatten()
+    return torch.where(valid & (others > 0), groups - mean, 0.0).flatten()
 
 
-def compared(rewards: Tensor, group_size: int) -> Tensor:
-    """Find which rewards (B,) are not NaN and have another such one in their group, (B,) bool."""
-    kept = _groups(rewards, group_size)[1]
-    return (kept & (kept.sum(dim=1, keepdim=True) > 1)).flatten()
+def has_baseline(rewards: Tensor, group_size: int) -> Tensor:
+    """Return True for valid rewards (B,) with another valid reward in their group, (B,) bool."""
+    valid = _groups(rewards, group_size)[1]
+    return (valid & (valid.sum(dim=1, keepdim=True) > 1)).flatten()
 
 
 def _groups(rewards: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Group rewards (B / size, size), 0 for NaN, and tell which of them are numbers."""
+    """Return rewards (B / group_size, group_size), with 0 for NaN, and the mask of valid ones."""
     if rewards.ndim != 1 or group_size < 2 or rewards.shape[0] % group_size:
         raise ValueError(
-            f"{tuple(rewards.shape)} rewards do not divide into groups of {group_size}; give one "
-            "reward a response and groups of at least 2"
+            f"{tuple(rewards.shape)} rewards must be (B,) with B divisible by group_size "
+            f"{group_size}, at least 2"
         )
     groups = rewards.view(-1, group_size)
-    kept = ~groups.isnan()
-    return groups.masked_fill(~kept, 0.0), kept
+    valid = ~groups.isnan()
+    return groups.masked_fill(~valid, 0.0), valid

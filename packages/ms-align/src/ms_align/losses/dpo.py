@@ -1,6 +1,6 @@
-"""DPO: prefer the chosen answer by the log-ratio of policy to reference.
+"""DPO: prefer the chosen answer, by the log-ratios of policy to reference.
 
-Rafailov et al., 2023, equation 7; label smoothing is that of Mitchell, 2023 ("conservative DPO").
+Rafailov et al., 2023, equation 7; label smoothing as in Mitchell, 2023 ("conservative DPO").
 Rows 2i and 2i + 1 of a batch are the chosen and the rejected part of pair i. Shapes: B rows,
 S positions, P = B / 2 pairs.
 """
@@ -29,80 +29,88 @@ def dpo_loss(
     h = (chosen - reference_chosen) - (rejected - reference_rejected).
 
     Args:
-        chosen: log-probability of the whole chosen answer, (P,).
-        rejected: likewise.
-        reference_chosen: the same by the reference, (P,).
-        reference_rejected: likewise.
-        beta: how strongly the reference holds.
-        label_smoothing: ε, the share of pairs that are taken to be the wrong way round.
+        chosen: log-probability of each chosen answer under the policy, (P,).
+        rejected: log-probability of each rejected answer under the policy, (P,).
+        reference_chosen: log-probability of each chosen answer under the reference, (P,).
+        reference_rejected: log-probability of each rejected answer under the reference, (P,).
+        beta: β, strength of the implicit KL constraint.
+        label_smoothing: ε, assumed fraction of pairs with swapped labels.
 
     Returns:
-        (P,).
+        Loss per pair, (P,).
     """
     h = beta * ((chosen - reference_chosen) - (rejected - reference_rejected))
     return -(1 - label_smoothing) * F.logsigmoid(h) - label_smoothing * F.logsigmoid(-h)
 
 
 def row_logprobs(output: Output, batch: Batch) -> Tensor:
-    """Sum the log-probabilities of each row's targets, float32 (B,)."""
+    """Sum the target log-probabilities of each row, float32 (B,)."""
     return -output.token_losses(batch["targets"]).sum(1)
 
 
 def pair_weights(batch: Batch) -> Tensor:
-    """Compute how much each pair counts, float32 (P,); 0 for a pair without targets."""
+    """Return the weight of each pair, float32 (P,); 0 if either answer has no targets."""
     targets = batch["targets"] != IGNORED
     if targets.shape[0] % 2:
         raise ConfigError(
-            f"{targets.shape[0]} rows do not hold whole pairs; choose an even microbatch_size"
+            f"a batch of pairs must have an even number of rows, got {targets.shape[0]}; use an "
+            "even microbatch_size"
         )
     weights = targets.float()
     if "weights" in batch:
         weights = weights * batch["weights"].float()
+    # The weight of a row is that of its tokens; a pair has the smaller weight of its two rows.
     return weights.amax(1).view(-1, 2).amin(1)
 
 
 @frozen(kw_only=True, slots=False)  # the trainer inherits from more than one
 class DPOOptions:
-    """DPO's own settings."""
+    """Settings of DPO."""
 
     beta: float = field(default=0.1, validator=number(least=1e-6))
-    """How strongly the policy is held to the reference."""
+    """β: strength of the constraint to stay near the reference."""
     label_smoothing: float = field(default=0.0, validator=number(below=0.5))
-    """Share of pairs that are taken to be the wrong way round."""
+    """Assumed fraction of pairs with swapped labels."""
     reference_free: bool = field(default=False, validator=flag)
-    """Take the reference to be uniform: only the policy's own ratio counts."""
+    """Use a uniform reference instead of a reference model."""
 
 
 @frozen(kw_only=True, slots=False)
 class DPOLoss(DPOOptions):
     """Mean DPO loss of a batch of pairs.
 
-    Reads `targets`, by choice `weights`, and `reference_logprobs` (B,) unless `reference_free`.
+    Reads `targets`, optionally `weights`, and `reference_logprobs` (B,) unless `reference_free`.
     """
 
     statistics = ("accuracy", "margin", "reward_chosen", "reward_rejected")
-    """Implicit rewards β·log(policy / reference), and how often the chosen one's is higher."""
+    """Accuracy, margin and values of the implicit rewards β·log(policy / reference)."""
 
     def weight(self, batch: Batch) -> float:
         """Sum the weights of all pairs."""
         return float(pair_weights(batch).sum())
 
     def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Compute the weighted sum over pairs, and the statistics' sums."""
+        """Return the weighted sum over pairs and the sums of the statistics."""
         weights = pair_weights(batch)
-        own = row_logprobs(output, batch)
-        reference = torch.zeros_like(own) if self.reference_free else batch["reference_logprobs"]
-        (chosen, rejected), (of_chosen, of_rejected) = own.view(-1, 2).T, reference.view(-1, 2).T
+        logprobs = row_logprobs(output, batch)
+        reference = (
+            torch.zeros_like(logprobs) if self.reference_free else batch["reference_logprobs"]
+        )
+        (chosen, rejected), (reference_chosen, reference_rejected) = (
+            logprobs.view(-1, 2).T,
+            reference.view(-1, 2).T,
+        )
         losses = dpo_loss(
             chosen,
             rejected,
-            of_chosen,
-            of_rejected,
+            reference_chosen,
+            reference_rejected,
             beta=self.beta,
             label_smoothing=self.label_smoothing,
         )
         with torch.no_grad():
-            rewards = self.beta * (own - reference).view(-1, 2)
+            # implicit rewards (P, 2): chosen, rejected
+            rewards = self.beta * (logprobs - reference).view(-1, 2)
             gap = rewards[:, 0] - rewards[:, 1]
             statistics = torch.stack(((gap > 0).float(), gap, rewards[:, 0], rewards[:, 1]))
         return (losses * weights).sum(), (statistics * weights).sum(1)

@@ -1,18 +1,18 @@
-"""Estimators of KL(policy ‖ reference) from sampled tokens, and controllers of its coefficient.
+"""Estimators of KL(policy ‖ reference) from sampled tokens, and the adaptive KL controller.
 
-Write w for the log-ratio log π(y) - log q(y) of a sampled token under policy π and reference q
-(Schulman, 2020, "Approximating KL divergence"). What an estimator is worth as a value and what its
-gradient is worth are two questions:
+Let w = log π(y) - log q(y) be the log-ratio of a sampled token under the policy π and the
+reference q (Schulman, 2020, "Approximating KL divergence"), and μ the policy that sampled it. A
+good estimate of the value may have a useless gradient:
 
 | estimator | per token | in the reward | in the loss |
 |---|---|---|---|
-| `k1` | w | the gradient of KL | no gradient at all: it averages to 0 |
-| `k2` | w² / 2 | biased | the gradient of each token's KL where π drew the tokens |
-| `k3` | exp(-w) - 1 + w | biased | that of the *reverse* KL(q ‖ π) |
-| `k3_weighted` | π/μ · k3 | | the gradient of each token's KL, also if μ ≠ π drew the tokens |
-| `k1_to_go` | π/μ · Σ later k1 | | the gradient of the whole response's KL where π drew it |
+| `k1` | w | gradient of the KL | no gradient: it averages to 0 |
+| `k2` | w² / 2 | biased | gradient of each token's KL if μ = π |
+| `k3` | exp(-w) - 1 + w | biased | gradient of the *reverse* KL(q ‖ π) |
+| `k3_weighted` | π/μ · k3 | | gradient of each token's KL, also if μ ≠ π |
+| `k1_to_go` | π/μ · Σ later k1 | | gradient of the whole response's KL if μ = π |
 
-The tests hold each against the exact gradient by enumeration; the guide prints the table.
+The tests compare each estimator with the exact gradient, computed by enumeration.
 """
 
 from typing import Literal
@@ -27,67 +27,69 @@ LossEstimator = Literal["k2", "k3", "k3_weighted", "k1_to_go"]
 
 
 def estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "k1") -> Tensor:
-    """Compute the value of an estimator for each token.
+    """Compute a per-token KL estimate.
 
     Args:
-        logprobs: (B, T) float32, of the policy.
-        reference_logprobs: (B, T) float32, of the reference.
+        logprobs: (B, T) float32, under the policy.
+        reference_logprobs: (B, T) float32, under the reference.
         estimator: `k1`, `k2` or `k3`.
 
     Returns:
-        (B, T). `k1` may be negative for a token, as its mean over many is not; `k2`, `k3` never.
+        (B, T). `k1` may be negative for single tokens; `k2` and `k3` are never negative.
 
     Raises:
-        ConfigError: there is no such estimator.
+        ConfigError: the estimator is unknown.
     """
-    ratio = logprobs - reference_logprobs
+    log_ratio = logprobs - reference_logprobs
     if estimator == "k1":
-        return ratio
+        return log_ratio
     if estimator == "k2":
-        return 0.5 * ratio.square()
+        return 0.5 * log_ratio.square()
     if estimator == "k3":
-        return torch.expm1(-ratio) + ratio
-    raise ConfigError(f"there is no KL estimator {estimator!r}; give 'k1', 'k2' or 'k3'")
+        return torch.expm1(-log_ratio) + log_ratio
+    raise ConfigError(f"the KL estimator must be 'k1', 'k2' or 'k3', got {estimator!r}; use one")
 
 
-def in_loss(
+def loss_term(
     logprobs: Tensor,
     reference_logprobs: Tensor,
     old_logprobs: Tensor,
     mask: Tensor,
     estimator: str,
 ) -> Tensor:
-    """Compute what to add, times β, to each token's loss, so that its gradient is the KL's.
+    """Compute the KL term of each token's loss, before multiplication by β.
 
     Args:
-        logprobs: (B, T) float32, of the policy being trained; takes the gradient.
-        reference_logprobs: (B, T).
-        old_logprobs: (B, T), of the policy that drew the tokens.
-        mask: (B, T), the response's own tokens.
-        estimator: a `LossEstimator`; see the table above for what each is worth.
+        logprobs: (B, T) float32, under the policy being trained; receives the gradient.
+        reference_logprobs: (B, T), under the reference.
+        old_logprobs: (B, T), under the policy that sampled the tokens.
+        mask: (B, T), response tokens.
+        estimator: a `LossEstimator`; see the table above.
 
     Returns:
-        (B, T), 0 where nothing counts.
+        (B, T), 0 where masked.
 
     Raises:
-        ConfigError: there is no such estimator, or it has no gradient.
+        ConfigError: the estimator is unknown or has no gradient.
     """
-    counted = mask.to(logprobs.dtype)
+    weights = mask.to(logprobs.dtype)
     if estimator in ("k2", "k3"):
-        return estimate(logprobs, reference_logprobs, estimator) * counted
-    weight = torch.exp(logprobs - old_logprobs)
+        return estimate(logprobs, reference_logprobs, estimator) * weights
+    # Importance ratio π/μ. At the first update it is 1, but it carries the gradient of log π.
+    ratio = torch.exp(logprobs - old_logprobs)
     if estimator == "k3_weighted":
-        return weight * estimate(logprobs, reference_logprobs, "k3") * counted
+        return ratio * estimate(logprobs, reference_logprobs, "k3") * weights
     if estimator == "k1_to_go":
-        ratios = (logprobs - reference_logprobs).detach() * counted
-        to_go = ratios.flip(1).cumsum(1).flip(1)
-        return weight * to_go * counted
+        log_ratios = (logprobs - reference_logprobs).detach() * weights
+        # Σ over this and later tokens of the response: the KL that the token can still influence.
+        to_go = log_ratios.flip(1).cumsum(1).flip(1)
+        return ratio * to_go * weights
     if estimator == "k1":
         raise ConfigError(
-            "k1 in the loss has a gradient of 0 on average, so it would not hold the policy near "
-            "the reference; use 'k2' or 'k3_weighted', or k1 in the reward"
+            "k1 in the loss has a gradient of 0 on average, so it would not keep the policy near "
+            "the reference; use 'k2' or 'k3_weighted', or kl_in='reward'"
         )
     raise ConfigError(
-        f"there is no KL estimator {estimator!r} for the loss; give 'k2', 'k3', 'k3_weighted' or "
-        "'k1_to_go'"
+        "the KL estimator in the loss must be 'k2', 'k3', 'k3_weighted' or 'k1_to_go', got "
+        f"{estimator!r}; use one"
     )

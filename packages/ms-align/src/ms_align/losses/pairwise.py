@@ -1,7 +1,7 @@
-"""The reward model's loss: the chosen answer scores higher than the rejected one.
+"""Reward model loss: the chosen answer must score higher than the rejected one.
 
 Bradley and Terry, 1952, with the margin of Touvron et al. ("Llama 2"), 2023, equation 2, and the
-centring of Eisenstein et al., 2023. Rows as in `losses/dpo.py`. Shapes: B rows, S positions,
+centering of Eisenstein et al., 2023. Rows as in `losses/dpo.py`. Shapes: B rows, S positions,
 P = B / 2 pairs.
 """
 
@@ -24,31 +24,32 @@ def pairwise_loss(
     Args:
         chosen: scores (P,).
         rejected: scores (P,).
-        margin: by how much the chosen one should be ahead, (P,) or a number.
-        centring: keeps scores around 0, which the difference alone doesn't.
+        margin: required score difference, (P,) or a number.
+        centring: weight of the term that keeps scores around 0.
 
     Returns:
-        (P,).
+        Loss per pair, (P,).
     """
     loss = -F.logsigmoid(chosen - rejected - margin)
     return loss + centring * (chosen + rejected).square() if centring else loss
 
 
 def row_scores(output: Output, batch: Batch, head: str) -> Tensor:
-    """Read a head's score at the last token of each row's first document, float32 (B,).
+    """Return a head's score at the last token of each row's first document, float32 (B,).
 
     Raises:
-        DataError: the batch does not say where a row's first document ends.
+        DataError: the batch has no `documents`, or a row has no document 0.
     """
     if "documents" not in batch:
         raise DataError(
-            "the batch has no `documents`, so where each answer ends is not known; give them, 0 "
-            "at a row's tokens and 1 behind its end"
+            "a batch of pairs must have `documents` to find the end of each answer, got none; add "
+            "them: 0 at a row's tokens and 1 after its end"
         )
     scores = output.head(head)[..., 0]
+    # Document 0 is the answer, from the start of the row.
     last = (batch["documents"] == 0).sum(1) - 1
     if bool((last < 0).any()):
-        raise DataError("a row of the batch has no document 0 to score; leave such pairs out")
+        raise DataError("every row must have a document 0 to score, got one without; drop its pair")
     return scores.gather(1, last[:, None])[:, 0]
 
 
@@ -56,25 +57,26 @@ def row_scores(output: Output, batch: Batch, head: str) -> Tensor:
 class PairwiseLoss:
     """Mean pairwise loss of a batch of pairs.
 
-    Reads `documents` (the rest of a row behind its end is another document), `targets`, by choice
+    Reads `documents` (0 for the answer, 1 for the rest of the row), `targets`, and optionally
     `weights` and `margin` (B,).
     """
 
     margin_scale: float = field(default=1.0, validator=number())
-    """Factor of the data's margins; 0 leaves them out."""
+    """Factor for the margins in the dataset; 0 ignores them."""
     centring: float = field(default=0.0, validator=number())
     head: str = "score"
 
     statistics = ("accuracy", "gap", "mean_score")
-    """How often the chosen one scores higher, by how much, and where scores lie."""
+    """Accuracy, score gap and mean score."""
 
     def weight(self, batch: Batch) -> float:
         """Sum the weights of all pairs."""
         return float(pair_weights(batch).sum())
 
     def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Compute the weighted sum over pairs, and the statistics' sums."""
+        """Return the weighted sum over pairs and the sums of the statistics."""
         weights = pair_weights(batch)
+        # rows alternate: chosen, rejected
         chosen, rejected = row_scores(output, batch, self.head).view(-1, 2).T
         margin = batch["margin"].view(-1, 2)[:, 0] if "margin" in batch else 0.0
         losses = pairwise_loss(chosen, rejected, self.margin_scale * margin, centring=self.centring)

@@ -1,12 +1,12 @@
-"""The clipped surrogate loss that PPO, GRPO, RLOO and their kin are values of.
+"""The clipped surrogate loss of PPO, GRPO and RLOO.
 
-Schulman et al., 2017, equation 7, in what each algorithm makes of it:
-1. PPO: a ratio a token, a mean over tokens.
-2. GRPO (Shao et al., 2024, equation 3): a ratio a token; `aggregation="token"` with an upper clip
-   of its own is DAPO's (Yu et al., 2025), `"constant"` is that of Liu et al., 2025.
-3. RLOO (Ahmadian et al., 2024): one ratio a response, a mean over responses. In the first update
-   its gradient is that of -A·log π.
-Shapes: B rows, S positions; a mask is true where a target is the response's own token.
+Schulman et al., 2017, equation 7. The algorithms differ as follows:
+1. PPO: one ratio per token, mean over tokens.
+2. GRPO (Shao et al., 2024, equation 3): one ratio per token. `aggregation="token"` with a separate
+   upper clip range is DAPO (Yu et al., 2025), `"constant"` is Dr. GRPO (Liu et al., 2025).
+3. RLOO (Ahmadian et al., 2024): one ratio per response, mean over responses. In the first update
+   the gradient equals the gradient of -A·log π.
+Shapes: B rows, S positions. A mask is True where the target is a response token.
 """
 
 from collections.abc import Callable
@@ -25,109 +25,119 @@ Aggregation = Literal["token", "sequence", "constant"]
 
 
 def per_token(log_ratios: Tensor, mask: Tensor) -> Tensor:
-    """Return a ratio for each token: the log-ratios (B, S) as they are."""
+    """Keep one log-ratio per token, (B, S)."""
     return log_ratios
 
 
 def per_response(log_ratios: Tensor, mask: Tensor) -> Tensor:
-    """Sum a response's log-ratios into one ratio, which each of its tokens gets (B, S)."""
+    """Sum the log-ratios of each response and repeat the sum at its tokens, (B, S)."""
     return log_ratios.sum(1, keepdim=True).expand_as(log_ratios)
 
 
 @frozen(kw_only=True)
 class PolicyLoss:
-    """The policy's loss. Reads `targets`, `old_logprobs`, `advantages`, (B, S), target-aligned.
+    """Clipped policy loss. Reads `targets`, `old_logprobs`, `advantages`, all (B, S).
 
-    `reference_logprobs` too, if `kl_coeff` is not 0.
+    Also reads `reference_logprobs` if `kl_coeff` is not 0.
     """
 
     clip_low: float = field(default=0.2, validator=number())
     clip_high: float = field(default=0.2, validator=number())
     temperature: float = field(default=1.0, validator=number(least=1e-6))
-    """Temperature at which the responses were drawn."""
+    """Sampling temperature of the responses."""
     entropy_coeff: float = field(default=0.0, validator=number())
     kl_coeff: float = field(default=0.0, validator=number())
-    """Coefficient of a KL in the loss; 0 where it is in the reward."""
+    """Coefficient of the KL term in the loss; 0 if the KL penalty is in the reward."""
     kl_estimator: str = "k3_weighted"
     aggregation: Aggregation = field(
         default="token", validator=one_of("token", "sequence", "constant")
     )
     longest: int | None = field(default=None, validator=whole(optional=True))
-    """Tokens of the longest response, for `constant`."""
+    """Maximum response length in tokens, for `constant`."""
     ratio: Callable[[Tensor, Tensor], Tensor] = per_token
-    """What a ratio is of: makes log-ratios (B, S) from those of tokens, under a mask (B, S)."""
+    """Maps the log-ratios of tokens (B, S), with their mask (B, S), to the surrogate's (B, S)."""
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """Entropy, how far the policy has moved from the one that drew, how much is clipped."""
+        """Entropy, KL from the sampling policy, fraction of clipped tokens, and the KL term."""
         penalty = ("kl_loss",) if self.kl_coeff else ()
         return ("entropy", "kl_old", "clip_fraction", *penalty)
 
     def weight(self, batch: Batch) -> float:
-        """Count tokens or responses, as `aggregation` says."""
-        return divisor(mask_of(batch), self.aggregation, self.longest)
+        """Return the loss divisor for this batch; see `loss_divisor`."""
+        return loss_divisor(target_mask(batch), self.aggregation, self.longest)
 
     def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Compute the weighted sum over response tokens, and the statistics' sums."""
-        mask = mask_of(batch)
+        """Return the weighted sum over response tokens and the sums of the statistics."""
+        mask = target_mask(batch)
         weights = token_weights(mask, self.aggregation)
         losses, terms = self.terms(output, batch, mask)
         sums = [(terms[name].detach() * weights).sum() for name in self.statistics]
         return (losses * weights).sum(), torch.stack(sums)
 
     def terms(self, output: Output, batch: Batch, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss of each token, and each statistic by name, all (B, S)."""
-        old, advantages = batch["old_logprobs"], batch["advantages"]
+        """Return the loss of each token and the statistics by name, all (B, S)."""
+        old_logprobs, advantages = batch["old_logprobs"], batch["advantages"]
         logprobs = -output.token_losses(batch["targets"], temperature=self.temperature)
-        difference = torch.where(mask, logprobs - old, 0.0)
-        ratios = self.ratio(difference, mask).exp()
-        losses = policy = clipped(ratios, advantages, self.clip_low, self.clip_high)
-        bonus = self.entropy_coeff > 0
-        with torch.set_grad_enabled(bonus and torch.is_grad_enabled()):
+        # log π/μ; masked positions get ratio 1, so that exp cannot overflow there.
+        log_ratios = torch.where(mask, logprobs - old_logprobs, 0.0)
+        ratios = self.ratio(log_ratios, mask).exp()
+        losses = policy_loss = clipped_surrogate(ratios, advantages, self.clip_low, self.clip_high)
+        has_bonus = self.entropy_coeff > 0
+        # Without a bonus the entropy is only a statistic and needs no graph.
+        with torch.set_grad_enabled(has_bonus and torch.is_grad_enabled()):
             entropy = output.entropies(mask, temperature=self.temperature)
-        if bonus:
+        if has_bonus:
             losses = losses - self.entropy_coeff * entropy
         with torch.no_grad():
-            # k3 of the policy that drew against this one.
-            moved = self.ratio(torch.expm1(difference) - difference, mask)
-            share = clipped_share(ratios, advantages, self.clip_low, self.clip_high)
-        terms = {"policy_loss": policy, "entropy": entropy, "kl_old": moved, "clip_fraction": share}
+            # k3 estimate of the KL from the sampling policy to the current one
+            kl_old = self.ratio(torch.expm1(log_ratios) - log_ratios, mask)
+            is_clipped = clip_indicator(ratios, advantages, self.clip_low, self.clip_high)
+        terms = {
+            "policy_loss": policy_loss,
+            "entropy": entropy,
+            "kl_old": kl_old,
+            "clip_fraction": is_clipped,
+        }
         if self.kl_coeff:
             reference = batch["reference_logprobs"]
-            terms["kl_loss"] = kl.in_loss(logprobs, reference, old, mask, self.kl_estimator)
+            terms["kl_loss"] = kl.loss_term(
+                logprobs, reference, old_logprobs, mask, self.kl_estimator
+            )
             losses = losses + self.kl_coeff * terms["kl_loss"]
         return losses, terms
 
 
-def mask_of(batch: Batch) -> Tensor:
-    """Find which targets count, (B, S) bool."""
+def target_mask(batch: Batch) -> Tensor:
+    """Return the mask of targets, (B, S) bool."""
     return batch["targets"] != IGNORED
 
 
-def clipped(ratios: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+def clipped_surrogate(ratios: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
     """Compute -min(r·A, clip(r, 1 - low, 1 + high)·A).
 
     Args:
-        ratios: π/μ, any shape; takes the gradient.
-        advantages: of the same shape.
-        low: how far below 1 a ratio still counts.
-        high: how far above.
+        ratios: π/μ, any shape; receives the gradient.
+        advantages: same shape.
+        low: lower clip range.
+        high: upper clip range.
     """
+    # A loss is minimized, so the pessimistic minimum of the surrogate becomes a maximum.
     return torch.maximum(-ratios * advantages, -ratios.clamp(1 - low, 1 + high) * advantages)
 
 
-def clipped_share(ratios: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """Mark with 1 where the clip takes the gradient away, 0 elsewhere; shaped as `ratios`."""
+def clip_indicator(ratios: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """Return 1 where clipping removes the gradient, 0 elsewhere; same shape as `ratios`."""
+    # The clip only stops moves that the advantage rewards: up if A > 0, down if A < 0.
     above = (ratios > 1 + high) & (advantages > 0)
     below = (ratios < 1 - low) & (advantages < 0)
     return (above | below).float()
 
 
 def token_weights(mask: Tensor, aggregation: str) -> Tensor:
-    """Compute how much each token counts, (B, S) float32.
+    """Return the weight of each token in the loss, (B, S) float32.
 
-    `token` counts each alike; `sequence` each response alike, its tokens sharing; `constant` each
-    token alike, but divided by a fixed length, so that no response's length changes its weight.
+    `token` and `constant`: 1 per token. `sequence`: 1 per response, split among its tokens.
     """
     weights = mask.float()
     if aggregation == "sequence":
@@ -135,16 +145,16 @@ def token_weights(mask: Tensor, aggregation: str) -> Tensor:
     return weights
 
 
-def divisor(mask: Tensor, aggregation: str, longest: int | None) -> float:
-    """Compute what the sum of `token_weights` times losses is divided by.
+def loss_divisor(mask: Tensor, aggregation: str, longest: int | None) -> float:
+    """Return the divisor of the weighted sum of token losses.
 
     Args:
         mask: (B, S).
         aggregation: an `Aggregation`.
-        longest: tokens of the longest response there may be; for `constant`.
+        longest: maximum response length in tokens, for `constant`.
 
     Raises:
-        ConfigError: there is no such aggregation.
+        ConfigError: the aggregation is unknown.
     """
     if aggregation == "token":
         return float(mask.sum())
@@ -152,4 +162,6 @@ def divisor(mask: Tensor, aggregation: str, longest: int | None) -> float:
         return float(mask.any(1).sum())
     if aggregation == "constant" and longest:
         return float(mask.any(1).sum() * longest)
-    raise ConfigError(f"aggregation is {aggregation!r}; give 'token', 'sequence' or 'constant'")
+    raise ConfigError(
+        f"aggregation must be 'token', 'sequence' or 'constant', got {aggregation!r}; use one"
+    )

@@ -1,4 +1,4 @@
-"""Load and save models, by whichever library knows them."""
+"""Loading and saving of models with ms-parallel or transformers."""
 
 import importlib.util
 import math
@@ -29,122 +29,125 @@ FLOATS = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-"""Names of dtypes in safetensors files."""
+"""Floating-point dtypes by their names in safetensors files."""
 
 
 def folder_of(model: Any) -> Path | None:
-    """Return the folder that a model is, or was read from; None if there is none.
+    """Return the folder that a model is, or was loaded from; None for other models.
 
-    For the folder of an adapter it is that of the model which the adapter is for.
+    For an adapter's folder, it is the folder of the base model.
     """
-    given = model if isinstance(model, str | Path) else getattr(model, "name_or_path", None)
-    if not given or not isinstance(given, str | Path):
+    path = model if isinstance(model, str | Path) else getattr(model, "name_or_path", None)
+    if not path or not isinstance(path, str | Path):
         return None
-    folder = Path(given)
+    folder = Path(path)
     base = adapter_base(folder)
     return folder if base is None else folder_of(base)
 
 
 def adapter_base(folder: Path) -> Path | None:
-    """Return the folder of the model that an adapter's folder is for; None if it is no adapter's.
+    """Return the base model's folder of an adapter's folder; None if it is not an adapter's.
 
     Raises:
-        ModelError: adapter_config.json names no folder that is there, or adapters name each other
-            in a circle.
+        ModelError: adapter_config.json does not name an existing folder, or adapters refer to each
+            other in a cycle.
     """
-    base = _named_base(folder)
-    seen, following = {folder.resolve()}, base
-    while following is not None:  # an adapter may be for a model that has one itself
-        if following.resolve() in seen:
+    base = _base_in_config(folder)
+    visited, next_base = {folder.resolve()}, base
+    while next_base is not None:  # the base model may be an adapter's folder itself
+        if next_base.resolve() in visited:
             raise ModelError(
                 f"{folder / ADAPTER}: base_model_name_or_path must lead to a model, and leads back "
-                f"to {following}; set it to the folder of the model that the adapter is for"
+                f"to {next_base}; set it to the folder of the base model"
             )
-        seen.add(following.resolve())
-        following = _named_base(following)
+        visited.add(next_base.resolve())
+        next_base = _base_in_config(next_base)
     return base
 
 
-def _named_base(folder: Path) -> Path | None:
+def _base_in_config(folder: Path) -> Path | None:
     path = folder / ADAPTER
     if not path.is_file() or (folder / "config.json").is_file():
         return None
-    named = read_json(path, dict[str, Any], error=ModelError).get("base_model_name_or_path")
-    if isinstance(named, str) and named:
-        check_path(f"base_model_name_or_path of {path}", named, error=ModelError)
-        for base in (Path(named), folder / named):
+    name = read_json(path, dict[str, Any], error=ModelError).get("base_model_name_or_path")
+    if isinstance(name, str) and name:
+        check_path(f"base_model_name_or_path of {path}", name, error=ModelError)
+        # A relative name may be relative to the working directory or to the adapter.
+        for base in (Path(name), folder / name):
             if base.is_dir():
                 return base
     raise ModelError(
-        f"{path}: base_model_name_or_path must be the folder of the model that the adapter is for, "
-        f"got {shown(named)}; set it to that folder"
+        f"{path}: base_model_name_or_path must be the folder of the base model, got {shown(name)}; "
+        "set it to that folder"
     )
 
 
-def pick_device(wanted: str | None = None) -> torch.device:
-    """Return a device by its name; by default this process's accelerator, else the CPU.
+def pick_device(name: str | None = None) -> torch.device:
+    """Return a device by name. Default: this process's accelerator, or the CPU.
 
     Raises:
-        ConfigError: the machine has no such accelerator.
+        ConfigError: this machine does not have the device.
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if wanted is not None and wanted != "cpu":
-        kind, _, number = wanted.partition(":")
-        has = "no accelerator" if found is None else found.type
-        if found is None or found.type != kind:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if name is not None and name != "cpu":
+        device_type, _, number = name.partition(":")
+        available = "no accelerator" if accelerator is None else accelerator.type
+        if accelerator is None or accelerator.type != device_type:
             raise ConfigError(
-                f"device must be one of this machine, which has {has}, got {wanted!r}"
+                f"device must be one of this machine, which has {available}, got {name!r}"
             )
         if number and int(number) >= torch.accelerator.device_count():
             count = torch.accelerator.device_count()
             raise ConfigError(
-                f"device must be below {kind}:{count} on this machine, got {wanted!r}"
+                f"device must be below {device_type}:{count} on this machine, got {name!r}"
             )
         if number:
-            return torch.device(wanted)
-    if found is None or wanted == "cpu":
+            return torch.device(name)
+    if accelerator is None or name == "cpu":
         return torch.device("cpu")
+    # torchrun sets LOCAL_RANK.
     index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
-    return torch.device(found.type, index)
+    return torch.device(accelerator.type, index)
 
 
 def load_model(folder: str | Path, *, device: str | None = None) -> nn.Module:
-    """Read the model of a Hugging Face folder, through ms-parallel where it knows the architecture.
+    """Load the model in a Hugging Face folder, with ms-parallel if it supports the architecture.
 
     Args:
-        folder: with a config.json and weights; they become float32.
-        device: where the model is put; by default this process's accelerator, else the CPU.
+        folder: folder with config.json and weights, which are converted to float32.
+        device: device of the model. Default: this process's accelerator, or the CPU.
 
     Raises:
-        ModelError: there is no model, or it cannot be read.
-        ConfigError: neither ms-parallel nor transformers is installed, or there is no such device.
+        ModelError: the folder has no model, or the model cannot be loaded.
+        ConfigError: neither ms-parallel nor transformers is installed, or the device is unknown.
     """
     check_path("a model", folder, error=ModelError)
     path = Path(folder)
     if (problem := missing_model(str(folder))) is not None:
         raise ModelError(f"the model must be a local folder: {problem}")
     if not (path / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json; give the folder of a model")
-    place = pick_device(device)
-    others = importlib.util.find_spec("transformers") is not None
+        raise ModelError(f"{folder} has no config.json; use the folder of a model")
+    target = pick_device(device)
+    has_transformers = importlib.util.find_spec("transformers") is not None
     if importlib.util.find_spec("ms_parallel"):
         import ms_parallel
 
         try:
-            return ms_parallel.load_model(path, device=place)
+            return ms_parallel.load_model(path, device=target)
         except ms_parallel.ParallelError as error:
-            if not others or _is_known(path):
+            # For an architecture that ms-parallel supports, its message is the accurate one.
+            if not has_transformers or _is_supported(path):
                 raise ModelError(str(error)) from error
-    if others:
-        return check_module(path, _from_transformers(path)).to(place)
+    if has_transformers:
+        return check_module(path, _from_transformers(path)).to(target)
     raise ConfigError(
         f"reading the model in {folder} needs ms-parallel or transformers; install "
         "ms-align[parallel] or ms-align[hf]"
     )
 
 
-def _is_known(path: Path) -> bool:
-    """Return whether the model is of ms-parallel's own families and its files can be read there."""
+def _is_supported(path: Path) -> bool:
+    """Return True if ms-parallel has its own model for the architecture and can read the files."""
     from ms_parallel import ParallelError
     from ms_parallel.models import TransformersModel, architecture
 
@@ -156,39 +159,39 @@ def _is_known(path: Path) -> bool:
 
 
 def _from_transformers(path: Path) -> nn.Module:
-    """Read the model with transformers, and refuse one whose gaps it would fill at random."""
+    """Load a model with transformers; reject weights that it would initialize randomly."""
     from transformers import AutoModelForCausalLM
 
     check_parts(path, error=ModelError)
     try:
-        made: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, output_loading_info=True, dtype=torch.float32
         )
-    except Exception as error:  # each kind of damage has an error of its own
+    except Exception as error:  # transformers raises many types for damaged files
         reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"{path} cannot be read: {reason}; is it whole?") from error
-    model, found = made
-    for what in ("missing_keys", "mismatched_keys"):
-        if found[what]:
-            names = sorted(one if isinstance(one, str) else one[0] for one in found[what])
+        raise ModelError(f"{path} cannot be read: {reason}; check that it is complete") from error
+    model, info = loaded
+    for problem in ("missing_keys", "mismatched_keys"):
+        if info[problem]:
+            names = sorted(key if isinstance(key, str) else key[0] for key in info[problem])
             raise ModelError(
-                f"{path} has {len(names)} {what.replace('_', ' ')}, first {names[0]!r}, for which "
-                "random numbers would be taken; copy it again"
+                f"{path} has {len(names)} {problem.replace('_', ' ')}, first {names[0]!r}, which "
+                "would be initialized randomly; copy it again"
             )
     return cast(nn.Module, model)
 
 
 def save_model(model: nn.Module, folder: Path, *, dtype: torch.dtype | None = None) -> None:
-    """Write a model as its library does; a plain module's weights as `model.safetensors`.
+    """Save a model in its library's format, or a plain module as `model.safetensors`.
 
     Args:
-        model: stays as it is.
-        folder: to write.
-        dtype: of the parameters in the files; by default their own. Buffers keep theirs.
+        model: model to save; it is not changed.
+        folder: folder to write.
+        dtype: dtype of the saved parameters; buffers keep theirs. None: their own.
 
     Raises:
-        CheckpointError: the place cannot be written.
-        NonFiniteError: a weight does not fit into `dtype`.
+        CheckpointError: the folder cannot be written.
+        NonFiniteError: a weight overflows in `dtype`.
     """
     with writing(folder):
         if hasattr(model, "save_pretrained"):
@@ -211,33 +214,34 @@ def save_model(model: nn.Module, folder: Path, *, dtype: torch.dtype | None = No
 
 
 def stored_dtype(folder: Path) -> torch.dtype | None:
-    """Find the dtype that most numbers of a model's folder have; None where that is no float.
+    """Return the dtype of most weights in a model's folder; None if it is not floating-point.
 
-    Quantized weights, such as FP8 with scales, are none: what is trained from them is float32.
+    Quantized weights, such as FP8 with scales, also give None: a model trained from them is saved
+    as float32.
     """
     counts: Counter[str] = Counter()
     with suppress(OSError, SafetensorError):
         for path in sorted(folder.glob("*.safetensors")):
             check_file(path, error=ModelError)
             with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118 - it is no mapping
-                    part = file.get_slice(name)
-                    counts[part.get_dtype()] += math.prod(part.get_shape())
-    if not counts:  # files of another kind
+                for name in file.keys():  # noqa: SIM118 - not a mapping
+                    tensor_slice = file.get_slice(name)
+                    counts[tensor_slice.get_dtype()] += math.prod(tensor_slice.get_shape())
+    if not counts:  # other file formats
         config = read_json(folder / "config.json", dict[str, Any], error=ModelError)
         return getattr(torch, str(config.get("dtype", config.get("torch_dtype"))), None)
     return FLOATS.get(counts.most_common(1)[0][0])
 
 
 def experts_of(model: Any) -> int | None:
-    """Return the number of routed experts of a model or a model's folder; None for none."""
+    """Return the number of routed experts of a model or model folder; None for dense models."""
     config: Any = getattr(model, "config", None)
     if isinstance(model, str | Path):
         path = Path(model) / "config.json"
         config = read_json(path, dict[str, Any], error=ModelError) if path.is_file() else None
-    for part in (config, _value(config, "text_config")):
+    for section in (config, _value(config, "text_config")):
         for name in ("n_routed_experts", "num_local_experts", "num_experts"):
-            count = _value(part, name)
+            count = _value(section, name)
             if isinstance(count, int) and count > 1:
                 return count
     return None
@@ -248,26 +252,26 @@ def _value(config: Any, name: str) -> Any:
 
 
 def _converted(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Return a state dict whose parameters have a dtype."""
+    """Return a state dict with parameters converted to a dtype."""
     state = model.state_dict()
     if dtype is None:
         return state
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    found = {
+    converted = {
         name: tensor.to(dtype) if name in names and tensor.is_floating_point() else tensor
         for name, tensor in state.items()
     }
-    name = first_not_finite(found)
+    name = first_not_finite(converted)
     if name is not None:
         raise NonFiniteError(
-            f"{name!r} must be finite in {str(dtype).removeprefix('torch.')} to be saved and is "
-            "not; set save_dtype to float32"
+            f"{name!r} must be finite in {str(dtype).removeprefix('torch.')} to be saved, and "
+            "overflows; set save_dtype to float32"
         )
-    return found
+    return converted
 
 
 def _write_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Name the dtype of the weights beside it in a config.json."""
+    """Set the dtype in a config.json."""
     document = read_json(path, dict[str, Any], error=ModelError)
     for config in (document, document.get("text_config")):
         for key in ("dtype", "torch_dtype"):
@@ -277,7 +281,7 @@ def _write_dtype(path: Path, dtype: torch.dtype) -> None:
 
 
 def _is_staged(model: nn.Module) -> bool:
-    """Return whether it is a model of ms-parallel."""
+    """Return True for a model of ms-parallel."""
     if importlib.util.find_spec("ms_parallel") is None:
         return False
     from ms_parallel.models import StagedModel

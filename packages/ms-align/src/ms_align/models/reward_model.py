@@ -1,8 +1,8 @@
-"""A reward model: a language model's body and one number a token; saved, loaded, and a reward.
+"""Reward models: a language model with a scalar head, usable as a reward and saved as a folder.
 
-model/config.json                    a sequence classifier of transformers, with one score
-/model.safetensors.index.json   whose weights are in the two files below
-/body/                          the language model, as any other
+model/config.json                    sequence classifier of transformers with one output
+/model.safetensors.index.json   refers to the weights in the two files below
+/body/                          the language model in its own format
 /reward_head.safetensors        the head, written last
 """
 
@@ -21,56 +21,57 @@ from ms_align.files.untrusted import check_file, check_path, read_bytes, read_js
 from ms_align.models.finite import check_tensors
 from ms_align.models.folder import load_model, save_model
 from ms_align.models.language_model import language_model
-from ms_align.tokenizer_files import TokenizerFiles, complete
+from ms_align.tokenizer_files import TokenizerFiles, write_tokenizer_files
 
 HEAD_FILE = "reward_head.safetensors"
 BODY, INDEX = "body", "model.safetensors.index.json"
 
 
 def is_reward_model(folder: Path) -> bool:
-    """Return whether `RewardModel.save` wrote the folder."""
+    """Return True for a folder written by `RewardModel.save`."""
     return (folder / HEAD_FILE).is_file()
 
 
 class RewardModel(nn.Module):
-    """Scores of whole texts.
+    """Scores texts at their last token.
 
     Args:
-        body: a causal language model that shows hidden states.
-        head: from a hidden state to a score; a fresh one, at 0 and without an offset, by default.
+        body: causal language model that exposes hidden states.
+        head: linear layer from hidden states to a score. Default: a zero layer without bias.
 
     Raises:
-        ModelError: the body shows no hidden states.
+        ModelError: the body does not expose hidden states.
     """
 
     def __init__(self, body: nn.Module, head: nn.Linear | None = None) -> None:
         super().__init__()
-        face = language_model(body)
-        if face.hidden_size is None:
+        interface = language_model(body)
+        if interface.hidden_size is None:
             raise ModelError(
-                f"{type(body).__name__} shows no hidden states for a score; give a decoder of "
-                "ms-parallel or a causal language model of transformers"
+                f"a reward model needs hidden states, which {type(body).__name__} does not expose; "
+                "use a decoder of ms-parallel or a causal language model of transformers"
             )
         self.body = body
         if head is None:
             device = next(body.parameters()).device
-            head = nn.Linear(face.hidden_size, 1, bias=False, device=device)
+            head = nn.Linear(interface.hidden_size, 1, bias=False, device=device)
             nn.init.zeros_(head.weight)
         self.head = head
-        self._face = face
-        self.vocabulary_size = face.vocabulary_size
-        """Tokens that the body knows; None where it does not say."""
+        self._interface = interface
+        self.vocabulary_size = interface.vocabulary_size
+        """Vocabulary size of the body; None if unknown."""
         self.name_or_path = ""
-        """Folder that `load` read it from."""
+        """Folder that the model was loaded from."""
 
     def forward(self, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Score rows of tokens (B, S), each at its last token, (B,) float32.
+        """Return the score at the last token of each row, (B,) float32.
 
         Args:
-            tokens: int64; what stands behind a row's length has no influence.
-            lengths: of each row, (B,); S by default.
+            tokens: (B, S) int64; tokens beyond a row's length are ignored.
+            lengths: (B,) row lengths. None: S.
         """
-        hidden = self._face.hidden(tokens, None, None)
+        # Right padding does not influence earlier positions of a causal model.
+        hidden = self._interface.hidden(tokens, None, None)
         if lengths is None:
             lengths = torch.full((tokens.shape[0],), tokens.shape[1], device=tokens.device)
         rows = torch.arange(tokens.shape[0], device=tokens.device)
@@ -85,15 +86,15 @@ class RewardModel(nn.Module):
         base: Path | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Write a folder that `load` reads, and transformers as a sequence classifier.
+        """Write a folder that `load` can read, as can transformers, as a sequence classifier.
 
-        transformers reads no offset of a head: scores here are higher by that of a caller's own.
+        transformers ignores the head's bias, so its scores are lower by a bias that you trained.
 
         Args:
-            folder: takes the place of a reward model that is there.
-            tokenizer: is put beside it.
-            base: folder of the model that was trained; see `complete`.
-            dtype: of the body's weights in the files; by default their own.
+            folder: folder to write; an existing reward model is replaced.
+            tokenizer: tokenizer files to write with the model.
+            base: folder of the base model; see `write_tokenizer_files`.
+            dtype: dtype of the body's saved weights. None: their own.
 
         Raises:
             WriteError: the folder cannot be written.
@@ -101,12 +102,12 @@ class RewardModel(nn.Module):
         check_path("folder", folder, error=WriteError, written="folder")
         if base is not None:
             check_path("base", base, error=WriteError)
-        with whole_folder(Path(folder), overwrite=True) as aside:
-            save_model(self.body, aside / BODY, dtype=dtype)
-            complete(aside / BODY, tokenizer, base=base)
-            self._write_head(aside)
-            if (aside / BODY / "config.json").is_file():
-                self._write_classifier(aside, tokenizer)
+        with whole_folder(Path(folder), overwrite=True) as partial:
+            save_model(self.body, partial / BODY, dtype=dtype)
+            write_tokenizer_files(partial / BODY, tokenizer, base=base)
+            self._write_head(partial)
+            if (partial / BODY / "config.json").is_file():
+                self._write_classifier(partial, tokenizer)
 
     def _write_head(self, folder: Path) -> None:
         weights = {
@@ -117,44 +118,46 @@ class RewardModel(nn.Module):
 
     def _write_classifier(self, folder: Path, tokenizer: TokenizerFiles | None) -> None:
         config = read_json(folder / BODY / "config.json", dict[str, Any], error=ModelError)
+        # For example LlamaForCausalLM or GPT2LMHeadModel.
         family = str(config["architectures"][0]).partition("For")[0].removesuffix("LMHeadModel")
         config |= {
             "architectures": [f"{family}ForSequenceClassification"],
             "id2label": {"0": "score"},
             "label2id": {"score": 0},
         }
-        places: dict[str, str] = {}
+        weight_map: dict[str, str] = {}
         for path in sorted((folder / BODY).glob("*.safetensors")):
             check_file(path, error=ModelError)
             with safe_open(path, "pt") as file:
-                places |= dict.fromkeys(file.keys(), f"{BODY}/{path.name}")
-        places["score.weight"] = HEAD_FILE
-        index = {"metadata": {}, "weight_map": places}
+                weight_map |= dict.fromkeys(file.keys(), f"{BODY}/{path.name}")
+        weight_map["score.weight"] = HEAD_FILE
+        index = {"metadata": {}, "weight_map": weight_map}
         write_file(folder / INDEX, msgspec.json.encode(index))
         write_file(folder / "config.json", msgspec.json.encode(config))
-        filler = _filler(config, tokenizer)
-        if filler is not None and tokenizer is not None:
-            tokenizer = tokenizer.padded(filler)
-        complete(folder, tokenizer)
-        if filler is None:
-            # The classifier looks for the last token that is not this one, and would pass the end.
-            known = read_json(folder / "config.json", dict[str, Any], error=ModelError)
-            known["pad_token_id"] = None
-            write_file(folder / "config.json", msgspec.json.encode(known))
+        pad_token = _padding_token(config, tokenizer)
+        if pad_token is not None and tokenizer is not None:
+            tokenizer = tokenizer.with_pad_token(pad_token)
+        write_tokenizer_files(folder, tokenizer)
+        if pad_token is None:
+            # The classifier scores the last token that differs from pad_token_id, which therefore
+            # must not equal an end token.
+            settings = read_json(folder / "config.json", dict[str, Any], error=ModelError)
+            settings["pad_token_id"] = None
+            write_file(folder / "config.json", msgspec.json.encode(settings))
 
     @classmethod
     def load(cls, folder: str | Path) -> "RewardModel":
-        """Load what `save` wrote.
+        """Load a folder written by `save`.
 
         Raises:
-            ModelError: there is no reward model in the folder.
-            DamageError: its head is not what was written.
+            ModelError: the folder has no reward model.
+            DamageError: the head file is damaged.
         """
         check_path("a reward model", folder, error=ModelError)
         path = Path(folder)
         if not is_reward_model(path):
             raise ModelError(
-                f"{folder} holds no reward model ({HEAD_FILE} is not there); train one with "
+                f"{folder} is not a reward model ({HEAD_FILE} is missing); train one with "
                 "`ms-align reward`"
             )
         content = read_bytes(path / HEAD_FILE, error=DamageError)
@@ -169,15 +172,17 @@ class RewardModel(nn.Module):
         head = nn.Linear(size, 1, bias="bias" in weights)
         shapes = {name: tuple(tensor.shape) for name, tensor in head.named_parameters()}
         if {name: tuple(tensor.shape) for name, tensor in weights.items()} != shapes:
-            raise ModelError(f"{path / HEAD_FILE} does not fit the model beside it; train it anew")
+            raise ModelError(
+                f"{path / HEAD_FILE} does not match the model in its folder; train it again"
+            )
         head.load_state_dict(weights)
         model = cls(body, head.to(next(body.parameters()).device)).eval()
         model.name_or_path = str(path)
         return model
 
 
-def _filler(config: dict[str, Any], tokenizer: TokenizerFiles | None) -> int | None:
-    """Find a token to fill up rows with, which ends no text; None where there is none."""
+def _padding_token(config: dict[str, Any], tokenizer: TokenizerFiles | None) -> int | None:
+    """Return a padding token that is not an end token; None if the vocabulary has none."""
     if tokenizer is None:
         return None
     pad = tokenizer.id_of("pad_token")

@@ -1,1 +1,1 @@
-"""What says how good a response is, and the sandbox that judged code runs in."""
+"""Reward functions, and the sandbox that runs generated code."""

@@ -1,4 +1,4 @@
-"""Rewards by name: a function of a module, or the folder of a reward model."""
+"""Loading of rewards from settings: functions of modules and folders of reward models."""
 
 import importlib
 import importlib.util
@@ -17,52 +17,53 @@ from ms_align.models.folder import folder_of, pick_device
 from ms_align.models.reward_model import RewardModel, is_reward_model
 
 
-def named_rewards(given: Any) -> Any:
-    """Replace each text or path in rewards by what it names.
+def named_rewards(rewards: Any) -> Any:
+    """Replace the names and paths in a `reward_model` setting by the rewards themselves.
 
     Args:
-        given: `package.module:function`, the folder of a reward model, a list of these, or a table
-            of names to these or to pairs with a weight; whatever else stays as it is.
+        rewards: `package.module:function`, the folder of a reward model, a list of these, or a
+            table of names to these or to pairs with a weight. Other objects are returned as they
+            are.
 
     Raises:
-        ConfigError: a text names nothing that can be imported.
-        ModelError: a folder holds no reward model.
+        ConfigError: a name cannot be imported.
+        ModelError: a folder does not contain a reward model.
     """
-    if isinstance(given, Mapping):
-        return {key: _weighted(value) for key, value in given.items()}
-    if isinstance(given, list):
-        return [named_rewards(each) for each in given]
-    if isinstance(given, Path) or (isinstance(given, str) and ":" not in given):
-        return _from_folder(Path(given))
-    if not isinstance(given, str):
-        return given
-    module, _, attribute = given.partition(":")
-    here = os.getcwd()
-    if here not in sys.path:  # as `python -m` has it, and ms-parallel for its own modules
-        sys.path.insert(0, here)
+    if isinstance(rewards, Mapping):
+        return {key: _weighted(value) for key, value in rewards.items()}
+    if isinstance(rewards, list):
+        return [named_rewards(item) for item in rewards]
+    if isinstance(rewards, Path) or (isinstance(rewards, str) and ":" not in rewards):
+        return _from_folder(Path(rewards))
+    if not isinstance(rewards, str):
+        return rewards
+    module, _, attribute = rewards.partition(":")
+    folder = os.getcwd()
+    if folder not in sys.path:  # as with `python -m`, and as ms-parallel does for its modules
+        sys.path.insert(0, folder)
     try:
         return getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # a module may raise anything
+    except Exception as error:  # importing a module may raise anything
         raise ConfigError(
-            f"reward_model {given!r} cannot be imported: {error}; give module:function of a module "
-            "in this folder or on PYTHONPATH, or a folder of a reward model"
+            f"reward_model {rewards!r} cannot be imported: {error}; use module:function with a "
+            "module in this folder or on PYTHONPATH, or the folder of a reward model"
         ) from error
 
 
-def reward_folders(given: Any) -> list[Path]:
-    """List the folders of the reward models among rewards, as `named_rewards` takes them."""
-    if isinstance(given, Mapping):
-        given = list(given.values())
-    if isinstance(given, list | tuple):
-        return [folder for each in given for folder in reward_folders(each)]
-    if isinstance(given, str) and ":" in given:
+def reward_folders(rewards: Any) -> list[Path]:
+    """List the folders of reward models in a `reward_model` setting."""
+    if isinstance(rewards, Mapping):
+        rewards = list(rewards.values())
+    if isinstance(rewards, list | tuple):
+        return [folder for item in rewards for folder in reward_folders(item)]
+    if isinstance(rewards, str) and ":" in rewards:
         return []
-    folder = folder_of(given)
+    folder = folder_of(rewards)
     return [folder] if folder is not None and folder.is_dir() else []
 
 
 def _weighted(value: Any) -> Any:
-    """Read a reward, or a pair of one and its weight, which a run file writes as a list."""
+    """Load a reward or a pair (reward, weight), which a run file writes as a list."""
     if isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[1], int | float):
         return named_rewards(value[0]), float(value[1])
     return named_rewards(value)
@@ -77,17 +78,17 @@ def _from_folder(folder: Path) -> nn.Module:
 
     check_parts(folder, error=ModelError)
     try:
-        made: Any = AutoModelForSequenceClassification.from_pretrained(
+        loaded: Any = AutoModelForSequenceClassification.from_pretrained(
             folder, output_loading_info=True
         )
-    except Exception as error:  # each kind of damage has an error of its own
+    except Exception as error:  # transformers raises many types for damaged files
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"{folder} cannot be read as a reward model: {reason}") from error
-    model, found = made
-    missing = sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]]))
+    model, info = loaded
+    missing = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
     if missing or model.config.num_labels != 1:
-        what = f"lacks {missing[0]!r}" if missing else f"gives {model.config.num_labels} scores"
+        problem = f"lacks {missing[0]!r}" if missing else f"has {model.config.num_labels} outputs"
         raise ModelError(
-            f"{folder} holds no reward model: it {what}; train one with `ms-align reward`"
+            f"{folder} is not a reward model: it {problem}; train one with `ms-align reward`"
         )
     return check_module(folder, model).to(pick_device())

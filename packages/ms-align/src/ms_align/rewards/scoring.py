@@ -1,8 +1,8 @@
-"""Rewards: anything that gives each response a score.
+"""Reward interface: scoring responses with functions and models.
 
-A reward is any Python callable that takes samples and gives a number for each, or a
-torch.nn.Module that maps tokens to scores; several are added up. What it gives is checked, and a
-sample that it fails on is named.
+A reward is any Python callable that takes samples and returns one number for each, or a
+torch.nn.Module that maps tokens to scores. Several rewards are added up. Results are validated,
+and errors name the sample.
 """
 
 import inspect
@@ -17,57 +17,58 @@ from ms_align.errors import ConfigError, RewardError
 from ms_align.secret_text import without_secrets
 
 Failure = Literal["stop", "skip", "penalise"]
-"""What a failing reward does: end the run, leave the sample out, or give it a fixed reward."""
+"""Handling of a failed reward: stop the run, skip the sample, or assign a fixed reward."""
 
 
 @frozen(kw_only=True)
 class Sample:
-    """A prompt, a response to it, and what is known of them."""
+    """Prompt and response, as reward functions receive them."""
 
     prompt: str
     response: str
-    """Empty where there is no tokenizer to decode with."""
+    """Decoded response; empty without a tokenizer."""
     prompt_tokens: tuple[int, ...]
     response_tokens: tuple[int, ...]
     answer: str | None = None
-    """The known answer, from the response dataset or the prompt's own column `answer`."""
+    """Reference answer, from the response dataset or the prompt's column `answer`."""
     stopped: bool = True
-    """Whether a stop token or string ended it, not its length."""
+    """True if a stop token or string ended the response, False if it was cut at its length."""
     extra: Mapping[str, Any] = field(factory=dict)
-    """The prompt's other columns."""
+    """Other columns of the prompt."""
 
 
 class Reward(Protocol):
-    """Says how good responses are; any callable of this shape."""
+    """Reward function: any callable with this signature."""
 
     def __call__(self, samples: Sequence[Sample], /) -> Sequence[float] | Tensor:
-        """Return a number for each sample."""
+        """Return one number per sample."""
 
 
 @frozen(kw_only=True)
 class Scores:
-    """What rewards gave for some samples."""
+    """Scores of a batch of samples."""
 
     total: Tensor
-    """(N,) float32; NaN where a sample is to be left out."""
+    """(N,) float32; NaN for skipped samples."""
     parts: Mapping[str, Tensor]
-    """(N,) float32 of each reward, by name, before weights."""
+    """(N,) float32 per reward, by name, before weighting."""
     failures: tuple[str, ...]
-    """A line for each sample that a reward failed on."""
+    """Messages, one per sample with a failed reward."""
 
 
 class ModuleReward:
-    """A torch.nn.Module as a reward.
+    """Reward computed by a torch.nn.Module.
 
-    The module is called with tokens (B, S) int64, prompt and response, and `lengths` (B,) if its
-    forward takes it; padded on the right with its `config.pad_token_id`, or 0 where there is no
-    such setting; where that is None, row by row. It gives (B,), (B, 1), or (B, S) or (B, S, 1) of
-    which the score at the last token counts; or an object with such `logits`, as transformers'
-    classifiers do, which are called with `attention_mask`.
+    The module is called with tokens (B, S) int64, prompt and response, and with `lengths` (B,) if
+    its forward accepts it. Rows are padded on the right with `config.pad_token_id`, or with 0 if
+    the setting is missing; with a pad_token_id of None, rows are scored one at a time. The module
+    returns scores (B,) or (B, 1); or (B, S) or (B, S, 1), and the score at the last token is used.
+    It may also return an object with such `logits`, like transformers' classifiers, which are
+    called with `attention_mask`.
 
     Args:
         module: runs in evaluation mode and without gradient.
-        batch_size: samples at once.
+        batch_size: samples per forward pass.
     """
 
     def __init__(self, module: nn.Module, *, batch_size: int = 32) -> None:
@@ -75,16 +76,18 @@ class ModuleReward:
         self.batch_size = batch_size
         names = inspect.signature(getattr(module, "_orig_mod", module).forward).parameters
         self.vocabulary_size = _vocabulary_of(module)
-        """Tokens that the module knows; None where it does not say."""
+        """Vocabulary size of the module; None if unknown."""
         self._lengths = "lengths" in names
         self._mask = "attention_mask" in names
         self._pad = getattr(getattr(module, "config", None), "pad_token_id", 0)
+        # Without a padding token the module cannot tell padding from text.
         if self._pad is None and not self._lengths:
             self.batch_size = 1
 
     @torch.no_grad()
     def __call__(self, samples: Sequence[Sample], /) -> Tensor:
-        """Score each sample, (N,) float32 on the CPU."""
+        """Return the score of each sample, (N,) float32 on the CPU."""
+        # A module may be shared with the caller; its mode is restored.
         training = self.module.training
         self.module.eval()
         parts = [
@@ -108,15 +111,16 @@ class ModuleReward:
         if self._mask:
             mask = torch.arange(tokens.shape[1]) < lengths[:, None]
             arguments["attention_mask"] = mask.long().to(device)
-        made = self.module(tokens.to(device), **arguments)
-        scores: Tensor = getattr(made, "logits", made)
+        output = self.module(tokens.to(device), **arguments)
+        scores: Tensor = getattr(output, "logits", output)
+        # Scores of all positions: take the one at the last token.
         if scores.ndim == 3 or (scores.ndim == 2 and scores.shape == tokens.shape):
             scores = scores[torch.arange(len(rows)), lengths.to(scores.device) - 1]
         return scores.reshape(len(rows), -1)[:, 0]
 
 
 def _vocabulary_of(module: nn.Module) -> int | None:
-    """Find the number of tokens that a module's configuration names."""
+    """Read the vocabulary size from a module or its configuration."""
     size = getattr(module, "vocabulary_size", None)
     if size is None:
         size = getattr(getattr(module, "config", None), "vocab_size", None)
@@ -124,36 +128,40 @@ def _vocabulary_of(module: nn.Module) -> int | None:
 
 
 def rewards_of(
-    given: Reward | nn.Module | Mapping[str, Any] | Sequence[Any],
+    rewards: Reward | nn.Module | Mapping[str, Any] | Sequence[Any],
 ) -> dict[str, tuple[Reward, float]]:
-    """Name rewards, one or several, and give each its weight.
+    """Return rewards by name, each with its weight.
 
     Args:
-        given: a callable or module; a sequence of them, which are added up; or a mapping of names
-            to them, or to pairs (reward, weight).
+        rewards: a callable or module; a sequence of these; or a mapping of names to these or to
+            pairs (reward, weight).
 
     Raises:
-        ConfigError: one is neither callable nor a module, or there is none.
+        ConfigError: the setting is empty, or a reward is neither callable nor a module.
     """
-    if isinstance(given, Mapping):
-        items = list(given.items())
-    elif isinstance(given, Sequence) and not isinstance(given, str):
-        items = [(_name(each, index), each) for index, each in enumerate(given)]
+    if isinstance(rewards, Mapping):
+        items = list(rewards.items())
+    elif isinstance(rewards, Sequence) and not isinstance(rewards, str):
+        items = [(_name(item, index), item) for index, item in enumerate(rewards)]
     else:
-        items = [(_name(given, 0), given)]
-    found: dict[str, tuple[Reward, float]] = {}
-    for name, each in items:
-        reward, weight = each if isinstance(each, tuple) else (each, 1.0)
+        items = [(_name(rewards, 0), rewards)]
+    weighted: dict[str, tuple[Reward, float]] = {}
+    for name, item in items:
+        reward, weight = item if isinstance(item, tuple) else (item, 1.0)
         if isinstance(reward, nn.Module):
             reward = ModuleReward(reward)
         if not callable(reward):
             raise ConfigError(
-                f"reward {name!r} is {type(reward).__name__}; give a callable or a torch module"
+                f"reward {name!r} must be a callable or a torch module, got "
+                f"{type(reward).__name__}; pass one"
             )
-        found[name if name not in found else f"{name}_{len(found)}"] = (reward, float(weight))
-    if not found:
-        raise ConfigError("there is no reward; give at least one")
-    return found
+        weighted[name if name not in weighted else f"{name}_{len(weighted)}"] = (
+            reward,
+            float(weight),
+        )
+    if not weighted:
+        raise ConfigError("reward_model has no rewards; add at least one")
+    return weighted
 
 
 def _name(reward: object, index: int) -> str:
@@ -168,102 +176,107 @@ def score(
     on_failure: Failure = "stop",
     penalty: float = -1.0,
 ) -> Scores:
-    """Compute the weighted sum of rewards for each sample.
+    """Return the weighted sum of rewards for each sample.
 
     Args:
-        rewards: as `rewards_of` gives them.
-        samples: what to judge.
-        on_failure: `stop` raises; `skip` gives NaN, and the sample is left out; `penalise` gives
-            it `penalty` in all.
-        penalty: see there.
+        rewards: result of `rewards_of`.
+        samples: samples to score.
+        on_failure: `stop` raises; `skip` scores the sample as NaN, so that it is skipped;
+            `penalise` scores it as `penalty`.
+        penalty: total score of a sample with a failed reward.
 
     Raises:
-        RewardError: a reward raised, or gave NaN, an infinity, or more or fewer numbers.
+        RewardError: a reward raised, or returned NaN, an infinity or the wrong number of scores.
     """
     parts: dict[str, Tensor] = {}
     failures: dict[int, str] = {}
     total = torch.zeros(len(samples))
     for name, (reward, weight) in rewards.items():
-        values, failed = _call(name, reward, samples, one_by_one=on_failure != "stop")
+        values, failed = _call(name, reward, samples, per_sample=on_failure != "stop")
         parts[name] = values
         failures |= failed
         total = total + weight * values
     if failures and on_failure == "stop":
         raise RewardError(next(iter(failures.values())))
+    # A failed reward replaces the total, whatever the other rewards are.
     for index in failures:
         total[index] = float("nan") if on_failure == "skip" else penalty
     return Scores(total=total, parts=parts, failures=tuple(failures.values()))
 
 
 def _call(
-    name: str, reward: Reward, samples: Sequence[Sample], *, one_by_one: bool
+    name: str, reward: Reward, samples: Sequence[Sample], *, per_sample: bool
 ) -> tuple[Tensor, dict[int, str]]:
-    """Call a reward; return its values (N,), and a line for each sample without one.
+    """Call a reward; return its values (N,) and the messages of failed samples by index.
 
-    A reward that raises is called again for each sample alone, to learn which it was.
+    A reward that raises on the batch is called for each sample, to find the one it fails on.
     """
     try:
-        given = reward(samples)
-    except Exception as error:  # a user's code may raise anything
+        result = reward(samples)
+    except Exception as error:  # reward functions may raise anything
         if len(samples) == 1:
-            return torch.zeros(1), {0: _line(name, samples[0], 0, _raised(error))}
-        return _each(name, reward, samples, error, go_on=one_by_one)
-    values = _numbers(name, given, len(samples))
+            return torch.zeros(1), {
+                0: _failure_message(name, samples[0], 0, _exception_text(error))
+            }
+        return _call_per_sample(name, reward, samples, error, keep_going=per_sample)
+    values = _to_tensor(name, result, len(samples))
     failed = {
-        index: _line(name, samples[index], index, f"gave {values[index].item()}")
+        index: _failure_message(name, samples[index], index, f"returned {values[index].item()}")
         for index in (~values.isfinite()).nonzero()[:, 0].tolist()
     }
     return values, failed
 
 
-def _each(
-    name: str, reward: Reward, samples: Sequence[Sample], error: Exception, *, go_on: bool
+def _call_per_sample(
+    name: str, reward: Reward, samples: Sequence[Sample], error: Exception, *, keep_going: bool
 ) -> tuple[Tensor, dict[int, str]]:
     values, failed = torch.zeros(len(samples)), {}
     for index, sample in enumerate(samples):
-        value, failure = _call(name, reward, [sample], one_by_one=go_on)
+        value, failure = _call(name, reward, [sample], per_sample=keep_going)
         values[index] = value[0]
         if failure:
             failed[index] = failure[0].replace("sample 0", f"sample {index}", 1)
-            if not go_on:
+            if not keep_going:
                 break
-    if not failed and not go_on:
+    if not failed and not keep_going:
         raise RewardError(
-            f"reward {name!r} {_raised(error)} on {len(samples)} samples together, on none alone"
+            f"reward {name!r} {_exception_text(error)} on {len(samples)} samples together, but "
+            "not on any single one"
         ) from error
     return values, failed
 
 
-def _numbers(name: str, given: Any, count: int) -> Tensor:
+def _to_tensor(name: str, result: Any, count: int) -> Tensor:
     try:
-        values = torch.as_tensor(given, dtype=torch.float32).detach().cpu()
+        values = torch.as_tensor(result, dtype=torch.float32).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise RewardError(
-            f"reward {name!r} gave {_short(given)} for {count} samples; give one number a sample"
+            f"reward {name!r} must return one number per sample, got {_shorten(result)} for "
+            f"{count} samples; fix the function"
         ) from error
     if values.shape != (count,):
         raise RewardError(
-            f"reward {name!r} gave numbers of shape {tuple(values.shape)} for {count} samples; "
-            "give one a sample"
+            f"reward {name!r} must return one number per sample, got shape {tuple(values.shape)} "
+            f"for {count} samples; fix the function"
         )
     return values
 
 
-def _short(given: Any) -> str:
-    text = " ".join(repr(given).split())
+def _shorten(result: Any) -> str:
+    text = " ".join(repr(result).split())
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _raised(error: Exception) -> str:
-    # Errors of HTTP clients print the address with its key; this line goes into events.jsonl.
+def _exception_text(error: Exception) -> str:
+    # HTTP clients put URLs with API keys into their messages, and this goes into events.jsonl.
     text = without_secrets(" ".join(str(error).split()))
     return f"raised {type(error).__name__}: {text[:120]}"
 
 
-def _line(name: str, sample: Sample, index: int, what: str) -> str:
+def _failure_message(name: str, sample: Sample, index: int, problem: str) -> str:
     prompt = sample.prompt or str(list(sample.prompt_tokens))
     response = sample.response if sample.prompt else str(list(sample.response_tokens))
     return (
-        f"reward {name!r} {what}, on sample {index}: prompt {prompt[-60:]!r}, response "
-        f"{response[:60]!r}; mend it, or set on_reward_failure to 'skip' or 'penalise'"
+        f"reward {name!r} {problem}, on sample {index}: prompt {prompt[-60:]!r}, response "
+        f"{response[:60]!r}; fix it, or set on_reward_failure to 'skip' or 'penalise'"
     )

@@ -1,6 +1,6 @@
-"""Rewards that can be checked: an exact answer, a number, Python that parses or passes tests.
+"""Verifiable rewards: exact match, numeric answers, and Python that parses or passes tests.
 
-Each is a callable on samples, as PPO and its kin take them; the known answer is `sample.answer`.
+Each is a callable on samples, usable as `reward_model`; reference answers are `sample.answer`.
 """
 
 import ast
@@ -25,14 +25,14 @@ _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 @frozen(kw_only=True)
-class _Judgement:
-    """A reward of one of two numbers."""
+class _BinaryReward:
+    """Reward with two possible values."""
 
     reward: float = field(default=1.0)
     otherwise: float = field(default=0.0)
 
     def __call__(self, samples: Sequence[Sample], /) -> list[float]:
-        """Give one number a sample."""
+        """Return one number per sample."""
         return [
             self.reward if self.passes(sample, index) else self.otherwise
             for index, sample in enumerate(samples)
@@ -40,55 +40,55 @@ class _Judgement:
 
     @abstractmethod
     def passes(self, sample: Sample, index: int) -> bool:
-        """Return whether a sample gets the reward; `index` is its place, for messages."""
+        """Return True if a sample gets the reward; `index` is used in error messages."""
 
 
 @frozen(kw_only=True)
-class ExactMatch(_Judgement):
-    """`reward` where the response is the answer, else `otherwise`."""
+class ExactMatch(_BinaryReward):
+    """Return `reward` if the response equals the answer, else `otherwise`."""
 
     strip: bool = field(default=True, validator=flag)
-    """Leave out white space around both."""
+    """Ignore surrounding whitespace."""
     fold_case: bool = field(default=False, validator=flag)
-    """Take capitals and small letters for the same."""
+    """Ignore case."""
 
     def passes(self, sample: Sample, index: int) -> bool:
-        """Return whether the response is the answer."""
-        return self._form(sample.response) == self._form(_answer(sample, index))
+        """Return True if the response equals the answer."""
+        return self._normalize(sample.response) == self._normalize(_answer(sample, index))
 
-    def _form(self, value: str) -> str:
+    def _normalize(self, value: str) -> str:
         value = value.strip() if self.strip else value
         return value.casefold() if self.fold_case else value
 
 
 @frozen(kw_only=True)
-class Numeric(_Judgement):
-    """`reward` where the response's last number is the answer's, else `otherwise`."""
+class Numeric(_BinaryReward):
+    """Return `reward` if the last numbers of response and answer are equal, else `otherwise`."""
 
     tolerance: float = field(default=1e-6, validator=number())
-    """How far it may be off, relative to the answer, or absolutely near 0."""
+    """Tolerance, relative to the answer and absolute near 0."""
 
     def passes(self, sample: Sample, index: int) -> bool:
-        """Return whether the response's last number is the answer's."""
-        wanted, found = last_number(_answer(sample, index)), last_number(sample.response)
-        if wanted is None:
+        """Return True if the last numbers of response and answer are equal."""
+        expected, actual = last_number(_answer(sample, index)), last_number(sample.response)
+        if expected is None:
             raise RewardError(
-                f"the answer {sample.answer!r} of sample {index} holds no number; use ExactMatch"
+                f"the answer {sample.answer!r} of sample {index} contains no number; use ExactMatch"
             )
-        if found is None:
+        if actual is None:
             return False
-        return math.isclose(found, wanted, rel_tol=self.tolerance, abs_tol=self.tolerance)
+        return math.isclose(actual, expected, rel_tol=self.tolerance, abs_tol=self.tolerance)
 
 
 @frozen(kw_only=True)
-class PythonParses(_Judgement):
-    """`reward` where the response's code parses and does something, else `otherwise`."""
+class PythonParses(_BinaryReward):
+    """Return `reward` if the response's code parses and is not empty, else `otherwise`."""
 
     least_statements: int = 1
-    """Fewest statements that count as code: the empty text parses too."""
+    """Minimum number of statements, as the empty string parses too."""
 
     def passes(self, sample: Sample, index: int) -> bool:
-        """Return whether the response's code parses and does something."""
+        """Return True if the response's code parses and is not empty."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -100,43 +100,44 @@ class PythonParses(_Judgement):
 
 @frozen(kw_only=True)
 class PythonTests:
-    """The sample's tests, on the functions of the response's code, which run elsewhere.
+    """Return `reward` if the response's code passes the sample's tests, else `otherwise`.
 
-    `reward` where the tests run to their end, else `otherwise`. Code and tests are two processes;
-    plain values cross between them, and only the tests' process speaks the verdict. See
-    `ms_align.rewards.sandbox` for what is promised.
+    Code and tests run in two sandboxed processes. They exchange only plain values, and the verdict
+    comes from the process of the tests. See `ms_align.rewards.sandbox` for the guarantees.
     """
 
     tests_key: str = field(default="tests", validator=text())
-    """The prompt's column with the tests, as Python; `answer` is read where there is none."""
+    """Prompt column with the tests, as Python code. Default if missing: `answer`."""
     limits: Limits = field(factory=Limits, metadata={"table": Limits})
     reward: float = field(default=1.0)
     otherwise: float = field(default=0.0)
 
     def __call__(self, samples: Sequence[Sample], /) -> list[float]:
-        """Score each sample by running its code against its tests, side by side, one a core."""
+        """Score each sample by running its code against its tests, one sample per core."""
         tests = [
             sample.extra.get(self.tests_key) or _answer(sample, index)
             for index, sample in enumerate(samples)
         ]
         codes = [code_of(sample.response) for sample in samples]
+        # Threads only wait: each program runs in its own process.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             outcomes = pool.map(lambda code, test: judge(code, test, self.limits), codes, tests)
-            return [self.reward if one.passed else self.otherwise for one in outcomes]
+            return [self.reward if outcome.passed else self.otherwise for outcome in outcomes]
 
 
 def code_of(response: str) -> str:
-    """Find the first fenced block of Python; return the whole response where there is none."""
-    found = _FENCE.search(response)
-    return found[1] if found else response
+    """Return the first fenced Python block, or the whole response if it has none."""
+    block = _FENCE.search(response)
+    return block[1] if block else response
 
 
 def last_number(value: str) -> float | None:
-    """Read the last number in a text: with a sign, commas, an exponent, or as a fraction."""
-    found = _NUMBER.findall(value)
-    if not found:
+    """Parse the last number in a text: signed, with commas, an exponent, or as a fraction."""
+    numbers = _NUMBER.findall(value)
+    if not numbers:
         return None
-    digits = found[-1].replace(",", "")
+    # thousands separators
+    digits = numbers[-1].replace(",", "")
     try:
         return float(Fraction(digits)) if "/" in digits else float(digits)
     except (ValueError, ZeroDivisionError, OverflowError):
@@ -146,7 +147,7 @@ def last_number(value: str) -> float | None:
 def _answer(sample: Sample, index: int) -> str:
     if sample.answer is None:
         raise RewardError(
-            f"sample {index} has no answer to check its response against; add `answer` to its "
-            "prompt, or give a response_dataset"
+            f"sample {index} has no answer to compare its response with; add `answer` to its "
+            "prompt, or pass a response_dataset"
         )
     return sample.answer

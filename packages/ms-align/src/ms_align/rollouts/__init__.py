@@ -1,1 +1,1 @@
-"""Responses to prompts, scored and turned into the rows that an update reads."""
+"""Rollouts: responses to prompts, scored and turned into training batches."""

@@ -1,4 +1,4 @@
-"""What differs between PPO, GRPO, RLOO and their kin: losses and advantages."""
+"""Protocol of a policy-gradient algorithm: its losses and advantages."""
 
 from typing import Protocol
 
@@ -9,20 +9,20 @@ from ms_align.rollouts.experience import Experience
 
 
 class Algorithm(Protocol):
-    """A value that is handed to `RolloutLearner`; each trainer of `ms_align.trainers` is one."""
+    """Losses and advantages of an algorithm; implemented by the online trainers."""
 
     def loss(self, kl_coeff: float) -> Loss:
-        """Build the policy's loss; the coefficient is 0 where the KL is not in the loss."""
+        """Build the policy loss; `kl_coeff` is 0 unless the KL penalty is in the loss."""
 
     def advantages(self, experience: Experience, kl_coeff: float) -> dict[str, Tensor]:
-        """Compute what the loss reads beside the tokens, (N, S) each, from a scored rollout.
+        """Compute the columns that the loss reads, (N, S) each, from a scored rollout.
 
-        The coefficient is 0 where the KL is not in the reward.
+        `kl_coeff` is 0 unless the KL penalty is in the reward.
         """
 
     def value_loss(self) -> Loss | None:
-        """Build the loss of a value model of its own, if there is one."""
+        """Build the loss of a separate value model, if the algorithm has one."""
 
     @property
     def learns_from_groups(self) -> bool:
-        """Whether equal rewards in each group teach nothing."""
+        """True if advantages are relative to the group, so equal rewards in it teach nothing."""

@@ -1,6 +1,6 @@
-"""A scored rollout: responses, what they are worth, and how far they are from the reference.
+"""Scored rollouts: responses with their rewards and their KL from the reference.
 
-Shapes: N responses, S positions, everything aligned with targets.
+Shapes: N responses, S positions; all columns are aligned with targets.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,13 @@ from ms_align.losses import kl
 from ms_align.losses.protocol import IGNORED
 from ms_align.rewards.scoring import Failure, Reward, Sample, Scores
 from ms_align.rollouts.prompts import Prompt
-from ms_align.rollouts.rows import samples_of, score_together
+from ms_align.rollouts.rows import samples_of, score_on_rank_zero
 from ms_align.tokenizer import Tokenizer
 
 
 @frozen(kw_only=True)
 class Scoring:
-    """How responses are judged."""
+    """Reward functions and the handling of their failures."""
 
     rewards: Mapping[str, tuple[Reward, float]]
     tokenizer: Tokenizer | None
@@ -30,9 +30,9 @@ class Scoring:
     def __call__(
         self, prompts: Sequence[Prompt], responses: Responses
     ) -> tuple[Scores, list[Sample]]:
-        """Score all responses; return the scores, and the samples that were judged."""
+        """Score all responses; return the scores and the samples passed to the rewards."""
         samples = samples_of(prompts, responses, self.tokenizer)
-        scores = score_together(
+        scores = score_on_rank_zero(
             self.rewards, samples, on_failure=self.on_failure, penalty=self.penalty
         )
         return scores, samples
@@ -40,30 +40,30 @@ class Scoring:
 
 @frozen(kw_only=True)
 class Experience:
-    """What advantages are made from."""
+    """Input of the advantage estimators."""
 
     targets: Tensor
-    """(N, S) int64; -100 but at response tokens, and throughout a row that is left out."""
+    """(N, S) int64; -100 except at response tokens, and -100 throughout skipped rows."""
     old_logprobs: Tensor
-    """(N, S) float32."""
+    """(N, S) float32, log-probabilities of the policy that generated the responses."""
     reference_logprobs: Tensor | None
     values: Tensor | None
-    """(N, S) float32, before each response token."""
+    """(N, S) float32, value estimate before each response token."""
     scores: Tensor
-    """(N,) float32, after penalties; NaN where a row is left out."""
+    """(N,) float32, after penalties; NaN for skipped rows."""
 
     @property
     def mask(self) -> Tensor:
-        """(N, S) bool: response tokens that count."""
+        """(N, S) bool: response tokens of rows that are not skipped."""
         return self.targets != IGNORED
 
     @property
-    def kept(self) -> Tensor:
-        """(N,) bool: rows that are not left out."""
+    def valid(self) -> Tensor:
+        """(N,) bool: rows that are not skipped."""
         return self.scores.isfinite()
 
     def divergence(self, estimator: str = "k1") -> Tensor:
-        """Estimate the KL from the reference, (N, S), 0 where nothing counts."""
+        """Estimate the KL from the reference per token, (N, S), 0 outside the mask."""
         if self.reference_logprobs is None:
             return torch.zeros_like(self.old_logprobs)
         return kl.estimate(self.old_logprobs, self.reference_logprobs, estimator) * self.mask
@@ -77,17 +77,18 @@ def shaped_scores(
     length_penalty: float,
     clip: float | None,
 ) -> Tensor:
-    """Clip scores (N,), then take off what a missing stop and each token cost."""
+    """Clip scores (N,), then subtract the penalties for a missing stop and for length."""
     shaped = scores if clip is None else scores.clamp(-clip, clip)
     shaped = shaped - missing_stop_penalty * (~responses.stopped).float()
     return shaped - length_penalty * responses.lengths.float()
 
 
 def token_rewards(experience: Experience, kl_coeff: float, estimator: str) -> Tensor:
-    """Compute rewards (N, S): -β·KL at each response token, and the score at the last one."""
+    """Compute rewards (N, S): -β·KL at each response token, plus the score at the last one."""
     mask = experience.mask
     rewards = -kl_coeff * experience.divergence(estimator)
     positions = torch.arange(mask.shape[1])
+    # Index of each row's last response token; -1 for skipped rows.
     last = torch.where(mask, positions, -1).amax(1)
     rows = (last >= 0).nonzero()[:, 0]
     rewards[rows, last[rows]] += experience.scores[rows]
@@ -95,13 +96,14 @@ def token_rewards(experience: Experience, kl_coeff: float, estimator: str) -> Te
 
 
 def response_scores(experience: Experience, kl_coeff: float, estimator: str) -> Tensor:
-    """Compute scores less β times each response's KL, (N,); NaN where a response is left out."""
-    scores = experience.scores.masked_fill(~experience.kept, torch.nan)
+    """Compute scores minus β times each response's KL, (N,); NaN for skipped responses."""
+    # Invalid scores may be infinite; the group statistics ignore only NaN.
+    scores = experience.scores.masked_fill(~experience.valid, torch.nan)
     if kl_coeff:
         scores = scores - kl_coeff * experience.divergence(estimator).sum(1)
     return scores
 
 
 def spread_over_tokens(advantages: Tensor, experience: Experience) -> Tensor:
-    """Spread each response's advantage over its tokens, (N, S) float32, 0 elsewhere."""
+    """Repeat each response's advantage at its tokens, (N, S) float32, 0 elsewhere."""
     return advantages[:, None].float() * experience.mask

@@ -1,6 +1,6 @@
-"""Learns from rollouts: draws and scores responses, and uses each rollout for several updates.
+"""Learner of the online trainers: generate and score rollouts, use each for several updates.
 
-All that it must remember is in its state, so a run that was killed goes on bit for bit.
+Its state is complete, so a run that is killed resumes bit for bit.
 """
 
 import math
@@ -32,21 +32,21 @@ from ms_align.run.loop import RunLog
 from ms_align.run.samples import log_sample
 from ms_align.seeds import seed_of
 
-SEEDS = 1 << 40
-"""Between the seeds of two runs; a rollout takes one of those between."""
-HELD_OUT_SEED = SEEDS - 1
+SEED_STRIDE = 1 << 40
+"""Distance between the rollout seeds of consecutive run seeds; one seed per rollout."""
+HELD_OUT_SEED = SEED_STRIDE - 1
 
 
 @define(kw_only=True, eq=False)
 class RolloutLearner:
-    """Rollouts, and the updates that each is used for."""
+    """Generates rollouts and updates the policy and any value model."""
 
     algorithm: Algorithm
     options: RolloutOptions
     seed: int
     policy: Engine
     value: Engine | None
-    """What estimates values: the policy itself, another engine, or nothing."""
+    """Engine with the value head: the policy, a separate engine, or None."""
     reference: Reference | None
     generator: Generator
     scoring: Scoring
@@ -54,56 +54,58 @@ class RolloutLearner:
     held_out: Sequence[Prompt]
     kl_coeff: float = field(init=False)
     rollouts: int = 0
-    """How many were made."""
+    """Number of rollouts so far."""
     equal_in_a_row: int = 0
     buffer: dict[str, Tensor] = field(factory=dict)
-    """The rollout that is being used, all rows of all data ranks."""
-    order: list[list[int]] = field(factory=list)
-    """Rows of each update that is still to be made with it."""
+    """Current rollout: rows of all data ranks, by column."""
+    minibatches: list[list[int]] = field(factory=list)
+    """Rows of the remaining updates of this rollout."""
     metrics: dict[str, float] = field(factory=dict)
-    """What each update logs of the rollout."""
+    """Rollout metrics, logged with each of its updates."""
 
     def __attrs_post_init__(self) -> None:
         self.kl_coeff = self.options.kl_coeff
 
     def update(self, log: RunLog) -> tuple[StepReport, Mapping[str, float]]:
-        """Update the weights once, after a rollout where the last one is used up."""
-        if not self.order:
-            self._roll_out(log)
-        batch = self._minibatch(self.order.pop(0))
+        """Update the weights once; collect a new rollout first if the current one is used up."""
+        if not self.minibatches:
+            self._collect_rollout(log)
+        batch = self._minibatch(self.minibatches.pop(0))
+        # The KL penalty is in the rewards or in the loss, never in both.
         coefficient = self.kl_coeff if self.options.kl_in == "loss" else 0.0
         update = self.policy.step(batch, self.algorithm.loss(coefficient))
         statistics = {**self.metrics, **update.statistics}
         value_loss = self.algorithm.value_loss()
         if value_loss is not None and self.value is not None:
-            of_value = self.value.step(batch, value_loss)
-            statistics |= {"value_loss": of_value.loss, **of_value.statistics}
+            value_update = self.value.step(batch, value_loss)
+            statistics |= {"value_loss": value_update.loss, **value_update.statistics}
         return update, statistics
 
     def evaluate(self, log: RunLog) -> Mapping[str, float]:
-        """Compute the mean reward of one response to each held-out prompt, and log some of them.
+        """Return the mean reward over the held-out prompts, one response each; log a few samples.
 
-        Every process scores all of them, with random numbers that are the same each time.
+        All ranks score all responses. The sampling seed is fixed, so evaluating the same weights
+        twice gives the same metrics.
         """
         if not self.held_out:
             return {}
-        # Generation is collective, so every rank writes as many responses; what the padding got is
-        # left out of the means.
+        # Generation is collective, so every rank generates the same number of responses. The
+        # padding repeats prompts and is dropped from the means.
         rank, ranks = self.policy.data_rank, self.policy.data_ranks
         padded = processes.pad_to_ranks(self.held_out, ranks)
         local = padded[processes.rows_of_rank(len(padded), rank, ranks)]
-        responses = self._draw(local, count=1, seed=HELD_OUT_SEED)
-        everyone = gather_responses(self.policy, responses)
-        scores, samples = self.scoring(padded, everyone)
+        responses = self._generate(local, count=1, seed=HELD_OUT_SEED)
+        all_responses = gather_responses(self.policy, responses)
+        scores, samples = self.scoring(padded, all_responses)
         count = len(self.held_out)
         metrics = {"reward": _mean(scores.total[:count])}
         if len(scores.parts) > 1:
             metrics |= {name: _mean(part[:count]) for name, part in scores.parts.items()}
-        metrics["response_tokens"] = float(everyone.lengths[:count].float().mean())
-        metrics["stopped"] = float(everyone.stopped[:count].float().mean())
-        left_out = int((~scores.total[:count].isfinite()).sum())
-        if left_out:
-            metrics["left_out"] = float(left_out)
+        metrics["response_tokens"] = float(all_responses.lengths[:count].float().mean())
+        metrics["stopped"] = float(all_responses.stopped[:count].float().mean())
+        skipped = int((~scores.total[:count].isfinite()).sum())
+        if skipped:
+            metrics["left_out"] = float(skipped)
         for failure in scores.failures:
             log.event("reward_failure", {"rollout": -1, "problem": failure})
         for index in range(min(self.options.evaluate_samples, count)):
@@ -113,7 +115,7 @@ class RolloutLearner:
         return metrics
 
     def state(self) -> State:
-        """Return the engines' state, the rollout, and the place in prompts and seeds."""
+        """Return engine states, the current rollout and the counters."""
         tensors = {f"buffer.{name}": value for name, value in self.buffer.items()}
         for prefix, engine in self._engines():
             tensors |= {f"{prefix}.{name}": t for name, t in engine.state_dict().items()}
@@ -121,56 +123,59 @@ class RolloutLearner:
             "rollouts": self.rollouts,
             "equal_in_a_row": self.equal_in_a_row,
             "kl_coeff": self.kl_coeff,
-            "order": self.order,
+            "order": self.minibatches,
             "metrics": self.metrics,
         }
         return State(tensors=tensors, facts=facts)
 
     def load(self, state: State) -> None:
-        """Go to where `state` was taken."""
+        """Restore a state."""
         for prefix, engine in self._engines():
-            engine.load_state_dict(_below(state.tensors, prefix))
-        self.buffer = _below(state.tensors, "buffer")
+            engine.load_state_dict(_with_prefix(state.tensors, prefix))
+        self.buffer = _with_prefix(state.tensors, "buffer")
         facts = state.facts
-        self.rollouts, self.order = facts["rollouts"], facts["order"]
+        self.rollouts, self.minibatches = facts["rollouts"], facts["order"]
         self.equal_in_a_row, self.kl_coeff = facts["equal_in_a_row"], facts["kl_coeff"]
         self.metrics = facts["metrics"]
 
     def _engines(self) -> list[tuple[str, Engine]]:
-        own_value = self.value is not None and self.value is not self.policy
+        # A value head on the policy is part of the policy's state.
+        separate_value = self.value is not None and self.value is not self.policy
         return [
             ("policy", self.policy),
-            *([("value", self.value)] if own_value and self.value else []),
+            *([("value", self.value)] if separate_value and self.value else []),
         ]
 
     def _minibatch(self, rows: list[int]) -> dict[str, Tensor]:
-        """Return this data rank's rows of an update."""
-        mine = rows[self.policy.data_rank :: self.policy.data_ranks]
-        return {name: value[mine] for name, value in self.buffer.items()}
+        """Return this data rank's rows of a minibatch."""
+        local = rows[self.policy.data_rank :: self.policy.data_ranks]
+        return {name: value[local] for name, value in self.buffer.items()}
 
-    def _roll_out(self, log: RunLog) -> None:
-        """Draw, judge and prepare responses, and decide in which order they are used."""
+    def _collect_rollout(self, log: RunLog) -> None:
+        """Generate, score and prepare responses, and split them into minibatches."""
         options = self.options
         count = options.batch_size // options.group_size
         order = PromptOrder(count=len(self.prompts), seed=self.seed)
-        chosen = [self.prompts[index] for index in order.take(self.rollouts * count, count)]
-        seed = seed_of(self.seed, self.rollouts, apart=SEEDS)
+        prompts = [self.prompts[index] for index in order.take(self.rollouts * count, count)]
+        seed = seed_of(self.seed, self.rollouts, stride=SEED_STRIDE)
         rank, ranks = self.policy.data_rank, self.policy.data_ranks
-        mine = chosen[processes.rows_of_rank(count, rank, ranks)]
-        responses = self._draw(mine, count=options.group_size, seed=seed)
-        rows = self._prepare(mine, responses, max(len(prompt.tokens) for prompt in chosen))
-        everyone = gather_responses(self.policy, responses)
-        repeated = [prompt for prompt in chosen for _ in range(options.group_size)]
-        scores, samples = self.scoring(repeated, everyone)
+        local = prompts[processes.rows_of_rank(count, rank, ranks)]
+        responses = self._generate(local, count=options.group_size, seed=seed)
+        rows = self._prepare(local, responses, max(len(prompt.tokens) for prompt in prompts))
+        all_responses = gather_responses(self.policy, responses)
+        repeated = [prompt for prompt in prompts for _ in range(options.group_size)]
+        scores, samples = self.scoring(repeated, all_responses)
+        # Every rank has the scores of all ranks, so group statistics need no further communication.
         shaped = shaped_scores(
             scores.total,
-            everyone,
+            all_responses,
             missing_stop_penalty=options.missing_stop_penalty,
             length_penalty=options.length_penalty,
             clip=options.reward_clip,
         )
-        left_out = ~shaped.isfinite()
-        rows["targets"] = rows["targets"].masked_fill(left_out[:, None], IGNORED)
+        skipped = ~shaped.isfinite()
+        # A response without a valid reward is masked out entirely.
+        rows["targets"] = rows["targets"].masked_fill(skipped[:, None], IGNORED)
         experience = Experience(
             targets=rows["targets"],
             old_logprobs=rows["old_logprobs"],
@@ -178,87 +183,95 @@ class RolloutLearner:
             values=rows.get("old_values"),
             scores=shaped,
         )
-        self._check(experience, log)
+        self._check_rollout(experience, log)
         coefficient = self.kl_coeff if options.kl_in == "reward" else 0.0
         self.buffer = {**rows, **self.algorithm.advantages(experience, coefficient)}
-        self._order_rows(experience)
-        self._log_rollout(experience, everyone, scores.total, scores.parts, log)
+        self._split_minibatches(experience)
+        self._log_rollout(experience, all_responses, scores.total, scores.parts, log)
         for failure in scores.failures:
             log.event("reward_failure", {"rollout": self.rollouts, "problem": failure})
+        # One sample per rollout is logged, a different one each time.
         index = self.rollouts % len(samples)
         sample, reward = samples[index], float(scores.total[index])
         log_sample(log, sample.prompt, sample.response, reward, show=False)
         if options.controller is not None:
+            # Takes effect in the next rollout; this one's advantages are already computed.
             self.kl_coeff = options.controller.next(
                 self.kl_coeff, self.metrics["kl"], options.batch_size
             )
         self.rollouts += 1
 
-    def _draw(self, prompts: Sequence[Prompt], *, count: int, seed: int) -> Responses:
+    def _generate(self, prompts: Sequence[Prompt], *, count: int, seed: int) -> Responses:
         tokens = [prompt.tokens for prompt in prompts]
         return self.generator(tokens, self.options.sampling, count=count, seed=seed)
 
     def _prepare(
         self, prompts: Sequence[Prompt], responses: Responses, longest: int
     ) -> dict[str, Tensor]:
-        """Build the responses' rows, ask the models about them, and gather all data ranks'."""
+        """Build padded rows, add log-probabilities and values, and gather all data ranks."""
         options = self.options
         repeated = [prompt.tokens for prompt in prompts for _ in range(options.group_size)]
-        # Data ranks must agree on a width, and know only their own responses.
+        # Data ranks must agree on the width, but each sees only its local responses.
         width = longest + options.max_new_tokens if self.policy.data_ranks > 1 else None
         rows = sequences(repeated, responses, longest=width, parts=self.policy.row_parts)
         temperature = options.sampling.policy_temperature
+        # Log-probabilities of the generator may differ by rounding from the training forward pass.
         if "old_logprobs" not in rows or options.recompute_logprobs:
             rows["old_logprobs"] = logprobs_of(self.policy, rows, temperature)
         if self.reference is not None:
-            with self.reference.while_asked():
+            with self.reference.activate():
                 rows["reference_logprobs"] = logprobs_of(self.reference.engine, rows, temperature)
         if self.value is not None:
             rows["old_values"] = values_of(self.value, rows)
         return gather_rows(self.policy, rows)
 
-    def _check(self, experience: Experience, log: RunLog) -> None:
-        """Refuse a rollout of which nothing can be learned."""
+    def _check_rollout(self, experience: Experience, log: RunLog) -> None:
+        """Check that a rollout has response tokens and, for group baselines, unequal rewards."""
         if not experience.mask.any():
             raise NothingToLearnError(
-                f"rollout {self.rollouts}: no response token is left to learn from; look at the "
-                "rewards that failed, or at max_new_tokens"
+                f"rollout {self.rollouts}: no response token is left to learn from; check the "
+                "rewards that failed, or raise max_new_tokens"
             )
         if not self.algorithm.learns_from_groups:
             return
-        kept = experience.kept
+        valid = experience.valid
         groups = experience.scores.view(-1, self.options.group_size)
-        left_out = ~kept.view(groups.shape)
-        highest = groups.masked_fill(left_out, -torch.inf).amax(1)
-        lowest = groups.masked_fill(left_out, torch.inf).amin(1)
+        skipped = ~valid.view(groups.shape)
+        # Extremes over valid rewards; a group without any compares -inf > inf, which is False.
+        highest = groups.masked_fill(skipped, -torch.inf).amax(1)
+        lowest = groups.masked_fill(skipped, torch.inf).amin(1)
         self.equal_in_a_row = 0 if bool((highest > lowest).any()) else self.equal_in_a_row + 1
         if self.equal_in_a_row:
             log.event("equal_rewards", {"rollout": self.rollouts, "in_a_row": self.equal_in_a_row})
         if self.equal_in_a_row >= self.options.equal_rewards_limit:
-            last = float(experience.scores[kept][0])
+            last = float(experience.scores[valid][0])
             raise NothingToLearnError(
-                f"in {self.equal_in_a_row} rollouts in a row all responses to a prompt had the "
-                f"same reward (the last {last:g}), so nothing was learned; "
-                "give prompts of another difficulty, a reward with more shades, a higher "
-                "temperature, or a greater group_size"
+                f"the rewards of each group were equal in {self.equal_in_a_row} rollouts in a row "
+                f"(last reward: {last:g}), so nothing was learned; use prompts of another "
+                "difficulty, a finer-grained reward, a higher temperature, or a larger group_size"
             )
 
-    def _order_rows(self, experience: Experience) -> None:
-        """Choose the rows of each update: each epoch in its own order, like lengths together."""
+    def _split_minibatches(self, experience: Experience) -> None:
+        """Split the rows into minibatches in a new random order per epoch, sorted by length."""
         size = self.options.minibatch_size or self.options.batch_size
         if size % self.policy.data_ranks:
             raise ConfigError(
-                f"minibatch_size {size} does not divide over {self.policy.data_ranks} data ranks"
+                f"minibatch_size {size} must be divisible by the {self.policy.data_ranks} data "
+                "ranks; change it"
             )
         mask = experience.mask
+        # Position of the last response token, as the length of the row.
         ends = torch.where(mask, torch.arange(mask.shape[1]), 0).amax(1).tolist()
-        seed = seed_of(self.seed, self.rollouts, apart=SEEDS)
+        seed = seed_of(self.seed, self.rollouts, stride=SEED_STRIDE)
         generator = torch.Generator().manual_seed(seed)
-        self.order = []
+        self.minibatches = []
         for _ in range(self.options.epochs):
             rows = torch.randperm(len(ends), generator=generator).tolist()
             for start in range(0, len(rows), size):
-                self.order.append(sorted(rows[start : start + size], key=lambda row: ends[row]))
+                # Rows of similar length end up in one microbatch, which saves padding.
+                self.minibatches.append(
+                    sorted(rows[start : start + size], key=lambda row: ends[row])
+                )
 
     def _log_rollout(
         self,
@@ -268,19 +281,19 @@ class RolloutLearner:
         parts: Mapping[str, Tensor],
         log: RunLog,
     ) -> None:
-        kept = experience.kept
+        valid = experience.valid
         divergence = experience.divergence().sum(1)
-        self.metrics = {"reward": _mean(scores), "kl": _mean(divergence[kept])}
+        self.metrics = {"reward": _mean(scores), "kl": _mean(divergence[valid])}
         fields: dict[str, int | float | str] = {
             "rollout": self.rollouts,
             **self.metrics,
             "shaped_reward": _mean(experience.scores),
-            "reward_std": float(scores[kept].std(correction=0)),
+            "reward_std": float(scores[valid].std(correction=0)),
             "kl_coeff": self.kl_coeff,
             "response_tokens": float(responses.lengths.float().mean()),
             "stopped": float(responses.stopped.float().mean()),
             "truncated": int((~responses.stopped).sum()),
-            "left_out": int((~kept).sum()),
+            "left_out": int((~valid).sum()),
         }
         if len(parts) > 1:
             fields |= {f"reward.{name}": _mean(part) for name, part in parts.items()}
@@ -288,10 +301,11 @@ class RolloutLearner:
 
 
 def _mean(values: Tensor) -> float:
-    kept = values[values.isfinite()]
-    return float(kept.mean()) if len(kept) else math.nan
+    finite = values[values.isfinite()]
+    return float(finite.mean()) if len(finite) else math.nan
 
 
-def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def _with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Select the tensors below a prefix and strip it from their names."""
     start = f"{prefix}."
     return {name[len(start) :]: t for name, t in tensors.items() if name.startswith(start)}

@@ -40,7 +40,7 @@ def read_prompts(
     tokenizer: Tokenizer | None,
     responses: str | Path | Iterable[Any] | None = None,
     *,
-    what: str = "prompt_dataset",
+    name: str = "prompt_dataset",
 ) -> list[Prompt]:
     """Read the prompts of a dataset.
 
@@ -52,37 +52,39 @@ def read_prompts(
         tokenizer: required for strings and messages.
         responses: reference answers in the order of the prompts. None: the key `answer` of each
             mapping, if present.
-        what: name of the dataset, for messages.
+        name: name of the dataset, for messages.
 
     Raises:
         DataError: the dataset is empty, an entry is invalid, or the number of answers differs.
     """
-    entries = _entries(dataset, what)
+    entries = _entries(dataset, name)
     if not entries:
-        raise DataError(f"{what} is empty; give at least one prompt")
+        raise DataError(f"{name} is empty; add at least one prompt")
     answers: list[Any] | None = None
     if responses is not None:
         answers = _entries(responses, "response_dataset", prompts=False)
         if len(answers) != len(entries):
             raise DataError(
-                f"response_dataset has {len(answers)} entries and {what} {len(entries)}; give "
-                "one answer a prompt, in the same order"
+                f"response_dataset has {len(answers)} entries and {name} has {len(entries)}; "
+                "provide one answer per prompt, in the same order"
             )
     prompts = []
     for index, entry in enumerate(entries):
         answer = answers[index] if answers else None
         if isinstance(answer, Mapping):
             answer = answer.get("answer", answer.get("response"))
-        prompts.append(_prompt(entry, answer, tokenizer, f"{what} entry {index}"))
+        prompts.append(_prompt(entry, answer, tokenizer, f"{name} entry {index}"))
     return prompts
 
 
-def _entries(dataset: str | Path | Iterable[Any], what: str, *, prompts: bool = True) -> list[Any]:
+def _entries(dataset: str | Path | Iterable[Any], name: str, *, prompts: bool = True) -> list[Any]:
     if not isinstance(dataset, str | Path):
         if not isinstance(dataset, Iterable):
-            raise DataError(f"{what} is {dataset!r}; give a file of JSON or a list")
+            raise DataError(
+                f"{name} must be a file or a list of prompts, got {dataset!r}; pass one"
+            )
         return list(dataset)
-    check_path(what, dataset, error=DataError)
+    check_path(name, dataset, error=DataError)
     path = Path(dataset)
     content = _unpacked(read_bytes(path, error=DataError, limit_bytes=LARGEST_FILE_BYTES), path)
     content = content.removeprefix(codecs.BOM_UTF8)
@@ -91,7 +93,7 @@ def _entries(dataset: str | Path | Iterable[Any], what: str, *, prompts: bool = 
     if not _begins_as_json(content.lstrip()):
         return _table_rows(path)
     lines = [(number, line) for number, line in enumerate(content.splitlines(), 1) if line.strip()]
-    # A line of JSON Lines may itself be an array: a chat or the tokens of a prompt.
+    # A line of JSON Lines may itself be an array: a chat or the token ids of a prompt.
     if content.lstrip().startswith(b"[") and not _is_json(lines[0][1]):
         rows: list[Any] = decode_json(content, list, where=path, error=DataError)
         return rows
@@ -104,7 +106,7 @@ def _entries(dataset: str | Path | Iterable[Any], what: str, *, prompts: bool = 
 
 
 def _unpacked(content: bytes, path: Path) -> bytes:
-    """Decompress the content of a gzip or zstd file; other content is returned as it is."""
+    """Decompress the content of a gzip or zstd file; other content is returned unchanged."""
     if content.startswith(GZIP):
         try:
             return gzip.decompress(content)
@@ -130,7 +132,7 @@ def _unpacked(content: bytes, path: Path) -> bytes:
 
 
 def _begins_as_json(content: bytes) -> bool:
-    """Whether content begins as JSON entries do. A CSV file may begin with a quoted name."""
+    """Return True if content starts like JSON entries; a CSV file may start with a quoted name."""
     if content.startswith(b'"'):
         return _is_json(content.partition(b"\n")[0])
     return content.startswith((b"[", b"{"))
@@ -161,7 +163,7 @@ def _is_json(line: bytes) -> bool:
 
 
 def _is_prompt(items: Sequence[Any]) -> bool:
-    """Whether an array is a single prompt (token ids or a chat) rather than a list of prompts."""
+    """Return True if an array is one prompt (token ids or a chat) and not a list of prompts."""
     return bool(items) and all(
         isinstance(item, int) or (isinstance(item, Mapping) and "role" in item) for item in items
     )
@@ -187,8 +189,8 @@ def _tokens(entry: Any, tokenizer: Tokenizer | None, where: str) -> tuple[list[i
             for token in entry:
                 if not 0 <= token < MOST_TOKENS:
                     raise DataError(
-                        f"{where} holds the token {token}; give numbers of at least 0, of the "
-                        "tokenizer's vocabulary"
+                        f"{where} has the token id {token}; use ids of the tokenizer's vocabulary, "
+                        "which are not negative"
                     )
             return list(entry), tokenizer.decode(list(entry)) if tokenizer else ""
         template = getattr(tokenizer, "encode_messages", None)
@@ -196,20 +198,22 @@ def _tokens(entry: Any, tokenizer: Tokenizer | None, where: str) -> tuple[list[i
             _check_messages(entry, where)
             if template is None:
                 raise DataError(
-                    f"{where} is a chat and the tokenizer has no template; give a Hugging Face one"
+                    f"{where} is a chat and the tokenizer has no chat template; use a Hugging Face "
+                    "tokenizer with one"
                 )
             with decoding(where, error=DataError):
                 return template(entry), str(entry[-1].get("content", ""))
     if not isinstance(entry, str):
         raise DataError(
-            f"{where} is {str(entry)[:40]!r}; give a text, a list of tokens or of messages"
+            f"{where} must be a text, a list of token ids or a list of messages, got "
+            f"{str(entry)[:40]!r}; correct it"
         )
     if tokenizer is None:
-        raise DataError(f"{where} is a text and there is no tokenizer; give tokenizer=")
+        raise DataError(f"{where} is a text, which needs a tokenizer; set tokenizer")
     with decoding(where, error=DataError):
         tokens = tokenizer.encode(entry)
     if not tokens:
-        raise DataError(f"{where} has no token; give each prompt at least one")
+        raise DataError(f"{where} has no tokens; every prompt needs at least one, correct it")
     return tokens, entry
 
 
@@ -229,7 +233,7 @@ def _check_messages(messages: Sequence[Mapping[str, Any]], where: str) -> None:
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise DataError(
                 f"{where}: the content of message {number} must be a text, got "
-                f"{type(content).__name__}; give its text"
+                f"{type(content).__name__}; correct it"
             )
 
 
@@ -242,19 +246,20 @@ class PromptOrder:
     seed: int
 
     def take(self, position: int, count: int) -> list[int]:
-        """Return the indices of `count` prompts from `position`, which counts over all epochs."""
-        taken: list[int] = []
-        while len(taken) < count:
-            turn, at = divmod(position + len(taken), self.count)
-            generator = torch.Generator().manual_seed(seed_of(self.seed, turn, apart=1_000_003))
+        """Return the indices of `count` prompts from `position`, which counts across epochs."""
+        indices: list[int] = []
+        while len(indices) < count:
+            # A request may span the end of an epoch.
+            epoch, start = divmod(position + len(indices), self.count)
+            generator = torch.Generator().manual_seed(seed_of(self.seed, epoch, stride=1_000_003))
             order = torch.randperm(self.count, generator=generator).tolist()
-            taken += order[at : at + count - len(taken)]
-        return taken
+            indices += order[start : start + count - len(indices)]
+        return indices
 
 
 def prompts_checksum(prompts: Sequence[Prompt]) -> str:
-    """Checksum of the tokens of all prompts."""
-    found = 0
+    """Return a checksum of the tokens of all prompts."""
+    checksum = 0
     for prompt in prompts:
-        found = zlib.crc32(repr(prompt.tokens).encode(), found)
-    return f"{found:08x}"
+        checksum = zlib.crc32(repr(prompt.tokens).encode(), checksum)
+    return f"{checksum:08x}"

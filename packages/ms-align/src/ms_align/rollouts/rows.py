@@ -1,7 +1,7 @@
-"""From prompts and responses to what an update reads: one padded batch, aligned with targets.
+"""Training rows from prompts and responses: one padded batch, aligned with targets.
 
-Position s of a row reads token s and is asked for token s + 1, so everything that is known of a
-response token stands one place before it. Shapes: N responses, S positions.
+Position s of a row reads token s and predicts token s + 1, so every column of a response token is
+stored one position before the token. Shapes: N responses, S positions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,41 +26,45 @@ def sequences(
     longest: int | None = None,
     parts: int = 1,
 ) -> dict[str, Tensor]:
-    """Build one row a response: its prompt, then its tokens, padded on the right.
+    """Build one row per response: prompt, then response tokens, padded on the right.
 
     Args:
-        prompts: the tokens before each response, N of them.
-        responses: N of them.
-        longest: width to pad to, prompt and response; by default that of the longest row.
-        parts: S is a multiple of it; see `Engine.row_parts`.
+        prompts: prompt tokens of each response, N lists.
+        responses: N responses.
+        longest: width to pad to, as tokens of prompt and response. Default: the longest row.
+        parts: S is rounded up to a multiple of this; see `Engine.row_parts`.
 
     Returns:
-        `tokens`, `targets` (N, S) int64, targets -100 but at response tokens; and
-        `old_logprobs` (N, S) float32 if the generator kept them.
+        `tokens` and `targets` (N, S) int64, with targets -100 except at response tokens; and
+        `old_logprobs` (N, S) float32 if the generator returned log-probabilities.
     """
     lengths = [
         len(prompt) + int(length)
         for prompt, length in zip(prompts, responses.lengths.tolist(), strict=True)
     ]
+    # One position fewer than tokens: the last token is only a target. Rounded up to `parts`.
     width = -(-(max(longest or 0, *lengths) - 1) // parts) * parts
     tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
     targets = torch.full((len(prompts), width), IGNORED)
-    kept = torch.zeros(len(prompts), width)
+    old_logprobs = torch.zeros(len(prompts), width)
     for row, prompt in enumerate(prompts):
-        count, before = int(responses.lengths[row]), len(prompt)
-        whole = torch.cat((torch.as_tensor(prompt), responses.tokens[row, :count]))
-        tokens[row, : len(whole) - 1] = whole[:-1]
-        targets[row, before - 1 : before - 1 + count] = whole[before:]
+        # targets[s] = sequence[s + 1]: the first response token is predicted at prompt_length - 1
+        count, prompt_length = int(responses.lengths[row]), len(prompt)
+        sequence = torch.cat((torch.as_tensor(prompt), responses.tokens[row, :count]))
+        tokens[row, : len(sequence) - 1] = sequence[:-1]
+        targets[row, prompt_length - 1 : prompt_length - 1 + count] = sequence[prompt_length:]
         if responses.logprobs is not None:
-            kept[row, before - 1 : before - 1 + count] = responses.logprobs[row, :count]
+            old_logprobs[row, prompt_length - 1 : prompt_length - 1 + count] = responses.logprobs[
+                row, :count
+            ]
     batch = {"tokens": tokens, "targets": targets}
-    return batch if responses.logprobs is None else {**batch, "old_logprobs": kept}
+    return batch if responses.logprobs is None else {**batch, "old_logprobs": old_logprobs}
 
 
 def samples_of(
     prompts: Sequence[Prompt], responses: Responses, tokenizer: Tokenizer | None
 ) -> list[Sample]:
-    """Build the samples that a reward is asked about, one for each response."""
+    """Build the samples for the reward functions, one per response."""
     samples = []
     for row, prompt in enumerate(prompts):
         tokens = responses.row(row)
@@ -79,78 +83,81 @@ def samples_of(
 
 
 def logprobs_of(engine: Engine, batch: Mapping[str, Tensor], temperature: float) -> Tensor:
-    """Compute the targets' log-probabilities by an engine's model, (N, S) float32, 0 elsewhere."""
+    """Compute the targets' log-probabilities under an engine's model, (N, S) float32."""
 
-    def ask(output: Output, microbatch: Batch) -> Tensor:
+    def target_logprobs(output: Output, microbatch: Batch) -> Tensor:
         return -output.token_losses(microbatch["targets"], temperature=temperature)
 
-    return _by_length(engine, batch, ask)
+    return _by_length(engine, batch, target_logprobs)
 
 
 def values_of(engine: Engine, batch: Mapping[str, Tensor], head: str = "value") -> Tensor:
-    """Compute an engine's value before each target, (N, S) float32, 0 elsewhere."""
+    """Compute the value before each target, (N, S) float32, 0 elsewhere."""
 
-    def ask(output: Output, microbatch: Batch) -> Tensor:
+    def masked_values(output: Output, microbatch: Batch) -> Tensor:
         return output.head(head).squeeze(-1) * (microbatch["targets"] != IGNORED)
 
-    return _by_length(engine, batch, ask)
+    return _by_length(engine, batch, masked_values)
 
 
 def _by_length(
-    engine: Engine, batch: Mapping[str, Tensor], ask: Callable[[Output, Batch], Tensor]
+    engine: Engine, batch: Mapping[str, Tensor], function: Callable[[Output, Batch], Tensor]
 ) -> Tensor:
-    """Ask with rows of like length side by side, so that less padding is computed."""
-    asked = {name: batch[name] for name in ("tokens", "targets")}
-    order = (asked["targets"] != IGNORED).flip(1).int().argmax(1).argsort(stable=True)
-    found = engine.evaluate({name: rows[order] for name, rows in asked.items()}, ask).cpu()
-    back = torch.empty_like(found)
-    back[order] = found
-    return back
+    """Evaluate with the rows sorted by length, so that microbatches need less padding."""
+    columns = {name: batch[name] for name in ("tokens", "targets")}
+    # Distance of the last target from the right edge, so shortest padding (longest rows) first.
+    order = (columns["targets"] != IGNORED).flip(1).int().argmax(1).argsort(stable=True)
+    in_order = engine.evaluate(
+        {name: rows[order] for name, rows in columns.items()}, function
+    ).cpu()
+    result = torch.empty_like(in_order)
+    result[order] = in_order
+    return result
 
 
 def gather_rows(engine: Engine, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gather the rows of all data ranks on every process; each gives as many, equally wide."""
+    """Gather rows of all data ranks on every process; all ranks pass the same shapes."""
     if engine.data_ranks == 1:
         return dict(rows)
     return {name: engine.gather(value) for name, value in rows.items()}
 
 
 def gather_responses(engine: Engine, responses: Responses) -> Responses:
-    """Give the responses of all data ranks on every process, without log-probabilities."""
-    mine = {name: getattr(responses, name) for name in ("tokens", "lengths", "stopped")}
-    return Responses(**gather_rows(engine, mine), logprobs=None, sampling_logprobs=None)
+    """Gather the responses of all data ranks on every process, without log-probabilities."""
+    local = {name: getattr(responses, name) for name in ("tokens", "lengths", "stopped")}
+    return Responses(**gather_rows(engine, local), logprobs=None, sampling_logprobs=None)
 
 
-def score_together(
+def score_on_rank_zero(
     rewards: Mapping[str, tuple[Reward, float]],
     samples: Sequence[Sample],
     *,
     on_failure: Failure,
     penalty: float,
 ) -> Scores:
-    """Score alike on every process: the first one asks, and sends the scores to the others.
+    """Score on the first process and broadcast the scores.
 
-    So a reward may be random, or a service that is billed.
+    All processes get the same scores even if a reward is random, and paid services are called once.
     """
     if processes.count() == 1:
         return score(rewards, samples, on_failure=on_failure, penalty=penalty)
     scores: Scores | None = None
     failure: Exception | None = None
-    numbers = torch.zeros(1 + len(rewards), len(samples))
+    table = torch.zeros(1 + len(rewards), len(samples))
     if processes.rank() == 0:
         try:
             scores = score(rewards, samples, on_failure=on_failure, penalty=penalty)
-            numbers = torch.stack([scores.total, *scores.parts.values()])
-        except Exception as error:  # raised after the others were let go
+            table = torch.stack([scores.total, *scores.parts.values()])
+        except Exception as error:  # raised below, after the other processes know
             failure = error
     if processes.any_of(failure is not None):
-        raise failure or RuntimeError("a reward failed on the first process; see its message")
-    # The group may take no tensor of the CPU.
-    numbers = numbers.to(processes.exchange_device())
-    dist.broadcast(numbers, src=0)
-    numbers = numbers.cpu()
+        raise failure or RuntimeError("a reward failed on the first process; see its error message")
+    # The process group may have no CPU backend.
+    table = table.to(processes.exchange_device())
+    dist.broadcast(table, src=0)
+    table = table.cpu()
     return Scores(
-        total=numbers[0],
-        parts=dict(zip(rewards, numbers[1:], strict=True)),
+        total=table[0],
+        parts=dict(zip(rewards, table[1:], strict=True)),
         failures=scores.failures if scores else (),
     )

@@ -1,1 +1,1 @@
-"""A run of a trainer: its loop, checkpoints, folder, and what it leaves behind."""
+"""Training runs: the loop, checkpoints, the output folder and the trained model."""

@@ -1,10 +1,10 @@
-"""A run's whole state in a folder a step: safetensors, a file a process, and a manifest.
+"""Checkpoints: one folder per step with one safetensors file per process and a manifest.
 
-    checkpoints/step-00000012/manifest.json            what must lie beside it, byte for byte
+    checkpoints/step-00000012/manifest.json            size and CRC-32 of every file
                              /rank-00000.safetensors   tensors of process 0
 
-The folder is written as `step-*.partial`, synced, and renamed when every process is done: a crash
-leaves the ones before it whole. Nothing is unpickled; every byte is covered by a checksum.
+The folder is written as `step-*.partial`, synced, and renamed when every process is done, so a
+crash never damages earlier checkpoints. Nothing is unpickled, and every byte has a checksum.
 """
 
 import shutil
@@ -35,12 +35,12 @@ LARGEST_MANIFEST_BYTES = 1 << 26
 
 @frozen(kw_only=True)
 class State:
-    """All that a run needs to go on exactly where it was."""
+    """Complete state of a run, from which it resumes exactly."""
 
     tensors: Mapping[str, Tensor]
-    """By name; of a DTensor this process's part is kept."""
+    """Tensors by name; of a DTensor only this process's shard is saved."""
     facts: Mapping[str, Any]
-    """Plain JSON, the same on every process."""
+    """JSON values, the same on every process."""
 
 
 class _File(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,88 +57,88 @@ class _Manifest(
     files: tuple[_File, ...]
     facts: dict[str, Any]
     digest: str = ""
-    """BLAKE2b of all the rest."""
+    """BLAKE2b hash of all other fields."""
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Return where the checkpoint of a step lies."""
+    """Return the folder of a step's checkpoint."""
     return root / NAME.format(step)
 
 
 def complete_steps(root: Path) -> list[int]:
     """List the steps whose checkpoint is complete, ascending."""
-    found = [path for path in root.glob("step-*") if (path / MANIFEST).is_file()]
-    return sorted(int(path.name[5:]) for path in found if path.name[5:].isdigit())
+    folders = [path for path in root.glob("step-*") if (path / MANIFEST).is_file()]
+    return sorted(int(path.name[5:]) for path in folders if path.name[5:].isdigit())
 
 
 def incomplete(root: Path) -> list[Path]:
-    """List the folders of checkpoints that were complete when named, and now lack the manifest."""
-    found = (path for path in root.glob("step-*") if path.name[5:].isdigit())
-    return sorted(path for path in found if not (path / MANIFEST).is_file())
+    """List checkpoint folders that have lost their manifest, for example by manual deletion."""
+    folders = (path for path in root.glob("step-*") if path.name[5:].isdigit())
+    return sorted(path for path in folders if not (path / MANIFEST).is_file())
 
 
 def write(root: Path, step: int, state: State) -> Path:
-    """Write a checkpoint; every process calls it with its own tensors.
+    """Write a checkpoint. Collective: every process passes its own tensors.
 
     Raises:
-        CheckpointError: the disk is full or the place cannot be written; older ones are whole.
+        CheckpointError: the disk is full or read-only; earlier checkpoints stay intact.
     """
     folder = step_folder(root, step)
-    aside = folder.with_name(folder.name + ".partial")
+    partial = folder.with_name(folder.name + ".partial")
     rank = processes.rank()
     if rank == 0:
         with writing(folder):
-            for stale in (aside, folder):
+            for stale in (partial, folder):
                 shutil.rmtree(stale, ignore_errors=True)
-            aside.mkdir(parents=True)
+            partial.mkdir(parents=True)
     processes.barrier()
     with writing(folder):
         content = save({name: _local(value) for name, value in state.tensors.items()})
-        write_synced(aside / f"rank-{rank:05d}.safetensors", content)
+        write_synced(partial / f"rank-{rank:05d}.safetensors", content)
     processes.barrier()
     if rank == 0:
         with writing(folder):
-            write_synced(aside / MANIFEST, _manifest(aside, step, state.facts))
-            sync_folder(aside)
-            publish(aside, folder)
+            write_synced(partial / MANIFEST, _manifest(partial, step, state.facts))
+            sync_folder(partial)
+            publish(partial, folder)
     processes.barrier()
     return folder
 
 
 def read(folder: Path) -> State:
-    """Read what `write` was given on this process, and check each byte.
+    """Read this process's part of a checkpoint and verify its checksums.
 
     Raises:
-        DamageError: bytes are missing or not those that were written.
-        CheckpointError: it was written by another number of processes.
+        DamageError: a file is missing or differs from its checksum.
+        CheckpointError: the number of processes differs.
     """
     manifest = _read_manifest(folder / MANIFEST)
     if manifest.processes != processes.count():
         raise CheckpointError(
             f"{folder} was written by {manifest.processes} processes and this run has "
-            f"{processes.count()}; start as many, or choose another output_dir"
+            f"{processes.count()}; start {manifest.processes}, or set another output_dir"
         )
     entry = next((f for f in manifest.files if f.name == _file_name(processes.rank())), None)
     if entry is None:
-        raise DamageError(f"{folder / MANIFEST} names no file of process {processes.rank()}")
+        raise DamageError(f"{folder / MANIFEST} lists no file of process {processes.rank()}")
     path = folder / entry.name
     if not path.is_file() or path.stat().st_size != entry.size_bytes:
-        raise DamageError(f"{path} is missing or not {entry.size_bytes} bytes long")
+        raise DamageError(f"{path} is missing or is not {entry.size_bytes} bytes long")
     content = read_bytes(path, error=DamageError, limit_bytes=entry.size_bytes)
     if zlib.crc32(content) != entry.crc32:
-        raise DamageError(f"{path} is damaged: its checksum is not the manifest's")
+        raise DamageError(f"{path} is damaged: its CRC-32 differs from the manifest's")
     try:
         tensors = load(content)
     except SafetensorError as error:
-        raise DamageError(f"{path} is no safetensors file: {error}") from error
-    # A rollout's rows may hold NaN, for a response that a reward failed on; weights may not.
-    weights = {name: one for name, one in tensors.items() if not name.startswith("buffer.")}
+        raise DamageError(f"{path} is not a safetensors file: {error}") from error
+    # Rollout buffers may hold NaN, for responses without a valid reward; weights may not.
+    weights = {name: value for name, value in tensors.items() if not name.startswith("buffer.")}
     check_tensors(path, weights, error=DamageError)
     return State(tensors=tensors, facts=manifest.facts)
 
 
 def keep_last(root: Path, count: int) -> None:
-    """Remove all but the last `count` complete checkpoints, and what a crash left half-written."""
+    """Delete all but the last `count` complete checkpoints, and partial ones left by a crash."""
     if processes.rank() == 0:
         with writing(root):
             for step in complete_steps(root)[:-count]:
@@ -154,8 +154,8 @@ def _file_name(rank: int) -> str:
 
 def _local(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
-    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return part.cpu().contiguous().clone() if part.device.type == "cpu" else part.cpu()
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.cpu().contiguous().clone() if local.device.type == "cpu" else local.cpu()
 
 
 def _manifest(folder: Path, step: int, facts: Mapping[str, Any]) -> bytes:
@@ -177,5 +177,5 @@ def _read_manifest(path: Path) -> _Manifest:
     if digest_of(manifest) != manifest.digest or path.parent != step_folder(
         path.parents[1], manifest.step
     ):
-        raise DamageError(f"{path} is damaged: its checksum is not that of its content")
+        raise DamageError(f"{path} is damaged: its content does not match its digest")
     return manifest

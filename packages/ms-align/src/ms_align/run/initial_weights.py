@@ -1,4 +1,4 @@
-"""Checksum of a run's initial weights, which identifies the run when it resumes."""
+"""Checksums of a run's initial weights, which identify the run when it resumes."""
 
 import zlib
 from collections.abc import Mapping
@@ -14,22 +14,22 @@ from ms_align.engines.protocol import Engine
 
 
 def weights_checksum(engine: Engine) -> str:
-    """Checksum of all weights of an engine; "" if they are sharded over several processes."""
-    holder = engine if engine.module is None else engine.module
-    return _checksum(holder.state_dict())
+    """Return a checksum of all weights; "" if they are sharded over several processes."""
+    source = engine if engine.module is None else engine.module
+    return _checksum(source.state_dict())
 
 
 def frozen_checksum(engine: Engine) -> str:
-    """Checksum of the frozen weights, which are not in checkpoints."""
+    """Return a checksum of the frozen weights, which are not in checkpoints."""
     if engine.module is None:
         return ""
-    named = engine.module.named_parameters()
-    frozen = {name: parameter for name, parameter in named if not parameter.requires_grad}
+    params = engine.module.named_parameters()
+    frozen = {name: parameter for name, parameter in params if not parameter.requires_grad}
     return _checksum(frozen) if frozen else ""
 
 
-def name_of(model: Any) -> str:
-    """Return what a run's folder calls a model: its folder, or its class."""
+def model_name(model: Any) -> str:
+    """Return a model's name in the run record: its folder or its class."""
     if model is None or isinstance(model, str | Path):
         return str(model or "")
     return str(getattr(model, "__qualname__", type(model).__qualname__))

@@ -1,7 +1,7 @@
-"""The loop that every trainer runs in: update, log, evaluate, checkpoint, stop, go on.
+"""The training loop of every trainer: update, log, evaluate, checkpoint, stop, resume.
 
-A trainer hands over its `Learner`: what one update does, and all the state it needs to go on.
-Whatever ends the process, the same call goes on from the last complete checkpoint, bit for bit.
+A trainer provides a `Learner`: one update, and all state that is needed to resume. After any crash
+the same command resumes from the last complete checkpoint, bit for bit.
 """
 
 import logging
@@ -29,60 +29,60 @@ from ms_align.run.ownership import Ownership
 
 logger = logging.getLogger(__name__)
 
-SKIPPED_IN_A_ROW = 20
-"""Updates in a row whose gradient was not finite, after which a run is lost."""
-SKIPPED = {
-    "no_targets": "nothing had a target",
+MAX_CONSECUTIVE_SKIPS = 20
+"""Skipped updates in a row after which the run fails."""
+SKIP_REASONS = {
+    "no_targets": "the batch has no targets",
     "nonfinite": "the gradient is not finite",
-    "overflow": "the gradient did not fit into float16",
-    "refused": "the update was refused",
+    "overflow": "the gradient overflowed float16",
+    "refused": "the update was rejected",
 }
-"""Why an update was skipped, for people."""
-SHOWN = 4
-"""Metrics on a line of progress, the loss included."""
+"""Messages for skipped updates."""
+METRICS_PER_LINE = 4
+"""Metrics on a progress line, including the loss."""
 
 
 @frozen(kw_only=True)
 class RunLog:
-    """Where a learner logs what happens inside of it."""
+    """Destination of events and messages during a run."""
 
     event: OnEvent
     note: Callable[[str], None]
-    """Shows a line to whoever watches."""
+    """Prints a line."""
 
 
 @frozen(kw_only=True)
 class Notice:
-    """A fact about a run that is logged before its first update, as an event and as a line."""
+    """Fact about a run, logged before its first update as an event and as a line."""
 
-    kind: str
-    """Kind of the event."""
+    event: str
+    """Name of the event."""
     fields: Mapping[str, int | float | str]
     line: str
 
 
 class Learner(Protocol):
-    """What a trainer gives the loop."""
+    """Training algorithm as the loop sees it."""
 
     def update(self, log: RunLog) -> tuple[StepReport, Mapping[str, float]]:
-        """Update the weights once, with whatever must come before it; return it and what to log."""
+        """Run one update, including any rollout it needs; return the report and its metrics."""
 
     def evaluate(self, log: RunLog) -> Mapping[str, float]:
-        """Compute held-out metrics by name, and log samples; empty where nothing is held out."""
+        """Log samples and return held-out metrics by name; empty without held-out data."""
 
     def state(self) -> State:
-        """Return all that it needs to go on exactly from here."""
+        """Return the complete state, from which training resumes exactly."""
 
     def load(self, state: State) -> None:
-        """Go to where `state` was taken."""
+        """Restore a state."""
 
 
 @frozen(kw_only=True)
 class Result:
-    """What a run has come to."""
+    """Result of a training run."""
 
     step: int
-    """Updates made, over all launches."""
+    """Updates completed, over all launches."""
     finished: bool
     """False if a signal stopped the run; the same command resumes."""
     first: Mapping[str, float]
@@ -90,11 +90,11 @@ class Result:
     last: Mapping[str, float]
     """Held-out metrics at the end."""
     seconds: float
-    """Time in updates, over all launches."""
+    """Training time over all launches, without evaluation and checkpoints."""
     signal_name: str = ""
     """The signal that stopped this launch, such as `SIGINT`."""
     model: nn.Module | None = None
-    """The trained model, where this process holds it."""
+    """The trained model, if this process holds it unsharded."""
 
 
 @define(kw_only=True)
@@ -111,84 +111,87 @@ class _Progress:
 
 @define(eq=False)
 class Loop:
-    """Runs a learner for so many updates."""
+    """Runs a learner for a number of updates."""
 
     learner: Learner
     steps: int = field(kw_only=True)
-    """Updates of the whole run, over all launches."""
+    """Total updates, over all launches."""
     options: RunOptions = field(kw_only=True)
-    """How to go on, show and keep."""
+    """Checkpoint, logging and resume settings."""
     folder: Path = field(kw_only=True)
-    """The run's folder, which nobody else may work in."""
+    """Output folder, locked by this run."""
     owner: Ownership = field(kw_only=True)
-    """What makes a run another run, which the folder and its checkpoints are refused to."""
+    """Identity of the run; the output folder and its checkpoints must have the same."""
     write: Callable[[], None] | None = field(default=None, kw_only=True)
-    """Writes what the run is for, when all updates are made; called on every process."""
+    """Writes the trained model after the last update; called on every process."""
     result: Path | None = field(default=None, kw_only=True)
-    """The folder that `write` writes last. While it is not there, a run whose updates are all made
-    is taken up once more, to be written."""
+    """Folder that `write` creates last. If it is missing, a run that has completed all updates is
+    opened again to write it."""
     notices: Sequence[Notice] = field(default=(), kw_only=True)
-    """Logged before the first update of each launch."""
-    at: _Progress = field(factory=_Progress, init=False)
-    done_before: bool = field(default=False, init=False)
-    """All updates were made and written when the run was called."""
+    """Logged before the first update of every launch."""
+    progress: _Progress = field(factory=_Progress, init=False)
+    already_done: bool = field(default=False, init=False)
+    """True if an earlier launch completed all updates and wrote the model."""
     stop: StopRequest = field(factory=StopRequest, init=False)
-    show: RunDisplay = field(init=False)
+    display: RunDisplay = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         if self.steps < 1:
-            raise ConfigError(
-                f"steps is {self.steps}; give at least 1, or nothing would be learned"
-            )
+            raise ConfigError(f"steps must be at least 1, got {self.steps}; raise it")
         active = self.options.progress and not processes.rank()
-        self.show = RunDisplay(total=self.steps, every=self.options.log_every, active=active)
+        self.display = RunDisplay(total=self.steps, every=self.options.log_every, active=active)
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
+        """Checkpoint folder."""
         return self.folder / "checkpoints"
 
     def run(self) -> Result:
-        """Make all updates that are left, and write the result; where all is done, do nothing.
+        """Run the remaining updates and write the model; do nothing if both are done.
 
         Raises:
-            ConfigError: more updates are made than `steps`.
-            FolderError: the folder is another run's, or is being written by one.
-            CheckpointError: checkpoints are of another run or cannot be written.
+            ConfigError: a checkpoint is beyond `steps`.
+            FolderError: the folder belongs to another run or is locked by one.
+            CheckpointError: checkpoints belong to another run or cannot be written.
         """
-        held = self.owner.hold(self.folder)
-        with held as changes, self._events() as emit, self.stop.listening():
-            log = RunLog(event=emit, note=self.show.note)
+        ownership = self.owner.hold(self.folder)
+        with ownership as changes, self._events() as emit, self.stop.listening():
+            log = RunLog(event=emit, note=self.display.note)
             try:
                 for change in changes:
                     log.note(f"changed: {change}")
                     emit("changed_setting", {"name": change.name, "change": str(change)})
                 self._resume(log)
-                finished = self._go(log)
+                finished = self._train(log)
                 if finished:
                     self._check_outcome()
-                if finished and self.write is not None and not self.done_before:
+                if finished and self.write is not None and not self.already_done:
                     self.write()
             finally:
-                self.show.close()
+                self.display.close()
             emit(
                 "end",
-                {"step": self.at.step, "finished": int(finished), "skipped": self.at.nonfinite},
+                {
+                    "step": self.progress.step,
+                    "finished": int(finished),
+                    "skipped": self.progress.nonfinite,
+                },
             )
         stopped_by = "" if finished else self.stop.signal_name
-        at = self.at
+        progress = self.progress
         return Result(
-            step=at.step,
-            seconds=at.seconds,
-            first=at.first,
-            last=at.last,
+            step=progress.step,
+            seconds=progress.seconds,
+            first=progress.first,
+            last=progress.last,
             finished=finished,
             signal_name=stopped_by,
         )
 
     @contextmanager
     def _events(self) -> Iterator[OnEvent]:
-        """Yield the first process's callable, and one that does nothing elsewhere."""
+        """Yield the event sink: the caller's or a JSON Lines file on rank 0, none elsewhere."""
+        # Only rank 0 writes events.
         if processes.rank():
             yield lambda kind, fields: None
         elif self.options.on_event is not None:
@@ -200,44 +203,47 @@ class Loop:
             finally:
                 lines.close()
 
-    def _go(self, log: RunLog) -> bool:
-        if self.done_before:
+    def _train(self, log: RunLog) -> bool:
+        """Run updates until `steps` or a stop signal; return True if all are completed."""
+        if self.already_done:
             return True
         throughput, skipped = Throughput(), 0
-        log.event("begin", {"steps": self.steps, "step": self.at.step})
+        log.event("begin", {"steps": self.steps, "step": self.progress.step})
         for notice in self.notices:
-            log.event(notice.kind, notice.fields)
+            log.event(notice.event, notice.fields)
             log.note(notice.line)
-        if self.at.step == 0:
+        if self.progress.step == 0:
             self._evaluate(log)
-        while self.at.step < self.steps and not self.stop.agreed():
-            began = monotonic()
+        while self.progress.step < self.steps and not self.stop.agreed():
+            start = monotonic()
             update, statistics = self.learner.update(log)
-            self.at.step += 1
-            self.at.seconds += monotonic() - began
+            self.progress.step += 1
+            self.progress.seconds += monotonic() - start
             skipped = skipped + 1 if update.skipped else 0
-            self.at.nonfinite += update.skipped == "nonfinite"
+            self.progress.nonfinite += update.skipped == "nonfinite"
+            # A batch without targets has no loss.
             if update.skipped != "no_targets":
-                self.at.loss = update.loss
+                self.progress.loss = update.loss
             throughput.count(update.tokens)
             self._log_step(update, statistics, throughput, log)
+            # Raises after too many skipped updates in a row, before a checkpoint is saved.
             self._check_finite(update, skipped)
-            began = monotonic()
-            last = self.at.step == self.steps
-            if last or _due(self.at.step, self.options.evaluate_every):
+            start = monotonic()
+            last = self.progress.step == self.steps
+            if last or _due(self.progress.step, self.options.evaluate_every):
                 self._evaluate(log)
-            if last or _due(self.at.step, self.options.checkpoint_every):
+            if last or _due(self.progress.step, self.options.checkpoint_every):
                 self._save(log)
-            throughput.pause(monotonic() - began)
-        finished = self.at.step == self.steps
+            throughput.pause(monotonic() - start)
+        finished = self.progress.step == self.steps
         if not finished:
             self._save(log)
             log.note(
-                f"stopped by {self.stop.signal_name or 'a signal'} at step {self.at.step} of "
+                f"stopped by {self.stop.signal_name or 'a signal'} at step {self.progress.step} of "
                 f"{self.steps}; a checkpoint is saved, the same command resumes"
             )
         else:
-            log.note(f"made {self.steps} steps in {duration(self.at.seconds)}")
+            log.note(f"made {self.steps} steps in {duration(self.progress.seconds)}")
         return finished
 
     def _log_step(
@@ -247,80 +253,86 @@ class Loop:
         throughput: Throughput,
         log: RunLog,
     ) -> None:
-        facts = {"loss": update.loss, **statistics}
-        shown = dict(list(facts.items())[:SHOWN])
-        self.show.show_step(self.at.step, shown, throughput)
+        metrics = {"loss": update.loss, **statistics}
+        shown = dict(list(metrics.items())[:METRICS_PER_LINE])
+        self.display.show_step(self.progress.step, shown, throughput)
         log.event(
             "step",
             {
-                "step": self.at.step,
+                "step": self.progress.step,
                 "grad_norm": update.grad_norm,
                 "learning_rate": update.learning_rate,
                 "tokens": update.tokens,
                 "rate_tokens_per_s": round(throughput.rate_tokens_per_s, 1),
-                **facts,
+                **metrics,
             },
         )
 
     def _check_finite(self, update: StepReport, skipped: int) -> None:
         if skipped:
-            why = SKIPPED[update.skipped or "nonfinite"]
+            reason = SKIP_REASONS[update.skipped or "nonfinite"]
             if processes.rank() == 0:
-                logger.warning("step %d: %s; the update is skipped", self.at.step, why)
-        if skipped == SKIPPED_IN_A_ROW:
+                logger.warning("step %d: %s; the update is skipped", self.progress.step, reason)
+        if skipped == MAX_CONSECUTIVE_SKIPS:
             raise NonFiniteError(
                 f"{skipped} updates in a row were skipped (loss {update.loss}); lower "
-                "learning_rate, or look at the data, and start from an earlier checkpoint"
+                "learning_rate or check the data, and restart from an earlier checkpoint"
             )
 
     def _check_outcome(self) -> None:
-        """Refuse to write the result of a run that diverged.
+        """Check that the run has not diverged, before its result is written.
 
         Raises:
             NonFiniteError: the last loss or a held-out loss is not finite, or most updates were
                 skipped.
         """
-        at = self.at
+        progress = self.progress
         held_out = next(
-            (name for name, value in at.last.items() if "loss" in name and not _finite(value)), None
+            (
+                name
+                for name, value in progress.last.items()
+                if "loss" in name and not _finite(value)
+            ),
+            None,
         )
-        if 2 * at.nonfinite > at.step:
-            problem = f"{at.nonfinite} of {at.step} updates were skipped as not finite"
+        if 2 * progress.nonfinite > progress.step:
+            problem = f"{progress.nonfinite} of {progress.step} updates were skipped as not finite"
         elif held_out is not None:
             problem = f"held-out {held_out} is not finite"
-        elif at.nonfinite and not _finite(at.loss):
+        elif progress.nonfinite and not _finite(progress.loss):
             problem = "the last loss is not finite"
         else:
             return
         raise NonFiniteError(
-            f"step {at.step}: {problem}, so no model is written; lower learning_rate and restart in"
-            " another output_dir, or look at the data"
+            f"step {progress.step}: {problem}, so no model is written; lower learning_rate or "
+            "check the data, and restart in another output_dir"
         )
 
     def _evaluate(self, log: RunLog) -> None:
-        step = self.at.step
+        step = self.progress.step
+        # Also runs at step 0, before the first update, for `first`.
         metrics = dict(self.learner.evaluate(log))
-        self.at.last = metrics
+        self.progress.last = metrics
         if step == 0:
-            self.at.first = metrics
+            self.progress.first = metrics
         if metrics:
             line = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
             log.note(f"held out at step {step}: {line}")
             log.event("evaluate", {"step": step, **metrics})
 
     def _save(self, log: RunLog) -> None:
-        state, done, began = self.learner.state(), self.at, monotonic()
+        state, progress, start = self.learner.state(), self.progress, monotonic()
         facts = {
             "identity": self._identity(),
-            "progress": asdict(done),
+            "progress": asdict(progress),
             "learner": dict(state.facts),
         }
         folder = checkpoint.write(
-            self.checkpoints, done.step, State(tensors=state.tensors, facts=facts)
+            self.checkpoints, progress.step, State(tensors=state.tensors, facts=facts)
         )
         checkpoint.keep_last(self.checkpoints, self.options.keep_checkpoints)
-        seconds = round(monotonic() - began, 3)
-        log.event("checkpoint", {"step": done.step, "folder": str(folder), "seconds": seconds})
+        seconds = round(monotonic() - start, 3)
+        log.event("checkpoint", {"step": progress.step, "folder": str(folder), "seconds": seconds})
 
     def _resume(self, log: RunLog) -> None:
         for folder in checkpoint.incomplete(self.checkpoints):
@@ -331,76 +343,77 @@ class Loop:
             return
         if not self.options.resume:
             raise CheckpointError(
-                f"{self.checkpoints} holds checkpoints and resume is off; choose another "
-                "output_dir, or delete them"
+                f"{self.checkpoints} contains checkpoints and resume is off; set another "
+                "output_dir or delete them"
             )
         folder = checkpoint.step_folder(self.checkpoints, steps[-1])
-        state, damage = _read(folder)
+        state, problem = _read(folder)
+        # All ranks must fall back to the same checkpoint, even if only one of them reads damage.
         if processes.any_of(state is None):
-            self._set_aside(folder, damage or "damaged on another process", log)
+            self._set_aside(folder, problem or "damaged on another process", log)
             self._resume(log)
             return
         assert state is not None
-        self._take(folder, state)
-        if self.done_before:
+        self._restore(folder, state)
+        if self.already_done:
             log.note(
-                f"finished: the {self.steps} steps of {self.folder} are made and {self.result} is "
-                "written; raise steps to go on"
+                f"finished: all {self.steps} steps in {self.folder} are done and {self.result} is "
+                "written; raise steps to continue"
             )
             return
-        log.note(f"resuming from {folder} (step {self.at.step} of {self.steps})")
-        log.event("resume", {"step": self.at.step, "checkpoint": str(folder)})
+        log.note(f"resuming from {folder} (step {self.progress.step} of {self.steps})")
+        log.event("resume", {"step": self.progress.step, "checkpoint": str(folder)})
 
     def _identity(self) -> dict[str, str]:
-        return {"kind": self.owner.kind, **self.owner.identity}
+        return {"kind": self.owner.command, **self.owner.identity}
 
-    def _take(self, folder: Path, state: State) -> None:
-        kept, own = state.facts["identity"], self._identity()
-        for name in own.keys() | kept.keys():
-            if kept.get(name) != own.get(name):
+    def _restore(self, folder: Path, state: State) -> None:
+        saved, current = state.facts["identity"], self._identity()
+        for name in current.keys() | saved.keys():
+            if saved.get(name) != current.get(name):
                 raise CheckpointError(
-                    f"{folder} is of another run: {name} was {kept.get(name)!r} and is "
-                    f"{own.get(name)!r}; choose another output_dir"
+                    f"{folder} belongs to another run: its {name} is {saved.get(name)!r}, this "
+                    f"run's is {current.get(name)!r}; set another output_dir"
                 )
-        at = _Progress(**state.facts["progress"])
-        if at.step > self.steps:
+        progress = _Progress(**state.facts["progress"])
+        if progress.step > self.steps:
             raise ConfigError(
-                f"{folder} is at step {at.step} and steps is {self.steps}, so nothing would "
-                "be trained; raise steps, or choose another output_dir"
+                f"steps must be at least {progress.step}, the step of {folder}, got {self.steps}; "
+                "raise steps or set another output_dir"
             )
-        self.at = at
-        self.done_before = at.step == self.steps and not self._is_unwritten()
+        self.progress = progress
+        self.already_done = progress.step == self.steps and not self._result_is_missing()
         self.learner.load(State(tensors=state.tensors, facts=state.facts["learner"]))
 
-    def _is_unwritten(self) -> bool:
-        """Return whether the run's result is missing; the first process writes it, and says so."""
+    def _result_is_missing(self) -> bool:
+        """Return True if the trained model is missing. Rank 0 decides, as it writes the model."""
         if self.result is None:
             return False
         return processes.any_of(processes.rank() == 0 and not self.result.exists())
 
-    def _set_aside(self, folder: Path, damage: str, log: RunLog) -> None:
-        aside = folder.with_name(folder.name + ".damaged")
+    def _set_aside(self, folder: Path, problem: str, log: RunLog) -> None:
+        backup = folder.with_name(folder.name + ".damaged")
         if processes.rank() == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
+            shutil.rmtree(backup, ignore_errors=True)
+            folder.rename(backup)
         processes.barrier()
         if processes.rank() == 0:
             logger.warning(
-                "%s; kept as %s, resuming from the checkpoint before it", damage, aside.name
+                "%s; renamed to %s, resuming from the checkpoint before it", problem, backup.name
             )
-        log.event("damaged_checkpoint", {"folder": str(folder), "problem": damage})
+        log.event("damaged_checkpoint", {"folder": str(folder), "problem": problem})
 
     def _refuse_if_only_damaged(self) -> None:
         damaged = sorted(self.checkpoints.glob("*.damaged"))
         if damaged:
             raise CheckpointError(
-                f"no whole checkpoint is left in {self.checkpoints}, {len(damaged)} are damaged; "
-                "restore one, or delete them to start from the beginning"
+                f"no complete checkpoint is left in {self.checkpoints}, {len(damaged)} are "
+                "damaged; restore one, or delete them to restart from step 0"
             )
 
 
 def _read(folder: Path) -> tuple[State | None, str]:
-    """Read the checkpoint; or return None, and what is damaged."""
+    """Read a checkpoint; return (state, "") or (None, the problem)."""
     try:
         return checkpoint.read(folder), ""
     except DamageError as damage:

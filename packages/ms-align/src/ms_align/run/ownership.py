@@ -14,9 +14,9 @@ from ms_align.files.run_folder import Change, hold, inside, locked, owner_of
 from ms_align.secret_text import without_secret, without_secrets
 
 WRITES = ("checkpoints", "model", "adapter")
-"""Entries that every run writes to its output folder."""
-LEFT_BY_NOTHING = {"lock", "run.json", "events.jsonl"}
-"""Files in the folder of a run that ended before it saved anything."""
+"""Entries of the output folder that every run writes."""
+UNSAVED_RUN_FILES = {"lock", "run.json", "events.jsonl"}
+"""Files in the output folder of a run that ended before saving anything."""
 NOT_SETTINGS = {
     *("output_dir", "resume", "log_every", "progress", "on_event"),
     *("checkpoint_every", "keep_checkpoints", "evaluate_every", "evaluate_samples"),
@@ -28,7 +28,7 @@ NOT_SETTINGS = {
 class Ownership:
     """Identity and settings of a run, recorded in its output folder."""
 
-    kind: str
+    command: str
     """Command, such as `ms-align ppo`."""
     identity: Mapping[str, str]
     """Model, dataset and checksums of in-memory objects; they must be equal to resume."""
@@ -56,7 +56,7 @@ class Ownership:
                     changes = stack.enter_context(
                         hold(
                             folder,
-                            kind=self.kind,
+                            kind=self.command,
                             identity=self.identity,
                             settings=self.settings,
                             fixed=self.fixed,
@@ -65,6 +65,7 @@ class Ownership:
                     )
                 except AlignError as error:
                     problem = error
+            # Raise on all ranks, or the others would wait in the next collective.
             if processes.any_of(problem is not None):
                 raise problem or FolderError(f"the first process cannot work in {folder}")
             yield changes
@@ -74,18 +75,19 @@ class Ownership:
             if not isinstance(model, str | Path) or not inside(model, folder):
                 continue
             owner = owner_of(folder)
-            if owner is None or owner.kind != self.kind or owner.identity != self.identity:
-                whose = "" if owner is None else f" of {owner.kind!r}"
+            # A resumed run may read a model from its own folder, such as one it wrote before.
+            if owner is None or owner.kind != self.command or owner.identity != self.identity:
+                owner_text = "" if owner is None else f" of {owner.kind!r}"
                 raise FolderError(
-                    f"{name} is {str(model)!r}, which is in the output_dir {str(folder)!r}{whose}"
-                    " and would be overwritten; choose another output_dir"
+                    f"{name} is {str(model)!r}, which is in the output_dir {str(folder)!r}"
+                    f"{owner_text} and would be overwritten; set another output_dir"
                 )
 
     def _clear(self, folder: Path) -> None:
         """Remove the run record of a run that ended before it saved anything."""
-        if not folder.is_dir() or {path.name for path in folder.iterdir()} - LEFT_BY_NOTHING:
+        if not folder.is_dir() or {path.name for path in folder.iterdir()} - UNSAVED_RUN_FILES:
             return
-        with locked(folder / "lock", what=str(folder), kind=self.kind):
+        with locked(folder / "lock", what=str(folder), kind=self.command):
             (folder / "run.json").unlink(missing_ok=True)
 
 
@@ -99,7 +101,7 @@ def plain(settings: Any) -> dict[str, Any]:
         attribute.name: _value(getattr(settings, attribute.name))
         for attribute in fields(type(settings))
     }
-    # Encoded and decoded, so that they compare equal to what is read back: tuples become lists.
+    # A JSON round trip, so that values compare equal to those in run.json: tuples become lists.
     decoded = msgspec.json.decode(msgspec.json.encode(values), type=dict[str, Any])
     return {name: value for name, value in decoded.items() if name not in NOT_SETTINGS}
 

@@ -1,4 +1,4 @@
-"""Samples at each evaluation: what the model says to a few prompts that it never learned from."""
+"""Sample responses to held-out prompts, logged at each evaluation."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -15,34 +15,35 @@ LONGEST_SHOWN = 160
 
 @frozen(kw_only=True)
 class SamplePrompts:
-    """Prompts to continue, and how."""
+    """Prompts and sampling settings for sample responses."""
 
     prompts: Sequence[Sequence[int]]
-    """Tokens of each, at least one; the same on every process."""
+    """Token ids per prompt, at least one each; the same on every process."""
     decode: Callable[[Sequence[int]], str] | None = None
-    """Text of tokens; None shows the tokens themselves."""
+    """Converts tokens to text. None: token ids are shown."""
     sampling: Sampling = field(factory=lambda: Sampling(max_new_tokens=48, temperature=0.0))
 
     def log(self, engine: Engine, log: RunLog, *, ends: Collection[int] = ()) -> None:
-        """Log a response to each prompt, or why the model cannot generate.
+        """Log a response to each prompt, or the reason why the model cannot generate.
 
         Args:
-            engine: runs the model.
-            log: where to.
-            ends: tokens that end a response, beside those of `sampling`.
+            engine: engine that generates.
+            log: destination.
+            ends: tokens that end a response, in addition to `sampling.stop_tokens`.
         """
         if not self.prompts:
             return
         try:
             generator = generator_of(engine)
-        except ModelError as error:  # any module may be trained, and not every one takes a cache
+        except ModelError as error:  # some trainable modules do not support a KV cache
             log.note(f"no samples: {error}")
             return
+        # `ends` may grow during training, as end tokens are found in the data.
         stops = tuple(sorted({*self.sampling.stop_tokens, *ends}))
         sampling = evolve(self.sampling, stop_tokens=stops)
         responses = generator(self.prompts, sampling, count=1, seed=0)
-        for at, prompt in enumerate(self.prompts):
-            log_sample(log, self._text(prompt), self._text(responses.row(at)))
+        for index, prompt in enumerate(self.prompts):
+            log_sample(log, self._text(prompt), self._text(responses.row(index)))
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self.decode(tokens) if self.decode else " ".join(map(str, tokens))
@@ -51,15 +52,15 @@ class SamplePrompts:
 def log_sample(
     log: RunLog, prompt: str, response: str, reward: float | None = None, *, show: bool = True
 ) -> None:
-    """Log an event `sample` of a prompt and its response; and a line, if it is to be shown."""
+    """Emit a `sample` event and, if `show`, print the sample on one line."""
     fields = {"prompt": prompt, "response": response}
     log.event("sample", fields if reward is None else {**fields, "reward": reward})
     if show:
         label = "sample" if reward is None else f"sample ({reward:g})"
-        asked, answer = _printable(prompt), _printable(response)
-        log.note(f"{label}: {asked[-LONGEST_SHOWN:]} → {answer[:LONGEST_SHOWN]}")
+        prompt_text, response_text = _printable(prompt), _printable(response)
+        log.note(f"{label}: {prompt_text[-LONGEST_SHOWN:]} → {response_text[:LONGEST_SHOWN]}")
 
 
 def _printable(text: str) -> str:
-    """Put a text on one line, without what a terminal would obey."""
+    """Replace control characters and line breaks by spaces."""
     return "".join(letter if letter.isprintable() else " " for letter in text)

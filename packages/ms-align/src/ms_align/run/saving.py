@@ -1,9 +1,9 @@
-"""What a run leaves behind: a model's folder that opens elsewhere and knows how a text ends.
+"""Writing the trained model.
 
-    output_dir/model      config.json, weights, generation_config.json, the tokenizer's files
-    output_dir/adapter    of a model with adapters, peft's two files and the tokenizer's
+    output_dir/model      config.json, weights, generation_config.json, tokenizer files
+    output_dir/adapter    with LoRA: the two files of peft, tokenizer files
 
-Each appears whole or not at all, and only with weights that are finite.
+Each folder appears atomically, and only if all weights are finite.
 """
 
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ from ms_align.engines.protocol import Engine
 from ms_align.errors import NonFiniteError
 from ms_align.files.durable import whole_folder
 from ms_align.models.finite import first_not_finite
-from ms_align.tokenizer_files import TokenizerFiles, complete
+from ms_align.tokenizer_files import TokenizerFiles, write_tokenizer_files
 
 
 def result_folder(engine: Engine, output_dir: Path, *, merge: bool = True) -> Path:
-    """Return the folder that `write_result` writes last."""
+    """Return the folder that `write_result` creates last."""
     return output_dir / ("model" if merge or engine.adapters is None else "adapter")
 
 
@@ -36,56 +36,56 @@ def write_result(
     base: Path | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write what an engine has learnt. Every process must call it.
+    """Write the trained model. Collective.
 
     Args:
-        engine: of one process or of many.
-        output_dir: of the run.
-        tokenizer: is put beside the model.
-        merge: with adapters, write the merged model too.
-        base: folder of the model that was trained; see `complete`.
-        dtype: of the saved weights; by default the engine's.
+        engine: engine that holds the model.
+        output_dir: output folder of the run.
+        tokenizer: tokenizer files to write with the model.
+        merge: with adapters, also write the merged model.
+        base: folder of the base model; see `write_tokenizer_files`.
+        dtype: dtype of the saved weights. None: the engine's.
 
     Raises:
-        NonFiniteError: a weight is infinite or no number; nothing is written.
-        WriteError: the place cannot be written.
+        NonFiniteError: a weight is infinite or NaN; nothing is written.
+        WriteError: the folder cannot be written.
     """
     check_finite(engine)
     if engine.adapters is not None:
         engine.adapters.save_pretrained(output_dir / "adapter")
         if processes.rank() == 0 and (output_dir / "adapter").is_dir():
-            complete(output_dir / "adapter", tokenizer, base=base)
+            write_tokenizer_files(output_dir / "adapter", tokenizer, base=base)
     if engine.adapters is not None and not merge:
         return
-    staged = engine.adapters if isinstance(engine.adapters, StageAdapters) else None
-    merged = nullcontext() if staged is None else staged.as_merged()
-    with _whole_on_all(output_dir / "model") as aside, merged:
+    stage_adapters = engine.adapters if isinstance(engine.adapters, StageAdapters) else None
+    merged = nullcontext() if stage_adapters is None else stage_adapters.as_merged()
+    with _atomic_folder_on_all_ranks(output_dir / "model") as partial, merged:
         if dtype is None:
-            engine.save(aside)
+            engine.save(partial)
         else:
-            engine.save(aside, dtype=dtype)
+            engine.save(partial, dtype=dtype)
         processes.barrier()
         if processes.rank() == 0:
-            complete(aside, tokenizer, base=base)
+            write_tokenizer_files(partial, tokenizer, base=base)
 
 
 def check_finite(engine: Engine) -> None:
-    """Refuse weights that are not finite. Every process must call it.
+    """Check that all weights are finite. Collective.
 
     Raises:
-        NonFiniteError: names the first tensor that is not.
+        NonFiniteError: names the first tensor that is not finite.
     """
-    found = first_not_finite(weights_of(engine))
-    if processes.any_of(found is not None):
-        where = f"the weight {found!r} holds" if found else "a weight on another process holds"
+    name = first_not_finite(weights_of(engine))
+    if processes.any_of(name is not None):
+        where = f"the weight {name!r} contains" if name else "a weight on another process contains"
         raise NonFiniteError(
-            f"{where} an infinity or NaN; nothing is written, for whoever used such a model would "
-            "get no numbers; take a model whose weights are finite, or a lower learning_rate"
+            f"{where} an infinity or NaN, so nothing is written; use a model with finite weights, "
+            "or lower learning_rate"
         )
 
 
 def weights_of(engine: Engine) -> dict[str, Tensor]:
-    """List every weight that this process holds; the frozen ones too, where it holds the module."""
+    """Return the weights of this process by name; frozen ones only if it holds the module."""
     if engine.module is not None:
         return dict(engine.module.named_parameters())
     state = engine.state_dict()
@@ -93,14 +93,15 @@ def weights_of(engine: Engine) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _whole_on_all(folder: Path) -> Iterator[Path]:
-    """Yield a folder aside for all processes, which is named `folder` when all of them are done."""
+def _atomic_folder_on_all_ranks(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder to all processes and rename it to `folder` when all are done."""
+    # Rank 0 creates the folder before the first barrier and publishes it after the second.
     if processes.rank():
         processes.barrier()
         yield folder.with_name(f"{folder.name}.partial")
         processes.barrier()
         return
-    with whole_folder(folder, overwrite=True) as aside:
+    with whole_folder(folder, overwrite=True) as partial:
         processes.barrier()
-        yield aside
+        yield partial
         processes.barrier()

@@ -1,1 +1,1 @@
-"""Training data as trainers read it."""
+"""Training data streams."""

@@ -1,4 +1,4 @@
-"""Training data from folders that ms-data wrote; the one place that opens them."""
+"""Opening of dataset folders written by ms-data."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,22 +10,22 @@ from ms_align.errors import ConfigError
 from ms_align.files.untrusted import check_path
 
 Folders = str | Mapping[str, str]
-"""A folder that `ms-data build --chat-template` wrote, or several by the names of their tasks."""
+"""Folder written by `ms-data build --chat-template`, or several by task name."""
 
 
 @frozen
 class _DataRank:
-    """Which rows an engine reads, as ms-data asks."""
+    """Data-parallel rank in the form that ms-data expects."""
 
     rank: int
     count: int
 
 
 def folders_of(dataset: Any) -> Folders:
-    """Return a dataset's folders as texts.
+    """Return the folders of a dataset as strings.
 
     Raises:
-        ConfigError: it is neither a folder nor a table of them.
+        ConfigError: the dataset is neither a folder nor a table of folders.
     """
     folders = dataset if isinstance(dataset, Mapping) else {"": dataset}
     for folder in folders.values():
@@ -49,15 +49,17 @@ def preferences(dataset: Folders, engine: Engine, **settings: Any) -> Any:
     """Open a stream of preference pairs; see `ms_data.PreferenceStream` for its settings.
 
     Raises:
-        ConfigError: the folder holds no pairs, or there are several.
+        ConfigError: the folder has no pairs, or `dataset` is a table.
     """
     from ms_data import PreferenceStream, Samples
 
     if not isinstance(dataset, str):
-        raise ConfigError("dataset is a table; preference pairs come from one folder")
+        raise ConfigError(
+            "preference pairs must come from one folder, and dataset is a table; use one folder"
+        )
     if Samples(dataset).kind != "preferences":
         raise ConfigError(
-            f"{dataset} holds conversations and no preference pairs; build it with "
+            f"{dataset} has conversations instead of preference pairs; build it with "
             "`ms-data build --pairs`, or run `ms-align sft`"
         )
     return PreferenceStream(
@@ -66,36 +68,37 @@ def preferences(dataset: Folders, engine: Engine, **settings: Any) -> Any:
 
 
 def without_held_out(dataset: Folders) -> list[str]:
-    """List the folders that have no split of samples that are never learned from."""
+    """List the folders without a `held_out` split."""
     from ms_data import inspect
 
-    return [folder for folder in _each(dataset) if "held_out" not in inspect(folder).splits]
+    return [folder for folder in _as_list(dataset) if "held_out" not in inspect(folder).splits]
 
 
 def held_out_prompts(dataset: Folders, count: int) -> tuple[list[list[int]], Any]:
-    """Read the first held-out prompts, up to where the assistant speaks; and the tokenizer."""
+    """Return the first held-out prompts, up to the assistant's answer, and the tokenizer."""
     from ms_data import PairSample, Samples, Tokenizer
 
-    folders = _each(dataset)
+    folders = _as_list(dataset)
     prompts: list[list[int]] = []
+    # The same number of prompts from each folder, rounded up and cut at the end.
     for folder in folders:
         samples = Samples(folder, "held_out")
-        for at in range(min(len(samples), -(-count // len(folders)))):
-            one = samples[at]
-            part = one.chosen if isinstance(one, PairSample) else one
-            prompts.append(part.tokens[: int(part.loss_mask.argmax())].tolist())
+        for index in range(min(len(samples), -(-count // len(folders)))):
+            sample = samples[index]
+            conversation = sample.chosen if isinstance(sample, PairSample) else sample
+            prompts.append(conversation.tokens[: int(conversation.loss_mask.argmax())].tolist())
     return [prompt for prompt in prompts if prompt][:count], Tokenizer.load(folders[0])
 
 
 def first_batches(
-    stream: Iterable[Mapping[str, Any]], most: int | None
+    stream: Iterable[Mapping[str, Any]], limit: int | None
 ) -> Iterable[Mapping[str, Any]]:
-    """Yield the first batches of a stream, or all of them."""
+    """Yield the first `limit` batches of a stream; None for all."""
     for number, batch in enumerate(stream):
-        if number == most:
+        if number == limit:
             return
         yield batch
 
 
-def _each(dataset: Folders) -> list[str]:
+def _as_list(dataset: Folders) -> list[str]:
     return [dataset] if isinstance(dataset, str) else list(dataset.values())

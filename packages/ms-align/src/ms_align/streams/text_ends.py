@@ -1,7 +1,7 @@
-"""Which tokens a model learns to end its texts with: the last targets of its data.
+"""Detection of the tokens that end the answers in the training data.
 
-A chat template may end an answer with a token of its own (`<|im_end|>`), which is not the end of a
-text for the tokenizer. Nothing but the data says which it is.
+A chat template may end an answer with a token such as `<|im_end|>` that is not the tokenizer's
+end-of-text token. Only the data shows which token it is: the last target of each answer.
 """
 
 from collections.abc import Collection, Mapping
@@ -13,53 +13,57 @@ from attrs import define, field
 from ms_align.losses.protocol import IGNORED
 from ms_align.tokenizer_files import TokenizerFiles, files_of
 
-LOOKED_AT = 8
-"""Batches of a launch that are looked at."""
+OBSERVED_BATCHES = 8
+"""Batches that are examined in each launch."""
 TAIL = 3
-"""Last targets of a text among which its end is: some templates end a line behind it."""
+"""Final targets searched for the end token: some templates print a newline after it."""
 
 
 @define
 class TextEnds:
-    """The special tokens that end what is learnt, as far as batches have shown them."""
+    """Special tokens that end the answers in the batches observed so far."""
 
     special: Collection[int]
-    found: set[int] = field(factory=set)
-    looked_at: int = 0
+    """Ids of the tokenizer's special tokens."""
+    tokens: set[int] = field(factory=set)
+    """Special tokens that ended an answer."""
+    batches: int = 0
+    """Number of observed batches."""
     texts: int = 0
-    """Texts whose end was looked at."""
+    """Number of observed answers."""
     ended: int = 0
-    """Those of them that end with a special token."""
+    """Number of these that end with a special token."""
 
     @classmethod
     def of(cls, tokenizer: TokenizerFiles | None) -> "TextEnds":
-        """Begin with a tokenizer's special tokens, none of which was seen so far."""
+        """Create for the special tokens of a tokenizer."""
         return cls(frozenset(tokenizer.ids.values()) if tokenizer else frozenset())
 
-    def look(self, batch: Mapping[str, Any]) -> None:
-        """See how the texts of a batch end."""
-        if not self.special or self.looked_at >= LOOKED_AT:
+    def observe(self, batch: Mapping[str, Any]) -> None:
+        """Record the end tokens of a batch's answers."""
+        if not self.special or self.batches >= OBSERVED_BATCHES:
             return
-        self.looked_at += 1
+        self.batches += 1
         targets = torch.as_tensor(batch["targets"])
-        learnt = targets != IGNORED
-        behind = torch.zeros_like(learnt)
-        behind[:, :-1] = learnt[:, 1:]
+        learned = targets != IGNORED
+        # True where the answer continues at the next position of the same document.
+        continues = torch.zeros_like(learned)
+        continues[:, :-1] = learned[:, 1:]
         if "documents" in batch:
             documents = torch.as_tensor(batch["documents"])
-            behind[:, :-1] &= documents[:, 1:] == documents[:, :-1]
-        for row, end in (learnt & ~behind).nonzero().tolist():
+            continues[:, :-1] &= documents[:, 1:] == documents[:, :-1]
+        for row, end in (learned & ~continues).nonzero().tolist():
             tail = targets[row, max(0, end - TAIL + 1) : end + 1].tolist()
             last = next((token for token in reversed(tail) if token in self.special), None)
             self.texts += 1
             if last is not None:
                 self.ended += 1
-                self.found.add(last)
+                self.tokens.add(last)
 
 
-def tokenizer_beside(given: Any, stream: object) -> TokenizerFiles | None:
-    """Find the files of a tokenizer that is given, else of the one in the stream's first folder."""
-    if given is None:
+def dataset_tokenizer(tokenizer: Any, stream: object) -> TokenizerFiles | None:
+    """Return the files of a tokenizer; if it is None, of the stream's first dataset folder."""
+    if tokenizer is None:
         folders = getattr(stream, "folders", ())
-        given = folders[0] if folders else None
-    return None if given is None else files_of(given)
+        tokenizer = folders[0] if folders else None
+    return None if tokenizer is None else files_of(tokenizer)

@@ -1,1 +1,1 @@
-"""Trainers: each module here is an algorithm, and the command of its name; `frame` is shared."""
+"""Trainers: each module is one algorithm and the command of the same name; `frame` is shared."""

@@ -1,4 +1,4 @@
-"""DPO: prefer the chosen answers, measured against a reference."""
+"""DPO: direct preference optimization against a reference model."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -21,38 +21,38 @@ from ms_align.trainers.frame.pairs import PairLearner, PairTrainer
 
 @frozen(kw_only=True, slots=False)
 class DPOTrainer(DPOOptions, PairTrainer):
-    """Optimise preferences directly, without a reward model.
+    """Optimize preferences directly, without a reward model.
 
-    `DPOTrainer(model=model, steps=100).train(dataset)`; every setting is a keyword, and nothing
-    starts before `train`.
+    `DPOTrainer(model=model, steps=100).train(dataset)`; every setting is a keyword argument, and
+    training starts with `train`.
 
     Raises:
-        ConfigError: a setting is of the wrong kind or out of range.
+        ConfigError: a setting has the wrong type or is out of range.
     """
 
     algorithm = "dpo"
 
     reference_model: Any = field(default=None, validator=a_path(optional=True, objects=True))
-    """The reference, a folder, and in Python a module or an Engine; by default the model as it
-    begins, which is the model without its adapters where it has some."""
+    """Reference: a folder; in Python also a module or an Engine. Default: a frozen copy of the
+    initial model, or the model without its adapters."""
 
     def learner(self, engine: Engine, data: TrainingData, ends: TextEnds) -> "DPOLearner":
-        """Build what learns from the pairs."""
-        return DPOLearner(engine, data, ends, self.part(DPOLoss), self._reference(engine))
+        """Build the DPO learner."""
+        return DPOLearner(engine, data, ends, self.subset(DPOLoss), self._reference(engine))
 
     def _reference(self, engine: Engine) -> Reference | None:
         if self.reference_free:
             return None
-        given = self.reference_model
-        if given is None and engine.adapters is not None:
-            given = ADAPTER_OFF
-        if given is None and self.layout is not None:
-            given = self.model  # a split model is not copied but read once more
-        return reference_of(given, engine, partial(self.start_engine, trained=False))
+        reference = self.reference_model
+        if reference is None and engine.adapters is not None:
+            reference = ADAPTER_OFF
+        if reference is None and self.layout is not None:
+            reference = self.model  # a sharded model is not copied but loaded a second time
+        return reference_of(reference, engine, partial(self.start_engine, trained=False))
 
 
 class DPOLearner(PairLearner):
-    """Learns from pairs by their log-ratios to the reference."""
+    """Learns from preference pairs by their log-ratios to the reference."""
 
     def __init__(
         self,
@@ -70,29 +70,30 @@ class DPOLearner(PairLearner):
             self.identity |= {"reference": weights_checksum(reference.engine)}
 
     def loss(self) -> DPOLoss:
-        """Return the mean DPO loss."""
+        """Return the loss of the next update."""
         return self._loss
 
     def next_batch(self) -> Mapping[str, Any]:
-        """Take the next batch, with `reference_logprobs` (B,)."""
-        return self._referenced(next_batch(self.data.stream))
+        """Read the next batch and add `reference_logprobs` (B,)."""
+        return self._with_reference_logprobs(next_batch(self.data.stream))
 
-    def _referenced(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _with_reference_logprobs(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         if self.reference is None:
             return batch
         rows = {name: torch.as_tensor(value) for name, value in batch.items()}
-        with self.reference.while_asked():
-            found = self.reference.engine.evaluate(rows, row_logprobs)
-        return {**rows, "reference_logprobs": found.cpu()}
+        # Computed once per batch, before the policy changes.
+        with self.reference.activate():
+            logprobs = self.reference.engine.evaluate(rows, row_logprobs)
+        return {**rows, "reference_logprobs": logprobs.cpu()}
 
-    def judge(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Compute DPO's loss, and the implicit reward's margin."""
-        rows = self._referenced(batch)
-        own = self.engine.evaluate(rows, row_logprobs).cpu().view(-1, 2)
-        reference = torch.zeros_like(own)
+    def pair_losses(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return the DPO loss and the margin of the implicit rewards, (P,) each."""
+        rows = self._with_reference_logprobs(batch)
+        logprobs = self.engine.evaluate(rows, row_logprobs).cpu().view(-1, 2)
+        reference = torch.zeros_like(logprobs)
         if self.reference is not None:
             reference = rows["reference_logprobs"].view(-1, 2)
         beta, smoothing = self._loss.beta, self._loss.label_smoothing
-        losses = dpo_loss(*own.T, *reference.T, beta=beta, label_smoothing=smoothing)
-        rewards = beta * (own - reference)
+        losses = dpo_loss(*logprobs.T, *reference.T, beta=beta, label_smoothing=smoothing)
+        rewards = beta * (logprobs - reference)  # (P, 2): chosen, rejected
         return losses, rewards[:, 0] - rewards[:, 1]

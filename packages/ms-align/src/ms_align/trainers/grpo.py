@@ -1,4 +1,4 @@
-"""GRPO: a group of responses to each prompt, each judged against its group; no value model."""
+"""GRPO: advantages relative to the other responses to the same prompt; no value model."""
 
 from typing import Literal
 
@@ -14,36 +14,37 @@ from ms_align.trainers.frame.online import OnlineTrainer
 
 @frozen(kw_only=True, slots=False)
 class GRPOTrainer(OnlineTrainer):
-    """Optimise a reward by GRPO.
+    """Optimize a reward with GRPO.
 
     Raises:
-        ConfigError: a setting is of the wrong kind or out of range.
+        ConfigError: a setting has the wrong type or is out of range.
     """
 
     algorithm = "grpo"
     learns_from_groups = True
 
     group_size: int = field(default=8, validator=whole(least=2))
-    """Responses to each prompt, at least 2."""
+    """Responses per prompt, at least 2."""
     kl_in: Literal["reward", "loss"] = field(default="loss", validator=one_of("reward", "loss"))
     kl_estimator: str = "k3_weighted"
     scale_rewards: Literal["group", "batch", "none"] = field(
         default="group", validator=one_of("group", "batch", "none")
     )
-    """What a reward's distance from its group's mean is divided by."""
+    """Divide centered rewards by the `group`'s or `batch`'s standard deviation, or `none`."""
     aggregation: Aggregation = field(
         default="token", validator=one_of("token", "sequence", "constant")
     )
-    """What counts alike in the loss; `constant` divides by max_new_tokens."""
+    """Loss averaging: per `token`, per response (`sequence`), or `constant`, which divides each
+    response's loss by max_new_tokens."""
 
     def loss(self, kl_coeff: float) -> PolicyLoss:
-        """Build the clipped surrogate, a ratio a token."""
+        """Build the clipped surrogate loss with one ratio per token."""
         return PolicyLoss(
             **self.surrogate(kl_coeff), aggregation=self.aggregation, longest=self.max_new_tokens
         )
 
     def advantages(self, experience: Experience, kl_coeff: float) -> dict[str, Tensor]:
-        """Compute one advantage a response, at each of its tokens, (N, S)."""
+        """Compute one advantage per response, repeated at its tokens, (N, S)."""
         scores = response_scores(experience, kl_coeff, self.kl_estimator)
-        found = group_relative(scores, self.group_size, scale=self.scale_rewards)
-        return {"advantages": spread_over_tokens(found, experience)}
+        advantages = group_relative(scores, self.group_size, scale=self.scale_rewards)
+        return {"advantages": spread_over_tokens(advantages, experience)}

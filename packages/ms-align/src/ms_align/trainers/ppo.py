@@ -1,4 +1,4 @@
-"""PPO: token-level advantages by GAE from a learned value, several clipped updates a rollout."""
+"""PPO: token-level GAE advantages from a value model, several clipped updates per rollout."""
 
 from typing import Any
 
@@ -20,59 +20,58 @@ from ms_align.trainers.frame.online import OnlineTrainer
 
 @frozen(kw_only=True, slots=False)
 class PPOTrainer(OnlineTrainer):
-    """Optimise a reward by PPO.
+    """Optimize a reward with PPO.
 
-    `PPOTrainer(policy_model=policy, reward_model=reward, kl_coeff=0.2).optimize(prompts)` begins;
-    every setting is a keyword. Nothing starts before `optimize`.
+    `PPOTrainer(policy_model=policy, reward_model=reward, kl_coeff=0.2).optimize(prompts)`; every
+    setting is a keyword argument, and training starts with `optimize`.
 
     Raises:
-        ConfigError: a setting is of the wrong kind or out of range.
+        ConfigError: a setting has the wrong type or is out of range.
     """
 
     algorithm = "ppo"
 
     value_model: Any = field(default=None, validator=a_path(optional=True, objects=True))
-    """What estimates values: None for a head on the policy's own hidden states, `"copy"` for a
-    model of its own that begins as the policy and whose weights are all trained, with `lora` too; a
-    module, a folder, or an Engine with a head
-    `value`."""
+    """Value model. None: a value head on the policy's hidden states. `"copy"`: a separate copy of
+    the initial policy, trained in full even with `lora`. Or a folder; in Python also a module, or
+    an Engine with a head `value`."""
     epochs: int = field(default=4, validator=whole())
-    """Passes over one rollout."""
+    """Passes over each rollout."""
     kl_coeff: float = field(default=0.05, validator=number())
     gamma: float = field(default=1.0, validator=number(most=1.0))
-    """Discount a token."""
+    """Discount factor per token."""
     lam: float = field(default=0.95, validator=number(most=1.0))
     """λ of GAE."""
     value_coeff: float = field(default=0.1, validator=number())
-    """Weight of the value's loss where it shares the policy's model."""
+    """Weight of the value loss if the value head shares the policy's model."""
     value_clip: float | None = field(default=0.2, validator=number(optional=True))
-    """How far a value may move from the one of the rollout; None does not clip."""
+    """Clip range of value changes within a rollout. None: no clipping."""
     whiten_advantages: bool = field(default=True, validator=flag)
-    """Give the advantages of a rollout a mean of 0 and a deviation of 1."""
+    """Normalize the advantages of a rollout to mean 0 and standard deviation 1."""
     whiten_rewards: bool = field(default=False, validator=flag)
-    """Divide rewards by their deviation; their mean stays."""
+    """Divide rewards by their standard deviation, keeping the mean."""
 
     def heads(self) -> dict[str, int]:
-        """Return a value head, where the policy's model bears it."""
+        """Return the value head, if it shares the policy's model."""
         return {"value": 1} if self.value_model is None else {}
 
     def value_engine(self, policy: Engine) -> Engine:
-        """Return the policy's engine, or build one for a value model of its own."""
+        """Return the policy's engine, or build one for a separate value model."""
         model: Any = self.value_model
         if model is None:
             return policy
         if model == "copy" and self.layout is not None:
-            model = self.policy_model  # a split model is not copied but read once more
+            model = self.policy_model  # a sharded model is not copied but loaded a second time
         elif model == "copy":
             if not isinstance(policy, LocalEngine):
                 raise ConfigError(
-                    "this engine's policy cannot be copied; give value_model= an Engine"
+                    "this engine's policy cannot be copied; pass an Engine as value_model"
                 )
             model = merged_copy(policy.module)
         return self.start_engine(model, heads={"value": 1})
 
     def loss(self, kl_coeff: float) -> PPOLoss:
-        """Build the clipped losses."""
+        """Build the clipped policy loss, with the value loss if it shares the policy's model."""
         return PPOLoss(
             **self.surrogate(kl_coeff),
             value_coeff=self.value_coeff if self.value_model is None else 0.0,
@@ -80,18 +79,20 @@ class PPOTrainer(OnlineTrainer):
         )
 
     def value_loss(self) -> Loss | None:
-        """Build the value's loss, where its model is its own."""
+        """Build the loss of a separate value model."""
         return None if self.value_model is None else ValueLoss(clip=self.value_clip)
 
     def advantages(self, experience: Experience, kl_coeff: float) -> dict[str, Tensor]:
-        """Compute advantages and returns, (N, S)."""
+        """Compute advantages and returns, (N, S) each."""
         assert experience.values is not None
         mask = experience.mask
         rewards = token_rewards(experience, kl_coeff, self.kl_estimator)
         if self.whiten_rewards:
+            # The mean is kept, as it is part of the objective.
             rewards = whiten(rewards, mask, shift_mean=False)
-        found = gae(rewards, experience.values, mask, gamma=self.gamma, lam=self.lam)
-        returns = (found + experience.values) * mask
+        advantages = gae(rewards, experience.values, mask, gamma=self.gamma, lam=self.lam)
+        # Before whitening: the value model learns the returns on their own scale.
+        returns = (advantages + experience.values) * mask
         if self.whiten_advantages:
-            found = whiten(found, mask)
-        return {"advantages": found, "returns": torch.nan_to_num(returns)}
+            advantages = whiten(advantages, mask)
+        return {"advantages": advantages, "returns": torch.nan_to_num(returns)}

@@ -1,4 +1,4 @@
-"""Reward models: a score at the last token of an answer, higher for the chosen one."""
+"""Reward models: a scalar score at the last token, trained on preference pairs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,12 +27,12 @@ HEAD = "score"
 
 @frozen(kw_only=True, slots=False)  # the trainer inherits from more than one
 class RewardOptions:
-    """A reward model's own settings."""
+    """Settings of reward model training."""
 
     margin_scale: float = field(default=1.0, validator=number())
-    """Factor of the data's margins; 0 leaves them out."""
+    """Factor for the margins in the dataset; 0 ignores them."""
     centring: float = field(default=0.01, validator=number())
-    """Weight of the square of a pair's sum of scores; keeps scores around 0."""
+    """Weight of the squared sum of a pair's scores, which keeps scores centered around 0."""
 
 
 @frozen(kw_only=True, slots=False)
@@ -40,11 +40,12 @@ class RewardTrainer(RewardOptions, PairTrainer):
     """Train a reward model on preference pairs.
 
     `RewardTrainer(model=model, steps=100).train(dataset).model` is a `RewardModel`, which PPO
-    takes as its reward, as it takes the folder `output_dir/model`. A `RewardModel` goes on.
+    accepts as its reward, as is the folder `output_dir/model`. Training can also start from a
+    `RewardModel`.
 
     Raises:
-        ConfigError: a setting is of the wrong kind or out of range, or asks for adapters or a
-            layout: a reward model is trained whole and in one process.
+        ConfigError: a setting has the wrong type or is out of range, or adapters or a layout are
+            set: reward models are trained in full and in one process.
     """
 
     algorithm = "reward"
@@ -59,7 +60,7 @@ class RewardTrainer(RewardOptions, PairTrainer):
             )
 
     def engine(self) -> LocalEngine:
-        """Build the engine of the model with a head for scores."""
+        """Build the engine of the model with a score head."""
         model = (
             open_model(self.model, device=self.device)
             if isinstance(self.model, str | Path)
@@ -70,41 +71,43 @@ class RewardTrainer(RewardOptions, PairTrainer):
                 "reward models train in one process: model must be a torch.nn.Module or a folder,"
                 f" got {type(model).__name__}; pass one of these"
             )
-        begun = model if isinstance(model, RewardModel) else None
+        reward_model = model if isinstance(model, RewardModel) else None
         engine = LocalEngine(
-            begun.body if begun else model,
-            self.part(OptimizerOptions),
+            reward_model.body if reward_model else model,
+            self.subset(OptimizerOptions),
             heads={HEAD: 1},
-            head_offsets=begun is not None and begun.head.bias is not None,
+            # A new head has no bias: a constant cancels in the difference of two scores.
+            head_bias=reward_model is not None and reward_model.head.bias is not None,
             microbatch_size=self.microbatch_size,
         )
-        if begun is not None:
-            engine.heads[HEAD].load_state_dict(begun.head.state_dict())
+        if reward_model is not None:
+            # Continue with the trained head instead of a zero one.
+            engine.heads[HEAD].load_state_dict(reward_model.head.state_dict())
         return engine
 
     def learner(self, engine: Engine, data: TrainingData, ends: TextEnds) -> "RewardLearner":
-        """Build what learns from the pairs."""
+        """Build the reward learner."""
         return RewardLearner(engine, data, ends, self)
 
     def write(self, engine: Engine, tokenizer: TokenizerFiles | None) -> None:
-        """Write the reward model, which PPO takes by its folder."""
+        """Write the reward model to `output_dir/model`."""
         check_finite(engine)
         self.trained(engine).save(
-            self.place / "model", tokenizer, base=self.base_folder, dtype=self.dtype
+            self.run_dir / "model", tokenizer, base=self.base_folder, dtype=self.dtype
         )
 
     def result_path(self, engine: Engine) -> Path:
-        """Return the path of what `write` writes last."""
-        return self.place / "model" / HEAD_FILE
+        """Return the file that `write` creates last."""
+        return self.run_dir / "model" / HEAD_FILE
 
     def trained(self, engine: Engine) -> RewardModel:
-        """Return the reward model as it stands."""
+        """Return the reward model in its current state."""
         local = cast(LocalEngine, engine)
         return RewardModel(local.module, cast(nn.Linear, local.heads[HEAD]))
 
 
 class RewardLearner(PairLearner):
-    """Learns scores by which of two answers was chosen."""
+    """Learns scores from preference pairs."""
 
     def __init__(
         self, engine: Engine, data: TrainingData, ends: TextEnds, options: RewardOptions
@@ -113,13 +116,13 @@ class RewardLearner(PairLearner):
         self.options = options
 
     def loss(self) -> PairwiseLoss:
-        """Build the mean pairwise loss."""
+        """Return the loss of the next update."""
         return PairwiseLoss(
             margin_scale=self.options.margin_scale, centring=self.options.centring, head=HEAD
         )
 
-    def judge(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Compute the pairwise loss without margin and centring, and the gap of the scores."""
+    def pair_losses(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return the pairwise loss without margin and centering, and the score gap, (P,) each."""
         scores = self.engine.evaluate(batch, _scores).cpu().view(-1, 2)
         return pairwise_loss(*scores.T), scores[:, 0] - scores[:, 1]
 

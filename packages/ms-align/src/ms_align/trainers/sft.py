@@ -1,4 +1,4 @@
-"""Instruction tuning: chosen tokens, weighted by token, sample and task, tasks by difficulty."""
+"""Supervised fine-tuning on packed instruction data, with task weights and task sampling."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,68 +25,74 @@ from ms_align.trainers.frame.offline import OfflineLearner, OfflineTrainer, Trai
 
 @frozen(kw_only=True, slots=False)  # the trainer inherits from more than one
 class SFTOptions:
-    """How losses are weighted and tasks are chosen."""
+    """Task weighting and task sampling."""
 
     task_weights: Mapping[str, float] = field(factory=dict, validator=numbers())
-    """Factor of each task's loss; empty for 1."""
+    """Weight of each task's loss. Default: 1."""
     uncertainty: bool = field(default=False, validator=flag)
-    """Learn the factors instead (Kendall et al., 2018)."""
+    """Learn the task weights instead (Kendall et al., 2018)."""
     uncertainty_rate: float = field(default=0.05, validator=number())
-    """Step size of their log-variances."""
+    """Learning rate of the tasks' log-variances."""
     tasks: TaskOptions | None = field(
         default=None,
         converter=task_options,
         metadata={"table": TaskOptions},
     )
-    """Choose each row's task by its difficulty; None reads the stream as it comes."""
+    """Sample tasks by difficulty. None: use the order of the stream."""
 
     def __attrs_post_init__(self) -> None:
         if self.task_weights and self.uncertainty:
-            raise ConfigError("task_weights are given and uncertainty learns them; choose one")
+            raise ConfigError(
+                "task_weights and uncertainty cannot be combined, as uncertainty learns the "
+                "weights; remove one"
+            )
 
 
 @frozen(kw_only=True, slots=False)
 class SFTTrainer(SFTOptions, OfflineTrainer):
-    """Tune a model on instructions.
+    """Fine-tune a model on instructions.
 
-    `SFTTrainer(model=model, steps=100).train(dataset)`; every setting is a keyword, and nothing
-    starts before `train`.
+    `SFTTrainer(model=model, steps=100).train(dataset)`; every setting is a keyword argument, and
+    training starts with `train`.
 
     Raises:
-        ConfigError: a setting is of the wrong kind or out of range.
+        ConfigError: a setting has the wrong type or is out of range.
     """
 
     algorithm = "sft"
 
     weights: dict[str, float] | None = field(default=None, validator=numbers(optional=True))
-    """How often samples of each source are drawn; by default as many as each holds."""
+    """Sampling weight of each source. Default: its number of samples."""
     long: str = field(default="truncate", validator=one_of("truncate", "split"))
-    """What becomes of a sample longer than a row."""
+    """Samples longer than `sequence_length`: `truncate` them, or `split` them into several."""
     open_rows: int = field(default=512, validator=whole(least=0))
-    """Rows packed at a time for each source; 0 gives each sample a row of its own."""
+    """Rows packed at the same time per source; 0 puts each sample in a row alone."""
     weighting: str = field(default="token", validator=one_of("token", "sample"))
-    """What counts alike: each `token`, or each `sample`."""
+    """Weigh every `token` or every `sample` equally in the loss."""
 
     def __attrs_post_init__(self) -> None:
         SFTOptions.__attrs_post_init__(self)
         OfflineTrainer.__attrs_post_init__(self)
         if self.tasks is not None and self.steps is None:
-            raise ConfigError("tasks are drawn without an end, so epochs mean nothing; give steps")
+            raise ConfigError(
+                "epochs cannot be used with task sampling, which never ends; set steps"
+            )
 
     @property
     def fixed(self) -> tuple[str, ...]:
-        """Settings that cannot change while a run goes on."""
+        """Settings that cannot change when a run resumes."""
         return ("seed", "uncertainty", "lora")
 
     def learner(self, engine: Engine, data: TrainingData, ends: TextEnds) -> "SFTLearner":
-        """Build what learns from the rows."""
-        return SFTLearner(engine, data, ends, self.part(SFTOptions), seed=self.seed)
+        """Build the SFT learner."""
+        return SFTLearner(engine, data, ends, self.subset(SFTOptions), seed=self.seed)
 
     def stream(self, dataset: Any, engine: Engine, **settings: Any) -> Any:
-        """Open the packed rows of a dataset's folders; held-out ones come as they are."""
-        mixed: dict[str, Any] = {"weights": self.weights, "weighting": self.weighting}
+        """Open packed rows of the dataset folders; held-out data is neither mixed nor weighted."""
+        mixing: dict[str, Any] = {"weights": self.weights, "weighting": self.weighting}
         if settings.get("split") == "held_out":
-            mixed = {"weights": None, "weighting": "token"}
+            # Held-out losses must not depend on training weights.
+            mixing = {"weights": None, "weighting": "token"}
         return instructions(
             dataset,
             engine,
@@ -95,20 +101,20 @@ class SFTTrainer(SFTOptions, OfflineTrainer):
             long=self.long,
             open_rows=self.open_rows,
             seed=self.seed,
-            **{"epochs": None, **mixed, **settings},
+            **{"epochs": None, **mixing, **settings},
         )
 
     def count_steps(self, dataset: Any, engine: Engine) -> int:
-        """Count the batches in `epochs` passes over a dataset's folders."""
+        """Count the updates in `epochs` passes over the dataset folders."""
         return sum(1 for _ in self.stream(dataset, engine, epochs=self.epochs))
 
 
 class SFTLearner(OfflineLearner):
-    """Learns from rows of one task or several."""
+    """Learns from packed rows of one or several tasks."""
 
     no_targets = (
-        "the batch of step {step} has no target, so nothing would be learned; look at the loss "
-        "mask: the chat template, or sequence_length, may cut all answers"
+        "the batch of step {step} has no target tokens, so nothing would be learned; check whether "
+        "the chat template or sequence_length masks all answers"
     )
 
     def __init__(
@@ -120,13 +126,13 @@ class SFTLearner(OfflineLearner):
         self._tasks = len(self.names) if len(self.names) > 1 else 0
         self.sampler = self._sampler(seed)
         self._probabilities: Sequence[float] = ()
-        """With which the tasks of the last batch were drawn, where they were."""
+        """Sampling probability of each task in the last batch, with task sampling."""
         self.uncertainty: Uncertainty | None = None
         if options.uncertainty:
             self.uncertainty = Uncertainty(
                 log_variances=[0.0] * self._tasks, rate=options.uncertainty_rate
             )
-        self._factors = self._given_factors()
+        self._factors = self._configured_factors()
         self.identity = {
             "frozen_weights": frozen_checksum(engine),
             "tasks": ", ".join(self.names),
@@ -136,30 +142,33 @@ class SFTLearner(OfflineLearner):
     def _sampler(self, seed: int) -> TaskSampler | None:
         if self.options.tasks is None:
             if self.options.uncertainty and not self._tasks:
-                raise ConfigError("uncertainty weighs tasks, and the data has only one source")
+                raise ConfigError(
+                    "uncertainty needs several tasks, and the data has one source; make `dataset` "
+                    "a table of several, or remove uncertainty"
+                )
             return None
         if not isinstance(self.data.stream, TaskStream) or len(self.names) < 2:
             raise ConfigError(
-                "tasks are to be chosen by difficulty, and the data has only one; give two "
-                "sources or more, by name"
+                "task sampling needs at least two named sources, and the data has one; add sources "
+                "or remove tasks"
             )
         return TaskSampler(self.names, self.options.tasks, seed=seed)
 
-    def _given_factors(self) -> tuple[float, ...]:
-        given = self.options.task_weights
-        if not given:
+    def _configured_factors(self) -> tuple[float, ...]:
+        weights = self.options.task_weights
+        if not weights:
             return ()
-        if set(given) != set(self.names):
+        if set(weights) != set(self.names):
             raise ConfigError(
-                f"task_weights are for {sorted(given)}; the data has {sorted(self.names)}"
+                f"task_weights must name the tasks {sorted(self.names)}, got {sorted(weights)}"
             )
-        return tuple(float(given[name]) for name in self.names)
+        return tuple(float(weights[name]) for name in self.names)
 
     def _task_weights(self) -> tuple[float, ...]:
         return tuple(self.uncertainty.weights()) if self.uncertainty else self._factors
 
     def loss(self) -> SFTLoss:
-        """Build the mean loss of chosen tokens."""
+        """Return the loss of the next update."""
         return SFTLoss(
             tasks=self._tasks,
             task_weights=self._task_weights(),
@@ -167,26 +176,29 @@ class SFTLearner(OfflineLearner):
         )
 
     def next_batch(self) -> Mapping[str, Any]:
-        """Take the next batch; where tasks are chosen, of those that are drawn."""
+        """Read the next batch, with task sampling from the sampled tasks."""
         if self.sampler is None or not isinstance(self.data.stream, TaskStream):
             return next_batch(self.data.stream)
         rows = self.data.stream.batch_size
         self._probabilities = self.sampler.probabilities()
         tasks, weights = self.sampler.draw(rows)
         batch = dict(self.data.stream.of_tasks(tasks))
-        share = rows // self.engine.data_ranks
-        own = slice(self.engine.data_rank * share, (self.engine.data_rank + 1) * share)
-        batch["row_weights"] = np.array(weights[own], np.float32)
+        # of_tasks returns this rank's rows, so only their importance weights are needed.
+        count = rows // self.engine.data_ranks
+        local = slice(self.engine.data_rank * count, (self.engine.data_rank + 1) * count)
+        batch["row_weights"] = np.array(weights[local], np.float32)
         return batch
 
     def observe(self, update: StepReport, log: RunLog) -> Mapping[str, float]:
-        """Take in what an update says of its tasks, and log it; the losses of those that came."""
+        """Update task sampling and task weights from an update's losses; return these by task."""
         if not self._tasks:
             return update.statistics
+        # The loss reports a weighted loss sum and a weight for each task.
         sums, shares = (
             [update.statistics.get(f"{kind}.{task}", 0.0) for task in range(len(self.names))]
             for kind in ("sum", "weight")
         )
+        # None: the task was not in the batch.
         losses = [s / w if w > 0 else None for s, w in zip(sums, shares, strict=True)]
         if self.uncertainty:
             self.uncertainty.observe(losses, shares)
@@ -199,7 +211,7 @@ class SFTLearner(OfflineLearner):
     def _task_metrics(
         self, losses: Sequence[float | None], shares: Sequence[float]
     ) -> dict[str, float]:
-        """Return each task's loss, share, probability and factor."""
+        """Return loss, share, probability and weight of each task."""
         metrics: dict[str, float] = {}
         factors = self._task_weights()
         for task, name in enumerate(self.names):
@@ -214,17 +226,18 @@ class SFTLearner(OfflineLearner):
         return metrics
 
     def held_out_metrics(self, held_out: HeldOut) -> Mapping[str, float]:
-        """Compute the mean held-out loss a token, over all and for each task."""
-        totals = torch.zeros(2, max(1, len(self.names)), dtype=torch.float64)
+        """Return the mean held-out loss per token, in total and for each task."""
+        totals = torch.zeros(2, max(1, len(self.names)), dtype=torch.float64)  # loss, tokens
         for batch in held_out():
             rows = {name: torch.as_tensor(value) for name, value in batch.items()}
             sums = self.engine.gather(self.engine.evaluate(rows, _row_sums)).double().cpu()
             task = self.engine.gather(rows["task"]) if self.names and "task" in rows else None
-            which = torch.zeros(len(sums), dtype=torch.int64) if task is None else task.cpu()
-            totals.index_add_(1, which, sums.T)
+            task_ids = torch.zeros(len(sums), dtype=torch.int64) if task is None else task.cpu()
+            # (2, tasks) += (2, B) by task
+            totals.index_add_(1, task_ids, sums.T)
         if totals[1].sum() == 0:
             raise NothingToLearnError(
-                "the held-out data has no target; hold out more, or raise sequence_length"
+                "the held-out data has no target tokens; hold out more, or raise sequence_length"
             )
         metrics = {"held_out_loss": float(totals[0].sum() / totals[1].sum())}
         if len(self.names) > 1:
@@ -234,14 +247,14 @@ class SFTLearner(OfflineLearner):
         return metrics
 
     def extra_state(self) -> dict[str, Any]:
-        """Return what is known about the tasks."""
+        """Return the state of task sampling and task weights."""
         return {
             "sampler": self.sampler.state() if self.sampler else None,
             "log_variances": self.uncertainty.log_variances if self.uncertainty else None,
         }
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Go to where `state` was taken."""
+        """Restore the state of task sampling and task weights."""
         if self.sampler:
             self.sampler.load(state["sampler"])
         if self.uncertainty:
@@ -249,7 +262,7 @@ class SFTLearner(OfflineLearner):
 
 
 def _row_sums(output: Output, batch: Batch) -> Tensor:
-    """Sum the losses and count the targets of each row, float32 (B, 2)."""
+    """Return the summed loss and the number of targets of each row, float32 (B, 2)."""
     weights = token_weights({"targets": batch["targets"]}, per_row=False)
     losses = output.token_losses(batch["targets"])
     return torch.stack((losses.sum(1), weights.sum(1)), 1)

@@ -1,10 +1,10 @@
-"""Runs and judges Python that nobody has read.
+"""Sandbox that runs and judges untrusted Python code.
 
-A system call that is not in a short list is refused (`inside.syscalls`). No file is opened but for
-reading beneath the interpreter's library and the system's. Time, memory, threads and output are
-limited. A response and its tests are two processes: the first one gives values, the second one
-compares them, and only its word is a verdict. `docs/align/rewards.md` says what is promised,
-and what is not.
+System calls that are not on a short allowlist fail (`inside.syscalls`). Files can only be opened
+for reading, and only below the interpreter's library and the system libraries. Time, memory,
+threads and output are limited. A response and its tests run in two processes: the first provides
+values, the second compares them, and only the second returns the verdict. `docs/align/rewards.md`
+lists the guarantees and their limits.
 """
 
 from ms_align.rewards.sandbox.limits import Limits, Outcome

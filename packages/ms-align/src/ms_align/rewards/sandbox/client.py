@@ -1,4 +1,4 @@
-"""The trainer's end of the process that judged programs are forked from."""
+"""Client of the zygote, the process from which sandboxed programs are forked."""
 
 import atexit
 import os
@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ms_align.errors import ConfigError
-from ms_align.rewards.sandbox.inside.zygote import REQUEST, WALLS
+from ms_align.rewards.sandbox.inside.zygote import PROTECTIONS, REQUEST
 
 _START = (
     "import sys; sys.path.insert(0, sys.argv[1]); from inside.zygote import main; "
@@ -22,73 +22,77 @@ _START_LIMIT_S = 60.0
 
 
 class ZygoteClient:
-    """Starts the process and asks it for others; safe to be used by several threads."""
+    """Starts the zygote and requests processes from it; thread-safe."""
 
-    def __init__(self, walls: Sequence[str] = WALLS) -> None:
-        """Start it.
+    def __init__(self, protections: Sequence[str] = PROTECTIONS) -> None:
+        """Start the zygote.
 
         Raises:
             ConfigError: the interpreter does not start.
         """
         self._lock = threading.Lock()
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            arguments = [str(Path(__file__).parent), str(theirs.fileno()), ",".join(walls)]
+        self._control, zygote_end = socket.socketpair()
+        with zygote_end:
+            arguments = [
+                str(Path(__file__).parent),
+                str(zygote_end.fileno()),
+                ",".join(protections),
+            ]
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _START, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[zygote_end.fileno()],
                 env={"PATH": "", "MALLOC_ARENA_MAX": "1"},
                 start_new_session=True,
             )
         assert self._process.stderr is not None
         self._errors = self._process.stderr
-        standing, *self.missing = self._hello().split("\n")
-        self.standing = frozenset(filter(None, standing.split(",")))
+        active, *self.missing = self._receive_greeting().split("\n")
+        self.active = frozenset(filter(None, active.split(",")))
 
-    def _hello(self) -> str:
-        said = b""
+    def _receive_greeting(self) -> str:
+        greeting = b""
         self._control.settimeout(_START_LIMIT_S)
         with suppress(OSError):
-            while not said.endswith(b"\0"):
-                more = self._control.recv(4096)
-                if not more:
+            while not greeting.endswith(b"\0"):
+                data = self._control.recv(4096)
+                if not data:
                     break
-                said += more
+                greeting += data
         self._control.settimeout(None)
-        if not said.endswith(b"\0"):
+        if not greeting.endswith(b"\0"):
             output = self._errors.read().decode(errors="replace").strip()
             self.stop()
-            last = output.splitlines()[-1] if output else "it said nothing"
+            last = output.splitlines()[-1] if output else "no output"
             raise ConfigError(
                 f"the sandbox's interpreter {sys.executable} does not start ({last}); run it with "
                 "-I -S by hand to see why"
             )
-        return said[:-1].decode()
+        return greeting[:-1].decode()
 
     def start(
         self, role: str, descriptors: Sequence[int], cpu_s: int, memory_bytes: int
     ) -> socket.socket:
-        """Fork a process; it is killed when the socket closes, which says its status at its end.
+        """Fork a process; closing the socket kills it, and its exit status arrives there.
 
         Raises:
-            OSError: the process that forks is gone.
+            OSError: the zygote has died.
         """
-        ours, theirs = socket.socketpair()
+        client_end, process_end = socket.socketpair()
         request = REQUEST.pack(role.encode(), cpu_s, memory_bytes)
         try:
-            with theirs, self._lock:
-                socket.send_fds(self._control, [request], [theirs.fileno(), *descriptors])
+            with process_end, self._lock:
+                socket.send_fds(self._control, [request], [process_end.fileno(), *descriptors])
         except OSError:
-            ours.close()
+            client_end.close()
             raise
-        return ours
+        return client_end
 
     def stop(self) -> None:
-        """End it, and every process that it has forked."""
-        self.forget()
+        """Kill the zygote and all processes that it has forked."""
+        self.close()
         try:
             self._process.wait(timeout=0.2)
         except subprocess.TimeoutExpired:
@@ -96,41 +100,41 @@ class ZygoteClient:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
-    def forget(self) -> None:
-        """Close what leads to it, as a fork of the trainer does: it belongs to the trainer."""
+    def close(self) -> None:
+        """Close the connections without killing the zygote, in a forked copy of the trainer."""
         self._control.close()
         self._errors.close()
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs."""
+        """True while the zygote runs."""
         return self._process.poll() is None
 
 
-_of_this_process: list[ZygoteClient] = []
-_starting = threading.Lock()
+_clients: list[ZygoteClient] = []
+_start_lock = threading.Lock()
 
 
 def zygote() -> ZygoteClient:
-    """Return the zygote of this process, started at the first call and again if it has died."""
-    with _starting:
-        if _of_this_process and not _of_this_process[0].alive:
-            _of_this_process.pop().stop()
-        if not _of_this_process:
-            _of_this_process.append(ZygoteClient())
-        return _of_this_process[0]
+    """Return this process's zygote; it is started on first use and restarted if it has died."""
+    with _start_lock:
+        if _clients and not _clients[0].alive:
+            _clients.pop().stop()
+        if not _clients:
+            _clients.append(ZygoteClient())
+        return _clients[0]
 
 
 def _after_fork() -> None:
-    global _starting
-    _starting = threading.Lock()
-    while _of_this_process:
-        _of_this_process.pop().forget()
+    global _start_lock
+    _start_lock = threading.Lock()
+    while _clients:
+        _clients.pop().close()
 
 
 def _at_exit() -> None:
-    while _of_this_process:
-        _of_this_process.pop().stop()
+    while _clients:
+        _clients.pop().stop()
 
 
 os.register_at_fork(after_in_child=_after_fork)

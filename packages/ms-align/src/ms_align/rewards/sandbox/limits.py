@@ -1,4 +1,4 @@
-"""What a judged program may use, and what became of it."""
+"""Resource limits and outcomes of sandboxed programs."""
 
 from attrs import field, frozen
 
@@ -7,29 +7,29 @@ from ms_align.settings import flag, number, whole
 
 @frozen(kw_only=True)
 class Limits:
-    """What a program may use. Tests, which run beside it, may use as much again."""
+    """Resource limits of a program; its tests have the same limits on top."""
 
     wall_s: float = field(default=5.0, validator=number(least=0.01))
-    """Seconds from its start to its end; it is gone half a second later."""
+    """Wall-clock limit in seconds; the program is dead half a second later at most."""
     cpu_s: int = field(default=4, validator=whole())
-    """Seconds of processor time, of all its threads together."""
+    """CPU time limit in seconds, over all threads."""
     memory_mib: int = field(default=512, validator=whole(least=64))
-    """Address space, that of the interpreter (some 40 MiB) included."""
+    """Address space limit in MiB, including some 40 MiB of the interpreter."""
     output_kib: int = field(default=1024, validator=whole())
-    """What it may print; it is killed beyond."""
+    """Output limit in KiB; a program that prints more is killed."""
     unconfined: bool = field(default=False, validator=flag)
-    """Run with what walls there are where this machine offers too few for the promise."""
+    """Run even if this machine lacks some of the sandbox's protections."""
 
 
 @frozen(kw_only=True)
 class Outcome:
-    """What became of a program."""
+    """Result of a program."""
 
     passed: bool
-    """`judge`: the tests ran to their end. `run_python`: the program says that it did."""
+    """`judge`: the tests completed. `run_python`: the program reports that it completed."""
     reason: str
     """`passed`, `failed`, `timeout`, `memory`, `output` or `ended early`."""
     output: str
-    """The end of what it printed, and of what its tests printed."""
+    """End of the output of the program and its tests."""
     confined: bool
-    """Whether every wall that the promise needs stood."""
+    """True if all protections were active."""

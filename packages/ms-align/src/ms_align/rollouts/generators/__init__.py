@@ -1,6 +1,6 @@
-"""Rollout engines: each module here is one, and its name is what `generator` calls it.
+"""Rollout engines; the name of each module here is a value of the setting `generator`.
 
-A module has `build(policy, *, slots, decode)`, which gives a `Generator`.
+A module defines `build(policy, *, slots, decode)`, which returns a `Generator`.
 """
 
 import importlib
@@ -16,13 +16,13 @@ __all__ = ["build_generator"]
 
 
 def build_generator(name: str) -> Callable[..., Generator]:
-    """Find the function that builds a rollout engine.
+    """Return the function that builds a rollout engine.
 
     Raises:
-        ConfigError: there is no such engine.
+        ConfigError: the name is unknown.
     """
-    known = [module.name for module in pkgutil.iter_modules(__path__)]
-    if name not in known:
-        raise ConfigError(f"generator is {name!r}; {nearest(name, known)}")
+    names = [module.name for module in pkgutil.iter_modules(__path__)]
+    if name not in names:
+        raise ConfigError(f"generator {name!r} is unknown; {nearest(name, names)}")
     module = importlib.import_module(f"{__name__}.{name}")
     return cast(Callable[..., Generator], module.build)

@@ -1,4 +1,4 @@
-"""The policy's own engine draws the responses: in this process, or under its layout."""
+"""Rollouts by the policy's own engine, in this process or under its layout."""
 
 from ms_align.engines.generator import generator_of
 

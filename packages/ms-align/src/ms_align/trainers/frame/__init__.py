@@ -1,1 +1,1 @@
-"""What trainers share."""
+"""Shared parts of the trainers."""

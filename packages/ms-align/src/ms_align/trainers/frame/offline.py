@@ -1,4 +1,4 @@
-"""What trainers share that learn from a dataset which is there before the run."""
+"""Training on a fixed dataset: the trainer and learner that SFT, DPO and reward models share."""
 
 import itertools
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from ms_align.errors import ConfigError, NothingToLearnError
 from ms_align.generation.sampling import Sampling
 from ms_align.losses.protocol import Loss
 from ms_align.run.checkpoint import State
-from ms_align.run.initial_weights import name_of
+from ms_align.run.initial_weights import model_name
 from ms_align.run.loop import Notice, Result, RunLog
 from ms_align.run.options import check_length
 from ms_align.run.samples import SamplePrompts
@@ -26,48 +26,53 @@ from ms_align.streams.folders import (
     without_held_out,
 )
 from ms_align.streams.protocol import HeldOut, Stream, check_fit, check_tokenizers, next_batch
-from ms_align.streams.text_ends import LOOKED_AT, TextEnds, tokenizer_beside
-from ms_align.tokenizer_files import TokenizerFiles, carried, check_same_tokenizer, files_of
+from ms_align.streams.text_ends import OBSERVED_BATCHES, TextEnds, dataset_tokenizer
+from ms_align.tokenizer_files import (
+    TokenizerFiles,
+    check_same_tokenizer,
+    files_of,
+    merge_tokenizers,
+)
 from ms_align.trainers.frame.trainer import Trainer
 
 
 @frozen(kw_only=True)
 class TrainingData:
-    """What a run learns from."""
+    """Training stream, held-out data and sample prompts of a run."""
 
     stream: Stream
     name: str = ""
-    """The folders; empty for a stream of the caller's."""
+    """Dataset folders; empty for a stream passed by the caller."""
     steps: int | None = None
-    """Updates in `epochs` passes, where that is known."""
+    """Updates in `epochs` passes, if known."""
     held_out: HeldOut | None = None
     samples: SamplePrompts | None = None
     held_out_left_out: int = 0
-    """Held-out pairs that no evaluation uses, as an answer does not begin within a row."""
+    """Held-out pairs that evaluations skip, as one of their answers starts beyond a row."""
     lacking: Sequence[str] = ()
-    """Folders that have no split of held-out samples."""
+    """Folders without a `held_out` split."""
 
 
 def data_notices(data: TrainingData, evaluate_every: int | None) -> list[Notice]:
-    """Collect what a user should know of the data before a run begins."""
+    """Build the notices about missing held-out data and shortened samples."""
     notices = []
     if evaluate_every is not None and data.held_out is None:
-        whose = f"{', '.join(data.lacking)} has" if data.lacking else "the stream comes with"
+        source = f"{', '.join(data.lacking)} has" if data.lacking else "the stream comes with"
         notices.append(
             Notice(
-                kind="no_held_out",
+                event="no_held_out",
                 fields={"evaluate_every": evaluate_every, "lacking": ", ".join(data.lacking)},
-                line=f"warning: nothing is evaluated, as {whose} no held-out samples; build the "
-                "data with a larger --hold-out, or leave evaluate_every out",
+                line=f"warning: nothing is evaluated, as {source} no held-out samples; rebuild the "
+                "data with a larger --hold-out, or remove evaluate_every",
             )
         )
     if data.held_out_left_out:
         notices.append(
             Notice(
-                kind="held_out_left_out",
+                event="held_out_left_out",
                 fields={"left_out": data.held_out_left_out},
-                line=f"warning: {data.held_out_left_out} held-out pairs are left out of evaluations"
-                ", as one of their answers does not begin within sequence_length; raise it",
+                line=f"warning: {data.held_out_left_out} held-out pairs are skipped in "
+                "evaluations, as one of their answers starts beyond sequence_length; raise it",
             )
         )
     left_out = getattr(data.stream, "left_out", 0)
@@ -76,11 +81,11 @@ def data_notices(data: TrainingData, evaluate_every: int | None) -> list[Notice]
         pairs = left_out + getattr(data.stream, "pairs_per_epoch", 0)
         notices.append(
             Notice(
-                kind="left_out",
+                event="left_out",
                 fields={"left_out": left_out, "cut_off": cut_off, "pairs": pairs},
-                line=f"warning: of {pairs} pairs, {left_out} are left out, as one of their answers "
-                f"does not begin within sequence_length, and {cut_off} are cut off at it; raise it "
-                "to train on them",
+                line=f"warning: of {pairs} pairs, {left_out} are skipped, as one of their answers "
+                f"starts beyond sequence_length, and {cut_off} are truncated to it; raise it to "
+                "train on them",
             )
         )
     return notices
@@ -88,25 +93,25 @@ def data_notices(data: TrainingData, evaluate_every: int | None) -> list[Notice]
 
 @frozen(kw_only=True, slots=False)
 class OfflineTrainer(Trainer):
-    """What is learnt from, and how long."""
+    """Data and length of training."""
 
     model: Any = field(validator=a_path(objects=True))
-    """Folder of the model to begin with; in Python also a torch.nn.Module or an Engine."""
+    """Base model: a folder; in Python also a torch.nn.Module or an Engine."""
     tokenizer: Any = field(default=None, validator=a_path(optional=True, objects=True))
-    """What is put beside the trained model, a folder or a tokenizer; by default what lies beside
+    """Tokenizer to save with the trained model: a folder or a tokenizer. Default: the tokenizer of
     the data."""
     sequence_length: int | None = field(default=None, validator=whole(least=2, optional=True))
-    """Tokens in a row at most; must be given where a folder is read."""
+    """Maximum row length in tokens; required when the dataset is a folder."""
     batch_size: int = field(default=8, validator=whole())
-    """Rows of an update, or pairs, over all processes."""
+    """Rows, or pairs, per update over all processes."""
     steps: int | None = field(default=None, validator=whole(optional=True))
-    """Updates of the whole run; or give epochs."""
+    """Total updates; alternative to epochs."""
     epochs: int | None = field(default=None, validator=whole(optional=True))
-    """Passes over the data; or give steps."""
+    """Passes over the data; alternative to steps."""
     evaluate_samples: int = field(default=3, validator=whole(least=0))
-    """Held-out prompts whose answers are shown at each evaluation."""
+    """Held-out prompts whose responses are shown at each evaluation."""
     held_out_batches: int | None = field(default=None, validator=whole(optional=True))
-    """Batches of an evaluation; all of the split `held_out` by default."""
+    """Batches per evaluation. Default: the entire `held_out` split."""
 
     def __attrs_post_init__(self) -> None:
         check_length(self.steps, self.epochs)
@@ -118,41 +123,42 @@ class OfflineTrainer(Trainer):
         held_out: HeldOut | None = None,
         samples: SamplePrompts | None = None,
     ) -> Result:
-        """Learn from a dataset, to the end or to SIGTERM, going on where it stopped.
+        """Train on a dataset until the end or SIGTERM; resume if there is a checkpoint.
 
         Args:
-            dataset: the folder that `ms-data build --chat-template` wrote, for `sft` also a table
-                of several; or a stream of batches, such as `ms_data.InstructionStream`.
-            held_out: for a stream: makes an iterator of held-out batches.
-            samples: for a stream: prompts whose answers are shown at each evaluation.
+            dataset: a folder written by `ms-data build --chat-template`, for `sft` also a table of
+                several; or a stream of batches, such as `ms_data.InstructionStream`.
+            held_out: with a stream: function that returns an iterator over held-out batches.
+            samples: with a stream: prompts whose responses are shown at each evaluation.
 
         Returns:
-            What the run came to. The trained model lies in `output_dir/model`, its tokenizer
-            beside it; adapters lie in `output_dir/adapter`.
+            Result of the run. The trained model and its tokenizer are in `output_dir/model`,
+            adapters in `output_dir/adapter`.
 
         Raises:
-            ConfigError: a setting cannot be used as given, or does not fit the data.
-            ModelError: tokenizer and model disagree, or rows are longer than the context.
-            NothingToLearnError: a batch has no target.
-            NonFiniteError: a weight is infinite or no number.
-            FolderError: `output_dir` is another run's.
+            ConfigError: a setting is invalid or does not match the data.
+            ModelError: tokenizer and model do not match, or rows exceed the context length.
+            NothingToLearnError: a batch has no target tokens.
+            NonFiniteError: a weight is infinite or NaN.
+            FolderError: `output_dir` belongs to another run.
         """
         folders = None if isinstance(dataset, Stream) else folders_of(dataset)
         if folders is not None and self.sequence_length is None:
-            raise ConfigError("sequence_length is missing; add it")
+            raise ConfigError("sequence_length is required for a dataset folder; set it")
         engine = self.engine()
         if isinstance(dataset, Stream):
             data = TrainingData(stream=dataset, held_out=held_out, samples=samples)
         else:
             data = self._from_folders(folders, engine)
+        # A dataset folder has converted `epochs` to a number of steps.
         steps = self.steps or data.steps
         if steps is None:
-            raise ConfigError("epochs are counted in folders; give steps where data is a stream")
+            raise ConfigError("epochs need a dataset folder to count steps; set steps for a stream")
         check_fit(engine, data.stream, "training data")
         tokenizer = self._tokenizer(data.stream)
         learner = self.learner(engine, data, TextEnds.of(tokenizer))
         learner.stops = tokenizer.ends if tokenizer else ()
-        identity = {"model": name_of(self.model), **learner.identity}
+        identity = {"model": model_name(self.model), **learner.identity}
         if data.name:
             identity["dataset"] = data.name
         return self.run(
@@ -160,17 +166,17 @@ class OfflineTrainer(Trainer):
             engine,
             steps=steps,
             identity=identity,
-            tokenizer=lambda: tokenizer and tokenizer.ending(learner.ends.found),
+            tokenizer=lambda: tokenizer and tokenizer.with_ends(learner.ends.tokens),
             notices=data_notices(data, self.evaluate_every),
         )
 
     def engine(self) -> Engine:
-        """Build the engine of the model, ready to learn."""
+        """Build the engine that trains the model."""
         return self.start_engine(self.model, adapted=True)
 
     @abstractmethod
     def learner(self, engine: Engine, data: TrainingData, ends: TextEnds) -> "OfflineLearner":
-        """Build what learns from the data."""
+        """Build the learner."""
 
     @abstractmethod
     def stream(self, dataset: Any, engine: Engine, **settings: Any) -> Any:
@@ -178,21 +184,25 @@ class OfflineTrainer(Trainer):
 
     @abstractmethod
     def count_steps(self, dataset: Any, engine: Engine) -> int:
-        """Count the updates in `epochs` passes over a dataset's folders."""
+        """Count the updates in `epochs` passes over the dataset folders."""
 
     def _tokenizer(self, stream: Stream) -> TokenizerFiles | None:
-        """Return what is put beside the trained model, once data and model are known to agree.
+        """Return the tokenizer to save with the trained model; check that it matches the data.
 
         Raises:
-            ModelError: the data, or `tokenizer`, has another tokenizer than the model's folder.
+            ModelError: the data or `tokenizer` does not match the tokenizer of the model's folder.
         """
         base = self.base_folder
-        own = None if base is None else files_of(base)
-        given = None if self.tokenizer is None else files_of(self.tokenizer)
+        model_files = None if base is None else files_of(base)
+        setting_files = None if self.tokenizer is None else files_of(self.tokenizer)
         name = f"the model {base}"
-        check_same_tokenizer(own, name, given, "`tokenizer`", remedy="leave `tokenizer` out")
-        check_tokenizers(own or given, name if own else "`tokenizer`", stream)
-        return carried(own, given or tokenizer_beside(None, stream))
+        check_same_tokenizer(
+            model_files, name, setting_files, "`tokenizer`", remedy="remove `tokenizer`"
+        )
+        check_tokenizers(
+            model_files or setting_files, name if model_files else "`tokenizer`", stream
+        )
+        return merge_tokenizers(model_files, setting_files or dataset_tokenizer(None, stream))
 
     def _from_folders(self, folders: Any, engine: Engine) -> TrainingData:
         data = TrainingData(
@@ -219,6 +229,7 @@ class OfflineTrainer(Trainer):
         if not self.evaluate_samples:
             return None
         prompts, tokenizer = held_out_prompts(folders, self.evaluate_samples)
+        # Half of the row for the prompt, so that the response fits as well.
         longest = max(1, (self.sequence_length or 0) // 2)
         return SamplePrompts(
             prompts=[prompt[-longest:] for prompt in prompts],
@@ -228,10 +239,10 @@ class OfflineTrainer(Trainer):
 
 
 class OfflineLearner(ABC):
-    """Learns from a stream; a trainer's learner says how."""
+    """Learns from a stream of batches; subclasses define the loss and the metrics."""
 
     no_targets: ClassVar[str]
-    """What is wrong with a batch without a target, and the remedy; `{step}` is the update."""
+    """Error message for a batch without targets; `{step}` is the number of the update."""
 
     def __init__(self, engine: Engine, data: TrainingData, ends: TextEnds) -> None:
         self.engine = engine
@@ -239,12 +250,12 @@ class OfflineLearner(ABC):
         self.ends = ends
         self.step = 0
         self.identity: Mapping[str, str] = {}
-        """What else makes another run."""
+        """Entries of the run's identity, in addition to model and dataset."""
         self.stops: Sequence[int] = ()
-        """Tokens that end a text by the tokenizer's files."""
-        self._told: dict[str, int] = {}
-        """Counts of the stream that were shown last."""
-        self._ends_told = False
+        """End-of-text tokens of the tokenizer's files."""
+        self._logged_counts: dict[str, int] = {}
+        """Sample counts of the last warning."""
+        self._ends_logged = False
 
     @abstractmethod
     def loss(self) -> Loss:
@@ -252,100 +263,102 @@ class OfflineLearner(ABC):
 
     @abstractmethod
     def held_out_metrics(self, held_out: HeldOut) -> Mapping[str, float]:
-        """Compute metrics of the held-out batches."""
+        """Compute metrics on the held-out batches."""
 
     def next_batch(self) -> Mapping[str, Any]:
-        """Take the next batch, with all that the loss reads."""
+        """Read the next batch, with all columns that the loss reads."""
         return next_batch(self.data.stream)
 
     def observe(self, update: StepReport, log: RunLog) -> Mapping[str, float]:
-        """Learn from an update's statistics, and return what of them is logged."""
+        """Process the statistics of an update and return those to log."""
         return update.statistics
 
     def extra_state(self) -> dict[str, Any]:
-        """Return further state, as JSON values."""
+        """Return additional state as JSON values."""
         return {}
 
-    def load_extra_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - most have none
-        """Go to where `state` was taken."""
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - optional hook
+        """Restore additional state."""
 
     def update(self, log: RunLog) -> tuple[StepReport, Mapping[str, float]]:
-        """Update the weights once."""
+        """Read a batch and update the weights once."""
         batch = self.next_batch()
-        self.ends.look(batch)
+        self.ends.observe(batch)
         update = self.engine.step(batch, self.loss())
         if update.skipped == "no_targets":
             raise NothingToLearnError(self.no_targets.format(step=self.step + 1))
         self.step += 1
         if self.step == 1:
-            self._tell_counts(log)
-        if self.ends.looked_at >= LOOKED_AT:
-            self._tell_ends(log)
+            self._log_counts(log)
+        if self.ends.batches >= OBSERVED_BATCHES:
+            self._log_ends(log)
         return update, self.observe(update, log)
 
     def evaluate(self, log: RunLog) -> Mapping[str, float]:
-        """Log counts of the data and samples, and compute held-out metrics."""
+        """Log data counts and sample responses, and return held-out metrics."""
         if self.step:
-            self._tell_counts(log)
-            self._tell_ends(log)
+            self._log_counts(log)
+            self._log_ends(log)
         if self.data.samples is not None:
-            if self.data.held_out is not None and not self.ends.found:
+            # Before the first update only held-out data can show the end tokens.
+            if self.data.held_out is not None and not self.ends.tokens:
                 for batch in itertools.islice(self.data.held_out(), 1):
-                    self.ends.look(batch)
-            self.data.samples.log(self.engine, log, ends={*self.stops, *self.ends.found})
+                    self.ends.observe(batch)
+            self.data.samples.log(self.engine, log, ends={*self.stops, *self.ends.tokens})
         return {} if self.data.held_out is None else self.held_out_metrics(self.data.held_out)
 
-    def _tell_counts(self, log: RunLog) -> None:
-        """Log the stream's counts of samples, and warn of those that teach nothing."""
+    def _log_counts(self, log: RunLog) -> None:
+        """Log the stream's sample counts and warn about samples that were cut."""
         sources: Mapping[str, Mapping[str, int]] = getattr(self.data.stream, "counts", {})
         counts = {
             name if len(sources) == 1 else f"{name}.{source}": count
-            for source, found in sources.items()
-            for name, count in found.items()
+            for source, source_counts in sources.items()
+            for name, count in source_counts.items()
         }
         if not counts:
             return
         log.event("data", {"step": self.step, **counts})
         sums: Counter[str] = Counter()
-        for found in sources.values():
-            sums.update(found)
+        for source_counts in sources.values():
+            sums.update(source_counts)
         lost = {name: sums[name] for name in ("without_targets", "truncated") if sums[name]}
-        if lost != self._told and lost:
-            self._told = lost
+        # Warn again only when the counts have changed.
+        if lost != self._logged_counts and lost:
+            self._logged_counts = lost
             log.note(
-                f"warning: of {sums['drawn']} samples drawn so far, {sums['truncated']} were cut "
-                f"at sequence_length and {sums['without_targets']} parts teach nothing, as no "
-                "token of an answer is left; raise sequence_length, or set long = 'split'"
+                f"warning: of {sums['drawn']} samples so far, {sums['truncated']} were truncated "
+                f"to sequence_length and {sums['without_targets']} parts have no answer tokens "
+                "left; raise sequence_length, or set long = 'split'"
             )
 
-    def _tell_ends(self, log: RunLog) -> None:
-        """Log once how many answers end with a token that ends a text, and warn if none does."""
-        if self._ends_told or not self.ends.texts:
+    def _log_ends(self, log: RunLog) -> None:
+        """Log once how many answers end with an end-of-text token, and warn if none does."""
+        if self._ends_logged or not self.ends.texts:
             return
-        self._ends_told = True
+        self._ends_logged = True
         ends = self.ends
         log.event("text_ends", {"texts": ends.texts, "ended": ends.ended})
         if not ends.ended:
             log.note(
                 f"warning: none of the first {ends.texts} answers ends with a special token of the "
-                "tokenizer, so the trained model will not stop by itself; let the chat template "
-                "write the end of a turn within the answer ({% generation %})"
+                "tokenizer, so the trained model will not learn to stop; put the end-of-turn token "
+                "inside {% generation %} in the chat template"
             )
 
     def state(self) -> State:
-        """Return weights, moments and the stream's place."""
+        """Return engine state, stream position and counters."""
         facts = {
             "step": self.step,
             "stream": self.data.stream.state_dict(),
-            "ends": sorted(self.ends.found),
+            "ends": sorted(self.ends.tokens),
             **self.extra_state(),
         }
         return State(tensors=self.engine.state_dict(), facts=facts)
 
     def load(self, state: State) -> None:
-        """Go to where `state` was taken."""
+        """Restore a state."""
         self.engine.load_state_dict(state.tensors)
         self.step = int(state.facts["step"])
-        self.ends.found |= set(state.facts["ends"])
+        self.ends.tokens |= set(state.facts["ends"])
         self.data.stream.load_state_dict(state.facts["stream"])
         self.load_extra_state(state.facts)

@@ -1,7 +1,7 @@
-"""What trainers share that learn from their own responses: models, data, and the rollouts' start.
+"""Training on the policy's own responses: the trainer that PPO, GRPO and RLOO share.
 
-A rollout draws responses to some prompts, scores them, and is then used for several updates; all
-of it is in a checkpoint, so a run that was killed between any two updates goes on bit for bit.
+A rollout generates and scores responses and is used for several updates. Checkpoints include the
+current rollout, so a run that is killed between any two updates resumes bit for bit.
 """
 
 import os
@@ -20,8 +20,8 @@ from ms_align.engines.protocol import Engine
 from ms_align.engines.reference import ADAPTER_OFF, Reference, reference_of
 from ms_align.errors import ConfigError, ModelError
 from ms_align.generation.responses import Generator
-from ms_align.generation.sampling import token_numbers
-from ms_align.generation.stops import beside, with_stops
+from ms_align.generation.sampling import token_ids
+from ms_align.generation.stops import resolve_tokenizer, with_stops
 from ms_align.losses.protocol import Loss
 from ms_align.models.folder import folder_of
 from ms_align.rewards.named import named_rewards, reward_folders
@@ -31,7 +31,7 @@ from ms_align.rollouts.generators import build_generator
 from ms_align.rollouts.learner import RolloutLearner
 from ms_align.rollouts.options import RolloutOptions
 from ms_align.rollouts.prompts import Prompt, prompts_checksum, read_prompts
-from ms_align.run.initial_weights import name_of, weights_checksum
+from ms_align.run.initial_weights import model_name, weights_checksum
 from ms_align.run.loop import Notice, Result
 from ms_align.settings import a_path, whole
 from ms_align.tokenizer import Tokenizer, load_tokenizer
@@ -40,43 +40,43 @@ from ms_align.trainers.frame.trainer import Trainer
 
 
 def _prompts(instance: object, attribute: "Attribute[Any]", value: object) -> None:
-    """Check for prompts, or the path of a file of them."""
+    """Check that the value is an iterable of prompts or the path of a file."""
     if isinstance(value, str | os.PathLike) or not isinstance(value, Iterable | None):
         a_path()(instance, attribute, value)
 
 
 @frozen(kw_only=True, slots=False)
 class OnlineTrainer(RolloutOptions, Trainer):
-    """Models, and how long is trained."""
+    """Models and length of training."""
 
     learns_from_groups = False
 
     policy_model: Any = field(validator=a_path(objects=True))
-    """What learns: the folder of a model, and in Python a torch.nn.Module or an Engine."""
+    """Policy model to train: a folder; in Python also a torch.nn.Module or an Engine."""
     reward_model: Any = field(validator=a_path(several=True, objects=True))
-    """Any callable on samples, any torch.nn.Module, the folder of a reward model, several of
-    them, or names with weights."""
+    """Reward: a reward model's folder or `module:function`, a list of these, or a table of names
+    to these, optionally with weights; in Python also callables and torch.nn.Modules."""
     reference_model: Any = field(default=None, validator=a_path(optional=True, objects=True))
-    """What the KL holds the policy near: a folder, a module, an Engine, `"adapter_off"` for the
-    policy without its adapters, or None for the policy as it begins."""
+    """Reference of the KL penalty: a folder, `"adapter_off"` for the policy without its adapters,
+    or None for the initial policy; in Python also a module or an Engine."""
     tokenizer: Any = field(default=None, validator=a_path(optional=True, objects=True))
-    """Has `encode` and `decode`; or a name for `load_tokenizer`. By default the one that lies in
-    the policy's folder. Needed for texts alone; it is put beside the trained model."""
-    stop_tokens: Any = field(default=None, converter=optional(token_numbers))
-    """Each ends a response, and is its last token; None for those that end a text of the model."""
+    """Tokenizer: a folder, a file or `bytes`; in Python also an object with `encode` and `decode`.
+    Needed for text prompts; saved with the trained model. Default: the policy's."""
+    stop_tokens: Any = field(default=None, converter=optional(token_ids))
+    """Token ids that end a response. Default: the end-of-text tokens of the model."""
     generator: Any = "policy"
-    """Draws the responses: `policy` for the policy's own engine, another module of
-    `ms_align.rollouts.generators`, and in Python any `Generator`."""
+    """Rollout engine: `policy` for the policy's own engine, or another module of
+    `ms_align.rollouts.generators`; in Python also any `Generator`."""
     slots: int = field(default=64, validator=whole())
-    """Responses that are written at once."""
+    """Responses generated at the same time."""
     steps: int = field(default=100, validator=whole())
-    """Updates of the whole run."""
+    """Total updates."""
     held_out: Any = field(default=None, validator=_prompts)
-    """Prompts, as `prompt_dataset`, that are never learned from."""
+    """Held-out prompts for evaluation, in the format of the training prompts."""
 
     @property
     def fixed(self) -> tuple[str, ...]:
-        """Settings that cannot change while a run goes on."""
+        """Settings that cannot change when a run resumes."""
         sizes = ("batch_size", "minibatch_size", "group_size", "epochs")
         return ("seed", "lora", *sizes, "value_model")
 
@@ -85,35 +85,37 @@ class OnlineTrainer(RolloutOptions, Trainer):
         prompt_dataset: str | Path | Iterable[Any],
         response_dataset: str | Path | Iterable[Any] | None = None,
     ) -> Result:
-        """Learn from responses to prompts, to the end or to SIGTERM, going on where it stopped.
+        """Train on responses to prompts until the end or SIGTERM; resume from any checkpoint.
 
         Args:
-            prompt_dataset: texts, lists of tokens, chats, mappings with a key `prompt`, or the
-                path of a JSON, CSV or Parquet file of them.
-            response_dataset: by choice the known answer to each prompt, in the same order. The
-                policy is never trained on it: each reward finds it in `sample.answer`.
+            prompt_dataset: texts, lists of token ids, chats, mappings with a key `prompt`, or the
+                path of a JSON, CSV or Parquet file of these.
+            response_dataset: optional reference answers, in the order of the prompts. The policy
+                is never trained on them; rewards read them as `sample.answer`.
 
         Returns:
-            What the run came to. The trained model lies in `output_dir/model`, its tokenizer
-            beside it; adapters lie in `output_dir/adapter`.
+            Result of the run. The trained model and its tokenizer are in `output_dir/model`,
+            adapters in `output_dir/adapter`.
 
         Raises:
-            ConfigError: a setting does not fit another.
-            FolderError: `output_dir` is another run's.
-            DataError: the dataset is empty, or a prompt or the tokenizer does not fit the model.
+            ConfigError: settings contradict each other.
+            FolderError: `output_dir` belongs to another run.
+            DataError: the dataset is empty, or a prompt or the tokenizer does not match the model.
             RewardError: a reward failed and `on_reward_failure="stop"`.
-            NonFiniteError: a weight is infinite or no number.
-            NothingToLearnError: too many rollouts in a row gave no difference to learn from.
+            NonFiniteError: a weight is infinite or NaN.
+            NothingToLearnError: too many rollouts in a row had equal rewards in every group.
         """
         tokenizer = self._tokenizer()
-        files = files_of(beside(self.tokenizer, self.policy_model), tokenizer)
+        files = files_of(resolve_tokenizer(self.tokenizer, self.policy_model), tokenizer)
         self._check_tokenizers(files)
         sampling = with_stops(self.sampling, self.stop_tokens, tokenizer, files)
-        ready = evolve(self, stop_tokens=sampling.stop_tokens, stop_strings=sampling.stop_strings)
+        resolved = evolve(
+            self, stop_tokens=sampling.stop_tokens, stop_strings=sampling.stop_strings
+        )
         prompts = read_prompts(prompt_dataset, tokenizer, response_dataset)
-        given = isinstance(prompt_dataset, str | Path)
-        dataset = str(prompt_dataset) if given else f"{len(prompts)} prompts"
-        return ready._optimize(prompts, dataset, tokenizer, files)
+        is_file = isinstance(prompt_dataset, str | Path)
+        dataset = str(prompt_dataset) if is_file else f"{len(prompts)} prompts"
+        return resolved._optimize(prompts, dataset, tokenizer, files)
 
     def _optimize(
         self,
@@ -122,11 +124,12 @@ class OnlineTrainer(RolloutOptions, Trainer):
         tokenizer: Tokenizer | None,
         files: TokenizerFiles | None,
     ) -> Result:
+        # For heads and adapters that are created in this process.
         torch.manual_seed(self.seed)
         policy = self.start_engine(self.policy_model, heads=self.heads(), adapted=True)
         learner = self._learner(policy, prompts, tokenizer)
         identity = {
-            "model": name_of(self.policy_model),
+            "model": model_name(self.policy_model),
             "weights": weights_checksum(policy),
             "dataset": dataset,
             "prompts": prompts_checksum(prompts),
@@ -141,49 +144,52 @@ class OnlineTrainer(RolloutOptions, Trainer):
         )
 
     def _prompt_notices(self, learner: RolloutLearner) -> list[Notice]:
-        """Say how many prompts there are, and whether any are held out."""
+        """Build the notices about the prompts and missing held-out prompts."""
         held_out = len(learner.held_out)
         lengths = [len(prompt.tokens) for prompt in learner.prompts]
         fields = {"prompts": len(lengths), "held_out": held_out, "longest": max(lengths)}
         line = f"{len(lengths)} prompts of up to {max(lengths)} tokens, {held_out} held out"
-        notices = [Notice(kind="prompts", fields=fields, line=line)]
+        notices = [Notice(event="prompts", fields=fields, line=line)]
         if self.evaluate_every is not None and not held_out:
             notices.append(
                 Notice(
-                    kind="no_held_out",
+                    event="no_held_out",
                     fields={"evaluate_every": self.evaluate_every, "lacking": "held_out"},
-                    line="warning: nothing is evaluated, as there are no held-out prompts; give "
-                    "held_out, or leave evaluate_every out",
+                    line="warning: nothing is evaluated, as there are no held-out prompts; set "
+                    "held_out, or remove evaluate_every",
                 )
             )
         return notices
 
     @abstractmethod
     def loss(self, kl_coeff: float) -> Loss:
-        """Build the policy's loss; the coefficient is 0 where the KL is not in the loss."""
+        """Build the policy loss; `kl_coeff` is 0 unless the KL penalty is in the loss."""
 
     @abstractmethod
     def advantages(self, experience: Experience, kl_coeff: float) -> dict[str, Tensor]:
-        """Compute what the loss reads beside the tokens, (N, S) each, from a scored rollout."""
+        """Compute the columns that the loss reads, (N, S) each, from a scored rollout.
+
+        `kl_coeff` is 0 unless the KL penalty is in the reward.
+        """
 
     def value_loss(self) -> Loss | None:
-        """Build the loss of a value model of its own, if there is one."""
+        """Build the loss of a separate value model, if the algorithm has one."""
         return None
 
     def heads(self) -> dict[str, int]:
-        """Return the extra heads of the policy."""
+        """Return the width of each extra head of the policy, by name."""
         return {}
 
     def value_engine(self, policy: Engine) -> Engine | None:
-        """Build what estimates values; None where nothing does."""
+        """Build or return the engine that estimates values; None if the algorithm needs none."""
         return None
 
     def surrogate(self, kl_coeff: float) -> dict[str, Any]:
-        """Return the settings of `PolicyLoss` that all algorithms take from here."""
-        alike = ("clip_low", "clip_high", "entropy_coeff", "kl_estimator")
-        found = {name: getattr(self, name) for name in alike}
+        """Return the shared arguments of `PolicyLoss`."""
+        names = ("clip_low", "clip_high", "entropy_coeff", "kl_estimator")
+        settings = {name: getattr(self, name) for name in names}
         temperature = self.sampling.policy_temperature
-        return {**found, "temperature": temperature, "kl_coeff": kl_coeff}
+        return {**settings, "temperature": temperature, "kl_coeff": kl_coeff}
 
     def _learner(
         self, policy: Engine, prompts: list[Prompt], tokenizer: Tokenizer | None
@@ -192,12 +198,12 @@ class OnlineTrainer(RolloutOptions, Trainer):
         rows = self.batch_size // self.group_size
         if rows % policy.data_ranks:
             raise ConfigError(
-                f"{rows} prompts a rollout do not divide over {policy.data_ranks} data ranks; "
-                "choose a batch_size that does"
+                f"the {rows} prompts of a rollout must divide evenly among {policy.data_ranks} "
+                "data ranks; change batch_size"
             )
         held_out: list[Prompt] = []
         if self.held_out is not None:
-            held_out = read_prompts(self.held_out, tokenizer, what="held_out")
+            held_out = read_prompts(self.held_out, tokenizer, name="held_out")
         value, reference = self.value_engine(policy), self._reference(policy)
         rewards = rewards_of(named_rewards(self.reward_model))
         if value is not None:
@@ -225,61 +231,71 @@ class OnlineTrainer(RolloutOptions, Trainer):
         )
 
     def _check_tokenizers(self, files: TokenizerFiles | None) -> None:
-        """Refuse a tokenizer, or another model's folder, whose token ids are not the policy's."""
+        """Check that tokenizer, reference, value and reward models share the policy's token ids."""
         base = self.base_folder
         name = f"the model {base}"
         if base is not None and self.tokenizer is not None:
-            own, remedy = files_of(base), "leave `tokenizer` out"
-            check_same_tokenizer(own, name, files, "`tokenizer`", remedy=remedy)
-        others = {
+            model_files, remedy = files_of(base), "remove `tokenizer`"
+            check_same_tokenizer(model_files, name, files, "`tokenizer`", remedy=remedy)
+        folders = {
             setting: folder_of(getattr(self, setting, None))
             for setting in ("reference_model", "value_model")
         }
-        for setting, folder in others.items():
+        for setting, folder in folders.items():
             if folder is not None and folder.is_dir():
-                remedy = f"give a {setting} of the same family"
+                remedy = f"use a {setting} of the same model family"
                 other, other_name = files_of(folder), f"{setting} {folder}"
                 check_same_tokenizer(files, name, other, other_name, remedy=remedy)
         for folder in reward_folders(self.reward_model):
             remedy = (
                 "train a reward model with `ms-align reward` from a model with the policy's "
-                "tokenizer, or give a function that decodes and scores the text"
+                "tokenizer, or use a function that decodes and scores the text"
             )
             other, other_name = files_of(folder), f"the reward model {folder}"
             check_same_tokenizer(files, name, other, other_name, remedy=remedy)
 
     def _reference(self, policy: Engine) -> Reference | None:
+        # Without a KL penalty no reference is loaded.
         if not self.kl_coeff:
             return None
-        given = self.reference_model
-        if given is None and self.lora is not None:
-            given = ADAPTER_OFF
-        if given is None and self.layout is not None:
-            given = self.policy_model  # a split model is not copied but read once more
-        return reference_of(given, policy, partial(self.start_engine, trained=False))
+        reference = self.reference_model
+        if reference is None and self.lora is not None:
+            reference = ADAPTER_OFF
+        if reference is None and self.layout is not None:
+            reference = self.policy_model  # a sharded model is not copied but loaded a second time
+        return reference_of(reference, policy, partial(self.start_engine, trained=False))
 
     def _generator(self, policy: Engine, tokenizer: Tokenizer | None) -> Generator:
         decode = tokenizer.decode if tokenizer else None
         if isinstance(self.generator, str):
             return build_generator(self.generator)(policy, slots=self.slots, decode=decode)
         if not callable(self.generator):
-            raise ConfigError(f"generator is {self.generator!r}; give a name or a callable")
+            raise ConfigError(
+                f"generator must be a name or a callable, got {self.generator!r}; use 'policy'"
+            )
         return cast(Generator, self.generator)
 
     def _tokenizer(self) -> Tokenizer | None:
-        given = beside(self.tokenizer, self.policy_model)
-        if isinstance(given, str | Path):
-            return load_tokenizer(given)
-        if given is not None and not (hasattr(given, "encode") and hasattr(given, "decode")):
-            raise ConfigError(f"tokenizer is {given!r}; give a folder, a file, or a tokenizer")
-        return cast("Tokenizer | None", given)
+        tokenizer = resolve_tokenizer(self.tokenizer, self.policy_model)
+        if isinstance(tokenizer, str | Path):
+            return load_tokenizer(tokenizer)
+        if tokenizer is not None and not (
+            hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode")
+        ):
+            raise ConfigError(
+                f"tokenizer must be a folder, a file or an object with encode and decode, got "
+                f"{tokenizer!r}; use one of these"
+            )
+        return cast("Tokenizer | None", tokenizer)
 
 
 def _check_vocabulary(tokenizer: object, model: object, name: str) -> None:
-    """Refuse a model that lacks tokens of the tokenizer, or of the policy where there is none."""
-    has, takes = (getattr(one, "vocabulary_size", None) for one in (tokenizer, model))
-    if has and takes and has > takes:
+    """Check that a model has an embedding for every token of the tokenizer, or of the policy."""
+    token_count, model_size = (
+        getattr(item, "vocabulary_size", None) for item in (tokenizer, model)
+    )
+    if token_count and model_size and token_count > model_size:
         raise ModelError(
-            f"{name} must know every token: the tokenizer has {has} tokens and {name} {takes}; "
-            "give one that was trained with the policy's tokenizer"
+            f"{name} must have the tokenizer's {token_count} tokens, and has {model_size}; use a "
+            "model trained with the policy's tokenizer"
         )

@@ -1,4 +1,4 @@
-"""What training on preference pairs has in common. Shapes: P pairs."""
+"""Training on preference pairs, shared by DPO and reward models. Shapes: P pairs."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from ms_align.trainers.frame.offline import OfflineLearner, OfflineTrainer
 
 @frozen(kw_only=True, slots=False)
 class PairTrainer(OfflineTrainer):
-    """What is learnt from, and how long."""
+    """Data and length of training."""
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -29,14 +29,14 @@ class PairTrainer(OfflineTrainer):
             )
 
     def stream(self, dataset: Any, engine: Engine, **settings: Any) -> Any:
-        """Open the stream of a folder's pairs."""
-        given = {
+        """Open the stream of pairs in a dataset folder."""
+        options = {
             "sequence_length": self.sequence_length,
             "batch_size": self.batch_size,
             "seed": self.seed,
             **settings,
         }
-        return preferences(dataset, engine, **given)
+        return preferences(dataset, engine, **options)
 
     def count_steps(self, dataset: Any, engine: Engine) -> int:
         """Count the updates in `epochs` passes over a folder's pairs."""
@@ -45,32 +45,33 @@ class PairTrainer(OfflineTrainer):
 
 
 class PairLearner(OfflineLearner):
-    """Learns from pairs, and judges held-out ones."""
+    """Learns from preference pairs and evaluates held-out ones."""
 
     no_targets = (
-        "no pair of step {step} has a target or a weight above 0, so nothing would be learned; "
-        "look at the data, or raise sequence_length"
+        "no pair of step {step} has target tokens and a weight above 0, so nothing would be "
+        "learned; check the data, or raise sequence_length"
     )
 
     @abstractmethod
-    def judge(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Compute each held-out pair's loss (P,), and by how much the chosen one is ahead (P,)."""
+    def pair_losses(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return each held-out pair's loss and margin (chosen minus rejected), (P,) each."""
 
     def held_out_metrics(self, held_out: HeldOut) -> Mapping[str, float]:
-        """Compute held-out loss, how often the chosen answer is ahead, and by how much."""
-        totals = torch.zeros(4, dtype=torch.float64)
+        """Return held-out loss, accuracy (chosen above rejected) and margin."""
+        totals = torch.zeros(4, dtype=torch.float64)  # weight, loss, accuracy, margin
         for batch in held_out():
             rows = {name: torch.as_tensor(value) for name, value in batch.items()}
-            losses, ahead = self.judge(rows)
-            mine = (pair_weights(rows).to(losses.device), losses, ahead)
-            weights, loss, gap = (self.engine.gather(one).cpu().double() for one in mine)
+            losses, margins = self.pair_losses(rows)
+            # This data rank's pairs; gather returns those of all ranks.
+            local = (pair_weights(rows).to(losses.device), losses, margins)
+            weights, loss, gap = (self.engine.gather(column).cpu().double() for column in local)
             parts = (weights, weights * loss, weights * (gap > 0), weights * gap)
             totals += torch.stack([part.sum() for part in parts])
-        weight, total, right, margin = totals.tolist()
+        weight, total, correct, margin = totals.tolist()
         if weight == 0:
-            raise NothingToLearnError("the held-out data has no pair; hold out more of it")
+            raise NothingToLearnError("the held-out data has no pairs; hold out more")
         return {
             "held_out_loss": total / weight,
-            "held_out_accuracy": right / weight,
+            "held_out_accuracy": correct / weight,
             "held_out_margin": margin / weight,
         }

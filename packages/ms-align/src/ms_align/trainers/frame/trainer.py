@@ -1,4 +1,4 @@
-"""What all trainers share: where the model runs, what of it is trained, and how a run is kept."""
+"""Settings and methods of all trainers: model, engine, adapters and output."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from ms_align.engines.options import EngineOptions
 from ms_align.engines.protocol import Engine
 from ms_align.lora.adapters import LoraOptions, lora_options
 from ms_align.models.folder import experts_of, folder_of, stored_dtype
-from ms_align.run.initial_weights import name_of
+from ms_align.run.initial_weights import model_name
 from ms_align.run.loop import Learner, Loop, Notice, Result
 from ms_align.run.options import RunOptions
 from ms_align.run.ownership import Ownership, plain
@@ -24,7 +24,7 @@ from ms_align.tokenizer_files import TokenizerFiles
 
 T = TypeVar("T")
 MODELS = ("model", "policy_model", "reference_model", "value_model", "reward_model")
-"""Settings that hold a model; one in the run's own folder would be written over."""
+"""Settings that name a model; a model in the run's own output folder would be overwritten."""
 
 
 def _ranks(instance: "Trainer", attribute: "Attribute[Any]", value: Any) -> None:
@@ -35,58 +35,58 @@ def _ranks(instance: "Trainer", attribute: "Attribute[Any]", value: Any) -> None
 
 @frozen(kw_only=True, slots=False)  # trainers inherit from more than one
 class Trainer(OptimizerOptions, RunOptions, EngineOptions):
-    """Where the model runs, and what of it is trained."""
+    """Model parallelism and adapters."""
 
     algorithm: ClassVar[str]
     alone_remedy = "set `layout = { data = 1 }`"
     """Remedy for a setting that one process without a layout cannot honor."""
 
     microbatch_size: int | None = field(default=None, validator=whole(optional=True))
-    """Rows that pass at once; all by default."""
+    """Rows per forward pass on each data rank. Default: all rows at once."""
     lora: LoraOptions | None = field(
         default=None,
         converter=lora_options,
         metadata={"table": LoraOptions},
     )
-    """Train adapters alone; they are written to `output_dir/adapter`."""
+    """Train LoRA adapters only; they are saved to `output_dir/adapter`."""
     merge: bool = field(default=True, validator=flag)
-    """With adapters: write the merged model to `output_dir/model` too."""
+    """With adapters: also save the merged model to `output_dir/model`."""
     layout: Any = field(default=None, validator=_ranks)
-    """Ranks of ms-parallel's axes, as `{ data = 2, tensor = 2 }`; None runs in one process."""
+    """Ranks per ms-parallel axis, such as `{ data = 2, tensor = 2 }`. None: one process."""
 
     @property
-    def place(self) -> Path:
-        """The run's folder."""
+    def run_dir(self) -> Path:
+        """Output folder of the run."""
         return self.output_dir or Path("runs", self.algorithm)
 
     @property
     def fixed(self) -> tuple[str, ...]:
-        """Settings that cannot change while a run goes on."""
+        """Settings that cannot change when a run resumes."""
         return ("seed", "lora")
 
     @property
     def processes(self) -> int:
-        """How many processes the layout is for."""
+        """World size of the layout."""
         return 1 if self.layout is None else layout_of(self.layout).world_size
 
     @property
     def base_folder(self) -> Path | None:
-        """Folder of the model that is trained, where it has one."""
+        """Folder of the base model; None for a model in memory."""
         return folder_of(getattr(self, "model", getattr(self, "policy_model", None)))
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Dtype of the saved model; None for that of a model in memory."""
+        """Dtype of the saved model; None keeps the dtype of a model in memory."""
         if self.save_dtype is not None:
             return cast(torch.dtype, getattr(torch, self.save_dtype))
         model = getattr(self, "model", getattr(self, "policy_model", None))
         base = self.base_folder
         return None if base is None or not isinstance(model, str | Path) else stored_dtype(base)
 
-    def part(self, kind: type[T]) -> T:
-        """Return the settings of one class that this one inherits from."""
-        names = [each.name for each in fields(cast(Any, kind))]
-        return kind(**{name: getattr(self, name) for name in names})
+    def subset(self, options_class: type[T]) -> T:
+        """Return the settings that an inherited options class declares."""
+        names = [attribute.name for attribute in fields(cast(Any, options_class))]
+        return options_class(**{name: getattr(self, name) for name in names})
 
     def start_engine(
         self,
@@ -96,25 +96,26 @@ class Trainer(OptimizerOptions, RunOptions, EngineOptions):
         adapted: bool = False,
         trained: bool = True,
     ) -> Engine:
-        """Build an engine for a model, under these settings.
+        """Build an engine for a model with these settings.
 
         Args:
-            model: a folder, a module, or an engine, which is taken as it is.
+            model: a folder, a module, or an engine, which is returned unchanged.
             heads: width of each extra linear head, by name.
-            adapted: whether it is the policy, which gets the adapters.
-            trained: False for a reference, which needs no compiled blocks and no balanced experts.
+            adapted: True for the policy, which gets the adapters.
+            trained: False for a reference, which needs no compiled blocks and no expert balancing.
         """
-        options = self.part(EngineOptions)
+        options = self.subset(EngineOptions)
         if not trained:
             options = evolve(options, compile=False)
         if not adapted and (not trained or experts_of(model) is None):
             options = evolve(options, balance="none", balance_coefficient=None)
+        # A reference or value model that is in memory stays in one process.
         layout = self.layout if adapted or isinstance(model, str | Path) else None
         return start_engine(
             model,
             layout=layout,
             lora=self.lora if adapted else None,
-            optimizer=self.part(OptimizerOptions),
+            optimizer=self.subset(OptimizerOptions),
             heads=heads,
             microbatch_size=self.microbatch_size,
             seed=self.seed,
@@ -131,17 +132,18 @@ class Trainer(OptimizerOptions, RunOptions, EngineOptions):
         tokenizer: Callable[[], TokenizerFiles | None],
         notices: Sequence[Notice] = (),
     ) -> Result:
-        """Run a learner to the end, or to where a signal stops it, and write what it came to."""
+        """Run a learner until the end or a stop signal, and write the trained model."""
+        # A NaN in the initial weights would only show as skipped updates.
         check_finite(engine)
         models = {name: getattr(self, name) for name in MODELS if hasattr(self, name)}
-        names = {name: name_of(one) for name, one in models.items()}
-        done = Loop(
+        names = {name: model_name(model) for name, model in models.items()}
+        result = Loop(
             learner,
             steps=steps,
             options=self,
-            folder=self.place,
+            folder=self.run_dir,
             owner=Ownership(
-                kind=f"ms-align {self.algorithm}",
+                command=f"ms-align {self.algorithm}",
                 identity=identity,
                 settings={**plain(self), **names},
                 fixed=self.fixed,
@@ -151,37 +153,42 @@ class Trainer(OptimizerOptions, RunOptions, EngineOptions):
             result=self.result_path(engine),
             notices=[*notices, *self._notices()],
         ).run()
-        return evolve(done, model=self.trained(engine))
+        return evolve(result, model=self.trained(engine))
 
     def _notices(self) -> list[Notice]:
-        """Say how experts are balanced, where the model has some."""
+        """Build the notice about expert load balancing, for a mixture-of-experts model."""
         model = getattr(self, "model", getattr(self, "policy_model", None))
         experts = experts_of(self.base_folder or model)
         if experts is None or isinstance(model, Engine):
             return []
-        way = (
+        balancing = (
             "trained without balancing"
             if self.balance == "none"
             else f"balanced by {self.balance!r}"
         )
         return [
             Notice(
-                kind="experts",
+                event="experts",
                 fields={"experts": experts, "balance": self.balance},
-                line=f"the model's {experts} experts are {way} (balance)",
+                line=f"the model's {experts} experts are {balancing} (balance)",
             )
         ]
 
     def write(self, engine: Engine, tokenizer: TokenizerFiles | None) -> None:
-        """Write the trained model; every process calls it."""
+        """Write the trained model. Collective."""
         write_result(
-            engine, self.place, tokenizer, merge=self.merge, base=self.base_folder, dtype=self.dtype
+            engine,
+            self.run_dir,
+            tokenizer,
+            merge=self.merge,
+            base=self.base_folder,
+            dtype=self.dtype,
         )
 
     def result_path(self, engine: Engine) -> Path:
-        """Return the path of what `write` writes last."""
-        return result_folder(engine, self.place, merge=self.merge)
+        """Return the folder that `write` creates last."""
+        return result_folder(engine, self.run_dir, merge=self.merge)
 
     def trained(self, engine: Engine) -> Any:
-        """Return the trained model as Python users take it."""
+        """Return the trained model for Python callers."""
         return engine.module

@@ -1,1 +1,1 @@
-"""What runs in the sandbox's own interpreter: the standard library alone, and none of ms_align."""
+"""Code inside the sandbox's interpreter; uses the standard library and nothing of ms_align."""

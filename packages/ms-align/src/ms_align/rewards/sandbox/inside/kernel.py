@@ -1,4 +1,4 @@
-"""Calls of the kernel that Python has no function for."""
+"""System calls without a Python wrapper."""
 
 import ctypes
 import os
@@ -8,22 +8,22 @@ from typing import Any
 
 
 class MissingError(Exception):
-    """Something that this kernel does not offer; its text is a name, not a sentence."""
+    """Feature that this kernel lacks; the text is the feature's name, not a sentence."""
 
 
 @cache
 def libc() -> ctypes.CDLL:
-    """Open the C library, with errors kept."""
+    """Open the C library, with errno preserved."""
     return ctypes.CDLL(None, use_errno=True)
 
 
-def call(what: str, function: Callable[..., Any], *arguments: Any) -> int:
-    """Call a function of the C library that answers -1 for an error.
+def call(feature: str, function: Callable[..., Any], *arguments: Any) -> int:
+    """Call a C function that returns -1 on error.
 
     Raises:
-        MissingError: it failed; names `what` and the error.
+        MissingError: the call failed; names the feature and the error.
     """
     result = int(function(*arguments))
     if result < 0:
-        raise MissingError(f"{what} ({os.strerror(ctypes.get_errno())})")
+        raise MissingError(f"{feature} ({os.strerror(ctypes.get_errno())})")
     return result

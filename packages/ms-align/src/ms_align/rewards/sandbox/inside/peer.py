@@ -1,9 +1,9 @@
-"""The wire between judged code and its tests: each side calls what the other one holds.
+"""Remote calls between judged code and its tests.
 
-An object that is no plain data stays where it was made, and the other side holds a `Remote`. It
-can be called, read, set, indexed and walked through. It is never compared, added or taken for
-true: such an operator would be answered by the judged code, which then knew the value expected of
-it, or spoke the verdict itself.
+An object that is not plain data stays in the process that created it; the other process gets a
+`Remote` proxy. A proxy can be called, read, set, indexed and iterated. It cannot be compared, added
+or converted to bool: the judged code would evaluate these operators, and so could learn the
+expected value or fake the verdict.
 """
 
 import json
@@ -13,27 +13,27 @@ from typing import IO, Any, NoReturn
 from .values import Codec, UnreadableError, error_type
 
 LONGEST_LINE = 16 << 20
-"""Bytes of one message."""
+"""Size limit of one message in bytes."""
 _MUTABLE = (list, dict, set, bytearray)
 
 
 class Gone(BaseException):
-    """The other side has ended; no `except Exception` in a test takes it for the test's error."""
+    """The other process has ended. Not an Exception, so that tests do not catch it."""
 
 
 class Peer:
-    """One end of the wire. Each side waits while the other one works, so calls may nest."""
+    """One end of the connection. Each side waits for the other, so that calls can nest."""
 
     def __init__(self, reading: IO[bytes], writing: IO[bytes], only_calls: bool) -> None:
         self._reading, self._writing, self._only_calls = reading, writing, only_calls
-        self._kept: dict[int, object] = {}
-        self._codec = Codec(self._keep, self._kept.__getitem__, Remote, self._connect)
+        self._objects: dict[int, object] = {}
+        self._codec = Codec(self._register, self._objects.__getitem__, Remote, self._connect)
 
     def ask(self, kind: str, *arguments: object) -> Any:
-        """Have the other side do something, and return its value or raise its error.
+        """Send a request; return its result or raise its error.
 
         Raises:
-            Gone: the other side has ended.
+            Gone: the other process has ended.
         """
         self._send([kind, self._codec.dump(list(arguments))])
         while True:
@@ -45,14 +45,14 @@ class Peer:
             self._serve(kind, content)
 
     def call(self, number: int, arguments: list[object], named: dict[str, object]) -> Any:
-        """Call a kept object; lists, dicts and sets that it changes are changed here too."""
+        """Call a remote object; also apply its changes to mutable arguments."""
         value, changed = self.ask("call", number, arguments, named)
-        for index, after in dict(changed).items():
-            _replace(arguments[index], after)
+        for index, changed_value in dict(changed).items():
+            _replace(arguments[index], changed_value)
         return value
 
     def serve(self) -> None:
-        """Answer until the other side ends."""
+        """Answer requests until the other side ends."""
         try:
             while True:
                 self._serve(*self._receive())
@@ -60,28 +60,33 @@ class Peer:
             return
 
     def offer(self, names: dict[str, object]) -> None:
-        """Set what the other side may ask for by name."""
+        """Set the names that the other side can request."""
         self._names = names
 
     def _serve(self, kind: str, content: Any) -> None:
         try:
             arguments = self._codec.load(content)
             if self._only_calls and kind != "call":
-                raise TypeError("only functions that were handed over can be called")
+                raise TypeError("only functions that were passed as arguments can be called")
             answer = ["value", self._codec.dump(getattr(self, f"_on_{kind}")(*arguments))]
         except Gone:
             raise
-        except BaseException as error:  # SystemExit too: a call that ends is a call that failed
+        except BaseException as error:  # including SystemExit: a call that exits has failed
             answer = ["error", _names_of(error)]
         self._send(answer)
 
-    def _on_names(self, wanted: list[str]) -> dict[str, object]:
-        return {name: self._names[name] for name in wanted if name in self._names}
+    def _on_names(self, requested: list[str]) -> dict[str, object]:
+        return {name: self._names[name] for name in requested if name in self._names}
 
     def _on_call(self, number: int, arguments: list[Any], named: dict[str, Any]) -> Any:
-        before = [self._codec.dump(one) for one in arguments if isinstance(one, _MUTABLE)]
-        value = self._kept[number](*arguments, **named)  # type: ignore[operator]
-        indices = [index for index, one in enumerate(arguments) if isinstance(one, _MUTABLE)]
+        # Mutable arguments were copied to this process; report those that the call has changed.
+        before = [
+            self._codec.dump(argument) for argument in arguments if isinstance(argument, _MUTABLE)
+        ]
+        value = self._objects[number](*arguments, **named)  # type: ignore[operator]
+        indices = [
+            index for index, argument in enumerate(arguments) if isinstance(argument, _MUTABLE)
+        ]
         changed = {
             index: arguments[index]
             for index, old in zip(indices, before, strict=True)
@@ -90,17 +95,17 @@ class Peer:
         return [value, changed]
 
     def _on_read(self, number: int, name: str) -> Any:
-        return getattr(self._kept[number], name)
+        return getattr(self._objects[number], name)
 
     def _on_set(self, number: int, name: str, value: object) -> None:
-        setattr(self._kept[number], name, value)
+        setattr(self._objects[number], name, value)
 
     def _on_special(self, number: int, function: str, *arguments: object) -> Any:
-        kept: Any = self._kept[number]
-        return _SPECIAL[function](kept, *arguments)
+        target: Any = self._objects[number]
+        return _SPECIAL[function](target, *arguments)
 
-    def _keep(self, value: object) -> int:
-        self._kept[id(value)] = value
+    def _register(self, value: object) -> int:
+        self._objects[id(value)] = value
         return id(value)
 
     def _connect(self, number: int) -> "Remote":
@@ -111,27 +116,27 @@ class Peer:
             self._writing.write(json.dumps(message).encode() + b"\n")
             self._writing.flush()
         except OSError:
-            raise Gone("the response's program has ended") from None
+            raise Gone("the response's process has ended") from None
 
     def _receive(self) -> tuple[str, Any]:
         line = self._reading.readline(LONGEST_LINE)
         if not line:
-            raise Gone("the response's program has ended")
+            raise Gone("the response's process has ended")
         try:
             kind, content = json.loads(line)
         except (ValueError, TypeError):
             raise UnreadableError(
-                "the response's program sent no message, or one too long"
+                "the response's process sent an invalid or too long message"
             ) from None
         return str(kind), content
 
 
-def _set_item(holder: Any, key: object, value: object) -> None:
-    holder[key] = value
+def _set_item(container: Any, key: object, value: object) -> None:
+    container[key] = value
 
 
 _SPECIAL: dict[str, Callable[..., Any]] = {
-    "item": lambda holder, key: holder[key],
+    "item": lambda container, key: container[key],
     "set_item": _set_item,
     "length": len,
     "walk": iter,
@@ -142,7 +147,7 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
 
 
 class Remote:
-    """An object that lives on the other side."""
+    """Proxy of an object in the other process."""
 
     __slots__ = ("_number", "_peer")
 
@@ -151,7 +156,7 @@ class Remote:
         object.__setattr__(self, "_number", number)
 
     def __call__(self, *arguments: object, **named: object) -> Any:
-        """Call it where it lives."""
+        """Call the object in its own process."""
         return _peer(self).call(_number(self), list(arguments), named)
 
     def __getattr__(self, name: str) -> Any:
@@ -170,8 +175,8 @@ class Remote:
         return int(_special(self, "length"))
 
     def __iter__(self) -> Iterator[Any]:
-        walk = _special(self, "walk")
-        return walk if isinstance(walk, Remote) else iter(walk)
+        iterator = _special(self, "walk")
+        return iterator if isinstance(iterator, Remote) else iter(iterator)
 
     def __next__(self) -> Any:
         return _special(self, "next")
@@ -183,7 +188,7 @@ class Remote:
         return str(_special(self, "code"))
 
     def _refuse(self, *_: object) -> NoReturn:
-        raise TypeError("the response gave an object; compare, add or test its plain values")
+        raise TypeError("the response returned an object; compare, add or test its plain values")
 
     __hash__ = None  # type: ignore[assignment]
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
@@ -204,12 +209,12 @@ def _special(remote: Remote, function: str, *arguments: object) -> Any:
     return _peer(remote).ask("special", _number(remote), function, *arguments)
 
 
-def _replace(value: Any, after: Any) -> None:
+def _replace(value: Any, contents: Any) -> None:
     if isinstance(value, list | bytearray):
-        value[:] = after
+        value[:] = contents
     elif isinstance(value, dict | set):
         value.clear()
-        value.update(after)
+        value.update(contents)
 
 
 def _names_of(error: BaseException) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Gives up what a process may do by its user, its capabilities and its limits."""
+"""Dropping of privileges: user, capabilities and resource limits."""
 
 import os
 import resource
@@ -14,7 +14,7 @@ NOBODY = 65534
 
 
 def drop_user() -> None:
-    """Become nobody where this is root; stay where nobody may not read the standard library."""
+    """Switch from root to the user `nobody`, if that can read the standard library."""
     if os.getuid() != 0:
         return
     drop_bounding_set()
@@ -23,7 +23,7 @@ def drop_user() -> None:
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.seteuid(NOBODY)
         os.listdir(os.path.dirname(os.__file__))
-    except OSError:  # or a user namespace that has no nobody, whose root is no root outside
+    except OSError:  # or a user namespace without nobody, whose root has no rights outside
         os.seteuid(0)
         return
     os.seteuid(0)
@@ -31,27 +31,27 @@ def drop_user() -> None:
 
 
 def drop_bounding_set() -> None:
-    """Take away every capability that a program could ever gain."""
+    """Remove all capabilities that a program could gain by execve."""
     for capability in range(_CAPABILITIES):
         libc().prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
 
 
 def drop_capabilities() -> None:
-    """Give up every capability, those that could be gained included."""
+    """Drop all capabilities, also from the bounding set."""
     drop_bounding_set()
     libc().prctl(_PR_CAP_AMBIENT, _CLEAR_AMBIENT, 0, 0, 0)
-    head, nothing = struct.pack("Ii", _CAPABILITY_VERSION, 0), struct.pack("6I", *[0] * 6)
-    call("dropping capabilities", libc().capset, head, nothing)
+    header, none = struct.pack("Ii", _CAPABILITY_VERSION, 0), struct.pack("6I", *[0] * 6)
+    call("dropping capabilities", libc().capset, header, none)
 
 
 def forbid_new() -> None:
-    """Forbid what is started to gain rights, and other processes of this user to read this one."""
+    """Prevent descendants from gaining privileges, and other processes from reading this one."""
     call("no_new_privs", libc().prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     libc().prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def limit(cpu_s: int, memory_bytes: int, threads: int) -> None:
-    """Take limits that cannot be raised again: no file grows, no core, no message queue."""
+    """Set hard resource limits: no file writes, core dumps or message queues."""
     limits = {
         "CPU": cpu_s,
         "AS": memory_bytes,
@@ -63,10 +63,10 @@ def limit(cpu_s: int, memory_bytes: int, threads: int) -> None:
         "SIGPENDING": 64,
         "NOFILE": 64,
     }
-    for name, most in limits.items():
-        kind = getattr(resource, f"RLIMIT_{name}", None)
-        if kind is None:  # not on this system
+    for name, value in limits.items():
+        resource_id = getattr(resource, f"RLIMIT_{name}", None)
+        if resource_id is None:  # not on this system
             continue
-        hard = resource.getrlimit(kind)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (most, most))
+        hard = resource.getrlimit(resource_id)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(resource_id, (value, value))

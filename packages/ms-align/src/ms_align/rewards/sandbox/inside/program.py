@@ -1,4 +1,4 @@
-"""What a sandboxed process does: run a program, offer a response's names, or run its tests."""
+"""Roles of sandboxed processes: run a program, serve a response, or run its tests."""
 
 import ast
 import builtins
@@ -13,21 +13,21 @@ from typing import Any
 from .peer import Gone, Peer
 
 PROGRAM, READING, WRITING, VERDICT = 3, 4, 5, 6
-"""Descriptors: the program's text, what the other side says, what is said to it, the verdict."""
+"""File descriptors: program text, messages to read, messages to write, verdict."""
 END = 4
-"""Where a program that has no other side says that it came to its end."""
+"""File descriptor on which a program without tests reports its completion."""
 PASSED, RESPONSE_GONE = b"passed", b"gone"
 
 
 def run_program() -> None:
-    """Run the program to its end, and say so. It could say so itself: this is no verdict."""
+    """Run the program and report completion. The program could do so itself; see `run_python`."""
     code = compile(_text(), "<program>", "exec")
     exec(code, _main_module().__dict__)
     os.write(END, PASSED)
 
 
 def offer_response() -> None:
-    """Run the response's program, then do what the tests ask of its names."""
+    """Run the response, then serve the requests of its tests."""
     peer = Peer(os.fdopen(READING, "rb"), os.fdopen(WRITING, "wb"), only_calls=False)
     names = _main_module().__dict__
     code = compile(_text(), "<response>", "exec")
@@ -37,23 +37,25 @@ def offer_response() -> None:
 
 
 def run_tests() -> None:
-    """Run the tests on a response that is elsewhere, and give the verdict.
+    """Run the tests against a response in another process, and write the verdict.
 
-    The names that the tests use and do not find in Python are asked of the response; a name of
-    Python's own is never taken from it.
+    Names that are used in the tests and not defined in Python are requested from the response;
+    built-in names are never taken from it.
     """
     source = _text()
     tree = ast.parse(source, "<tests>")
     names = _main_module().__dict__
     peer = Peer(os.fdopen(READING, "rb"), os.fdopen(WRITING, "wb"), only_calls=True)
-    wanted, modules = names_used(tree)
+    names_needed, modules = names_used(tree)
     for name in modules:
         names[name] = importlib.import_module(name)
     code = compile(tree, "<tests>", "exec")
+    # Lets tracebacks show the lines of the tests.
     linecache.cache["<tests>"] = (len(source), None, source.splitlines(True), "<tests>")
     try:
-        given = peer.ask("names", wanted)
-        names.update({name: given[name] for name in wanted if name in given})
+        # The response runs to its end before it answers; if it fails, this raises Gone.
+        provided = peer.ask("names", names_needed)
+        names.update({name: provided[name] for name in names_needed if name in provided})
         exec(code, names)
     except Gone:
         os.write(VERDICT, RESPONSE_GONE)
@@ -65,21 +67,21 @@ ROLES = {"program": run_program, "response": offer_response, "tests": run_tests}
 
 
 def names_used(tree: ast.AST) -> tuple[list[str], list[str]]:
-    """List the names that a program reads and Python lacks, and the modules of Python's it reads.
+    """List the undefined names that a program uses, and the standard modules that it uses.
 
-    `math.isclose` is Python's, even where the tests leave the import to the response.
+    `math.isclose` is the standard library's, even if the tests rely on the response's import.
     """
-    names, owners, made_here = set(), set(), set()
+    names, owners, assigned = set(), set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             names.add(node.id)
             if isinstance(node.ctx, ast.Store):
-                made_here.add(node.id)
+                assigned.add(node.id)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             owners.add(node.value.id)
-    modules = (owners & sys.stdlib_module_names) - made_here
-    own = {name for name in names if hasattr(builtins, name) or name.startswith("__")}
-    return sorted(names - own - modules), sorted(modules)
+    modules = (owners & sys.stdlib_module_names) - assigned
+    builtin_names = {name for name in names if hasattr(builtins, name) or name.startswith("__")}
+    return sorted(names - builtin_names - modules), sorted(modules)
 
 
 def _text() -> str:
@@ -94,7 +96,7 @@ def _main_module() -> ModuleType:
 
 
 def perform(role: str) -> int:
-    """Play a role; return the exit code, as an interpreter of its own would."""
+    """Run a role and return the exit code as the interpreter would."""
     try:
         ROLES[role]()
     except SystemExit as end:

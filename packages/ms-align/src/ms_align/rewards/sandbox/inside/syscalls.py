@@ -1,6 +1,6 @@
-"""The table of system calls that a judged program may make; every other one is refused.
+"""Table of the system calls that a sandboxed program may make; all others fail.
 
-Numbers are those of Linux on x86-64 and arm64; None where that machine has no such call.
+Numbers are for Linux on x86-64 and arm64; None if the architecture does not have the call.
 """
 
 from typing import NamedTuple
@@ -9,17 +9,17 @@ ALL_BITS = 0xFFFFFFFF
 
 
 class Check(NamedTuple):
-    """Lets a call pass if its argument, of which `mask` is looked at, is one of `values`."""
+    """Condition on an argument: its bits under `mask` must be in `values`."""
 
     argument: int
     values: tuple[int, ...]
     mask: int = ALL_BITS
-    whole: bool = False
-    """The upper 32 bits must be 0 too: for pointers, which the kernel reads whole."""
+    upper_zero: bool = False
+    """Also require the upper 32 bits to be 0, for pointers, which the kernel reads in full."""
 
 
 class Call(NamedTuple):
-    """One system call: its numbers, why a Python program needs it, and what is checked."""
+    """System call: its numbers, why Python programs need it, and conditions on its arguments."""
 
     name: str
     x86_64: int | None
@@ -28,8 +28,8 @@ class Call(NamedTuple):
     checks: tuple[Check, ...] = ()
 
 
-# O_CLOEXEC, O_DIRECTORY and O_NOFOLLOW of both machines, O_LARGEFILE, O_NONBLOCK, O_NOCTTY: what
-# is left when every flag that writes, creates, empties or changes times must be absent.
+# O_CLOEXEC, O_DIRECTORY and O_NOFOLLOW of both architectures, O_LARGEFILE, O_NONBLOCK, O_NOCTTY:
+# the flags that neither write, create, truncate nor change times.
 _READ_FLAGS = 0o2000000 | 0o200000 | 0o400000 | 0o40000 | 0o100000 | 0o4000 | 0o400
 _READS = ALL_BITS ^ _READ_FLAGS
 _F_DUPFD, _F_GETFD, _F_SETFD, _F_GETFL, _F_DUPFD_CLOEXEC = 0, 1, 2, 3, 1030
@@ -37,24 +37,24 @@ _TCGETS, _TIOCGWINSZ, _FIONREAD, _FIONBIO = 0x5401, 0x5413, 0x541B, 0x5421
 _FIONCLEX, _FIOCLEX = 0x5450, 0x5451
 _PR_SET_NAME, _PR_GET_NAME = 15, 16
 _THREAD = 0x3D0F00
-"""What pthread_create asks for: all is shared, nothing is a process or a namespace of its own."""
+"""Flags of pthread_create: everything is shared, with no new process and no new namespace."""
 _CLONE_DETACHED = 0x400000  # musl adds it; the kernel ignores it
 _AF_UNIX, _SOCK_STREAM = 1, 1
 _SOCKET_FLAGS = 0o2004000  # SOCK_CLOEXEC, SOCK_NONBLOCK
 
-_FILES, _OWN_FILES = "import modules and read files", "use the descriptors it holds"
+_FILES, _OWN_FILES = "import modules and read files", "use its open descriptors"
 _MEMORY, _TIME, _THREADS = "allocate memory", "read clocks and sleep", "threads and locks"
-_WAIT, _WHO, _SIGNAL = "wait for its own descriptors (asyncio)", "ask who it is", "own handlers"
-_PAIR = "asyncio wakes its loop through a pair of sockets that lead nowhere else"
+_WAIT, _WHO, _SIGNAL = "wait for its own descriptors (asyncio)", "query its ids", "signal handlers"
+_PAIR = "asyncio wakes its loop through a socket pair within the process"
 
-# Neither owners nor signals of descriptors, leases, locks, seals or sizes.
+# Excludes owners, signals, leases, locks, seals and pipe sizes of descriptors.
 _OWN_FLAGS = (Check(1, (_F_DUPFD, _F_GETFD, _F_SETFD, _F_GETFL, _F_DUPFD_CLOEXEC)),)
-# Whether it is a terminal, how much can be read, and flags of its own.
+# Terminal queries, the number of readable bytes, and flags of the descriptor.
 _OWN_STATE = (Check(1, (_TCGETS, _TIOCGWINSZ, _FIONREAD, _FIONBIO, _FIONCLEX, _FIOCLEX)),)
-# A stream: a pair of datagram sockets could send to others by their address.
+# Stream sockets only: a datagram socket pair could send to other sockets by address.
 _STREAM = (Check(0, (_AF_UNIX,)), Check(1, (_SOCK_STREAM,), ALL_BITS ^ _SOCKET_FLAGS))
-# The limits of the process itself, with no new limit.
-_NO_NEW_LIMIT = (Check(0, (0,)), Check(2, (0,), whole=True))
+# Reading the process's own limits, without setting any.
+_NO_NEW_LIMIT = (Check(0, (0,)), Check(2, (0,), upper_zero=True))
 
 ALLOWED: tuple[Call, ...] = (
     Call("open", 2, None, _FILES, (Check(1, (0,), _READS),)),
@@ -84,7 +84,7 @@ ALLOWED: tuple[Call, ...] = (
     Call("pipe2", 293, 59, _OWN_FILES),
     Call("fcntl", 72, 25, _OWN_FILES, _OWN_FLAGS),
     Call("ioctl", 16, 29, _OWN_FILES, _OWN_STATE),
-    Call("mmap", 9, 222, _MEMORY),  # of files opened for reading only: none can be written
+    Call("mmap", 9, 222, _MEMORY),  # files are open for reading only, so no mapping writes to one
     Call("munmap", 11, 215, _MEMORY),
     Call("mprotect", 10, 226, _MEMORY),
     Call("mremap", 25, 216, _MEMORY),
@@ -109,7 +109,7 @@ ALLOWED: tuple[Call, ...] = (
     Call("prctl", 157, 167, "name a thread", (Check(0, (_PR_SET_NAME, _PR_GET_NAME)),)),
     Call("exit", 60, 93, _THREADS),
     Call("exit_group", 231, 94, "end"),
-    Call("restart_syscall", 219, 128, "go on after a signal"),
+    Call("restart_syscall", 219, 128, "resume after a signal"),
     Call("rt_sigaction", 13, 134, _SIGNAL),
     Call("rt_sigprocmask", 14, 135, _SIGNAL),
     Call("rt_sigreturn", 15, 139, _SIGNAL),
@@ -123,7 +123,7 @@ ALLOWED: tuple[Call, ...] = (
     Call("epoll_wait", 232, None, _WAIT),
     Call("epoll_pwait", 281, 22, _WAIT),
     Call("socketpair", 53, 199, _PAIR, _STREAM),
-    Call("sendto", 44, 206, _PAIR, (Check(4, (0,), whole=True),)),
+    Call("sendto", 44, 206, _PAIR, (Check(4, (0,), upper_zero=True),)),
     Call("recvfrom", 45, 207, _PAIR),
     Call("shutdown", 48, 210, _PAIR),
     Call("getsockname", 51, 204, _PAIR),
@@ -141,6 +141,6 @@ ALLOWED: tuple[Call, ...] = (
 )
 
 ANSWERED_AS_MISSING: tuple[Call, ...] = (
-    Call("clone3", 435, 435, "libc then calls clone, whose flags can be checked"),
-    Call("openat2", 437, 437, "libc then calls openat, whose flags can be checked"),
+    Call("clone3", 435, 435, "libc falls back to clone, whose flags can be checked"),
+    Call("openat2", 437, 437, "libc falls back to openat, whose flags can be checked"),
 )

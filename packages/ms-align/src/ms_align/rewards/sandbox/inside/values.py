@@ -1,7 +1,7 @@
-"""Values as JSON: plain data crosses between the judged code and its tests, and nothing else.
+"""JSON encoding of values that pass between judged code and its tests.
 
-What is written by code that nobody has read is never unpickled: whatever the other side sends,
-reading it makes plain values of the builtin types, or a `Remote`.
+Data from untrusted code is never unpickled: decoding creates only plain values of built-in types,
+or `Remote` proxies.
 """
 
 import builtins
@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 _BUILTIN: dict[str, type[Any]] = {
-    one.__name__: one for one in (int, float, str, bool, list, tuple, set, dict, bytes)
+    builtin.__name__: builtin for builtin in (int, float, str, bool, list, tuple, set, dict, bytes)
 }
 _TEXT: dict[str, Callable[[str], object]] = {
     "Decimal": Decimal,
@@ -34,11 +34,11 @@ _SMALL = 1 << 53
 
 
 class UnreadableError(Exception):
-    """What the other side sent is no value."""
+    """Message of the other process that is not a valid value."""
 
 
 class Codec:
-    """Writes and reads values; `keep` numbers an object that stays here, `find` gives it back."""
+    """Encodes values; `keep` assigns a number to a local object, `find` looks it up."""
 
     def __init__(
         self,
@@ -50,56 +50,57 @@ class Codec:
         self._keep, self._find, self._remote, self._connect = keep, find, remote, connect
 
     def dump(self, value: object) -> Any:
-        """Convert a value to what `json.dumps` takes."""
-        kind = type(value)
-        if value is None or kind is bool or kind is float or kind is str:
+        """Convert a value to JSON types."""
+        value_type = type(value)
+        if value is None or value_type is bool or value_type is float or value_type is str:
             return value
         if isinstance(value, int):
+            # JSON numbers are exact up to 2^53.
             return int(value) if -_SMALL < value < _SMALL else {"int": hex(value)}
         if isinstance(value, float | str):
             return float(value) if isinstance(value, float) else str.__str__(value)
         if isinstance(value, dict):
-            return {"dict": [[self.dump(key), self.dump(one)] for key, one in value.items()]}
+            return {"dict": [[self.dump(key), self.dump(item)] for key, item in value.items()]}
         if isinstance(value, list):
-            return [self.dump(one) for one in value]
+            return [self.dump(item) for item in value]
         for name, series in _SERIES.items():
             if isinstance(value, series):
-                return {name: [self.dump(one) for one in value]}
+                return {name: [self.dump(item) for item in value]}
         if isinstance(value, complex):
             return {"complex": [value.real, value.imag]}
         if isinstance(value, range):
             return {"range": [value.start, value.stop, value.step]}
-        if kind in _TEXT_KINDS:
+        if value_type in _TEXT_KINDS:
             return {type(value).__name__: str(value)}
         if isinstance(value, type) and value in _BUILTIN.values():
             return {"type": value.__name__}
         if isinstance(value, type) and issubclass(value, Exception):
-            return {"error": [one.__name__ for one in value.__mro__]}
-        if kind is self._remote:
+            return {"error": [item.__name__ for item in value.__mro__]}
+        if value_type is self._remote:
             return {"yours": object.__getattribute__(value, "_number")}
         return {"mine": self._keep(value)}
 
     def load(self, value: Any) -> Any:
-        """Read the value that was written.
+        """Decode a value.
 
         Raises:
-            UnreadableError: it is none.
+            UnreadableError: the value is invalid.
         """
         if isinstance(value, list):
-            return [self.load(one) for one in value]
+            return [self.load(item) for item in value]
         if not isinstance(value, dict):
             return value
         try:
             ((name, content),) = value.items()
             return self._load(name, content)
         except (TypeError, ValueError, KeyError, ArithmeticError) as error:
-            raise UnreadableError(f"the other side sent no value: {error}") from None
+            raise UnreadableError(f"the other process sent an invalid value: {error}") from None
 
     def _load(self, name: str, content: Any) -> Any:
         if name == "dict":
-            return {self.load(key): self.load(one) for key, one in content}
+            return {self.load(key): self.load(item) for key, item in content}
         if name in _SERIES:
-            return _SERIES[name](self.load(one) for one in content)
+            return _SERIES[name](self.load(item) for item in content)
         if name in _TEXT:
             return _TEXT[name](str(content))
         if name == "int":
@@ -121,18 +122,18 @@ class Codec:
 
 @cache
 def _error_type(name: str, base: str) -> type[Exception]:
-    kind: type[Exception] = getattr(builtins, base)
-    return kind if name == base else type(name, (kind,), {})
+    base_class: type[Exception] = getattr(builtins, base)
+    return base_class if name == base else type(name, (base_class,), {})
 
 
 def error_type(names: Sequence[str]) -> type[Exception]:
-    """Find the class of an exception of the other side, by the names of its bases.
+    """Return the local class of a remote exception, given the names in its MRO.
 
-    A builtin one is itself; another one is an empty class of that name beneath the first builtin
-    one, the same at each asking.
+    A built-in exception is returned itself. Any other becomes an empty subclass of its first
+    built-in base, the same class on every call.
     """
     for name in names:
-        kind = getattr(builtins, str(name), None)
-        if isinstance(kind, type) and issubclass(kind, Exception):
-            return _error_type(str(names[0]), kind.__name__)
-    return RuntimeError  # SystemExit and its like, which end a call and not the tests
+        candidate = getattr(builtins, str(name), None)
+        if isinstance(candidate, type) and issubclass(candidate, Exception):
+            return _error_type(str(names[0]), candidate.__name__)
+    return RuntimeError  # SystemExit and the like must end the call, not the tests

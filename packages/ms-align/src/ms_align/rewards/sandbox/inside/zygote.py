@@ -1,9 +1,9 @@
-"""The process that judged programs are forked from: it raises the walls once, and knows no test.
+"""The zygote: sets up the protections once, then forks sandboxed processes.
 
-It reads requests from one socket. Each brings a socket of its own and the descriptors of the new
-process; programs and tests go through those and never through here, so that no process inherits
-what another one was given. The process is killed as soon as its socket closes, and its exit status
-is the last thing that is said there.
+Requests arrive on one socket. Each carries a socket for the new process and its descriptors;
+programs and tests are sent through these and never reach the zygote, so no process inherits another
+one's data. A process is killed as soon as its socket closes, and its exit status is the last
+message on that socket.
 """
 
 import fcntl
@@ -22,11 +22,11 @@ from . import landlock, namespaces, privileges, program, seccomp
 from .kernel import MissingError, libc
 
 REQUEST = struct.Struct("=8sQQ")
-"""The role, seconds of processor time, bytes of memory; descriptors travel beside it."""
+"""Role, CPU seconds and bytes of memory; the descriptors are sent along."""
 STATUS = struct.Struct("=i")
-"""An exit code, or a signal's number below 0."""
-WALLS = ("seccomp", "landlock", "namespaces", "privileges")
-"""Each stands by itself: no other one is needed for it to hold."""
+"""Exit code, or the negative number of a signal."""
+PROTECTIONS = ("seccomp", "landlock", "namespaces", "privileges")
+"""Protections; each works without the others."""
 MOST_DESCRIPTORS = 8
 THREADS = 64
 _PR_SET_PDEATHSIG = 1
@@ -35,66 +35,67 @@ _COMMON = (
     *("functools", "heapq", "itertools", "json", "math", "operator", "random", "re", "statistics"),
     *("string", "threading", "typing"),
 )
-"""Modules that many programs import: what is imported before the fork costs them nothing."""
+"""Modules that many programs import; loaded before the fork, they are free."""
 
 
-def main(control: int, walls: str) -> None:
-    """Raise the walls, say which stand and which are missing, and serve until told to end."""
+def main(control: int, protections: str) -> None:
+    """Set up the protections, report active and missing ones, and serve until the client ends."""
     for name in _COMMON:
         __import__(name)
-    sys.path[:] = [os.path.realpath(one) for one in sys.path]
-    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    sys.path[:] = [os.path.realpath(folder) for folder in sys.path]
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     os.environ.clear()
     os.chdir("/")
-    wanted = walls.split(",")
-    standing, missing = _raise_walls(wanted)
+    requested = protections.split(",")
+    active, missing = _activate(requested)
     connection = socket.socket(fileno=control)
-    lines = [",".join(standing), *missing]
+    lines = [",".join(active), *missing]
     connection.sendall("\n".join(lines).encode() + b"\0")
+    # Freezing keeps the collector from touching, and so copying, shared pages after a fork.
     gc.collect()
     gc.freeze()
-    Zygote(connection, nothing, "seccomp" in standing, "namespaces" in standing).serve()
+    Zygote(connection, null, "seccomp" in active, "namespaces" in active).serve()
 
 
 def readable() -> list[str]:
-    """List what a program may read: the interpreter's library and the system's shared libraries."""
+    """List readable paths: the interpreter's library and the system's shared libraries."""
     library = os.path.dirname(os.path.realpath(os.__file__))
-    wanted = [os.path.dirname(library), *sys.path]  # beside it lies libpython
-    wanted += ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
-    wanted += ["/usr/share/zoneinfo"]
-    kept: list[str] = []
-    for path in sorted({one for one in wanted if os.path.exists(one)}):
-        if not any(path.startswith(one + "/") and not os.path.islink(one) for one in kept):
-            kept.append(path)
-    return kept
+    paths = [os.path.dirname(library), *sys.path]  # libpython is in the parent folder
+    paths += ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
+    paths += ["/usr/share/zoneinfo"]
+    roots: list[str] = []
+    for path in sorted({path for path in paths if os.path.exists(path)}):
+        if not any(path.startswith(root + "/") and not os.path.islink(root) for root in roots):
+            roots.append(path)
+    return roots
 
 
-def _raise_walls(wanted: list[str]) -> tuple[list[str], list[str]]:
-    """Raise the walls that stand in all processes; seccomp is checked here and raised in each."""
+def _activate(requested: list[str]) -> tuple[list[str], list[str]]:
+    """Activate protections; seccomp is only tested here and activated in each process."""
     if sys.platform != "linux":
-        return [], [f"{wall} ({sys.platform})" for wall in wanted]
+        return [], [f"{protection} ({sys.platform})" for protection in requested]
     paths = readable()
     steps: dict[str, Callable[[], None]] = {
         "namespaces": lambda: namespaces.enter(paths),
-        "privileges": _give_up_privileges,
+        "privileges": _drop_privileges,
         "landlock": lambda: landlock.restrict(paths),
         "seccomp": _check_seccomp,
     }
-    standing, missing = [], []
-    for wall, step in steps.items():
-        if wall not in wanted:
+    active, missing = [], []
+    for protection, step in steps.items():
+        if protection not in requested:
             continue
         try:
-            if wall == "landlock":
+            if protection == "landlock":
                 privileges.forbid_new()
             step()
-            standing.append(wall)
+            active.append(protection)
         except (MissingError, OSError) as error:
             missing.append(str(error))
-    return standing, missing
+    return active, missing
 
 
-def _give_up_privileges() -> None:
+def _drop_privileges() -> None:
     privileges.drop_user()
     privileges.drop_capabilities()
     privileges.forbid_new()
@@ -115,24 +116,25 @@ def _check_seccomp() -> None:
 
 
 class Zygote:
-    """Forks a process for each request, ends it when its socket closes, and reports its end."""
+    """Forks a process per request, kills it when its socket closes, and reports its status."""
 
     def __init__(
-        self, control: socket.socket, nothing: int, filtered: bool, in_namespaces: bool
+        self, control: socket.socket, null: int, filtered: bool, in_namespaces: bool
     ) -> None:
-        self._control, self._nothing = control, nothing
+        self._control, self._null = control, null
         self._filtered, self._in_namespaces = filtered, in_namespaces
         self._shared_threads = _tasks_of_this_user() + 64 * THREADS
         self._sockets: dict[int, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
-        self._woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+        self._wakeup, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        # SIGCHLD wakes the selector through a pipe.
+        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._selector.register(control, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
 
     def serve(self) -> None:
-        """Serve until the control socket closes; every process is then killed."""
+        """Serve until the control socket closes, then kill all processes."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._control:
@@ -140,11 +142,11 @@ class Zygote:
                         for process in self._sockets:
                             _kill(process)
                         return
-                elif key.fileobj == self._woken:
+                elif key.fileobj == self._wakeup:
                     with suppress(BlockingIOError):
-                        os.read(self._woken, 4096)
+                        os.read(self._wakeup, 4096)
                     self._reap()
-                else:  # closed by who asked for the process
+                else:  # the client has closed the socket
                     self._selector.unregister(key.fileobj)
                     _kill(key.data)
 
@@ -152,13 +154,13 @@ class Zygote:
         request, descriptors, _, _ = socket.recv_fds(self._control, REQUEST.size, MOST_DESCRIPTORS)
         if len(request) < REQUEST.size:
             return False
-        own, *given = descriptors
+        socket_fd, *inherited = descriptors
         process = os.fork()
         if process == 0:
-            self._become(request, given)
-        for one in given:
-            os.close(one)
-        connection = socket.socket(fileno=own)
+            self._become(request, inherited)
+        for descriptor in inherited:
+            os.close(descriptor)
+        connection = socket.socket(fileno=socket_fd)
         self._sockets[process] = connection
         self._selector.register(connection, selectors.EVENT_READ, process)
         return True
@@ -177,15 +179,16 @@ class Zygote:
                 connection.send(STATUS.pack(os.waitstatus_to_exitcode(status)))
             connection.close()
 
-    def _become(self, request: bytes, given: list[int]) -> None:
-        """Take the new process's descriptors and limits, do what its role is, and end it."""
+    def _become(self, request: bytes, inherited: list[int]) -> None:
+        """Set up descriptors and limits in the new process, run its role and exit."""
         code = 1
         try:
             role, cpu_s, memory_bytes = REQUEST.unpack(request)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            # A process group of its own, so that all its descendants can be killed together.
             os.setsid()
-            _place([self._nothing, given[0], *given])  # its outputs are one pipe
+            _assign_descriptors([self._null, inherited[0], *inherited])  # stdout and stderr share
             self._confine(cpu_s, memory_bytes)
             code = program.perform(role.rstrip(b"\0").decode())
             sys.stdout.flush()
@@ -207,23 +210,25 @@ class Zygote:
             seccomp.install()
 
 
-def _place(descriptors: list[int]) -> None:
-    """Make them 0, 1, 2 and so on, and close all others."""
-    above = [fcntl.fcntl(one, fcntl.F_DUPFD, 2 * MOST_DESCRIPTORS) for one in descriptors]
-    for index, one in enumerate(above):
-        os.dup2(one, index)
+def _assign_descriptors(descriptors: list[int]) -> None:
+    """Renumber descriptors to 0, 1, 2 and so on, and close all others."""
+    above = [
+        fcntl.fcntl(descriptor, fcntl.F_DUPFD, 2 * MOST_DESCRIPTORS) for descriptor in descriptors
+    ]
+    for index, descriptor in enumerate(above):
+        os.dup2(descriptor, index)
     os.closerange(len(descriptors), max(above) + 4096)
 
 
 def _kill(process: int) -> None:
-    with suppress(ProcessLookupError):  # it has no group of its own yet
+    with suppress(ProcessLookupError):  # its process group may not exist yet
         os.killpg(process, signal.SIGKILL)
     with suppress(ProcessLookupError):
         os.kill(process, signal.SIGKILL)
 
 
 def _tasks_of_this_user() -> int:
-    """Count this user's threads; a limit that no namespace counts apart stands above them."""
+    """Count this user's threads, as a base for the limit where namespaces do not separate them."""
     tasks = 0
     with suppress(OSError):
         for process in filter(str.isdecimal, os.listdir("/proc")):
