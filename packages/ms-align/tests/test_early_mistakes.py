@@ -31,7 +31,11 @@ print(code, "torch" in sys.modules)
             'model="Qwen/Qwen3-0.6B"\ndataset="x"\nepochs=1\nsequence_length=64\n',
             "not a local folder, and names of the Hugging Face Hub are not downloaded",
         ),
-        ("sft RUN", 'model="/no/where"\ndataset="x"\nepochs=1\nsequence_length=64\n', "'/no/where' does not exist"),
+        (
+            "sft RUN",
+            'model="/no/where"\ndataset="x"\nepochs=1\nsequence_length=64\n',
+            "'/no/where' does not exist",
+        ),
         ("sft RUN", 'modle="x"\n', "unknown key 'modle'; did you mean 'model'?"),
         (
             "grpo RUN",

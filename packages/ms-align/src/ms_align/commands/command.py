@@ -55,7 +55,7 @@ class Command:
     def groups(self) -> list[KeyGroup]:
         """List the keys of a run file: required keys first, the others grouped by class."""
         groups = [
-            evolve(group, keys=tuple(self._called(key) for key in group.keys))
+            evolve(group, keys=tuple(self._with_run_file_name(key) for key in group.keys))
             for group in groups_of(self.settings, HIDDEN)
         ]
         keys = [*(key for group in groups for key in group.keys), *self.extra_keys]
@@ -66,7 +66,7 @@ class Command:
         optional = [evolve(g, keys=tuple(k for k in g.keys if not k.required)) for g in groups]
         return [KeyGroup(title="Needed", keys=required), *(g for g in (data, *optional) if g.keys)]
 
-    def _called(self, key: Key) -> Key:
+    def _with_run_file_name(self, key: Key) -> Key:
         return evolve(key, name=self.run_file_names.get(key.name, key.name))
 
     def template(self) -> str:

@@ -20,7 +20,8 @@ def check_layout(value: Any) -> None:
     """
     if not (value is None or isinstance(value, Mapping) or hasattr(value, "world_size")):
         raise ConfigError(
-            f"layout must be a table such as {{ data = 2, tensor = 2 }}, got {shown(value)}"
+            f"layout must be a table such as {{ data = 2, tensor = 2 }}, got {shown(value)}; "
+            "correct it"
         )
 
 

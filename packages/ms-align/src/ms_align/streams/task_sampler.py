@@ -193,7 +193,8 @@ def systematic_sample(probabilities: Sequence[float], rows: int, start: float) -
 def _normalized(names: Sequence[str], numbers: Mapping[str, float], setting: str) -> list[float]:
     if set(numbers) != set(names):
         raise ConfigError(
-            f"{setting} must have a number for each task {sorted(names)}, got {sorted(numbers)}"
+            f"{setting} must have a number for each task {sorted(names)}, got {sorted(numbers)}; "
+            "rename them"
         )
     values = [numbers[name] for name in names]
     if not all(isinstance(value, int | float) and 0 <= value < math.inf for value in values):

@@ -160,7 +160,8 @@ class SFTLearner(OfflineLearner):
             return ()
         if set(weights) != set(self.names):
             raise ConfigError(
-                f"task_weights must name the tasks {sorted(self.names)}, got {sorted(weights)}"
+                f"task_weights must name the tasks {sorted(self.names)}, got {sorted(weights)}; "
+                "rename them"
             )
         return tuple(float(weights[name]) for name in self.names)
 
