@@ -25,7 +25,8 @@ LM_EVAL_NAMES |= {"apply_chat_template": "chat"}
 def _names(instance: object, attribute: Any, value: object) -> None:
     if not (isinstance(value, list | tuple) and value and all(isinstance(v, str) for v in value)):
         raise ConfigError(
-            f'{attribute.name} must be a list of names such as ["lambada"], got {value!r}; correct it'
+            f'{attribute.name} must be a list of names such as ["lambada"], got {value!r}; '
+            "correct it"
         )
 
 
