@@ -90,7 +90,7 @@ def _sums(output: Output, batch: Batch) -> Tensor:
     first = int(counted.any(0).nonzero()[0])
     # Positions before the first target of any row need no logits.
     targets, counted = targets[:, first:], counted[:, first:]
-    logprobs = log_softmax(output.logits(slice(first, None)).float(), dim=-1)
+    logprobs = log_softmax(output.logits(slice(first, None)).float(), dim=-1)  # (b, s, V)
     target_logprobs = logprobs.gather(2, targets.clamp(min=0)[..., None])[..., 0]
     greedy = ((logprobs.argmax(-1) == targets) | ~counted).all(1)
     sums = torch.where(counted, target_logprobs, 0.0).sum(1)

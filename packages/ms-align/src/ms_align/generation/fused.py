@@ -170,7 +170,7 @@ class FusedReader:
         for layer in self._layers:
             q, kv = self._project(hidden, layer, rotation)
             cache.append(kv)
-            k, v = kv.unbind(-3)
+            k, v = kv.unbind(-3)  # (B, S, Hk, D) each
             attended = F.scaled_dot_product_attention(
                 q.transpose(1, 2),
                 k.transpose(1, 2),
@@ -181,7 +181,7 @@ class FusedReader:
             hidden = self._finish_block(
                 hidden, attended.transpose(1, 2).reshape(rows, length, -1), layer
             )
-        last = hidden[torch.arange(rows, device=tokens.device), lengths - 1]
+        last = hidden[torch.arange(rows, device=tokens.device), lengths - 1]  # (B, H)
         return self._logits(last), cache
 
     def step(self, tokens: Tensor, positions: Tensor, columns: Columns) -> Tensor:
@@ -194,10 +194,10 @@ class FusedReader:
         if mask is not None:
             # SDPA would convert a bool mask in every layer.
             bias = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill_(~mask, -torch.inf)
-            bias = bias[:, None, None]
+            bias = bias[:, None, None]  # (B, 1, 1, W + 1)
         for index, layer in enumerate(self._layers):
             q, kv = self._project(hidden, layer, rotation)
-            keys, values = cache = columns.view(index, 1)
+            keys, values = cache = columns.view(index, 1)  # (B, Hk, W + 1, D) each
             cache[:, :, :, -1] = kv.transpose(0, 1)
             attended = F.scaled_dot_product_attention(
                 q[:, :, None],
@@ -213,19 +213,19 @@ class FusedReader:
     def _project(self, hidden: Tensor, layer: _Layer, rotation: Tensor) -> tuple[Tensor, Tensor]:
         """Compute rotated queries (..., Hq, D), and rotated keys with values (..., 2, Hk, D)."""
         normed = F.rms_norm(hidden, layer.attn_norm.shape, layer.attn_norm, self.epsilon)
-        qkv = normed @ layer.qkv
+        qkv = normed @ layer.qkv  # (..., (Hq + 2 Hk) D)
         if layer.qkv_bias is not None:
             qkv += layer.qkv_bias
         heads = qkv.view(*hidden.shape[:-1], self.q_heads + 2 * self.kv_heads, self.head_dim)
-        qk = heads[..., : self.q_heads + self.kv_heads, :]
+        qk = heads[..., : self.q_heads + self.kv_heads, :]  # (..., Hq + Hk, D), a view
         if layer.qk_norms is not None:
             q, k = torch.split(qk, [self.q_heads, self.kv_heads], dim=-2)
             q.copy_(F.rms_norm(q, (self.head_dim,), layer.qk_norms[0], self.epsilon))
             k.copy_(F.rms_norm(k, (self.head_dim,), layer.qk_norms[1], self.epsilon))
-        pairs = torch.view_as_complex(qk.view(*qk.shape[:-1], -1, 2))
+        pairs = torch.view_as_complex(qk.view(*qk.shape[:-1], -1, 2))  # (..., D/2)
         # In place: qk is a view of the projection's output.
         pairs.mul_(rotation)
-        kv = heads[..., self.q_heads :, :]
+        kv = heads[..., self.q_heads :, :]  # (..., 2 Hk, D)
         kv = kv.view(*kv.shape[:-2], 2, self.kv_heads, self.head_dim)
         return heads[..., : self.q_heads, :], kv
 
@@ -238,7 +238,7 @@ class FusedReader:
         if layer.out_bias is not None:
             flat += layer.out_bias
         gate_up = F.rms_norm(flat, (width,), layer.mlp_norm, self.epsilon) @ layer.gate_up
-        gate, up = gate_up.chunk(2, -1)
+        gate, up = gate_up.chunk(2, -1)  # (rows, I) each
         return torch.addmm(flat, F.silu(gate).mul_(up), layer.down).view(hidden.shape)
 
     def _logits(self, hidden: Tensor) -> Tensor:

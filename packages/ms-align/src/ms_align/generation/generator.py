@@ -116,7 +116,7 @@ class LocalGenerator:
     ) -> None:
         """Prefill the distinct prompts of new rows, and sample the first tokens."""
         distinct = sorted({row // count for row in new})
-        copies = torch.tensor([distinct.index(row // count) for row in new])
+        copies = torch.tensor([distinct.index(row // count) for row in new])  # prompt of each row
         lengths = torch.tensor([len(prompts[index]) for index in distinct])
         device = buffer.tokens.device
         tokens = torch.zeros(len(distinct), int(lengths.max()), dtype=torch.int64)
@@ -188,7 +188,7 @@ class _ResponseBuffer:
     def empty(
         cls, count: int, sampling: Sampling, seed: int, device: torch.device
     ) -> "_ResponseBuffer":
-        shape = (count, sampling.max_new_tokens)
+        shape = (count, sampling.max_new_tokens)  # (N, T)
         generator = torch.Generator()
         uniforms = torch.empty(shape, dtype=torch.float64)
         # One seed per position, as in ms_parallel.Engine.generate.
@@ -229,6 +229,7 @@ class _ResponseBuffer:
     def update_finished(self, rows: Tensor, newest: Tensor, decode: Decode | None) -> Tensor:
         """Mark the rows that their newest token finishes; return all finished ones, (B,) bool."""
         unfinished = ~self.finished[rows]
+        # A stop token counts as part of the response, so it is checked after the append.
         stopped = unfinished & torch.isin(newest, self.stops)
         if self.sampling.stop_strings and decode is not None:
             stopped |= unfinished & self._has_stop_string(rows.tolist(), decode).to(

@@ -112,7 +112,7 @@ class ModelReader:
         # Padding on the right needs no mask, as a causal model never attends to it.
         cache = _PromptCache()
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-        hidden = self._call(self._model, tokens, positions, cache)
+        hidden = self._call(self._model, tokens, positions, cache)  # (B, S, H)
         last = hidden[torch.arange(len(tokens), device=tokens.device), lengths - 1]
         return self._model.project(last), cache.layers
 
@@ -136,7 +136,7 @@ class RerunReader:
 
     def prefill(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Compute logits (B, V) after each prompt, and return the tokens to cache."""
-        cache = torch.stack((tokens, tokens), 2)[..., None, None]
+        cache = torch.stack((tokens, tokens), 2)[..., None, None]  # (B, S, 2, 1, 1)
         return self._logits(tokens, lengths), [cache]
 
     def step(self, tokens: Tensor, positions: Tensor, columns: Columns) -> Tensor:

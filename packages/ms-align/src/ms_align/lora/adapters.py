@@ -143,7 +143,7 @@ class LoraLinear(nn.Module):
         if not self.enabled or self.merged:
             return y
         # FSDP casts only the base layer under mixed precision; the adapter stays in float32.
-        a, b = self.lora_A.to(x.dtype), (self.scale * self.lora_B).to(x.dtype)
+        a, b = self.lora_A.to(x.dtype), (self.scale * self.lora_B).to(x.dtype)  # (r, I), (O, r)
         return y + F.linear(F.linear(x, a), b)
 
     @torch.no_grad()

@@ -92,7 +92,7 @@ class DPOLoss(DPOOptions):
     def __call__(self, output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the weighted sum over pairs and the sums of the statistics."""
         weights = pair_weights(batch)
-        logprobs = row_logprobs(output, batch)
+        logprobs = row_logprobs(output, batch)  # (B,)
         reference = (
             torch.zeros_like(logprobs) if self.reference_free else batch["reference_logprobs"]
         )

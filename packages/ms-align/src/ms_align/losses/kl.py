@@ -80,7 +80,7 @@ def loss_term(
     if estimator == "k3_weighted":
         return ratio * estimate(logprobs, reference_logprobs, "k3") * weights
     if estimator == "k1_to_go":
-        log_ratios = (logprobs - reference_logprobs).detach() * weights
+        log_ratios = (logprobs - reference_logprobs).detach() * weights  # w, (B, T)
         # Σ over this and later tokens of the response: the KL that the token can still influence.
         to_go = log_ratios.flip(1).cumsum(1).flip(1)
         return ratio * to_go * weights

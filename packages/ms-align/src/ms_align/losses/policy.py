@@ -81,7 +81,7 @@ class PolicyLoss:
         logprobs = -output.token_losses(batch["targets"], temperature=self.temperature)
         # log π/μ; masked positions get ratio 1, so that exp cannot overflow there.
         log_ratios = torch.where(mask, logprobs - old_logprobs, 0.0)
-        ratios = self.ratio(log_ratios, mask).exp()
+        ratios = self.ratio(log_ratios, mask).exp()  # (B, S)
         losses = policy_loss = clipped_surrogate(ratios, advantages, self.clip_low, self.clip_high)
         has_bonus = self.entropy_coeff > 0
         # Without a bonus the entropy is only a statistic and needs no graph.

@@ -75,7 +75,7 @@ class SFTLoss:
             return row_losses.sum(), row_losses.new_zeros(0)
         task = batch["task"]
         statistics = torch.stack((row_losses.detach(), weights.sum(1)))  # (2, B)
-        sums = statistics.new_zeros(2, self.tasks).index_add_(1, task, statistics)
+        sums = statistics.new_zeros(2, self.tasks).index_add_(1, task, statistics)  # (2, K)
         if self.task_weights:
             # After the statistics, which report losses before task weights.
             row_losses = row_losses * row_losses.new_tensor(self.task_weights)[task]

@@ -111,7 +111,7 @@ class _Projected(torch.autograd.Function):
         statistics = hidden.new_empty(3, count, dtype=torch.float32)  # logsumexp, loss, entropy
         for part in _slices(count, chunk):
             chunk_logits = logits[part] if save_logits else logits[: part.stop - part.start]
-            torch.mm(hidden[part], weight.t(), out=chunk_logits)
+            torch.mm(hidden[part], weight.t(), out=chunk_logits)  # (n, V)
             _loss_statistics(chunk_logits, targets[part], temperature, statistics[:, part])
         ctx.save_for_backward(hidden, weight, targets, statistics)
         ctx.temperature, ctx.scratch = temperature, scratch
@@ -138,7 +138,7 @@ class _Projected(torch.autograd.Function):
                 torch.mm(hidden[part], weight.t(), out=chunk_delta)
             grads = [None if g is None else g[part] for g in (grad_losses, grad_entropies)]
             _logits_grad(chunk_delta, targets[part], ctx.temperature, statistics[:, part], *grads)
-            torch.mm(chunk_delta, weight, out=grad_hidden[part])
+            torch.mm(chunk_delta, weight, out=grad_hidden[part])  # (n, H)
             if grad_weight is not None:
                 grad_weight += chunk_delta.t() @ hidden[part]
         if grad_weight is None:
@@ -174,11 +174,11 @@ def _loss_statistics(logits: Tensor, targets: Tensor, temperature: float, out: T
         scores = logits[part].float()
         scores = scores / temperature if temperature != 1.0 else scores
         row_max = scores.amax(1, keepdim=True)
-        shifted = scores - row_max
-        target_scores = shifted.gather(1, targets[part, None])[:, 0]
+        shifted = scores - row_max  # z - max z, (n, V)
+        target_scores = shifted.gather(1, targets[part, None])[:, 0]  # (n,)
         weights = shifted.exp()
         total = weights.sum(1)
-        log_total = total.log()
+        log_total = total.log()  # log of the sum of exp(z - max z)
         out[0, part] = log_total + row_max[:, 0]
         out[1, part] = log_total - target_scores
         # H = log Z - E[z] with z shifted by the row maximum
@@ -201,7 +201,7 @@ def _logits_grad(
     for part in _slices(logits.shape[0], _rows(CHUNK_BYTES, logits.shape[1])):
         scores = logits[part].float()
         scores = scores / temperature if temperature != 1.0 else scores
-        logprobs = scores - statistics[0, part, None]
+        logprobs = scores - statistics[0, part, None]  # log p = z - logsumexp(z)
         # In place if log p is not needed again for the entropy's gradient.
         delta = logprobs.exp() if grad_entropies is not None else logprobs.exp_()
         entropy_delta = None

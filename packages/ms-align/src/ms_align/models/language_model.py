@@ -235,7 +235,7 @@ class HuggingFaceModel:
         # An explicit mask, as the handling of restarting positions differs between versions.
         if documents is not None:
             causal = torch.ones(2 * tokens.shape[1:], dtype=torch.bool, device=tokens.device).tril()
-            visible = (documents[:, :, None] == documents[:, None, :]) & causal
+            visible = (documents[:, :, None] == documents[:, None, :]) & causal  # (B, S, S)
             arguments["attention_mask"] = attention_masks(self._inner, visible)
         return self._run(arguments)
 

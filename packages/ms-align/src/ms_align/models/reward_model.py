@@ -75,7 +75,7 @@ class RewardModel(nn.Module):
         if lengths is None:
             lengths = torch.full((tokens.shape[0],), tokens.shape[1], device=tokens.device)
         rows = torch.arange(tokens.shape[0], device=tokens.device)
-        scores: Tensor = self.head(hidden[rows, lengths - 1].float())[:, 0]
+        scores: Tensor = self.head(hidden[rows, lengths - 1].float())[:, 0]  # (B,)
         return scores
 
     def save(

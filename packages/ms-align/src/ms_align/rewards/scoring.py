@@ -100,7 +100,7 @@ class ModuleReward:
     def _score(self, samples: Sequence[Sample]) -> Tensor:
         rows = [[*sample.prompt_tokens, *sample.response_tokens] for sample in samples]
         lengths = torch.tensor([len(row) for row in rows])
-        tokens = torch.full((len(rows), int(lengths.max())), self._pad or 0)
+        tokens = torch.full((len(rows), int(lengths.max())), self._pad or 0)  # (B, S)
         for row, values in zip(tokens, rows, strict=True):
             row[: len(values)] = torch.tensor(values)
         weight = next(self.module.parameters(), None)

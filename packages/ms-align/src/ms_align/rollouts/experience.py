@@ -90,7 +90,7 @@ def token_rewards(experience: Experience, kl_coeff: float, estimator: str) -> Te
     positions = torch.arange(mask.shape[1])
     # Index of each row's last response token; -1 for skipped rows.
     last = torch.where(mask, positions, -1).amax(1)
-    rows = (last >= 0).nonzero()[:, 0]
+    rows = (last >= 0).nonzero()[:, 0]  # rows that are not skipped
     rewards[rows, last[rows]] += experience.scores[rows]
     return rewards
 

@@ -160,6 +160,7 @@ class RolloutLearner:
         seed = seed_of(self.seed, self.rollouts, stride=SEED_STRIDE)
         rank, ranks = self.policy.data_rank, self.policy.data_ranks
         local = prompts[processes.rows_of_rank(count, rank, ranks)]
+        # Each data rank generates for its own prompts; scoring sees all of them.
         responses = self._generate(local, count=options.group_size, seed=seed)
         rows = self._prepare(local, responses, max(len(prompt.tokens) for prompt in prompts))
         all_responses = gather_responses(self.policy, responses)
@@ -173,7 +174,7 @@ class RolloutLearner:
             length_penalty=options.length_penalty,
             clip=options.reward_clip,
         )
-        skipped = ~shaped.isfinite()
+        skipped = ~shaped.isfinite()  # (N,)
         # A response without a valid reward is masked out entirely.
         rows["targets"] = rows["targets"].masked_fill(skipped[:, None], IGNORED)
         experience = Experience(
@@ -235,7 +236,7 @@ class RolloutLearner:
         if not self.algorithm.learns_from_groups:
             return
         valid = experience.valid
-        groups = experience.scores.view(-1, self.options.group_size)
+        groups = experience.scores.view(-1, self.options.group_size)  # (groups, group_size)
         skipped = ~valid.view(groups.shape)
         # Extremes over valid rewards; a group without any compares -inf > inf, which is False.
         highest = groups.masked_fill(skipped, -torch.inf).amax(1)
@@ -282,7 +283,7 @@ class RolloutLearner:
         log: RunLog,
     ) -> None:
         valid = experience.valid
-        divergence = experience.divergence().sum(1)
+        divergence = experience.divergence().sum(1)  # KL per response, (N,)
         self.metrics = {"reward": _mean(scores), "kl": _mean(divergence[valid])}
         fields: dict[str, int | float | str] = {
             "rollout": self.rollouts,

@@ -110,7 +110,7 @@ def _by_length(
     in_order = engine.evaluate(
         {name: rows[order] for name, rows in columns.items()}, function
     ).cpu()
-    result = torch.empty_like(in_order)
+    result = torch.empty_like(in_order)  # back in the original order
     result[order] = in_order
     return result
 

@@ -321,6 +321,7 @@ class Loop:
             log.event("evaluate", {"step": step, **metrics})
 
     def _save(self, log: RunLog) -> None:
+        # All ranks take part: each writes its own shard.
         state, progress, start = self.learner.state(), self.progress, monotonic()
         facts = {
             "identity": self._identity(),

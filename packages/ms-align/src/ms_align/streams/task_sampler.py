@@ -108,6 +108,7 @@ class TaskSampler:
 
     def probabilities(self) -> list[float]:
         """Return the sampling probability of each task; they sum to 1."""
+        # A temperature below 1 sharpens the distribution towards complex tasks.
         powers = [value ** (1.0 / self.options.temperature) for value in self.complexities()]
         weights = [base * power for base, power in zip(self.base, powers, strict=True)]
         total, floor = sum(weights), self.options.floor / len(self.names)

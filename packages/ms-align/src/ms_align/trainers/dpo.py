@@ -89,7 +89,7 @@ class DPOLearner(PairLearner):
     def pair_losses(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Return the DPO loss and the margin of the implicit rewards, (P,) each."""
         rows = self._with_reference_logprobs(batch)
-        logprobs = self.engine.evaluate(rows, row_logprobs).cpu().view(-1, 2)
+        logprobs = self.engine.evaluate(rows, row_logprobs).cpu().view(-1, 2)  # (P, 2)
         reference = torch.zeros_like(logprobs)
         if self.reference is not None:
             reference = rows["reference_logprobs"].view(-1, 2)

@@ -45,6 +45,6 @@ class GRPOTrainer(OnlineTrainer):
 
     def advantages(self, experience: Experience, kl_coeff: float) -> dict[str, Tensor]:
         """Compute one advantage per response, repeated at its tokens, (N, S)."""
-        scores = response_scores(experience, kl_coeff, self.kl_estimator)
+        scores = response_scores(experience, kl_coeff, self.kl_estimator)  # (N,)
         advantages = group_relative(scores, self.group_size, scale=self.scale_rewards)
         return {"advantages": spread_over_tokens(advantages, experience)}

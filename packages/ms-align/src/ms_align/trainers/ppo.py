@@ -86,7 +86,7 @@ class PPOTrainer(OnlineTrainer):
         """Compute advantages and returns, (N, S) each."""
         assert experience.values is not None
         mask = experience.mask
-        rewards = token_rewards(experience, kl_coeff, self.kl_estimator)
+        rewards = token_rewards(experience, kl_coeff, self.kl_estimator)  # (N, S)
         if self.whiten_rewards:
             # The mean is kept, as it is part of the objective.
             rewards = whiten(rewards, mask, shift_mean=False)

@@ -35,7 +35,7 @@ class RLOOTrainer(OnlineTrainer):
 
     def advantages(self, experience: Experience, kl_coeff: float) -> dict[str, Tensor]:
         """Compute one advantage per response, repeated at its tokens, (N, S)."""
-        scores = response_scores(experience, kl_coeff, self.kl_estimator)
+        scores = response_scores(experience, kl_coeff, self.kl_estimator)  # (N,)
         advantages = leave_one_out(scores, self.group_size)
         if self.whiten_advantages:
             # Responses without a baseline have no advantage and are left out of the statistics.

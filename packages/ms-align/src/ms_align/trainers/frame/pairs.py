@@ -65,7 +65,7 @@ class PairLearner(OfflineLearner):
             # This data rank's pairs; gather returns those of all ranks.
             local = (pair_weights(rows).to(losses.device), losses, margins)
             weights, loss, gap = (self.engine.gather(column).cpu().double() for column in local)
-            parts = (weights, weights * loss, weights * (gap > 0), weights * gap)
+            parts = (weights, weights * loss, weights * (gap > 0), weights * gap)  # (P,) each
             totals += torch.stack([part.sum() for part in parts])
         weight, total, correct, margin = totals.tolist()
         if weight == 0:
