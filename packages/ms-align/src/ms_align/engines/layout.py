@@ -1,4 +1,4 @@
-"""ms-parallel layouts in settings; checking one does not need torch."""
+"""ms-parallel layouts in settings. Checking one does not import torch."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Sampling settings; importing them does not need torch, so that run files are checked fast."""
+"""Sampling settings. This module does not import torch, so that run files are checked quickly."""
 
 from collections.abc import Iterable
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""Adaptive KL coefficient of PPO; importing it does not need torch."""
+"""Adaptive KL coefficient of PPO. This module does not import torch."""
 
 from attrs import frozen
 

@@ -38,7 +38,7 @@ class State:
     """Complete state of a run, from which it resumes exactly."""
 
     tensors: Mapping[str, Tensor]
-    """Tensors by name; of a DTensor only this process's shard is saved."""
+    """Tensors by name; each process saves its shard of a DTensor."""
     facts: Mapping[str, Any]
     """JSON values, the same on every process."""
 

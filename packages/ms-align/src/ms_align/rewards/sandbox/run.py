@@ -221,7 +221,7 @@ class _Run:
 
     @property
     def output(self) -> str:
-        """End of the combined output, the tests' last."""
+        """End of the combined output; the output of the tests comes last."""
         return b"".join(self._tails.values())[-SHOWN_BYTES:].decode(errors="replace")
 
     def reason(self) -> str:
