@@ -292,7 +292,7 @@ def test_a_model_without_cache_trains_without_samples() -> None:
     log = RunLog(event=lambda kind, fields: None, note=notes.append)
     SamplePrompts(prompts=[[1, 2]]).log(LocalEngine(NoCache()), log)
     (line,) = notes
-    assert line.startswith("no samples: NoCache takes no cache")
+    assert line.startswith("no samples: NoCache does not support a KV cache")
 
 
 class NoCache(torch.nn.Module):
@@ -372,7 +372,7 @@ def test_a_finished_run_does_nothing_and_fewer_steps_are_rejected(
     made = (tmp_path / "sft" / "model" / "model.safetensors").stat()
     capsys.readouterr()
     assert main(["sft", str(run)]) == 0
-    assert "finished: the 3 steps of" in capsys.readouterr().out
+    assert "finished: all 3 steps in" in capsys.readouterr().out
     assert (tmp_path / "sft" / "model" / "model.safetensors").stat() == made
     assert main(["sft", str(run), "--set", "steps=2"]) == 2
     assert "raise steps or set another output_dir" in capsys.readouterr().err

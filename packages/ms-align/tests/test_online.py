@@ -188,7 +188,7 @@ def test_a_group_is_used_if_its_first_response_is_skipped(tmp_path: Path) -> Non
 def test_runs_without_anything_to_learn_are_rejected(tmp_path: Path) -> None:
     """Equal rewards in every group, an empty mask, and a run without remaining steps."""
     equal = settings(tmp_path / "equal", reward_model=lambda samples: [1.0] * len(samples))
-    with pytest.raises(NothingToLearnError, match=r"3 rollouts in a row .*the last 1\)"):
+    with pytest.raises(NothingToLearnError, match=r"3 rollouts in a row .*last reward: 1\)"):
         GRPOTrainer(**{**equal, "steps": 9}, group_size=4, equal_rewards_limit=3).optimize(PROMPTS)
     nothing = settings(
         tmp_path / "empty",
@@ -306,9 +306,9 @@ def run_file(folder: Path, reward: str) -> Path:
         ("reward_model=':f'", "reward_model ':f' cannot be imported"),
         ("reward_model='.x:f'", "reward_model '.x:f' cannot be imported"),
         ("reward_model='no_python:f'", "reward_model 'no_python:f' cannot be imported"),
-        ("prompt_dataset=5", "prompt_dataset must be a file or a list of prompts, got 5"),
-        ("response_dataset=5", "response_dataset must be a file or a list of prompts, got 5"),
-        ("held_out=5", "held_out must be a file or a list of prompts, got 5"),
+        ("prompt_dataset=5", "prompt_dataset is 5; give a path"),
+        ("response_dataset=5", "response_dataset is 5; give a path"),
+        ("held_out=5", "held_out is 5; give a path"),
         ("prompt_dataset=[[true]]", "prompt_dataset entry 0"),
         (
             "prompt_dataset=[[-3, 4]]",
@@ -316,7 +316,7 @@ def run_file(folder: Path, reward: str) -> Path:
         ),
         ("prompt_dataset=[[9223372036854775807]]", "entry 0 has the token id 9223372036854775807"),
         ("prompt_dataset='{0}/latin.jsonl'", "latin.jsonl line 1: not UTF-8 text"),
-        ("tokenizer=5", "tokenizer must be a folder, a file or an object"),
+        ("tokenizer=5", "tokenizer is 5; give a path"),
         ("tokenizer='{0}/tokenizer'", "tokenizer cannot be read"),
         ("generator=x", "generator 'x' is unknown; known: policy"),
         ("reward_failure_penalty=x", "reward_failure_penalty is 'x'; give a number"),
@@ -384,7 +384,7 @@ def test_the_commands_train_resume_and_generate(tmp_path: Path, capsys: Any) -> 
     )
     assert main(["ppo", str(run)]) == 0
     assert main(["ppo", str(run)]) == 0
-    assert "finished: the 2 steps" in capsys.readouterr().out
+    assert "finished: all 2 steps" in capsys.readouterr().out
     assert main(["ppo", str(run), "--set", "steps=3"]) == 0
     assert main(["ppo", str(run), "--set", "kl_coef=0.1"]) == 2
     assert "did you mean 'kl_coeff'?" in capsys.readouterr().err

@@ -139,7 +139,7 @@ def test_the_state_survives_json() -> None:
     again = TaskSampler(["a", "b"], TaskOptions(warmup_steps=1), seed=3)
     again.load(json.loads(json.dumps(sampler.state())))
     assert again.draw(16) == sampler.draw(16)
-    with pytest.raises(CheckpointError, match="of the tasks"):
+    with pytest.raises(CheckpointError, match="has the tasks"):
         TaskSampler(["a", "c"], TaskOptions()).load(sampler.state())
 
 
@@ -152,7 +152,7 @@ def test_the_state_survives_json() -> None:
             "given must have a number for each task",
         ),
         ({"base": {"a": 0.0, "b": 0.0}}, "base must have a number above 0"),
-        ({"base": {"a": -1.0, "b": 1.0}}, "base must be numbers of 0 or more"),
+        ({"base": {"a": -1.0, "b": 1.0}}, "base is .*0 or more"),
     ],
 )
 def test_options_of_other_tasks_are_rejected(options: dict[str, object], says: str) -> None:
