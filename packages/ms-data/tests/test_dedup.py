@@ -124,7 +124,12 @@ def test_signatures_meet_as_often_as_theory_says(similarity: float) -> None:
     for _ in range(pairs):
         values = rng.integers(0, 2**32, 2 * size - shared, dtype=np.uint32)
         keys, _ = minhash.keys(
-            np.stack([minhash.of(values[:size]), minhash.of(values[size - shared :])])
+            np.stack(
+                [
+                    minhash.signature_of_ngrams(values[:size]),
+                    minhash.signature_of_ngrams(values[size - shared :]),
+                ]
+            )
         )
         met += bool((keys[0] == keys[1]).any())
     exact = shared / (2 * size - shared)
@@ -137,7 +142,7 @@ def test_no_band_has_two_values_of_one_function(bands: int, rows: int) -> None:
     """A row of a band that tells nothing new would make the band meet too often or too rarely."""
     minhash = MinHash(bands=bands, rows=rows, ngram_words=5)
     ngram = np.array([2**31 + 12345], np.uint32)  # both values of a function are the same here
-    for band in minhash.of(ngram).reshape(bands, rows):
+    for band in minhash.signature_of_ngrams(ngram).reshape(bands, rows):
         assert len(set(band.tolist())) == rows
 
 
