@@ -72,7 +72,7 @@ MADE_HERE = {
     *("TokenizerSource.path", "Loop.folder", "Loop.result", "TransformersModel.folder"),
     *("SFTTrainer.weights", "ChatTemplate.with_tokens_of", "OpenFile.path"),
     *("Pass.corpus", "CheckpointJob.folder", "Processor.folder", "ArrayShard.folder"),
-    *("_Asked.shards", "RecordedSteps.folder", "Run.shards"),
+    *("_PlanRequest.shards", "RecordedSteps.folder", "Run.shards"),
 }
 """Values that a package makes of paths that were checked, and no user does; and what is a table of
 numbers where another class of its package has a path of that name."""

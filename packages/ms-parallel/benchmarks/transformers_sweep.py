@@ -43,7 +43,7 @@ from ms_parallel.models.family import families
 from ms_parallel.models.foreign.config import causal_classes
 from ms_parallel.models.foreign.small import small_model
 from ms_parallel.models.registry import read_config, weight_slices
-from ms_parallel.proof.gradients import whole_gradients
+from ms_parallel.proof.gradients import full_gradients
 from ms_parallel.proof.records import Case, Job
 from ms_parallel.proof.worker import run_case
 
@@ -417,7 +417,7 @@ def check_gradients(row: Row, folder: Path) -> float:
     """Compare the gradient of every weight."""
     engine = engine_of(row, folder)
     expected = tensors(folder / "gradients")
-    _, found = whole_gradients(engine, batch_of(engine.config.vocab_size))
+    _, found = full_gradients(engine, batch_of(engine.config.vocab_size))
     rounding = float(reference(folder)["rounding"][1])
     slices, most, seen = weight_slices(engine.config), 0.0, set[str]()
     scale = max(float(each.abs().max()) for each in expected.values() if each.numel())

@@ -10,7 +10,7 @@ from torch import Tensor
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
-from ms_parallel.proof.gradients import whole_gradients
+from ms_parallel.proof.gradients import full_gradients
 
 ROWS, VOCABULARY = 4, 48
 
@@ -77,7 +77,7 @@ def batch_of(job: dict[str, Any]) -> dict[str, Tensor]:
 def references(jobs: list[dict[str, Any]], folder: str) -> None:
     """Keep the loss and gradients of one process for each job."""
     for number, job in enumerate(jobs):
-        loss, gradients = whole_gradients(engine_of(job), batch_of(job))
+        loss, gradients = full_gradients(engine_of(job), batch_of(job))
         torch.save({"loss": loss, **gradients}, Path(folder, str(number)))
 
 
@@ -89,7 +89,7 @@ def differences(jobs: list[dict[str, Any]], folder: str) -> list[dict[str, float
     found = []
     for job in jobs:
         expected = torch.load(Path(folder, str(job["reference"])))
-        loss, gradients = whole_gradients(engine_of(job), batch_of(job))
+        loss, gradients = full_gradients(engine_of(job), batch_of(job))
         apart = {"loss": abs(loss / expected["loss"] - 1)}
         for name, gradient in gradients.items():
             largest = float(expected[name].abs().max())

@@ -5,7 +5,7 @@ from typing import Any
 
 from launching import MODEL, RUN
 from own_models import PLAN, Mine
-from runs import build, global_batch, my_rows, tiny, train
+from runs import build, global_batch, local_rows, tiny, train
 
 from ms_parallel import DistributedTrainer, Engine, Layout, NextTokenLoss
 from ms_parallel.cluster.connection import connect
@@ -21,7 +21,7 @@ def measured(layout: str) -> dict[str, Any]:
     rows = 4 * groups.layout.data
     found = search_schedule(tiny(**SETTINGS), groups, rows=4, sequence_length=16, microbatch_size=1)
     engine = build(SETTINGS, groups, schedule=found.staged, microbatch_size=1)
-    batch = my_rows(global_batch(0, rows), groups)
+    batch = local_rows(global_batch(0, rows), groups)
     update, recorder = engine.record_step(batch, NextTokenLoss())
     step = recorded_step(recorder, groups, 0)
     assert step is not None

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ms_parallel.cluster.connection import join
-from ms_parallel.cluster.doctor.examine import examine, judge, with_links
+from ms_parallel.cluster.doctor.examine import examine, judge, measure_links
 from ms_parallel.cluster.doctor.measured.clocks import measure_clocks
 from ms_parallel.cluster.doctor.measured.folders import measure_folders
 from ms_parallel.cluster.doctor.recording.recording import Examined, Machine, Measured, Recording
@@ -25,7 +25,7 @@ def apart(at: str) -> Any:
     ahead_s = float(dist.get_rank())
     clocks = measure_clocks(lambda: time.time() + ahead_s)
     own = Path(at) / f"run-{dist.get_rank()}"
-    folders = measure_folders(own, size_bytes=1 << 20, patience_s=0.5)
+    folders = measure_folders(own, size_bytes=1 << 20, timeout_s=0.5)
     if dist.get_rank() > 0:
         return None
     ranks = [Recording(machine=Machine(rank=rank, host="here")) for rank in range(2)]
@@ -46,11 +46,11 @@ def silent(report: str) -> Any:
         time.sleep(5)
         return None
     ranks = [Recording(machine=Machine(rank=rank, host="here")) for rank in range(2)]
-    with_links(
+    measure_links(
         Examined(ranks=ranks),
         torch.device("cpu"),
         lambda found: Path(report).write_bytes(msgspec.json.encode(found)),
-        patience_s=1.0,
+        timeout_s=1.0,
     )
     return None
 

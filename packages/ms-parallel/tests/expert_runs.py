@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runs import OPTIMIZER, global_batch, my_rows, tiny
+from runs import OPTIMIZER, global_batch, local_rows, tiny
 from torch import Tensor
 
 from ms_parallel import checkpoint
@@ -53,7 +53,7 @@ def loads(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         engine = engine_of(job)
         losses, counts, balance = [], [], []
         for step in range(job["steps"]):
-            batch = my_rows(global_batch(step, rows=ROWS), engine.groups)
+            batch = local_rows(global_batch(step, rows=ROWS), engine.groups)
             update = engine.step(batch, NextTokenLoss())
             assert update.experts is not None
             losses.append(update.loss)
@@ -77,7 +77,7 @@ def balance_gradients(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             _watch(name, router, rows, first)
         counts = engine.balancer.counts
         counts.copy_(torch.arange(counts.numel()).view(counts.shape) % 7 + 1)
-        engine.step(my_rows(global_batch(0, rows=ROWS), engine.groups), Nothing())
+        engine.step(local_rows(global_batch(0, rows=ROWS), engine.groups), Nothing())
         found.append(rows)
     return found
 
@@ -129,7 +129,7 @@ def interrupted(jobs: list[dict[str, Any]], folder: str) -> list[dict[str, Any]]
 
 
 def _more(engine: Engine, step: int, rows: int = ROWS) -> dict[str, Any]:
-    update = engine.step(my_rows(global_batch(step, rows=rows), engine.groups), NextTokenLoss())
+    update = engine.step(local_rows(global_batch(step, rows=rows), engine.groups), NextTokenLoss())
     assert update.experts is not None
     return {
         "loss": update.loss,

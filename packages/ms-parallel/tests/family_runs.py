@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from runs import FAMILIES
-from splits import PLAIN, whole_gradients
+from splits import PLAIN, full_gradients
 
 from ms_parallel.cluster.connection import connect
 from ms_parallel.cluster.layout import Layout
@@ -33,5 +33,5 @@ def everything(layout: str, families: dict[str, str]) -> dict[str, Any]:
         config = architecture(model_type, {**SIZES, **FAMILIES.get(model_type, {})})
         engine = Engine(config, groups=groups, microbatch_size=1, optimizer=PLAIN)
         text = engine.generate([[1, 2, 3], [4, 5, 6, 7, 8, 9]], max_new_tokens=4, temperature=0)
-        found[name] = {"gradients": whole_gradients(engine, 2), "text": text}
+        found[name] = {"gradients": full_gradients(engine, 2), "text": text}
     return found

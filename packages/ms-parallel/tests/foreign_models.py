@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import transformers
-from runs import VOCABULARY, global_batch, my_rows
+from runs import VOCABULARY, global_batch, local_rows
 from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -150,7 +150,7 @@ def curves(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             found.append({"refused": str(error)})
             continue
         losses = [
-            engine.step(my_rows(global_batch(step), groups), NextTokenLoss()).loss
+            engine.step(local_rows(global_batch(step), groups), NextTokenLoss()).loss
             for step in range(job["steps"])
         ]
         if "save" in job:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from runs import build, global_batch, my_rows
+from runs import build, global_batch, local_rows
 from torch import Tensor, nn
 
 from ms_parallel import NextTokenLoss
@@ -54,7 +54,7 @@ def courses(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         course, losses, kept = [], [], []
         for step in range(job["steps"]):
             before = [local_part(each).clone() for each in engine.state_dict().values()]
-            update = engine.step(my_rows(global_batch(step), groups), NextTokenLoss())
+            update = engine.step(local_rows(global_batch(step), groups), NextTokenLoss())
             after = [local_part(each) for each in engine.state_dict().values()]
             kept.append(_unchanged(engine, before, after))
             course.append([update.loss_scale, update.skipped, update.learning_rate])
@@ -106,13 +106,13 @@ def audits(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 lambda stage: next(iter(stage.model.layers.values())).mlp.down_proj,
                 lambda output, factor=factor: output * factor,
             )
-        first = engine.step(my_rows(global_batch(0), groups), NextTokenLoss())
+        first = engine.step(local_rows(global_batch(0), groups), NextTokenLoss())
         assert first.audit is None
         for name, parameter in plain.parameters.items():
             with torch.no_grad():
                 local_part(parameter).copy_(local_part(engine.parameters[name]))
-        audit = engine.step(my_rows(global_batch(1), groups), NextTokenLoss()).audit
-        loss = plain.step(my_rows(global_batch(1), groups), NextTokenLoss()).loss
+        audit = engine.step(local_rows(global_batch(1), groups), NextTokenLoss()).audit
+        loss = plain.step(local_rows(global_batch(1), groups), NextTokenLoss()).loss
         assert audit is not None
         found.append(
             {
@@ -135,6 +135,6 @@ def norms(jobs: list[dict[str, Any]]) -> list[list[float]]:
         groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)
         options = {"mixed_precision": True, "microbatch_size": job["microbatch_size"]}
         engine = build({}, groups, **options, **job["options"])
-        batches = (my_rows(global_batch(step, rows=8), groups) for step in range(3))
+        batches = (local_rows(global_batch(step, rows=8), groups) for step in range(3))
         found.append([engine.step(each, NextTokenLoss()).grad_norm for each in batches])
     return found

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from launching import MODEL, RUN
-from runs import build, global_batch, my_rows, tiny, train
+from runs import build, global_batch, local_rows, tiny, train
 
 from ms_parallel import DistributedTrainer
 from ms_parallel.cluster.connection import connect
@@ -32,9 +32,13 @@ def searched(layout: str, steps: int) -> dict[str, Any]:
     found = search_schedule(tiny(**SETTINGS), groups, rows=4, sequence_length=16, microbatch_size=1)
     untouched = torch.equal(before, torch.random.get_rng_state())
     engine = build(SETTINGS, groups, schedule=found.staged, microbatch_size=1)
-    batches = (my_rows(global_batch(step, 4 * groups.layout.data), groups) for step in range(steps))
+    batches = (
+        local_rows(global_batch(step, 4 * groups.layout.data), groups) for step in range(steps)
+    )
     losses = [engine.step(batch, NextTokenLoss()).loss for batch in batches]
-    whole = engine.evaluate(my_rows(global_batch(9, 4 * groups.layout.data), groups), token_losses)
+    whole = engine.evaluate(
+        local_rows(global_batch(9, 4 * groups.layout.data), groups), token_losses
+    )
     told = engine.generate([[3, 5, 7]], max_new_tokens=3, temperature=0.0)
     return {
         "table": found.table,

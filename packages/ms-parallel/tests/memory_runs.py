@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import torch
-from runs import OPTIMIZER, build, global_batch, my_rows, tiny
+from runs import OPTIMIZER, build, global_batch, local_rows, tiny
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
@@ -85,7 +85,7 @@ def states(jobs: list[dict[str, Any]], steps: int = 2) -> list[dict[str, Any]]:
             options = {**job.get("options", {}), "recompute": kind}
             engine = build(job["settings"], groups, **options)
             for step in range(steps):
-                batch = my_rows(global_batch(step, rows=8), groups)
+                batch = local_rows(global_batch(step, rows=8), groups)
                 engine.step(batch, NextTokenLoss())
             state = {name: local_part(each).detach() for name, each in engine.parameters.items()}
             known = known or {name: part.clone() for name, part in state.items()}
@@ -164,7 +164,7 @@ class CountingRuntime(Runtime):
             del self.kept[action.stage, action.microbatch]
         self._look_at_gradients()
 
-    def _after_weights(self, key: Key, last: bool, step: Step) -> None:
+    def _after_weight_gradients(self, key: Key, last: bool, step: Step) -> None:
         self._look_at_gradients()
         stage: Any = self.stages[key[0]]
         state = stage._get_fsdp_state() if isinstance(stage, FSDPModule) else None
@@ -176,7 +176,7 @@ class CountingRuntime(Runtime):
                 summing()
 
             state._root_post_backward_final_callback = look_and_sum
-        super()._after_weights(key, last, step)
+        super()._after_weight_gradients(key, last, step)
         if state is not None:
             del state._root_post_backward_final_callback
 
@@ -284,7 +284,7 @@ def counted(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
         batch = global_batch(0, rows=rows, length=job["length"])
         batch["documents"], batch["positions"] = packed(rows, job["length"], job.get("lengths"))
         del batch["weights"]
-        mine = my_rows(batch, groups)
+        mine = local_rows(batch, groups)
         engine.step(mine, NextTokenLoss())
         runtime = engine.runner.runtime = CountingRuntime(engine.runner.runtime)
         microbatches = [
@@ -338,7 +338,7 @@ def offloaded(jobs: list[dict[str, Any]], device: str | None = None) -> list[dic
         groups = connect(Layout.parse(job["layout"]), device=device, timeout_s=120)
         engine = build(job["settings"], groups, **job["options"])
         losses = [
-            engine.step(my_rows(global_batch(step), groups), NextTokenLoss()).loss
+            engine.step(local_rows(global_batch(step), groups), NextTokenLoss()).loss
             for step in range(2)
         ]
         state = {name: whole_of(part.detach()).cpu() for name, part in engine.parameters.items()}
@@ -356,7 +356,7 @@ def offloaded(jobs: list[dict[str, Any]], device: str | None = None) -> list[dic
                 perform(*given)
 
         runtime._perform = watched  # type: ignore[method-assign]
-        batch = my_rows(global_batch(3), groups)
+        batch = local_rows(global_batch(3), groups)
         engine.runner.forward_backward(
             engine.runner.microbatches(batch), NextTokenLoss(), 1.0, engine.reduction
         )
@@ -379,7 +379,7 @@ def compiled(jobs: list[dict[str, Any]], backend: str | None = None) -> list[lis
             engine = build(job.get("settings", {}), groups, compile=chosen, **job["options"])
             both.append(
                 [
-                    engine.step(my_rows(global_batch(step), groups), NextTokenLoss()).loss
+                    engine.step(local_rows(global_batch(step), groups), NextTokenLoss()).loss
                     for step in range(3)
                 ]
             )

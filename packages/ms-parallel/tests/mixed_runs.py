@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from runs import OPTIMIZER, global_batch, my_rows, tiny
+from runs import OPTIMIZER, global_batch, local_rows, tiny
 
 from ms_parallel import Engine, Layout, NextTokenLoss
 from ms_parallel.cluster.mixed.devices import Devices
@@ -35,7 +35,7 @@ def weights(
                 each.mul_(1 + number * drift)
         engine.state_dict()
     updates = [
-        engine.step(my_rows(global_batch(step, rows), engine.groups), NextTokenLoss())
+        engine.step(local_rows(global_batch(step, rows), engine.groups), NextTokenLoss())
         for step in range(steps)
     ]
     return {

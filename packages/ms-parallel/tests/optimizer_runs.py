@@ -11,7 +11,7 @@ from time import process_time
 from typing import Any
 
 import torch
-from runs import build, global_batch, my_rows
+from runs import build, global_batch, local_rows
 from torch import Tensor
 
 from ms_parallel import ConfigError, NextTokenLoss, TorchConfig, checkpoint
@@ -110,7 +110,7 @@ def with_z(jobs: list[dict[str, Any]], coefficient: float) -> list[dict[str, Any
     for job in jobs:
         groups = connect(Layout.parse(job["layout"]), device="cpu", timeout_s=120)
         engine = build(job["settings"], groups, **job.get("options", {}))
-        update = engine.step(my_rows(global_batch(0), groups), NextTokenLoss(0.3, coefficient))
+        update = engine.step(local_rows(global_batch(0), groups), NextTokenLoss(0.3, coefficient))
         found.append({"loss": update.loss, "norm": update.grad_norm})
     return found
 

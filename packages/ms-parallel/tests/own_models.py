@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runs import VOCABULARY, global_batch, my_rows
+from runs import VOCABULARY, global_batch, local_rows
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -133,8 +133,8 @@ def curve(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 state = engine.state_dict()
                 checkpoints.save(folder, state, step=engine.step_count, facts={})
                 engine.load_state_dict({name: value.clone() for name, value in state.items()})
-            losses.append(engine.step(my_rows(global_batch(step), groups), NextTokenLoss()).loss)
-        rows = my_rows(global_batch(99), groups)
+            losses.append(engine.step(local_rows(global_batch(step), groups), NextTokenLoss()).loss)
+        rows = local_rows(global_batch(99), groups)
         answer = engine.evaluate(rows, lambda output, _: output.logits()[:, -1])
         found.append({"losses": losses, "sum": float(answer.sum()), "data": groups.place.data})
     return found

@@ -4,7 +4,7 @@ import weakref
 from typing import Any
 
 import torch
-from runs import answers, build, global_batch, my_rows, train
+from runs import answers, build, global_batch, local_rows, train
 from torch import Tensor, nn
 
 from ms_parallel.cluster.connection import connect
@@ -49,7 +49,7 @@ def losses(layout: str, steps: int) -> list[float]:
     groups = connect(Layout.parse(layout), device="cpu", timeout_s=120)
     size = 3 if groups.layout.pipeline > 1 else None
     engine = build(FOUR, groups, microbatch_size=size)
-    batches = (my_rows(global_batch(step, rows=12), groups) for step in range(steps))
+    batches = (local_rows(global_batch(step, rows=12), groups) for step in range(steps))
     return [engine.step(batch, NextTokenLoss()).loss for batch in batches]
 
 

@@ -282,7 +282,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "losses counted by each context rank": Fault(
         case=CONTEXT,
-        plant=lambda: patch.object(Place, "speaks_for_rows", True),
+        plant=lambda: patch.object(Place, "is_loss_rank", True),
         check="loss",
     ),
     "rows of experts unordered": Fault(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runs import build, global_batch, my_rows
+from runs import build, global_batch, local_rows
 from torch import Tensor
 
 from ms_parallel import checkpoint
@@ -33,7 +33,7 @@ def _train(engine: Engine, first: int, last: int) -> list[list[str]]:
     """Each update's loss and norm, to the bit."""
     told = []
     for step in range(first, last):
-        batch = my_rows(global_batch(step, ROWS), engine.groups)
+        batch = local_rows(global_batch(step, ROWS), engine.groups)
         update = engine.step(batch, NextTokenLoss(z_coefficient=1e-3))
         told.append([each.hex() for each in (update.loss, update.grad_norm, *update.mtp_losses)])
     return told

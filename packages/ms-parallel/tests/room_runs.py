@@ -27,7 +27,7 @@ from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.planner.record.history import History
 from ms_parallel.training.fitting import engine_settings, fit_model
 from ms_parallel.training.memory import run_memory
-from ms_parallel.training.microbatch_size import settled, try_out
+from ms_parallel.training.microbatch_size import predict_microbatch_size, resolve_microbatch_size
 from ms_parallel.training.options import Options
 from ms_parallel.training.planning.counting import working_bytes
 from ms_parallel.training.planning.plan import plan
@@ -169,9 +169,9 @@ def trained(
     text = torch.randint(0, config.vocab_size, shape, generator=generator)
     with Room(room_bytes, every=every):
         try:
-            options = settled(asked, split, predict)
+            options = predict_microbatch_size(asked, split, predict)
             engine = Engine(config, groups=groups, **engine_settings(options, split, 8))
-            try_out(engine, asked, split, predict)
+            resolve_microbatch_size(engine, asked, split, predict)
             for _ in range(updates):
                 engine.step({"tokens": text[:, :-1], "targets": text[:, 1:]}, NextTokenLoss())
         except ConfigError as error:

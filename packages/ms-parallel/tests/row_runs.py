@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from runs import VOCABULARY, build, global_batch, my_rows, token_losses
+from runs import VOCABULARY, build, global_batch, local_rows, token_losses
 from torch import Tensor
 
 from ms_data import TokenStream
@@ -64,8 +64,8 @@ def updates(
 def within(layout: str, **options: Any) -> dict[str, Any]:
     """Refusals of every call that takes rows, if two ranks of a data rank pass different ones."""
     model = engine(layout, **options)
-    same = my_rows(global_batch(0), model.groups)
-    other = my_rows(global_batch(dist.get_rank()), model.groups)
+    same = local_rows(global_batch(0), model.groups)
+    other = local_rows(global_batch(dist.get_rank()), model.groups)
     results: dict[str, Any] = {
         "first": said(lambda: model.step(other, NextTokenLoss())),
         "same": said(lambda: model.step(same, NextTokenLoss())),
@@ -104,7 +104,7 @@ def messages(layout: str, **options: Any) -> list[dict[str, int]]:
     model = engine(layout, **options)
     steps = []
     for step in range(3):
-        batch = my_rows(global_batch(step), model.groups)
+        batch = local_rows(global_batch(step), model.groups)
         with MessageLog() as log:
             model.step(batch, NextTokenLoss())
         kinds: Counter[str] = Counter()

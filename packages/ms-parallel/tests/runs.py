@@ -116,7 +116,7 @@ def global_batch(step: int, rows: int = ROWS, length: int = LENGTH) -> dict[str,
     }
 
 
-def my_rows(batch: Batch, groups: Groups) -> dict[str, Tensor]:
+def local_rows(batch: Batch, groups: Groups) -> dict[str, Tensor]:
     """The rows of a global batch that this data rank reads."""
     rows = len(batch["tokens"]) // groups.layout.data
     start = groups.place.data * rows
@@ -132,7 +132,7 @@ def train(engine: Engine, steps: int) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of `steps` updates."""
     losses, norms = [], []
     for step in range(steps):
-        update = engine.step(my_rows(global_batch(step), engine.groups), NextTokenLoss())
+        update = engine.step(local_rows(global_batch(step), engine.groups), NextTokenLoss())
         losses.append(update.loss)
         norms.append(update.grad_norm)
     return losses, norms
@@ -182,7 +182,7 @@ def token_losses(output: Output, batch: Batch) -> Tensor:
 def answers(engine: Engine) -> dict[str, Any]:
     """Everything that is asked of a trained engine without changing it."""
     groups = engine.groups
-    mine = my_rows(global_batch(99), groups)
+    mine = local_rows(global_batch(99), groups)
     share = len(PROMPTS) // groups.layout.data
     prompts = PROMPTS[groups.place.data * share :][:share]
     logits = engine.evaluate(mine, lambda output, _: output.logits())
@@ -227,7 +227,7 @@ def load_and_answer(
         checkpoint.load(path, checkpoint.read_manifest(path), state)
         engine.load_state_dict(state)
         read = Engine(Path(folder, f"{saved} model"), groups=groups)
-        read_losses = read.evaluate(my_rows(global_batch(99), groups), token_losses).tolist()
+        read_losses = read.evaluate(local_rows(global_batch(99), groups), token_losses).tolist()
         found.append(
             {
                 **answers(engine),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from attrs import evolve
-from runs import OPTIMIZER, build, global_batch, my_rows, train
+from runs import OPTIMIZER, build, global_batch, local_rows, train
 from torch import Tensor
 
 from ms_parallel import checkpoint
@@ -97,7 +97,7 @@ def held_bytes(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
         engine.runner.runtime._perform = watched  # type: ignore[method-assign]
         for step in range(3, 6):
             calls[0] = 0
-            engine.step(my_rows(global_batch(step), engine.groups), NextTokenLoss())
+            engine.step(local_rows(global_batch(step), engine.groups), NextTokenLoss())
         counts["between"] = min(between)
         del engine, perform, watched
         found.append(counts)

@@ -18,7 +18,7 @@ from ms_parallel.schedules import Schedule
 
 
 class Weight(nn.Parameter):
-    """Sleeps where a backward of weights sets its gradient, and forgets it."""
+    """Sleeps where a weight backward sets its gradient, and forgets it."""
 
     length_s = 0.0
 

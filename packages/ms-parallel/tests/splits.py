@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from runs import build, global_batch, my_rows
+from runs import build, global_batch, local_rows
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +18,7 @@ from ms_parallel.schedules import Schedule
 PLAIN = AdamWConfig(learning_rate=1e-3, max_grad_norm=None)
 
 
-def whole_gradients(engine: Engine, rows: int) -> dict[str, list[float]]:
+def full_gradients(engine: Engine, rows: int) -> dict[str, list[float]]:
     """The gradient of one update on `rows` rows, of each weight that this rank's stages have."""
     found: dict[str, Tensor] = {}
 
@@ -39,7 +39,7 @@ def whole_gradients(engine: Engine, rows: int) -> dict[str, list[float]]:
             found[name] = whole.clone()
 
     engine.trained.apply = keep  # type: ignore[method-assign,assignment]
-    engine.step(my_rows(global_batch(0, rows=rows), engine.groups), NextTokenLoss())
+    engine.step(local_rows(global_batch(0, rows=rows), engine.groups), NextTokenLoss())
     assert found.keys() == engine.parameters.keys()  # else nothing would be compared
     return {name: gradient.flatten().tolist() for name, gradient in found.items()}
 
@@ -54,7 +54,7 @@ def gradients(jobs: list[dict[str, Any]], digits: str) -> list[dict[str, list[fl
         options = {"microbatch_size": 1, "optimizer": PLAIN, **job.get("options", {})}
         if "table" in job:
             options["schedule"] = Schedule.from_csv(job["table"])
-        found.append(whole_gradients(build(job["settings"], groups, **options), job["rows"]))
+        found.append(full_gradients(build(job["settings"], groups, **options), job["rows"]))
     return found
 
 
@@ -83,7 +83,7 @@ def collectives(settings: dict[str, Any], table: str, rows: int) -> dict[str, An
     engine = build(
         settings, groups, microbatch_size=1, optimizer=PLAIN, schedule=Schedule.from_csv(table)
     )
-    gradients = whole_gradients(engine, rows)
+    gradients = full_gradients(engine, rows)
     runtime, seen = engine.runner.runtime, {}
     perform = runtime._perform
 
@@ -100,7 +100,7 @@ def collectives(settings: dict[str, Any], table: str, rows: int) -> dict[str, An
         seen[f"{len(seen)} {action}"] = [name for name, holds in facts.items() if holds]
 
     runtime._perform = watched  # type: ignore[method-assign]
-    engine.step(my_rows(global_batch(0, rows=rows), groups), NextTokenLoss())
+    engine.step(local_rows(global_batch(0, rows=rows), groups), NextTokenLoss())
     return {"gradients": gradients, "seen": seen}
 
 

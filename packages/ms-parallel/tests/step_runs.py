@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from runs import FAMILIES, build, global_batch, my_rows
+from runs import FAMILIES, build, global_batch, local_rows
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -65,7 +65,7 @@ def counted(jobs: list[dict[str, Any]]) -> list[dict[str, int]]:
     for job in jobs:
         groups = connect(Layout.parse(job["layout"]), timeout_s=60)
         engine = build(FAMILIES.get(job["family"], SETTINGS), groups, **job["engine"])
-        batches = [my_rows(global_batch(step), groups) for step in range(2)]
+        batches = [local_rows(global_batch(step), groups) for step in range(2)]
         engine.step(batches[0], NextTokenLoss())
         with StepCounter() as counter:
             assert engine.step(batches[1], NextTokenLoss()).skipped is None

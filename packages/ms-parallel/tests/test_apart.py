@@ -13,13 +13,13 @@ import pytest
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError, LayoutError, ParallelError
 from ms_parallel.planner import apart
-from ms_parallel.planner.apart import LIMIT_BYTES, call_apart
+from ms_parallel.planner.apart import LIMIT_BYTES, call_in_subprocess
 from ms_parallel.planner.cluster import Cluster
 from ms_parallel.planner.record.history import History
 from ms_parallel.planner.refusal import REFUSAL, LayoutQuestion
 from ms_parallel.schedules import one_f_one_b
 from ms_parallel.training.options import Options
-from ms_parallel.training.planning.questions import PlanQuestion, ToldRun, ask_memory
+from ms_parallel.training.planning.questions import PlanQuestion, RunRecord, ask_memory
 
 QUESTION = LayoutQuestion(model="llama", layout=Layout(tensor=3), options={})
 
@@ -40,7 +40,7 @@ def test_a_question_is_answered_whatever_is_printed_beside_it(
     """A module may print when it is imported, to standard output too."""
     (tmp_path / "sitecustomize.py").write_text("print('a line')\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    assert "tensor=3 does not divide" in call_apart(REFUSAL, QUESTION, str | None)
+    assert "tensor=3 does not divide" in call_in_subprocess(REFUSAL, QUESTION, str | None)
 
 
 @pytest.mark.parametrize(
@@ -62,16 +62,16 @@ def test_an_error_comes_back_as_what_it_is(
 def test_a_process_that_ends_says_why() -> None:
     """The last that it has said: there is no such function, or it is none of this package."""
     with pytest.raises(ParallelError, match=r"nowhere:no ended without a result: ModuleNotFound"):
-        call_apart("ms_parallel.nowhere:no", QUESTION, str)
+        call_in_subprocess("ms_parallel.nowhere:no", QUESTION, str)
     for foreign in ("builtins:print", "os:system", "ms_parallel_other.module:function"):
         with pytest.raises(ParallelError, match="is no function of this package"):
-            call_apart(foreign, QUESTION, str)
+            call_in_subprocess(foreign, QUESTION, str)
 
 
 def test_an_answer_of_another_kind_is_refused() -> None:
     """It is checked against the type that is waited for."""
     with pytest.raises(ParallelError, match=r"refusal:refusal: Expected `int`, got `str`"):
-        call_apart(REFUSAL, QUESTION, int)
+        call_in_subprocess(REFUSAL, QUESTION, int)
 
 
 def test_no_pickle_is_read_on_either_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_no_pickle_is_read_on_either_side(tmp_path: Path, monkeypatch: pytest.Mo
     answering = f"import os, sys; os.write(int(sys.argv[1]), {framed!r})"
     monkeypatch.setattr(apart, "CALLED", answering)
     with pytest.raises(ParallelError, match=f"{REFUSAL}: "):
-        call_apart(REFUSAL, QUESTION, str | None)
+        call_in_subprocess(REFUSAL, QUESTION, str | None)
     assert not trap.exists()
     pickle.loads(loaded)  # noqa: S301 - to see that it would have
     assert trap.exists()
@@ -121,7 +121,7 @@ def test_sizes_are_checked_before_memory_is_taken() -> None:
     assert apart._read(io.BytesIO(b"\0\0")) is None
     long = LayoutQuestion(model="m" * LIMIT_BYTES, layout=Layout(), options={})
     with pytest.raises(ParallelError, match="bytes; the most is"):
-        call_apart(REFUSAL, long, str | None)
+        call_in_subprocess(REFUSAL, long, str | None)
 
 
 EVERY_KIND = [
@@ -141,7 +141,7 @@ EVERY_KIND = [
 def test_options_are_the_same_behind_a_record(settings: dict[str, Any]) -> None:
     """Options give the same options again, whatever kind a setting is of."""
     options = Options("llama", output_dir="runs/it", **settings)
-    told = msgspec.msgpack.decode(msgspec.msgpack.encode(ToldRun.of(options)), type=ToldRun)
+    told = msgspec.msgpack.decode(msgspec.msgpack.encode(RunRecord.of(options)), type=RunRecord)
     names = [name for name in dir(options) if not name.startswith("_")]
     assert {name: getattr(told.options, name) for name in names} == {
         name: getattr(options, name) for name in names
@@ -167,7 +167,7 @@ def test_a_cluster_is_checked_as_its_file_is() -> None:
     rates = {"float32": 1.0}
     here = Cluster(memory_gib=1.0, memory_bandwidth_gb_per_s=1.0, peak_tflops=rates)
     asked = PlanQuestion(
-        run=ToldRun.of(Options("llama")),
+        run=RunRecord.of(Options("llama")),
         cluster=here,
         objective="fastest",
         best=1,

@@ -146,7 +146,7 @@ def test_one_is_on_its_way_at_a_time_and_the_copy_is_kept(tmp_path: Path) -> Non
         saver.save(step, state_of(step), facts={"step": step}, note=lambda s=step: noted.append(s))
         assert noted == list(range(1, step))
         size = os.fstat(saver.memory.descriptor).st_size
-        assert size == sum(saver.share.parts)  # type: ignore[union-attr]
+        assert size == sum(saver.rank_plan.part_bytes)  # type: ignore[union-attr]
     saver.finish()
     assert noted == list(STEPS)
     process = saver.process

@@ -177,7 +177,7 @@ def test_a_batch_beyond_any_memory_is_refused_before_its_rows_are_read(
     assert main(["inspect", str(run), "--set", f"batch_size={1 << 32}"]) == 2
     assert "batch_size is 4294967296; give a whole number" in capsys.readouterr().err
     assert main(["inspect", str(run)]) == 2
-    assert "lower batch_size, or give a microbatch_size" in capsys.readouterr().err
+    assert "lower batch_size, or set microbatch_size" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("table", ["layout", "parallel_config"])

@@ -432,5 +432,5 @@ def test_an_index_that_names_a_file_of_no_system_is_refused(tmp_path: Path) -> N
         document = json.loads(path.read_text())
         document["weight_map"]["model.norm.weight"] = name
         path.write_text(json.dumps(document))
-        with pytest.raises(ModelError, match="no safetensors file of the folder itself"):
+        with pytest.raises(ModelError, match="not a safetensors file in the folder itself"):
             load_model(tmp_path)

@@ -497,8 +497,8 @@ def test_a_lost_tensor_is_named(case: str, name: str, message: str, tmp_path: Pa
     ("damage", "message"),
     [
         (lambda x: x.transpose(1, 2), r"shape \(6, 88, 32\).* \(6, 32, 88\); it is transposed"),
-        (lambda x: x[:5], r"shape \(5, 32, 88\).* \(6, 32, 88\); it holds 5 of 6 experts"),
-        (lambda x: x[:, :, 4:], r"shape \(6, 32, 84\).* \(6, 32, 88\); mend config.json"),
+        (lambda x: x[:5], r"shape \(5, 32, 88\).* \(6, 32, 88\); it has 5 of 6 experts"),
+        (lambda x: x[:, :, 4:], r"shape \(6, 32, 84\).* \(6, 32, 88\); fix config.json"),
     ],
 )
 def test_experts_of_another_shape_are_named(

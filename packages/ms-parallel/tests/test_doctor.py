@@ -28,7 +28,7 @@ from processes import run_command, run_processes
 from ms_parallel.cli import main
 from ms_parallel.cluster.doctor.examine import judge
 from ms_parallel.cluster.doctor.measured.clocks import estimate
-from ms_parallel.cluster.doctor.measured.library_log import kept_lines, library_log
+from ms_parallel.cluster.doctor.measured.library_log import library_log, relevant_lines
 from ms_parallel.cluster.doctor.measured.pairs import rounds
 from ms_parallel.cluster.doctor.page import draw_page
 from ms_parallel.cluster.doctor.readings.tables import tables
@@ -58,12 +58,12 @@ FAULTS: list[tuple[str, str, Plant, int, str, str]] = [
     ("infiniband", "port-state", replaced(f"{PORT}/state", "4: ACTIVE", "2: INIT"), 2,
      "the port is init", "subnet manager"),
     ("infiniband", "port-state", variables(0, NCCL_IB_HCA="mlx4"), 0,
-     "names no port", "ibstat lists"),
+     "matches no port", "from ibstat"),
     ("infiniband", "port-rate", replaced(f"{PORT}/rate", "400 Gb/sec (4X NDR)",
-     "100 Gb/sec (1X NDR)"), 2, "runs at 100 Gb/s, and others of its kind (MT4129) at 400",
+     "100 Gb/sec (1X NDR)"), 2, "runs at 100 Gb/s, and others of its type (MT4129) at 400",
      "cable"),
     ("infiniband", "port-rate", replaced(f"{SYS}/mlx5_0/device/current_link_width", "16", "8"), 2,
-     "PCIe runs with 8 lanes", "seat the adapter"),
+     "PCIe runs with 8 lanes", "reseat the adapter"),
     ("infiniband", "variables", variables(3, NCCL_IB_DISABLE="1"), 3,
      "NCCL_IB_DISABLE=1 (of the environment), turned on", "unset it"),
     ("infiniband", "variables", added("rank-0/files/etc/nccl.conf", "# site\nNCCL_NET=Socket\n"), 0,
@@ -71,13 +71,13 @@ FAULTS: list[tuple[str, str, Plant, int, str, str]] = [
     ("infiniband", "variables", variables(1, NCCL_P2P_DISABLE="1"), 1, "NCCL_P2P_DISABLE=1",
      "unset it"),
     ("infiniband", "variables", variables(1, NCCL_NET_GDR_LEVEL="LOC"), 1,
-     "lets no adapter read", "unset it"),
+     "lets no adapter access", "unset it"),
     ("infiniband", "variables", variables(2, NCCL_SOCKET_IFNAME="ens9"), 2,
-     "names no interface of this machine (eth0)", "name an interface"),
+     "matches no interface of this machine (eth0)", "use an interface"),
     ("infiniband", "variables", variables(2, NCCL_SOCKET_IFNAME="lo"), 2,
-     "names no interface", "name an interface"),
+     "matches no interface", "use an interface"),
     ("infiniband", "cuda-driver", replaced(SMI, "580.95.05", "535.161.08"), 0,
-     "NVIDIA driver 535.161.08 is older than 580.65.06, which CUDA 13.0 of torch needs",
+     "NVIDIA driver 535.161.08 is older than 580.65.06, which torch's CUDA 13.0 needs",
      "install driver 580.65.06"),
     ("infiniband", "cuda-driver", machine(1, torch_cuda=None), 1, "built without CUDA",
      "install torch with CUDA"),
@@ -91,15 +91,15 @@ FAULTS: list[tuple[str, str, Plant, int, str, str]] = [
     ("infiniband", "devices", replaced(SMI, "Current                       : 16x",
      "Current                       : 8x"), 0, "its PCIe link has 8 of 16 lanes", "seat"),
     ("infiniband", "devices", replaced(SMI, "HW Slowdown                       : Not Active",
-     "HW Slowdown                       : Active"), 0, "holds its clock down", "temperature"),
+     "HW Slowdown                       : Active"), 0, "throttles its clock", "temperature"),
     ("infiniband", "devices", replaced(SMI, "Pending                           : No",
-     "Pending                           : Yes"), 0, "waiting to be replaced", "reset"),
+     "Pending                           : Yes"), 0, "waiting to be remapped", "reset"),
     ("infiniband", "tools", added("rank-0/commands/npu-smi info.txt", NO_ANSWER), 0,
-     "it did not answer", "dmesg"),
+     "it did not respond", "dmesg"),
     ("infiniband", "limits", replaced(LIMITS, "Max locked memory         unlimited",
      "Max locked memory         65536    "), 1, "lock 6.1e-05 GiB", "memlock"),
     ("infiniband", "links", measured("pairs", 1, bandwidth_gb_per_s=4.0), 0,
-     "they move 4.00 GB/s over a link of 50.0 GB/s", "NCCL_DEBUG=INFO"),
+     "they reach 4.00 GB/s on a link of 50.0 GB/s", "NCCL_DEBUG=INFO"),
     ("infiniband", "same-versions", machine(3, packages={"torch": "2.12.1+cu130"}), 3,
      "torch is 2.12.1+cu130 here and 2.13.0+cu130 on most", "install torch 2.13.0+cu130"),
     ("infiniband", "same-versions", machine(3, libraries={"nccl": "2.27.3"}), 3,
@@ -110,7 +110,7 @@ FAULTS: list[tuple[str, str, Plant, int, str, str]] = [
      "active_mtu:\t\t4096 (5)", "active_mtu:\t\t1024 (3)"), 2,
      "its MTU is 1024 bytes, and 4096 on other ports of InfiniBand", "partitions.conf"),
     ("infiniband", "collectives", removed("rank-2/files/dev/infiniband"), 2,
-     "no device file of them", "--device=/dev/infiniband"),
+     "no device files for them", "--device=/dev/infiniband"),
     ("ascend", "port-state", replaced(f"{TOOL} -link -g.txt", "UP", "DOWN"), 2,
      "the link of its RoCE port is down", "optical module"),
     ("ascend", "port-state", replaced(f"{TOOL} -net_health -g.txt", "Success", "Receive timeout"),
@@ -122,7 +122,7 @@ FAULTS: list[tuple[str, str, Plant, int, str, str]] = [
     ("ascend", "torch-npu", replaced(NPU_SMI, "Version: 25.5.0", "Version: 24.1.0"), 0,
      "Ascend driver 24.1.0 is older than 25.0", "install Ascend HDK 25.0"),
     ("ascend", "torch-npu", machine(1, packages={"torch-npu": "2.12.0"}), 1,
-     "torch_npu 2.12.0 is for torch 2.12.0, and torch is 2.13.0+cpu", "pip install torch==2.12.0"),
+     "torch_npu 2.12.0 is for torch 2.12.0, but torch is 2.13.0+cpu", "pip install torch==2.12.0"),
     ("ascend", "torch-npu", machine(1, packages={"torch-npu": None}), 1,
      "torch_npu is not installed", "pip install torch-npu==2.13.0"),
     ("ascend", "torch-npu", removed(INSTALL), 0, "CANN is not found", "ASCEND_HOME_PATH"),
@@ -130,42 +130,42 @@ FAULTS: list[tuple[str, str, Plant, int, str, str]] = [
     ("ascend", "hccl-variables", variables(1, HCCL_INTRA_ROCE_ENABLE="1",
      HCCL_INTRA_PCIE_ENABLE="1"), 1, "does not support together", "unset both"),
     ("ascend", "hccl-variables", variables(1, HCCL_WHITELIST_DISABLE="0"), 1,
-     "names no list", "HCCL_WHITELIST_DISABLE=1"),
-    ("ascend", "variables", variables(1, HCCL_SOCKET_IFNAME="ens9"), 1, "names no interface",
-     "name an interface"),
+     "HCCL_WHITELIST_FILE is not set", "HCCL_WHITELIST_DISABLE=1"),
+    ("ascend", "variables", variables(1, HCCL_SOCKET_IFNAME="ens9"), 1, "matches no interface",
+     "use an interface"),
     ("ascend", "devices", replaced(NPU_SMI, "| OK ", "| Alarm "), 0, "its health is Alarm",
      "npu-smi info -t health -i 0"),
     ("ascend", "links", measured("pairs", 1, bandwidth_gb_per_s=1.0), 0,
-     "over a link of 25.0 GB/s", "congestion"),
-    ("processors", "variables", variables(1, GLOO_SOCKET_IFNAME="ens9"), 1, "names no interface",
-     "name an interface"),
+     "on a link of 25.0 GB/s", "congestion"),
+    ("processors", "variables", variables(1, GLOO_SOCKET_IFNAME="ens9"), 1, "matches no interface",
+     "use an interface"),
     ("processors", "packet-size", replaced("rank-2/files/sys/class/net/eth0/mtu", "1500", "9000"),
      2, "its MTU is 9000 bytes", "ip link set dev eth0 mtu 1500"),
     ("processors", "packages", machine(2, backends=[]), 2, "no backend", "pip install torch"),
     ("processors", "threads", machine(3, threads=96), 3,
-     "2 processes compute with 48-96 threads each, 144 together, and have 96 cores",
+     "2 processes compute with 48-96 threads each, 144 in total, on 96 cores",
      "OMP_NUM_THREADS=48"),
-    ("processors", "threads", machine(0, affinity=list(range(40))), 0, "have 40 cores",
+    ("processors", "threads", machine(0, affinity=list(range(40))), 0, "on 40 cores",
      "OMP_NUM_THREADS=20"),
     ("processors", "threads", both(
         added("rank-0/files/proc/self/cgroup", "0::/job/step\n"),
         added("rank-0/files/sys/fs/cgroup/job/cpu.max", "400000 100000\n"),
-    ), 1, "96 together, and have 4 cores", "OMP_NUM_THREADS=2"),
+    ), 1, "96 in total, on 4 cores", "OMP_NUM_THREADS=2"),
     ("processors", "threads", machine(2, threads=0, environment={"OMP_NUM_THREADS": "80"}), 2,
-     "128 together", "torchrun sets it to 1 where nobody does"),
+     "128 in total", "torchrun sets it to 1 if unset"),
     *[
         (cluster, *fault)
         for cluster in CLUSTERS
         for fault in (
             ("clocks", measured("clocks", 3, offset_s=-1.0), 3, "it is 1 s behind that of rank 0",
              "chronyd"),
-            ("shared-memory", machine(0, shared_memory_bytes=64 << 20), 0, "it holds 64 MiB",
+            ("shared-memory", machine(0, shared_memory_bytes=64 << 20), 0, "its size is 64 MiB",
              "--shm-size"),
             ("limits", replaced(LIMITS, "Max open files            1048576",
              "Max open files            1024   "), 1, "may open 1024 files", "ulimit -n 65536"),
             ("limits", replaced(LIMITS, "Max processes             1029382",
              "Max processes             1024   "), 1, "may have 1024 processes", "ulimit -u"),
-            ("output-folder", measured("folders", 2, shared=False), 2, "does not see there",
+            ("output-folder", measured("folders", 2, shared=False), 2, "does not see what rank 0",
              "mount the same network folder"),
             ("output-folder", measured("folders", 1, problem="Permission denied"), 1,
              "cannot be written: Permission denied", "--output-dir"),
@@ -219,36 +219,36 @@ WARNINGS: list[tuple[str, str, list[Plant], str]] = [
     ("infiniband", "port-rate", [
         replaced(f"rank-{rank}/files/sys/class/infiniband/mlx5_{n}/ports/1/rate",
                  "400 Gb/sec (4X NDR)", "200 Gb/sec (4X HDR)") for rank in (0, 2) for n in (0, 1)
-    ], "adapters of its kind (MT4129) can do 400 Gb/s"),
+    ], "adapters of its type (MT4129) support 400 Gb/s"),
     ("infiniband", "variables", [variables(0, NCCL_IB_HCA="mlx5_0")],
-     "chooses 1 of 2 ports that are up"),
+     "selects 1 of 2 ports that are up"),
     ("infiniband", "cuda-driver", [
         machine(rank, torch_cuda="12.9") for rank in range(4)
     ] + [
         replaced(f"rank-{rank}/commands/nvidia-smi -q.txt", "580.95.05", "570.86.15")
         for rank in (0, 2)
-    ], "older than 575.51.03, which came with CUDA 12.9"),
+    ], "older than 575.51.03, released with CUDA 12.9"),
     ("infiniband", "clocks", [measured("clocks", 1, offset_s=0.2)], "0.2 s ahead of"),
     ("infiniband", "memory", [
         added("rank-0/files/sys/fs/cgroup/memory.max", f"{64 << 30}\n"),
         added("rank-0/files/sys/fs/cgroup/memory.current", f"{1 << 30}\n"),
-    ], "it gives 64 GiB beside 160 GiB of devices"),
+    ], "its limit is 64 GiB, with 160 GiB of device memory"),
     ("processors", "memory", [
         added("rank-0/files/proc/self/cgroup", "0::/job/step\n"),
         added("rank-0/files/sys/fs/cgroup/job/memory.max", f"{64 << 30}\n"),
         added("rank-0/files/sys/fs/cgroup/job/memory.current", f"{60 << 30}\n"),
-    ], "60.0 GiB of 64.0 GiB are taken"),
+    ], "60.0 GiB of 64.0 GiB are in use"),
     ("ascend", "torch-npu", [
         replaced(f"rank-{rank}{INSTALL[6:]}", "9.2.0", "8.5.0") for rank in (0, 2)
-    ], "CANN is 8.5.0, and torch_npu 2.13.0 was released with 9.2.0"),
+    ], "CANN is 8.5.0, but torch_npu 2.13.0 was released with 9.2.0"),
     ("ascend", "hccl-variables", [variables(0, HCCL_INTRA_ROCE_ENABLE="1")], "go over RoCE"),
-    ("infiniband", "threads", [machine(1, threads=96)], "144 together, and have 96 cores"),
+    ("infiniband", "threads", [machine(1, threads=96)], "144 in total, on 96 cores"),
     ("processors", "threads", [machine(rank, threads=96, environment={"OMP_WAIT_POLICY": "PASSIVE"})
-                               for rank in range(4)], "192 together, and have 96 cores"),
+                               for rank in range(4)], "192 in total, on 96 cores"),
     ("processors", "threads", [added("rank-2/files/proc/loadavg", "42.00 1.1 0.5 1/9 9\n")],
-     "96 cores, 40.0 of which others keep busy"),
+     "96 cores, 40.0 of them busy with other processes"),
     ("processors", "links", [measured("pairs", 1, bandwidth_gb_per_s=0.1)],
-     "they move 0.10 GB/s, and like pairs 1.10 GB/s"),
+     "they reach 0.10 GB/s, and similar pairs 1.10 GB/s"),
     ("processors", "links", [measured("pairs", n, latency_us=200_546.0) for n in range(6)],
      "the smallest message takes 200.5 ms one way"),
     ("processors", "links", [measured("pairs", 3, latency_us=9_000.0)],
@@ -257,7 +257,7 @@ WARNINGS: list[tuple[str, str, list[Plant], str]] = [
      "the smallest message takes 50.0 ms one way"),
     ("processors", "links", [
         measured("pairs", number, bandwidth_gb_per_s=0.01) for number in range(6)
-    ], "they move 0.01 GB/s, less than half of what Ethernet of 1 Gb/s carries"),
+    ], "they reach 0.01 GB/s, less than half of 1 Gb/s Ethernet"),
     ("processors", "packages", [machine(rank, packages={"ms-data": None}) for rank in range(4)],
      "ms-data is not installed"),
 ]  # fmt: skip
@@ -417,12 +417,12 @@ def test_a_recording_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plant", "message"),
     [
-        (removed("rank-1"), "lacks a rank: there are 0, 2, 3"),
+        (removed("rank-1"), "lacks ranks: it has 0, 2, 3"),
         (added("rank-1/machine.json", "{"), "machine.json"),
         (added("measured.json", '{"type": "other"}'), "measured.json"),
-        (measured("clocks", 0, rank=9), "names rank 9 of 4"),
+        (measured("clocks", 0, rank=9), "measurements of rank 9 but there are 4"),
         (added("rank-0/files/big", "x" * ((1 << 20) + 1)), "larger than 1 MiB"),
-        (lambda root: (root / "rank-0/files/link").symlink_to("/etc/hostname"), "leads out"),
+        (lambda root: (root / "rank-0/files/link").symlink_to("/etc/hostname"), "links out"),
     ],
 )
 def test_a_damaged_recording_is_refused_in_a_line(
@@ -461,7 +461,7 @@ def test_the_command_judges_a_recording(tmp_path: Path, capsys: pytest.CaptureFi
     (finding,) = facts["findings"]
     assert finding["ranks"] == [1, 3]
     html = page.read_text()
-    assert "<h1>The machines have faults</h1>" in html
+    assert "<h1>Failures found</h1>" in html
     assert finding["remedy"] in html
     for foreign in ("<script", "http:", "https:", "<link", "<img"):
         assert foreign not in html
@@ -572,8 +572,8 @@ def test_the_tools_of_a_machine_are_asked(tmp_path: Path, monkeypatch: pytest.Mo
     for tool in tools.iterdir():
         tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
-    monkeypatch.setattr(capture, "PATIENCE_S", 0.5)
-    found = capture.capture(folder / "files", whole=True)
+    monkeypatch.setattr(capture, "TIMEOUT_S", 0.5)
+    found = capture.capture(folder / "files", with_machine=True)
     expected = read_recording(tmp_path / "recording").ranks[0]
     assert found.commands == {**expected.commands, "ibstat": NO_ANSWER}
     assert found.files.items() >= expected.files.items()
@@ -584,7 +584,7 @@ def test_variables_with_secrets_are_not_recorded(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("NCCL_IB_HCA", "mlx5")
     monkeypatch.setenv("NCCL_SITE_TOKEN", "hunter2")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
-    found = capture.capture(whole=False).machine.environment
+    found = capture.capture(with_machine=False).machine.environment
     assert found["NCCL_IB_HCA"] == "mlx5"
     assert "hunter2" not in found.values()
 
@@ -596,9 +596,9 @@ def test_the_librarys_lines_are_kept(tmp_path: Path) -> None:
         assert os.environ["NCCL_DEBUG_FILE"] == str(path)
         line = "n:1:1 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB\n"
         path.write_text(f"n:1:1 [0] NCCL INFO cudaDriverVersion 13000\n{line}{line}")
-        assert kept_lines(path) == line
+        assert relevant_lines(path) == line
     assert dict(os.environ) == before
-    assert kept_lines(tmp_path / "nothing") == ""
+    assert relevant_lines(tmp_path / "nothing") == ""
 
 
 def test_each_pair_is_measured_once() -> None:

@@ -199,7 +199,7 @@ def test_a_model_that_has_lost_an_expert_is_not_saved(folder: Path, tmp_path: Pa
     """Rather than a folder that nobody can read."""
     model = load_model(folder)
     del model.model.layers["1"].mlp.experts.down_proj  # type: ignore[union-attr,index]
-    with pytest.raises(ModelError, match=r"holds 'model.layers.1.mlp.experts.0.down_proj.weight'"):
+    with pytest.raises(ModelError, match=r"has 'model.layers.1.mlp.experts.0.down_proj.weight'"):
         save_model(model, tmp_path / "lost")
     assert not (tmp_path / "lost/model.safetensors").exists()
 

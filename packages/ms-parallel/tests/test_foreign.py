@@ -325,7 +325,7 @@ def test_the_text_model_of_a_folder_with_pictures_is_trained_alone(
     )
     Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path / "whole")
     engine = Engine(tmp_path / "whole", device="cpu")
-    assert "are not of its text model, and are left out" in caplog.text
+    assert "do not belong to its text model and are skipped" in caplog.text
     engine.save(tmp_path / "text")
     batch = global_batch(0)
     made = engine.evaluate(batch, lambda output, _: output.logits())

@@ -337,8 +337,8 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is beyond reason"),
     ({"num_hidden_layers": 5}, "no tensor of layer 4"),
     ({"num_hidden_layers": "four"}, "num_hidden_layers is 'four'"),
-    ({"num_hidden_layers": 3}, "holds 'model.layers.3.input_layernorm.weight'"),
-    ({"intermediate_size": 48}, r"with shape \(44, 32\), but .* asks for \(48, 32\)"),
+    ({"num_hidden_layers": 3}, "has 'model.layers.3.input_layernorm.weight'"),
+    ({"intermediate_size": 48}, r"with shape \(44, 32\), but .* needs \(48, 32\)"),
     ({"vocab_size": 10**8}, r"shape \(96, 32\)"),  # refused before memory is taken
     ({"vocab_size": 10**12}, r"vocab_size=1000000000000 is beyond reason; give at most"),
     ({"attention_bias": True}, "lacks 16 of"),
@@ -438,8 +438,8 @@ def damage(folder: Path, what: str) -> None:
         ("file cut", "of-.* is damaged"),
         ("file empty", "of-.* is damaged"),
         ("long header", "of-.* is damaged"),
-        ("tensor missing", "though the index says so"),
-        ("outside", "'../theirs/model.safetensors', which is no safetensors file of the folder"),
+        ("tensor missing", "although the index says so"),
+        ("outside", "'../theirs/model.safetensors', which is not a safetensors file in the folder"),
         ("not in index", "lacks 1 of .* tensors, first 'model.norm.weight'"),
     ],
 )

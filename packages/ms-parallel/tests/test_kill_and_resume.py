@@ -175,4 +175,4 @@ def test_if_every_checkpoint_is_damaged_the_run_refuses(
     flip_a_bit(folder / "rank-00000.safetensors")
     for _ in range(2):
         assert main(["train", str(run)]) == 2
-        assert "no whole checkpoint is left" in capsys.readouterr().err
+        assert "no complete checkpoint is left" in capsys.readouterr().err

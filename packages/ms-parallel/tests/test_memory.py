@@ -411,7 +411,7 @@ def test_the_largest_microbatch_is_found_by_prediction_and_trial(tmp_path: Path)
     assert sum(kind == "microbatch" for kind, _ in events) == 1
     with pytest.raises(ConfigError, match=r"1 sample\(s\) at once are predicted to need"):
         train("small", 2, microbatch_size="auto", memory_gib=need[1] / (1 << 31))
-    with pytest.raises(ConfigError, match="name a schedule of any number"):
+    with pytest.raises(ConfigError, match="use a named schedule"):
         Options("llama", **common, microbatch_size="auto", schedule="search")
 
 

@@ -156,12 +156,12 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_read(tmp_path: Path) 
     weight = model.get_parameter("model.embed_tokens.weight")
     with torch.no_grad():
         weight[299, 0] = torch.nan
-    with pytest.raises(NonFiniteError, match=r"'model.embed_tokens.weight' holds a NaN"):
+    with pytest.raises(NonFiniteError, match=r"'model.embed_tokens.weight' has a NaN"):
         save_model(model, tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == before
     with torch.no_grad():
         weight[299, 0] = 1e5
-    with pytest.raises(NonFiniteError, match=r"'model.embed_tokens.weight' holds a NaN"):
+    with pytest.raises(NonFiniteError, match=r"'model.embed_tokens.weight' has a NaN"):
         save_model(model, tmp_path, dtype=torch.float16)  # beyond its range
 
     from safetensors.torch import load_file, save_file
@@ -169,7 +169,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_read(tmp_path: Path) 
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"][7, 7] = torch.inf
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"holds 'lm_head.weight' with a NaN or an infinity"):
+    with pytest.raises(ModelError, match=r"has 'lm_head.weight' with a NaN or an infinity"):
         Engine(tmp_path, device="cpu")
 
 
@@ -189,5 +189,5 @@ def test_a_run_whose_weights_go_wrong_ends_with_one(
     with pytest.raises(NonFiniteError) as caught:
         run.train(corpus, steps=2)
     assert exits.report_error(caught.value) == 1
-    assert "'model.embed_tokens.weight' holds a NaN" in capsys.readouterr().err
+    assert "'model.embed_tokens.weight' has a NaN" in capsys.readouterr().err
     assert not (tmp_path / "model").exists()

@@ -28,7 +28,7 @@ from ms_parallel.planner.roofline.collectives import collective_s
 from ms_parallel.run_file import read_run_file
 from ms_parallel.training.memory import run_memory
 from ms_parallel.training.options import Options
-from ms_parallel.training.planning.conditions import kept_settings
+from ms_parallel.training.planning.conditions import explicit_settings
 from ms_parallel.training.planning.plan import plan
 
 GIB = 1 << 30
@@ -102,7 +102,9 @@ def test_nothing_is_computed_again_where_there_is_room() -> None:
 
 def test_a_cluster_that_holds_no_layout_is_told_what_would() -> None:
     """One line names the least that a device would need, and how many of these would do."""
-    with pytest.raises(ConfigError, match=r"the least, .* needs .* GiB a device; take") as raised:
+    with pytest.raises(
+        ConfigError, match=r"the smallest, .* needs .* GiB per device; use"
+    ) as raised:
         plan(
             options(),
             cluster(
@@ -117,7 +119,7 @@ def test_a_cluster_that_holds_no_layout_is_told_what_would() -> None:
 def test_what_the_run_file_gives_is_kept() -> None:
     """A setting that is not what it is by default is not chosen."""
     asked = options(recompute="full", schedule="gpipe", microbatch_size=2)
-    assert set(kept_settings(asked)) == {"recompute", "schedule", "microbatch_size"}
+    assert set(explicit_settings(asked)) == {"recompute", "schedule", "microbatch_size"}
     found = plan(asked, cluster(), best=3)
     for each in found.best:
         assert each.settings["recompute"] == "full"
@@ -212,7 +214,7 @@ def test_a_plan_says_whose_constants_it_is_made_with(
 @pytest.mark.parametrize("best", [0, -1])
 def test_no_layouts_to_find_are_refused_as_such(best: int) -> None:
     """Not with the words for a model that does not fit: this one does."""
-    with pytest.raises(ConfigError, match=f"best is {best}; give"):
+    with pytest.raises(ConfigError, match=f"best must be at least 1 .*, got {best}"):
         plan(options(), cluster(), best=best)
 
 
@@ -268,7 +270,7 @@ def test_a_run_keeps_the_layout_that_was_chosen_when_it_began(tmp_path: Path) ->
     assert {each["layout"] for each in events(run, "begin")} == {first["layout"]}
     other = train(run, 1)
     assert other.returncode == 2
-    assert "has 2 devices, and 1 processes run" in other.stderr
+    assert "describes 2 devices but 1 processes are running" in other.stderr
 
 
 def test_a_plan_learns_from_the_runs_before_it(

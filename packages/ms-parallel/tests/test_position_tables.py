@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from foreign_models import FAMILIES as FOREIGN
 from foreign_models import SIZES
 from processes import run_processes
-from runs import FAMILIES, VOCABULARY, build, global_batch, my_rows, tiny
+from runs import FAMILIES, VOCABULARY, build, global_batch, local_rows, tiny
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ms_parallel import Engine, NextTokenLoss, operators
@@ -80,7 +80,7 @@ def tables_of(engine: Engine, recorded: Recorded) -> list[Tensor]:
         for name, module in stage.named_modules():
             if name.endswith("rotary_emb"):
                 module.register_forward_hook(keep)
-    engine.step(my_rows(global_batch(0), engine.groups), NextTokenLoss())
+    engine.step(local_rows(global_batch(0), engine.groups), NextTokenLoss())
     return seen
 
 
@@ -125,7 +125,7 @@ def losses(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         engine = build(job["settings"], groups, ops=recorded, **job["options"])
         tables = tables_of(engine, recorded)
         exact = all(each.dtype == torch.float32 and not is_rounded(each) for each in tables)
-        again = engine.step(my_rows(global_batch(1), groups), NextTokenLoss())
+        again = engine.step(local_rows(global_batch(1), groups), NextTokenLoss())
         found.append({"tables": len(tables), "exact": exact, "loss": again.loss})
     return found
 

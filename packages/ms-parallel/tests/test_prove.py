@@ -143,7 +143,7 @@ def test_the_command_names_the_smallest_counterexample(tmp_path: Path) -> None:
     assert ended.returncode == 1, ended.stderr
     proof = json.loads(ended.stdout)
     assert proof["outcomes"][0]["found"][0]["check"] == "leak"
-    assert "moves when another document's token is changed" in ended.stdout
+    assert "changes with a token of another document" in ended.stdout
 
 
 def test_an_unknown_model_is_refused_with_the_nearest() -> None:
@@ -158,11 +158,11 @@ def test_an_unknown_model_is_refused_with_the_nearest() -> None:
 def test_a_model_of_transformers_is_shrunk_by_whatever_names_it_has(name: str) -> None:
     """A class of whatever ending, or a type; GPT-2 counts its layers by `n_layer`."""
     subject = open_subject(name)
-    assert isinstance(subject.given, TransformersModel)
+    assert isinstance(subject.model, TransformersModel)
     assert subject.shrunk == "transformers' gpt2, 4 layers"
-    assert subject.vocabulary == subject.given.vocab_size == 48
-    assert subject.given.hidden_size == 32
-    assert subject.given.document["n_head"] == 4
+    assert subject.vocabulary == subject.model.vocab_size == 48
+    assert subject.model.hidden_size == 32
+    assert subject.model.document["n_head"] == 4
 
 
 def test_a_model_that_runs_in_no_process_does_not_hold() -> None:
@@ -189,8 +189,11 @@ def test_cases_begin_with_the_simplest_and_are_those_of_their_seed() -> None:
 @pytest.mark.parametrize(
     ("code", "why"),
     [
-        ("import time; time.sleep(60)", "nothing came for 2 s: a rank waits for another"),
-        ("while True: pass", "nothing came in 3 processor seconds"),
+        (
+            "import time; time.sleep(60)",
+            "no case finished in 2 s and all ranks are idle: a deadlock",
+        ),
+        ("while True: pass", "no case finished in 3 CPU seconds"),
         ("import time; [time.sleep(0.01) for _ in range(250) if sum(range(200000))]", None),
     ],
     ids=["rests", "computes for ever", "is slow"],
@@ -199,7 +202,7 @@ def test_processes_that_rest_or_never_end_are_stopped_and_slow_ones_are_not(
     code: str, why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long it takes: a busy machine makes no counterexample."""
-    monkeypatch.setattr(launch, "QUIET_S", 2.0)
+    monkeypatch.setattr(launch, "STALL_S", 2.0)
     monkeypatch.setattr(launch, "CASE_CPU_S", 3.0)
     process = subprocess.Popen([sys.executable, "-c", code])
     job = Job(subject="", seed=0, tolerance=0.0, cases={})

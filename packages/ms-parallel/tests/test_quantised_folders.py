@@ -154,7 +154,7 @@ FAULTS = {
     "few scales": r"q_proj.weight' as F8_E4M3 of shape .* with factors of shape \(1, 2\)",
     "other floats": r"q_proj.weight' as F8_E5M2",
     "scales of bytes": r"weight_scale_inv' as U8, which is not supported",
-    "lonely scales": r"holds 'model.norm.weight_scale', which the model .* does not have",
+    "lonely scales": r"has 'model.norm.weight_scale', which the model .* does not have",
     "not finite": r"q_proj.weight' with a NaN or an infinity",
 }
 

@@ -91,7 +91,7 @@ def test_a_model_in_the_folder_that_is_written_is_refused(
     assert main(["train", str(run)]) == 0
     before = (run.with_suffix("") / "model" / "model.safetensors").read_bytes()
     own = f"model={run.with_suffix('') / 'model'}"
-    assert "lies in output_dir" in refusal(capsys, run, "--set", own)
+    assert "is inside output_dir" in refusal(capsys, run, "--set", own)
     assert (run.with_suffix("") / "model" / "model.safetensors").read_bytes() == before
 
 
@@ -176,7 +176,7 @@ def test_a_run_never_starts_over_in_silence(
         else:
             shutil.rmtree(folder)
     for _ in range(2):
-        assert "no whole checkpoint is left" in refusal(capsys, run)
+        assert "no complete checkpoint is left" in refusal(capsys, run)
     checkpoints.rename(tmp_path / "away")
     capsys.readouterr()
     assert main(["train", str(run)]) == 0

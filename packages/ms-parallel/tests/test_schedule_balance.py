@@ -61,7 +61,8 @@ def test_memory_decides_where_work_does_not():
 
 
 @pytest.mark.parametrize(
-    ("times", "complaint"), [([1], "1 segments for 2 stages"), ([1, -2], "-2 is negative")]
+    ("times", "complaint"),
+    [([1], "1 segments for 2 stages"), ([1, -2], "must be at least 0, got -2")],
 )
 def test_what_cannot_be_split_is_refused(times, complaint):
     """Too few layers, or costs that are none."""

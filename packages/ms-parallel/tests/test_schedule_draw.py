@@ -38,7 +38,7 @@ def test_later_stages_are_small_letters_and_colours_are_asked_for():
     line = simulate(zb_v(2, 3), Costs.uniform(4))
     assert "·Ff" in draw_text(line, width=36 + int(line.makespan))
     assert "\x1b[" not in draw_text(line)
-    assert "\x1b[34mF\x1b[0m" in draw_text(line, colour=True)
+    assert "\x1b[34mF\x1b[0m" in draw_text(line, color=True)
 
 
 @pytest.mark.parametrize("schedule", [one_f_one_b(3, 4), zb_v(2, 4), dualpipe_v(2, 4)])
@@ -111,7 +111,7 @@ def test_a_pair_is_timed_one_after_the_other():
     assert any(action.parts for row in paired.actions for action in row)
     assert simulate(paired, costs).busy == simulate(apart, costs).busy
     assert simulate(paired, costs).makespan >= simulate(apart, costs).makespan
-    assert "pair, one after the other" in draw_svg(simulate(paired, costs))
+    assert "pair, run one after the other" in draw_svg(simulate(paired, costs))
 
 
 def test_a_page_is_whole_and_names_are_escaped():
@@ -146,7 +146,7 @@ def test_a_picture_says_what_its_colours_mean_and_is_dark_on_a_dark_page():
     """The kinds that are drawn, no others, and the red edge."""
     picture = draw_svg(simulate(zb_v(2, 4), Costs.uniform(4)))
     assert "forward (lighter: later stages)" in picture
-    assert "backward of weights" in picture
+    assert "weight backward" in picture
     assert "critical path" in picture
     assert "full backward" not in picture
     plain = draw_svg(simulate(one_f_one_b(2, 4), Costs.uniform(2)))

@@ -97,11 +97,11 @@ def test_the_critical_path_explains_the_makespan(ranks, microbatches, data):
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"forward": [1, -1]}, "-1 is negative"),
-        ({"forward": [1, float("nan")]}, "not a number"),
-        ({"forward": []}, "no stages"),
+        ({"forward": [1, -1]}, "must be at least 0, got -1"),
+        ({"forward": [1, float("nan")]}, "must be a finite number"),
+        ({"forward": []}, "at least one stage"),
         ({"backward_input": [1]}, "backward_input has 1 entries"),
-        ({"bandwidth": 0}, "bandwidth of 0"),
+        ({"bandwidth": 0}, "bandwidth must be above 0"),
         ({"retained": [2, 1]}, "stage 0 retains 2"),
     ],
 )

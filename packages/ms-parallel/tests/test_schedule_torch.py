@@ -63,7 +63,7 @@ def test_the_peer_reads_every_cell_of_ours(name):
     [
         ("0F0,0F0,0B0\n1F0,1B0\n", "0F0 occurs 2 times"),
         ("0F0,0B0\n1F0,1B0,1B0\n", "1B0 occurs 2 times"),
-        ("2F0,0F0,2B0,0B0\n1F0,3F0,3B0,1B0\n", "rank 0 stands at 2F0 and waits for 1F0"),
+        ("2F0,0F0,2B0,0B0\n1F0,3F0,3B0,1B0\n", "rank 0 is at 2F0 and waits for 1F0"),
     ],
 )
 def test_what_the_peer_lets_pass_is_caught(text, complaint):

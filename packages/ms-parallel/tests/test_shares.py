@@ -22,7 +22,7 @@ from test_kill_and_resume import assert_the_same, kill_one
 from ms_parallel import ConfigError
 from ms_parallel.cli import main
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.training.shares.row_shares import RowShares, seconds_of, share_out
+from ms_parallel.training.shares.row_shares import RowShares, assign_rows, step_seconds
 from ms_parallel.training.shares.setting import check_shares
 
 RUNS = Path(__file__).with_name("share_runs.py")
@@ -39,12 +39,12 @@ UNEQUAL = [[5, 3], [7, 1], [2, 6], [4, 4], [1, 7], [6, 2]]
 )
 def test_no_other_shares_end_earlier(rows: int, speeds: list[float]) -> None:
     """By trying all; each rank has a row, and all rows are given."""
-    found = share_out(rows, speeds)
+    found = assign_rows(rows, speeds)
     every = itertools.product(range(1, rows + 1), repeat=len(speeds))
-    best = min(seconds_of(each, speeds) for each in every if sum(each) == rows)
+    best = min(step_seconds(each, speeds) for each in every if sum(each) == rows)
     assert sum(found) == rows
     assert min(found) >= 1
-    assert seconds_of(found, speeds) == pytest.approx(best)
+    assert step_seconds(found, speeds) == pytest.approx(best)
 
 
 def test_noise_moves_no_shares_and_a_slow_rank_does() -> None:
@@ -61,7 +61,7 @@ def test_noise_moves_no_shares_and_a_slow_rank_does() -> None:
 
         seconds: tuple[float, float]
 
-        def _meet(self, seconds: float) -> list[float]:
+        def _exchange_seconds(self, seconds: float) -> list[float]:
             return list(self.seconds)
 
     told: list[str] = []
@@ -202,7 +202,7 @@ def test_a_killed_run_of_measured_shares_ends_bit_identical(shards: Path, tmp_pa
 @pytest.mark.parametrize(
     ("given", "layout", "said"),
     [
-        ({"shares": (8, 3)}, {"data": 2}, "add up to 11 rows and batch_size is 12; make them"),
+        ({"shares": (8, 3)}, {"data": 2}, "must add up to batch_size=12, got 11;"),
         ({"shares": (4, 4, 4)}, {"data": 2}, "3 numbers of rows and the layout 2 data ranks"),
         ({"shares": "measured"}, {"data": 2}, "gathers weights per microbatch .sharding='auto'."),
         (
@@ -218,7 +218,7 @@ def test_a_killed_run_of_measured_shares_ends_bit_identical(shards: Path, tmp_pa
         (
             {"shares": (8, 4), "sharding": "zero1", "fixed_schedule": True},
             {"data": 2, "pipeline": 2},
-            "name a schedule of any number, such as 1f1b",
+            "use a named schedule such as 1f1b",
         ),
     ],
 )
@@ -240,7 +240,7 @@ def test_a_setting_that_is_no_shares_is_one_line(
     run = write_run(tmp_path / "run.toml", shards, shares=value)
     assert main(["train", str(run)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "give 'equal', 'measured', or the rows of each data rank" in line
+    assert "must be 'equal', 'measured' or a list of rows per data rank" in line
 
 
 @pytest.mark.slow

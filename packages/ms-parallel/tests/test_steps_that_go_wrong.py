@@ -200,4 +200,4 @@ def test_a_number_is_a_spike_by_how_far_numbers_lie_apart() -> None:
     assert policy.is_spike(1.2, [1.0] * 4)
     assert not policy.is_spike(1.05, [1.0] * 4)
     assert not policy.is_spike(15.0, [1.0, 3.0, 2.0, 5.0])
-    assert policy.refuses(1.0, 99.0, [(1.0, 1.0)] * 4)
+    assert policy.rejects(1.0, 99.0, [(1.0, 1.0)] * 4)

@@ -137,7 +137,7 @@ def test_weights_that_are_no_safetensors_are_not_passed_over(corpus: Path, tmp_p
     folder = trainer(tmp_path / "a").train(corpus, steps=1).model_folder
     assert folder is not None
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="is a pickle, which is not read; convert it"):
+    with pytest.raises(ModelError, match="is a pickle, which is not supported; convert it"):
         Engine(folder)
     (folder / "pytorch_model.bin").unlink()
     index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00001.safetensors"}}
@@ -299,7 +299,7 @@ def test_facts_are_printed_for_people_and_as_json(
         "inspect": [str(write_run(tmp_path / "run.toml", Path("corpus")))],
         "doctor": ["--from", str(processors(tmp_path))],
     }[command]
-    printed = {"inspect": "memory of a rank", "doctor": "0 failures, 0 warnings"}[command]
+    printed = {"inspect": "peak memory per rank", "doctor": "0 failures, 0 warnings"}[command]
     assert main([command, *arguments]) == 0
     assert printed in capsys.readouterr().out
     assert main([command, *arguments, "--json"]) == 0

@@ -165,7 +165,7 @@ def test_commands_take_a_family_with_per_layer_head_sizes(tmp_path: Path) -> Non
 )
 def test_a_proof_cuts_per_layer_settings(kind: str, setting: str, expected: object) -> None:
     """To as many layers as are kept, one of each kind among them."""
-    config: Any = open_subject(kind).given
+    config: Any = open_subject(kind).model
     assert getattr(config.settings, setting) == expected
 
 

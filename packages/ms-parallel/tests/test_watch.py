@@ -56,8 +56,8 @@ def test_a_rank_that_stopped_is_named_before_those_that_wait() -> None:
     """Its last place stands first, then the groups of the others."""
     text = said(record(0), record(1), record(2, waits_in=""), record(3), r2=State.STOPPED)
     assert text == (
-        "rank 2 (process 102 on n1) is stopped (by SIGSTOP or a debugger); last heard of in step"
-        " 4, update, at engine.py:301 in update; ranks 0-1, 3 stood in step 4, update, waiting in"
+        "rank 2 (process 102 on n1) is stopped (by SIGSTOP or a debugger); last seen in step"
+        " 4, update, at engine.py:301 in update; ranks 0-1, 3: step 4, update, waiting in"
         " all_reduce, at engine.py:301 in update"
     )
 
@@ -65,7 +65,7 @@ def test_a_rank_that_stopped_is_named_before_those_that_wait() -> None:
 def test_a_rank_that_runs_elsewhere_is_named_as_running() -> None:
     """Nobody is gone: who waits for nothing kept the others."""
     text = said(record(0), record(1, waits_in="", line="mine.py:3 in load"), world=2)
-    assert text.startswith("rank 1 (process 101 on n1) runs and did not come: it is in step 4")
+    assert text.startswith("rank 1 (process 101 on n1) is running but missing: it is in step 4")
     assert "mine.py:3 in load" in text
 
 
@@ -77,9 +77,9 @@ def test_a_rank_that_only_lost_another_is_not_the_cause() -> None:
 
 def test_ranks_that_wait_in_different_steps_are_told_apart() -> None:
     """Those behind are named; where all wait in one step, that is said."""
-    assert said(record(0), record(1, step=3), world=2).startswith("rank 1 came no further than")
-    assert said(record(0), record(1), world=2).startswith("the ranks wait for one another")
-    assert said(record(0), world=2).startswith("rank 1 never began")
+    assert said(record(0), record(1, step=3), world=2).startswith("rank 1 only reached step")
+    assert said(record(0), record(1), world=2).startswith("the ranks wait for each other")
+    assert said(record(0), world=2).startswith("rank 1 never started")
 
 
 def test_thousands_of_ranks_are_told_in_few_words() -> None:
@@ -94,7 +94,7 @@ def test_thousands_of_ranks_are_told_in_few_words() -> None:
     ("how", "state"),
     [
         ("stopped", "is stopped (by SIGSTOP or a debugger)"),
-        ("slow", "runs and did not come"),
+        ("slow", "is running but missing"),
         ("killed", "is gone (killed"),
     ],
 )
@@ -109,7 +109,7 @@ def test_the_rank_that_does_not_come_is_named_by_one_of_the_others(how: str, sta
     assert f") {state}" in line
     assert "step 7, update" in line
     assert "faults.py" in line.split(";")[1 if how != "slow" else 0]
-    assert "ranks 0-1 stood in step 7, update, waiting in all_reduce, at " in line
+    assert "ranks 0-1: step 7, update, waiting in all_reduce, at " in line
     assert f"faults.py:{line_of_the_wait()} in wait_for_rank_2" in line
     assert "the same command resumes from the last complete checkpoint" in line
 
@@ -118,16 +118,16 @@ def test_ranks_that_call_different_collectives_are_told_apart() -> None:
     """The odd one by its process; of as many, both; messages between stages are no collectives."""
     text = said(record(0), record(1), record(2, waits_in="broadcast", line="a.py:3 in f"), world=3)
     assert text == (
-        "the ranks wait in different collectives, one of which somebody left out; rank 2 (process"
-        " 102 on n1) does not meet the others; ranks 0-1 stood in step 4, update, waiting in"
-        " all_reduce, at engine.py:301 in update; rank 2 stood in step 4, update, waiting in"
+        "the ranks wait in different collectives; some rank has skipped one; rank 2 (process"
+        " 102 on n1) differs from the others; ranks 0-1: step 4, update, waiting in"
+        " all_reduce, at engine.py:301 in update; rank 2: step 4, update, waiting in"
         " broadcast, at a.py:3 in f"
     )
     two = said(record(0), record(1, waits_in="barrier"), world=2)
     assert two.startswith("the ranks wait in different collectives")
-    assert "does not meet" not in two
+    assert "differs from" not in two
     stages = said(record(0), record(1, waits_in="recv of the gradient of stage 2"), world=2)
-    assert stages.startswith("the ranks wait for one another")
+    assert stages.startswith("the ranks wait for each other")
 
 
 def test_a_rank_in_another_collective_is_named_with_both_lines() -> None:
@@ -146,7 +146,7 @@ def test_a_wait_without_end_ends_when_rank_0_gives_no_sign() -> None:
     with pytest.raises(ProcessesFailedError) as failed:
         run_processes(2, FAULTS, "rank_0_stops_while_it_acts", timeout_s=60)
     said = str(failed.value)
-    assert "rank 0 acts for all ranks and gives no sign for 2 s: rank 0 (process " in said
+    assert "rank 0 acts for all ranks but does not respond for 2 s: rank 0 (process " in said
     assert "is stopped (by SIGSTOP" in said
 
 
@@ -166,9 +166,9 @@ def test_a_rank_whose_store_has_ended_waits_for_no_answer(
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         heartbeat, began = Heartbeat(1, 2, 10.0), time.monotonic()
         # Nobody can agree without the store, so one rank of each machine speaks.
-        assert heartbeat.speaks_first("loss") is (local_rank == "0")
-        assert heartbeat.who_is_missing() is None
-        heartbeat.wait_until_spoken()
+        assert heartbeat.claim_report("loss") is (local_rank == "0")
+        assert heartbeat.explain_missing() is None
+        heartbeat.wait_for_report()
         assert time.monotonic() - began < 2.0
 
 

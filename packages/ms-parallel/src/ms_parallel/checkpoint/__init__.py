@@ -1,4 +1,4 @@
-"""Checkpoints that load under any layout: safetensors files, a checked manifest, no pickles."""
+"""Checkpoints that load under any layout: safetensors files and a checked manifest, no pickle."""
 
 from ms_parallel.checkpoint.folder import (
     all_steps,

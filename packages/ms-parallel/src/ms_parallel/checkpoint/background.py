@@ -1,11 +1,13 @@
-"""Saves checkpoints beside the training: this process copies, another one writes.
+"""Background checkpoints: this process copies its state, a writing process stores it.
 
-A save is four things. All ranks plan who writes what, once, as their state keeps its shape. Each
-copies its part to memory that it shares with its writing process, and goes on training. Between
-steps all ranks say how far their writers are; when every file is durable, rank 0's writer is told
-to write the manifest and to give the checkpoint its name. When that is done, all are told. So
-collectives run on the main thread alone, and a checkpoint is complete or is none: whatever fails
-is raised on all ranks at the next step, and its folder never gets its name.
+A save has four phases. First, all ranks plan which rank writes which chunk; the plan is reused as
+long as the state keeps its shapes. Second, each rank copies its chunks to memory shared with its
+writing process and continues training. Third, ranks compare the progress of their writers between
+steps; when every file is durable, rank 0's writer writes the manifest and renames the folder.
+Fourth, all ranks learn that the checkpoint is complete.
+
+Collectives therefore run on the main thread only. If any rank fails, the error is raised on all
+ranks at the next step, and the folder never gets its final name.
 
 Memory: one copy of a rank's part of the state, kept from the first save on.
 """
@@ -31,49 +33,49 @@ from ms_parallel.checkpoint.writer import Writer, box_of, dtype_of, header_of_it
 from ms_parallel.cluster.agreement import sums
 from ms_parallel.errors import StuckWriterError, WriteError
 
-PAUSE_S = 0.002
-"""Between questions, where there is nothing else to do."""
+POLL_INTERVAL_S = 0.002
+"""Interval at which `finish` polls."""
 
 
 @frozen(kw_only=True, eq=False)
-class RankShare:
-    """What one rank writes of every checkpoint of a state."""
+class RankPlan:
+    """Chunks of a state that one rank writes in every checkpoint."""
 
     items: list[WriteItem]
     header: bytes
     sizes: list[int]
     """Bytes of each item."""
     metadata: Metadata
-    """Metadata of the whole state."""
+    """Metadata of the entire state."""
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-    """Dtypes and shapes of the state that the share was planned for."""
+    """Dtypes and shapes of the planned state."""
 
     @property
-    def parts(self) -> list[int]:
-        """Bytes of each part of the file that has a checksum."""
+    def part_bytes(self) -> list[int]:
+        """Bytes of the parts of the file with a checksum each: the header and the chunks."""
         return [len(self.header), *self.sizes] if self.items else []
 
 
 @frozen(kw_only=True, eq=False)
 class CheckpointJob:
-    """A checkpoint on its way."""
+    """A checkpoint that is being written."""
 
     folder: Path
     writer: Writer
     keep: int
     committing: bool = False
     error: str | None = None
-    """Why this rank could not begin, which all are told at the next question."""
+    """Local error before writing started, reported to all ranks at the next poll."""
     note: Callable[[], object] = field(factory=lambda: lambda: None)
-    """Called once it is complete."""
+    """Called once the checkpoint is complete."""
 
 
 class BackgroundSaver:
-    """Writes one checkpoint at a time, all ranks together; every method is called by all of them.
+    """Writes one checkpoint at a time. All methods are collective.
 
     Args:
-        root: where the checkpoints of the run lie.
-        keep: complete ones that are kept.
+        root: folder of the run's checkpoints.
+        keep: number of complete checkpoints to keep.
         timeout_s: seconds without progress after which a writing process counts as stuck.
     """
 
@@ -81,10 +83,10 @@ class BackgroundSaver:
         self.root, self.keep, self.timeout_s = root, keep, timeout_s
         self.memory = SharedMemory()
         self.process: WritingProcess | None = None
-        self.share: RankShare | None = None
+        self.rank_plan: RankPlan | None = None
         self.job: CheckpointJob | None = None
-        self.alone = not dist.is_initialized() or dist.get_world_size() == 1
-        self.rank = 0 if self.alone else dist.get_rank()
+        self.single_process = not dist.is_initialized() or dist.get_world_size() == 1
+        self.rank = 0 if self.single_process else dist.get_rank()
 
     def save(
         self,
@@ -94,61 +96,66 @@ class BackgroundSaver:
         facts: Mapping[str, Any],
         note: Callable[[], object],
     ) -> None:
-        """Begin a checkpoint; one that is still on its way is waited for.
+        """Start writing a checkpoint, after waiting for the previous one.
 
-        When this returns, the state may change: what is written is what it was.
+        The state may change once this returns.
 
         Args:
-            step: updates that have been made.
-            state: as `checkpoint.save` takes it.
-            facts: plain JSON values to keep beside the tensors; rank 0's are written.
+            step: number of steps taken.
+            state: tensors, as in `checkpoint.save`.
+            facts: metadata as plain JSON values; rank 0's are stored.
             note: called on every rank once the checkpoint is complete.
 
         Raises:
-            CheckpointError: the one before could not be written.
+            CheckpointError: the previous checkpoint could not be written.
         """
         self.finish()
-        share = self.share = self._plan(state)
+        rank_plan = self.rank_plan = self._plan(state)
         folder = step_folder(self.root, step)
         writer = Writer(folder, step=step, facts=facts)
-        error = self._copy(state, share) if share.items else None
+        error = self._copy(state, rank_plan) if rank_plan.items else None
         if self.process is None:
             self.process = WritingProcess(self.memory)
-        if share.items and error is None:
-            file = writer.aside / f"rank-{self.rank:05d}.safetensors"
-            self.process.ask(
-                {"kind": "write", "folder": str(folder), "file": str(file), "parts": share.parts}
+        if rank_plan.items and error is None:
+            file = writer.partial / f"rank-{self.rank:05d}.safetensors"
+            self.process.submit(
+                {
+                    "kind": "write",
+                    "folder": str(folder),
+                    "file": str(file),
+                    "parts": rank_plan.part_bytes,
+                }
             )
         self.job = CheckpointJob(
             folder=folder, writer=writer, keep=self.keep, error=error, note=note
         )
 
     def poll(self) -> None:
-        """Complete, between two steps, a checkpoint that is written, or raise why it cannot be.
+        """Complete a checkpoint that has been written, or raise its error; called between steps.
 
         Raises:
-            CheckpointError: on every rank, where any of them could not write.
-            StuckWriterError: on every rank, where a writing process made no progress for
-                `timeout_s`.
+            CheckpointError: a rank could not write; raised on every rank.
+            StuckWriterError: a writing process made no progress for `timeout_s`; raised on every
+                rank.
         """
         job = self.job
         if job is None:
             return
-        answer, error = self._answer(job)
-        stuck = None if answer is not None or error is not None else self._stuck(job)
+        result, error = self._writer_result(job)
+        stuck = None if result is not None or error is not None else self._stuck(job)
         done, failed, hung = self._sums(
-            float(answer is not None), float(error is not None), float(stuck is not None)
+            float(result is not None), float(error is not None), float(stuck is not None)
         )
         if failed or hung:
-            self._fail(job, error, stuck)
+            self._abort(job, error, stuck)
         if job.committing and done:
             self.job = None
             job.note()
-        elif not job.committing and done == (1 if self.alone else dist.get_world_size()):
-            self._commit(job, answer or {})
+        elif not job.committing and done == (1 if self.single_process else dist.get_world_size()):
+            self._commit(job, result or {})
 
     def finish(self) -> None:
-        """Wait until nothing is on its way.
+        """Wait until the current checkpoint is complete.
 
         Raises:
             CheckpointError: it could not be written.
@@ -156,121 +163,123 @@ class BackgroundSaver:
         while self.job is not None:
             self.poll()
             if self.job is not None:
-                sleep(PAUSE_S)
+                sleep(POLL_INTERVAL_S)
 
     def close(self) -> None:
-        """End the writing process, in the midst of a file if there is one."""
+        """Kill the writing process, even while it writes."""
         if self.process is not None:
             self.process.end()
         self.process, self.job = None, None
         self.memory.close()
 
-    def _answer(self, job: CheckpointJob) -> tuple[dict[str, Any] | None, str | None]:
-        """Return what this rank's writer answered, and why it failed; None for what is not there.
+    def _writer_result(self, job: CheckpointJob) -> tuple[dict[str, Any] | None, str | None]:
+        """Return the result of this rank's writer and its error; None for either if absent.
 
-        Away from rank 0 there is nothing to be said of a commit.
+        During the commit, only rank 0's writer has a job.
         """
         assert self.process is not None
-        assert self.share is not None
+        assert self.rank_plan is not None
         if job.error is not None or (job.committing and self.rank > 0):
             return None, job.error
-        if not job.committing and not self.share.items:
+        if not job.committing and not self.rank_plan.items:
             return {}, None
-        answer = self.process.answer()
-        error = None if answer is None else answer.get("error")
-        return (None, error) if error else (answer, None)
+        result = self.process.result()
+        error = None if result is None else result.get("error")
+        return (None, error) if error else (result, None)
 
     def _stuck(self, job: CheckpointJob) -> str | None:
         """Describe this rank's writing process if it made no progress for `timeout_s`."""
         assert self.process is not None
-        silent_s = monotonic() - self.process.last_sign
+        silent_s = monotonic() - self.process.last_activity
         # Each poll is a successful collective, so no timeout of the process group ever fires.
         if silent_s < self.timeout_s or (job.committing and self.rank > 0):
             return None
         return (
             f"rank {self.rank}: the process that writes checkpoints made no progress for"
-            f" {silent_s:.0f} s while writing {job.folder}: it is stopped, or its disk does not"
-            " answer; the checkpoint before is complete: rerun the same command to resume"
+            f" {silent_s:.0f} s while writing {job.folder}: it is suspended, or its disk does not"
+            " respond; the previous checkpoint is complete: rerun the same command to resume"
         )
 
-    def _commit(self, job: CheckpointJob, answer: Mapping[str, Any]) -> None:
-        """Have the manifest written and the folder named, now that all files are durable."""
-        found: list[Any] = [None] * (1 if self.alone else dist.get_world_size())
-        mine = self._results(answer)
-        if self.alone:
-            found = [mine]
+    def _commit(self, job: CheckpointJob, result: Mapping[str, Any]) -> None:
+        """Let rank 0 write the manifest and rename the folder, once all files are durable."""
+        gathered: list[Any] = [None] * (1 if self.single_process else dist.get_world_size())
+        local = self._results(result)
+        if self.single_process:
+            gathered = [local]
         else:
-            dist.gather_object(mine, found if self.rank == 0 else None, dst=0)
+            dist.gather_object(local, gathered if self.rank == 0 else None, dst=0)
         self.job = CheckpointJob(
             folder=job.folder, writer=job.writer, keep=job.keep, committing=True, note=job.note
         )
         if self.rank > 0:
             return
         assert self.process is not None
-        assert self.share is not None
-        manifest = job.writer.manifest(self.share.metadata, found)
+        assert self.rank_plan is not None
+        manifest = job.writer.manifest(self.rank_plan.metadata, gathered)
         old = [step_folder(self.root, step) for step in complete_steps(self.root)]
-        self.process.ask(
+        self.process.submit(
             {
                 "kind": "commit",
                 "folder": str(job.folder),
-                "aside": str(job.writer.aside),
+                "aside": str(job.writer.partial),
                 "manifest": [MANIFEST, manifest.encode().decode()],
                 "last": [str(self.root / LAST), f"{job.writer.step}\n"],
-                "removed": [str(each) for each in [*old, job.folder][: -job.keep]],
+                "removed": [str(folder) for folder in [*old, job.folder][: -job.keep]],
             }
         )
 
-    def _results(self, answer: Mapping[str, Any]) -> list[WriteResult]:
-        """List what this rank has written, as the manifest says it."""
-        assert self.share is not None
-        if not self.share.items:
+    def _results(self, result: Mapping[str, Any]) -> list[WriteResult]:
+        """Describe this rank's chunks and file for the manifest."""
+        assert self.rank_plan is not None
+        if not self.rank_plan.items:
             return []
-        name, header = f"rank-{self.rank:05d}.safetensors", self.share.header
-        of_header, *checksums = answer["checksums"]
-        begin, results = len(header), []
-        sizes = self.share.sizes
-        for item, size, checksum in zip(self.share.items, sizes, checksums, strict=True):
+        name, header = f"rank-{self.rank:05d}.safetensors", self.rank_plan.header
+        header_crc32, *checksums = result["checksums"]
+        offset, results = len(header), []
+        sizes = self.rank_plan.sizes
+        for item, size, checksum in zip(self.rank_plan.items, sizes, checksums, strict=True):
             box = box_of(item)
             chunk = Chunk(
                 file=name,
-                begin=begin,
+                begin=offset,
                 size_bytes=size,
                 crc32=checksum,
                 offsets=tuple(box.offsets),
                 shape=tuple(box.sizes),
             )
-            begin += size
+            offset += size
             results.append(WriteResult(item.index, size, chunk))
-        whole = SavedFile(
-            name=name, size_bytes=begin, header_bytes=len(header), header_crc32=of_header
+        saved_file = SavedFile(
+            name=name, size_bytes=offset, header_bytes=len(header), header_crc32=header_crc32
         )
-        return [*results, WriteResult(MetadataIndex(name), len(header), whole)]
+        return [*results, WriteResult(MetadataIndex(name), len(header), saved_file)]
 
-    def _fail(self, job: CheckpointJob, error: str | None, stuck: str | None) -> None:
-        """Give up a checkpoint on all ranks, with the words of the first that could not write."""
+    def _abort(self, job: CheckpointJob, error: str | None, stuck: str | None) -> None:
+        """Abort the checkpoint on all ranks; raise the error of the lowest rank that failed."""
         reasons = [(error, stuck)]
-        if not self.alone:
+        if not self.single_process:
             reasons = [(None, None)] * dist.get_world_size()
             dist.all_gather_object(reasons, (error, stuck))
         self.close()
         if hung := next((stuck for _, stuck in reasons if stuck), None):
-            raise StuckWriterError(hung)  # the folder is left alone: its disk may not answer
+            raise StuckWriterError(hung)  # the folder is not removed, as its disk may not respond
         if self.rank == 0:
             job.writer.discard()
         raise WriteError(next(error for error, _ in reasons if error))
 
-    def _plan(self, state: Mapping[str, Tensor]) -> RankShare:
-        """Plan who writes what; keep the plan as long as the state keeps its dtypes and shapes."""
+    def _plan(self, state: Mapping[str, Tensor]) -> RankPlan:
+        """Plan which rank writes which chunk; reuse the plan while dtypes and shapes are equal."""
         shapes = {name: (t.dtype, tuple(t.shape)) for name, t in state.items()}
-        if self.share is not None and self.share.shapes == shapes:
-            return self.share
+        if self.rank_plan is not None and self.rank_plan.shapes == shapes:
+            return self.rank_plan
         planner = DefaultSavePlanner()
         planner.set_up_planner(dict(state), None, self.rank == 0)
-        local = Writer(self.root, step=0, facts={}).prepare_local_plan(planner.create_local_plan())
-        whole, metadata = self._agree(planner, local)
-        items = sorted(whole.items, key=lambda item: -dtype_of(item).itemsize)
-        return RankShare(
+        local_plan = Writer(self.root, step=0, facts={}).prepare_local_plan(
+            planner.create_local_plan()
+        )
+        plan, metadata = self._global_plan(planner, local_plan)
+        items = sorted(plan.items, key=lambda item: -dtype_of(item).itemsize)
+        return RankPlan(
             items=items,
             header=header_of_items(items),
             sizes=[box_of(item).sizes.numel() * dtype_of(item).itemsize for item in items],
@@ -278,43 +287,45 @@ class BackgroundSaver:
             shapes=shapes,
         )
 
-    def _agree(self, planner: DefaultSavePlanner, local: SavePlan) -> tuple[SavePlan, Metadata]:
-        """Plan with all ranks to write once what is replicated; return this rank's part."""
-        if self.alone:
-            (whole,), metadata = planner.create_global_plan([local])
-            return whole, metadata
+    def _global_plan(
+        self, planner: DefaultSavePlanner, local_plan: SavePlan
+    ) -> tuple[SavePlan, Metadata]:
+        """Deduplicate replicated chunks over all ranks; return this rank's plan."""
+        if self.single_process:
+            (plan,), metadata = planner.create_global_plan([local_plan])
+            return plan, metadata
         count = dist.get_world_size()
         plans: list[Any] = [None] * count
-        dist.gather_object(local, plans if self.rank == 0 else None, dst=0)
-        parts: list[Any] = [None] * count
+        dist.gather_object(local_plan, plans if self.rank == 0 else None, dst=0)
+        rank_plans: list[Any] = [None] * count
         if self.rank == 0:
-            found, metadata = planner.create_global_plan(plans)
-            parts = [(plan, metadata) for plan in found]
-        mine: list[Any] = [None]
-        dist.scatter_object_list(mine, parts if self.rank == 0 else None, src=0)
-        return mine[0][0], mine[0][1]
+            global_plans, metadata = planner.create_global_plan(plans)
+            rank_plans = [(plan, metadata) for plan in global_plans]
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, rank_plans if self.rank == 0 else None, src=0)
+        return received[0][0], received[0][1]
 
     @torch.no_grad()
-    def _copy(self, state: Mapping[str, Tensor], share: RankShare) -> str | None:
-        """Copy the file's bytes into the memory that the writing process reads; say why if not."""
+    def _copy(self, state: Mapping[str, Tensor], rank_plan: RankPlan) -> str | None:
+        """Copy this rank's chunks to shared memory; return an error message on failure."""
         planner = DefaultSavePlanner()
         planner.set_up_planner(dict(state), None, self.rank == 0)
         try:
-            buffer = self.memory.of_size(sum(share.parts))
+            buffer = self.memory.of_size(sum(rank_plan.part_bytes))
         except OSError as error:
-            size = sum(share.parts)
-            why = f"no memory for a copy of {size:,} bytes: {error.strerror}"
-            return f"{why}; turn async_checkpoints off"
-        begin = len(share.header)
-        buffer[:begin].copy_(torch.frombuffer(bytearray(share.header), dtype=torch.uint8))
-        for item, size in zip(share.items, share.sizes, strict=True):
+            size = sum(rank_plan.part_bytes)
+            reason = f"no memory for a copy of {size:,} bytes: {error.strerror}"
+            return f"{reason}; set async_checkpoints to false"
+        offset = len(rank_plan.header)
+        buffer[:offset].copy_(torch.frombuffer(bytearray(rank_plan.header), dtype=torch.uint8))
+        for item, size in zip(rank_plan.items, rank_plan.sizes, strict=True):
             if size:
                 source = planner.resolve_data(item)
                 assert isinstance(source, Tensor)
-                target = buffer[begin : begin + size].view(source.dtype).view(source.shape)
+                target = buffer[offset : offset + size].view(source.dtype).view(source.shape)
                 target.copy_(source.detach())
-            begin += size
+            offset += size
         return None
 
     def _sums(self, *values: float) -> list[float]:
-        return list(values) if self.alone else sums(*values)
+        return list(values) if self.single_process else sums(*values)

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: which are complete, which may be deleted, what a crash left."""
+"""Folder of a run's checkpoints: complete, damaged and unfinished ones."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from ms_parallel.files.durable import publish, write_file, writing
 STEP = re.compile(r"step-([0-9]{8,15})")
 DAMAGED = re.compile(r"step-[0-9]{8,15}\.damaged-[0-9]+")
 LAST = "last"
-"""Holds the last step whose checkpoint was completed, so that a loss of all is seen."""
+"""File with the last completed step; shows that there were checkpoints if all are lost."""
 LEFTOVER = re.compile(r"step-[0-9]{8,15}\.(partial|removed)")
 
 
@@ -21,25 +21,25 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def all_steps(root: Path) -> list[int]:
-    """List the steps of everything that has a checkpoint's name, complete or not, ascending."""
-    found = [STEP.fullmatch(name) for name in _names(root)]
-    return sorted(int(match[1]) for match in found if match)
+    """List the steps of all checkpoint folders, complete or not, in ascending order."""
+    matches = [STEP.fullmatch(name) for name in _names(root)]
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def complete_steps(root: Path) -> list[int]:
-    """List the steps of the checkpoints that have a manifest, ascending."""
+    """List the steps of the checkpoints that have a manifest, in ascending order."""
     return [step for step in all_steps(root) if (step_folder(root, step) / MANIFEST).is_file()]
 
 
 def was_begun(root: Path) -> bool:
-    """Return whether a checkpoint was ever completed here, whatever has become of it."""
+    """Return whether a checkpoint was ever completed here, even if it is damaged or lost now."""
     return any(
         name == LAST or STEP.fullmatch(name) or DAMAGED.fullmatch(name) for name in _names(root)
     )
 
 
 def note_last(root: Path, step: int) -> None:
-    """Keep in mind that the checkpoint of `step` was completed."""
+    """Record that the checkpoint of `step` was completed."""
     write_file(root / LAST, b"%d\n" % step)
 
 
@@ -50,29 +50,29 @@ def _names(root: Path) -> list[str]:
 def keep_last(root: Path, count: int) -> None:
     """Delete all but the last `count` complete checkpoints.
 
-    Each is renamed first, so that a crash leaves no half of one that looks complete.
+    Each is renamed before it is deleted, so that a crash leaves no partial one that looks complete.
     """
     for step in complete_steps(root)[:-count]:
         folder = step_folder(root, step)
-        doomed = folder.with_name(folder.name + ".removed")
+        removed = folder.with_name(folder.name + ".removed")
         with writing(folder):
-            publish(folder, doomed)
-            shutil.rmtree(doomed)
+            publish(folder, removed)
+            shutil.rmtree(removed)
 
 
 def set_aside(root: Path, step: int) -> Path:
-    """Rename a damaged checkpoint so that it is neither used nor lost; return its new place."""
+    """Rename a damaged checkpoint, so that it is not used but not lost; return its new path."""
     folder = step_folder(root, step)
     number = 1
-    while (aside := folder.with_name(f"{folder.name}.damaged-{number}")).exists():
+    while (renamed := folder.with_name(f"{folder.name}.damaged-{number}")).exists():
         number += 1
     with writing(folder):
-        publish(folder, aside)
-    return aside
+        publish(folder, renamed)
+    return renamed
 
 
 def sweep(root: Path) -> None:
-    """Remove what a crash during a save or a deletion has left."""
+    """Remove leftovers of interrupted saves and deletions."""
     if root.is_dir():
         for path in root.iterdir():
             if LEFTOVER.fullmatch(path.name):

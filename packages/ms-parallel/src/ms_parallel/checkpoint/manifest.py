@@ -1,8 +1,8 @@
-"""What a checkpoint's folder holds, as `checkpoint.json` says it, checked when it is read.
+"""Manifest of a checkpoint, `checkpoint.json`, validated when read.
 
-Tensors lie in `rank-*.safetensors`, a file a rank, cut into the chunks that each rank held.
-The manifest says where every chunk lies and what its bytes must add up to, so that any number
-of ranks can read just the chunks they need, and every byte of every file is covered.
+Tensors are in `rank-*.safetensors`, one file per rank, split into the chunks of each rank. The
+manifest has the position and checksum of every chunk, so that any number of ranks can read just the
+chunks they need, and every byte of every file is covered.
 """
 
 import math
@@ -23,11 +23,11 @@ MANIFEST = "checkpoint.json"
 MANIFEST_LIMIT_BYTES = 1 << 30
 FILE_NAME = re.compile(r"rank-[0-9]{5,10}\.safetensors")
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
-"""dtype of each of safetensors' names."""
+"""torch dtype by safetensors name."""
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A box of one tensor, and its bytes in one file."""
+    """A box of a tensor and its bytes in a file."""
 
     file: str
     begin: int
@@ -35,12 +35,12 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     size_bytes: int
     crc32: int
     offsets: tuple[int, ...]
-    """Where the box begins in the tensor, a number for each dim."""
+    """Start of the box in each dim of the tensor."""
     shape: tuple[int, ...]
 
 
 class SavedTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tensor: its global shape and the chunks that together fill it."""
+    """Global shape of a tensor and the chunks that fill it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class SavedTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class SavedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One safetensors file; its header has a checksum of its own."""
+    """A safetensors file; its header has a separate checksum."""
 
     name: str
     size_bytes: int
@@ -59,17 +59,17 @@ class SavedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Manifest(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="checkpoint.v1"
 ):
-    """All that a checkpoint holds."""
+    """Contents of a checkpoint."""
 
     step: int
-    """Updates that had been made."""
+    """Number of steps taken."""
     tensors: dict[str, SavedTensor]
     files: tuple[SavedFile, ...]
     facts: dict[str, Any]
-    """What its writer wants back beside the tensors; plain JSON."""
+    """Metadata besides the tensors, as plain JSON."""
 
     def encode(self) -> bytes:
-        """Encode the manifest as the bytes of `checkpoint.json`, with their checksum."""
+        """Encode the manifest with its checksum, as the content of `checkpoint.json`."""
         content = msgspec.json.encode(self)
         return msgspec.json.encode(_Sealed(crc32=zlib.crc32(content), content=msgspec.Raw(content)))
 
@@ -80,10 +80,10 @@ class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest of a checkpoint's folder.
+    """Read and validate the manifest of a checkpoint's folder.
 
     Raises:
-        DamageError: it is not what was written, or it contradicts itself.
+        DamageError: the file is damaged or inconsistent.
     """
     path = folder / MANIFEST
     content = read_bytes(path, error=DamageError, limit_bytes=MANIFEST_LIMIT_BYTES)
@@ -102,9 +102,9 @@ def _decode(path: Path, content: bytes) -> Manifest:
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
-    """Yield what cannot be true in a manifest; stop at the first impossible tensor or chunk."""
+    """Yield inconsistencies of a manifest; stop at the first invalid tensor or chunk."""
     files = {file.name: file for file in manifest.files}
-    filled = Counter({file.name: file.header_bytes for file in manifest.files})
+    file_bytes = Counter({file.name: file.header_bytes for file in manifest.files})
     for name in files:
         if not FILE_NAME.fullmatch(name):
             yield f"{name!r} is not the name of a file in this folder"
@@ -114,13 +114,13 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
             return
         for chunk in tensor.chunks:
             if not _fits(chunk, tensor, files.get(chunk.file)):
-                yield f"a chunk of tensor {name!r} lies outside its tensor or file"
+                yield f"a chunk of tensor {name!r} is outside its tensor or file"
                 return
-            filled[chunk.file] += chunk.size_bytes
+            file_bytes[chunk.file] += chunk.size_bytes
         if sum(math.prod(chunk.shape) for chunk in tensor.chunks) != math.prod(tensor.shape):
             yield f"the chunks of tensor {name!r} do not fill it"
     for name, file in files.items():
-        if filled[name] != file.size_bytes:
+        if file_bytes[name] != file.size_bytes:
             yield f"the chunks in {name} do not fill it"
 
 
@@ -129,7 +129,7 @@ def _fits(chunk: Chunk, tensor: SavedTensor, file: SavedFile | None) -> bool:
         return False
     boxes = zip(chunk.offsets, chunk.shape, tensor.shape, strict=True)
     inside = all(
-        offset >= 0 and size >= 0 and offset + size <= whole for offset, size, whole in boxes
+        offset >= 0 and size >= 0 and offset + size <= extent for offset, size, extent in boxes
     )
     size_bytes = math.prod(chunk.shape) * DTYPES[tensor.dtype].itemsize
     in_file = file.header_bytes <= chunk.begin and chunk.begin + size_bytes <= file.size_bytes

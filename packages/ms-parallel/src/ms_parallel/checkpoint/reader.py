@@ -1,4 +1,4 @@
-"""The storage side of `torch.distributed.checkpoint.load`: checks each chunk that it reads."""
+"""Storage reader for `torch.distributed.checkpoint.load` that verifies every chunk it reads."""
 
 import os
 import zlib
@@ -23,29 +23,29 @@ from ms_parallel.files.untrusted import open_file
 
 
 class Reader(StorageReader):
-    """Reads the chunks of one checkpoint that this rank's tensors overlap.
+    """Reads the chunks of a checkpoint that overlap this rank's tensors.
 
-    One chunk is in memory at a time, and only after its file's size has been compared with the
-    manifest.
+    One chunk is in memory at a time. File sizes are compared with the manifest before memory is
+    allocated.
 
     Args:
-        folder: the checkpoint's own folder.
-        manifest: what it holds.
-        wanted: shape of each tensor that will be filled.
+        folder: folder of the checkpoint.
+        manifest: its manifest.
+        shapes: global shape of each tensor to be loaded.
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, wanted: Mapping[str, tuple[int, ...]]
+        self, folder: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.wanted = wanted
+        self.shapes = shapes
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing, as nothing is kept between checkpoints."""
+        """Do nothing: the reader is not reused."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Say in torch's terms which boxes of which tensors there are."""
+        """Convert the manifest to torch's metadata."""
         tensors = self.manifest.tensors.items()
         return Metadata(
             {
@@ -61,43 +61,43 @@ class Reader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Check that all is there in the shape that this run needs, before anything is planned.
+        """Check that all tensors exist with the right shape, before planning.
 
         Raises:
-            CheckpointError: a tensor is missing, or has another shape.
+            CheckpointError: a tensor is missing or has another shape.
         """
-        for name, shape in self.wanted.items():
+        for name, shape in self.shapes.items():
             saved = self.manifest.tensors.get(name)
             if saved is None or saved.shape != shape:
-                there = "is missing" if saved is None else f"has shape {saved.shape}"
+                problem = "is missing" if saved is None else f"has shape {saved.shape}"
                 raise CheckpointError(
-                    f"{self.folder}: tensor {name!r} {there} and this run needs {shape};"
-                    " it is a checkpoint of another model: choose another output_dir"
+                    f"{self.folder}: tensor {name!r} {problem} but this run needs {shape}, so it is"
+                    " a checkpoint of another model; set another output_dir"
                 )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Take the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Take the plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read, check and copy every chunk that the plan asks for, each of them once.
+        """Read and verify each planned chunk once, and copy it to the tensors.
 
         Raises:
-            DamageError: names the file and the tensor whose bytes are not those written.
+            DamageError: the bytes of a tensor have changed; names its file.
         """
-        wanted: dict[str, dict[int, tuple[str, Chunk, list[ReadItem]]]] = {}
+        requests: dict[str, dict[int, tuple[str, Chunk, list[ReadItem]]]] = {}
         for item in plan.items:
             name = item.storage_index.fqn
             chunk = self._chunk(name, tuple(item.storage_index.offset or ()))
-            in_file = wanted.setdefault(chunk.file, {})
+            in_file = requests.setdefault(chunk.file, {})
             in_file.setdefault(chunk.begin, (name, chunk, []))[2].append(item)
         for file in self.manifest.files:
-            if file.name in wanted:
-                self._read_file(file, wanted[file.name], planner)
+            if file.name in requests:
+                self._read_file(file, requests[file.name], planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -109,19 +109,19 @@ class Reader(StorageReader):
     def _read_file(
         self,
         file: SavedFile,
-        wanted: dict[int, tuple[str, Chunk, list[ReadItem]]],
+        requests: dict[int, tuple[str, Chunk, list[ReadItem]]],
         planner: LoadPlanner,
     ) -> None:
         path = self.folder / file.name
         try:
             with open_file(path, error=DamageError) as stream:
-                found = os.fstat(stream.fileno()).st_size
-                if found != file.size_bytes:
+                size_bytes = os.fstat(stream.fileno()).st_size
+                if size_bytes != file.size_bytes:
                     raise DamageError(
-                        f"{path}: has {found} bytes where {file.size_bytes} were written"
+                        f"{path}: has {size_bytes} bytes but {file.size_bytes} were written"
                     )
                 _read(stream, path, "header", 0, file.header_bytes, file.header_crc32)
-                for begin, (name, chunk, items) in sorted(wanted.items()):
+                for begin, (name, chunk, items) in sorted(requests.items()):
                     content = _read(stream, path, name, begin, chunk.size_bytes, chunk.crc32)
                     self._copy(name, chunk, items, content, planner)
         except OSError as error:
@@ -149,7 +149,7 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True, as any path will do."""
+        """Accept any path."""
         return True
 
 

@@ -1,4 +1,4 @@
-"""Memory that this process shares with the one that writes, and that process itself."""
+"""Shared memory for background checkpoints, and the process that writes it to disk."""
 
 import json
 import mmap
@@ -17,13 +17,13 @@ from torch import Tensor
 
 PACKAGES = str(Path(__file__).resolve().parents[2])
 PROGRAM = ["-P", "-m", "ms_parallel.files.writing_process"]
-"""What the interpreter is given; `-P`, as a module of the user's may be called as one of ours."""
-KILL_S = 5.0
-"""Seconds that a killed process gets to end."""
+"""Arguments of the interpreter; `-P` because a user's module may have the name of one of ours."""
+KILL_TIMEOUT_S = 5.0
+"""Seconds to wait for a killed process."""
 
 
 class SharedMemory:
-    """Memory without a name, which goes with the last process that has it."""
+    """Anonymous shared memory, freed when the last process that maps it exits."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("checkpoint")
@@ -31,19 +31,19 @@ class SharedMemory:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def of_size(self, size: int) -> Tensor:
-        """Return `size` bytes of it; what was allocated is kept from one call to the next.
+        """Return the first `size` bytes; the memory is reused between calls and only grows.
 
         Raises:
-            OSError: there is no more memory.
+            OSError: not enough memory.
         """
         if len(self._buffer) < size:
-            os.posix_fallocate(self.descriptor, 0, size)  # where there is none, say so now
+            os.posix_fallocate(self.descriptor, 0, size)  # fails now rather than on first access
             self._mapped = mmap.mmap(self.descriptor, size)
             self._buffer = torch.frombuffer(self._mapped, dtype=torch.uint8)
         return self._buffer[:size]
 
     def close(self) -> None:
-        """Give it back."""
+        """Free the memory."""
         self._buffer, self._mapped = torch.empty(0, dtype=torch.uint8), None
         if self.descriptor >= 0:
             os.close(self.descriptor)
@@ -51,10 +51,10 @@ class SharedMemory:
 
 
 class WritingProcess:
-    """`ms_parallel.files.writing_process`, which does one job at a time.
+    """A process that runs `ms_parallel.files.writing_process`, one job at a time.
 
     Args:
-        memory: what it reads.
+        memory: memory with the bytes to write.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -67,55 +67,55 @@ class WritingProcess:
             pass_fds=(memory.descriptor,),
             env={**os.environ, "PYTHONPATH": path},
         )
-        self.last_sign = monotonic()
-        """When the process last answered, reported progress or was given a job."""
-        self._waiting = b""
-        self._answered: dict[str, Any] | None = None
+        self.last_activity = monotonic()
+        """Time of the last job, progress report or result."""
+        self._unread = b""
+        self._result: dict[str, Any] | None = None
 
-    def ask(self, job: Mapping[str, Any]) -> None:
-        """Give it a job; what comes of it is its next answer, also if it is not there any more."""
+    def submit(self, job: Mapping[str, Any]) -> None:
+        """Send a job; its result, or the death of the process, is the next `result`."""
         assert self._process.stdin is not None
-        self._answered, self.last_sign = None, monotonic()
+        self._result, self.last_activity = None, monotonic()
         try:
             self._process.stdin.write(json.dumps(job).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             return
 
-    def answer(self) -> dict[str, Any] | None:
-        """Return what came of the job, however often it is asked; None while the job runs."""
-        if self._answered is None:
-            self._answered = self._read()
-        return self._answered
+    def result(self) -> dict[str, Any] | None:
+        """Return the result of the job; None while it runs."""
+        if self._result is None:
+            self._result = self._read()
+        return self._result
 
     def _read(self) -> dict[str, Any] | None:
         assert self._process.stdout is not None
         pipe = self._process.stdout.fileno()
         while True:
-            while b"\n" not in self._waiting:
+            while b"\n" not in self._unread:
                 if not select.select([pipe], [], [], 0)[0]:
                     return None
-                piece = os.read(pipe, 1 << 16)
-                if not piece:
-                    return {"error": f"{_ending(self._process.wait())}; run the same again"}
-                self._waiting += piece
-            line, _, self._waiting = self._waiting.partition(b"\n")
+                data = os.read(pipe, 1 << 16)
+                if not data:
+                    return {"error": f"{_exit_text(self._process.wait())}; rerun the same command"}
+                self._unread += data
+            line, _, self._unread = self._unread.partition(b"\n")
             message: dict[str, Any] = json.loads(line)
-            self.last_sign = monotonic()
+            self.last_activity = monotonic()
             if "written" not in message:
                 return message
 
     def end(self) -> None:
-        """Kill the process and wait until it is gone, or is stuck in the kernel."""
+        """Kill the process and wait until it has exited or is stuck in the kernel."""
         self._process.kill()
-        with suppress(subprocess.TimeoutExpired):  # a dead file server holds it beyond SIGKILL
-            self._process.wait(KILL_S)
+        with suppress(subprocess.TimeoutExpired):  # I/O on a dead file server outlives SIGKILL
+            self._process.wait(KILL_TIMEOUT_S)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            with suppress(BrokenPipeError):  # of what it was still to be told
+            with suppress(BrokenPipeError):  # unsent bytes
                 pipe.close()
 
 
-def _ending(code: int) -> str:
+def _exit_text(code: int) -> str:
     how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
     return f"the process that writes checkpoints ended {how}"

@@ -1,4 +1,4 @@
-"""Saves and loads a state of tensors, alone or together with the other ranks."""
+"""Saves and loads a state dict of tensors, on one or many ranks."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,25 +18,25 @@ from ms_parallel.errors import CheckpointError, ParallelError
 
 
 def save(folder: Path, state: Mapping[str, Tensor], *, step: int, facts: Mapping[str, Any]) -> None:
-    """Write a checkpoint; every rank calls this with its own part of the state.
+    """Write a checkpoint. Collective: every rank passes its part of the state.
 
-    The folder appears under its name when all ranks have written and synced their files, and
-    not before. What is replicated is written once.
+    The folder gets its name after all ranks have written and synced their files. Replicated tensors
+    are written once.
 
     Args:
-        folder: the checkpoint's own folder, which must not exist.
-        state: DTensors, and plain tensors that are equal on every rank that has them.
-        step: updates that have been made.
-        facts: plain JSON values to keep beside the tensors; rank 0's are written.
+        folder: folder of the checkpoint; must not exist.
+        state: DTensors, and plain tensors that are equal on all ranks that have them.
+        step: number of steps taken.
+        facts: metadata as plain JSON values; rank 0's are stored.
 
     Raises:
-        CheckpointError: on every rank, when any of them cannot write: a full disk, say.
+        CheckpointError: a rank could not write, for example on a full disk; raised on every rank.
     """
     writer = Writer(folder, step=step, facts=facts)
     try:
-        with _quiet():
-            alone = not dist.is_initialized()
-            state_dict_saver.save(dict(state), storage_writer=writer, no_dist=alone)
+        with _without_warning():
+            single_process = not dist.is_initialized()
+            state_dict_saver.save(dict(state), storage_writer=writer, no_dist=single_process)
     except CheckpointException as failure:
         if not dist.is_initialized() or dist.get_rank() == 0:
             writer.discard()
@@ -44,36 +44,38 @@ def save(folder: Path, state: Mapping[str, Tensor], *, step: int, facts: Mapping
 
 
 def load(folder: Path, manifest: Manifest, state: Mapping[str, Tensor]) -> None:
-    """Fill the state's tensors in place from a checkpoint, whatever layout wrote it.
+    """Load a checkpoint written under any layout into the tensors of a state, in place.
 
     Args:
-        folder: the checkpoint's own folder.
-        manifest: what `read_manifest(folder)` gave.
-        state: names and tensors to fill; the checkpoint may hold more.
+        folder: folder of the checkpoint.
+        manifest: the result of `read_manifest(folder)`.
+        state: tensors to fill, by name; the checkpoint may have more.
 
     Raises:
-        DamageError: on every rank, when a byte that any of them needs has changed.
-        CheckpointError: a tensor is missing, or has another shape.
+        DamageError: bytes that a rank needs have changed; raised on every rank.
+        CheckpointError: a tensor is missing or has another shape.
     """
     try:
-        with _quiet():
+        with _without_warning():
             reader = Reader(folder, manifest, {name: tuple(t.shape) for name, t in state.items()})
-            alone = not dist.is_initialized()
-            state_dict_loader.load(dict(state), storage_reader=reader, no_dist=alone)
+            single_process = not dist.is_initialized()
+            state_dict_loader.load(dict(state), storage_reader=reader, no_dist=single_process)
     except CheckpointException as failure:
         raise _cause(failure, folder) from failure
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide torch's warning while the block runs: one process needs no group."""
+def _without_warning() -> Iterator[None]:
+    """Suppress torch's warning that no process group is initialized."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def _cause(failure: CheckpointException, folder: Path) -> BaseException:
-    """Return the lowest rank's error that is ours; where there is none, wrap the lowest rank's."""
+    """Return the lowest rank's `ParallelError`, or else wrap the lowest rank's error."""
     causes = [failure.failures[rank][0] for rank in sorted(failure.failures)]
-    ours = [cause for cause in causes if isinstance(cause, ParallelError)]
-    return (ours or [CheckpointError(f"{folder}: {type(causes[0]).__name__}: {causes[0]}")])[0]
+    parallel_errors = [cause for cause in causes if isinstance(cause, ParallelError)]
+    return (
+        parallel_errors or [CheckpointError(f"{folder}: {type(causes[0]).__name__}: {causes[0]}")]
+    )[0]

@@ -1,4 +1,4 @@
-"""The storage side of `torch.distributed.checkpoint.save`: one safetensors file a rank."""
+"""Storage writer for `torch.distributed.checkpoint.save`: one safetensors file per rank."""
 
 import os
 import shutil
@@ -26,92 +26,92 @@ from ms_parallel.files.safetensors_file import DTYPES, TensorEntry, header_of
 
 
 class Writer(StorageWriter):
-    """Writes a checkpoint beside its place, and puts it there when every rank has finished.
+    """Writes a checkpoint to a temporary folder, which is renamed when every rank has finished.
 
     Args:
-        folder: the checkpoint's own folder; it must not exist.
-        step: updates that have been made.
-        facts: plain JSON values to keep beside the tensors; the coordinator's are written.
+        folder: folder of the checkpoint; must not exist.
+        step: number of steps taken.
+        facts: metadata as plain JSON values; the coordinator's are stored.
     """
 
     def __init__(self, folder: Path, *, step: int, facts: Mapping[str, Any]) -> None:
         self.folder = folder
-        self.aside = folder.with_name(folder.name + ".partial")
+        self.partial = folder.with_name(folder.name + ".partial")
         self.step = step
         self.facts = facts
         self.rank = 0
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing, as nothing is kept between checkpoints."""
+        """Do nothing: the writer is not reused."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn which rank this is."""
+        """Set the rank."""
         self.rank = int(kwargs.get("rank", 0))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuse what is not a tensor, since it would have to be pickled."""
+        """Reject values that are not tensors, as they would have to be pickled."""
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
                 raise CheckpointError(f"state {item.index.fqn!r} is not a tensor; put it in facts")
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the folder, before any rank is told what to write."""
+        """Create the temporary folder, before any rank writes to it."""
         with writing(self.folder):
-            shutil.rmtree(self.aside, ignore_errors=True)
-            self.aside.mkdir(parents=True)
+            shutil.rmtree(self.partial, ignore_errors=True)
+            self.partial.mkdir(parents=True)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's chunks to its file and make them durable."""
+        """Write this rank's chunks to its file and sync it."""
         done: Future[list[WriteResult]] = Future()
         with writing(self.folder):
             done.set_result(self._write_file(plan, planner) if plan.items else [])
         return done
 
     def _write_file(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        # Wide dtypes first, so that each tensor in the file is aligned without holes.
+        # Wide dtypes first, so that every tensor is aligned without padding.
         items = sorted(plan.items, key=lambda item: -dtype_of(item).itemsize)
         name = f"rank-{self.rank:05d}.safetensors"
         header = header_of_items(items)
         results = []
-        with (self.aside / name).open("xb", buffering=0) as file:
+        with (self.partial / name).open("xb", buffering=0) as file:
             write_all(file, header)
-            begin = len(header)
+            offset = len(header)
             for item in items:
                 content = _content(planner, item)
                 write_all(file, content)
                 box = box_of(item)
                 chunk = Chunk(
                     file=name,
-                    begin=begin,
+                    begin=offset,
                     size_bytes=len(content),
                     crc32=zlib.crc32(content),
                     offsets=tuple(box.offsets),
                     shape=tuple(box.sizes),
                 )
-                begin += len(content)
+                offset += len(content)
                 results.append(WriteResult(item.index, len(content), chunk))
             os.fsync(file.fileno())
-        sync_folder(self.aside)
-        whole = SavedFile(
-            name=name, size_bytes=begin, header_bytes=len(header), header_crc32=zlib.crc32(header)
+        sync_folder(self.partial)
+        saved_file = SavedFile(
+            name=name, size_bytes=offset, header_bytes=len(header), header_crc32=zlib.crc32(header)
         )
-        return [*results, WriteResult(MetadataIndex(name), len(header), whole)]
+        return [*results, WriteResult(MetadataIndex(name), len(header), saved_file)]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the manifest and give the checkpoint its name: from here on it is complete."""
+        """Write the manifest and rename the folder, which completes the checkpoint."""
         manifest = self.manifest(metadata, results)
         with writing(self.folder):
-            write_synced(self.aside / MANIFEST, manifest.encode())
-            sync_folder(self.aside)
-            publish(self.aside, self.folder)
+            write_synced(self.partial / MANIFEST, manifest.encode())
+            sync_folder(self.partial)
+            publish(self.partial, self.folder)
 
     def manifest(self, metadata: Metadata, results: list[list[WriteResult]]) -> Manifest:
-        """Make the manifest of the checkpoint from what every rank has written."""
-        kept = [result for rank in results for result in rank]
+        """Build the manifest from the results of all ranks."""
+        rank_results = [result for results_of_rank in results for result in results_of_rank]
         chunks: dict[str, list[Chunk]] = {name: [] for name in metadata.state_dict_metadata}
-        for result in kept:
+        for result in rank_results:
             if isinstance(result.storage_data, Chunk):
                 chunks[result.index.fqn].append(result.storage_data)
         return Manifest(
@@ -120,45 +120,47 @@ class Writer(StorageWriter):
                 name: _saved(metadata.state_dict_metadata[name], tuple(parts))
                 for name, parts in chunks.items()
             },
-            files=tuple(r.storage_data for r in kept if isinstance(r.storage_data, SavedFile)),
+            files=tuple(
+                r.storage_data for r in rank_results if isinstance(r.storage_data, SavedFile)
+            ),
             facts=dict(self.facts),
         )
 
     def discard(self) -> None:
-        """Remove what an unfinished save has left."""
-        shutil.rmtree(self.aside, ignore_errors=True)
+        """Remove the temporary folder of an unfinished save."""
+        shutil.rmtree(self.partial, ignore_errors=True)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True, as any path will do."""
+        """Accept any path."""
         return True
 
 
 def dtype_of(item: WriteItem) -> torch.dtype:
-    """Return the dtype of what an item writes."""
-    assert item.tensor_data is not None  # prepare_local_plan refused the rest
+    """Return the dtype of an item's tensor."""
+    assert item.tensor_data is not None  # prepare_local_plan rejects others
     return item.tensor_data.properties.dtype
 
 
 def box_of(item: WriteItem) -> Any:
-    """Return the offsets and sizes of what an item writes of its tensor."""
+    """Return the offsets and sizes of an item's chunk in its tensor."""
     assert item.tensor_data is not None
     return item.tensor_data.chunk
 
 
 def header_of_items(items: list[WriteItem]) -> bytes:
-    """Build the header of the file that holds the items, in their order.
+    """Build the header of the safetensors file with the items, in their order.
 
     Raises:
-        CheckpointError: a dtype cannot be saved.
+        CheckpointError: a dtype is not supported.
     """
     entries = []
     for item in items:
         name, box, dtype = item.index.fqn, box_of(item), dtype_of(item)
         if dtype not in DTYPES:
-            raise CheckpointError(f"state {name!r} has dtype {dtype}; it cannot be saved")
-        place = ",".join(map(str, box.offsets))
-        entries.append(TensorEntry(name=f"{name}@{place}", shape=tuple(box.sizes), dtype=dtype))
+            raise CheckpointError(f"state {name!r} has dtype {dtype}, which cannot be saved")
+        offsets = ",".join(map(str, box.offsets))
+        entries.append(TensorEntry(name=f"{name}@{offsets}", shape=tuple(box.sizes), dtype=dtype))
     return header_of(entries)
 
 

@@ -1,1 +1,1 @@
-"""The processes of a run: which split what, how they meet, agree, and end."""
+"""Processes of a run: layouts, process groups, launch, agreement, monitoring and exit."""

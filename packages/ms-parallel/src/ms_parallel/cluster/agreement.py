@@ -1,4 +1,4 @@
-"""Lets all processes act as one: one acts for all, or all agree on a number."""
+"""Coordination of all processes: run on rank 0, sum over ranks, agree to stop."""
 
 import pickle
 import signal
@@ -18,44 +18,44 @@ from ms_parallel.interruption import StopSignal, started_by_torchrun
 
 T = TypeVar("T")
 WAIT_S, PAUSE_S = 5.0, 0.01
-PATIENCE = timedelta(days=30)
-"""The first process may take as long as it needs; if it dies, waiting ends at once."""
+LONG_TIMEOUT = timedelta(days=30)
+"""Rank 0 may take as long as it needs; if it dies, waiting ends at once."""
 
 
 def run_on_rank_zero(action: Callable[[], T]) -> T:
-    """Act on rank 0 while the others wait as long as it takes; give all its result or its error.
+    """Run `action` on rank 0 while the others wait; return its result, or raise its error, on all.
 
     Args:
-        action: its result is sent to the other ranks.
+        action: function whose result is broadcast.
 
     Raises:
-        ParallelError: on the other ranks, with the text of what rank 0 raised.
+        ParallelError: on the other ranks, with the message of rank 0's error.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return action()
-    group = _patient_group(dist.group.WORLD)
+    group = _long_timeout_group(dist.group.WORLD)
     position.patient = True
     try:
-        return _act_and_send(action, group)
+        return _run_and_broadcast(action, group)
     finally:
         position.patient = False
 
 
 @lru_cache(maxsize=1)
-def _patient_group(world: dist.ProcessGroup) -> Any:
-    """Make a second group of all processes, for the sake of its long timeout."""
-    # Of the same backends: one of gloo alone lacks the accelerator that `world` may be bound to.
-    return dist.new_group(timeout=PATIENCE)
+def _long_timeout_group(world: dist.ProcessGroup) -> Any:
+    """Create a second group of all processes with a long timeout."""
+    # With the default backends: a gloo-only group lacks the accelerator that `world` is bound to.
+    return dist.new_group(timeout=LONG_TIMEOUT)
 
 
-def _act_and_send(action: Callable[[], T], group: Any) -> T:
+def _run_and_broadcast(action: Callable[[], T], group: Any) -> T:
     outcome: list[Any] = [None, None]
     raised: Exception | None = None
     if dist.get_rank() == 0:
         try:
             outcome[0] = action()
             pickle.dumps(outcome[0])
-        except Exception as error:  # sent to the others, then raised again here
+        except Exception as error:  # broadcast, then raised again below
             raised, outcome = error, [None, str(error) or type(error).__name__]
     dist.broadcast_object_list(outcome, src=0, group=group)
     if raised is not None:
@@ -67,7 +67,7 @@ def _act_and_send(action: Callable[[], T], group: Any) -> T:
 
 
 def sums(*values: float) -> list[float]:
-    """Add up each value over all processes, in float64."""
+    """Sum each value over all processes, in float64."""
     total = torch.tensor(values, dtype=torch.float64)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(total)
@@ -75,34 +75,36 @@ def sums(*values: float) -> list[float]:
 
 
 class StopRequest(StopSignal):
-    """Whether somebody has asked the run to stop: SIGTERM, or Ctrl-C once.
+    """Request to stop the run: SIGTERM, or Ctrl-C once.
 
-    The processes get a signal at different moments; `agreed` is the same on all of them.
+    Processes receive a signal at different times; `agreed` is the same on all of them.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.signalled = False
-        """Whether this very process was asked."""
+        """Whether this process received a signal."""
 
     def agreed(self) -> bool:
-        """Return whether any process was asked; all of them must call this at the same step.
+        """Return whether any process was asked to stop. Collective, at the same step.
 
-        All know by which signal afterwards: Ctrl-C counts before SIGTERM, which may follow it.
+        Afterwards all know the signal: Ctrl-C has priority over SIGTERM, which may follow it.
         """
-        asked, by_hand = sums(bool(self.signal_name), self.signal_name == signal.SIGINT.name)
-        if asked:
-            self.signal_name = (signal.SIGINT if by_hand else signal.SIGTERM).name
-        return asked > 0
+        stop_requests, interrupts = sums(
+            bool(self.signal_name), self.signal_name == signal.SIGINT.name
+        )
+        if stop_requests:
+            self.signal_name = (signal.SIGINT if interrupts else signal.SIGTERM).name
+        return stop_requests > 0
 
     def wait_for_launcher(self) -> None:
-        """Wait some seconds to be asked too, where torchrun has asked ranks of other machines.
+        """Wait a few seconds for torchrun's signal, which other machines may receive earlier.
 
-        Its agents notice one by one that machines come or go. One whose ranks end of themselves
-        before takes the run to be done, and leaves.
+        Agents notice changes of the membership one after the other. If the ranks of an agent exit
+        by themselves before that, it assumes that the run has finished, and leaves.
         """
-        until = monotonic() + WAIT_S
-        while started_by_torchrun() and not self.signalled and monotonic() < until:
+        deadline = monotonic() + WAIT_S
+        while started_by_torchrun() and not self.signalled and monotonic() < deadline:
             sleep(PAUSE_S)
 
     def _take(self, number: int, frame: FrameType | None) -> None:

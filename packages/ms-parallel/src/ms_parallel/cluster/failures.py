@@ -1,7 +1,7 @@
-"""A stage that raises in mid-step: every rank stops, and says which stage it was.
+"""A stage that raises during a step: every rank stops and names that stage.
 
-The failing rank leaves a message in the store and raises. When its process ends, its connections
-close; who waited for it raises in turn, and finds the message.
+The failing rank leaves a message in the store and raises. When its process exits, its connections
+close; ranks that wait for it raise in turn, and find the message.
 """
 
 import re
@@ -20,26 +20,26 @@ LOST = re.compile(
     r"|timed out waiting|remote error|store.*(closed|failed)|socket",
     re.IGNORECASE,
 )
-"""What torch says when another process is gone."""
+"""Torch's messages for a process that has gone."""
 
 ORIGINAL = re.compile(r", microbatch \S+: (\w+): ")
-"""The class of the original error in the message that the failing rank leaves."""
+"""Class of the original error in the failing rank's message."""
 
 
 def explain(error: Exception, action: Action, groups: Groups) -> Exception:
-    """Say which stage failed first, and leave it for the other ranks if it was this one's.
+    """Name the stage that failed first; publish the failure if it was this rank's.
 
-    No step can be made afterwards: the others stand in the midst of one.
+    No further step is possible, as other ranks are in the middle of this one.
 
     Args:
-        error: what was raised here, by this rank's own stage or for want of another rank.
-        action: what this rank was doing.
-        groups: the layout's processes.
+        error: error raised here, by this rank's stage or because another rank has gone.
+        action: action that this rank was running.
+        groups: process groups of the layout.
 
     Returns:
-        What to raise: a `StageError` that names the stage which failed first and keeps the class of
-        an error of this package, the same on all ranks; or `error` itself where there are no
-        stages, or a process was lost and left no message.
+        The error to raise: a `StageError` that names the first failed stage and keeps the class of
+        an error of this package, the same on all ranks; or `error` itself without a pipeline, or
+        if a process has gone without a message.
     """
     if groups.layout.pipeline == 1 or isinstance(error, StageError):
         return error
@@ -51,26 +51,26 @@ def explain(error: Exception, action: Action, groups: Groups) -> Exception:
             f"stage {action.stage} on rank {dist.get_rank()} failed at {action}, microbatch "
             f"{action.microbatch}: {type(error).__name__}: {' '.join(str(error).split())}"
         )
-        _leave(first)
+        _publish(first)
     name = ORIGINAL.search(first)
     return StageError.of(name[1] if name else "", first)
 
 
 def _key() -> str:
-    # torchrun keeps one store over its restarts; a start must not read the last one's word.
+    # torchrun keeps one store over restarts, so the key includes the start.
     return f"ms-parallel/stage-failed-{position.start}"
 
 
 def _first_failure() -> str | None:
-    """Return what the stage that failed first has left for the others; None if none has."""
+    """Return the message of the stage that failed first; None if there is none."""
     store = _get_default_store()
     try:
         return store.get(_key()).decode() if store.check([_key()]) else None
-    except (dist.DistError, RuntimeError):  # the store went with the process that kept it
+    except (dist.DistError, RuntimeError):  # the store has gone with its process
         return None
 
 
-def _leave(text: str) -> None:
+def _publish(text: str) -> None:
     store = _get_default_store()
     try:
         store.set_timeout(timedelta(seconds=5))

@@ -1,4 +1,4 @@
-"""The processes of a layout: one device mesh with an axis for each way of splitting."""
+"""Process groups of a layout: a device mesh with one axis per kind of parallelism."""
 
 import torch
 import torch.distributed as dist
@@ -7,81 +7,87 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ms_parallel.cluster.layout import AXES, Layout, Place, row_axes, token_axes
 from ms_parallel.cluster.mixed.devices import Devices
-from ms_parallel.cluster.mixed.kinds import HOST, KindGroups, alone_on, meet_kinds
+from ms_parallel.cluster.mixed.kinds import (
+    HOST,
+    KindGroups,
+    create_kind_groups,
+    single_process_mesh,
+)
 from ms_parallel.torch_private import unflatten_mesh
 
 
 @frozen(kw_only=True)
 class Channel:
-    """A way to one other process."""
+    """Connection to another process."""
 
     rank: int
-    """Its global rank."""
+    """Global rank of the peer."""
     group: dist.ProcessGroup
     wire: torch.device
-    """Where a message lies that the group takes."""
+    """Device that messages of the group must be on."""
 
 
 @frozen(kw_only=True)
 class Groups:
-    """One process's place among all, and the process groups along each axis."""
+    """This process's coordinates, and its process groups along each axis."""
 
     layout: Layout
     place: Place
     device: torch.device
     mesh: DeviceMesh
-    """An axis for each of the layout's that has ranks, outermost first."""
+    """Mesh of all processes, with the layout's axes that have ranks, outermost first."""
     rows: DeviceMesh
-    """The processes that read different rows of a batch, all else as here."""
+    """Processes that read different rows of a batch, with all other coordinates equal."""
     tokens: DeviceMesh
-    """The processes that hold different tokens of a batch, all else as here: they add up
-    gradients."""
+    """Processes with different tokens of a batch, over which gradients are reduced."""
     replicas: DeviceMesh | None
-    """The part of `tokens` that holds the same parts of weights; None where there are none."""
+    """Part of `tokens` with the same shards of the weights; None without `replicate`."""
     shards: DeviceMesh
-    """The part of `tokens` that shards weights among its processes."""
+    """Part of `tokens` over which weights are sharded."""
     experts: DeviceMesh | None
-    """The part of `shards` that shares out experts; None where each process has all."""
+    """Part of `shards` with different experts; None without expert parallelism."""
     expert_shards: DeviceMesh
-    """The part of `shards` that has the same experts and shards them among its processes."""
+    """Part of `shards` with the same experts, which are sharded over it."""
     devices: Devices | None = None
-    """Devices of all processes, where they are of several kinds."""
+    """Devices of all processes, if they are of several kinds."""
     kinds: KindGroups | None = None
-    """How sums over processes that hold the same weights travel between kinds of devices."""
+    """Groups for reductions between kinds of devices, over processes with the same weights."""
 
     @property
     def wire(self) -> torch.device:
-        """Where exchanged tensors lie: on the device, or in memory where kinds are mixed."""
+        """Device of exchanged tensors: this process's, or the CPU with mixed kinds."""
         return self.device if self.kinds is None else HOST
 
     @property
     def token_rank(self) -> int:
-        """Which of the processes that hold different tokens this one is."""
+        """Index of this process among those with different tokens."""
         return self.tokens.get_local_rank()
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether no earlier process holds the same parts of weights because of `replicate`."""
+        """Whether this process is in the first group of `replicate`."""
         return self.replicas is None or self.replicas.get_local_rank() == 0
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Get the processes that differ from this one along `axis`, or a mesh of the fields above.
+        """Return the group along `axis`, or over one of the meshes above by name.
 
-        Those that share its `stage` are asked for by all processes at once the first time.
+        The first request for the group of a `stage` is collective over all processes.
         """
         if axis == "stage":
-            others = tuple(axis for axis in AXES if axis != "pipeline")
-            return self.mesh[others]._flatten("stage").get_group()
-        joined = {"rows": self.rows, "tokens": self.tokens, "shards": self.shards}
-        joined |= {} if self.replicas is None else {"replicas": self.replicas}
-        return joined[axis].get_group() if axis in joined else self.mesh.get_group(axis)
+            other_axes = tuple(axis for axis in AXES if axis != "pipeline")
+            return self.mesh[other_axes]._flatten("stage").get_group()
+        joined_meshes = {"rows": self.rows, "tokens": self.tokens, "shards": self.shards}
+        joined_meshes |= {} if self.replicas is None else {"replicas": self.replicas}
+        return (
+            joined_meshes[axis].get_group() if axis in joined_meshes else self.mesh.get_group(axis)
+        )
 
     def peer(self, axis: str, index: int) -> int:
-        """Return the global rank of the process at `index` along `axis`, all other axes as here."""
+        """Global rank of the process at `index` along `axis`, with all other coordinates equal."""
         return dist.get_global_rank(self.group(axis), index)
 
     def link(self, peer: int) -> Channel:
-        """Return how messages travel to pipeline rank `peer`."""
+        """Return the channel to pipeline rank `peer`."""
         rank = self.peer("pipeline", peer)
         if self.kinds is None:
             return Channel(rank=rank, group=self.group("pipeline"), wire=self.device)
@@ -96,40 +102,40 @@ class Groups:
         axis: str | None = None,
         op: dist.ReduceOp.RedOpType | None = None,
     ) -> torch.Tensor:
-        """Sum (or `op`) `tensor` in place along what `group` knows, or over all processes."""
+        """Reduce `tensor` in place along an axis that `group` knows, or over all processes."""
         op = op or dist.ReduceOp.SUM
         if self.kinds is not None and axis in ("replicas", "rows", "tokens"):
             return self.kinds.all_reduce(tensor, op)
         group = None if axis is None else self.group(axis)
         if dist.get_world_size(group) > 1:
-            sent = tensor.to(self.wire)
-            dist.all_reduce(sent, op=op, group=group)
-            if sent is not tensor:
-                tensor.copy_(sent)
+            buffer = tensor.to(self.wire)
+            dist.all_reduce(buffer, op=op, group=group)
+            if buffer is not tensor:
+                tensor.copy_(buffer)
         return tensor
 
 
-def lay_mesh(layout: Layout, device: torch.device, devices: Devices | None = None) -> Groups:
-    """Lay the mesh of a layout over the processes that have met.
+def create_groups(layout: Layout, device: torch.device, devices: Devices | None = None) -> Groups:
+    """Create the process groups of a layout.
 
     Args:
-        layout: how they split the work.
-        device: of this process.
-        devices: of all, where they are not all of one kind.
+        layout: layout of the processes.
+        device: device of this process.
+        devices: devices of all processes, if they are of several kinds.
 
     Raises:
-        LayoutError: devices of several kinds cannot split it so.
+        LayoutError: mixed kinds of devices do not support this layout.
     """
     mixed = devices is not None and devices.are_mixed
     shape = tuple(getattr(layout, axis) for axis in AXES)
     mesh = init_device_mesh(HOST.type if mixed else device.type, shape, mesh_dim_names=AXES)
-    tokens = _joined("tokens", token_axes(), mesh, layout)
+    tokens = _join_axes("tokens", token_axes(), mesh, layout)
     replicas, shards = None, tokens
     if layout.replicate > 1:
         sizes = (layout.replicate, layout.shards)
         replicas, shards = unflatten_mesh(tokens, sizes, ("replicas", "shards"))
     if mixed:
-        shards = alone_on(device)
+        shards = single_process_mesh(device)
     expert_shards, experts = shards, None
     if layout.expert > 1:
         sizes = (layout.expert_shards, layout.expert)
@@ -139,18 +145,18 @@ def lay_mesh(layout: Layout, device: torch.device, devices: Devices | None = Non
         place=layout.place(dist.get_rank()),
         device=device,
         mesh=mesh,
-        rows=_joined("rows", row_axes(), mesh, layout),
+        rows=_join_axes("rows", row_axes(), mesh, layout),
         tokens=tokens,
         replicas=replicas,
         shards=shards,
         experts=experts,
         expert_shards=expert_shards,
         devices=devices,
-        kinds=meet_kinds(layout, devices, device) if devices and mixed else None,
+        kinds=create_kind_groups(layout, devices, device) if devices and mixed else None,
     )
 
 
-def _joined(name: str, axes: tuple[str, ...], mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
-    """Join some axes to the mesh of all processes along them."""
+def _join_axes(name: str, axes: tuple[str, ...], mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
+    """Flatten some axes of the mesh into one."""
     split = tuple(axis for axis in axes if getattr(layout, axis) > 1) or axes[:1]
     return mesh[split[0]] if len(split) == 1 else mesh[split]._flatten(name)

@@ -1,7 +1,7 @@
-"""How many processes split what: the axes of a run, and each process's place on them.
+"""Layouts: the axes of parallelism, and the coordinates of each process.
 
-Each field of `Layout` is an axis; nothing else lists them. The innermost axis talks most, so its
-ranks are neighbours.
+The fields of `Layout` are the axes. Ranks of the innermost axis communicate most, so they are
+neighbors.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,28 +13,27 @@ from attrs import Attribute, field, fields, frozen
 
 from ms_parallel.errors import LayoutError
 
-MOST_RANKS = 1 << 20
+MAX_RANKS = 1 << 20
 Splits = Literal["layers", "rows", "sequence", "matrices", "experts", "copies"]
 
 
 @frozen(kw_only=True)
 class Axis:
-    """One way of splitting a run over processes."""
+    """An axis of parallelism."""
 
     splits: Splits
-    """What its ranks share out. Ranks that split `rows` read different rows of a batch, and those
-    that split the `sequence` have different positions of the same rows. Both hold different tokens:
-    they shard the weights among them and add up gradients. Ranks that split `experts` are
-    neighbours among those, and hold different experts: each shards and adds up its experts with
-    what is left of those that hold different tokens. Ranks that split `copies` hold different
-    tokens and the same parts of all weights, and add up gradients without sharding anything."""
+    """What the axis splits. Ranks that split `rows` read different rows of a batch; ranks that
+    split the `sequence` have different positions of the same rows. Both have different tokens: they
+    shard the weights and reduce gradients. Ranks that split `experts` are neighbors among these
+    with different experts, each sharded and reduced over the remaining ones. Ranks that split
+    `copies` have different tokens and the same weights, and reduce gradients without sharding."""
     outermost: int | None
-    """Its place among the axes, 0 for the one whose ranks lie farthest apart; None for an axis that
-    has no ranks of its own."""
+    """Position of the axis in the mesh, 0 for the outermost; None for an axis that has no ranks of
+    its own."""
 
 
 def _axis(splits: Splits, outermost: int | None) -> Any:
-    """Make a field of `Layout` that says how many ranks an axis has."""
+    """Declare a field of `Layout` with the number of ranks along an axis."""
     axis = Axis(splits=splits, outermost=outermost)
     return field(default=1, validator=_check_size, metadata={"axis": axis})
 
@@ -42,18 +41,20 @@ def _axis(splits: Splits, outermost: int | None) -> Any:
 def _check_size(instance: object, attribute: "Attribute[int]", value: object) -> None:
     name = attribute.name
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise LayoutError(f"layout axis {name!r} is {value!r}; give a whole number of at least 1")
-    if value > MOST_RANKS:
-        raise LayoutError(f"layout axis {name!r} is above {MOST_RANKS}; give a smaller number")
+        raise LayoutError(
+            f"layout axis {name!r} must be a whole number of at least 1, got {value!r}"
+        )
+    if value > MAX_RANKS:
+        raise LayoutError(f"layout axis {name!r} must be at most {MAX_RANKS}, got {value}")
 
 
 class Place:
-    """One process's coordinate on each axis, as attributes; each counts from 0.
+    """Coordinates of a process on each axis, as attributes counted from 0.
 
     Args:
-        rank: which of the `count` readers of rows this process is; a stream asks for both.
-        count: how many readers share out a batch.
-        coordinates: by the names of axes; 0 where none is given.
+        rank: index of this process among the `count` readers of different rows; used by streams.
+        count: number of readers of different rows.
+        coordinates: coordinates by axis; 0 by default.
     """
 
     def __init__(self, *, rank: int = 0, count: int = 1, **coordinates: int) -> None:
@@ -68,8 +69,8 @@ class Place:
         raise AttributeError(axis)
 
     @property
-    def speaks_for_rows(self) -> bool:
-        """Whether its loss counts, among those of processes that compute it of the same rows."""
+    def is_loss_rank(self) -> bool:
+        """Whether its loss counts, among processes that compute it for the same rows."""
         return self.tensor == 0 and self.context == 0
 
     def __eq__(self, other: object) -> bool:
@@ -81,10 +82,10 @@ class Place:
 
 @frozen(kw_only=True)
 class ModelShape:
-    """The sizes of a model that a layout has to divide."""
+    """Sizes of a model that a layout must divide."""
 
     layers: int
-    """Blocks that pipeline stages share out."""
+    """Number of blocks to be split into pipeline stages."""
     attention_heads: int
     key_value_heads: int
     hidden_size: int
@@ -94,28 +95,28 @@ class ModelShape:
 
 @frozen(kw_only=True)
 class Layout:
-    """Number of ranks along each axis; those with ranks of their own make up the world size.
+    """Number of ranks along each axis; their product is the world size.
 
     Raises:
-        LayoutError: a value is not a whole number of at least 1, or `expert` and `replicate` do not
-            divide the ranks that hold different tokens.
+        LayoutError: a value is not a whole number of at least 1, or `expert` or `replicate` does
+            not divide the ranks with different tokens.
     """
 
     data: int = _axis("rows", 1)
-    """Ranks that read different rows of a batch and shard the weights among them."""
+    """Data parallelism: ranks that read different rows of a batch and shard the weights."""
     tensor: int = _axis("matrices", 3)
-    """Ranks that split each matrix, and the sequence between matrices."""
+    """Tensor parallelism: ranks that split each matrix, and the sequence between matrices."""
     pipeline: int = _axis("layers", 0)
-    """Stages that share out the blocks."""
+    """Pipeline parallelism: stages that split the blocks."""
     context: int = _axis("sequence", 2)
-    """Ranks that share out the positions of each row, which attention sees all of, and shard the
-    weights among them as data ranks do."""
+    """Context parallelism: ranks that split the positions of each row, with attention over all
+    positions, and shard the weights like data ranks."""
     expert: int = _axis("experts", None)
-    """Ranks that share out the experts of a layer: neighbours among the data and context ranks,
-    whose product it divides. It needs no ranks of its own."""
+    """Expert parallelism: ranks that split the experts of a layer. They are neighbors among the
+    data and context ranks, whose product it must divide, so it needs no ranks of its own."""
     replicate: int = _axis("copies", None)
-    """Groups of data and context ranks that hold the same weights; each shards them within itself.
-    It needs no ranks of its own, and divides their product; all of them is plain data parallel."""
+    """Groups of data and context ranks with the same weights, each sharded within its group. It
+    divides their product and needs no ranks of its own; all of them is plain data parallelism."""
 
     def __attrs_post_init__(self) -> None:
         axes = " and ".join(token_axes())
@@ -128,72 +129,72 @@ class Layout:
         if self.shards % self.expert:
             raise LayoutError(
                 f"expert={self.expert} does not divide the {self.shards} ranks of {axes} that it"
-                f" shares experts out over; set data={self.expert * self.replicate}, or expert to a"
+                f" splits experts over; set data={self.expert * self.replicate}, or expert to a"
                 f" divisor of {self.shards}"
             )
 
     @property
     def world_size(self) -> int:
-        """Processes that the layout needs."""
+        """Number of processes of the layout."""
         return prod(getattr(self, axis) for axis in AXES)
 
     @property
     def readers(self) -> int:
-        """Number of groups of processes that read different rows of a batch."""
+        """Number of data ranks, which read different rows of a batch."""
         return prod(getattr(self, axis) for axis in row_axes())
 
     @property
     def token_ranks(self) -> int:
-        """Number of groups of processes that hold different tokens of a batch."""
+        """Number of ranks with different tokens of a batch."""
         return prod(getattr(self, axis) for axis in token_axes())
 
     @property
     def shards(self) -> int:
-        """Number of groups of processes, with different tokens each, that share weights out."""
+        """Number of ranks, with different tokens each, over which weights are sharded."""
         return self.token_ranks // self.replicate
 
     @property
     def expert_shards(self) -> int:
-        """Number of those groups that have the same experts, which are sharded over them."""
+        """Number of these with the same experts, over which those are sharded."""
         return self.shards // self.expert
 
     @property
     def row_parts(self) -> int:
-        """Number of parts that a row is cut into for the processes of one reader."""
+        """Number of parts into which the ranks of one reader split a row."""
         return self.context * self.tensor
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """Read `"data=2,tensor=2"`; an empty text is one process.
+        """Parse text such as `"data=2,tensor=2"`; an empty text is one process.
 
         Raises:
-            LayoutError: a part is not `axis=number`, or an axis is unknown or given twice.
+            LayoutError: a part is not `axis=number`, or an axis is unknown or repeated.
         """
         values: dict[str, object] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
-            name, equals, number = (piece.strip() for piece in part.partition("="))
+            name, equals, number = (text_part.strip() for text_part in part.partition("="))
             if not equals or not number.lstrip("-").isdecimal():
                 raise LayoutError(f"layout part {part!r} is not axis=number; write data=2,tensor=2")
             if name in values:
-                raise LayoutError(f"layout {text!r} gives {name!r} twice; give it once")
+                raise LayoutError(f"layout {text!r} sets {name!r} twice; set it once")
             values[name] = int(number)
         return cls.from_config(values)
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> "Layout":
-        """Read `{"tensor_parallel": 2, "data": 2}`; both forms of a name are known.
+        """Create a layout from a table such as `{"tensor_parallel": 2, "data": 2}`.
 
         Raises:
-            LayoutError: a key is unknown (the nearest known one is named) or given twice.
+            LayoutError: a key is unknown (the nearest one is suggested) or repeated.
         """
-        known = [each.name for each in fields(cls)]
+        names = [axis_field.name for axis_field in fields(cls)]
         values: dict[str, object] = {}
         for key, value in config.items():
             axis = key.removesuffix("_parallel")
-            if axis not in known:
-                raise LayoutError(_unknown_axis(key, known))
+            if axis not in names:
+                raise LayoutError(_unknown_axis(key, names))
             if axis in values:
-                raise LayoutError(f"layout gives axis {axis!r} twice; give it once")
+                raise LayoutError(f"layout sets axis {axis!r} twice; set it once")
             values[axis] = value
         return cls(**values)  # type: ignore[arg-type]  # the validators check each value
 
@@ -214,7 +215,7 @@ class Layout:
         return Place(rank=reader, count=self.readers, **coordinates)
 
     def rank(self, place: Place) -> int:
-        """Return the rank that stands at a place: the inverse of `place`.
+        """Rank at the given coordinates; the inverse of `place`.
 
         Raises:
             LayoutError: the place is outside the layout.
@@ -228,16 +229,16 @@ class Layout:
         return rank
 
     def check_world(self, world_size: int) -> None:
-        """Check that the layout uses exactly `world_size` processes.
+        """Check that the layout has exactly `world_size` processes.
 
         Raises:
-            LayoutError: it does not; says which `data` would fit, or how many processes to start.
+            LayoutError: it has not; suggests a value of `data` or the number of processes to start.
         """
         if self.world_size == world_size:
             return
-        others = self.world_size // self.data
-        if world_size % others == 0:
-            remedy = f"set data={world_size // others} or start {self.world_size} processes"
+        other_ranks = self.world_size // self.data
+        if world_size % other_ranks == 0:
+            remedy = f"set data={world_size // other_ranks} or start {self.world_size} processes"
         else:
             remedy = f"start {self.world_size} processes"
         raise LayoutError(
@@ -245,10 +246,10 @@ class Layout:
         )
 
     def check_model(self, shape: ModelShape) -> None:
-        """Check that the model's sizes divide as the layout asks.
+        """Check that the model's sizes are divisible as the layout requires.
 
         Raises:
-            LayoutError: names what does not divide, and the values that fit.
+            LayoutError: names the size that is not, and values that fit.
         """
         divided = {
             "attention heads": shape.attention_heads,
@@ -257,11 +258,11 @@ class Layout:
             "intermediate size": shape.intermediate_size,
             "vocabulary": shape.vocab_size,
         }
-        for what, size in divided.items():
+        for noun, size in divided.items():
             if size % self.tensor:
                 fits = _divisors_of_all(divided.values())
                 raise LayoutError(
-                    f"tensor={self.tensor} does not divide the model's {size} {what};"
+                    f"tensor={self.tensor} does not divide the model's {size} {noun};"
                     f" values that fit: {fits}"
                 )
         if self.pipeline > shape.layers:
@@ -276,32 +277,38 @@ class Layout:
 
 
 AXES = tuple(
-    each.name
-    for each in sorted(fields(Layout), key=lambda each: each.metadata["axis"].outermost or 0)
-    if each.metadata["axis"].outermost is not None
+    axis_field.name
+    for axis_field in sorted(
+        fields(Layout), key=lambda axis_field: axis_field.metadata["axis"].outermost or 0
+    )
+    if axis_field.metadata["axis"].outermost is not None
 )
-"""The axes that have ranks of their own, outermost first."""
+"""Axes that have ranks of their own, outermost first."""
 
 
 def row_axes() -> tuple[str, ...]:
-    """List the axes whose ranks read different rows of a batch, outermost first."""
+    """Axes whose ranks read different rows of a batch, outermost first."""
     return _axes_that_split("rows")
 
 
 def token_axes() -> tuple[str, ...]:
-    """List the axes whose ranks hold different tokens of a batch, outermost first."""
+    """Axes whose ranks have different tokens of a batch, outermost first."""
     return _axes_that_split("rows", "sequence")
 
 
-def _axes_that_split(*what: Splits) -> tuple[str, ...]:
-    axes = {each.name: each.metadata["axis"] for each in fields(Layout)}
-    return tuple(name for name in AXES if axes[name].splits in what)
+def _axes_that_split(*splits: Splits) -> tuple[str, ...]:
+    axes = {axis_field.name: axis_field.metadata["axis"] for axis_field in fields(Layout)}
+    return tuple(name for name in AXES if axes[name].splits in splits)
 
 
-def _unknown_axis(key: str, known: list[str]) -> str:
-    spellings = [*known, *(f"{axis}_parallel" for axis in known)]
-    near = get_close_matches(key, spellings, n=1, cutoff=0.5)
-    remedy = f"did you mean {near[0]!r}?" if near else f"known axes: {', '.join(known)}"
+def _unknown_axis(key: str, names: list[str]) -> str:
+    spellings = [*names, *(f"{axis}_parallel" for axis in names)]
+    close_matches = get_close_matches(key, spellings, n=1, cutoff=0.5)
+    remedy = (
+        f"did you mean {close_matches[0]!r}?"
+        if close_matches
+        else f"known axes: {', '.join(names)}"
+    )
     return f"unknown layout axis {key!r}; {remedy}"
 
 

@@ -1,4 +1,4 @@
-"""A layout whose data axis takes the processes that the other axes leave."""
+"""A layout whose data axis takes all remaining processes."""
 
 from collections.abc import Mapping
 
@@ -10,46 +10,47 @@ from ms_parallel.errors import LayoutError
 REST = "rest"
 DATA = ("data", "data_parallel")
 GROUPING = ("expert", "replicate")
-"""Axes that group ranks of data, and can be checked once their number is known."""
+"""Axes that group data ranks, and are checked once the number of processes is known."""
 
 
 @frozen
 class RestOnData:
-    """The axes that are given; `data` is known once the processes are counted."""
+    """Sizes of the other axes; `data` follows from the number of processes."""
 
-    given: Mapping[str, object]
+    axes: Mapping[str, object]
 
     @classmethod
     def of(cls, config: Mapping[str, object]) -> "RestOnData | None":
-        """Read a table that has `data = "rest"`; return None for any other.
+        """Parse a table with `data = "rest"`; None for other tables.
 
         Raises:
-            LayoutError: an axis is unknown, given twice, or no number of ranks.
+            LayoutError: an axis is unknown, repeated, or not a number of ranks.
         """
         if not any(config.get(name) == REST for name in DATA):
             return None
-        given = {key: value for key, value in config.items() if value != REST or key not in DATA}
-        Layout.from_config({**_apart(given), DATA[0]: 1})
-        return cls(given)
+        axes = {key: value for key, value in config.items() if value != REST or key not in DATA}
+        Layout.from_config({**_without_grouping(axes), DATA[0]: 1})
+        return cls(axes)
 
     def fill(self, world_size: int) -> Layout:
-        """Build the layout of so many processes.
+        """Return the layout for a number of processes.
 
         Raises:
-            LayoutError: the other axes do not divide them.
+            LayoutError: the other axes do not divide it.
         """
-        each = Layout.from_config(_apart(self.given)).world_size
-        if world_size % each:
+        other_ranks = Layout.from_config(_without_grouping(self.axes)).world_size
+        if world_size % other_ranks:
             raise LayoutError(
-                f"layout {self} needs a multiple of {each} processes, but {world_size} run; start"
-                f" {each * (world_size // each) or each}, or change the other axes"
+                f"layout {self} needs a multiple of {other_ranks} processes, but {world_size} run;"
+                f" start {other_ranks * (world_size // other_ranks) or other_ranks}, or change the"
+                " other axes"
             )
-        return Layout.from_config({**self.given, DATA[0]: world_size // each})
+        return Layout.from_config({**self.axes, DATA[0]: world_size // other_ranks})
 
     def __str__(self) -> str:
-        named = {key.removesuffix("_parallel"): value for key, value in self.given.items()}
+        named = {key.removesuffix("_parallel"): value for key, value in self.axes.items()}
         return ",".join([f"data={REST}", *(f"{axis}={size}" for axis, size in named.items())])
 
 
-def _apart(given: Mapping[str, object]) -> dict[str, object]:
-    return {k: v for k, v in given.items() if k.removesuffix("_parallel") not in GROUPING}
+def _without_grouping(axes: Mapping[str, object]) -> dict[str, object]:
+    return {k: v for k, v in axes.items() if k.removesuffix("_parallel") not in GROUPING}

@@ -1,8 +1,7 @@
-"""Reads rank, world size and meeting place from a cluster's scheduler.
+"""Reads rank, world size and rendezvous address from the scheduler of a cluster.
 
-`srun` starts every rank itself and sets SLURM_* alone: such a process is not alone, and must not
-train as if it were. Its number, the number of all and the first node of the step say all that
-torchrun would have said.
+`srun` starts every rank and sets only SLURM_* variables; such a process must not train alone. Its
+rank, the number of ranks and the first node of the step replace torchrun's variables.
 """
 
 import os
@@ -12,16 +11,16 @@ from ms_parallel.cluster.process import VARIABLES, launched, variable
 from ms_parallel.errors import LaunchError
 
 PORTS = range(20_000, 32_000)
-"""Below those that Linux gives to outgoing connections."""
+"""Below the range that Linux uses for outgoing connections."""
 COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-"""Set by launchers that start many processes without saying where they meet."""
+"""Set by launchers that start several processes without a rendezvous address."""
 
 
 def adopt_scheduler() -> None:
-    """Take over rank, number of processes and meeting place from `srun`, where it started this.
+    """Set rank, world size and rendezvous address from `srun`, if it started this process.
 
     Raises:
-        LaunchError: a launcher started several processes and does not say where they meet.
+        LaunchError: a launcher started several processes without a rendezvous address.
     """
     if launched():
         return
@@ -34,21 +33,21 @@ def adopt_scheduler() -> None:
     for name in COUNTS:
         if variable(name, 1) > 1:
             raise LaunchError(
-                f"{name} is {os.environ[name]} but nothing says where the processes meet; start"
-                " them by `srun COMMAND` or `torchrun --nproc-per-node N COMMAND`, or unset"
-                f" {name} to train with this process alone"
+                f"{name} is {os.environ[name]} but there is no rendezvous address; start the"
+                " processes with `srun COMMAND` or `torchrun --nproc-per-node N COMMAND`, or unset"
+                f" {name} to train with this process only"
             )
 
 
 def _check_alone() -> None:
-    """Refuse to train alone as one of several processes that cannot meet."""
+    """Reject training alone as one of several processes that cannot connect."""
     size = variable("WORLD_SIZE")
     missing = " and ".join(name for name in VARIABLES if name not in os.environ)
     if size > 1:
         raise LaunchError(
-            f"WORLD_SIZE is {size} and {missing} not set, so the processes cannot meet; start them"
-            " by `torchrun --nproc-per-node N COMMAND`, or unset RANK and WORLD_SIZE to train with"
-            " this process alone"
+            f"WORLD_SIZE is {size} but {missing} not set, so the processes cannot connect; start"
+            " them with `torchrun --nproc-per-node N COMMAND`, or unset RANK and WORLD_SIZE to"
+            " train with this process only"
         )
 
 
@@ -66,17 +65,15 @@ def _adopt_step() -> None:
 
 
 def first_node(nodes: str) -> str:
-    """Return the first host of a list of SLURM's.
+    """First host of a SLURM node list.
 
     >>> first_node("gpu[007-009,012],big1")
     'gpu007'
 
     Raises:
-        LaunchError: there is none.
+        LaunchError: the list is empty.
     """
-    found = re.match(r"([A-Za-z0-9_.-]+)(?:\[([0-9]+)[^\]]*\]([A-Za-z0-9_.-]*))?", nodes.strip())
-    if found is None:
-        raise LaunchError(
-            f"SLURM's list of nodes is {nodes!r}; set MASTER_ADDR to the host of rank 0"
-        )
-    return "".join(part for part in found.groups() if part)
+    match = re.match(r"([A-Za-z0-9_.-]+)(?:\[([0-9]+)[^\]]*\]([A-Za-z0-9_.-]*))?", nodes.strip())
+    if match is None:
+        raise LaunchError(f"SLURM's node list is {nodes!r}; set MASTER_ADDR to the host of rank 0")
+    return "".join(part for part in match.groups() if part)

@@ -1,12 +1,12 @@
-"""Tells the processes of one start from those of earlier ones, in a store that outlives them all.
+"""Distinguishes the ranks of one start from those of earlier ones, in a store that outlives them.
 
-torchrun keeps one store over its restarts. What the dead have left there must not be read as news:
-their addresses, their places, their last words. Its count of restarts does not tell them apart, as
-each agent counts for itself, and one that joins later begins at 0. So rank 0 draws a name for the
-start, and gives it to whoever asks; all keys of the start then begin with it.
+torchrun keeps one store over restarts, so keys of dead ranks (addresses, positions, error messages)
+must not be mistaken for current ones. torchrun's restart count does not help: each agent counts its
+own restarts, and one that joins later starts at 0. So rank 0 draws a name for the start and sends
+it to every rank that asks; all keys of the start then have this prefix.
 
-Nobody of an earlier start is left by then: agents end their ranks before they meet again, and ranks
-end with their agent.
+No rank of an earlier start is alive by then: agents end their ranks before the next rendezvous, and
+ranks exit with their agent.
 """
 
 import time
@@ -14,41 +14,41 @@ from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
-ROOM = "ms-parallel/starts"
+KEY_PREFIX = "ms-parallel/starts"
 PAUSE_S = 0.01
 
 
 def agree_on_start(store: Any, rank: int, world: int, timeout_s: float) -> str:
-    """Agree on the name of this start, the same on all of its ranks and on those of no other.
+    """Agree on the name of this start, the same on all of its ranks and different for every start.
 
     Args:
-        store: of the launcher.
-        rank: of this process.
+        store: store of the launcher.
+        rank: rank of this process.
         world: number of ranks.
-        timeout_s: seconds within which all must have come.
+        timeout_s: seconds within which all ranks must connect.
 
     Raises:
         RuntimeError: they have not.
     """
     if rank > 0:
-        question = uuid4().hex  # rank 0 may find that of an earlier rank of this number first
-        store.set(f"{ROOM}/asks-{rank}", question)
-        store.wait([f"{ROOM}/answer-{question}"], timedelta(seconds=timeout_s))
-        name: str = store.get(f"{ROOM}/answer-{question}").decode()
-        store.set(f"{ROOM}/{name}/has-{rank}", "1")
+        question = uuid4().hex  # rank 0 may first see that of this rank in an earlier start
+        store.set(f"{KEY_PREFIX}/asks-{rank}", question)
+        store.wait([f"{KEY_PREFIX}/answer-{question}"], timedelta(seconds=timeout_s))
+        name: str = store.get(f"{KEY_PREFIX}/answer-{question}").decode()
+        store.set(f"{KEY_PREFIX}/{name}/has-{rank}", "1")
         return name
     name, deadline = uuid4().hex, time.monotonic() + timeout_s
-    asked, missing = dict.fromkeys(range(1, world), b""), set(range(1, world))
+    answered, missing = dict.fromkeys(range(1, world), b""), set(range(1, world))
     while missing:
-        for other in sorted(missing):
-            if store.check([f"{ROOM}/asks-{other}"]):
-                question = store.get(f"{ROOM}/asks-{other}")
-                if question != asked[other]:
-                    store.set(f"{ROOM}/answer-{question.decode()}", name)
-                    asked[other] = question
-            if store.check([f"{ROOM}/{name}/has-{other}"]):
-                missing.discard(other)
+        for peer in sorted(missing):
+            if store.check([f"{KEY_PREFIX}/asks-{peer}"]):
+                question = store.get(f"{KEY_PREFIX}/asks-{peer}")
+                if question != answered[peer]:
+                    store.set(f"{KEY_PREFIX}/answer-{question.decode()}", name)
+                    answered[peer] = question
+            if store.check([f"{KEY_PREFIX}/{name}/has-{peer}"]):
+                missing.discard(peer)
         if missing and time.monotonic() > deadline:
-            raise RuntimeError(f"rank {min(missing)} did not come")
+            raise RuntimeError(f"rank {min(missing)} did not connect")
         time.sleep(PAUSE_S if missing else 0)
     return name

@@ -1,1 +1,1 @@
-"""The subcommands, one a file: `HELP`, `EXAMPLE`, `add_arguments` and `run`; `cli` finds them."""
+"""Subcommands, one module each: `HELP`, `EXAMPLE`, `add_arguments` and `run`; used by `cli`."""

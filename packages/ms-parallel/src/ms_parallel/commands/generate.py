@@ -10,13 +10,13 @@ EXAMPLE = 'ms-parallel generate runs/train/model --prompt "def main("'
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Add the command's arguments."""
     parser.add_argument(
         "model", type=path_argument, metavar="FOLDER", help="model with its tokenizer.json"
     )
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
     parser.add_argument(
-        "--max-new-tokens", type=int, default=128, help="most tokens to generate (default 128)"
+        "--max-new-tokens", type=int, default=128, help="maximum tokens to generate (default 128)"
     )
     parser.add_argument(
         "--temperature", type=float, default=0.8, help="0 is greedy decoding (default 0.8)"
@@ -41,15 +41,15 @@ def run(options: Namespace) -> int:
 
     if options.max_new_tokens < 1:
         raise ConfigError(
-            f"--max-new-tokens must be at least 1, got {options.max_new_tokens}; give a whole"
-            " number such as 128"
+            f"--max-new-tokens must be at least 1, got {options.max_new_tokens}; use a number"
+            " such as 128"
         )
     tokenizer = data_package().Tokenizer.load(options.model)
     tokens = tokenizer.encode(options.prompt)
     if not tokens:
-        raise ConfigError("--prompt must not be empty; give a text to continue")
+        raise ConfigError("--prompt must not be empty; pass a text to continue")
     engine = Engine(options.model, device=options.device)
-    (new,) = engine.generate(
+    (generated,) = engine.generate(
         [tokens],
         max_new_tokens=options.max_new_tokens,
         stop_token=tokenizer.end_of_text,
@@ -58,9 +58,9 @@ def run(options: Namespace) -> int:
         seed=options.seed,
     )
     # An embedding may have more rows than the tokenizer has tokens.
-    text = tokenizer.decode([token for token in new if token < tokenizer.vocabulary_size])
-    ended = bool(new) and new[-1] == tokenizer.end_of_text
+    text = tokenizer.decode([token for token in generated if token < tokenizer.vocabulary_size])
+    ended = bool(generated) and generated[-1] == tokenizer.end_of_text
     if options.json:
-        return print_json({"text": text, "tokens": len(new), "end_of_text": ended})
+        return print_json({"text": text, "tokens": len(generated), "end_of_text": ended})
     print(options.prompt + text)
     return 0

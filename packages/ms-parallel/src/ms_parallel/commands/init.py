@@ -1,4 +1,4 @@
-"""`ms-parallel init`: write a run file to begin from."""
+"""`ms-parallel init`: write a run file to start from."""
 
 from argparse import ArgumentParser, Namespace
 
@@ -9,12 +9,12 @@ EXAMPLE = "ms-parallel init --out RUN.toml"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Add the command's arguments."""
     parser.add_argument(
         "--out",
         type=file_argument,
         metavar="RUN.toml",
-        help="a new file; otherwise it is printed",
+        help="new file to write (default: print it)",
     )
 
 

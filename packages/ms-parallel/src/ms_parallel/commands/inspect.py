@@ -1,4 +1,4 @@
-"""`ms-parallel inspect`: say what a run will be."""
+"""`ms-parallel inspect`: summarize a run before it starts."""
 
 import logging
 from argparse import ArgumentParser, Namespace
@@ -12,38 +12,38 @@ from ms_parallel.settings.run_file import add_run_file
 logger = logging.getLogger(__name__)
 
 CATEGORIES = ("weights", "gradients", "moments", "activations", "buffers")
-HELP = "say what a run will be: parameters, memory of each rank, layout"
+HELP = "summarize a run before it starts: parameters, memory per rank, layout"
 EXAMPLE = "ms-parallel inspect RUN.toml --set layout.pipeline=4"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Add the command's arguments."""
     add_run_file(parser)
     parser.set_defaults(has_run_file=True)
     add_json(parser)
 
 
-def _is_there(dataset: str) -> bool:
+def _exists(dataset: str) -> bool:
     return dataset == "stdlib" or Path(dataset).exists()
 
 
 def run(options: Namespace) -> int:
-    """Print the facts of a run without starting it."""
+    """Print a summary of a run without starting it."""
     from ms_parallel.run_file import read_run_file
 
     run = read_run_file(options.run_file, options.set)  # before torch is imported
     from ms_parallel.training.fitting import layout_of
     from ms_parallel.training.inspection import inspect, listed
     from ms_parallel.training.memory import run_memory
-    from ms_parallel.training.microbatch_size import settled
+    from ms_parallel.training.microbatch_size import predict_microbatch_size
 
     candidates = (Path(run.dataset), run.options.output_dir / "shards")
     shards = next((folder for folder in candidates if (folder / "index.json").is_file()), None)
     layout = layout_of(run.options)
-    settings = settled(
+    settings = predict_microbatch_size(
         run.options, layout, lambda rows: run_memory(run.options, layout, shards, rows)
     )
-    if shards is None and not _is_there(run.dataset):
+    if shards is None and not _exists(run.dataset):
         logger.warning(
             "dataset %r does not exist; train needs a folder of shards, raw text, or 'stdlib'",
             run.dataset,
@@ -55,26 +55,26 @@ def run(options: Namespace) -> int:
     print(f"model        {facts.architecture}, {facts.parameters:,} parameters")
     print(f"layout       {facts.layout}: {facts.processes} processes")
     print(
-        f"a step       {facts.tokens_per_step:,} tokens, {facts.microbatches} microbatches a"
+        f"a step       {facts.tokens_per_step:,} tokens, {facts.microbatches} microbatches per"
         " data rank"
     )
     print(f"\n{facts.picture}\n")
     if facts.context is not None:
         print(
-            f"attention over context ranks: {facts.context.attention}; the slowest has"
-            f" {facts.context.imbalance:.3f} times the mean cost, by zig-zag"
+            f"attention over context ranks: {facts.context.attention}; the slowest rank costs"
+            f" {facts.context.imbalance:.3f} times the mean, with zig-zag"
             f" {facts.context.zig_zag_imbalance:.3f}\n"
         )
     if facts.experts is not None:
         print(
-            f"experts of a layer: {facts.experts.experts}, {facts.experts.each} per rank, each"
+            f"experts per layer: {facts.experts.experts}, {facts.experts.each} per rank, each"
             f" sharded over {facts.experts.shards}\n"
-            f"groups of ranks that share them: {listed(facts.experts.groups)}\n"
+            f"expert groups (ranks): {listed(facts.experts.groups)}\n"
         )
-    print("memory of a rank at its peak, predicted, GiB")
+    print("predicted peak memory per rank, GiB")
     print(f"  {'':11}  {'  '.join(f'{name:>11}' for name in CATEGORIES)}  {'all':>11}  layers")
-    for rank, held in zip(facts.ranks, memory, strict=True):
-        sizes = [*(getattr(held, name) for name in CATEGORIES), held.total]
-        shown = "  ".join(f"{size / GIB:11.3f}" for size in sizes)
-        print(f"  pipeline {rank.pipeline:<2}  {shown}  {rank.layers}")
+    for rank, memory_rank in zip(facts.ranks, memory, strict=True):
+        sizes = [*(getattr(memory_rank, name) for name in CATEGORIES), memory_rank.total]
+        columns = "  ".join(f"{size / GIB:11.3f}" for size in sizes)
+        print(f"  pipeline {rank.pipeline:<2}  {columns}  {rank.layers}")
     return 0

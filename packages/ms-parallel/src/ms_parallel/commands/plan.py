@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 OBJECTIVES = ("fastest", "cheapest", "least-memory", "largest-model")
 CATEGORIES = ("weights", "gradients", "moments", "activations", "buffers")
-HELP = "choose the layout of a run for a cluster: the fastest that fits, and why not the others"
+HELP = "choose the fastest layout that fits for a run on a cluster, and explain the others"
 EXAMPLE = "ms-parallel plan RUN.toml --cluster CLUSTER.toml --out PLANNED.toml"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Add the command's arguments."""
     add_run_file(parser)
     parser.set_defaults(has_run_file=True)
     parser.add_argument(
@@ -25,17 +25,17 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=path_argument,
         required=True,
         metavar="CLUSTER.toml",
-        help="devices, their memory and rates, and the links between them",
+        help="cluster file: devices, their memory and speed, and the links between them",
     )
     parser.add_argument(
         "--objective",
         choices=OBJECTIVES,
         default="fastest",
-        help="what is best: the fastest step, the fewest device hours, the least memory of a"
-        " device, or the most layers",
+        help="what to optimize: the step time, the device hours, the memory per device, or the"
+        " number of layers",
     )
     parser.add_argument(
-        "--best", type=int, default=5, metavar="N", help="layouts to find (default 5)"
+        "--best", type=int, default=5, metavar="N", help="number of layouts to list (default 5)"
     )
     parser.add_argument(
         "--out",
@@ -47,7 +47,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Plan, print what was found, and write the run file if asked."""
+    """Plan a run, print the layouts, and write the planned run file if requested."""
     from pathlib import Path
 
     from ms_parallel.run_file import read_run_file, write_planned
@@ -60,71 +60,70 @@ def run(options: Namespace) -> int:
     cluster = read_cluster(options.cluster)
     candidates = (Path(run.dataset), run.options.output_dir / "shards")
     shards = next((folder for folder in candidates if (folder / "index.json").is_file()), None)
-    found = plan(
+    result = plan(
         run.options, cluster, objective=options.objective, best=options.best, shards=shards
     )
     if options.out is not None:
-        write_planned(options.run_file, options.set, options.out, found)
-        write_plan(run.options.output_dir / FILE, found)
+        write_planned(options.run_file, options.set, options.out, result)
+        write_plan(run.options.output_dir / FILE, result)
     if options.json:
-        return print_json(found)
-    _print(found)
+        return print_json(result)
+    _print(result)
     if options.out is not None:
-        devices = found.best[0].devices
+        devices = result.best[0].devices
         print(f"\nwrote {options.out} for {devices} processes, and {run.options.output_dir / FILE}")
     return 0
 
 
 def _print(plan: "Plan") -> None:
     layers = plan.num_hidden_layers
-    depth = "" if layers is None else f", with {layers:,} layers, as many as fit"
+    depth = "" if layers is None else f", with {layers:,} layers, the most that fit"
     print(f"model      {plan.parameters:,} parameters{depth}")
-    print(
-        f"devices    {plan.devices:,}, of {plan.limit_bytes / GIB:.3g} GiB that may be taken each"
-    )
+    print(f"devices    {plan.devices:,}, with {plan.limit_bytes / GIB:.3g} GiB usable each")
     print(f"objective  {plan.objective}; times from {plan.times}")
     if plan.constants is not None:
         print(f"constants  {plan.constants}")
     if plan.kept:
-        kept = ", ".join(f"{name}={value}" for name, value in plan.kept.items())
-        print(f"kept       {kept}, as the run file gives it")
+        settings = ", ".join(f"{name}={value}" for name, value in plan.kept.items())
+        print(f"fixed      {settings}, as set in the run file")
     if plan.errors:
-        shown = ", ".join(f"{100 * error:+.0f}%" for error in plan.errors[-5:])
+        errors = ", ".join(f"{100 * error:+.0f}%" for error in plan.errors[-5:])
         print(
-            f"before     plans were wrong by {shown}; times are multiplied by {plan.correction:.3g}"
+            f"history    earlier plans were off by {errors}; times are scaled by"
+            f" {plan.correction:.3g}"
         )
-    for number, each in enumerate(plan.best, 1):
-        _print_layout(number, each)
-    print("\nwhy the others fall out")
-    for out in plan.fallen:
-        print(f"  {out.count:>7,}  {out.reason}; such as {_shortened(out.example)}")
+    for number, layout in enumerate(plan.best, 1):
+        _print_layout(number, layout)
+    print("\nexcluded layouts")
+    for excluded in plan.fallen:
+        print(f"  {excluded.count:>7,}  {excluded.reason}; such as {_truncate(excluded.example)}")
 
 
-def _print_layout(number: int, each: "PlannedLayout") -> None:
-    step = each.step
-    layout = ",".join(f"{axis}={size}" for axis, size in each.layout.items())
-    settings = ", ".join(f"{name}={value}" for name, value in each.settings.items())
-    print(f"\n{number}. {layout}  ({settings})")
+def _print_layout(number: int, planned: "PlannedLayout") -> None:
+    step = planned.step
+    axes = ",".join(f"{axis}={size}" for axis, size in planned.layout.items())
+    settings = ", ".join(f"{name}={value}" for name, value in planned.settings.items())
+    print(f"\n{number}. {axes}  ({settings})")
     print(
         f"   step {_seconds(step.total)}: compute {_seconds(step.compute)}, bubble"
         f" {_seconds(step.bubble)}, data {_seconds(step.data)}, optimizer"
-        f" {_seconds(step.optimizer)}; {each.tokens_per_s:,.0f} tokens/s"
+        f" {_seconds(step.optimizer)}; {planned.tokens_per_s:,.0f} tokens/s"
     )
-    if each.price_per_hour is not None:
-        tokens = 1e9 / each.tokens_per_s / 3600 * each.price_per_hour
+    if planned.price_per_hour is not None:
+        tokens = 1e9 / planned.tokens_per_s / 3600 * planned.price_per_hour
         print(
-            f"   {each.devices:,} devices at {each.price_per_hour:,.2f} an hour: {tokens:,.2f} for"
-            " 10⁹ tokens"
+            f"   {planned.devices:,} devices at {planned.price_per_hour:,.2f} per hour:"
+            f" {tokens:,.2f} per 10⁹ tokens"
         )
-    most = max(each.memory, key=lambda rank: rank.total)
-    parts = ", ".join(f"{name} {getattr(most, name) / GIB:.3f}" for name in CATEGORIES)
-    where = f" on pipeline rank {most.pipeline}" if len(each.memory) > 1 else ""
-    print(f"   memory {most.total / GIB:.3f} GiB at most{where}: {parts}")
+    largest = max(planned.memory, key=lambda rank: rank.total)
+    parts = ", ".join(f"{name} {getattr(largest, name) / GIB:.3f}" for name in CATEGORIES)
+    location = f" on pipeline rank {largest.pipeline}" if len(planned.memory) > 1 else ""
+    print(f"   peak memory {largest.total / GIB:.3f} GiB{location}: {parts}")
 
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
-def _shortened(text: str, most: int = 160) -> str:
-    return text if len(text) <= most else f"{text[:most]}..."
+def _truncate(text: str, limit: int = 160) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}..."

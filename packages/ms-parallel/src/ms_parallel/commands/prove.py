@@ -1,4 +1,4 @@
-"""`ms-parallel prove`: hold a model under many layouts against one process."""
+"""`ms-parallel prove`: compare a model under many layouts with a single process."""
 
 import sys
 from argparse import ArgumentParser, Namespace
@@ -10,26 +10,30 @@ from ms_parallel.entry import file_argument
 if TYPE_CHECKING:
     from ms_parallel.proof.records import Outcome, Proof
 
-HELP = "hold a model's gradients under drawn layouts against one process, and look for leaks"
+HELP = "compare a model's gradients under random layouts with one process, and look for leaks"
 EXAMPLE = "ms-parallel prove qwen3 --processes 4 --html proof.html"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Add the command's arguments."""
     parser.add_argument(
         "model",
         metavar="MODEL",
         help="a family, a folder, a class or model_type of transformers, or module:function",
     )
-    parser.add_argument("--processes", type=int, default=4, help="most of a layout (default 4)")
-    parser.add_argument("--cases", type=int, default=16, help="ways of running it (default 16)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, batch and draw")
-    parser.add_argument("--html", type=file_argument, metavar="FILE", help="write a page")
+    parser.add_argument(
+        "--processes", type=int, default=4, help="maximum processes of a layout (default 4)"
+    )
+    parser.add_argument(
+        "--cases", type=int, default=16, help="number of layouts to try (default 16)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, batch and layouts")
+    parser.add_argument("--html", type=file_argument, metavar="FILE", help="write an HTML report")
     add_json(parser)
 
 
 def run(options: Namespace) -> int:
-    """Prove a model; print the proof or the smallest counterexample; return 1 unless it holds."""
+    """Print the proof or the smallest counterexample; return 1 unless the proof holds."""
     from ms_parallel.errors import ConfigError
     from ms_parallel.files.model_name import missing_model
 
@@ -39,9 +43,11 @@ def run(options: Namespace) -> int:
     from ms_parallel.proof.page import draw_page
     from ms_parallel.proof.prove import prove
 
-    for name, most in (("processes", 16), ("cases", 1000)):
-        if not 1 <= getattr(options, name) <= most:
-            raise ConfigError(f"--{name} is {getattr(options, name)}; give 1 to {most}")
+    for name, limit in (("processes", 16), ("cases", 1000)):
+        if not 1 <= getattr(options, name) <= limit:
+            raise ConfigError(
+                f"--{name} must be between 1 and {limit}, got {getattr(options, name)}"
+            )
     proof = prove(
         options.model,
         processes=options.processes,
@@ -65,23 +71,24 @@ def _show(outcome: "Outcome") -> None:
 
 def _text(proof: "Proof") -> str:
     lines = [f"model           {proof.model}: {proof.shrunk}"]
-    held = [each for each in proof.outcomes if not each.refused and not each.found]
+    passed = [outcome for outcome in proof.outcomes if not outcome.refused and not outcome.found]
     if proof.smallest is not None:
-        case, found = proof.smallest
-        where = "" if found.layer is None else f" (layer {found.layer})"
-        lines += [f"counterexample  {case.text}: {found.what}{where}"]
-        failed = sum(1 for each in proof.outcomes if each.found)
+        case, failure = proof.smallest
+        location = "" if failure.layer is None else f" (layer {failure.layer})"
+        lines += [f"counterexample  {case.text}: {failure.what}{location}"]
+        failed = sum(1 for outcome in proof.outcomes if outcome.found)
         lines += [f"                {failed} of {len(proof.outcomes)} cases do not hold"]
-    compared = max((each.compared for each in held), default=0)
-    apart = max((each.apart for each in held), default=0.0)
-    checks = sorted({check for each in held for check in each.checks})
+    compared = max((outcome.compared for outcome in passed), default=0)
+    max_difference = max((outcome.apart for outcome in passed), default=0.0)
+    checks = sorted({check for outcome in passed for check in outcome.checks})
     lines += [
-        f"held            {len(held)} cases, {compared} gradients each, at most {apart:.1e} apart",
+        f"held            {len(passed)} cases, {compared} gradients each, differences up to"
+        f" {max_difference:.1e}",
         f"checked         {', '.join(checks) or 'nothing'}",
     ]
-    for each in proof.outcomes:
-        if each.refused:
-            lines.append(f"refused         {each.case.text}: {each.refused}")
+    for outcome in proof.outcomes:
+        if outcome.refused:
+            lines.append(f"refused         {outcome.case.text}: {outcome.refused}")
     lines.append(
         f"took            {proof.seconds:.0f} s, seed {proof.seed}, tolerance {proof.tolerance:g}"
     )

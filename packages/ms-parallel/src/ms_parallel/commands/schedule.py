@@ -15,7 +15,7 @@ EXAMPLE = (
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Add the command's arguments."""
     parser.add_argument(
         "schedule",
         type=path_argument,
@@ -23,22 +23,27 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="a generator, a table (.csv), `search`, or a recorded step (.json)",
     )
     parser.add_argument(
-        "--stages", type=int, metavar="P", help="ranks of the pipeline (a V gives each two stages)"
+        "--stages",
+        type=int,
+        metavar="P",
+        help="number of pipeline ranks (V schedules have two stages per rank)",
     )
-    parser.add_argument("--microbatches", type=int, metavar="M", help="of one step")
+    parser.add_argument("--microbatches", type=int, metavar="M", help="microbatches per step")
     parser.add_argument(
         "--costs",
         default="",
         metavar="COSTS",
-        help="forward, backward_input, backward_weight, activation (each 1) and latency (0),"
-        " as forward=1:1:1:1.4,latency=0.1",
+        help="costs of forward, backward_input, backward_weight, activation (each 1) and latency"
+        " (0), as forward=1:1:1:1.4,latency=0.1",
     )
-    parser.add_argument("--memory-cap", type=float, metavar="N", help="of a rank, for `search`")
+    parser.add_argument(
+        "--memory-cap", type=float, metavar="N", help="memory limit per rank for `search`"
+    )
     parser.add_argument(
         "--measured",
         type=path_argument,
         metavar="FILE.json",
-        help="a recorded step, drawn beside the simulated one",
+        help="a recorded step, drawn next to the simulated one",
     )
     parser.add_argument(
         "--out", type=file_argument, metavar="FILE", help="write .svg, .html or .csv"
@@ -47,11 +52,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Print the facts and the picture of a schedule."""
+    """Print the summary and the timeline of a schedule."""
     from ms_parallel.planner.explain import draw_to, explain
     from ms_parallel.schedules.drawing.text import draw_text, path_text
 
-    explained = explain(
+    explanation = explain(
         str(options.schedule),
         ranks=options.stages,
         microbatches=options.microbatches,
@@ -60,15 +65,17 @@ def run(options: Namespace) -> int:
         measured=options.measured,
     )
     if options.out is not None:
-        draw_to(options.out, explained)
+        draw_to(options.out, explanation)
     if options.json:
-        return print_json(explained.facts)
+        return print_json(explanation.facts)
     width = shutil.get_terminal_size((100, 24)).columns
-    colour = sys.stdout.isatty()
-    print(draw_text(*explained.lines, titles=explained.titles, width=width, colour=colour), end="")
-    print(f"critical path: {path_text(explained.timeline)}")
-    if pairs := explained.facts.overlapped_pairs:
-        print(f"{pairs} overlapped pairs are timed, and performed, one after the other")
-    if explained.facts.lower_bound is not None:
-        print(f"no schedule is shorter than {explained.facts.lower_bound:.4g}")
+    color = sys.stdout.isatty()
+    print(
+        draw_text(*explanation.lines, titles=explanation.titles, width=width, color=color), end=""
+    )
+    print(f"critical path: {path_text(explanation.timeline)}")
+    if pairs := explanation.facts.overlapped_pairs:
+        print(f"{pairs} overlapped pairs are timed and run one after the other")
+    if explanation.facts.lower_bound is not None:
+        print(f"no schedule is shorter than {explanation.facts.lower_bound:.4g}")
     return 0

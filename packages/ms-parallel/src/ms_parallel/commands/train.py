@@ -1,4 +1,4 @@
-"""`ms-parallel train`: train as a run file says."""
+"""`ms-parallel train`: run the training described by a run file."""
 
 import contextlib
 import signal
@@ -10,7 +10,7 @@ from ms_parallel.entry import INTERRUPTED
 from ms_parallel.interruption import end_with_launcher
 from ms_parallel.settings.run_file import add_run_file
 
-HELP = "train as a run file says; the same command resumes"
+HELP = "train from a run file; the same command resumes"
 EXAMPLE = (
     "torchrun --standalone --nproc-per-node 2 -m ms_parallel train RUN.toml"
     " --set layout.tensor=2 --set steps=500"
@@ -18,14 +18,14 @@ EXAMPLE = (
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Add the command's arguments."""
     add_run_file(parser)
     parser.set_defaults(has_run_file=True)
     add_json(parser)
 
 
 def run(options: Namespace) -> int:
-    """Train, or resume, and print the result."""
+    """Train or resume, and print the result."""
     end_with_launcher()
     from ms_parallel.run_file import read_run_file
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ms_parallel import operators
 from ms_parallel.cluster.connection import connect
-from ms_parallel.cluster.groups import lay_mesh
+from ms_parallel.cluster.groups import create_groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.adapters import Adapters, check_adaptable
 from ms_parallel.engine.assembly import (
@@ -113,7 +113,7 @@ class Engine:
         if isinstance(model, nn.Module) and dist.get_rank() == 0:
             warn_of_no_documents(model)
         if self.groups.layout != layout:
-            self.groups = lay_mesh(layout, self.device, self.groups.devices)
+            self.groups = create_groups(layout, self.device, self.groups.devices)
         if settings.mixed_precision is True and dist.get_rank() == 0:
             warn_of_slow_bfloat16(self.device)
         self.ops: Ops = settings.ops or operators

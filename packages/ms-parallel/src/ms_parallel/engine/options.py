@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from attrs import field, frozen
 
-from ms_parallel.cluster.device import Wanted
+from ms_parallel.cluster.device import DeviceSpec
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.engine.optimizer import SHARED, OptimizerConfig, optimizer_of
 from ms_parallel.engine.optimizers.adamw import AdamWConfig
@@ -49,7 +49,7 @@ class EngineOptions(EngineSettings):
     weights: Literal["initial", "unset"] | Path = field(default="initial", validator=a_path())
     """`"initial"`: the weights of the model's folder, else random; a folder to read weights from;
     or `"unset"` if a checkpoint is loaded next."""
-    device: Wanted = None
+    device: DeviceSpec = None
     """`"cpu"` or an accelerator; or `Devices`, one for each rank. None: the machine's best."""
     ops: Ops | None = None
     """Operators of the model. None: plain torch."""

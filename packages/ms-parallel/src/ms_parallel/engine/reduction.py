@@ -116,7 +116,7 @@ class SummedReduction:
         """Sum results and squared gradients over all processes in one all-reduce."""
         local = torch.zeros(2 + metrics + mtp + TERMS, device=self.groups.device)
         local[0] = self.trained.squared_norm(gradients)
-        if results and self.groups.place.speaks_for_rows:  # one process per row adds its results
+        if results and self.groups.place.is_loss_rank:  # one process per row adds its results
             local[1:-TERMS] = torch.stack([result.values for result in results]).sum(0)
         local[-TERMS:].copy_(row_terms, non_blocking=True)
         squared_norm, *sums = self.groups.all_reduce(local).tolist()

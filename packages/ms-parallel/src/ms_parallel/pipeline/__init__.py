@@ -1,1 +1,1 @@
-"""Performs a schedule on the processes of a pipeline: runtime, messages, and times of a step."""
+"""Runs pipeline schedules: runtime, messages between ranks, and recordings of steps."""

@@ -1,4 +1,4 @@
-"""The schedule that an engine performs: chosen by name, file or value; and forwards alone."""
+"""Pipeline schedule of an engine: chosen by name, file or value; and forward-only schedules."""
 
 from functools import cache
 from pathlib import Path
@@ -14,96 +14,98 @@ from ms_parallel.schedules.table.schedule import Schedule
 
 LIMIT_BYTES = 1 << 26
 SEARCH = "search"
-"""The choice that is measured and searched for before a run begins."""
+"""Choice of a schedule by search with measured costs, before a run starts."""
 
 
 class ScheduleTables:
-    """The tables of one choice of schedule, each made once.
+    """Tables for a choice of schedule; generated once per number of microbatches.
 
     Args:
-        choice: a generator's name, a CSV file of torch.distributed.pipelining's form, or a table,
-            with or without a split; all but names are of their own number of microbatches.
+        choice: generator name, CSV file in the format of torch.distributed.pipelining, or a table
+            with or without a layer split. All but names are fixed to one number of microbatches.
         ranks: pipeline ranks of the layout.
 
     Raises:
         ConfigError: the file cannot be read, or the table is for another number of ranks.
-        ScheduleError: there is no such name, or the table is not right.
+        ScheduleError: the name is unknown, or the table is invalid.
     """
 
     def __init__(self, choice: Choice, ranks: int) -> None:
         self.layers: tuple[int, ...] | None = None
-        """Layers of each stage, where they are chosen."""
+        """Layers of each stage, if the choice fixes them."""
         if isinstance(choice, Staged):
             self.layers, choice = choice.layers, choice.schedule
         if choice == SEARCH:
             raise ConfigError(
-                "schedule 'search' needs measured costs; call search_schedule first and give the"
-                " engine what it finds"
+                "schedule='search' needs measured costs; call search_schedule first and pass its"
+                " result to the engine"
             )
         if not isinstance(choice, Schedule) and is_file(choice):
             choice = read_schedule(choice)
         self.choice = choice
         self.ranks = ranks
         if not isinstance(choice, Schedule):
-            self.placement = _generated(str(choice), ranks, ENOUGH * ranks).placement
+            self.placement = _generated(
+                str(choice), ranks, MIN_MICROBATCHES_PER_RANK * ranks
+            ).placement
             """Pipeline rank of each stage."""
             return
         if choice.ranks != ranks:
             raise ConfigError(
-                f"the schedule is for {choice.ranks} ranks but pipeline={ranks}; "
-                "choose one of as many"
+                f"the schedule is for {choice.ranks} ranks but pipeline={ranks}; use a schedule for"
+                f" {ranks} ranks"
             )
         verify(choice)
         self.placement = choice.placement
 
     def training(self, microbatches: int) -> Schedule:
-        """Make the schedule of an update's forwards and backwards.
+        """Return the schedule of a training step.
 
         Raises:
-            ConfigError: the table that was chosen is for another number of microbatches.
-            ScheduleError: the generator that was chosen cannot do with so few.
+            ConfigError: the chosen table is for another number of microbatches.
+            ScheduleError: the chosen generator needs more microbatches.
         """
         if not isinstance(self.choice, Schedule):
             return _generated(str(self.choice), self.ranks, microbatches)
         if self.choice.microbatches != microbatches:
             raise ConfigError(
-                f"the schedule is of {self.choice.microbatches} microbatches but the batch "
-                f"has {microbatches}; change microbatch_size or the schedule"
+                f"the schedule is for {self.choice.microbatches} microbatches but the batch has"
+                f" {microbatches}; change microbatch_size or the schedule"
             )
         return self.choice
 
     def forwards(self, microbatches: int) -> Schedule:
-        """Make a schedule of forwards alone, to evaluate or generate."""
+        """Return a forward-only schedule, for evaluation and generation."""
         return _forwards(self.placement, microbatches)
 
 
-ENOUGH = 2
-"""Microbatches a rank with which every generator can make a table; the placement stays the same."""
+MIN_MICROBATCHES_PER_RANK = 2
+"""Microbatches per rank that suffice for every generator; the placement does not depend on them."""
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """Read and verify a CSV file in torch.distributed.pipelining's form.
+    """Read and verify a CSV file in the format of torch.distributed.pipelining.
 
     Raises:
         ConfigError: the file cannot be read.
-        ScheduleError: it is no table, or a wrong one; the file is named.
+        ScheduleError: the table is invalid; names the file.
     """
-    where = f"schedule {path}"
+    context = f"schedule {path}"
     try:
         text = read_text(path, error=ConfigError, limit_bytes=LIMIT_BYTES)
     except ConfigError as error:
         raise ConfigError(f"schedule {error}") from error
-    with decoding(where, error=ScheduleError):
+    with decoding(context, error=ScheduleError):
         try:
             schedule = Schedule.from_csv(text, name=Path(path).stem)
             verify(schedule)
         except ScheduleError as error:
-            raise ScheduleError(f"{where}: {error}") from error
+            raise ScheduleError(f"{context}: {error}") from error
     return schedule
 
 
 def is_file(choice: str | Path) -> bool:
-    """Return whether a choice of schedule names a CSV file."""
+    """Return whether a choice of schedule is a CSV file."""
     return isinstance(choice, Path) or choice.lower().endswith(".csv")
 
 
@@ -120,8 +122,8 @@ def _forwards(placement: tuple[int, ...], microbatches: int) -> Schedule:
         [
             Action(Kind.FORWARD, stage, microbatch)
             for microbatch in range(microbatches)
-            for stage in mine
+            for stage in stages
         ]
-        for mine in stages_by_rank(placement)
+        for stages in stages_by_rank(placement)
     ]
     return Schedule.from_computations(rows, placement, microbatches, "forwards")

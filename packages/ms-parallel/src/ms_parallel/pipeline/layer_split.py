@@ -1,4 +1,4 @@
-"""A schedule together with the number of layers of each of its stages."""
+"""A schedule with the number of layers of each stage."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ from ms_parallel.schedules.table.schedule import Schedule
 
 @frozen(kw_only=True)
 class Staged:
-    """A schedule, and how many layers each of its stages has."""
+    """A schedule with the number of layers of each stage."""
 
     schedule: Schedule
     layers: tuple[int, ...]
 
 
 Choice = str | Path | Schedule | Staged
-"""A generator's name, a CSV file, a table, or a table with its split of the layers."""
+"""Generator name, CSV file, table, or table with a layer split."""

@@ -1,4 +1,4 @@
-"""Point-to-point messages between pipeline ranks: batched, waited for only when needed."""
+"""Point-to-point messages between pipeline ranks: batched, and waited for only when needed."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from ms_parallel.cluster.watch import position
 from ms_parallel.errors import ConfigError
 
 Name = tuple[int, int, str]
-"""(stage, microbatch, `F` or `B`): of the stage that sends, or of the one that receives."""
+"""(stage, microbatch, "F" or "B"): the sending stage and the direction of the message."""
 Shape = tuple[int, ...]
 
 DTYPES = (
@@ -29,10 +29,10 @@ MAX_DIMS = 6
 
 
 class Mailbox:
-    """Sends and receives in the order in which they are asked for.
+    """Sends and receives in the order of the calls.
 
-    Neighbouring requests leave as one batch. A small message goes before the first of each kind
-    and gives its shape; from then on both ends know it.
+    Consecutive requests are posted as one batch. Before the first message of each kind, a small
+    header transfers its dtype and shape; later ones use the cached shape.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -40,35 +40,35 @@ class Mailbox:
         self.shapes: dict[Shape, tuple[torch.dtype, tuple[int, ...]]] = {}
         self.queue: list[tuple[Name, dist.P2POp]] = []
         self.sender: dict[Name, int] = {}
-        """Global rank that a message comes from, until it is taken."""
+        """Global rank of the sender of each pending message."""
         self.received: dict[Name, tuple[Tensor, Sequence[dist.Work]]] = {}
         self.sent: deque[tuple[Name, Tensor, Sequence[dist.Work]]] = deque()
 
-    def send(self, name: Name, tensor: Tensor, peer: int, kind: Shape) -> None:
-        """Queue the message `name` for pipeline rank `peer`; `kind` is what decides its shape."""
+    def send(self, name: Name, tensor: Tensor, peer: int, shape_key: Shape) -> None:
+        """Queue the message `name` for pipeline rank `peer`; `shape_key` identifies its shape."""
         wire = self.groups.link(peer).wire
         tensor = tensor.contiguous().to(wire)
-        if kind not in self.shapes:
-            self.shapes[kind] = (tensor.dtype, tuple(tensor.shape))
+        if shape_key not in self.shapes:
+            self.shapes[shape_key] = (tensor.dtype, tuple(tensor.shape))
             self.flush()
             self._queue(name, dist.isend, _describe(tensor, wire), peer)
             self.flush()
         self._queue(name, dist.isend, tensor, peer)
 
-    def receive(self, name: Name, peer: int, kind: Shape) -> None:
-        """Queue the arrival of the message `name` from pipeline rank `peer`."""
+    def receive(self, name: Name, peer: int, shape_key: Shape) -> None:
+        """Queue the receive of the message `name` from pipeline rank `peer`."""
         wire = self.groups.link(peer).wire
-        if kind not in self.shapes:
+        if shape_key not in self.shapes:
             self.flush()
             header = torch.zeros(MAX_DIMS + 2, dtype=torch.int64, device=wire)
             self.sender[name] = self._queue(name, dist.irecv, header, peer)
-            self.shapes[kind] = _read(self.take(name))
-        dtype, shape = self.shapes[kind]
+            self.shapes[shape_key] = _read(self.take(name))
+        dtype, shape = self.shapes[shape_key]
         tensor = torch.empty(shape, dtype=dtype, device=wire)
         self.sender[name] = self._queue(name, dist.irecv, tensor, peer)
 
     def take(self, name: Name) -> Tensor:
-        """Wait for a message that `receive` queued, and return it."""
+        """Wait for a message that was queued by `receive`, and return it."""
         self.flush()
         tensor, works = self.received.pop(name)
         position.message = name, self.sender.pop(name)
@@ -78,10 +78,10 @@ class Mailbox:
         return tensor.to(self.groups.device)
 
     def flush(self) -> None:
-        """Let all queued messages leave as one batch, and release what has been sent.
+        """Post all queued sends and receives as one batch; drop buffers of completed sends.
 
-        Messages are done in their order. Gloo says so of none before it is waited for, so looking
-        further than the first one that is not would take time for each that a step has sent.
+        Messages complete in order. Gloo never reports completion before a wait, so checking more
+        than the first pending send would cost time for every send of a step.
         """
         while self.sent and all(work.is_completed() for work in self.sent[0][2]):
             self.sent.popleft()
@@ -89,22 +89,24 @@ class Mailbox:
             return
         queue, self.queue = self.queue, []
         groups = list({id(operation.group): operation.group for _, operation in queue}.values())
-        for group in groups:  # several where devices are of several kinds
-            self._leave([each for each in queue if each[1].group is group])
+        for group in groups:  # several with mixed device types
+            self._post([entry for entry in queue if entry[1].group is group])
 
-    def _leave(self, queue: Sequence[tuple[Name, dist.P2POp]]) -> None:
-        """Let messages of one group leave."""
+    def _post(self, queue: Sequence[tuple[Name, dist.P2POp]]) -> None:
+        """Post the messages of one group."""
         works = dist.batch_isend_irecv([operation for _, operation in queue])
-        # One work a message (gloo), or one for the whole batch (NCCL, HCCL).
-        each = [[work] for work in works] if len(works) == len(queue) else [works] * len(queue)
-        for (name, operation), done in zip(queue, each, strict=True):
+        # One work per message (gloo), or one for the whole batch (NCCL, HCCL).
+        works_by_message = (
+            [[work] for work in works] if len(works) == len(queue) else [works] * len(queue)
+        )
+        for (name, operation), message_works in zip(queue, works_by_message, strict=True):
             if operation.op is dist.isend:
-                self.sent.append((name, operation.tensor, done))
+                self.sent.append((name, operation.tensor, message_works))
             else:
-                self.received[name] = (operation.tensor, done)
+                self.received[name] = (operation.tensor, message_works)
 
     def wait_for_sends(self, name: Name | None = None) -> None:
-        """Wait until the message `name`, by default each one, may be overwritten."""
+        """Wait until the buffer of the message `name`, or of all messages, may be overwritten."""
         self.flush()
         for sent, _, works in self.sent:
             if name in (None, sent):
@@ -112,12 +114,12 @@ class Mailbox:
                     work.wait()
         self.sent = deque(entry for entry in self.sent if name not in (None, entry[0]))
 
-    def forget(self) -> None:
-        """Drop everything under way, after an error."""
+    def discard(self) -> None:
+        """Drop all pending messages, after an error."""
         self.queue, self.received, self.sent, self.sender = [], {}, deque(), {}
 
     def share(self, tensor: Tensor | None, owner: int) -> Tensor:
-        """Give `tensor` of pipeline rank `owner` (None elsewhere) to every pipeline rank."""
+        """Broadcast `tensor` from pipeline rank `owner` (None on others) to all pipeline ranks."""
         if self.groups.layout.pipeline == 1:
             assert tensor is not None
             return tensor
@@ -129,13 +131,13 @@ class Mailbox:
         dtype, shape = _read(header)
         if tensor is None:
             tensor = torch.empty(shape, dtype=dtype, device=self.groups.wire)
-        # One that lies on the CPU would leave over another group than the others listen to.
+        # A CPU tensor would be sent over another backend than the receivers use.
         tensor = tensor.to(self.groups.wire).contiguous()
         dist.broadcast(tensor, source, group=group)
         return tensor.to(self.groups.device)
 
     def _queue(self, name: Name, operation: object, tensor: Tensor, peer: int) -> int:
-        """Queue an operation with pipeline rank `peer`, and return its global rank."""
+        """Queue an operation with pipeline rank `peer`; return the peer's global rank."""
         link = self.groups.link(peer)
         message = dist.P2POp(operation, tensor, link.rank, link.group)  # type: ignore[arg-type]
         self.queue.append((name, message))
@@ -145,11 +147,11 @@ class Mailbox:
 def _describe(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.dtype not in DTYPES or tensor.dim() > MAX_DIMS:
         raise ConfigError(
-            f"no message is made of {tensor.dim()} dims of {tensor.dtype}; return at most "
-            f"{MAX_DIMS} dims of one of {', '.join(map(str, DTYPES))}"
+            f"cannot send {tensor.dim()} dims of {tensor.dtype} between stages; stages must return"
+            f" at most {MAX_DIMS} dims of one of {', '.join(map(str, DTYPES))}"
         )
-    facts = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-    return torch.tensor(facts + [0] * (MAX_DIMS + 2 - len(facts)), device=device)
+    fields = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+    return torch.tensor(fields + [0] * (MAX_DIMS + 2 - len(fields)), device=device)
 
 
 def _read(header: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:

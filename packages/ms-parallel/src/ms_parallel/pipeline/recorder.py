@@ -1,4 +1,4 @@
-"""Records when this rank's computations begin and end, on one clock for all ranks of a pipeline."""
+"""Records start and end of this rank's computations, on one clock for all pipeline ranks."""
 
 import time
 from collections.abc import Callable
@@ -13,24 +13,24 @@ from ms_parallel.cluster.groups import Groups
 from ms_parallel.pipeline.step_file import RecordedStep
 from ms_parallel.schedules.table.schedule import Schedule
 
-ECHOES = 16
-"""Round trips to the first rank's clock; the fastest counts."""
+ROUND_TRIPS = 16
+"""Round trips to the first rank for the clock offset; the fastest counts."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 T = TypeVar("T")
 
 
 class Recorder:
-    """A context manager that records when each computation begins and ends.
+    """Context manager that records the start and end of each computation.
 
-    On a CPU it reads the clock, which costs less than a microsecond. On an accelerator it records
-    events in the stream, so that nothing waits while the schedule runs.
+    On a CPU it reads the clock, in less than a microsecond. On an accelerator it records events in
+    the stream, without synchronization.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.on_cpu = device.type == "cpu"
         self.schedule: Schedule | None = None
-        """The schedule that was run."""
+        """The recorded schedule."""
         self.marks_ns: list[int] = []
         self.events: list[torch.Event] = []
         self.origin_ns = time.monotonic_ns()
@@ -46,11 +46,11 @@ class Recorder:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the recording."""
+        """Record the end of a computation."""
         self._mark()
 
     def _mark(self) -> None:
@@ -65,17 +65,17 @@ class Recorder:
         self.events.append(event)
 
     def times_ns(self) -> list[tuple[int, int]]:
-        """List each computation's (start, end) in nanoseconds of this machine's monotonic clock."""
+        """(start, end) of each computation, in nanoseconds of this machine's monotonic clock."""
         marks = self.marks_ns
         if not self.on_cpu:
             torch.accelerator.synchronize()
             first, *events = self.events
-            marks = [self.origin_ns + round(1e6 * first.elapsed_time(each)) for each in events]
+            marks = [self.origin_ns + round(1e6 * first.elapsed_time(event)) for event in events]
         return list(zip(marks[::2], marks[1::2], strict=True))
 
 
 def recorded_step(recorder: Recorder, groups: Groups, step: int) -> RecordedStep | None:
-    """Gather the recordings of all ranks of this pipeline; every process calls it.
+    """Gather the recordings of all ranks of this pipeline. Collective.
 
     Args:
         recorder: recorder of `Engine.record_step`.
@@ -83,7 +83,7 @@ def recorded_step(recorder: Recorder, groups: Groups, step: int) -> RecordedStep
         step: steps taken before this one.
 
     Returns:
-        The step; None if nothing had a loss.
+        The step; None if no token had a target.
     """
     if recorder.schedule is None:
         return None
@@ -97,51 +97,54 @@ def recorded_step(recorder: Recorder, groups: Groups, step: int) -> RecordedStep
 
 
 def gather_times(recorder: Recorder, groups: Groups) -> list[list[tuple[int, int]]]:
-    """Gather all pipeline ranks' times, in nanoseconds of the first one's clock; all call it."""
-    own = recorder.times_ns()
+    """Gather all pipeline ranks' times, in nanoseconds of the first rank's clock. Collective."""
+    local = recorder.times_ns()
     if groups.layout.pipeline == 1:
-        return [own]
-    shift = 0 if _one_machine(groups) else offset_ns(groups)
-    return _all([(begin + shift, end + shift) for begin, end in own], groups)
+        return [local]
+    shift = 0 if _share_clock(groups) else offset_ns(groups)
+    return _gather([(begin + shift, end + shift) for begin, end in local], groups)
 
 
 def offset_ns(groups: Groups, clock: Callable[[], int] = time.monotonic_ns) -> int:
     """Measure the offset of the first pipeline rank's clock from this rank's, in nanoseconds.
 
-    Half of the fastest of some round trips bounds the error (Cristian, 1989).
+    Takes the fastest of several round trips; half of its duration bounds the error (Cristian 1989).
 
     Args:
-        groups: the layout's processes; every pipeline rank calls this.
-        clock: of this rank, in nanoseconds.
+        groups: process groups; every pipeline rank calls this.
+        clock: this rank's clock, in nanoseconds.
     """
-    group, here = groups.group("pipeline"), groups.place.pipeline
-    first, box = groups.peer("pipeline", 0), torch.zeros(1, dtype=torch.int64, device=groups.wire)
+    group, local_rank = groups.group("pipeline"), groups.place.pipeline
+    first, buffer = (
+        groups.peer("pipeline", 0),
+        torch.zeros(1, dtype=torch.int64, device=groups.wire),
+    )
     best: tuple[int, int] | None = None
-    for other in range(1, groups.layout.pipeline):
-        for _ in range(ECHOES):
-            if here == other:
-                asked = clock()
-                dist.send(box, first, group=group)
-                dist.recv(box, first, group=group)
-                answered, theirs = clock(), int(box)
-                trip = answered - asked
-                best = min(best or (trip, 0), (trip, theirs - (asked + answered) // 2))
-            elif here == 0:
-                peer = groups.peer("pipeline", other)
-                dist.recv(box, peer, group=group)
-                box.fill_(clock())
-                dist.send(box, peer, group=group)
+    for other_rank in range(1, groups.layout.pipeline):
+        for _ in range(ROUND_TRIPS):
+            if local_rank == other_rank:
+                sent = clock()
+                dist.send(buffer, first, group=group)
+                dist.recv(buffer, first, group=group)
+                received, remote = clock(), int(buffer)
+                round_trip = received - sent
+                best = min(best or (round_trip, 0), (round_trip, remote - (sent + received) // 2))
+            elif local_rank == 0:
+                peer = groups.peer("pipeline", other_rank)
+                dist.recv(buffer, peer, group=group)
+                buffer.fill_(clock())
+                dist.send(buffer, peer, group=group)
     return best[1] if best else 0
 
 
-def _one_machine(groups: Groups) -> bool:
-    """Return whether all pipeline ranks read one clock: they were booted together."""
-    boots = set(_all(BOOT.read_text() if BOOT.exists() else "", groups))
+def _share_clock(groups: Groups) -> bool:
+    """Return whether all pipeline ranks have the same boot id, and so the same clock."""
+    boots = set(_gather(BOOT.read_text() if BOOT.exists() else "", groups))
     return len(boots) == 1 and "" not in boots
 
 
-def _all(own: T, groups: Groups) -> list[T]:
-    """Gather each pipeline rank's value."""
-    each: list[Any] = [None] * groups.layout.pipeline
-    dist.all_gather_object(each, own, group=groups.group("pipeline"))
-    return each
+def _gather(value: T, groups: Groups) -> list[T]:
+    """Gather the values of all pipeline ranks."""
+    values: list[Any] = [None] * groups.layout.pipeline
+    dist.all_gather_object(values, value, group=groups.group("pipeline"))
+    return values

@@ -1,4 +1,4 @@
-"""Performs a pipeline schedule: one loop over a rank's actions, and the messages between ranks."""
+"""Runs a pipeline schedule: one loop over a rank's actions, and the messages between ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -25,58 +25,57 @@ from ms_parallel.split.sharding import after_weight_gradients, gather_weights, s
 from ms_parallel.split.weight_gradients import Later, putting_off
 
 Finish = Callable[[int, Tensor], Tensor]
-"""Maps a microbatch's number and the last stage's hidden states to its result: the loss in
-training."""
+"""Maps a microbatch index and the last stage's hidden states to a result, such as the loss."""
 
 Call = Callable[..., Tensor]
 """Computes a stage's output from (input, positions=, documents=, cache=), with row_split= and
-pictures= where there are any."""
+pictures= if the batch has them."""
 
 Take = Callable[[int, int, bool], None]
-"""Called after a backward with (stage, microbatch, whether its weight gradients are complete)."""
+"""Called after a backward with (stage, microbatch, weight gradients are complete)."""
 
 Key = tuple[int, int]
 """(stage, microbatch)."""
 WEIGHTS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-"""Actions that complete a microbatch's gradients of weights."""
+"""Actions that complete a microbatch's weight gradients."""
 UNTIMED = nullcontext()
 
 
 @define
 class Step:
-    """The state of one run of a schedule; each entry goes when it is last needed."""
+    """State of one run of a schedule; entries are removed after their last use."""
 
     microbatches: Sequence[Batch]
     finish: Finish
     take: Take | None
-    """Collects each microbatch's gradients, which are then not summed over the data axis."""
+    """Receives each microbatch's gradients, which are then not reduced over the data axis."""
     caches: Mapping[int, KeyValueCache]
     row_splits: Sequence[RowSplit | None]
     gradients_left: dict[int, int]
-    """For each stage the microbatches whose gradients of weights are still to come."""
+    """Number of microbatches per stage whose weight gradients are not complete yet."""
     split: frozenset[Key]
-    """Microbatches whose backward is one of inputs and, later, one of weights."""
+    """Microbatches whose backward is split into input gradients and, later, weight gradients."""
     reduced: frozenset[int]
-    """Stages whose gradients REDUCE_GRAD sums over the data axis; else the last backward does."""
+    """Stages with a REDUCE_GRAD action; other stages reduce in their last backward."""
     inputs: dict[Key, Tensor] = field(factory=dict)
     outputs: dict[Key, Tensor] = field(factory=dict)
     roots: dict[Key, GradientEdge] = field(factory=dict)
-    """Where the backward starts; keeps the graph but not the output."""
+    """Start of the backward; keeps the graph alive but not the output."""
     gradients: dict[Key, Tensor] = field(factory=dict)
-    """Gradient of a stage's output; after its backward, of its input."""
-    later: dict[Key, Later] = field(factory=dict)
-    """What a split backward has left to do for the weights."""
+    """Gradient of a stage's output and, after its backward, of its input."""
+    deferred: dict[Key, Later] = field(factory=dict)
+    """Weight gradients that a split backward has not computed yet."""
     results: dict[int, Tensor] = field(factory=dict)
 
 
 class Runtime:
-    """Runs this process's stages as a schedule says.
+    """Runs this process's stages according to a schedule.
 
     Args:
-        stages: this process's stages by number.
+        stages: this process's stages by index.
         groups: process groups of the layout.
-        calls: computes each stage; by default the stages themselves are called.
-        sharding: when gradients are summed and weights freed.
+        calls: function that computes each stage; by default the stages themselves.
+        sharding: determines when gradients are reduced and gathered weights freed.
     """
 
     def __init__(
@@ -92,9 +91,9 @@ class Runtime:
         self.groups = groups
         self.mailbox = Mailbox(groups)
         self.offload = False
-        """Whether what forwards keep goes to the machine's memory."""
+        """Whether saved activations go to host memory."""
         self.recorder: Recorder | None = None
-        """Notes when each computation runs, waiting for messages left out."""
+        """Records the times of computations, without waiting for messages."""
 
     def run(
         self,
@@ -106,17 +105,17 @@ class Runtime:
         row_splits: Sequence[RowSplit | None] | None = None,
         take: Take | None = None,
     ) -> list[Tensor]:
-        """Perform `schedule` and return the last stage's result for each microbatch, detached.
+        """Run `schedule`; return the last stage's result of each microbatch, detached.
 
-        Every action is performed where it stands: UNSHARD gathers a stage's sharded weights and
-        RESHARD frees them, REDUCE_GRAD sums its gradients over the data axis, a WAIT waits for what
-        it names. What a table does not name is done all the same: weights are gathered for a
-        stage's first microbatch, summed and freed after its last, and sends are waited for at the
-        end. The two actions of a pair are performed one after the other.
+        Actions run in table order: UNSHARD gathers a stage's sharded weights and RESHARD frees
+        them, REDUCE_GRAD reduces its gradients over the data axis, and a WAIT waits for its
+        message. What a table leaves out is implied: weights are gathered for a stage's first
+        microbatch, reduced and freed after its last, and sends are waited for at the end. The two
+        actions of an overlapped pair run one after the other.
 
-        A schedule of forwards alone evaluates; call it under `torch.no_grad()`, with a cache a
-        stage to generate. `row_splits` say of each microbatch how processes share out its rows. The
-        list is empty on processes that do not hold the last stage.
+        A forward-only schedule evaluates; call it under `torch.no_grad()`, with one cache per stage
+        to generate. `row_splits` has the split of each microbatch's rows over context ranks. The
+        result is empty on processes without the last stage.
         """
         if self.recorder:
             self.recorder.schedule = schedule
@@ -137,20 +136,20 @@ class Runtime:
             ),
             reduced=frozenset(a.stage for a in row if a.kind is Kind.REDUCE_GRAD),
         )
-        doing = row[0]
+        current = row[0]
         position.passes += 1
         try:
             for action in row:
-                for doing in action.flat:
-                    position.action = doing
-                    self._perform(doing, step, schedule)
+                for current in action.flat:
+                    position.action = current
+                    self._perform(current, step, schedule)
             self.mailbox.wait_for_sends()
             for stage in {a.stage for a in row if a.kind is Kind.UNSHARD}:
-                drop_gathered(self.stages[stage])  # an update would leave the copies behind
+                drop_gathered(self.stages[stage])  # the copies would be stale after the update
             position.action = None
         except Exception as error:
-            self.mailbox.forget()
-            explained = explain(error, doing, self.groups)
+            self.mailbox.discard()
+            explained = explain(error, current, self.groups)
             if explained is error:
                 raise
             raise explained from error
@@ -167,10 +166,10 @@ class Runtime:
             case Kind.BACKWARD | Kind.BACKWARD_INPUT:
                 self._backward(key, step, schedule)
             case Kind.BACKWARD_WEIGHT:
-                last = self._is_last(stage, step)
+                last = self._count_backward(stage, step)
                 with self.recorder or UNTIMED:
-                    step.later.pop(key).settle()
-                    self._after_weights(key, last, step)
+                    step.deferred.pop(key).settle()
+                    self._after_weight_gradients(key, last, step)
             case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
                 self._send(key, action.kind is Kind.SEND_FORWARD, step, schedule)
             case Kind.RECV_FORWARD | Kind.RECV_BACKWARD:
@@ -186,18 +185,22 @@ class Runtime:
             case Kind.REDUCE_GRAD:
                 after_weight_gradients(self.stages[stage], True, summed=step.take is None)
             case Kind.WAIT_REDUCE_GRAD:
-                pass  # REDUCE_GRAD returns with what follows already ordered behind its sum
+                pass  # REDUCE_GRAD has ordered its reduction before anything that follows
             case _:
-                raise AssertionError(f"{action} is no single action")
+                raise AssertionError(f"{action} is not a single action")
 
     def _send(self, key: Key, forward: bool, step: Step, schedule: Schedule) -> None:
         stage, microbatch = key
         if forward:
-            to, boundary, tensor = stage + 1, key, step.outputs.pop(key)
+            peer_stage, boundary, tensor = stage + 1, key, step.outputs.pop(key)
         else:
-            to, boundary, tensor = stage - 1, (stage - 1, microbatch), step.gradients.pop(key)
+            peer_stage, boundary, tensor = (
+                stage - 1,
+                (stage - 1, microbatch),
+                step.gradients.pop(key),
+            )
         name = (*key, "F" if forward else "B")
-        self.mailbox.send(name, tensor, schedule.placement[to], self._shape(step, boundary))
+        self.mailbox.send(name, tensor, schedule.placement[peer_stage], self._shape(step, boundary))
 
     def _receive(self, key: Key, forward: bool, step: Step, schedule: Schedule) -> None:
         stage, microbatch = key
@@ -205,23 +208,23 @@ class Runtime:
         name = (*key, "F" if forward else "B")
         self.mailbox.receive(name, schedule.placement[sender], self._shape(step, boundary))
 
-    def _after_weights(self, key: Key, last: bool, step: Step) -> None:
-        """Do what follows gradients of weights that were put off."""
+    def _after_weight_gradients(self, key: Key, last: bool, step: Step) -> None:
+        """Finish a stage's backward after deferred weight gradients."""
         stage, summed = self.stages[key[0]], step.take is None
         after_weight_gradients(stage, last, self.sharding, summed=summed)
         if step.take is not None:
             step.take(*key, True)
 
-    def _is_last(self, stage: int, step: Step) -> bool:
-        """Count gradients of weights that are now complete; whether these are to be summed.
+    def _count_backward(self, stage: int, step: Step) -> bool:
+        """Count a completed weight gradient; return whether this backward reduces the gradients.
 
-        They are the stage's last, and the table names no REDUCE_GRAD for it.
+        True for the stage's last one, unless the table has a REDUCE_GRAD for the stage.
         """
         step.gradients_left[stage] -= 1
         return step.gradients_left[stage] == 0 and stage not in step.reduced
 
     def _shape(self, step: Step, boundary: Key) -> tuple[int, ...]:
-        """Return the key of a message's shape: the boundary's stage and the microbatch's shape."""
+        """Key of a message's shape: the stage before the boundary and the microbatch's shape."""
         stage, microbatch = boundary
         return (stage, *step.microbatches[microbatch]["tokens"].shape)
 
@@ -229,23 +232,23 @@ class Runtime:
         stage, microbatch = key
         batch = step.microbatches[microbatch]
         if stage == 0:
-            entering = batch["tokens"]
+            stage_input = batch["tokens"]
         elif schedule.placement[stage - 1] == schedule.placement[stage]:
-            entering = step.outputs.pop((stage - 1, microbatch))
+            stage_input = step.outputs.pop((stage - 1, microbatch))
         else:
-            entering = self.mailbox.take((*key, "F"))
+            stage_input = self.mailbox.take((*key, "F"))
         if stage > 0 and torch.is_grad_enabled():
-            entering = step.inputs[key] = entering.detach().requires_grad_()
+            stage_input = step.inputs[key] = stage_input.detach().requires_grad_()
         if key in step.split:
-            step.later[key] = Later()
+            step.deferred[key] = Later()
         with (
             self.recorder or UNTIMED,
-            putting_off(step.later[key]) if key in step.split else UNTIMED,
+            putting_off(step.deferred[key]) if key in step.split else UNTIMED,
             offloading(self.stages[stage]) if self.offload else UNTIMED,
         ):
             row_split, pictures = step.row_splits[microbatch], pictures_of(batch)
             hidden = self.calls[stage](
-                entering,
+                stage_input,
                 positions=batch.get("positions"),
                 documents=batch.get("documents"),
                 cache=step.caches.get(stage),
@@ -265,20 +268,20 @@ class Runtime:
         stage, microbatch = key
         gradient: Tensor | None = None
         if stage + 1 < schedule.stages:
-            near = schedule.placement[stage + 1] == schedule.placement[stage]
-            after = (stage + 1, microbatch)
-            gradient = step.gradients.pop(after) if near else self.mailbox.take((*key, "B"))
+            same_rank = schedule.placement[stage + 1] == schedule.placement[stage]
+            next_key = (stage + 1, microbatch)
+            gradient = step.gradients.pop(next_key) if same_rank else self.mailbox.take((*key, "B"))
         split = key in step.split
-        # Where the last gradients are put off, what follows them sums over the data axis.
-        last = not split and self._is_last(stage, step)
+        # With deferred weight gradients, `_after_weight_gradients` reduces over the data axis.
+        last = not split and self._count_backward(stage, step)
         summed = step.take is None
         set_last_backward(self.stages[stage], last, self.sharding, whole=not split, summed=summed)
-        again = putting_off(step.later[key]) if split else UNTIMED  # for recomputed blocks
-        with self.recorder or UNTIMED, again:
+        recomputation = putting_off(step.deferred[key]) if split else UNTIMED  # reruns blocks
+        with self.recorder or UNTIMED, recomputation:
             torch.autograd.backward(step.roots.pop(key), gradient)
             if step.take is not None:
                 step.take(stage, microbatch, not split)
         if stage > 0:
-            entered = step.inputs.pop(key)
-            assert entered.grad is not None
-            step.gradients[key] = entered.grad
+            stage_input = step.inputs.pop(key)
+            assert stage_input.grad is not None
+            step.gradients[key] = stage_input.grad

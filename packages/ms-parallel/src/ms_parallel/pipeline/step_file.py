@@ -1,4 +1,4 @@
-"""One step of a real run as a file: its schedule, and when each computation ran; without torch."""
+"""File of a recorded step: its schedule and the times of its computations; does not need torch."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -21,43 +21,43 @@ NS_PER_MS = 1_000_000
 class RecordedStep(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="timeline.v1"
 ):
-    """One update, as `pipeline.recorder` gathers it."""
+    """A training step, as recorded by `pipeline.recorder`."""
 
     step: int
-    """Updates made before this one."""
+    """Number of steps taken before this one."""
     layout: str
     name: str
     """Name of the schedule."""
     table: str
-    """The schedule in torch.distributed.pipelining's CSV form."""
+    """The schedule in the CSV format of torch.distributed.pipelining."""
     times_ns: tuple[tuple[tuple[int, int], ...], ...]
-    """For each pipeline rank (start, end) of each forward and backward in order, on one clock."""
+    """(start, end) of each forward and backward per pipeline rank, in order, on one clock."""
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule that was run."""
+        """The recorded schedule."""
         return Schedule.from_csv(self.table, name=self.name)
 
     def timeline(self) -> Timeline:
-        """Return the timeline of the step, in milliseconds."""
+        """Timeline of the step, in milliseconds."""
         return measured(self.schedule, self._times_ms())
 
     def costs(self) -> Costs:
-        """Compute mean times of each stage, in milliseconds; see `measured_costs`."""
+        """Mean times per stage, in milliseconds; see `measured_costs`."""
         return measured_costs(self.schedule, self._times_ms())
 
     def _times_ms(self) -> list[list[tuple[Fraction, Fraction]]]:
         return [
             [(Fraction(begin, NS_PER_MS), Fraction(end, NS_PER_MS)) for begin, end in row]
-            for row in _from_zero(self.times_ns)
+            for row in _shift_to_zero(self.times_ns)
         ]
 
 
 def write_step(path: Path, step: RecordedStep) -> None:
-    """Write a file that `read_step` reads, whole or not at all.
+    """Write a file for `read_step`, atomically.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the file cannot be written.
     """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,21 +65,21 @@ def write_step(path: Path, step: RecordedStep) -> None:
 
 
 def is_recording(path: str | Path) -> bool:
-    """Return whether a path names a recorded step rather than a table."""
+    """Return whether a path is that of a recorded step rather than a table."""
     return str(path).lower().endswith(".json")
 
 
 def read_step(path: str | Path) -> RecordedStep:
-    """Read and check a recorded step.
+    """Read and validate a recorded step.
 
     Raises:
-        ConfigError: it cannot be read, or is not one; the file is named.
+        ConfigError: the file cannot be read or is not a recorded step; names the file.
     """
     content = read_bytes(path, error=ConfigError, limit_bytes=LIMIT_BYTES)
-    where = f"{path}: not a recorded step"
+    context = f"{path}: not a recorded step"
     try:
-        step = decode_json(content, RecordedStep, where=where, error=ConfigError)
-        with decoding(where, error=ConfigError):
+        step = decode_json(content, RecordedStep, where=context, error=ConfigError)
+        with decoding(context, error=ConfigError):
             verify(step.schedule)
             step.timeline()
     except ConfigError as error:
@@ -87,14 +87,14 @@ def read_step(path: str | Path) -> RecordedStep:
     return step
 
 
-def _from_zero(
+def _shift_to_zero(
     times: tuple[tuple[tuple[int, int], ...], ...],
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    first = min((begin for row in times for begin, _ in row), default=0)
+    origin = min((begin for row in times for begin, _ in row), default=0)
     for rank, row in enumerate(times):
-        free = 0
+        available_from = 0
         for begin, end in row:
-            if not free <= begin - first <= end - first:
-                raise ScheduleError(f"rank {rank} computes two things at once, or backwards")
-            free = end - first
-    return tuple(tuple((begin - first, end - first) for begin, end in row) for row in times)
+            if not available_from <= begin - origin <= end - origin:
+                raise ScheduleError(f"rank {rank} has overlapping or negative times")
+            available_from = end - origin
+    return tuple(tuple((begin - origin, end - origin) for begin, end in row) for row in times)

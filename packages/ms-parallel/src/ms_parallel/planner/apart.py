@@ -47,7 +47,7 @@ class _Raised(
     text: str
 
 
-def call_apart(function: str, question: msgspec.Struct, answer: Any) -> Any:
+def call_in_subprocess(function: str, question: msgspec.Struct, answer: Any) -> Any:
     """Return what a function of this package answers in a new process.
 
     Args:

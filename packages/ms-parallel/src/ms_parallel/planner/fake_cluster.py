@@ -8,7 +8,7 @@ import torch.distributed as dist
 from attrs import evolve
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from ms_parallel.cluster.groups import Groups, lay_mesh
+from ms_parallel.cluster.groups import Groups, create_groups
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.assembly import sharded_layout
 from ms_parallel.split.data_axis import Sharding
@@ -43,10 +43,10 @@ def fake_groups(layout: Layout, device: torch.device = META) -> Iterator[Groups]
         device: device for what is built; tensors on `meta` take no memory.
     """
     if in_fake_world():
-        yield evolve(lay_mesh(layout, torch.device("cpu")), device=device)
+        yield evolve(create_groups(layout, torch.device("cpu")), device=device)
         return
     with fake_world(layout.world_size):
-        yield evolve(lay_mesh(layout, torch.device("cpu")), device=device)
+        yield evolve(create_groups(layout, torch.device("cpu")), device=device)
 
 
 @contextmanager
@@ -70,6 +70,6 @@ def in_fake_world() -> bool:
     return dist.is_initialized() and dist.get_backend() == "fake"
 
 
-def has_met_others() -> bool:
+def in_process_group() -> bool:
     """Whether this process is part of a real multi-process run."""
     return dist.is_initialized() and not in_fake_world()

@@ -101,7 +101,7 @@ class MemoryRuntime(Runtime):
 
     def _backward(self, key: Key, step: Step, schedule: Schedule) -> None:
         super()._backward(key, step, schedule)
-        factors = [part for _, *parts in step.later[key].factors for part in parts]
+        factors = [part for _, *parts in step.deferred[key].factors for part in parts]
         size = sum({_place(part): _size(part) for part in factors}.values())
         self.retained_bytes[key[0]] = min(size, self.kept_bytes[key[0]])
 

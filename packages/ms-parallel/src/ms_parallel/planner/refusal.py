@@ -8,8 +8,8 @@ from ms_parallel.cluster.layout import Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.errors import ParallelError
 from ms_parallel.models.registry import architecture
-from ms_parallel.planner.apart import call_apart
-from ms_parallel.planner.fake_cluster import fake_pipeline, has_met_others
+from ms_parallel.planner.apart import call_in_subprocess
+from ms_parallel.planner.fake_cluster import fake_pipeline, in_process_group
 
 REFUSAL = "ms_parallel.planner.refusal:refusal"
 
@@ -32,8 +32,8 @@ def refusal(question: LayoutQuestion) -> str | None:
     What follows from a batch, such as a row's length, is not asked. A process that has met others
     asks another one.
     """
-    if has_met_others():
-        found: str | None = call_apart(REFUSAL, question, str | None)
+    if in_process_group():
+        found: str | None = call_in_subprocess(REFUSAL, question, str | None)
         return found
     config = architecture(question.model)
     options: dict[str, Any] = dict(question.options)

@@ -1,1 +1,1 @@
-"""Proves a model under drawn layouts against one process: every gradient, and nothing leaks."""
+"""Verifies a model under random layouts against one process: every gradient, and no leaks."""

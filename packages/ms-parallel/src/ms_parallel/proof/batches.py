@@ -1,4 +1,4 @@
-"""Batches to prove with: packed rows whose documents are of drawn lengths, from one token on."""
+"""Batches for proofs: packed rows with documents of random lengths, from one token up."""
 
 from collections.abc import Mapping
 
@@ -14,7 +14,7 @@ IGNORED = -100
 
 @frozen(kw_only=True)
 class DocumentSpan:
-    """One document of a batch."""
+    """A document of a batch."""
 
     row: int
     start: int
@@ -22,16 +22,16 @@ class DocumentSpan:
 
     @property
     def slices(self) -> tuple[int, slice]:
-        """Its index into tensors (B, S, ...)."""
+        """Index of the document in tensors (B, S, ...)."""
         return self.row, slice(self.start, self.end)
 
 
 def draw_batch(vocabulary: int, seed: int) -> dict[str, Tensor]:
-    """Draw a global batch as in the Batch seam: every row packed, fewer targets in later rows.
+    """Draw a global batch of packed rows; later rows have fewer targets.
 
     Args:
-        vocabulary: tokens that the model knows.
-        seed: of the draw.
+        vocabulary: vocabulary size.
+        seed: random seed.
     """
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(0, vocabulary, (ROWS, LENGTH + 1), generator=generator)
@@ -41,22 +41,22 @@ def draw_batch(vocabulary: int, seed: int) -> dict[str, Tensor]:
         cut = int(torch.randint(2, LENGTH - 3, (), generator=generator))
         starts[row, [cut, cut + 1]] = True  # a document of one token between two others
     documents = starts.cumsum(1).int() - 1
-    at = torch.arange(LENGTH).expand(ROWS, LENGTH)
-    first = torch.where(starts, at, 0).cummax(1).values
+    index = torch.arange(LENGTH).expand(ROWS, LENGTH)
+    document_start = torch.where(starts, index, 0).cummax(1).values
     targets = text[:, 1:].clone()
     targets[:, :-1][starts[:, 1:]] = IGNORED
-    targets[at < torch.arange(ROWS)[:, None]] = IGNORED
+    targets[index < torch.arange(ROWS)[:, None]] = IGNORED
     return {
         "tokens": text[:, :-1].contiguous(),
         "targets": targets,
-        "positions": at - first,
+        "positions": index - document_start,
         "documents": documents,
         "weights": torch.rand(ROWS, LENGTH, generator=generator) + 0.5,
     }
 
 
 def spans_of(batch: dict[str, Tensor]) -> list[DocumentSpan]:
-    """List the documents of a batch, row by row."""
+    """List the documents of a batch in row order."""
     spans = []
     for row, documents in enumerate(batch["documents"]):
         counts = torch.unique_consecutive(documents, return_counts=True)[1].tolist()
@@ -67,8 +67,8 @@ def spans_of(batch: dict[str, Tensor]) -> list[DocumentSpan]:
     return spans
 
 
-def my_rows(batch: Mapping[str, Tensor], groups: Groups) -> dict[str, Tensor]:
-    """Take the rows of a global batch that this process reads."""
+def local_rows(batch: Mapping[str, Tensor], groups: Groups) -> dict[str, Tensor]:
+    """Return this process's rows of a global batch."""
     count = len(batch["tokens"]) // groups.place.count
     start = groups.place.rank * count
     return {name: value[start : start + count] for name, value in batch.items()}

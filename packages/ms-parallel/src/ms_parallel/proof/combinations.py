@@ -1,8 +1,8 @@
-"""The features of a run, and which pairs of them the oracle has proved together.
+"""Features of a run, and the pairs of features that the oracle has verified together.
 
-The oracle is a test that draws 300 layouts and holds every gradient of each against one process.
-`proved_pairs.json` counts, for each pair of features, in how many of them both were used; a test
-holds it against what is drawn.
+The oracle is a test that draws 300 random layouts and compares every gradient of each with one
+process. `proved_pairs.json` counts the layouts with both features of each pair; a test compares it
+with the layouts that are drawn.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,39 +18,40 @@ TABLE = "proved_pairs.json"
 
 
 class ProvedPairs(msgspec.Struct, frozen=True, kw_only=True):
-    """What the oracle has held."""
+    """Coverage of the oracle."""
 
     layouts: int
-    """Drawn, each with a model and its options."""
+    """Number of layouts, each with a model and options."""
     pairs: dict[str, int]
-    """In how many of them both features of a pair were used, by `pair_name`."""
+    """Number of layouts with both features of a pair, by `pair_name`."""
 
 
 def pair_name(first: str, second: str) -> str:
-    """Return the name of a pair of features, whichever is named first."""
+    """Name of a pair of features, independent of their order."""
     return " x ".join(sorted((first, second)))
 
 
 def features_of(layout: Layout, config: Any, options: Mapping[str, Any]) -> list[str]:
-    """List what a run uses beside one process with all weights, in the words of its settings.
+    """List the features of a run beyond one process with full weights, named by their settings.
 
     Args:
-        layout: its axes.
-        config: of the model; what it lacks is not used.
-        options: of the engine: `sharding`, `schedule`, `recompute`, `context_attention`, `balance`.
+        layout: layout of the run.
+        config: model configuration; missing settings count as unused.
+        options: engine options `sharding`, `schedule`, `recompute`, `context_attention` and
+            `balance`.
     """
     axes = [*AXES, "expert", "replicate"]
-    found = [axis for axis in axes if getattr(layout, axis) > 1]
+    features = [axis for axis in axes if getattr(layout, axis) > 1]
     if layout.shards * layout.replicate > 1 and options.get("sharding", "auto") != "auto":
-        found.append(f"sharding={options['sharding']}")
+        features.append(f"sharding={options['sharding']}")
     if layout.pipeline > 1:
-        found.append(f"schedule={options.get('schedule', '1f1b')}")
+        features.append(f"schedule={options.get('schedule', '1f1b')}")
     if layout.context > 1:
-        found.append(f"context_attention={options.get('context_attention', 'auto')}")
+        features.append(f"context_attention={options.get('context_attention', 'auto')}")
     if options.get("recompute", "none") != "none":
-        found.append(f"recompute={options['recompute']}")
+        features.append(f"recompute={options['recompute']}")
     if options.get("balance", None):
-        found.append(f"balance={options['balance']}")
+        features.append(f"balance={options['balance']}")
     heads = getattr(config, "num_attention_heads", 0)
     model = {
         "experts": getattr(config, "mixture", None) is not None,
@@ -59,11 +60,11 @@ def features_of(layout: Layout, config: Any, options: Mapping[str, Any]) -> list
         "sliding window": getattr(config, "sliding_window", None) is not None,
         "further prediction": bool(getattr(config, "num_nextn_predict_layers", 0)),
     }
-    return found + [name for name, used in model.items() if used]
+    return features + [name for name, used in model.items() if used]
 
 
 def count_pairs(runs: Iterable[list[str]]) -> ProvedPairs:
-    """Count pairs over the features of runs."""
+    """Count the pairs over the features of runs."""
     counts: dict[str, int] = {}
     layouts = 0
     for features in runs:
@@ -75,6 +76,6 @@ def count_pairs(runs: Iterable[list[str]]) -> ProvedPairs:
 
 
 def proved_pairs() -> ProvedPairs:
-    """Read the pairs that the oracle has held, as they came with this version."""
+    """Read the verified pairs of this version."""
     content = files("ms_parallel.proof").joinpath(TABLE).read_bytes()
     return msgspec.json.decode(content, type=ProvedPairs)

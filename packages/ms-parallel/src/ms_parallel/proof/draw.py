@@ -1,4 +1,4 @@
-"""Draws the cases: first the simplest of each kind, then combinations by seed."""
+"""Generates the cases of a proof: the simplest of each kind, then random combinations."""
 
 import random
 from collections.abc import Iterator
@@ -25,17 +25,17 @@ _EXPERTS = (
     "data=2,pipeline=2,expert=2",
     "data=2,context=2,expert=4",
 )
-"""The simplest layouts that share out experts: alone, and with each other axis."""
+"""Simplest layouts with expert parallelism: alone, and with every other axis."""
 
 
 def draw_cases(processes: int, count: int, seed: int, experts: int = 1) -> list[Case]:
-    """Draw cases of up to so many processes, the simplest first.
+    """Generate cases of up to `processes` processes, the simplest first.
 
     Args:
-        processes: most of a layout.
-        count: cases in all; the simplest of each kind come first, and the rest is drawn.
-        seed: of the draw.
-        experts: of a layer, which are shared out where there are some.
+        processes: maximum processes of a layout.
+        count: number of cases; those after the simplest of each kind are random.
+        seed: random seed.
+        experts: experts per layer; with more than one, expert parallelism is included.
     """
     cases = list(_simplest(processes, experts))
     rng = random.Random(seed)
@@ -43,9 +43,9 @@ def draw_cases(processes: int, count: int, seed: int, experts: int = 1) -> list[
     for _ in range(50 * count):
         if len(cases) >= count or not layouts:
             break
-        drawn = _drawn(rng.choice(layouts), rng)
-        if drawn not in cases:
-            cases.append(drawn)
+        case = _random_case(rng.choice(layouts), rng)
+        if case not in cases:
+            cases.append(case)
     return cases[: max(count, 1)]
 
 
@@ -57,9 +57,10 @@ def _simplest(processes: int, experts: int) -> Iterator[Case]:
             yield Case(layout=f"{axis}=2", processes=2, microbatch_size=1)
         yield Case(layout="pipeline=2", processes=2, microbatch_size=1, schedule="zb-h1")
         yield Case(layout="tensor=2", processes=2, recompute="full")
-    for each in map(Layout.parse, _EXPERTS):
-        if each.world_size <= processes and experts % each.expert == 0:
-            yield Case(layout=str(each), processes=each.world_size, microbatch_size=1)
+    for expert_layout in map(Layout.parse, _EXPERTS):
+        size = expert_layout.world_size
+        if size <= processes and experts % expert_layout.expert == 0:
+            yield Case(layout=str(expert_layout), processes=size, microbatch_size=1)
     if processes >= 4:
         for pair in combinations(_SPLIT, 2):
             layout = ",".join(f"{axis}=2" for axis in pair)
@@ -69,21 +70,21 @@ def _simplest(processes: int, experts: int) -> Iterator[Case]:
 def _layouts(processes: int, experts: int) -> list[Layout]:
     sizes = [size for size in (1, 2, 4, 8) if size <= processes]
     plain = (
-        Layout(**dict(zip(_SPLIT, drawn, strict=True)))
-        for drawn in product(sizes, repeat=len(_SPLIT))
-        if prod(drawn) <= processes
+        Layout(**dict(zip(_SPLIT, axis_sizes, strict=True)))
+        for axis_sizes in product(sizes, repeat=len(_SPLIT))
+        if prod(axis_sizes) <= processes
     )
-    made = (
+    with_experts = (
         evolve(layout, expert=size)
         for layout in plain
         for size in sizes
         if layout.token_ranks % size == 0 and experts % size == 0
     )
-    fits = (layout for layout in made if ROWS % layout.readers == 0)
+    fits = (layout for layout in with_experts if ROWS % layout.readers == 0)
     return [layout for layout in fits if LENGTH % layout.row_parts == 0]
 
 
-def _drawn(layout: Layout, rng: random.Random) -> Case:
+def _random_case(layout: Layout, rng: random.Random) -> Case:
     schedule = rng.choice(SCHEDULES) if layout.pipeline > 1 else "1f1b"
     rows = ROWS // layout.readers
     sizes: list[int | None] = [1] if layout.pipeline > 1 else [None, *range(1, rows)]

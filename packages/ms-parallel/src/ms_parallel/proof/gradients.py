@@ -1,4 +1,4 @@
-"""The whole gradients of one update, and how they differ from one process's."""
+"""Full gradients of a step under a layout, and their differences from one process's."""
 
 import re
 from collections.abc import Mapping
@@ -10,83 +10,88 @@ from torch.distributed.tensor import DTensor
 from ms_parallel.cluster.layout import AXES, Layout
 from ms_parallel.engine.engine import Engine
 from ms_parallel.engine.loss import NextTokenLoss
-from ms_parallel.proof.batches import my_rows
+from ms_parallel.proof.batches import local_rows
 from ms_parallel.proof.records import Counterexample
 from ms_parallel.split.part import laid_out_like
 
 
-def whole_gradients(engine: Engine, batch: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
-    """Compute a global batch's loss and its gradient in each weight of this process's stages.
+def full_gradients(engine: Engine, batch: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+    """Compute the loss of a global batch and the gradient of each weight of this process's stages.
 
-    A tied copy goes under its owner's name. Weights stay as they are; every process calls it.
+    Gradients are gathered to full tensors; a tied copy uses its owner's name. The weights do not
+    change. Collective.
     """
     loss = NextTokenLoss()
-    rows = engine.runner.microbatches(my_rows(batch, engine.groups))
+    rows = engine.runner.microbatches(local_rows(batch, engine.groups))
     counts = engine.reduction.count(rows, loss)
     weight, tokens = counts.weight, counts.tokens
     with engine.balancer.count_tokens(tokens):
         results = engine.runner.forward_backward(rows, loss, weight, engine.reduction)
     engine.balancer.expert_load(tokens)
-    total = torch.zeros((), device=engine.device)
-    if results and engine.groups.place.speaks_for_rows:
-        total += torch.stack([result.loss for result in results]).sum()
+    loss_sum = torch.zeros((), device=engine.device)
+    if results and engine.groups.place.is_loss_rank:
+        loss_sum += torch.stack([result.loss for result in results]).sum()
     owners = {copy: owner for owner, copy in engine.plan.tied}
-    found = {}
+    gradients = {}
     for name, gradient in engine.reduction.gradients().items():
-        whole = laid_out_like(engine.parameters[name], gradient)
-        if isinstance(whole, DTensor):
-            whole = whole.full_tensor()
-        found[owners.get(name, name)] = whole.detach().clone()
+        full = laid_out_like(engine.parameters[name], gradient)
+        if isinstance(full, DTensor):
+            full = full.full_tensor()
+        gradients[owners.get(name, name)] = full.detach().clone()
     engine.trained.zero_grad()
-    return float(engine.groups.all_reduce(total)), found
+    return float(engine.groups.all_reduce(loss_sum)), gradients
 
 
 def compare(
-    found: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
     tolerance: float,
     layout: Layout,
     microbatches: int,
 ) -> tuple[float, list[Counterexample]]:
-    """Find the largest difference, and the gradients further apart than the tolerance.
+    """Return the largest difference, and a counterexample for each one above the tolerance.
 
     Args:
-        found: gradients under a layout.
-        expected: those of one process.
-        tolerance: allowed difference, as a share of a gradient's largest value.
-        layout: whose sizes explain a ratio.
-        microbatches: that this process had.
+        gradients: gradients under a layout, by weight.
+        expected: gradients of one process.
+        tolerance: allowed difference relative to the largest value of a gradient.
+        layout: layout whose axis sizes may explain a constant ratio.
+        microbatches: number of microbatches of this process.
     """
-    most, wrong = 0.0, []
-    for name, gradient in found.items():
-        right = expected[name]
-        scale = float(right.abs().max()) or 1.0
-        apart = float((gradient - right).abs().max()) / scale
-        most = max(most, apart)
-        if not apart <= tolerance:  # NaN too
-            ratio = _ratio(gradient, right, layout, microbatches)
-            shown = f"is {ratio} of one process's" if ratio else f"is {apart:.1e} off one process's"
+    largest, counterexamples = 0.0, []
+    for name, gradient in gradients.items():
+        reference = expected[name]
+        scale = float(reference.abs().max()) or 1.0
+        difference = float((gradient - reference).abs().max()) / scale
+        largest = max(largest, difference)
+        if not difference <= tolerance:  # also true for NaN
+            ratio = _ratio(gradient, reference, layout, microbatches)
+            deviation = (
+                f"is {ratio} of one process's"
+                if ratio
+                else f"differs from one process's by {difference:.1e}"
+            )
             layer = re.search(r"\.(\d+)\.", name)
-            wrong.append(
+            counterexamples.append(
                 Counterexample(
                     check="gradients",
-                    what=f"the gradient of {name!r} {shown}",
+                    what=f"the gradient of {name!r} {deviation}",
                     parameter=name,
                     layer=int(layer[1]) if layer else None,
                     ratio=ratio,
-                    apart=apart,
+                    apart=difference,
                 )
             )
-    return most, wrong
+    return largest, counterexamples
 
 
-def _ratio(found: Tensor, right: Tensor, layout: Layout, microbatches: int) -> str:
-    """Name the one factor from `right` to `found` in the layout's words; empty if there is none."""
-    square = float((right * right).sum())
+def _ratio(gradient: Tensor, reference: Tensor, layout: Layout, microbatches: int) -> str:
+    """Explain a constant ratio `gradient` / `reference` by an axis size; "" if it varies."""
+    square = float((reference * reference).sum())
     if square == 0.0:
         return ""
-    ratio = float((found * right).sum()) / square
-    if not float((found - ratio * right).abs().max()) <= 1e-9 * float(right.abs().max()):
+    ratio = float((gradient * reference).sum()) / square
+    if not float((gradient - ratio * reference).abs().max()) <= 1e-9 * float(reference.abs().max()):
         return ""
     sizes = {axis: getattr(layout, axis) for axis in (*AXES, "expert")}
     sizes["microbatches"] = microbatches

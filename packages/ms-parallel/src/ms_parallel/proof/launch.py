@@ -1,4 +1,4 @@
-"""Starts the processes of a proof on this machine, and collects what they found."""
+"""Launches the processes of a proof on this machine and collects their results."""
 
 import os
 import signal
@@ -14,53 +14,56 @@ import torch.distributed as dist
 
 from ms_parallel.proof.records import Case, Counterexample, Job, Outcome
 
-QUIET_S = 60.0
-"""Seconds after which processes that finish no case and hardly compute are stopped."""
-HARDLY = 0.02
-"""Share of one core below which all processes together hardly compute: each waits for another."""
+STALL_S = 60.0
+"""Seconds without a finished case after which idle processes are stopped."""
+STALL_UTILIZATION = 0.02
+"""CPU utilization of all processes, in cores, below which they count as idle (deadlocked)."""
 CASE_CPU_S = 600.0
-"""Processor seconds of all processes together for one case, after which they are stopped."""
+"""Total CPU seconds per case after which the processes are stopped."""
 
 
 def run_cases(job: Job, folder: Path, done: Callable[[Outcome], None]) -> Iterator[Outcome]:
-    """Run the cases of a job, all of as many processes, and give each one's outcome.
+    """Run the cases of a job and yield the outcome of each.
 
-    Processes that fail or hang are stopped; their case says so, and the rest is run by new ones.
+    If the processes fail or hang, they are stopped, the current case gets a counterexample, and new
+    processes run the remaining cases.
 
     Args:
-        job: its cases are all of the same number of processes.
-        folder: for the job, results and what is saved; the reference stands there.
-        done: called with each outcome as it is known.
+        job: cases with the same number of processes.
+        folder: folder with the job, the results and the reference.
+        done: called with each outcome.
     """
-    left = dict(job.cases)
-    while left:
-        why = _run(msgspec.structs.replace(job, cases=left), folder, next(iter(left.values())))
-        for number, case in list(left.items()):
+    pending = dict(job.cases)
+    while pending:
+        failure = _run(
+            msgspec.structs.replace(job, cases=pending), folder, next(iter(pending.values()))
+        )
+        for number, case in list(pending.items()):
             outcome = _collect(number, case, folder)
             if outcome is None:
-                if why is None:  # it ended without a word, and without this case
-                    why = "the processes ended early"
-                what = Counterexample(check="run", what=why)
-                outcome = Outcome(case=case, checks=("run",), found=(what,))
-                why = None
-                del left[number]
+                if failure is None:  # exit code 0 without a result
+                    failure = "the processes ended early"
+                counterexample = Counterexample(check="run", what=failure)
+                outcome = Outcome(case=case, checks=("run",), found=(counterexample,))
+                failure = None
+                del pending[number]
                 done(outcome)
                 yield outcome
                 break
-            del left[number]
+            del pending[number]
             done(outcome)
             yield outcome
 
 
 def _run(job: Job, folder: Path, case: Case) -> str | None:
-    """Start the processes and wait; returns why they were stopped, or None."""
+    """Run the processes to their end; return why they were stopped, or None."""
     (folder / "job.json").write_bytes(msgspec.json.encode(job))
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
     )
     with ExitStack() as stack:
         logs = [folder / f"log.{rank}" for rank in range(case.processes)]
-        started = []
+        processes = []
         for rank, log in enumerate(logs):
             environment = {
                 "RANK": str(rank),
@@ -80,13 +83,13 @@ def _run(job: Job, folder: Path, case: Case) -> str | None:
                 stderr=subprocess.STDOUT,
             )
             stack.callback(_stop, process)
-            started.append(process)
-        return _wait(started, logs, job, folder)
+            processes.append(process)
+        return _wait(processes, logs, job, folder)
 
 
-def _environment(launched: Mapping[str, str]) -> dict[str, str]:
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     paths = os.pathsep.join(part for part in (str(Path.cwd()), *sys.path) if part)
-    return {**os.environ, "PYTHONPATH": paths, **launched}
+    return {**os.environ, "PYTHONPATH": paths, **variables}
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
@@ -96,36 +99,37 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _wait(
-    started: list["subprocess.Popen[bytes]"], logs: list[Path], job: Job, folder: Path
+    processes: list["subprocess.Popen[bytes]"], logs: list[Path], job: Job, folder: Path
 ) -> str | None:
-    finished, quiet = -1, monotonic()
-    begun = used = 0.0  # processor seconds when the case began, and when `quiet` did
+    finished, last_progress = -1, monotonic()
+    cpu_at_case = cpu_at_check = 0.0  # CPU seconds when the case and the stall timer started
     while True:
-        codes = [process.poll() for process in started]
+        codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
             if code:
-                sleep(0.5)  # let the others write why they failed
+                sleep(0.5)  # let other ranks write their errors
                 return f"rank {rank} failed: {_last_line(logs[rank]) or f'exit code {code}'}"
         if all(code == 0 for code in codes):
             return None
         count = sum(1 for number in job.cases if (folder / f"{number}.0.json").exists())
         if count != finished:
-            finished, quiet = count, monotonic()
-            begun = used = _processor_seconds(started)
-        if monotonic() - quiet > QUIET_S:
-            now = _processor_seconds(started)
-            if 0 <= now - used < HARDLY * QUIET_S:  # less, where one has just ended
-                return f"nothing came for {QUIET_S:.0f} s: a rank waits for another"
-            if now - begun > CASE_CPU_S:
-                return f"nothing came in {CASE_CPU_S:.0f} processor seconds"
-            quiet, used = monotonic(), now
+            finished, last_progress = count, monotonic()
+            cpu_at_case = cpu_at_check = _processor_seconds(processes)
+        if monotonic() - last_progress > STALL_S:
+            cpu_seconds = _processor_seconds(processes)
+            # The difference is negative if a process has just ended.
+            if 0 <= cpu_seconds - cpu_at_check < STALL_UTILIZATION * STALL_S:
+                return f"no case finished in {STALL_S:.0f} s and all ranks are idle: a deadlock"
+            if cpu_seconds - cpu_at_case > CASE_CPU_S:
+                return f"no case finished in {CASE_CPU_S:.0f} CPU seconds"
+            last_progress, cpu_at_check = monotonic(), cpu_seconds
         sleep(0.05)
 
 
-def _processor_seconds(started: list["subprocess.Popen[bytes]"]) -> float:
-    """Return the seconds that processes have computed, as the kernel counts; ended ones count 0."""
+def _processor_seconds(processes: list["subprocess.Popen[bytes]"]) -> float:
+    """Total CPU seconds of the running processes, from /proc; ended processes count 0."""
     ticks = 0
-    for process in started:
+    for process in processes:
         with suppress(OSError):
             stat = Path(f"/proc/{process.pid}/stat").read_text(errors="replace")
             ticks += sum(map(int, stat.rpartition(")")[2].split()[11:13]))
@@ -138,17 +142,21 @@ def _last_line(log: Path) -> str:
 
 
 def _collect(number: int, case: Case, folder: Path) -> Outcome | None:
-    """Gather what all ranks found of a case; None where one has not come to its end."""
+    """Combine the results of all ranks for a case; None if a rank has not finished it."""
     paths = [folder / f"{number}.{rank}.json" for rank in range(case.processes)]
     if not all(path.exists() for path in paths):
         return None
-    parts = [msgspec.json.decode(path.read_bytes(), type=Outcome) for path in paths]
-    unique = {(each.check, each.what): each for part in parts for each in part.found}
+    rank_outcomes = [msgspec.json.decode(path.read_bytes(), type=Outcome) for path in paths]
+    unique = {
+        (counterexample.check, counterexample.what): counterexample
+        for outcome in rank_outcomes
+        for counterexample in outcome.found
+    }
     return Outcome(
         case=case,
-        refused=parts[0].refused,
-        checks=parts[0].checks,
-        compared=sum({part.compared for part in parts}),
-        apart=max(part.apart for part in parts),
+        refused=rank_outcomes[0].refused,
+        checks=rank_outcomes[0].checks,
+        compared=sum({outcome.compared for outcome in rank_outcomes}),
+        apart=max(outcome.apart for outcome in rank_outcomes),
         found=tuple(unique.values()),
     )

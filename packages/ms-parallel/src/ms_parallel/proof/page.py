@@ -1,4 +1,4 @@
-"""Draws a proof as a page of HTML: what was run, what held, and the smallest counterexample."""
+"""Renders a proof as an HTML page: the cases, their results and the smallest counterexample."""
 
 from html import escape
 
@@ -16,7 +16,7 @@ td, th { text-align: left; padding: 4px 12px 4px 0; vertical-align: top; overflo
 
 
 def draw_page(proof: Proof) -> str:
-    """Draw the page of a proof, without scripts or links."""
+    """Render a proof as HTML without scripts or links."""
     verdict = "is refused" if proof.refused else "holds" if proof.holds else "does not hold"
     title = f"{proof.model}: {verdict}"
     rows = "".join(map(_row, proof.outcomes))
@@ -34,21 +34,23 @@ def draw_page(proof: Proof) -> str:
 def _smallest(proof: Proof) -> str:
     if proof.smallest is None:
         return ""
-    case, found = proof.smallest
-    return (
-        f'<p class="fails">Smallest counterexample: {escape(case.text)}: {escape(found.what)}</p>\n'
-    )
+    case, counterexample = proof.smallest
+    text = f"{escape(case.text)}: {escape(counterexample.what)}"
+    return f'<p class="fails">Smallest counterexample: {text}</p>\n'
 
 
 def _row(outcome: Outcome) -> str:
     if outcome.refused:
-        kind, text = "refused", f"refused: {outcome.refused}"
+        css_class, text = "refused", f"refused: {outcome.refused}"
     elif outcome.found:
-        kind, text = "fails", "; ".join(found.what for found in outcome.found)
+        css_class, text = (
+            "fails",
+            "; ".join(counterexample.what for counterexample in outcome.found),
+        )
     else:
-        kind, text = "holds", f"holds: {', '.join(outcome.checks)}"
-    apart = f"{outcome.apart:.1e}" if outcome.compared else ""
+        css_class, text = "holds", f"holds: {', '.join(outcome.checks)}"
+    difference = f"{outcome.apart:.1e}" if outcome.compared else ""
     return (
         f"<tr><td>{escape(outcome.case.text)}</td>"
-        f'<td class="{kind}">{escape(text)}</td><td>{apart}</td></tr>\n'
+        f'<td class="{css_class}">{escape(text)}</td><td>{difference}</td></tr>\n'
     )

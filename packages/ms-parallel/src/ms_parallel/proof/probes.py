@@ -1,4 +1,4 @@
-"""Probes a model: a changed token moves nothing that must not see it, and documents stand alone."""
+"""Probes for leaks between tokens and documents, packing and generation."""
 
 from collections.abc import Iterator, Mapping
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ms_parallel.engine.engine import Engine
 from ms_parallel.errors import ModelError
-from ms_parallel.proof.batches import DocumentSpan, my_rows, spans_of
+from ms_parallel.proof.batches import DocumentSpan, local_rows, spans_of
 from ms_parallel.proof.records import Check, Counterexample
 from ms_parallel.split.part import drop_gathered
 
@@ -17,103 +17,114 @@ _PROMPT, _NEW_TOKENS = 5, 4
 
 
 def probe_changes(engine: Engine, batch: Batch, tolerance: float) -> Iterator[Counterexample]:
-    """Change the middle token of a document; no other document's logits may move.
+    """Change the middle token of documents and check which logits change.
 
-    Nor may those before it in its own document; and its own must move, else nothing is shown. A
-    model that routes tokens to experts multiplies other sizes then, so that last bits may differ.
+    Logits of other documents and of earlier tokens must not change; those of the token must
+    change, or else the probe shows nothing. With experts, other matmul sizes may change last bits.
     """
-    before = whole_logits(engine, batch)
+    before = full_logits(engine, batch)
     scale = float(before.abs().max())
     spans = spans_of(dict(batch))
     for index in range(len([span for span in spans if span.row == 0])):
         changed = {name: value.clone() for name, value in batch.items()}
-        hit: list[tuple[DocumentSpan, int]] = []
-        for span in _nth_of_each_row(spans, index):
+        changes: list[tuple[DocumentSpan, int]] = []
+        for span in _nth_documents(spans, index):
             middle = (span.start + span.end) // 2
             token = changed["tokens"][span.row, middle]
             changed["tokens"][span.row, middle] = (token + 1) % int(batch["tokens"].max() + 1)
-            hit.append((span, middle))
-        moved = (whole_logits(engine, changed) - before).abs().amax(-1) / scale
-        yield from _judge(moved, hit, spans, tolerance)
+            changes.append((span, middle))
+        differences = (full_logits(engine, changed) - before).abs().amax(-1) / scale
+        yield from _judge(differences, changes, spans, tolerance)
 
 
-def _nth_of_each_row(spans: list[DocumentSpan], index: int) -> list[DocumentSpan]:
+def _nth_documents(spans: list[DocumentSpan], index: int) -> list[DocumentSpan]:
     rows: dict[int, list[DocumentSpan]] = {}
     for span in spans:
         rows.setdefault(span.row, []).append(span)
-    return [of_row[index] for of_row in rows.values() if index < len(of_row)]
+    return [row_spans[index] for row_spans in rows.values() if index < len(row_spans)]
 
 
 def _judge(
-    moved: Tensor, hit: list[tuple[DocumentSpan, int]], spans: list[DocumentSpan], tolerance: float
+    differences: Tensor,
+    changes: list[tuple[DocumentSpan, int]],
+    spans: list[DocumentSpan],
+    tolerance: float,
 ) -> Iterator[Counterexample]:
-    own = {(span.row, span.start) for span, _ in hit}
-    for span, middle in hit:
-        at = moved[span.row]
-        if not float(at[middle]) > 0.0:
-            yield _wrong("leak", f"{_name(span)} does not depend on its own token {middle}", 0.0)
-        if float(at[span.start : middle].sum()) > tolerance:
-            apart = float(at[span.start : middle].max())
-            yield _wrong("causality", f"token {middle} of {_name(span)} moves earlier ones", apart)
-    for other in spans:
-        if (other.row, other.start) not in own:
-            apart = float(moved[other.slices].max())
-            if not apart <= tolerance:
-                what = f"{_name(other)} moves when another document's token is changed"
-                yield _wrong("leak", what, apart)
+    changed_spans = {(span.row, span.start) for span, _ in changes}
+    for span, middle in changes:
+        row_differences = differences[span.row]
+        if not float(row_differences[middle]) > 0.0:
+            yield _counterexample(
+                "leak", f"{_name(span)} does not depend on its own token {middle}", 0.0
+            )
+        if float(row_differences[span.start : middle].sum()) > tolerance:
+            difference = float(row_differences[span.start : middle].max())
+            text = f"token {middle} of {_name(span)} changes earlier logits"
+            yield _counterexample("causality", text, difference)
+    for span in spans:
+        if (span.row, span.start) not in changed_spans:
+            difference = float(differences[span.slices].max())
+            if not difference <= tolerance:
+                text = f"{_name(span)} changes with a token of another document"
+                yield _counterexample("leak", text, difference)
 
 
 def probe_packing(engine: Engine, batch: Batch, tolerance: float) -> Iterator[Counterexample]:
-    """Check that each document alone in a row has the logits that it has in a packed row."""
-    packed = whole_logits(engine, batch)
+    """Check that each document has the same logits in a packed row and alone in a row."""
+    packed = full_logits(engine, batch)
     for span in spans_of(dict(batch)):
-        row, between = span.slices
-        tokens = batch["tokens"][row : row + 1, between]
-        alone = {
+        row, columns = span.slices
+        tokens = batch["tokens"][row : row + 1, columns]
+        unpacked = {
             "tokens": tokens,
             "positions": torch.arange(tokens.shape[1])[None],
             "documents": torch.zeros_like(tokens, dtype=torch.int32),
         }
-        apart = float((whole_logits(engine, alone)[0] - packed[row, between]).abs().max())
-        apart /= float(packed.abs().max())
-        if not apart <= tolerance:
-            yield _wrong("packing", f"{_name(span)} alone has other logits than packed", apart)
+        difference = float((full_logits(engine, unpacked)[0] - packed[row, columns]).abs().max())
+        difference /= float(packed.abs().max())
+        if not difference <= tolerance:
+            text = f"{_name(span)} has other logits alone than packed"
+            yield _counterexample("packing", text, difference)
 
 
 def probe_generation(engine: Engine, batch: Batch) -> tuple[Check, ...] | Counterexample:
-    """Check greedy tokens generated with a cache against one forward of the whole rows.
+    """Compare greedy tokens generated with a cache with the argmax of one full forward pass.
 
-    Returns () for a model that cannot generate. In a pipeline that is known before the first
-    stage runs only for a forward without `cache`, so ask one process first.
+    Returns () for a model that cannot generate. With pipeline parallelism some stages may find that
+    out only after others have started, so test a single process first.
     """
-    prompts = [row[:_PROMPT].tolist() for row in my_rows(batch, engine.groups)["tokens"]]
+    prompts = [row[:_PROMPT].tolist() for row in local_rows(batch, engine.groups)["tokens"]]
     try:
-        made = engine.generate(
+        generated = engine.generate(
             prompts, max_new_tokens=_NEW_TOKENS, stop_token=None, temperature=0.0
         )
     except ModelError:
         return ()
-    texts = torch.tensor([prompt + new for prompt, new in zip(prompts, made, strict=True)])
-    read = texts[:, :-1]
-    padded = F.pad(read, (0, -read.shape[1] % engine.groups.layout.row_parts))
-    logits = _local_logits(engine, {"tokens": padded})[:, _PROMPT - 1 : read.shape[1]]
-    for new, right in zip(texts[:, _PROMPT:].tolist(), logits.argmax(-1).tolist(), strict=True):
-        for count, (token, expected) in enumerate(zip(new, right, strict=True), 1):
+    texts = torch.tensor(
+        [prompt + tokens for prompt, tokens in zip(prompts, generated, strict=True)]
+    )
+    inputs = texts[:, :-1]
+    padded = F.pad(inputs, (0, -inputs.shape[1] % engine.groups.layout.row_parts))
+    logits = _local_logits(engine, {"tokens": padded})[:, _PROMPT - 1 : inputs.shape[1]]
+    for tokens, expected_tokens in zip(
+        texts[:, _PROMPT:].tolist(), logits.argmax(-1).tolist(), strict=True
+    ):
+        for count, (token, expected) in enumerate(zip(tokens, expected_tokens, strict=True), 1):
             if token != expected:
-                what = f"token {count} generated with a cache is {token}, without {expected}"
-                return _wrong("generation", what, 0.0)
+                text = f"token {count} generated with a cache is {token}, without {expected}"
+                return _counterexample("generation", text, 0.0)
     return ("generation",)
 
 
-def whole_logits(engine: Engine, batch: Batch) -> Tensor:
-    """Compute the logits of the whole batch on every process, (B, S, V)."""
+def full_logits(engine: Engine, batch: Batch) -> Tensor:
+    """Compute the logits of the global batch (B, S, V) on every process."""
     if len(batch["tokens"]) % engine.data_ranks:
         return _local_logits(engine, batch)
-    return engine.gather(_local_logits(engine, my_rows(batch, engine.groups)))
+    return engine.gather(_local_logits(engine, local_rows(batch, engine.groups)))
 
 
 def _local_logits(engine: Engine, batch: Batch) -> Tensor:
-    # Not by `evaluate`, which refuses rows that differ between ranks: a fault to be reported here.
+    # Not with `evaluate`, which rejects rows that differ between ranks: a fault to report here.
     runner = engine.runner
     with torch.no_grad():
         results = runner.forward(runner.microbatches(batch), lambda output, _: output.logits())
@@ -122,8 +133,8 @@ def _local_logits(engine: Engine, batch: Batch) -> Tensor:
     return runner.share(torch.cat(results) if results else None)
 
 
-def _wrong(check: Check, what: str, apart: float) -> Counterexample:
-    return Counterexample(check=check, what=what, apart=apart)
+def _counterexample(check: Check, text: str, difference: float) -> Counterexample:
+    return Counterexample(check=check, what=text, apart=difference)
 
 
 def _name(span: DocumentSpan) -> str:

@@ -1,4 +1,4 @@
-"""The differential oracle: a model under drawn layouts, held against one process in float64."""
+"""Differential oracle: compares a model under random layouts with one process, in float64."""
 
 import tempfile
 from collections.abc import Callable
@@ -20,45 +20,45 @@ def prove(
     tolerance: float | None = None,
     done: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Proof:
-    """Run a small form of a model under drawn layouts, and hold all of it against one process.
+    """Run a small version of a model under random layouts and compare it with one process.
 
-    In float64, each weight's gradient and the loss are one process's within the tolerance, a
-    changed token moves neither another document nor what stands before it, each document alone has
-    the logits that it has in a packed row, a cache gives the tokens of whole forwards, and every
-    layout saves the same folder.
+    All of this is checked in float64, within the tolerance: the loss and every gradient equal those
+    of one process; a changed token changes neither other documents nor earlier tokens; a document
+    has the same logits alone and packed; generation with a cache equals full forward passes; and
+    every layout saves the same folder.
 
     Args:
-        model: a family, a folder, a transformers class, or `module:function`; see `open_subject`.
-        processes: most of a layout; all run on this machine's processor.
-        cases: ways of running it, the simplest of each kind first.
-        seed: of weights, batch and draw.
-        tolerance: allowed difference, as a share of the largest value; by default 1e-12, and 2e-6
-            for a model that transformers builds, whose norms round to float32.
-        done: called with each outcome as it is known.
+        model: architecture, folder, transformers class, or `module:function`; see `open_subject`.
+        processes: maximum processes of a layout; all run on this machine's CPU.
+        cases: number of cases, the simplest of each kind first.
+        seed: seed of weights, batch and cases.
+        tolerance: allowed difference relative to the largest value. None: 1e-12, or 2e-6 for
+            models of transformers, whose norms round to float32.
+        done: called with each outcome.
 
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: the model does not exist.
         ModelError: the model cannot be built.
     """
-    began = monotonic()
+    started = monotonic()
     subject = open_subject(model)
     tolerance = subject.tolerance if tolerance is None else tolerance
     reference = Case(layout="data=1", processes=1)
-    chosen = draw_cases(processes, cases, seed, subject.experts)
-    drawn = {0: reference, **dict(enumerate(chosen, 1))}
+    generated = draw_cases(processes, cases, seed, subject.experts)
+    numbered = {0: reference, **dict(enumerate(generated, 1))}
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as name:
-        for size in sorted({case.processes for case in drawn.values()}):
-            alike = {n: case for n, case in drawn.items() if case.processes == size}
-            job = Job(subject=model, seed=seed, tolerance=tolerance, cases=alike)
+        for size in sorted({case.processes for case in numbered.values()}):
+            same_size = {n: case for n, case in numbered.items() if case.processes == size}
+            job = Job(subject=model, seed=seed, tolerance=tolerance, cases=same_size)
             outcomes += run_cases(job, Path(name), done)
             if outcomes[0].refused or any(e.check == "run" for e in outcomes[0].found):
-                break  # without a reference there is nothing to hold others against
+                break  # without a reference there is nothing to compare with
     return Proof(
         model=model,
         shrunk=subject.shrunk,
         seed=seed,
         tolerance=tolerance,
         outcomes=tuple(outcomes),
-        seconds=monotonic() - began,
+        seconds=monotonic() - started,
     )

@@ -1,4 +1,4 @@
-"""What is drawn, found and proved, as it travels between processes and into `--json`."""
+"""Cases, outcomes and proofs, as sent between processes and printed by `--json`."""
 
 from typing import Literal
 
@@ -9,15 +9,15 @@ from ms_parallel.split.context.kinds import ContextKind
 Check = Literal[
     "gradients", "loss", "logits", "leak", "causality", "packing", "generation", "folder", "run"
 ]
-"""What did not hold: `leak` between documents, `packing` beside the documents alone, `folder`
-between what was saved and what is read, `run` where a process failed or hung."""
+"""Checks: `leak` between documents, `packing` of documents against single rows, `folder` for the
+saved weights, `run` for processes that fail or hang."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One way of running the model."""
+    """A layout and options to run the model with."""
 
     layout: str
-    """As `Layout.parse` reads it."""
+    """Text in the form of `Layout.parse`."""
     processes: int
     schedule: str = "1f1b"
     microbatch_size: int | None = None
@@ -26,7 +26,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """The case in a line, with what differs from the default."""
+        """The case on one line, with the options that differ from their defaults."""
         parts = [self.layout]
         if self.schedule != "1f1b":
             parts.append(f"schedule={self.schedule}")
@@ -40,50 +40,50 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What the processes of one start do."""
+    """Work for one launch of processes."""
 
     subject: str
     seed: int
     tolerance: float
     cases: dict[int, Case]
-    """By number; number 0 is the reference, against which all others are held."""
+    """Cases by number; number 0 is the reference for all others."""
 
 
 class Counterexample(msgspec.Struct, frozen=True, kw_only=True):
-    """What a case computes otherwise than one process."""
+    """A result that differs from one process's."""
 
     check: Check
     what: str
-    """One sentence."""
+    """Description in one sentence."""
     parameter: str = ""
     layer: int | None = None
     ratio: str = ""
-    """Ratio of what was found to what is right, where it is one number: `1/data`, `0`, ..."""
+    """Constant ratio of the result to the reference, if it is one: `1/data`, `0`, ..."""
     apart: float = 0.0
-    """Largest difference, as a share of the largest right value."""
+    """Largest difference relative to the largest reference value."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one case."""
+    """Result of a case."""
 
     case: Case
     refused: str = ""
-    """Why the model cannot run so, in the words of the refusal."""
+    """Reason why the layout is refused; empty if it runs."""
     checks: tuple[Check, ...] = ()
-    """What was checked."""
+    """Checks that were made."""
     compared: int = 0
-    """Weights whose gradients were compared."""
+    """Number of gradients that were compared."""
     apart: float = 0.0
-    """Largest difference of a gradient, as a share of the largest of its weight."""
+    """Largest difference of a gradient relative to the largest value of its reference."""
     found: tuple[Counterexample, ...] = ()
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
-    """What was proved of a model, or what disproves it."""
+    """Outcome of all cases of a model."""
 
     model: str
     shrunk: str
-    """The small model that was run."""
+    """Description of the small model that was run."""
     seed: int
     tolerance: float
     outcomes: tuple[Outcome, ...]
@@ -91,17 +91,17 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def refused(self) -> str:
-        """Why the model runs in no process, so that nothing was proved; empty where it runs."""
+        """Reason why the model does not even run on one process; empty if it does."""
         return self.outcomes[0].refused
 
     @property
     def holds(self) -> bool:
-        """Whether it runs, and nothing was found."""
+        """Whether the model runs without a counterexample."""
         return not self.refused and not any(outcome.found for outcome in self.outcomes)
 
     @property
     def smallest(self) -> tuple[Case, Counterexample] | None:
-        """The counterexample of the simplest case, if there is any."""
+        """The simplest failed case and its first counterexample; None if all cases hold."""
         failed = [outcome for outcome in self.outcomes if outcome.found]
         if not failed:
             return None

@@ -1,6 +1,6 @@
-"""Pipeline schedules as values: generated, verified before a process starts, read and written.
+"""Pipeline schedules as values: generated, simulated, searched, verified, read and written.
 
-Pure: nothing here imports torch or starts anything.
+This package is pure: it does not import torch or start processes.
 """
 
 from ms_parallel.schedules.checks.verify import Report, verify

@@ -1,1 +1,1 @@
-"""Training runs: their options, their loop, their folder and what each will need."""
+"""Training runs: options, training loop, output folder and predicted resources."""

@@ -1,4 +1,4 @@
-"""The audits of a run as a file beside its checkpoints, and as a page at its end."""
+"""Audits of a run: events, a JSON-lines file, and an HTML page at the end."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ FILE, PAGE = "audits.jsonl", "audits.html"
 
 
 class AuditRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One audit as a line of the file."""
+    """One audit, as a line of the file."""
 
     step: int
     loss: float | None
@@ -25,19 +25,19 @@ class AuditRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Audits:
-    """Tells of audits, and keeps them for the page; on the first process alone.
+    """Logs audits and stores them for the page; used on rank 0 only.
 
     Args:
-        folder: the run's.
-        emit: takes events.
-        show: takes notes.
+        folder: output folder of the run.
+        emit: called with events.
+        show: prints notes.
     """
 
     def __init__(self, folder: Path, emit: OnEvent, show: RunDisplay) -> None:
         self.folder, self.emit, self.show = folder, emit, show
 
     def log(self, step: int, audit: Audit) -> None:
-        """Emit the event `audit`, note an alarm, and keep the audit for the page."""
+        """Emit the event `audit`, print a warning on an alarm, and append the audit to the file."""
         worst = audit.worst
         fields: dict[str, int | float | str] = {
             "step": step,
@@ -52,15 +52,19 @@ class Audits:
             fields |= {f"error.{name}": group.error, f"gain.{name}": group.gain}
         self.emit("audit", fields)
         if audit.alarms:
-            found = audit.groups.get(worst)
-            apart = f"; {worst}: {found.error:.2%} apart, {found.gain:+.2%} along" if found else ""
-            self.show.note(
-                f"warning: step {step}: audit: {len(audit.alarms)} differ from float32: loss"
-                f" {audit.loss_difference:.1e} apart{apart}"
+            worst_group = audit.groups.get(worst)
+            group_text = (
+                f"; {worst}: error {worst_group.error:.2%}, gain {worst_group.gain:+.2%}"
+                if worst_group
+                else ""
             )
-        self._keep(step, audit)
+            self.show.note(
+                f"warning: step {step}: audit: {len(audit.alarms)} values differ from float32; loss"
+                f" by {audit.loss_difference:.1e}{group_text}"
+            )
+        self._append(step, audit)
 
-    def _keep(self, step: int, audit: Audit) -> None:
+    def _append(self, step: int, audit: Audit) -> None:
         levels = audit.levels
         record = AuditRecord(
             step=step,
@@ -74,17 +78,17 @@ class Audits:
             file.write(msgspec.json.encode(record) + b"\n")
 
     def draw(self) -> Path | None:
-        """Write the page of all audits, over all launches; None if there were none."""
+        """Write the page of all audits over all launches; None without audits."""
         path = self.folder / FILE
         if not path.is_file():
             return None
-        found: dict[int, Audit] = {}
+        audits: dict[int, Audit] = {}
         for line in path.read_bytes().splitlines():
             record = _read(line)
-            if record is not None:  # else cut short by a crash
-                found[record.step] = _audit(record)
+            if record is not None:  # else a line cut short by a crash
+                audits[record.step] = _audit(record)
         page = self.folder / PAGE
-        write_file(page, draw_audits(dict(sorted(found.items()))).encode())
+        write_file(page, draw_audits(dict(sorted(audits.items()))).encode())
         return page
 
 

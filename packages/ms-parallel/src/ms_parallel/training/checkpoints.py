@@ -25,7 +25,7 @@ from ms_parallel.training.options import Options
 logger = logging.getLogger(__name__)
 
 CONSUMED = "consumed_samples"
-"""Samples drawn so far, in the state of ms-data's stream."""
+"""Key of the number of consumed samples in the state of ms-data's stream."""
 
 
 class Stream(Protocol):
@@ -52,7 +52,7 @@ class RunProgress(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tokens: int = 0
     """Tokens trained on."""
     samples: int | None = None
-    """Samples drawn from the stream; None in checkpoints that do not say."""
+    """Samples drawn from the stream; None in checkpoints that do not record it."""
     seconds: float = 0.0
     """Time spent in steps."""
     first_held_out_loss: float | None = None
@@ -91,7 +91,7 @@ class RunCheckpoints:
     """Steps of the whole run."""
     show: RunDisplay
     emit: OnEvent
-    beside: BackgroundSaver | None = None
+    background: BackgroundSaver | None = None
     """Background writer, with `async_checkpoints`."""
 
     @property
@@ -100,18 +100,18 @@ class RunCheckpoints:
         return self.options.output_dir / "checkpoints"
 
     def resume(self) -> None:
-        """Load the newest complete checkpoint, if there is one.
+        """Load the newest complete checkpoint, if any.
 
-        A damaged checkpoint is renamed with a warning and the one before it is loaded; the steps
+        A damaged checkpoint is renamed with a warning, and the one before it is loaded; the steps
         in between are repeated with identical results.
 
         Raises:
             CheckpointError: it belongs to another model, all are damaged, or `resume` is False.
         """
-        while found := run_on_rank_zero(self._last_whole):
-            folder, manifest = found
+        while newest := run_on_rank_zero(self._newest_complete):
+            folder, manifest = newest
             try:
-                self._take(folder, manifest)
+                self._restore(folder, manifest)
             except DamageError as error:
                 self._pass_over(manifest.step, error)
                 continue
@@ -122,33 +122,33 @@ class RunCheckpoints:
             self.emit("resume", {"step": self.engine.step_count, "checkpoint": str(folder)})
             return
 
-    def go_back(self) -> bool:
+    def roll_back(self) -> bool:
         """Load the newest complete checkpoint, but keep the data position and the counters.
 
         The recent losses that spikes are compared with are the checkpoint's.
 
         Returns:
-            False if there is no checkpoint yet, in which case nothing changes.
+            False without a checkpoint, in which case nothing changes.
         """
         self.finish()
-        found = run_on_rank_zero(lambda: self._last_whole() if self._any() else None)
-        if found is None:
+        newest = run_on_rank_zero(lambda: self._newest_complete() if self._any() else None)
+        if newest is None:
             return False
-        folder, manifest = found
-        facts = self._load(folder, manifest)
-        self.progress.recent = list(facts.progress.recent)
+        folder, manifest = newest
+        metadata = self._load(folder, manifest)
+        self.progress.recent = list(metadata.progress.recent)
         return True
 
     def _any(self) -> bool:
         return bool(checkpoint.complete_steps(self.root))
 
-    def _last_whole(self) -> tuple[Path, checkpoint.Manifest] | None:
+    def _newest_complete(self) -> tuple[Path, checkpoint.Manifest] | None:
         checkpoint.sweep(self.root)
         steps = checkpoint.all_steps(self.root)
         if steps and not self.options.resume and self.engine.step_count == 0:
             raise CheckpointError(
-                f"{self.root} holds checkpoints and resume is off; choose another"
-                " output_dir, or delete them"
+                f"resume=false but {self.root} holds checkpoints; set another output_dir, or delete"
+                " them"
             )
         for step in reversed(steps):
             folder = checkpoint.step_folder(self.root, step)
@@ -161,8 +161,8 @@ class RunCheckpoints:
         if checkpoint.was_begun(self.root):
             damaged = len(list(self.root.glob("*.damaged-*")))
             raise CheckpointError(
-                f"no whole checkpoint is left in {self.root}, {damaged} are damaged;"
-                f" restore one, or move {self.root} away to start from the beginning"
+                f"no complete checkpoint is left in {self.root}, {damaged} are damaged; restore"
+                f" one, or move {self.root} away to start from the beginning"
             )
         return None
 
@@ -170,39 +170,41 @@ class RunCheckpoints:
         run_on_rank_zero(lambda: self._set_aside(step, damage))
 
     def _set_aside(self, step: int, damage: DamageError) -> None:
-        aside = checkpoint.set_aside(self.root, step)
-        logger.warning("%s; kept as %s, resuming from the checkpoint before it", damage, aside.name)
+        renamed = checkpoint.set_aside(self.root, step)
+        logger.warning(
+            "%s; kept as %s, resuming from the checkpoint before it", damage, renamed.name
+        )
         self.emit("damaged_checkpoint", {"step": step, "problem": str(damage)})
 
     def _load(self, folder: Path, manifest: checkpoint.Manifest) -> RunMetadata:
         """Load a checkpoint into the engine and return its metadata."""
-        facts = metadata_of(folder, manifest)
-        self._check_model(folder, facts.model)
+        metadata = metadata_of(folder, manifest)
+        self._check_model(folder, metadata.model)
         state = self.engine.state_dict()
         checkpoint.load(folder, manifest, state)
         self.engine.load_state_dict(state)
-        return facts
+        return metadata
 
-    def _take(self, folder: Path, manifest: checkpoint.Manifest) -> None:
-        facts = self._load(folder, manifest)
-        self.stream.load_state_dict(facts.stream)
+    def _restore(self, folder: Path, manifest: checkpoint.Manifest) -> None:
+        metadata = self._load(folder, manifest)
+        self.stream.load_state_dict(metadata.stream)
         for name in RunProgress.__struct_fields__:
-            setattr(self.progress, name, getattr(facts.progress, name))
+            setattr(self.progress, name, getattr(metadata.progress, name))
         if self.progress.samples is None:
-            self.progress.samples = facts.stream.get(CONSUMED)
+            self.progress.samples = metadata.stream.get(CONSUMED)
 
-    def _check_model(self, folder: Path, there: Mapping[str, Any]) -> None:
-        here = model_facts(self.engine)
-        named = {name for name in here.keys() | there.keys() if not name.endswith("_token_id")}
-        for name in sorted(named):
-            if here.get(name) != there.get(name):
+    def _check_model(self, folder: Path, saved: Mapping[str, Any]) -> None:
+        current = model_facts(self.engine)
+        names = {name for name in current.keys() | saved.keys() if not name.endswith("_token_id")}
+        for name in sorted(names):
+            if current.get(name) != saved.get(name):
                 raise CheckpointError(
-                    f"{folder} is a checkpoint of another model: {name} is {there.get(name)!r}"
-                    f" there and {here.get(name)!r} here; choose another output_dir"
+                    f"{folder} is a checkpoint of another model: {name} is {saved.get(name)!r} in"
+                    f" the checkpoint but {current.get(name)!r} in this run; set another output_dir"
                 )
 
     def mark(self) -> bytes:
-        """Return a finished model's mark: its step and the digest of its checkpoint."""
+        """Return the stamp of the final model: its step and the digest of its checkpoint."""
         manifest = checkpoint.step_folder(self.root, self.engine.step_count) / MANIFEST
         digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
         return msgspec.json.encode({"step": self.engine.step_count, "checkpoint": digest})
@@ -213,7 +215,7 @@ class RunCheckpoints:
         Raises:
             CheckpointError: it cannot be written; earlier checkpoints remain valid.
         """
-        step, began = self.engine.step_count, monotonic()
+        step, started = self.engine.step_count, monotonic()
         position.activity = "checkpoint"
         folder = checkpoint.step_folder(self.root, step)
         facts = {
@@ -224,15 +226,15 @@ class RunCheckpoints:
         }
 
         def note() -> None:
-            seconds = round(monotonic() - began, 3)
+            seconds = round(monotonic() - started, 3)
             self.emit("checkpoint", {"step": step, "folder": str(folder), "seconds": seconds})
 
         state = self.engine.state_dict()
-        if self.beside is not None:
-            self.beside.save(step, state, facts=facts, note=note)
+        if self.background is not None:
+            self.background.save(step, state, facts=facts, note=note)
             return
         checkpoint.save(folder, state, step=step, facts=facts)
-        run_on_rank_zero(lambda: self._settle(step))
+        run_on_rank_zero(lambda: self._record_and_prune(step))
         note()
 
     def poll(self) -> None:
@@ -241,8 +243,8 @@ class RunCheckpoints:
         Raises:
             CheckpointError: any rank failed to write; raised on all ranks.
         """
-        if self.beside is not None:
-            self.beside.poll()
+        if self.background is not None:
+            self.background.poll()
 
     def finish(self) -> None:
         """Wait for a background save to complete.
@@ -250,36 +252,36 @@ class RunCheckpoints:
         Raises:
             CheckpointError: it failed.
         """
-        if self.beside is not None:
+        if self.background is not None:
             position.activity = "checkpoint"
-            self.beside.finish()
+            self.background.finish()
 
     def close(self) -> None:
         """Stop the background writer, even if it is still writing."""
-        if self.beside is not None:
-            self.beside.close()
+        if self.background is not None:
+            self.background.close()
 
-    def _settle(self, step: int) -> None:
+    def _record_and_prune(self, step: int) -> None:
         checkpoint.note_last(self.root, step)
         checkpoint.keep_last(self.root, self.options.keep_checkpoints)
 
 
 def metadata_of(folder: Path, manifest: checkpoint.Manifest) -> RunMetadata:
-    """Read the metadata of a checkpoint, and check its data position.
+    """Read a checkpoint's metadata and check its data position against its step count.
 
     Raises:
-        DamageError: it is not the metadata of a run, or its data position is another one than the
-            steps up to it have reached.
+        DamageError: the metadata is not that of a training run, or its data position does not
+            match its steps.
     """
     with decoding(folder / MANIFEST, error=DamageError):
-        facts = msgspec.convert(manifest.facts, RunMetadata)
-    drawn, position = facts.progress.samples, facts.stream.get(CONSUMED)
+        metadata = msgspec.convert(manifest.facts, RunMetadata)
+    drawn, position = metadata.progress.samples, metadata.stream.get(CONSUMED)
     if drawn is not None and position is not None and (position != drawn or drawn < manifest.step):
         raise DamageError(
             f"{folder / MANIFEST}: the data position is after {position} samples, where step"
             f" {manifest.step} was reached with {drawn}"
         )
-    return facts
+    return metadata
 
 
 def model_facts(engine: Engine) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Finds the shards of a run: a folder of them, or raw text that is built into one first."""
+"""Locates the shards of a run, building them from raw text first if needed."""
 
 import hashlib
 import os
@@ -18,51 +18,58 @@ SHARDS, SOURCE, TOKENIZER = "shards", "shards-source.json", "tokenizer.json"
 
 
 def prepare(dataset_path: str | Path, options: Options) -> Path:
-    """Prepare the folder of shards to train on; raw text is built into `output_dir/shards` once.
+    """Return the folder of shards to train on; build raw text into `output_dir/shards` once.
 
     Args:
-        dataset_path: a folder of shards; or a file or folder of raw text, or `stdlib`.
-        options: the run's.
+        dataset_path: folder of shards, file or folder of raw text, or `stdlib`.
+        options: options of the run.
 
     Raises:
-        ConfigError: output_dir holds the shards of something else.
+        ConfigError: output_dir holds shards built with other settings.
         ms_data.DataError: the text or the tokenizer cannot be used.
     """
     if (Path(dataset_path) / "index.json").is_file():
         return Path(dataset_path)
     tokenizer = options.raw_text_tokenizer
     shards, source = options.output_dir / SHARDS, options.output_dir / SOURCE
-    wanted = _source(dataset_path, options, tokenizer)
-    known = _read_source(source, shards)
+    expected = _source(dataset_path, options, tokenizer)
+    recorded = _read_source(source, shards)
     if shards.exists():
-        if known != wanted:
-            differs = next((k for k in wanted if known.get(k) != wanted[k]), "corpus")
+        if recorded != expected:
+            differs = next((k for k in expected if recorded.get(k) != expected[k]), "corpus")
             raise ConfigError(
-                f"{shards} was built from something else ({differs} differs); delete it, or"
-                " choose another output_dir"
+                f"{shards} holds shards built with a different {differs}; delete it or set another"
+                " output_dir"
             )
         return shards
-    own_tokenizer = options.output_dir / TOKENIZER
+    trained_tokenizer = options.output_dir / TOKENIZER
     with writing(source):
         options.output_dir.mkdir(parents=True, exist_ok=True)
-        if known != wanted:
-            own_tokenizer.unlink(missing_ok=True)
-            write_file(source, msgspec.json.encode(wanted))
-    _build(dataset_path, shards, options, tokenizer, own_tokenizer)
+        if recorded != expected:
+            trained_tokenizer.unlink(missing_ok=True)
+            write_file(source, msgspec.json.encode(expected))
+    _build(dataset_path, shards, options, tokenizer, trained_tokenizer)
     return shards
 
 
 def _build(
-    corpus: str | Path, shards: Path, options: Options, tokenizer: Path | None, own: Path
+    corpus: str | Path,
+    shards: Path,
+    options: Options,
+    tokenizer: Path | None,
+    trained_tokenizer: Path,
 ) -> None:
     data = data_package()
-    if tokenizer is None and not own.is_file():
+    if tokenizer is None and not trained_tokenizer.is_file():
         data.train_tokenizer(
-            corpus, vocab_size=options.vocab_size, out=own, text_column=options.text_column
+            corpus,
+            vocab_size=options.vocab_size,
+            out=trained_tokenizer,
+            text_column=options.text_column,
         )
     data.build(
         corpus,
-        tokenizer=tokenizer or own,
+        tokenizer=tokenizer or trained_tokenizer,
         out=shards,
         hold_out=options.hold_out,
         text_column=options.text_column,
@@ -70,9 +77,9 @@ def _build(
 
 
 def _read_source(source: Path, shards: Path) -> dict[str, Any]:
-    """Read what the shards were built from; empty where nothing tells.
+    """Read the recorded settings of the shards; empty without a record.
 
-    That is where there is no record, or a damaged one and no shards yet.
+    A damaged record is ignored as long as no shards exist.
     """
     try:
         return read_json(source, dict, error=ConfigError) if os.path.lexists(source) else {}
@@ -80,13 +87,12 @@ def _read_source(source: Path, shards: Path) -> dict[str, Any]:
         if not shards.exists():
             return {}
         raise ConfigError(
-            f"{error}; so what {shards} was built from cannot be told: move it away, and it is"
-            " built again"
+            f"{error}, so the settings of {shards} are unknown; move {shards} away to rebuild it"
         ) from error
 
 
 def _source(corpus: str | Path, options: Options, tokenizer: Path | None) -> dict[str, Any]:
-    """Collect all that the shards depend on."""
+    """Collect all settings and inputs that determine the shards."""
     tokenizer_bytes = _tokenizer_bytes(tokenizer) if tokenizer else b""
     return {
         "corpus": str(corpus),
@@ -99,7 +105,7 @@ def _source(corpus: str | Path, options: Options, tokenizer: Path | None) -> dic
 
 
 def _tokenizer_bytes(tokenizer: Path) -> bytes:
-    """Read a tokenizer.json and the files of its folder that name special tokens."""
+    """Read a tokenizer.json, or of a folder also the files that name special tokens."""
     if tokenizer.is_file():
         return tokenizer.read_bytes()
     names = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -108,12 +114,12 @@ def _tokenizer_bytes(tokenizer: Path) -> bytes:
 
 
 def _files_digest(corpus: Path) -> str:
-    """Hash names, sizes and times of a corpus's files; of a named corpus, the Python it is from."""
+    """Hash the names, sizes and times of a corpus's files, and for `stdlib` the Python version."""
     digest = hashlib.blake2b(digest_size=16)
     if not corpus.exists():
         digest.update(sys.version.encode())
     files = [corpus] if corpus.is_file() else sorted(p for p in corpus.rglob("*") if p.is_file())
     for file in files:
-        facts = file.stat()
-        digest.update(os.fsencode(file) + f"\0{facts.st_size} {facts.st_mtime_ns}\n".encode())
+        status = file.stat()
+        digest.update(os.fsencode(file) + f"\0{status.st_size} {status.st_mtime_ns}\n".encode())
     return digest.hexdigest()

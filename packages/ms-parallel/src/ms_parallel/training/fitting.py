@@ -1,4 +1,4 @@
-"""Fits a model, its data and its layout to one another, or says what does not fit."""
+"""Checks a model, its dataset, options and layout against one another; builds the engine."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -38,40 +38,40 @@ from ms_parallel.weights.load import has_weights
 
 GIB = 1 << 30
 VOCABULARY_MULTIPLE = 64
-"""A model's vocabulary is rounded up to it, so that many values of `tensor` divide it."""
-MOST_TOKENS = 1 << 24
-"""Tokens of a microbatch whose documents are read to say what it holds."""
+"""Vocabulary sizes are rounded up to a multiple of this, so that tensor parallelism divides it."""
+MAX_TOKENS = 1 << 24
+"""Maximum tokens of the microbatch whose document boundaries are read from the dataset."""
 
 
 def layout_of(options: Options) -> Layout:
-    """Return the layout asked for; without one, or while it is to be chosen, all ranks on data."""
-    chosen = options.parallel_config
-    if isinstance(chosen, RestOnData):
-        return chosen.fill(process.world_size())
-    if chosen is None or chosen == AUTO:
+    """Return the requested layout; all ranks on data if unset or planned later."""
+    requested = options.parallel_config
+    if isinstance(requested, RestOnData):
+        return requested.fill(process.world_size())
+    if requested is None or requested == AUTO:
         return Layout(data=process.world_size())
-    return chosen
+    return requested
 
 
 def fit_model(options: Options, layout: Layout, shards: Path | None) -> Any:
-    """Build the model's configuration; check it against the data, the options and the layout.
+    """Build the model's configuration and check it against the data, options and layout.
 
     Args:
-        options: what was asked for.
-        layout: how the model is split.
-        shards: the dataset, whose vocabulary a model takes that names none; None if there is
-            none yet, and vocab_size counts.
+        options: options of the run.
+        layout: layout of the run.
+        shards: dataset that sets the vocabulary of a model without one. None: not built
+            yet, so `vocab_size` does.
 
     Raises:
-        ConfigError: the vocabulary, or sequence_length, does not fit.
+        ConfigError: the vocabulary or sequence_length does not fit.
         LayoutError: the layout does not fit the model.
     """
-    named = "vocab_size" in options.model_config or options.model_folder is not None
+    has_vocabulary = "vocab_size" in options.model_config or options.model_folder is not None
     tokens = (
         options.vocab_size if shards is None else data_package().inspect(shards).vocabulary_size
     )
     overrides = dict(options.model_config)
-    if not named:
+    if not has_vocabulary:
         overrides["vocab_size"] = -(-tokens // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     config = architecture(options.model_arch, overrides)
     if shards is not None and config.vocab_size < tokens:
@@ -102,17 +102,17 @@ def check_fit(options: Options, layout: Layout, config: Any) -> None:
 
 def _check_sizes(options: Options, layout: Layout, config: Any) -> None:
     length = options.sequence_length
-    most = getattr(config, "max_position_embeddings", length)  # Transformer-XL has no end
-    if most is not None and length > most:
+    max_positions = getattr(config, "max_position_embeddings", length)  # Transformer-XL: no limit
+    if max_positions is not None and length > max_positions:
         raise ConfigError(
-            f"sequence_length={length} is longer than the model's {most} positions; lower it, or"
-            " raise max_position_embeddings of model_config"
+            f"sequence_length={length} is longer than the model's {max_positions} positions; lower"
+            " it, or raise max_position_embeddings of model_config"
         )
     tensor = layout.tensor if model_plan(config).split_sequence else 1
     check_length("sequence_length", length, tensor=tensor, context=layout.context)
     if options.batch_size % layout.readers:
         raise ConfigError(
-            f"batch_size={options.batch_size} does not divide over data={layout.readers}; choose a"
+            f"batch_size={options.batch_size} does not divide over data={layout.readers}; use a"
             f" multiple of {layout.readers}"
         )
     check_shares(
@@ -126,23 +126,23 @@ def _check_sizes(options: Options, layout: Layout, config: Any) -> None:
     rows, size = options.batch_size // layout.readers, options.microbatch_size
     if isinstance(size, int) and rows % size and options.schedule == SEARCH:
         raise ConfigError(
-            f"microbatch_size={size} does not divide the {rows} samples of a data rank, and a"
-            f" schedule is searched for microbatches of one size; choose a divisor of {rows}"
+            f"microbatch_size={size} does not divide the {rows} samples of a data rank, and"
+            f" schedule='search' needs microbatches of equal size; use a divisor of {rows}"
         )
 
 
 def first_documents(options: Options, rows: int, shards: Path | None) -> torch.Tensor | None:
-    """Read the documents (rows, S) int32 of a dataset's first rows; None where there is none yet.
+    """Document ids (rows, S) int32 of the dataset's first rows; None without a dataset.
 
     Raises:
-        ConfigError: the rows have more tokens than are read for it.
+        ConfigError: the rows have more than `MAX_TOKENS` tokens.
     """
     if shards is None:
         return None
-    if rows * options.sequence_length > MOST_TOKENS:
+    if rows * options.sequence_length > MAX_TOKENS:
         raise ConfigError(
-            f"a microbatch of {rows:,} rows of {options.sequence_length:,} tokens is longer than"
-            f" {MOST_TOKENS:,} tokens; lower batch_size, or give a microbatch_size"
+            f"a microbatch of {rows:,} rows of {options.sequence_length:,} tokens exceeds"
+            f" {MAX_TOKENS:,} tokens; lower batch_size, or set microbatch_size"
         )
     stream = data_package().TokenStream(
         shards, sequence_length=options.sequence_length, batch_size=rows, seed=options.seed
@@ -151,9 +151,10 @@ def first_documents(options: Options, rows: int, shards: Path | None) -> torch.T
 
 
 def microbatch(options: Options, layout: Layout) -> int | None:
-    """Return the samples of a pass: as asked, or in a pipeline so few that its stages are busy.
+    """Return the microbatch size in rows; None for all rows at once.
 
-    It is one where weights are to be reproduced.
+    By default a pipeline gets the largest size that leaves two microbatches per stage. It is 1 if
+    training must be bitwise reproducible.
     """
     if options.reproducible:
         return 1
@@ -165,49 +166,52 @@ def microbatch(options: Options, layout: Layout) -> int | None:
     rows = options.batch_size // layout.readers
     if isinstance(options.schedule, Schedule) and rows % options.schedule.microbatches == 0:
         return rows // options.schedule.microbatches
-    busy = [n for n in range(1, rows + 1) if rows % n == 0 and rows // n >= 2 * layout.pipeline]
-    return max(busy, default=1)
+    sizes = [n for n in range(1, rows + 1) if rows % n == 0 and rows // n >= 2 * layout.pipeline]
+    return max(sizes, default=1)
 
 
 def row_shares(options: Options, layout: Layout, place: Place, emit: OnEvent) -> RowShares:
-    """Choose the rows that data ranks begin with, and the least that each keeps.
+    """Choose the initial rows per data rank and the minimum of each.
 
-    The least is two microbatches where weights are sharded, as the time is taken between them, and
-    with a pipeline enough to keep its stages busy.
+    With sharded weights the minimum is two microbatches, as ranks are timed between them; with a
+    pipeline it is one microbatch per stage.
     """
     size = microbatch(options, layout) or 1
     sharded = sharded_layout(layout, options.sharding).shards > 1
-    least = max(2 * size if sharded else 1, layout.pipeline * size if layout.pipeline > 1 else 1)
+    minimum = max(2 * size if sharded else 1, layout.pipeline * size if layout.pipeline > 1 else 1)
     return RowShares(
         options.shares,
         options.batch_size,
         rank=place.rank,
         count=place.count,
-        least=least,
+        minimum=minimum,
         emit=emit,
     )
 
 
 def build_engine(
-    options: Options, config: Any, layout: Layout, total: int, found: FoundSchedule | None = None
+    options: Options, config: Any, layout: Layout, total: int, searched: FoundSchedule | None = None
 ) -> Engine:
-    """Build the engine of a run of `total` steps, and connect the processes."""
+    """Connect the processes and build the engine for a run of `total` steps."""
     return Engine(
-        config, layout, weights=_weights(options), **engine_settings(options, layout, total, found)
+        config,
+        layout,
+        weights=_weights(options),
+        **engine_settings(options, layout, total, searched),
     )
 
 
 def engine_settings(
-    options: Options, layout: Layout, total: int, found: FoundSchedule | None = None
+    options: Options, layout: Layout, total: int, searched: FoundSchedule | None = None
 ) -> dict[str, Any]:
-    """Collect the options of a run's engine, its weights apart."""
+    """Keyword arguments of the run's `Engine`, except for its weights."""
     schedule: Choice = options.schedule if options.schedule != SEARCH else "1f1b"
     return {
         "optimizer": _optimizer(options, total),
-        "schedule": found.staged if found else schedule,
+        "schedule": searched.staged if searched else schedule,
         "microbatch_size": microbatch(options, layout),
         "ops": operators_of(options.ops),
-        **{each.name: getattr(options, each.name) for each in fields(EngineSettings)},
+        **{setting.name: getattr(options, setting.name) for setting in fields(EngineSettings)},
         "device": options.wanted_device,
     }
 
@@ -215,28 +219,28 @@ def engine_settings(
 def memory_question(
     options: Options, layout: Layout, shards: Path | None, rows: int | None = None
 ) -> dict[str, Any]:
-    """Collect the arguments with which `predict_memory` says what a run holds.
+    """Keyword arguments with which `predict_memory` predicts this run.
 
     Args:
-        options: the run's.
-        layout: how it is split, over any number of processes.
-        shards: the dataset, if it is there already; rows are packed as its first ones are.
-        rows: of a microbatch; as the options say by default.
+        options: options of the run.
+        layout: layout of the run, for any number of processes.
+        shards: dataset, if it exists already; its first rows give the document boundaries.
+        rows: microbatch size. None: from the options.
 
     Raises:
-        ConfigError: sizes do not fit one another.
+        ConfigError: sizes do not fit together.
         LayoutError: the layout does not fit the model.
     """
     layout = sharded_layout(layout, options.sharding)
-    given = options.shares
-    whole = max(given) if isinstance(given, tuple) else options.batch_size // layout.readers
-    rows = rows or microbatch(options, layout) or whole
+    shares = options.shares
+    total_rows = max(shares) if isinstance(shares, tuple) else options.batch_size // layout.readers
+    rows = rows or microbatch(options, layout) or total_rows
     return {
         "model": fit_model(options, layout, shards),
         "layout": layout,
         "rows": rows,
         "sequence_length": options.sequence_length,
-        "microbatches": -(-whole // rows),
+        "microbatches": -(-total_rows // rows),
         "documents": first_documents(options, rows, shards),
         "loss": NextTokenLoss(mtp_weight=options.mtp_weight, z_coefficient=options.z_coefficient),
         **engine_settings(options, layout, 2),
@@ -245,20 +249,20 @@ def memory_question(
 
 
 def memory_cap(options: Options, layout: Layout) -> int | tuple[int, ...] | None:
-    """Return the most bytes of activations on a rank, or on each; None where nobody says.
+    """Limit on activation bytes per rank, or one limit for each pipeline rank; None if not set.
 
     Raises:
-        ConfigError: there is a number for each of more or fewer ranks.
+        ConfigError: the number of limits differs from the number of pipeline ranks.
     """
-    given = options.schedule_memory_gib
-    if not isinstance(given, tuple):
-        return None if given is None else int(given * GIB)
-    if len(given) != layout.pipeline:
+    limits = options.schedule_memory_gib
+    if not isinstance(limits, tuple):
+        return None if limits is None else int(limits * GIB)
+    if len(limits) != layout.pipeline:
         raise ConfigError(
-            f"schedule_memory_gib has {len(given)} numbers and pipeline={layout.pipeline}; give"
-            " one for each rank, or one for all"
+            f"schedule_memory_gib has {len(limits)} numbers but pipeline={layout.pipeline}; use"
+            " one number per pipeline rank, or one for all"
         )
-    return tuple(int(each * GIB) for each in given)
+    return tuple(int(limit * GIB) for limit in limits)
 
 
 def _optimizer(options: Options, total: int) -> OptimizerConfig:
@@ -277,7 +281,7 @@ def _optimizer(options: Options, total: int) -> OptimizerConfig:
 
 
 def _weights(options: Options) -> Literal["initial", "unset"] | Path:
-    """Choose what the engine begins with: nothing where a checkpoint is loaded next."""
+    """Choose the engine's initial weights; "unset" if a checkpoint will be loaded."""
     if run_on_rank_zero(lambda: checkpoint.was_begun(options.output_dir / "checkpoints")):
         return "unset"
     folder = options.model_folder

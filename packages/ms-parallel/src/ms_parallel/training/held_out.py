@@ -1,4 +1,4 @@
-"""Measures the loss on text that is never trained on; the same number on every process."""
+"""Measures the loss on held-out text, which is never trained on."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,36 +20,36 @@ Evaluate = Callable[[Mapping[str, Any], Callable[[Output, Batch], Tensor]], Tens
 
 @frozen(kw_only=True)
 class HeldOut:
-    """Where the held-out text is and how much of it one evaluation takes."""
+    """Held-out text of a dataset, and the amount that one evaluation reads."""
 
     shards: Path
     sequence_length: int
     batch_size: int
     batches: int
     samples: int
-    """Rows of the held-out text."""
-    place: Place
+    """Rows (sequences) in the held-out split."""
+    data_place: Place
 
     @classmethod
     def find(
         cls,
         shards: Path,
-        place: Place,
+        data_place: Place,
         rows: int,
         *,
         sequence_length: int,
         batch_size: int,
         batches: int,
     ) -> "HeldOut | None":
-        """Find the held-out text of a dataset; None where it has none or too little.
+        """Return the held-out text of a dataset; None if there is too little for one batch.
 
         Args:
             shards: folder of the dataset.
-            place: this process's, among those that read different rows.
-            rows: a batch is a multiple of it.
-            sequence_length: tokens of a row.
-            batch_size: rows of a batch, at most.
-            batches: of one evaluation, at most.
+            data_place: this process's data rank and the number of data ranks.
+            rows: the batch size is a multiple of this.
+            sequence_length: tokens per row.
+            batch_size: maximum rows per batch.
+            batches: maximum batches per evaluation.
         """
         split = data_package().inspect(shards).splits.get(SPLIT)
         samples = split.tokens // sequence_length if split else 0
@@ -62,40 +62,39 @@ class HeldOut:
             batch_size=size,
             batches=min(batches, samples // size),
             samples=samples,
-            place=place,
+            data_place=data_place,
         )
 
     @property
     def rows(self) -> int:
-        """Rows of one evaluation."""
+        """Number of rows that one evaluation uses."""
         return self.batches * self.batch_size
 
     def loss(self, evaluate: Evaluate) -> float:
-        """Compute the mean of -log p of a held-out token, in nats; the same text at every call.
+        """Return the mean loss per held-out token, in nats; every call reads the same text.
 
         Args:
-            evaluate: an engine's.
+            evaluate: an engine's `evaluate`.
         """
         stream = data_package().TokenStream(
             self.shards,
             sequence_length=self.sequence_length,
             batch_size=self.batch_size,
-            place=self.place,
+            place=self.data_place,
             split=SPLIT,
             shuffle=True,
         )
-        total = count = 0.0
+        loss_sum = token_count = 0.0
         for _ in range(self.batches):
             rows = evaluate(next(stream), _sum_and_count).double().sum(0).tolist()
-            total, count = total + rows[0], count + rows[1]
-        # Every rank of a replica has the same rows: numerator and divisor are both that many
-        # times too great.
-        total, count = sums(total, count)
-        return total / count
+            loss_sum, token_count = loss_sum + rows[0], token_count + rows[1]
+        # All ranks of a replica have the same rows, which scales both sums by the same factor.
+        loss_sum, token_count = sums(loss_sum, token_count)
+        return loss_sum / token_count
 
 
 def _sum_and_count(output: Output, batch: Batch) -> Tensor:
-    """Return (b, 2): the sum of a row's token losses, and how many tokens have one."""
+    """Return (b, 2): the sum of each row's token losses, and the number of tokens in it."""
     targets = batch["targets"]
     losses = output.token_losses(targets)
     return torch.stack([losses.sum(1), (targets >= 0).sum(1).to(losses.dtype)], dim=1)

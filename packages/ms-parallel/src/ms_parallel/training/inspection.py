@@ -1,6 +1,6 @@
 """Facts of a run before it starts: parameters, layers of each stage, ranks of the layout.
 
-Memory is predicted in `ms_parallel.training.memory` alone.
+Memory is predicted in `ms_parallel.training.memory`.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ from ms_parallel.training.fitting import first_documents, fit_model, microbatch
 from ms_parallel.training.options import Options
 
 FLOAT32_BYTES, BFLOAT16_BYTES = 4, 2
-MOST_DRAWN = 512
-"""Ranks of expert groups that are listed."""
-LINE = 110
-"""Longest line of a picture."""
-MOST_COLUMNS, MOST_ROWS = 16, 16
-"""Data ranks and pipeline stages of a picture, and ranks of a cell."""
+MAX_LISTED_RANKS = 512
+"""Maximum number of ranks whose expert groups are listed."""
+MAX_WIDTH = 110
+"""Maximum width of a picture in characters."""
+MAX_COLUMNS, MAX_ROWS = 16, 16
+"""Maximum data ranks and pipeline stages in a picture; the former also limits ranks per cell."""
 
 
 class RankInspection(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,52 +39,52 @@ class RankInspection(msgspec.Struct, frozen=True, kw_only=True):
     pipeline: int
     layers: int
     parameters: int
-    """Parameters of its stages, counted in full although a process may hold a shard of each."""
+    """Parameters of its stages, without dividing by tensor or data sharding."""
 
 
 class ExpertInspection(msgspec.Struct, frozen=True, kw_only=True):
-    """How the experts of a layer are shared out."""
+    """Distribution of the experts of a layer."""
 
     experts: int
     """Experts of a layer."""
     each: int
-    """How many of them a rank of the expert axis has, whose tokens come from all of its group."""
+    """Experts per rank of the expert axis."""
     shards: int
-    """Over how many processes that have the same ones they are sharded further."""
+    """Number of processes over which the weights of an expert are sharded."""
     groups: list[list[int]]
-    """Ranks of the first pipeline stage that share out the experts among them, in their order."""
+    """Expert groups of the first pipeline stage: ranks in the order of the expert axis."""
 
 
 class Inspection(msgspec.Struct, frozen=True, kw_only=True):
-    """A run in a few numbers."""
+    """Summary of a run."""
 
     architecture: str
     parameters: int
-    """Parameters of the whole model; tied weights count once."""
+    """Parameters of the model; tied weights count once."""
     layout: str
     processes: int
     tokens_per_step: int
     microbatches: int
-    """Microbatches that pass through a data rank in one step."""
+    """Microbatches per step on a data rank."""
     ranks: list[RankInspection]
     picture: str
     context: ContextLoad | None
-    """How evenly context ranks share out attention in the first batch of the dataset, or where
-    there is none yet, in rows of one document; None without the axis."""
+    """Balance of attention over context ranks in the first batch of the dataset, or for one
+    document per row without a dataset; None without the context axis."""
     experts: ExpertInspection | None
-    """How experts are shared out; None without the axis."""
+    """Distribution of the experts; None without the expert axis."""
 
 
 def inspect(options: Options, layout: Layout, shards: Path | None = None) -> Inspection:
-    """Say what a run will be, without starting it.
+    """Describe a run without starting it.
 
     Args:
-        options: the run's.
-        layout: how it is split.
-        shards: the dataset, if it is there already; its vocabulary is the model's.
+        options: options of the run.
+        layout: layout of the run.
+        shards: dataset, if it exists already; sets the model's vocabulary.
 
     Raises:
-        ConfigError: sizes do not fit one another.
+        ConfigError: sizes do not fit together.
         LayoutError: the layout does not fit the model.
     """
     layout = sharded_layout(layout, options.sharding)
@@ -119,15 +119,15 @@ def inspect(options: Options, layout: Layout, shards: Path | None = None) -> Ins
 def _context_load(
     options: Options, layout: Layout, config: Any, shards: Path | None
 ) -> ContextLoad | None:
-    """Predict the load that an engine would find in the first rows of a data rank."""
+    """Predict the load on context ranks for the first rows of a data rank, as an engine would."""
     if layout.context == 1:
         return None
     rows, length = options.batch_size // layout.readers, options.sequence_length
     rows = microbatch(options, layout) or rows
     documents = first_documents(options, rows, shards)
     sizes = HeadSizes.of(config, layout.tensor)
-    width = BFLOAT16_BYTES if options.mixed_precision else FLOAT32_BYTES
-    kind = choose(options.context_attention, layout.context, sizes, rows * length, width)
+    dtype_bytes = BFLOAT16_BYTES if options.mixed_precision else FLOAT32_BYTES
+    kind = choose(options.context_attention, layout.context, sizes, rows * length, dtype_bytes)
     nodes = layout.context // traders(kind, layout.context, sizes)
     starts = document_starts(documents, rows, length)
     return share_out(starts, windows_of(config), nodes, kind, options.context_balance)[1]
@@ -136,7 +136,7 @@ def _context_load(
 def _expert_facts(layout: Layout, config: Any) -> ExpertInspection:
     experts = config.mixture.choice.num_experts
     groups: dict[tuple[int, int], list[int]] = {}
-    for rank in range(min(layout.world_size // layout.pipeline, MOST_DRAWN)):
+    for rank in range(min(layout.world_size // layout.pipeline, MAX_LISTED_RANKS)):
         token_rank, tensor = divmod(rank, layout.tensor)
         groups.setdefault((token_rank // layout.expert, tensor), []).append(rank)
     return ExpertInspection(
@@ -148,15 +148,15 @@ def _expert_facts(layout: Layout, config: Any) -> ExpertInspection:
 
 
 def _schedule_of(options: Options, layout: Layout, microbatches: int) -> Choice:
-    """Return the run's schedule; if it is yet to be found, 1F1B, whose memory it may take."""
+    """Schedule of the run; 1F1B if it is not searched yet, as a search may use the same memory."""
     if options.schedule != SEARCH:
         return options.schedule
-    found = read_found(options.output_dir / FILE)
-    if found is None:
+    searched = read_found(options.output_dir / FILE)
+    if searched is None:
         return "1f1b"
-    table = found.staged.schedule
+    table = searched.staged.schedule
     fits = (table.ranks, table.microbatches) == (layout.pipeline, microbatches)
-    return found.staged if fits else "1f1b"
+    return searched.staged if fits else "1f1b"
 
 
 def _rank(
@@ -175,18 +175,17 @@ def _stage_has(name: str, layers: range, config: Any) -> bool:
     parts = name.split(".")
     if "layers" in parts:
         return int(parts[parts.index("layers") + 1]) in layers
-    last = bool(layers.stop == config.num_hidden_layers)
+    is_last = bool(layers.stop == config.num_hidden_layers)
     if "embed" not in name:
-        return last
-    return layers.start == 0 or bool(config.tie_word_embeddings and last)
+        return is_last
+    return layers.start == 0 or bool(config.tie_word_embeddings and is_last)
 
 
 def picture(layout: Layout) -> str:
     """Draw the ranks of a layout: a row per pipeline stage, a column per data rank.
 
-    Ranks that share the same rows are in brackets, context ranks between bars. Of layouts wider
-    than a line only the first and last data ranks are drawn.
-
+    Ranks that read the same rows are in brackets, with bars between context ranks. Layouts that
+    are too wide show only the first and last data ranks.
     >>> print(picture(Layout(pipeline=2, data=2)))
                 data 0  data 1
     pipeline 0  [0]     [1]
@@ -199,19 +198,19 @@ def picture(layout: Layout) -> str:
     pipeline 0  [0 1]      [2 3]      ...  [126 127]
     pipeline 1  [128 129]  [130 131]  ...  [254 255]
     """
-    stages = _ends(range(layout.pipeline), MOST_ROWS)
+    stages = _ends(range(layout.pipeline), MAX_ROWS)
     table: list[str] = []
-    for columns, ranks in ((MOST_COLUMNS, MOST_COLUMNS), (3, MOST_COLUMNS), (3, 1)):
+    for columns, ranks in ((MAX_COLUMNS, MAX_COLUMNS), (3, MAX_COLUMNS), (3, 1)):
         table = _table(layout, _ends(range(layout.readers), columns), stages, ranks)
-        if max(map(len, table)) <= LINE:
+        if max(map(len, table)) <= MAX_WIDTH:
             break
     return "\n".join(table)
 
 
 def _table(
-    layout: Layout, readers: Sequence[int | None], stages: Sequence[int | None], most: int
+    layout: Layout, readers: Sequence[int | None], stages: Sequence[int | None], limit: int
 ) -> list[str]:
-    """Lines of a table of the ranks; None is drawn as dots, cells of over `most` as ranges."""
+    """Lines of a table of ranks; None is drawn as "...", cells of over `limit` ranks as ranges."""
     size = layout.world_size // layout.pipeline // layout.readers  # ranks that share rows
     rows = [["", *("..." if reader is None else f"data {reader}" for reader in readers)]]
     for stage in stages:
@@ -222,7 +221,7 @@ def _table(
         cells = (
             "..."
             if reader is None
-            else f"[{_cell((first + reader) * size, size, layout.tensor, most)}]"
+            else f"[{_cell((first + reader) * size, size, layout.tensor, limit)}]"
             for reader in readers
         )
         rows.append([f"pipeline {stage}", *cells])
@@ -231,24 +230,24 @@ def _table(
     return [line.rstrip() for line in lines]
 
 
-def _cell(first: int, size: int, tensor: int, most: int) -> str:
-    """Ranks from `first`, context ranks between bars; a range if there are more than `most`."""
-    if size > most:
+def _cell(first: int, size: int, tensor: int, limit: int) -> str:
+    """Format ranks from `first`, with bars between context ranks; a range if over `limit`."""
+    if size > limit:
         return f"{first} to {first + size - 1}"
     ranks = range(first, first + size)
     parts = (ranks[start : start + tensor] for start in range(0, size, tensor))
     return " | ".join(" ".join(map(str, part)) for part in parts)
 
 
-def _ends(values: Sequence[int], most: int) -> list[int | None]:
-    """All values, or the first and the last of them around None."""
-    if len(values) <= most:
+def _ends(values: Sequence[int], limit: int) -> list[int | None]:
+    """All values, or the first ones, None and the last."""
+    if len(values) <= limit:
         return [*values]
-    return [*values[: most - 1], None, values[-1]]
+    return [*values[: limit - 1], None, values[-1]]
 
 
 def listed(groups: Sequence[Sequence[int]]) -> str:
-    """Groups of ranks in one line, with dots where there are many.
+    """Format groups of ranks on one line, abbreviated with dots.
 
     >>> listed([[0, 1], [2, 3]])
     '0 1 | 2 3'
@@ -257,8 +256,8 @@ def listed(groups: Sequence[Sequence[int]]) -> str:
     """
 
     def line(ranks: Sequence[int]) -> str:
-        shown = _ends(ranks, len(ranks) if len(ranks) <= 8 else 3)
-        return " ".join("..." if rank is None else str(rank) for rank in shown)
+        elements = _ends(ranks, len(ranks) if len(ranks) <= 8 else 3)
+        return " ".join("..." if rank is None else str(rank) for rank in elements)
 
-    shown = _ends(range(len(groups)), 4)
-    return " | ".join("..." if number is None else line(groups[number]) for number in shown)
+    elements = _ends(range(len(groups)), 4)
+    return " | ".join("..." if number is None else line(groups[number]) for number in elements)

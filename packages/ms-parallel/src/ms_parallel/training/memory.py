@@ -1,39 +1,39 @@
-"""What a run will hold in memory at its peak, predicted from its settings."""
+"""Predicts the peak memory of a run from its settings."""
 
 from pathlib import Path
 
 from ms_parallel.cluster.layout import Layout
-from ms_parallel.planner.fake_cluster import has_met_others
+from ms_parallel.planner.fake_cluster import in_process_group
 from ms_parallel.planner.memory import predict_memory
 from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.training.fitting import memory_question
 from ms_parallel.training.options import Options
-from ms_parallel.training.planning.questions import MemoryQuestion, ask_memory, path_told
+from ms_parallel.training.planning.questions import MemoryQuestion, ask_memory, decode_path
 
 
 def run_memory(
     options: Options, layout: Layout, shards: Path | None = None, rows: int | None = None
 ) -> list[RankMemory]:
-    """Predict what a process of each pipeline rank holds at its peak, before it allocates anything.
+    """Predict the peak memory of a process of each pipeline rank.
 
-    A process that has met others asks another one.
+    A process that has joined a process group does this in a subprocess.
 
     Args:
-        options: the run's.
-        layout: how it is split, over any number of processes.
-        shards: the dataset, if it is there already; rows are packed as its first ones are.
-        rows: of a microbatch; as the options say by default.
+        options: options of the run.
+        layout: layout of the run, for any number of processes.
+        shards: dataset, if it exists already; its first rows give the document boundaries.
+        rows: microbatch size. None: from the options.
 
     Raises:
-        ConfigError: sizes do not fit one another.
+        ConfigError: sizes do not fit together.
         LayoutError: the layout does not fit the model.
     """
-    if has_met_others():
+    if in_process_group():
         return ask_memory(options, layout, shards, rows)
     return predict_memory(**memory_question(options, layout, shards, rows))
 
 
 def answer(question: MemoryQuestion) -> list[RankMemory]:
-    """Answer a question of `ask_memory`, in the other process."""
-    shards = path_told(question.shards)
+    """Compute the answer to a question of `ask_memory`; runs in the subprocess."""
+    shards = decode_path(question.shards)
     return run_memory(question.run.options, question.layout, shards, question.rows)

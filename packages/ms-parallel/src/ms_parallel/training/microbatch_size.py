@@ -36,14 +36,14 @@ from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.training.options import AUTO, Options
 
 
-def limit_bytes(options: Options, held: int = 0) -> int:
-    """Return a rank's memory limit: `memory_gib`, or what it holds plus what is free."""
+def limit_bytes(options: Options, held_bytes: int = 0) -> int:
+    """Memory limit of this rank: `memory_gib`, or allocated plus free bytes of the device."""
     if options.memory_gib is not None:
         return int(options.memory_gib * GIB)
-    return held + free_bytes(pick_device(options.wanted_device))
+    return held_bytes + free_bytes(pick_device(options.wanted_device))
 
 
-def _heed_limits(options: Options) -> None:
+def _reduce_overhead(options: Options) -> None:
     """On CPU ranks with a memory limit, reduce memory other than tensors.
 
     All ranks do so if any is limited, since the largest rank is compared with the lowest limit.
@@ -56,7 +56,7 @@ def _heed_limits(options: Options) -> None:
         shrink_stacks()
 
 
-def settled(
+def predict_microbatch_size(
     options: Options, layout: Layout, predict: Callable[[int], Sequence[RankMemory]]
 ) -> Options:
     """Replace the microbatch size `auto` with a stored or a predicted number.
@@ -72,13 +72,13 @@ def settled(
     Raises:
         ConfigError: no size fits, or the stored size cannot be read.
     """
-    _heed_limits(options)
+    _reduce_overhead(options)
     if options.microbatch_size != AUTO:
         return options
-    known = run_on_rank_zero(lambda: _known(options, layout))
-    if known is not None:
-        return evolve(options, microbatch_size=known.rows)
-    limit = _agreed(limit_bytes(options))
+    stored = run_on_rank_zero(lambda: _stored(options, layout))
+    if stored is not None:
+        return evolve(options, microbatch_size=stored.rows)
+    limit = _min_over_ranks(limit_bytes(options))
     sizes = sizes_of(options.batch_size // layout.readers, layout.pipeline)
 
     def largest() -> int:
@@ -88,7 +88,7 @@ def settled(
     return evolve(options, microbatch_size=size)
 
 
-def try_out(
+def resolve_microbatch_size(
     engine: Any, options: Options, layout: Layout, predict: Callable[[int], Sequence[RankMemory]]
 ) -> FoundMicrobatch | None:
     """Try sizes up to the predicted one, and store and return the largest that fits.
@@ -99,16 +99,16 @@ def try_out(
         engine: an `Engine` with the predicted size; its microbatch size is changed.
         options: options of the run, with `auto`.
         layout: its layout.
-        predict: as in `settled`.
+        predict: as in `predict_microbatch_size`.
 
     Raises:
         ConfigError: not even the smallest size fits.
     """
-    if options.microbatch_size != AUTO or run_on_rank_zero(lambda: _known(options, layout)):
+    if options.microbatch_size != AUTO or run_on_rank_zero(lambda: _stored(options, layout)):
         return None
     rows = options.batch_size // layout.readers
-    most = engine.runner.microbatch_size or rows
-    sizes = [size for size in sizes_of(rows, layout.pipeline) if size <= most]
+    largest = engine.runner.microbatch_size or rows
+    sizes = [size for size in sizes_of(rows, layout.pipeline) if size <= largest]
     predicted = run_on_rank_zero(
         lambda: between(
             sizes, *(max(r.total for r in predict(size)) for size in (sizes[0], sizes[-1]))
@@ -118,40 +118,40 @@ def try_out(
     engine.runner.microbatch_size = sizes[0]
     trial_bytes(engine, loss, rows, options.sequence_length)  # one-time allocations
     give_back()
-    limit = _agreed(limit_bytes(options, held_bytes(engine)))
-    tried: dict[int, int | None] = {}
-    alone = layout.world_size == 1
-    while (size := next_trial(predicted, tried, limit, alone=alone)) is not None:
+    limit = _min_over_ranks(limit_bytes(options, held_bytes(engine)))
+    trials: dict[int, int | None] = {}
+    single_process = layout.world_size == 1
+    while (size := next_trial(predicted, trials, limit, alone=single_process)) is not None:
         engine.runner.microbatch_size = size
-        tried[size] = trial_bytes(engine, loss, rows, options.sequence_length)
+        trials[size] = trial_bytes(engine, loss, rows, options.sequence_length)
         give_back()  # after running out of memory, the exception's frames still hold tensors
-    found = {size: took for size, took in tried.items() if took and took <= limit}
-    if not found:
+    fitting = {size: peak for size, peak in trials.items() if peak and peak <= limit}
+    if not fitting:
         raise ConfigError(
-            f"microbatch_size='auto' finds none: {sizes[0]} sample(s) at once took"
-            f" {(tried[sizes[0]] or limit) / GIB:.3f} GiB of a rank's {limit / GIB:.3f} GiB; lower"
+            f"microbatch_size='auto' finds no size that fits: {sizes[0]} sample(s) at once took"
+            f" {(trials[sizes[0]] or limit) / GIB:.3f} GiB of a rank's {limit / GIB:.3f} GiB; lower"
             " sequence_length, recompute more, shard over more ranks, or raise memory_gib"
         )
-    engine.runner.microbatch_size = max(found)
-    return _written(options, layout, max(found), found[max(found)], limit)
+    engine.runner.microbatch_size = max(fitting)
+    return _store(options, layout, max(fitting), fitting[max(fitting)], limit)
 
 
-def _written(
-    options: Options, layout: Layout, size: int, counted: int, limit: int
+def _store(
+    options: Options, layout: Layout, size: int, counted_bytes: int, limit_bytes: int
 ) -> FoundMicrobatch:
-    found = FoundMicrobatch(
+    record = FoundMicrobatch(
         conditions=_conditions(options, layout),
         rows=size,
-        counted_bytes=counted,
-        limit_bytes=limit,
+        counted_bytes=counted_bytes,
+        limit_bytes=limit_bytes,
     )
-    run_on_rank_zero(lambda: write_microbatch(options.output_dir / FILE, found))
-    return found
+    run_on_rank_zero(lambda: write_microbatch(options.output_dir / FILE, record))
+    return record
 
 
-def _known(options: Options, layout: Layout) -> FoundMicrobatch | None:
-    known = read_microbatch(options.output_dir / FILE)
-    return known if known and known.conditions == _conditions(options, layout) else None
+def _stored(options: Options, layout: Layout) -> FoundMicrobatch | None:
+    stored = read_microbatch(options.output_dir / FILE)
+    return stored if stored and stored.conditions == _conditions(options, layout) else None
 
 
 def _conditions(options: Options, layout: Layout) -> dict[str, int | str | None]:
@@ -167,7 +167,7 @@ def _conditions(options: Options, layout: Layout) -> dict[str, int | str | None]
     }
 
 
-def _agreed(limit: int) -> int:
+def _min_over_ranks(limit: int) -> int:
     """Return the minimum of the limits of all processes."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return limit

@@ -1,4 +1,4 @@
-"""Packages that a run may need, each imported where it is asked for."""
+"""Optional packages of a run, imported on demand."""
 
 from types import ModuleType
 
@@ -22,7 +22,7 @@ def data_package() -> ModuleType:
 
 
 def operators_of(name: str) -> Ops | None:
-    """Import the operators of a name; None for plain torch.
+    """Import an operator set by name; None for plain torch.
 
     Raises:
         ConfigError: they are not installed; names the extra.

@@ -1,4 +1,4 @@
-"""The options of a training run, validated when they are built."""
+"""Options of a training run, validated on construction."""
 
 import os
 import re
@@ -32,15 +32,15 @@ from ms_parallel.split.precision_choice import MixedPrecision, mixed_precision
 from ms_parallel.training.shares.setting import Shares, as_tuple, check_kind
 
 AUTO: Final = "auto"
-MOST_EPOCHS = 10**6
-MOST_ROWS = 1 << 20
-"""Rows of a batch: hundreds of times what the largest runs take."""
+MAX_EPOCHS = 10**6
+MAX_BATCH_ROWS = 1 << 20
+"""Sanity limit on the batch size, hundreds of times that of the largest runs."""
 DEVICE = re.compile(r"[a-z]{1,32}(:[0-9]{1,3})?")
 
 
 def _model_config(value: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"model_config is {value!r}; give a table of model settings")
+        raise ConfigError(f"model_config must be a table of model settings, got {value!r}")
     return dict(value)
 
 
@@ -49,7 +49,7 @@ def _text(value: Any) -> Any:
 
 
 Parallel = Layout | RestOnData | Literal["auto"] | None
-"""How a run is split: as given, with all that is left on data, chosen by a plan, or all on data."""
+"""Layout of a run: fixed, with the remaining processes on data, planned, or None: all on data."""
 
 
 def _layout(value: Parallel | Mapping[str, int | str] | str) -> Parallel:
@@ -60,37 +60,39 @@ def _layout(value: Parallel | Mapping[str, int | str] | str) -> Parallel:
     if isinstance(value, str):
         return Layout.parse(value)
     if not isinstance(value, Mapping):
-        raise ConfigError(f"parallel_config is {value!r}; give a table such as tensor = 2")
+        raise ConfigError(f"parallel_config must be a table such as tensor = 2, got {value!r}")
     return RestOnData.of(value) or Layout.from_config(value)
 
 
 def _device(instance: object, attribute: Any, value: Any) -> None:
     if value is None or (isinstance(value, str) and DEVICE.fullmatch(value)):
         return
-    given = f"{attribute.name} is {shown(value)}"
-    raise ConfigError(f"{given}; give 'cpu', or an accelerator, such as 'npu' or 'cuda:1'")
+    raise ConfigError(
+        f"{attribute.name} must be 'cpu' or an accelerator such as 'npu' or 'cuda:1', got"
+        f" {shown(value)}"
+    )
 
 
 def _devices(instance: Any, attribute: Any, value: Devices | None) -> None:
     if value is not None and instance.device is not None:
         raise ConfigError(
-            f"device = {shown(instance.device)} and [devices] both say where ranks compute; leave"
-            " one of them out"
+            f"device = {shown(instance.device)} and [devices] both set the ranks' devices; set"
+            " only one"
         )
 
 
 def _of_each_rank(instance: Any, attribute: Any, value: Any) -> None:
-    for each in value if isinstance(value, tuple) and value else (value,):
-        number(least=0, optional=each is value)(instance, attribute, each)
+    for limit in value if isinstance(value, tuple) and value else (value,):
+        number(least=0, optional=limit is value)(instance, attribute, limit)
 
 
 def _schedule(instance: Any, attribute: Any, value: Any) -> None:
     named = isinstance(value, str) and value in GENERATORS
     if getattr(instance, "microbatch_size", None) == AUTO and not named:
         raise ConfigError(
-            f"microbatch_size='auto' chooses how many microbatches there are, and"
-            f" schedule={shown(str(value))} is made for a number of them; name a schedule of any"
-            " number, such as 1f1b, or give microbatch_size"
+            "microbatch_size='auto' chooses the number of microbatches, but"
+            f" schedule={shown(str(value))} is fixed to one number; use a named schedule such as"
+            " 1f1b, or set microbatch_size"
         )
     if isinstance(value, Schedule):
         return
@@ -105,7 +107,7 @@ def _schedule(instance: Any, attribute: Any, value: Any) -> None:
 def _microbatch(instance: Any, attribute: Any, value: Any) -> None:
     if value != AUTO:
         if isinstance(value, str):
-            raise ConfigError(f"{attribute.name} is {shown(value)}; give a number, or 'auto'")
+            raise ConfigError(f"{attribute.name} must be a number or 'auto', got {shown(value)}")
         whole(optional=True)(instance, attribute, value)
 
 
@@ -121,7 +123,7 @@ class _Positional(EngineSettings):
     optimizer: str | Mapping[str, Any] = field(default="AdamW", metadata=OPTIMIZATION)
     """`AdamW`, `Muon`, `SGD`, `Adafactor` or an elementwise class of torch.optim; or a table of its
     `name` and settings, such as momentum = 0.95."""
-    mixed_precision: MixedPrecision = field(  # again, to be positional
+    mixed_precision: MixedPrecision = field(  # redeclared to make it positional
         default=False, converter=mixed_precision, metadata=EXECUTION
     )
 
@@ -167,7 +169,7 @@ class Options(_Positional):
         default=1.0, validator=number(least=1e-30, optional=True), metadata=OPTIMIZATION
     )
     """Clip gradients to this global L2 norm. None: no clipping."""
-    batch_size: int = field(default=8, validator=whole(most=MOST_ROWS), metadata=OPTIMIZATION)
+    batch_size: int = field(default=8, validator=whole(most=MAX_BATCH_ROWS), metadata=OPTIMIZATION)
     """Samples per step over all processes."""
     sequence_length: int = field(default=512, validator=whole(least=2), metadata=OPTIMIZATION)
     """Tokens per sample."""
@@ -253,7 +255,7 @@ class Options(_Positional):
     )
     """Folder for shards, checkpoints, events and the trained model. The same folder resumes."""
     resume: bool = field(default=True, validator=flag, metadata=OUTPUT)
-    """Resume from the last complete checkpoint of output_dir; false: fail if there is one."""
+    """Resume from the last complete checkpoint of output_dir; false: fail if output_dir has any."""
     checkpoint_every: int | None = field(
         default=100, validator=whole(optional=True), metadata=OUTPUT
     )
@@ -277,7 +279,7 @@ class Options(_Positional):
     sample_tokens: int = field(default=96, validator=whole(), metadata=OUTPUT)
     """Maximum number of tokens in that sample."""
     log_every: int = field(default=10, validator=whole(), metadata=OUTPUT)
-    """Steps between progress lines if there is no terminal."""
+    """Steps between progress lines without a terminal."""
     progress: bool = field(default=True, validator=flag, metadata=OUTPUT)
     """Show progress on standard output of rank 0."""
     on_event: OnEvent | None = field(default=None)
@@ -286,9 +288,9 @@ class Options(_Positional):
     def __attrs_post_init__(self) -> None:
         if budget_bytes(self.recompute) is not None and self.schedule == SEARCH:
             raise ConfigError(
-                f"recompute={self.recompute!r} chooses by what the schedule keeps at once, and"
-                " schedule='search' by what blocks keep; name the schedule, or set recompute to"
-                " selective or full"
+                f"recompute={self.recompute!r} selects operators by the schedule's peak memory, but"
+                " schedule='search' needs to know what is recomputed; name a schedule, or set"
+                " recompute to selective or full"
             )
         shared = [f for f in fields(type(self)) if f.name in ("betas", "epsilon")]
         changed = [f.name for f in shared if getattr(self, f.name) != f.default]
@@ -297,40 +299,40 @@ class Options(_Positional):
 
     @property
     def wanted_device(self) -> Devices | str | None:
-        """Where ranks compute, as `connect` takes it."""
+        """Device or devices of the ranks, in the form that `connect` takes."""
         return self.devices or self.device
 
     @property
     def model_folder(self) -> Path | None:
-        """The Hugging Face folder that `model_arch` names, if it is one."""
+        """Hugging Face folder that `model_arch` names; None if it is an architecture."""
         folder = Path(self.model_arch)
         return folder if os.path.isfile(folder / "config.json") else None
 
     @property
     def raw_text_tokenizer(self) -> Path | None:
-        """What encodes raw text: as asked for, or the model folder's; None trains one."""
+        """Tokenizer for raw text: the configured one or the model folder's; None to train one."""
         if self.tokenizer is not None or self.model_folder is None:
             return self.tokenizer
-        own = self.model_folder / "tokenizer.json"
-        return own if os.path.isfile(own) else None
+        path = self.model_folder / "tokenizer.json"
+        return path if os.path.isfile(path) else None
 
 
 @frozen(kw_only=True)
 class Length:
-    """How long a run trains: epochs or steps.
+    """Length of a run in epochs or steps.
 
     Raises:
-        ConfigError: not exactly one of them is given, or it is out of range.
+        ConfigError: both or neither are set, or the value is out of range.
     """
 
     epochs: float | None = field(
-        default=None, validator=number(least=1e-9, most=MOST_EPOCHS, optional=True)
+        default=None, validator=number(least=1e-9, most=MAX_EPOCHS, optional=True)
     )
-    """Passes over the training text; batches straddle epochs without a seam."""
+    """Passes over the training text. Batches may straddle epochs."""
     steps: int | None = field(default=None, validator=whole(optional=True))
-    """Updates."""
+    """Optimizer steps."""
 
     def __attrs_post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):
             both = "both" if self.steps is not None else "neither"
-            raise ConfigError(f"{both} of epochs and steps given; give one of them")
+            raise ConfigError(f"set either epochs or steps, got {both}")

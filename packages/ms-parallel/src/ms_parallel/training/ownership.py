@@ -39,7 +39,7 @@ NOT_COMPARED = (
 
 
 @contextmanager
-def held(
+def output_lock(
     options: Options, dataset: str | Path, *, epochs: float | None, steps: int | None
 ) -> Iterator[list[str]]:
     """Lock `output_dir` for this run; all ranks enter this context.
@@ -58,13 +58,13 @@ def held(
     folder = options.output_dir
     if options.model_folder is not None and inside(options.model_folder, folder):
         raise ConfigError(
-            f"the model {options.model_folder} lies in output_dir {folder}, which this run writes;"
-            " choose another output_dir"
+            f"the model {options.model_folder} is inside output_dir {folder}, which this run"
+            " overwrites; set another output_dir"
         )
     show = RunDisplay(total=1, every=1, active=options.progress)
     with ExitStack() as stack:
 
-        def take() -> list[str]:
+        def lock() -> list[str]:
             settings = _settings(options) | {"epochs": epochs, "steps": steps}
             changes = stack.enter_context(
                 hold(
@@ -78,13 +78,13 @@ def held(
                     note=show.note,
                 )
             )
-            stack.callback(_leave_nothing, folder)
+            stack.callback(_release_if_empty, folder)
             return [str(change) for change in changes]
 
-        yield run_on_rank_zero(take)
+        yield run_on_rank_zero(lock)
 
 
-def _leave_nothing(folder: Path) -> None:
+def _release_if_empty(folder: Path) -> None:
     if not any((folder / name).exists() for name in WORK):
         (folder / SEAL).unlink(missing_ok=True)
 
@@ -103,8 +103,10 @@ def _settings(options: Options) -> dict[str, Any]:
     names = [f.name for f in fields(type(options)) if f.init and f.name not in NOT_COMPARED]
     plain = {name: _plain(getattr(options, name)) for name in names if name not in TABLES}
     model = {f"{MODEL}{name}": value for name, value in options.model_config.items()}
-    name, given = named_optimizer(options.optimizer)
-    optimizer = {"optimizer": name} | {f"optimizer.{key}": _plain(given[key]) for key in given}
+    name, optimizer_settings = named_optimizer(options.optimizer)
+    optimizer = {"optimizer": name} | {
+        f"optimizer.{key}": _plain(optimizer_settings[key]) for key in optimizer_settings
+    }
     return {**plain, **model, **optimizer, "layout": str(options.parallel_config or "all on data")}
 
 

@@ -1,7 +1,7 @@
 """Response to bad steps: skip them, roll back to a checkpoint, or stop the run.
 
-Losses and gradient norms are sums over all processes, the same on each, so every process decides
-the same. A spike is far above the median of the steps before it, in units of their median distance.
+Losses and gradient norms are reduced over all processes, so every process decides the same. A spike
+is far above the median of the previous steps, in units of their median absolute deviation.
 """
 
 import logging
@@ -28,8 +28,8 @@ IN_A_ROW = 20
 ROLL_BACKS = 10
 """Roll-backs to one checkpoint after which a run is ended."""
 NORMAL, LEAST = 1.4826, 0.01
-"""Standard deviation over median distance of normal numbers; smallest distance that counts, as a
-fraction of the median."""
+"""Standard deviation of normal numbers over their median absolute deviation (MAD); smallest MAD
+used, as a fraction of the median."""
 
 
 @frozen(kw_only=True)
@@ -43,25 +43,25 @@ class Policy:
     window: int
     """Steps in the median; nothing is a spike before there are this many."""
 
-    def is_spike(self, value: float, before: Sequence[float]) -> bool:
-        """Whether a number is far above those before it.
+    def is_spike(self, value: float, previous: Sequence[float]) -> bool:
+        """Return whether a number is far above the previous ones.
 
         >>> usual = [2.0, 2.1, 1.9, 2.0]
         >>> policy = Policy(on_nonfinite="skip", on_spike="skip", factor=10.0, window=4)
         >>> policy.is_spike(2.4, usual), policy.is_spike(3.0, usual)
         (False, True)
         """
-        if len(before) < self.window:
+        if len(previous) < self.window:
             return False
-        middle = median(before)
-        apart = NORMAL * median(abs(each - middle) for each in before)
-        return value > middle + self.factor * max(apart, LEAST * abs(middle))
+        center = median(previous)
+        deviation = NORMAL * median(abs(number - center) for number in previous)
+        return value > center + self.factor * max(deviation, LEAST * abs(center))
 
-    def refuses(self, loss: float, norm: float, recent: Sequence[Sequence[float]]) -> bool:
-        """Whether a step of this loss and gradient norm is a spike after those of `recent`."""
+    def rejects(self, loss: float, norm: float, recent: Sequence[Sequence[float]]) -> bool:
+        """Return whether this loss or gradient norm is a spike compared with `recent` steps."""
         if self.on_spike == "ignore":
             return False
-        losses, norms = [each[0] for each in recent], [each[1] for each in recent]
+        losses, norms = [step[0] for step in recent], [step[1] for step in recent]
         return self.is_spike(loss, losses) or self.is_spike(norm, norms)
 
     def remedy(self, report: StepReport) -> Remedy | None:
@@ -88,14 +88,14 @@ class Recovery:
     """Roll-backs since the last checkpoint was saved."""
 
     def accept(self, loss: float, grad_norm: float) -> bool:
-        """Whether to take a finite step: it is not a spike, or spikes are ignored."""
-        return not self.policy.refuses(loss, grad_norm, self.progress.recent)
+        """Return whether to take a finite step: it is not a spike, or spikes are ignored."""
+        return not self.policy.rejects(loss, grad_norm, self.progress.recent)
 
     def roll_back(self, report: StepReport) -> bool:
-        """Handle a step, and return whether the run is back at a checkpoint.
+        """Apply the policy to a step; return whether the run is back at a checkpoint.
 
         Raises:
-            DivergenceError: the policy is to stop, or the run only skips or rolls back.
+            DivergenceError: the policy is to stop, or too many steps were skipped or rolled back.
         """
         progress, step = self.progress, self.engine.step_count
         if report.skipped is None:
@@ -109,10 +109,10 @@ class Recovery:
             self._log(step, report, "stop")
             self.checkpoints.finish()
             raise DivergenceError(
-                f"step {step}: {reason(report)}; the run was to stop at this, its last checkpoint"
-                " is whole; lower learning_rate, or let such steps be skipped"
+                f"step {step}: {reason(report)}; stopped as configured, the last checkpoint is"
+                " complete; lower learning_rate, or set on_nonfinite or on_spike to 'skip'"
             )
-        rolled_back = remedy == "roll_back" and self.checkpoints.go_back()
+        rolled_back = remedy == "roll_back" and self.checkpoints.roll_back()
         self._log(step, report, "roll_back" if rolled_back else "skip")
         if rolled_back:
             progress.rolled_back += 1
@@ -120,12 +120,12 @@ class Recovery:
             self.skipped_in_a_row = 0
         else:
             self.skipped_in_a_row += bool(remedy)
-        check_lost(self.skipped_in_a_row, self.roll_backs, report)
+        check_stuck(self.skipped_in_a_row, self.roll_backs, report)
         return rolled_back
 
     def _log(self, step: int, report: StepReport, remedy: Remedy) -> None:
         step_after = self.engine.step_count if remedy == "roll_back" else step
-        done = f"went back to step {step_after}" if step_after < step else "step skipped"
+        done = f"rolled back to step {step_after}" if step_after < step else "step skipped"
         if is_first():
             done = "stopped" if remedy == "stop" else done
             logger.warning("step %d: %s; %s", step, reason(report), done)
@@ -149,7 +149,7 @@ def reason(report: StepReport) -> str:
     """Describe why a step was skipped."""
     loss, norm = f"loss {report.loss:.4g}", f"gradient norm {report.grad_norm:.4g}"
     return {
-        "no_targets": "nothing had a loss",
+        "no_targets": "no token had a target",
         "nonfinite": f"gradient is not finite ({loss}, {norm})",
         "overflow": f"gradient overflowed at a loss scale of {report.loss_scale:g}"
         if report.loss_scale
@@ -158,8 +158,8 @@ def reason(report: StepReport) -> str:
     }[report.skipped or "no_targets"]
 
 
-def check_lost(in_a_row: int, roll_backs: int, last: StepReport) -> None:
-    """End a run that only skips or only rolls back.
+def check_stuck(in_a_row: int, roll_backs: int, last: StepReport) -> None:
+    """End a run that only skips steps or only rolls back.
 
     Raises:
         DivergenceError: too many skipped steps in a row, or roll-backs to one checkpoint.
@@ -177,7 +177,7 @@ def check_lost(in_a_row: int, roll_backs: int, last: StepReport) -> None:
 
 
 def check_outcome(progress: RunProgress, steps: int, performed: int) -> None:
-    """Refuse to call a run that reached its last step a success if it has no usable model.
+    """Fail a run that reached its last step without a usable model.
 
     Args:
         progress: losses and skipped steps of the whole run.

@@ -1,4 +1,4 @@
-"""The result of a run: its numbers, and the trained model as a folder."""
+"""Result of a run: its numbers and the folder of the trained model."""
 
 import shutil
 from collections.abc import Callable
@@ -18,68 +18,68 @@ from ms_parallel.files.durable import (
 
 @frozen(kw_only=True)
 class Result:
-    """What a run has come to; the same on every process, but for `sample`."""
+    """Result of a training run; the same on every process, except `sample`."""
 
     step: int
-    """Updates made, over all launches."""
+    """Optimizer steps taken over all launches."""
     finished: bool
     """False if a signal stopped the run; the same command resumes."""
     stopped_by: str | None
-    """The signal that stopped the run, SIGTERM or SIGINT (Ctrl-C); None if it finished."""
+    """Signal that stopped the run, SIGTERM or SIGINT (Ctrl-C); None if it finished."""
     loss: float
-    """Loss of the last step's batch, in nats a token."""
+    """Loss of the last step's batch, in nats per token."""
     held_out_loss: float | None
-    """Loss on held-out text at the end; None where there is no such text."""
+    """Loss on held-out text at the end; None without held-out text."""
     first_held_out_loss: float | None
     """Loss on held-out text before the first step."""
     tokens: int
     """Tokens trained on."""
     seconds: float
-    """Time in steps, over all launches."""
+    """Time spent in steps over all launches."""
     model_folder: Path | None
     """The trained model as a Hugging Face folder; None if not finished."""
     sample: str | None
-    """What the model writes after `sample_prompt`."""
+    """Continuation of `sample_prompt`; None without a prompt."""
     shares: tuple[int, ...] = ()
-    """Rows of the global batch that each data rank took at the end."""
+    """Rows of the global batch per data rank at the end."""
     slow_ranks: tuple[int, ...] = ()
-    """Data ranks that were slow beside the others, where shares were measured."""
+    """Data ranks that were slower than the others, with `shares = "measured"`."""
 
 
 def printable(text: str) -> str:
-    """Remove control characters, which a terminal would obey."""
+    """Replace control characters, which a terminal would interpret."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
     )
 
 
 def write_model(folder: Path, mark: Callable[[], bytes], save: Callable[[Path], None]) -> Path:
-    """Write the trained model with `save`; whole or not at all.
+    """Write the trained model atomically with `save`, unless `folder` has this model already.
 
     Args:
-        folder: where it stands when it is written; nothing is done if it is there already.
-        mark: on the first process, what says of which training it is.
-        save: writes it to a folder; every process calls it.
+        folder: final folder of the model.
+        mark: returns the stamp of this training run; called on rank 0.
+        save: writes the model to a folder; called on every process.
     """
     run_on_rank_zero(lambda: restore_folder(folder))
-    made = folder / "training.json"
-    if run_on_rank_zero(lambda: made.is_file() and made.read_bytes() == mark()):
+    stamp = folder / "training.json"
+    if run_on_rank_zero(lambda: stamp.is_file() and stamp.read_bytes() == mark()):
         return folder
-    aside = folder.with_name("model.partial")
-    run_on_rank_zero(lambda: _clear(aside))
-    save(aside)
-    run_on_rank_zero(lambda: _publish(aside, folder, mark()))
+    partial = folder.with_name("model.partial")
+    run_on_rank_zero(lambda: _clear(partial))
+    save(partial)
+    run_on_rank_zero(lambda: _publish(partial, folder, mark()))
     return folder
 
 
-def _clear(aside: Path) -> None:
-    if aside.is_symlink():  # never write through a link under the predictable name
-        aside.unlink()
-    shutil.rmtree(aside, ignore_errors=True)
+def _clear(partial: Path) -> None:
+    if partial.is_symlink():  # never write through a link under the predictable name
+        partial.unlink()
+    shutil.rmtree(partial, ignore_errors=True)
 
 
-def _publish(aside: Path, folder: Path, mark: bytes) -> None:
+def _publish(partial: Path, folder: Path, mark: bytes) -> None:
     with writing(folder):
-        write_synced(aside / "training.json", mark)
-        sync_folder(aside)
-        replace_folder(folder, aside)
+        write_synced(partial / "training.json", mark)
+        sync_folder(partial)
+        replace_folder(folder, partial)

@@ -43,7 +43,7 @@ TakeStep = Callable[..., StepReport]
 
 @frozen(kw_only=True)
 class RecordedSteps:
-    """Steps of an engine, of which every N-th writes when each pipeline rank computed what."""
+    """Engine steps; every N-th is recorded: when each pipeline rank computed which action."""
 
     engine: Engine
     every: int
@@ -54,14 +54,14 @@ class RecordedSteps:
     def step(
         self, batch: Mapping[str, Any], loss: Loss, *, accept: Callable[[float, float], bool]
     ) -> StepReport:
-        """Take a step as `Engine.step` does; record it if it is due."""
-        engine, taken = self.engine, self.engine.step_count
-        if (taken + 1) % self.every:
+        """Take a step like `Engine.step`, and record it if it is due."""
+        engine, steps_before = self.engine, self.engine.step_count
+        if (steps_before + 1) % self.every:
             return engine.step(batch, loss, accept=accept)
         report, recorder = engine.record_step(batch, loss, accept=accept)
-        recorded = recorded_step(recorder, engine.groups, taken)
+        recorded = recorded_step(recorder, engine.groups, steps_before)
         if recorded is not None:
-            path = self.folder / f"step-{taken + 1:08}.json"
+            path = self.folder / f"step-{steps_before + 1:08}.json"
             run_on_rank_zero(lambda: write_step(path, recorded))
         return report
 
@@ -86,31 +86,31 @@ class Run:
     progress: RunProgress
     recovery: Recovery
     shares: RowShares
-    found: FoundSchedule | None = None
-    """Schedule that was searched for this run."""
+    schedule: FoundSchedule | None = None
+    """Schedule found by `schedule = "search"`."""
     stop: StopRequest = field(factory=StopRequest)
 
     def resume(self, changes: Sequence[str]) -> None:
-        """Log what the run is and which settings changed, and load its last checkpoint."""
+        """Log the run and its changed settings, and load the newest checkpoint."""
         for change in changes:
             self.show.note(f"changed: {change}")
             self.emit("changed_setting", {"setting": change})
         count = sum(parameter.numel() for parameter in self.engine.parameters.values())
         layout = str(self.engine.groups.layout)
         self.emit("begin", {"steps": self.total, "layout": layout, "local_parameters": count})
-        if self.found is not None:
-            self._log_schedule(self.found)
+        if self.schedule is not None:
+            self._log_schedule(self.schedule)
         built_here = self.shards == self.options.output_dir / SHARDS
         if self.held_out is None and self.options.hold_out and built_here and is_first():
             logger.warning(
-                "hold_out = %g leaves too little text for a held-out loss, so none is measured;"
-                " raise it, or give more documents",
+                "hold_out=%g leaves too little text for a held-out loss, so none is measured;"
+                " raise it, or add documents",
                 self.options.hold_out,
             )
         self.checkpoints.resume()
 
     def take_steps(self) -> bool:
-        """Take the steps that are left.
+        """Take the remaining steps.
 
         Returns:
             False if a signal stopped the run before its last step; a checkpoint is saved.
@@ -123,7 +123,7 @@ class Run:
             self.evaluate()
         with closing(self.step_log), self.stop.listening():
             while engine.step_count < self.total:
-                began = monotonic()
+                started = monotonic()
                 position.step, position.activity = engine.step_count + 1, "update"
                 # Random numbers follow from seed and step, so checkpoints need no generator state.
                 torch.manual_seed((options.seed * 1_000_003 + engine.step_count) % 2**63)
@@ -133,7 +133,7 @@ class Run:
                     progress.loss = report.loss
                 progress.tokens += report.tokens
                 progress.samples = (progress.samples or 0) + options.batch_size
-                progress.seconds += monotonic() - began
+                progress.seconds += monotonic() - started
                 throughput.count(report.tokens)
                 self.step_log.log(step, report, throughput)
                 if self.shares.rebalance(step, engine.runner.stopwatch.seconds, self.stream):
@@ -158,11 +158,11 @@ class Run:
         return True
 
     def finish(self, finished: bool, resumed: int) -> Result:
-        """Write the model and a sample of its text, if all steps are taken, and return the result.
+        """If all steps are done, write the model and a sample of its text; return the result.
 
         Args:
             finished: whether all steps were taken.
-            resumed: step at which this launch began.
+            resumed: step from which this launch resumed.
 
         Raises:
             DivergenceError: the run reached its last step without a usable model.
@@ -217,12 +217,12 @@ class Run:
     def generate(
         self, prompt: str, *, max_new_tokens: int, temperature: float = 0.8, top_k: int = 50
     ) -> str:
-        """Continue a text with the model as it is; every process must call it."""
+        """Continue a text with the current weights. Collective: every process must call it."""
         tokenizer = data_package().Tokenizer.load(self.shards / "tokenizer.json")
-        # A document begins as in training; without such tokens, after the end of the one before.
-        begin = list(tokenizer.begin_of_text)
-        tokens = [*begin, *tokenizer.encode(prompt)] or [tokenizer.end_of_text]
-        (written,) = self.engine.generate(
+        # Start a document as in training: with its first tokens, or after an end-of-text token.
+        prefix = list(tokenizer.begin_of_text)
+        tokens = [*prefix, *tokenizer.encode(prompt)] or [tokenizer.end_of_text]
+        (generated,) = self.engine.generate(
             [tokens],
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -230,27 +230,27 @@ class Run:
             seed=self.options.seed,
             stop_token=tokenizer.end_of_text,
         )
-        text: str = tokenizer.decode([t for t in written if t < tokenizer.vocabulary_size])
+        text: str = tokenizer.decode([t for t in generated if t < tokenizer.vocabulary_size])
         return text
 
-    def _log_schedule(self, found: FoundSchedule) -> None:
+    def _log_schedule(self, result: FoundSchedule) -> None:
         self.emit(
             "schedule",
             {
-                "makespan_ms": found.makespan_ms,
-                "lower_bound_ms": found.lower_bound_ms,
-                "one_f_one_b_ms": found.one_f_one_b_ms,
-                "placement": str(found.staged.schedule.placement),
-                "layers": str(found.layers),
+                "makespan_ms": result.makespan_ms,
+                "lower_bound_ms": result.lower_bound_ms,
+                "one_f_one_b_ms": result.one_f_one_b_ms,
+                "placement": str(result.staged.schedule.placement),
+                "layers": str(result.layers),
             },
         )
         self.show.note(
-            f"schedule found: a step of {found.makespan_ms:.3g} ms by measured costs, 1F1B"
-            f" {found.one_f_one_b_ms:.3g} ms; layers of the stages {found.layers}"
+            f"schedule search: predicted step {result.makespan_ms:.3g} ms from measured costs, 1F1B"
+            f" {result.one_f_one_b_ms:.3g} ms; layers per stage {result.layers}"
         )
 
     def _emit_end(self, *, finished: bool) -> None:
-        """Log the end with the run's totals over all launches."""
+        """Emit the `end` event with totals over all launches."""
         progress = self.progress
         counts = {
             "step": self.engine.step_count,
@@ -262,7 +262,7 @@ class Run:
         self.emit("end", counts)
 
     def _show_end(self, folder: Path | None, resumed: int) -> None:
-        """Print how the run ended; `resumed` is the step at which this launch started."""
+        """Print how the run ended; this launch resumed at step `resumed`."""
         step = self.engine.step_count
         if folder is None:
             self.show.note(
@@ -272,7 +272,7 @@ class Run:
         elif resumed == step:
             self.show.note(f"already trained to step {resumed}; nothing left to do")
         else:
-            earlier = f", {resumed} of them before this launch" if resumed else ""
+            earlier = f", {resumed} before this launch" if resumed else ""
             took = duration(self.progress.seconds)
             self.show.note(f"trained {step} steps in {took}{earlier}: {folder}")
         if self.progress.skipped:

@@ -23,7 +23,7 @@ class StepLog:
     """None on ranks other than 0."""
 
     def log(self, step: int, report: StepReport, throughput: Throughput) -> None:
-        """Log a step and what was measured in it."""
+        """Emit a step and its measurements."""
         self.show.show_step(step, {"loss": report.loss}, throughput)
         scale = {} if report.loss_scale is None else {"loss_scale": report.loss_scale}
         self.emit(
@@ -36,7 +36,10 @@ class StepLog:
                 "tokens": report.tokens,
                 "rate_tokens_per_s": round(throughput.rate_tokens_per_s, 1),
                 **scale,
-                **{f"mtp_loss.{depth}": each for depth, each in enumerate(report.mtp_losses, 1)},
+                **{
+                    f"mtp_loss.{depth}": mtp_loss
+                    for depth, mtp_loss in enumerate(report.mtp_losses, 1)
+                },
             },
         )
         if report.audit is not None and self.audits is not None:

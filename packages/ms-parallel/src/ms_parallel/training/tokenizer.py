@@ -1,4 +1,4 @@
-"""Finds the tokenizer of a run, and gives the model the ids that end its texts."""
+"""Reads the tokenizer of a run and sets the model's special token ids to match."""
 
 import os
 from pathlib import Path
@@ -14,44 +14,45 @@ from ms_parallel.models.tokenizer_files import TokenizerFiles, read_tokenizer
 def run_tokenizer(shards: Path, folder: Path | None) -> TokenizerFiles:
     """Read the tokenizer of a run's shards.
 
-    Where the model's folder has the very same, all that the folder says of it is read too.
+    If the model folder has the same tokenizer, its further files (such as a chat template) are read
+    too.
 
     Args:
-        shards: say which token ends a document.
-        folder: that the model is begun from; None where it is fresh.
+        shards: dataset; defines the token that ends a document.
+        folder: folder of the initial model; None without one.
 
     Raises:
-        ModelError: a file of it is missing or damaged.
+        ModelError: a tokenizer file is missing or damaged.
     """
-    own = read_tokenizer(shards)
-    if not _is_of(folder, own):
-        return own
+    tokenizer = read_tokenizer(shards)
+    if not _same_tokenizer(folder, tokenizer):
+        return tokenizer
     assert folder is not None
-    return read_tokenizer(folder, end_of_text=next(iter(own.end_token_ids), None))
+    return read_tokenizer(folder, end_of_text=next(iter(tokenizer.end_token_ids), None))
 
 
 def with_ends(config: Any, shards: Path, folder: Path | None) -> Any:
-    """Give a model's configuration the tokens that begin, end and pad the texts of its shards.
+    """Set the begin, end and padding tokens of a model's configuration to match its shards.
 
-    What a folder's configuration says of its own tokenizer stays, besides the shards' end; what it
-    says of another one means nothing here.
+    If the model folder has the same tokenizer, its end tokens are kept in addition; those of a
+    different tokenizer are dropped.
 
     Raises:
-        ModelError: as `run_tokenizer`.
+        ModelError: as for `run_tokenizer`.
     """
     tokenizer = run_tokenizer(shards, folder)
-    if not _is_of(folder, tokenizer):
-        plain = evolve(config, bos_token_id=None, eos_token_id=None, pad_token_id=None)
-        return with_tokens(plain, tokenizer)
+    if not _same_tokenizer(folder, tokenizer):
+        without_ends = evolve(config, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+        return with_tokens(without_ends, tokenizer)
     ends = config.eos_token_id
     of_folder = (ends,) if isinstance(ends, int) else ends or ()
     ids = tuple(dict.fromkeys((*tokenizer.end_token_ids, *of_folder)))
-    chosen = ids[0] if len(ids) == 1 else ids or None
-    return with_tokens(evolve(config, eos_token_id=chosen), tokenizer)
+    eos_token_id = ids[0] if len(ids) == 1 else ids or None
+    return with_tokens(evolve(config, eos_token_id=eos_token_id), tokenizer)
 
 
-def _is_of(folder: Path | None, tokenizer: TokenizerFiles) -> bool:
-    """Return whether a tokenizer is the very one of a model's folder."""
+def _same_tokenizer(folder: Path | None, tokenizer: TokenizerFiles) -> bool:
+    """Return whether the tokenizer is that of the model's folder."""
     if folder is None or not os.path.isfile(folder / TOKENIZER):
         return False
     return (folder / TOKENIZER).read_bytes() == tokenizer.files[TOKENIZER]

@@ -1,4 +1,4 @@
-"""`DistributedTrainer`: a model, a layout, a dataset, and one call that trains."""
+"""`DistributedTrainer`: a model, a layout and a dataset, trained by one call."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -40,11 +40,11 @@ from ms_parallel.training.fitting import (
     row_shares,
 )
 from ms_parallel.training.held_out import HeldOut
-from ms_parallel.training.microbatch_size import settled, try_out
+from ms_parallel.training.microbatch_size import predict_microbatch_size, resolve_microbatch_size
 from ms_parallel.training.optional import data_package, operators_of
 from ms_parallel.training.options import AUTO, Length, Options
-from ms_parallel.training.ownership import held
-from ms_parallel.training.planning.auto_layout import with_layout
+from ms_parallel.training.ownership import output_lock
+from ms_parallel.training.planning.auto_layout import resolve_layout
 from ms_parallel.training.planning.questions import ask_memory
 from ms_parallel.training.recovery import Policy, Recovery
 from ms_parallel.training.result import Result
@@ -53,23 +53,23 @@ from ms_parallel.training.step_log import StepLog
 
 
 class DistributedTrainer:
-    """Pre-trains a decoder on a dataset under any layout, and goes on where it was interrupted.
+    """Pre-trains a decoder on a dataset under any layout, and resumes interrupted runs.
 
-    Nothing starts before `train`.
+    The constructor only validates the settings; `train` does everything else.
 
     Args:
         model_arch: `llama`, `mistral`, `qwen2`, `qwen3`, or a folder with a Hugging Face
-            config.json; if it has weights too, training starts from them.
-        parallel_config: axes such as `{"tensor_parallel": 2}`, of which data may be `"rest"`; or a
-            Layout, or `auto`, which plans one; None puts all processes on `data`.
+            config.json. If the folder has weights, training starts from them.
+        parallel_config: axes such as `{"tensor_parallel": 2}`, in which data may be `"rest"`; a
+            Layout; or `auto`, which plans one. None puts all processes on `data`.
         optimizer: `AdamW`, `Muon`, `SGD`, `Adafactor`, or an elementwise class of torch.optim; or
-            a table of the `name` and its own settings.
-        mixed_precision: compute in bfloat16 (True) or `"float16"`; weights, moments and sums stay
-            float32.
+            a table of its `name` and settings.
+        mixed_precision: compute in bfloat16 (True) or `"float16"`; weights, optimizer state and
+            reductions stay float32.
 
     Raises:
-        ConfigError: a setting is of the wrong kind or out of range.
-        LayoutError: the layout is not one.
+        ConfigError: a setting has the wrong type or is out of range.
+        LayoutError: the layout is invalid.
     """
 
     @takes(Options)
@@ -88,35 +88,35 @@ class DistributedTrainer:
             mixed_precision=mixed_precision,
             **settings,
         )
-        self._settled = self.options
-        """With a layout, where that is to be chosen."""
+        self._resolved = self.options
+        """The options with the planned layout, if `parallel_config` is "auto"."""
         self._run: Run | None = None
         self._shards = Path()
 
     @classmethod
     def from_options(cls, options: Options) -> "DistributedTrainer":
-        """Make the trainer of a run that is described already."""
+        """Create a trainer from options that are already validated."""
         return cls(**asdict(options, recurse=False))
 
     def train(
         self, dataset_path: str | Path, epochs: float | None = None, steps: int | None = None
     ) -> Result:
-        """Train to the end, or to SIGTERM, from the last complete checkpoint of `output_dir`.
+        """Train to the last step or until SIGTERM, resuming from the newest checkpoint.
 
         Args:
-            dataset_path: a folder of shards; or raw text, which is built into shards first.
-            epochs: passes over the training text; batches straddle epochs without a seam.
-            steps: updates, instead of epochs.
+            dataset_path: folder of shards; or raw text, which is built into shards first.
+            epochs: passes over the training text. Batches may straddle epochs.
+            steps: optimizer steps, instead of epochs.
 
         Returns:
-            What the run came to.
+            The result of the run, also if a signal stopped it.
 
         Raises:
-            ConfigError: not exactly one of epochs and steps; or sizes that do not fit.
+            ConfigError: both or neither of epochs and steps are set, or sizes do not fit together.
             LaunchError: the layout needs processes that were not started.
             LayoutError: the layout does not fit the processes or the model.
-            CheckpointError: the checkpoints are of another model, or cannot be written.
-            FolderError: another process works in output_dir, or it belongs to another run.
+            CheckpointError: the checkpoints belong to another model or cannot be written.
+            FolderError: another process uses output_dir, or it belongs to another run.
             ms_data.DataError: the dataset cannot be used.
         """
         check_path("dataset", dataset_path, error=ConfigError)
@@ -126,14 +126,14 @@ class DistributedTrainer:
         layout = layout_of(options)
         join(layout, device=options.wanted_device, timeout_s=options.timeout_s)
         if options.parallel_config != AUTO:
-            fit_model(options, layout, None)  # what can be said now should not wait for the shards
+            fit_model(options, layout, None)  # fail before the shards are built
         with (
-            held(options, dataset_path, epochs=epochs, steps=steps) as changes,
+            output_lock(options, dataset_path, epochs=epochs, steps=steps) as changes,
             self._events() as emit,
         ):
             self._shards = run_on_rank_zero(lambda: prepare(dataset_path, options))
-            self._settled = with_layout(options, self._shards, emit)
-            run = self._assemble(layout_of(self._settled), length, emit)
+            self._resolved = resolve_layout(options, self._shards, emit)
+            run = self._assemble(layout_of(self._resolved), length, emit)
             try:
                 run.resume(changes)
                 self._run, resumed = run, run.engine.step_count
@@ -143,7 +143,7 @@ class DistributedTrainer:
                 run.show.close()
 
     def evaluate(self) -> float | None:
-        """Return the held-out loss of the model as it is; None without held-out text.
+        """Return the held-out loss of the current weights; None without held-out text.
 
         Raises:
             ConfigError: nothing has been trained yet.
@@ -153,7 +153,7 @@ class DistributedTrainer:
     def generate(
         self, prompt: str, *, max_new_tokens: int = 96, temperature: float = 0.8, top_k: int = 50
     ) -> str:
-        """Write on after a text with the model; every process must call it.
+        """Continue a prompt with the current weights. Collective: every process must call it.
 
         Raises:
             ConfigError: nothing has been trained yet.
@@ -169,7 +169,7 @@ class DistributedTrainer:
 
     @contextmanager
     def _events(self) -> Iterator[Any]:
-        """Yield rank 0's callable, and elsewhere one that does nothing."""
+        """Yield the event callback on rank 0, and a no-op on other ranks."""
         if not is_first():
             yield lambda kind, fields: None
         elif self.options.on_event is not None:
@@ -182,15 +182,15 @@ class DistributedTrainer:
                 lines.close()
 
     def _assemble(self, layout: Layout, length: Length, emit: Any) -> Run:
-        options, data = self._settled, data_package()
+        options, data = self._resolved, data_package()
         config = fit_model(options, layout, self._shards)
-        place = layout.place(rank())
+        data_place = layout.place(rank())
         stream = data.TokenStream(
             self._shards,
             sequence_length=options.sequence_length,
             batch_size=options.batch_size,
             seed=options.seed,
-            place=place,
+            place=data_place,
         )
         samples = round((length.epochs or 0) * stream.samples_per_epoch)
         total = length.steps or samples // options.batch_size
@@ -200,13 +200,13 @@ class DistributedTrainer:
                 f" {options.sequence_length} tokens do not fill one batch of"
                 f" {options.batch_size}; lower batch_size or sequence_length, or give more epochs"
             )
-        engine, found, options = self._engine(config, layout, total, emit)
+        engine, schedule, options = self._engine(config, layout, total, emit)
         rows = layout.readers * (microbatch(options, layout) or 1)
-        shares = row_shares(options, layout, place, emit)
+        shares = row_shares(options, layout, data_place, emit)
         if shares.measured:
-            between = engine.groups.layout.shards > 1
+            between_microbatches = engine.groups.layout.shards > 1
             engine.runner.stopwatch = Stopwatch(
-                engine.runner.runtime, engine.device, between=between
+                engine.runner.runtime, engine.device, between=between_microbatches
             )
         progress = RunProgress()
         show = RunDisplay(
@@ -220,7 +220,7 @@ class DistributedTrainer:
             total=total,
             show=show,
             emit=emit,
-            beside=self._beside(),
+            background=self._background_saver(),
         )
         policy = Policy(
             on_nonfinite=options.on_nonfinite,
@@ -239,7 +239,7 @@ class DistributedTrainer:
             shards=self._shards,
             held_out=HeldOut.find(
                 self._shards,
-                place,
+                data_place,
                 rows,
                 sequence_length=options.sequence_length,
                 batch_size=options.batch_size,
@@ -247,7 +247,7 @@ class DistributedTrainer:
             ),
             total=total,
             options=options,
-            found=found,
+            schedule=schedule,
             show=show,
             emit=emit,
             step_log=self._step_log(total, show, emit),
@@ -266,42 +266,45 @@ class DistributedTrainer:
     def _engine(
         self, config: Any, layout: Layout, total: int, emit: Any
     ) -> tuple[Engine, FoundSchedule | None, Options]:
-        """Build the engine of a run, with the schedule and the settings that were found for it."""
+        """Build the engine; return it with the searched schedule and the resolved options."""
 
         @cache
         def predict(rows: int) -> list[RankMemory]:
-            return ask_memory(self._settled, layout, self._shards, rows)
+            return ask_memory(self._resolved, layout, self._shards, rows)
 
-        options = settled(self._settled, layout, predict)
-        found = _find_schedule(options, config, layout)
-        engine = build_engine(options, config, layout, total, found)
-        sized = try_out(engine, self._settled, layout, predict)
-        if sized is not None:
-            options = evolve(options, microbatch_size=sized.rows)
-            emit("microbatch", {"rows": sized.rows, "counted_bytes": sized.counted_bytes})
-        return engine, found, options
+        options = predict_microbatch_size(self._resolved, layout, predict)
+        schedule = _find_schedule(options, config, layout)
+        engine = build_engine(options, config, layout, total, schedule)
+        microbatch_record = resolve_microbatch_size(engine, self._resolved, layout, predict)
+        if microbatch_record is not None:
+            options = evolve(options, microbatch_size=microbatch_record.rows)
+            emit(
+                "microbatch",
+                {"rows": microbatch_record.rows, "counted_bytes": microbatch_record.counted_bytes},
+            )
+        return engine, schedule, options
 
     def _step_log(self, total: int, show: RunDisplay, emit: Any) -> StepLog:
-        options = self._settled
+        options = self._resolved
         audits = Audits(options.output_dir, emit, show) if is_first() else None
         return StepLog(total=total, every=options.log_every, show=show, emit=emit, audits=audits)
 
-    def _beside(self) -> BackgroundSaver | None:
-        """Make the saver that writes checkpoints beside the training; None if none is asked for."""
-        if not self._settled.async_checkpoints:
+    def _background_saver(self) -> BackgroundSaver | None:
+        """Create the background checkpoint writer if `async_checkpoints` is set."""
+        if not self._resolved.async_checkpoints:
             return None
-        root = self._settled.output_dir / "checkpoints"
-        return BackgroundSaver(root, self._settled.keep_checkpoints, self._settled.timeout_s)
+        root = self._resolved.output_dir / "checkpoints"
+        return BackgroundSaver(root, self._resolved.keep_checkpoints, self._resolved.timeout_s)
 
 
 def _find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedule | None:
-    """Search for the run's schedule, or read the one it began with; None if none is to be found.
+    """Search for the run's pipeline schedule, or read the stored one; None unless `search` is set.
 
     All processes call this; it connects them.
 
     Raises:
-        ConfigError: the file that the run began with is damaged.
-        ScheduleError: schedule_memory_gib is below the least that works.
+        ConfigError: the stored schedule is damaged.
+        ScheduleError: schedule_memory_gib is below the minimum of any schedule.
     """
     if options.schedule != SEARCH or layout.pipeline == 1:
         return None
@@ -309,21 +312,23 @@ def _find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedu
     rows = options.batch_size // layout.readers
     cap = memory_cap(options, layout)
     size = microbatch(options, layout) or rows
-    own: dict[str, Any] = {
+    measured_with: dict[str, Any] = {
         "mixed_precision": options.mixed_precision,
         "recompute": options.recompute,
     }
     if layout.context > 1:
-        own["context_attention"] = options.context_attention
-        own["context_balance"] = options.context_balance
+        measured_with["context_attention"] = options.context_attention
+        measured_with["context_balance"] = options.context_balance
     if options.sharding != "auto":
-        own["sharding"] = options.sharding
-    conditions = conditions_of(config, groups, rows, options.sequence_length, size, cap, own)
+        measured_with["sharding"] = options.sharding
+    conditions = conditions_of(
+        config, groups, rows, options.sequence_length, size, cap, measured_with
+    )
     path = options.output_dir / FILE
-    known = run_on_rank_zero(lambda: read_found(path))
-    if known is not None and known.conditions == conditions:
-        return known
-    found = search_schedule(
+    stored = run_on_rank_zero(lambda: read_found(path))
+    if stored is not None and stored.conditions == conditions:
+        return stored
+    result = search_schedule(
         config,
         groups,
         rows=rows,
@@ -331,7 +336,7 @@ def _find_schedule(options: Options, config: Any, layout: Layout) -> FoundSchedu
         microbatch_size=size,
         memory_cap_bytes=cap,
         ops=operators_of(options.ops),
-        **own,
+        **measured_with,
     )
-    run_on_rank_zero(lambda: write_found(path, found))
-    return found
+    run_on_rank_zero(lambda: write_found(path, result))
+    return result

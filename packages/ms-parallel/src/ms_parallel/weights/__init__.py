@@ -1,4 +1,4 @@
-"""Weights of models: drawn, read from folders and written to them, each process its part."""
+"""Model weights: initialization, and reading and writing of Hugging Face folders in parallel."""
 
 from ms_parallel.weights.initial import initialise
 from ms_parallel.weights.load import has_weights, load_model, load_weights

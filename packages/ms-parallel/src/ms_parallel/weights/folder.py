@@ -1,6 +1,6 @@
-"""Reads the weights of a folder of safetensors files by parts.
+"""Reads tensors, or parts of them, from a folder of safetensors files.
 
-A folder holds either `model.safetensors`, or several files and `model.safetensors.index.json`.
+A folder has either `model.safetensors`, or several files and `model.safetensors.index.json`.
 """
 
 import os
@@ -17,22 +17,22 @@ from ms_parallel.files.untrusted import check_file, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-LONGEST_NAME = 256
-"""What file systems take."""
+MAX_NAME = 256
+"""Limit of common file systems."""
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 class _Index(msgspec.Struct, frozen=True):
-    """`model.safetensors.index.json`."""
+    """Content of `model.safetensors.index.json`."""
 
     weight_map: dict[str, str]
 
 
 class WeightFolder:
-    """The weights of a folder, opened as they are asked for.
+    """Weights of a folder, whose files are opened on demand.
 
     Raises:
-        ModelError: there are no weights, or the index is damaged or names a file outside.
+        ModelError: the folder has no weights, or the index is damaged or names a file outside it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,33 +44,33 @@ class WeightFolder:
             self._files = self._read_index()
         else:
             raise ModelError(
-                f"{folder} holds neither {SINGLE} nor {INDEX}; give a folder of a saved model"
+                f"{folder} has neither {SINGLE} nor {INDEX}; use the folder of a saved model"
             )
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all tensors."""
+        """Names of all tensors."""
         return frozenset(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Read the shape of a tensor from its file's header.
 
         Raises:
-            ModelError: no file holds it, that file is damaged, or its values are not floats.
+            ModelError: no file has the tensor, the file is damaged, or the dtype is not a float.
         """
-        found = self._slice(name)
-        if found.get_dtype() not in _DTYPES:
+        tensor_slice = self._slice(name)
+        if tensor_slice.get_dtype() not in _DTYPES:
             raise ModelError(
-                f"{self.folder / self._files[name]} holds {name!r} as {found.get_dtype()}, which is"
-                f" not supported; supported: {', '.join(_DTYPES)}"
+                f"{self.folder / self._files[name]} has {name!r} as {tensor_slice.get_dtype()},"
+                f" which is not supported; supported: {', '.join(_DTYPES)}"
             )
-        return tuple(found.get_shape())
+        return tuple(tensor_slice.get_shape())
 
     def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        """Read the part of a tensor inside a box, and only that part.
+        """Read only the part of a tensor inside a box.
 
         Raises:
-            ModelError: no file holds it, or that file is damaged.
+            ModelError: no file has the tensor, or the file is damaged.
         """
         steps = tuple(slice(None, None, dim.step) for dim in box)
         dense = tuple(slice(dim.start, dim.stop) for dim in box)
@@ -82,13 +82,13 @@ class WeightFolder:
     def _slice(self, name: str) -> Any:
         file = self._files.get(name)
         if file is None:
-            raise ModelError(f"{self.folder} holds no tensor {name!r}; is the model complete?")
+            raise ModelError(f"{self.folder} has no tensor {name!r}; is the model complete?")
         try:
             return self._header(file).get_slice(name)
         except SafetensorError as error:
             raise ModelError(
-                f"{self.folder / file} holds no tensor {name!r}, though the index says so;"
-                f" copy the folder again"
+                f"{self.folder / file} has no tensor {name!r}, although the index says so; copy the"
+                f" folder again"
             ) from error
 
     def _header(self, file: str) -> Any:
@@ -96,7 +96,7 @@ class WeightFolder:
             path = self.folder / file
             check_file(path, error=ModelError)
             try:
-                # Checks the header's length, and its offsets against the file's size.
+                # Validates the header's length, and its offsets against the file size.
                 self._open[file] = safe_open(path, framework="pt")
             except FileNotFoundError as error:
                 raise ModelError(f"{_short(path)} is missing; copy the folder again") from error
@@ -115,11 +115,11 @@ class WeightFolder:
         except ModelError as error:
             raise ModelError(f"{error}; copy it again") from error
         for file in set(index.weight_map.values()):
-            # A name of this system, and nothing that climbs out of the folder.
-            named = file.isprintable() and len(file) < LONGEST_NAME and Path(file).name == file
-            if not named or not file.endswith(".safetensors"):
+            # A plain file name that cannot escape the folder.
+            is_plain_name = file.isprintable() and len(file) < MAX_NAME and Path(file).name == file
+            if not is_plain_name or not file.endswith(".safetensors"):
                 raise ModelError(
-                    f"{path} names {file[:60]!r}, which is no safetensors file of the folder"
+                    f"{path} names {file[:60]!r}, which is not a safetensors file in the folder"
                     " itself; do not trust this folder"
                 )
         return index.weight_map
@@ -131,8 +131,8 @@ def _short(path: Path) -> str:
 
 
 def is_finite(values: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Return whether all values are finite, also once converted to `dtype`; copy nothing."""
+    """Return whether all values are finite, also after conversion to `dtype`; copies nothing."""
     if not values.numel():
         return True
-    extremes = torch.stack(torch.aminmax(values.detach()))  # a NaN makes both of them NaN
+    extremes = torch.stack(torch.aminmax(values.detach()))  # NaN propagates to both
     return bool(extremes.to(dtype or values.dtype).isfinite().all())

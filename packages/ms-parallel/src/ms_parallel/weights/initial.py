@@ -1,7 +1,7 @@
-"""Draws initial weights as a pure function of seed, parameter name and whole shape.
+"""Initializes weights as a pure function of seed, parameter name and global shape.
 
-Every layout therefore starts from the same model. Values are drawn in chunks of whole rows with a
-generator each, so that a rank draws only the chunks that its part touches.
+Every layout therefore starts from the same model. Values are drawn in chunks of full rows with one
+generator each, so that a rank draws only the chunks that overlap its part.
 """
 
 import hashlib
@@ -20,33 +20,33 @@ _CHUNK_ELEMENTS = 1 << 20
 
 
 @runtime_checkable
-class DrawsItself(Protocol):
-    """A model that knows how its parameters begin."""
+class InitializesItself(Protocol):
+    """A model with its own initialization."""
 
     def draw(self, name: str, seed: int) -> Tensor:
-        """Draw the whole fresh value of a parameter, the same wherever it is drawn."""
+        """Return the initial value of a full parameter; a pure function of the arguments."""
 
 
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int) -> None:
     """Fill every parameter, plain or DTensor, in place.
 
-    Matrices are normal with the config's `initializer_range`, biases zero, norms neutral. A copy of
-    a tied weight draws under its owner's name, and so equals it. What the architecture does not
-    have, and a preparation has added, is zero.
+    Matrices are normal with the config's `initializer_range`, biases are zero, and norms are
+    neutral. A tied copy uses its owner's name, so both are equal. Parameters that the engine has
+    added, such as adapters, are zero.
 
     Args:
-        model: Any stage under any layout, with a `config`; parameters must not be on `meta`.
-        seed: Of the run.
+        model: any stage under any layout, with a `config`; parameters must not be on `meta`.
+        seed: seed of the run.
     """
     std: float = model.config.initializer_range  # type: ignore[union-attr,assignment]
     owners = {copy: owner for owner, copy in model_plan(model.config).tied}  # type: ignore[arg-type]
-    own = weight_shapes(model.config)  # type: ignore[arg-type]
+    architecture_names = weight_shapes(model.config)  # type: ignore[arg-type]
     for name, parameter in named_weights(model):
-        drawn_as = owners.get(name, name)
-        if is_added(drawn_as, own):
+        seed_name = owners.get(name, name)
+        if is_added(seed_name, architecture_names):
             parameter.zero_()
-        elif isinstance(model, DrawsItself):
+        elif isinstance(model, InitializesItself):
             part = part_of(parameter)
             part.local.copy_(model.draw(name, seed)[part.box])
         elif name.endswith("bias"):
@@ -55,12 +55,12 @@ def initialise(model: nn.Module, seed: int) -> None:
             norm = model.get_submodule(name.rpartition(".")[0])
             parameter.fill_(getattr(norm, "neutral", 1.0))
         else:
-            _fill_normal(parameter, drawn_as, seed, std)
+            _fill_normal(parameter, seed_name, seed, std)
 
 
-def is_added(name: str, own: Collection[str]) -> bool:
-    """Return whether a weight is not the architecture's `own`, but was added by the engine."""
-    return name not in own and name.rpartition(".")[2] not in ("weight", "bias")
+def is_added(name: str, architecture_names: Collection[str]) -> bool:
+    """Return whether a weight is not part of the architecture, but was added by the engine."""
+    return name not in architecture_names and name.rpartition(".")[2] not in ("weight", "bias")
 
 
 def _fill_normal(parameter: Tensor, name: str, seed: int, std: float) -> None:
@@ -69,14 +69,16 @@ def _fill_normal(parameter: Tensor, name: str, seed: int, std: float) -> None:
         return
     rows_box, *inner = part.box
     per_chunk = max(1, _CHUNK_ELEMENTS // math.prod(shape[1:]))
-    first, end = rows_box.start, rows_box.stop
-    for chunk in range(first // per_chunk, -(-end // per_chunk)):
+    row_start, row_stop = rows_box.start, rows_box.stop
+    for chunk in range(row_start // per_chunk, -(-row_stop // per_chunk)):
         start = chunk * per_chunk
         rows = min(per_chunk, shape[0] - start)
-        drawn = torch.empty(rows, *shape[1:])
-        drawn.normal_(0.0, std, generator=_generator(seed, name, chunk))
-        low, high = max(first, start), min(end, start + rows)
-        part.local[low - first : high - first] = drawn[(slice(low - start, high - start), *inner)]
+        values = torch.empty(rows, *shape[1:])
+        values.normal_(0.0, std, generator=_generator(seed, name, chunk))
+        low, high = max(row_start, start), min(row_stop, start + rows)
+        part.local[low - row_start : high - row_start] = values[
+            (slice(low - start, high - start), *inner)
+        ]
 
 
 def _generator(seed: int, name: str, chunk: int) -> torch.Generator:

@@ -1,4 +1,4 @@
-"""Reads the text model of a folder that also holds one of pictures or sound."""
+"""Reads the text model from a folder of a multimodal model."""
 
 import logging
 
@@ -13,44 +13,44 @@ PREFIXES = {
     "language_model.model.": "model.",
     "language_model.": "",
 }
-"""What the names of a text model's tensors begin with in such a folder, and alone."""
+"""Prefixes of the text model's tensors in such a folder, and in a text-only folder."""
 
 
 class TextPart(WeightFolder):
-    """The tensors of the text model, by the names that they have alone.
+    """The tensors of the text model, by their names in a text-only folder.
 
     Args:
-        whole: the folder.
+        source: folder of the multimodal model.
     """
 
-    def __init__(self, whole: WeightFolder) -> None:
-        self.folder, self.whole = whole.folder, whole
+    def __init__(self, source: WeightFolder) -> None:
+        self.folder, self.source = source.folder, source
         self.name_in_folder: dict[str, str] = {}
-        for name in whole.names:
-            for prefix, alone in PREFIXES.items():
+        for name in source.names:
+            for prefix, text_prefix in PREFIXES.items():
                 if name.startswith(prefix):
-                    self.name_in_folder[alone + name.removeprefix(prefix)] = name
+                    self.name_in_folder[text_prefix + name.removeprefix(prefix)] = name
                     break
             else:
                 if name == "lm_head.weight":
                     self.name_in_folder[name] = name
-        left = len(whole.names) - len(self.name_in_folder)
-        if left:
+        skipped = len(source.names) - len(self.name_in_folder)
+        if skipped:
             logger.warning(
-                "warning: %d tensors of %s are not of its text model, and are left out",
-                left,
+                "warning: %d tensors of %s do not belong to its text model and are skipped",
+                skipped,
                 self.folder,
             )
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of the text model's tensors."""
+        """Names of the text model's tensors."""
         return frozenset(self.name_in_folder)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Read the shape of a tensor."""
-        return self.whole.shape(self.name_in_folder.get(name, name))
+        return self.source.shape(self.name_in_folder.get(name, name))
 
     def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        """Read the part of a tensor inside a box, and only that part."""
-        return self.whole.read(self.name_in_folder.get(name, name), box)
+        """Read only the part of a tensor inside a box."""
+        return self.source.read(self.name_in_folder.get(name, name), box)

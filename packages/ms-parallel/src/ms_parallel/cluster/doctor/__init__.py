@@ -1,1 +1,1 @@
-"""Examines machines and clusters for what keeps training from running, or from running fast."""
+"""Examines machines and clusters for problems that break or slow down training."""

@@ -1,4 +1,4 @@
-"""A finding: what is wrong, where, why it matters, and what to do about it."""
+"""A finding: what is wrong, where, why it matters, and how to fix it."""
 
 from collections.abc import Iterable
 from typing import Literal
@@ -11,38 +11,38 @@ Severity = Literal["failure", "warning"]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that is not as it should be."""
+    """A problem found by a check."""
 
     check: str = ""
-    """Name of the check that found it."""
+    """Name of the check."""
     severity: Severity
-    """A failure keeps a run from working or costs it much; a warning may be meant so."""
+    """A failure breaks a run or slows it down much; a warning may be intended."""
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
-    """Names of the machines of `ranks`."""
+    """Machine names of `ranks`."""
     where: str
     what: str
     why: str
     remedy: str
 
 
-def failure(at: Recording, where: str, *, what: str, why: str, remedy: str) -> Finding:
-    """Build the finding of what stops a run or costs it much, on the rank of a recording."""
-    return _finding("failure", at, where, what, why, remedy)
+def failure(recording: Recording, where: str, *, what: str, why: str, remedy: str) -> Finding:
+    """Report a problem on a rank that breaks a run or slows it down much."""
+    return _finding("failure", recording, where, what, why, remedy)
 
 
-def warning(at: Recording, where: str, *, what: str, why: str, remedy: str) -> Finding:
-    """Build the finding of what may be intended, on the rank of a recording."""
-    return _finding("warning", at, where, what, why, remedy)
+def warning(recording: Recording, where: str, *, what: str, why: str, remedy: str) -> Finding:
+    """Report a problem on a rank that may be intended."""
+    return _finding("warning", recording, where, what, why, remedy)
 
 
 def _finding(
-    severity: Severity, at: Recording, where: str, what: str, why: str, remedy: str
+    severity: Severity, recording: Recording, where: str, what: str, why: str, remedy: str
 ) -> Finding:
     return Finding(
         severity=severity,
-        ranks=(at.machine.rank,),
-        hosts=(at.machine.host,),
+        ranks=(recording.machine.rank,),
+        hosts=(recording.machine.host,),
         where=where,
         what=what,
         why=why,
@@ -50,18 +50,25 @@ def _finding(
     )
 
 
-def merged(findings: Iterable[Finding]) -> list[Finding]:
+def merge_findings(findings: Iterable[Finding]) -> list[Finding]:
     """Merge findings that differ only in their ranks; failures come first."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
-    for one in findings:
-        key = (one.check, one.severity, one.where, one.what, one.why, one.remedy)
-        groups.setdefault(key, []).append(one)
-    joined = [
+    for finding in findings:
+        key = (
+            finding.check,
+            finding.severity,
+            finding.where,
+            finding.what,
+            finding.why,
+            finding.remedy,
+        )
+        groups.setdefault(key, []).append(finding)
+    merged = [
         msgspec.structs.replace(
             group[0],
-            ranks=tuple(sorted({rank for one in group for rank in one.ranks})),
-            hosts=tuple(dict.fromkeys(host for one in group for host in one.hosts)),
+            ranks=tuple(sorted({rank for finding in group for rank in finding.ranks})),
+            hosts=tuple(dict.fromkeys(host for finding in group for host in finding.hosts)),
         )
         for group in groups.values()
     ]
-    return sorted(joined, key=lambda one: one.severity != "failure")
+    return sorted(merged, key=lambda finding: finding.severity != "failure")

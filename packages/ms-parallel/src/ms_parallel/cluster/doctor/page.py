@@ -1,10 +1,10 @@
-"""Draws a report as a page of HTML, for a desk and for a phone."""
+"""Renders a report as an HTML page for wide and narrow screens."""
 
 from html import escape
 
 from ms_parallel.cluster.doctor.examine import DoctorReport
 from ms_parallel.cluster.doctor.finding import Finding
-from ms_parallel.cluster.doctor.text import machine_lines, measured_lines, place, summary
+from ms_parallel.cluster.doctor.text import location, machine_lines, measured_lines, summary
 
 _STYLE = """<style>
 body { font-family: sans-serif; color: #202124; background: #fff; margin: 16px; max-width: 960px }
@@ -25,8 +25,8 @@ body > h2 { margin: 20px 0 4px }
 
 
 def draw_page(report: DoctorReport) -> str:
-    """Draw a report as a page of HTML without scripts or links."""
-    title = "The machines are sound" if report.sound else "The machines have faults"
+    """Render a report as HTML without scripts or links."""
+    title = "No failures found" if report.sound else "Failures found"
     facts = [*machine_lines(report.machine), *measured_lines(report)]
     rows = "".join(
         f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>\n" for name, text in facts
@@ -41,28 +41,29 @@ def draw_page(report: DoctorReport) -> str:
     )
 
 
-def _article(one: Finding) -> str:
-    head = f"{one.severity.capitalize()}: {one.where}, {place(one)}"
-    what, why = escape(_sentence(one.what)), escape(_sentence(one.why))
+def _article(finding: Finding) -> str:
+    head = f"{finding.severity.capitalize()}: {finding.where}, {location(finding)}"
+    what, why = escape(_sentence(finding.what)), escape(_sentence(finding.why))
     return (
-        f'<article class="{one.severity}"><h2>{escape(head)}</h2>\n<p>{what}</p>\n<p>{why}</p>\n'
-        f"<p><b>Remedy:</b> {escape(one.remedy)}.</p></article>\n"
+        f'<article class="{finding.severity}"><h2>{escape(head)}</h2>\n'
+        f"<p>{what}</p>\n<p>{why}</p>\n"
+        f"<p><b>Remedy:</b> {escape(finding.remedy)}.</p></article>\n"
     )
 
 
 def _sentence(text: str) -> str:
-    """Begin a text with a capital, unless it begins with a name, and end it with a full stop."""
+    """Capitalize a text, unless it starts with a name, and end it with a period."""
     first = text.split(maxsplit=1)[0]
     return f"{text[0].upper()}{text[1:]}." if first.isalpha() and first.islower() else f"{text}."
 
 
 def _checks(report: DoctorReport) -> str:
     rows = []
-    for one in report.checks:
-        kind = "skipped" if one.skipped else "failure" if one.findings else "sound"
-        word = "not here" if one.skipped else f"{one.findings} found" if one.findings else "sound"
+    for result in report.checks:
+        kind = "skipped" if result.skipped else "failure" if result.findings else "sound"
+        word = "n/a" if result.skipped else f"{result.findings} found" if result.findings else "ok"
         rows.append(
-            f'<tr><td>{escape(one.name)}</td><td class="{kind}">{word}</td>'
-            f"<td>{escape(one.about)}</td></tr>\n"
+            f'<tr><td>{escape(result.name)}</td><td class="{kind}">{word}</td>'
+            f"<td>{escape(result.about)}</td></tr>\n"
         )
     return "".join(rows)

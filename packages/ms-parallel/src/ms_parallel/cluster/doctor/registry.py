@@ -1,4 +1,4 @@
-"""Registers checks: a function that yields findings, in a file below `checks`, found there."""
+"""Registry of checks: functions that yield findings, in the files below `checks`."""
 
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
@@ -16,14 +16,14 @@ Look = Callable[[Examined], Iterable[Finding]]
 
 @frozen(kw_only=True)
 class Check:
-    """One thing that is looked at."""
+    """A check."""
 
     name: str
     about: str
-    """What holds where it finds nothing."""
+    """Statement that is true if the check finds nothing."""
     look: Look
     needs: Callable[[Examined], bool]
-    """Whether there is anything to look at."""
+    """Returns whether the check applies."""
 
 
 _checks: dict[str, Check] = {}
@@ -35,9 +35,9 @@ def check(
     """Register the decorated function as a check.
 
     Args:
-        name: in findings; a word or two with dashes.
-        about: what holds where it finds nothing, in one sentence.
-        needs: whether there is anything to look at; without, the check is skipped.
+        name: name in findings, a word or two with dashes.
+        about: statement that is true if the check finds nothing, in one sentence.
+        needs: returns whether the check applies; if not, it is skipped.
     """
 
     def register(look: Look) -> Look:
@@ -49,7 +49,7 @@ def check(
 
 
 def all_checks() -> Mapping[str, Check]:
-    """Import the files of checks and return every check by name, sorted by name."""
+    """Import all files of checks and return the checks sorted by name."""
     for file in walk_packages(checks.__path__, f"{checks.__name__}."):
         import_module(file.name)
     return MappingProxyType(dict(sorted(_checks.items())))

@@ -1,4 +1,4 @@
-"""Writes a report as lines of text."""
+"""Formats a report as text."""
 
 from collections.abc import Iterator
 
@@ -7,28 +7,28 @@ from ms_parallel.cluster.doctor.finding import Finding
 from ms_parallel.cluster.doctor.recording.recording import Machine
 
 GIB = 1 << 30
-MOST_NAMED = 6
-MOST_CLOCKS, MOST_PAIRS = 16, 28
-"""Lines of what was measured: the clocks that are farthest apart, and the first pairs."""
+MAX_NAMED = 6
+MAX_CLOCKS, MAX_PAIRS = 16, 28
+"""Maximum number of clocks (those with the largest offsets) and of pairs that are listed."""
 
 
 def report_text(report: DoctorReport) -> str:
-    """Write a report for people: the machine, what was measured, each finding, and the checks."""
+    """Format a report: machine, measurements, findings and checks."""
     lines = [*_machine(report.machine), *_measured(report), ""]
-    for one in report.findings:
-        lines += [*_finding(one), ""]
-    sound = [one.name for one in report.checks if not one.skipped and not one.findings]
-    skipped = [one.name for one in report.checks if one.skipped]
-    lines.append(f"sound        {', '.join(sound) or 'nothing'}")
+    for item in report.findings:
+        lines += [*_finding(item), ""]
+    sound = [item.name for item in report.checks if not item.skipped and not item.findings]
+    skipped = [item.name for item in report.checks if item.skipped]
+    lines.append(f"ok           {', '.join(sound) or 'nothing'}")
     if skipped:
-        lines.append(f"not here     {', '.join(skipped)}")
-    lines.append(f"in all       {summary(report)}")
+        lines.append(f"skipped      {', '.join(skipped)}")
+    lines.append(f"total        {summary(report)}")
     return "\n".join(lines)
 
 
 def summary(report: DoctorReport) -> str:
-    """Say how many ranks, machines, failures and warnings there are."""
-    failures = sum(one.severity == "failure" for one in report.findings)
+    """Summarize the number of ranks, machines, failures and warnings."""
+    failures = sum(finding.severity == "failure" for finding in report.findings)
     warnings = len(report.findings) - failures
     return (
         f"{_count(report.ranks, 'rank')} on {_count(len(report.hosts), 'machine')}:"
@@ -36,23 +36,23 @@ def summary(report: DoctorReport) -> str:
     )
 
 
-def place(one: Finding) -> str:
-    """Name the ranks and machines of a finding."""
-    ranks = _named([str(rank) for rank in one.ranks])
-    hosts = _named([host for host in one.hosts if host])
-    return f"rank{'s' * (len(one.ranks) > 1)} {ranks}" + (f" on {hosts}" if hosts else "")
+def location(finding: Finding) -> str:
+    """Format the ranks and machines of a finding."""
+    ranks = _named([str(rank) for rank in finding.ranks])
+    hosts = _named([host for host in finding.hosts if host])
+    return f"rank{'s' * (len(finding.ranks) > 1)} {ranks}" + (f" on {hosts}" if hosts else "")
 
 
 def measured_lines(report: DoctorReport) -> Iterator[tuple[str, str]]:
-    """Yield what was measured, as names and texts."""
-    apart = sorted(report.measured.clocks[1:], key=lambda clock: -abs(clock.offset_s))
-    for clock in sorted(apart[:MOST_CLOCKS], key=lambda clock: clock.rank):
+    """Measurements as (name, text)."""
+    by_offset = sorted(report.measured.clocks[1:], key=lambda clock: -abs(clock.offset_s))
+    for clock in sorted(by_offset[:MAX_CLOCKS], key=lambda clock: clock.rank):
         yield (
             f"clock {clock.rank}",
             f"{clock.offset_s * 1e3:+.3f} ms from rank 0, to within"
             f" {clock.uncertainty_s * 1e3:.3f} ms",
         )
-    for pair in report.measured.pairs[:MOST_PAIRS]:
+    for pair in report.measured.pairs[:MAX_PAIRS]:
         yield (
             f"{pair.first} to {pair.second}",
             f"{pair.latency_us:.0f} us, {pair.bandwidth_gb_per_s:.2f} GB/s over"
@@ -64,16 +64,16 @@ def measured_lines(report: DoctorReport) -> Iterator[tuple[str, str]]:
 
 
 def machine_lines(machine: Machine) -> Iterator[tuple[str, str]]:
-    """Yield the facts of a machine, as names and texts."""
+    """Facts of a machine as (name, text)."""
     yield "python", f"{machine.python or 'unknown'} on {machine.system or 'an unknown system'}"
     memory, disk = machine.memory_bytes / GIB, machine.free_disk_bytes / GIB
     if machine.cores:
         yield "processor", f"{machine.cores} cores, {memory:.1f} GiB memory"
     if machine.free_disk_bytes:
         yield "disk", f"{disk:.1f} GiB free here"
-    for index, one in enumerate(machine.accelerators):
-        yield f"{machine.device}:{index}", f"{one.name}, {one.memory_bytes / GIB:.0f} GiB"
-    yield "a run takes", machine.device
+    for index, finding in enumerate(machine.accelerators):
+        yield f"{machine.device}:{index}", f"{finding.name}, {finding.memory_bytes / GIB:.0f} GiB"
+    yield "run device", machine.device
     yield "backends", ", ".join(machine.backends) or "none"
     yield "torchrun", machine.torchrun or "not found"
     for name, version in machine.packages.items():
@@ -90,16 +90,16 @@ def _measured(report: DoctorReport) -> Iterator[str]:
         yield f"{name:<12} {text}"
 
 
-def _finding(one: Finding) -> Iterator[str]:
-    yield f"{one.severity:<12} {one.where}, {place(one)} ({one.check})"
-    yield f"  what       {one.what}"
-    yield f"  why        {one.why}"
-    yield f"  remedy     {one.remedy}"
+def _finding(finding: Finding) -> Iterator[str]:
+    yield f"{finding.severity:<12} {finding.where}, {location(finding)} ({finding.check})"
+    yield f"  what       {finding.what}"
+    yield f"  why        {finding.why}"
+    yield f"  remedy     {finding.remedy}"
 
 
 def _named(words: list[str]) -> str:
-    rest = len(words) - MOST_NAMED
-    return ", ".join(words[:MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    hidden = len(words) - MAX_NAMED
+    return ", ".join(words[:MAX_NAMED]) + (f" and {hidden} more" if hidden > 0 else "")
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,1 +1,1 @@
-"""Processes on unlike devices in one run: which rank has which, and how their sums travel."""
+"""Runs on devices of several kinds: the device of each rank, and reductions between kinds."""

@@ -1,4 +1,4 @@
-"""Which device each rank of a run computes on, where they are not all of one kind."""
+"""Device of each rank in runs with several kinds of devices."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,130 +12,136 @@ from ms_parallel.errors import ConfigError, LayoutError
 KINDS = ("cpu", "cuda", "npu", "xpu", "hpu", "mtia", "mps", "maia")
 NAME = re.compile(r"([a-z]{1,32})(:[0-9]{1,3})?")
 RANGE = re.compile(r"([0-9]{1,7})(?:-([0-9]{1,7}))?")
-MOST_RANKS = 1 << 20
+MAX_RANKS = 1 << 20
 
 
 @frozen
 class Devices:
-    """The name of each rank's device, such as `cpu`, `npu` or `cuda:1`, in the order of ranks.
+    """Device names such as `cpu`, `npu` or `cuda:1`, in rank order.
 
-    One without a number is the machine's first that no earlier rank of that machine has.
+    A name without an index means the next device of that machine.
     """
 
     names: tuple[str, ...] = field()
 
     @classmethod
     def of(cls, table: Mapping[str, int | str | Sequence[int | str]]) -> "Devices":
-        """Read a table of devices and the ranks that each has.
+        """Parse a table of devices and their ranks.
 
         Args:
-            table: by a device's name a rank, several as in `"0-3,8"`, or a list of those.
+            table: ranks by device name: a rank, several as in `"0-3,8"`, or a list of these.
 
         Raises:
-            ConfigError: a device is none, or a rank is named twice or not at all.
+            ConfigError: a name is not a device, or a rank is repeated or missing.
         """
         if not isinstance(table, Mapping) or not table:
             raise ConfigError(
-                f"devices is {_shown(table)}; give a table of devices and their ranks, such as"
-                ' cpu = "0"'
+                f'devices must be a table of devices and their ranks, such as cpu = "0", got'
+                f" {_shown(table)}"
             )
-        found: dict[int, str] = {}
+        names_by_rank: dict[int, str] = {}
         for name, ranks in table.items():
             _check_name(name)
             for rank in _ranks(name, ranks):
-                if rank in found:
-                    first = f"both {found[rank]!r} and {name!r}" if found[rank] != name else name
+                if rank in names_by_rank:
+                    first = (
+                        f"both {names_by_rank[rank]!r} and {name!r}"
+                        if names_by_rank[rank] != name
+                        else name
+                    )
                     raise ConfigError(
                         f"devices names rank {rank} twice, under {first}; name each rank once"
                     )
-                found[rank] = name
-        for rank in range(len(found)):
-            if rank not in found:
+                names_by_rank[rank] = name
+        for rank in range(len(names_by_rank)):
+            if rank not in names_by_rank:
                 raise ConfigError(
-                    f"devices names ranks up to {max(found)} and not rank {rank}; give rank {rank}"
-                    " a device too"
+                    f"devices names ranks up to {max(names_by_rank)} but not rank {rank}; add rank"
+                    f" {rank}"
                 )
-        return cls(tuple(found[rank] for rank in range(len(found))))
+        return cls(tuple(names_by_rank[rank] for rank in range(len(names_by_rank))))
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of each rank's device."""
+        """Kind of each rank's device."""
         return tuple(name.partition(":")[0] for name in self.names)
 
     @property
     def are_mixed(self) -> bool:
-        """Whether there is more than one kind."""
+        """Whether there are several kinds."""
         return len(set(self.kinds)) > 1
 
     def check_world(self, processes: int) -> None:
-        """Check that each process of a run has a device.
+        """Check that there is one device per process.
 
         Raises:
-            LayoutError: there are more or fewer.
+            LayoutError: the numbers differ.
         """
         if len(self.names) != processes:
             raise LayoutError(
-                f"devices names {len(self.names)} ranks and the layout has {processes}; name ranks"
+                f"devices names {len(self.names)} ranks but the layout has {processes}; name ranks"
                 f" 0 to {processes - 1}"
             )
 
     def of_rank(self, rank: int, local_rank: int) -> str:
-        """Return the device of a rank, with its number.
+        """Device name of a rank, with its index.
 
         Args:
-            rank: among all.
-            local_rank: among those of its machine, which follow one another.
+            rank: global rank.
+            local_rank: rank on its machine; ranks of a machine are consecutive.
         """
         name = self.names[rank]
         if name == "cpu" or ":" in name:
             return name
-        before = self.kinds[rank - local_rank : rank]
-        return f"{name}:{before.count(name)}"
+        earlier = self.kinds[rank - local_rank : rank]
+        return f"{name}:{earlier.count(name)}"
 
 
 def devices_of(value: Any) -> Devices | None:
-    """Make `Devices` of a table; return None and `Devices` as they are."""
+    """Convert a table to `Devices`; None and `Devices` are returned unchanged."""
     return value if value is None or isinstance(value, Devices) else Devices.of(value)
 
 
 def _check_name(name: Any) -> None:
-    from ms_parallel.torch_private import privateuse1_name  # here, as `--help` imports no torch
+    from ms_parallel.torch_private import privateuse1_name  # imported here to keep `--help` fast
 
-    known = (*KINDS, privateuse1_name())
+    known_kinds = (*KINDS, privateuse1_name())
     match = NAME.fullmatch(name) if isinstance(name, str) else None
     if match is None:
-        raise ConfigError(f"devices names {_shown(name)}, which is no device; such as 'npu:0'")
+        raise ConfigError(f"devices: {_shown(name)} is not a device; use a name such as 'npu:0'")
     kind, number = match.groups()
-    if kind not in known:
-        raise ConfigError(f"devices names {name!r}, a device of no known kind; {_nearest(kind)}")
+    if kind not in known_kinds:
+        raise ConfigError(f"devices: {name!r} is not a known kind of device; {_nearest(kind)}")
     if kind == "cpu" and number is not None:
-        raise ConfigError(f"devices names {name!r}, and a machine has one CPU; write 'cpu'")
+        raise ConfigError(f"devices: {name!r} is not a device, as a machine has one CPU; use 'cpu'")
 
 
-def _ranks(name: str, given: int | str | Sequence[int | str]) -> list[int]:
-    """List the ranks of one device, as given."""
+def _ranks(name: str, selection: int | str | Sequence[int | str]) -> list[int]:
+    """Parse the ranks of a device."""
     parts: list[Any] = (
-        list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+        list(selection)
+        if isinstance(selection, Sequence) and not isinstance(selection, str)
+        else [selection]
     )
-    found: list[int] = []
-    for part in [piece.strip() for each in parts for piece in str(each).split(",")]:
+    ranks: list[int] = []
+    for part in [piece.strip() for item in parts for piece in str(item).split(",")]:
         match = RANGE.fullmatch(part)
         first = int(match[1]) if match else 0
         last = int(match[2] or match[1]) if match else -1
-        if last < first or last >= MOST_RANKS:
+        if last < first or last >= MAX_RANKS:
             raise ConfigError(
-                f"devices gives {name!r} the ranks {_shown(given)}; give numbers such as 0, '0-3'"
-                " or [0, 2]"
+                f"devices: ranks of {name!r} must be numbers such as 0, '0-3' or [0, 2], got"
+                f" {_shown(selection)}"
             )
-        found += range(first, last + 1)
-    if not found:
-        raise ConfigError(f"devices gives {name!r} no rank; give it one, or leave it out")
-    return found
+        ranks += range(first, last + 1)
+    if not ranks:
+        raise ConfigError(f"devices: {name!r} has no ranks; add one, or remove the device")
+    return ranks
 
 
 def _nearest(kind: str) -> str:
-    near = get_close_matches(kind, KINDS, n=1, cutoff=0.4)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(KINDS)}"
+    close_matches = get_close_matches(kind, KINDS, n=1, cutoff=0.4)
+    return f"did you mean {close_matches[0]!r}?" if close_matches else f"known: {', '.join(KINDS)}"
 
 
 def _shown(value: object) -> str:

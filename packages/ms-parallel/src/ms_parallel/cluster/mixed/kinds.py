@@ -1,8 +1,8 @@
-"""Sums over ranks on unlike devices: inside a kind over its own group, between kinds through gloo.
+"""Reductions over ranks on devices of several kinds: native within a kind, gloo between kinds.
 
-Each kind adds up what its ranks have over its native collectives (NCCL, HCCL, or gloo on CPUs). One
-rank of each kind takes the sum to the machine's memory, where they add up those of the kinds, and
-hands it on inside its kind. So all ranks of all kinds have the same bits.
+Each kind first reduces over its native collectives (NCCL, HCCL, or gloo on CPUs). One rank per kind
+copies the result to host memory, reduces it with the other kinds, and broadcasts it within its
+kind. All ranks of all kinds therefore have bitwise the same result.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,22 +22,21 @@ HOST = torch.device("cpu")
 
 @frozen(kw_only=True)
 class KindGroups:
-    """How one process takes part in the sums of the ranks that hold the same weights."""
+    """Groups of one process for reductions over ranks with the same weights."""
 
     device: torch.device
     inside: Any
-    """Processes of this kind among them, over its native collectives; None for this one alone."""
+    """Processes of the same kind, with native collectives; None if there is only this one."""
     first: int
-    """The rank that speaks for them."""
+    """Leader of this kind."""
     leaders: Any
-    """Processes that speak for a kind each, over the machines' memory; None on others, and where
-    all are of one kind."""
+    """Leaders of all kinds, with gloo; None on other ranks, and with one kind."""
 
     line: Any = None
-    """Processes of this kind in this pipeline, over native messages; None where gloo serves."""
+    """Processes of the same kind in this pipeline, with native messages; None to use gloo."""
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        """Sum (or `op`) `tensor` in place over all of them."""
+        """Reduce `tensor` in place over all ranks with the same weights."""
         if self.inside is not None:
             dist.all_reduce(tensor, op=op, group=self.inside)
         if self.leaders is not None:
@@ -50,7 +49,7 @@ class KindGroups:
         return tensor
 
     def align(self, tensor: torch.Tensor) -> None:
-        """Give all of them what the first one has."""
+        """Broadcast the first rank's tensor to all."""
         if self.leaders is not None:
             host = tensor.to(HOST)
             dist.broadcast(host, group_src=0, group=self.leaders)
@@ -61,17 +60,17 @@ class KindGroups:
 
 
 def check_mixed(layout: Layout) -> None:
-    """Check that processes on unlike devices can share out the work as a layout says.
+    """Check that devices of several kinds support a layout.
 
     Raises:
-        LayoutError: ranks would have to exchange tensors of unlike devices within a block.
+        LayoutError: devices of different kinds would have to exchange tensors within a block.
     """
     for axis in ("tensor", "context", "expert"):
         size = getattr(layout, axis)
         if size > 1:
             raise LayoutError(
-                f"devices of several kinds cannot stand on {axis}={size}, whose ranks exchange"
-                f" tensors within each block; set {axis}=1 and give its processes to data or"
+                f"devices of several kinds do not support {axis}={size}, whose ranks exchange"
+                f" tensors within each block; set {axis}=1 and use its processes for data or"
                 " pipeline"
             )
     if layout.shards > 1:
@@ -81,38 +80,38 @@ def check_mixed(layout: Layout) -> None:
         )
 
 
-def meet_kinds(layout: Layout, devices: Devices, device: torch.device) -> KindGroups:
-    """Make the groups of all kinds on all stages; every process calls this, at the same place."""
-    mine = dist.get_rank()
-    found: KindGroups | None = None
+def create_kind_groups(layout: Layout, devices: Devices, device: torch.device) -> KindGroups:
+    """Create the groups of all kinds on all stages. Collective."""
+    rank_here = dist.get_rank()
+    groups: KindGroups | None = None
     for stage in range(layout.pipeline):
         ranks = [rank for rank in range(layout.world_size) if layout.place(rank).pipeline == stage]
         by_kind: dict[str, list[int]] = {}
         for rank in ranks:
             by_kind.setdefault(devices.kinds[rank], []).append(rank)
-        made = _groups(by_kind)
-        if mine in ranks:
-            kind = devices.kinds[mine]
-            found = KindGroups(
+        stage_groups = _groups(by_kind)
+        if rank_here in ranks:
+            kind = devices.kinds[rank_here]
+            groups = KindGroups(
                 device=device,
-                inside=made[kind],
+                inside=stage_groups[kind],
                 first=by_kind[kind][0],
-                leaders=made["leaders"] if mine == by_kind[kind][0] else None,
+                leaders=stage_groups["leaders"] if rank_here == by_kind[kind][0] else None,
             )
-    assert found is not None
+    assert groups is not None
     for reader in range(layout.readers):
         ranks = [rank for rank in range(layout.world_size) if layout.place(rank).rank == reader]
         for kind in dict.fromkeys(devices.kinds[rank] for rank in ranks):
-            alike = [rank for rank in ranks if devices.kinds[rank] == kind]
-            if kind == "cpu" or len(alike) == 1:
+            same_kind = [rank for rank in ranks if devices.kinds[rank] == kind]
+            if kind == "cpu" or len(same_kind) == 1:
                 continue
-            line = dist.new_group(alike, backend=_backend(kind))
-            found = evolve(found, line=line) if mine in alike else found
-    return found
+            line = dist.new_group(same_kind, backend=_backend(kind))
+            groups = evolve(groups, line=line) if rank_here in same_kind else groups
+    return groups
 
 
-def alone_on(device: torch.device) -> DeviceMesh:
-    """Make a mesh of this process alone on its device, to wrap weights that nobody shares."""
+def single_process_mesh(device: torch.device) -> DeviceMesh:
+    """Create a mesh of this process only, to wrap weights that are not sharded."""
     group = dist.new_group(
         [dist.get_rank()], backend=_backend(device.type), use_local_synchronization=True
     )
@@ -120,23 +119,23 @@ def alone_on(device: torch.device) -> DeviceMesh:
 
 
 def _groups(by_kind: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Make the group of each kind that has several ranks, and that of the first of each."""
-    made: dict[str, Any] = {}
+    """Create a group for each kind with several ranks, and one of the kinds' first ranks."""
+    groups: dict[str, Any] = {}
     for kind, ranks in by_kind.items():
-        made[kind] = None
+        groups[kind] = None
         if len(ranks) > 1:
-            made[kind] = dist.new_group(list(ranks), backend=_backend(kind))
+            groups[kind] = dist.new_group(list(ranks), backend=_backend(kind))
     leaders = [ranks[0] for ranks in by_kind.values()]
-    made["leaders"] = dist.new_group(leaders, backend="gloo") if len(leaders) > 1 else None
-    return made
+    groups["leaders"] = dist.new_group(leaders, backend="gloo") if len(leaders) > 1 else None
+    return groups
 
 
 def _backend(kind: str) -> str:
-    """Name the backend that exchanges tensors of a kind; only its members need to have it."""
+    """Backend that exchanges tensors of a kind; only its members need to have it."""
     if kind == "cpu":
         return "gloo"
-    known = dist.Backend.default_device_backend_map.get(kind)
-    return f"cpu:gloo,{kind}:{known or NATIVE.get(kind, kind)}"
+    registered = dist.Backend.default_device_backend_map.get(kind)
+    return f"cpu:gloo,{kind}:{registered or NATIVE.get(kind, kind)}"
 
 
 NATIVE = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl"}

@@ -1,4 +1,4 @@
-"""Reports where each rank stands when one of them does not come: its step, collective, line."""
+"""Reports the position of each rank (step, collective, line) when one of them is missing."""
 
 from ms_parallel.cluster.watch.heartbeat import Heartbeat, lost_contact
 from ms_parallel.cluster.watch.record import position

@@ -1,86 +1,86 @@
-"""Decides from all ranks' records which rank kept the others waiting."""
+"""Determines from all ranks' records which rank kept the others waiting."""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 from ms_parallel.cluster.watch.record import Record
 
-NAMED = 3
-"""Ranks, and groups of ranks, that are described; the rest is counted."""
+MAX_NAMED = 3
+"""Maximum number of ranks and groups that are described; the rest is counted."""
 
 
 class State(StrEnum):
-    """What is known of a process, in the words of the report."""
+    """State of a process, as worded in the report."""
 
     ALIVE = "runs"
     STOPPED = "is stopped (by SIGSTOP or a debugger)"
-    GONE = "is gone (killed, or ended by an error of its own)"
-    SILENT = "gives no sign (stopped, or its machine or network is down)"
+    GONE = "is gone (killed, or ended by its own error)"
+    SILENT = "does not respond (stopped, or its machine or network is down)"
 
 
 def explain(records: Mapping[int, Record], states: Mapping[int, State], world: int) -> str:
-    """Say who did not come, and where everybody stands.
+    """Explain which rank is missing, and the positions of the others.
 
     Args:
-        records: the last that each rank has sent, if any.
-        states: of each rank that has sent one.
+        records: last record of each rank that has sent one.
+        states: state of each of these ranks.
         world: number of ranks.
     """
-    never = [rank for rank in range(world) if rank not in records]
-    absent = [
+    unseen = [rank for rank in range(world) if rank not in records]
+    missing = [
         rank
         for rank, record in records.items()
         if states.get(rank) is not State.ALIVE and not record.lost
     ]
-    if never or absent:
+    if unseen or missing:
         clauses = [
-            _absent(records[rank], states.get(rank, State.SILENT)) for rank in absent[:NAMED]
+            _absent(records[rank], states.get(rank, State.SILENT)) for rank in missing[:MAX_NAMED]
         ]
-        if never:
-            clauses.append(f"{ranks_text(never)} never began")
-        return _sentence(clauses, len(absent) - NAMED, records, absent)
-    at_work = [rank for rank, record in records.items() if not (record.waits_in or record.lost)]
-    if at_work and len(at_work) < world:
+        if unseen:
+            clauses.append(f"{ranks_text(unseen)} never started")
+        return _sentence(clauses, len(missing) - MAX_NAMED, records, missing)
+    busy = [rank for rank, record in records.items() if not (record.waits_in or record.lost)]
+    if busy and len(busy) < world:
         clauses = [
-            f"{_who(records[rank])} runs and did not come: it is in"
+            f"{_who(records[rank])} is running but missing: it is in"
             f" {_where(records[rank])} (raise timeout_s if it is only slow)"
-            for rank in at_work[:NAMED]
+            for rank in busy[:MAX_NAMED]
         ]
-        return _sentence(clauses, len(at_work) - NAMED, records, at_work)
-    least = min((record.step for record in records.values()), default=0)
-    late = [rank for rank, record in records.items() if record.step == least]
-    if 0 < len(late) < world:
-        clauses = [f"{ranks_text(late)} came no further than step {least}"]
+        return _sentence(clauses, len(busy) - MAX_NAMED, records, busy)
+    min_step = min((record.step for record in records.values()), default=0)
+    behind = [rank for rank, record in records.items() if record.step == min_step]
+    if 0 < len(behind) < world:
+        clauses = [f"{ranks_text(behind)} only reached step {min_step}"]
         return _sentence(clauses, 0, records, [])
-    if not at_work and (apart := _in_other_collectives(records)) is not None:
-        clauses = [f"{_who(records[rank])} does not meet the others" for rank in apart[:NAMED]]
-        clauses[:0] = ["the ranks wait in different collectives, one of which somebody left out"]
-        return _sentence(clauses, len(apart) - NAMED, records, [])
-    what = "no rank waits for another" if at_work else "the ranks wait for one another"
-    return _sentence([what], 0, records, [])
+    if not busy and (odd := _odd_ranks(records)) is not None:
+        clauses = [f"{_who(records[rank])} differs from the others" for rank in odd[:MAX_NAMED]]
+        clauses[:0] = ["the ranks wait in different collectives because some rank has skipped one"]
+        return _sentence(clauses, len(odd) - MAX_NAMED, records, [])
+    text = "no rank waits for another" if busy else "the ranks wait for each other"
+    return _sentence([text], 0, records, [])
 
 
-def _in_other_collectives(records: Mapping[int, Record]) -> list[int] | None:
-    """List the ranks that wait in another collective than most; None unless they differ.
+def _odd_ranks(records: Mapping[int, Record]) -> list[int] | None:
+    """Ranks that wait in another collective than most; None if all wait in the same.
 
-    Messages between pipeline ranks are no collectives: each may wait for another one's.
+    Messages between pipeline ranks do not count, as they differ by rank.
     """
-    kinds: dict[str, list[int]] = {}
+    by_collective: dict[str, list[int]] = {}
     for rank, record in sorted(records.items()):
         if not record.waits_in or record.waits_in.startswith("recv "):
             return None
-        kinds.setdefault(record.waits_in, []).append(rank)
-    if len(kinds) < 2:
+        by_collective.setdefault(record.waits_in, []).append(rank)
+    if len(by_collective) < 2:
         return None
-    sizes = sorted(map(len, kinds.values()))
-    if sizes[-1] == sizes[-2]:  # nobody is the odd one
+    sizes = sorted(map(len, by_collective.values()))
+    if sizes[-1] == sizes[-2]:  # no majority
         return []
-    most = max(kinds.values(), key=len)
-    return sorted(set(records) - set(most))
+    majority = max(by_collective.values(), key=len)
+    return sorted(set(records) - set(majority))
 
 
 def _absent(record: Record, state: State) -> str:
-    return f"{_who(record)} {state}; last heard of in {_where(record)}"
+    return f"{_who(record)} {state}; last seen in {_where(record)}"
 
 
 def _who(record: Record) -> str:
@@ -93,22 +93,23 @@ def _where(record: Record) -> str:
 
 
 def _sentence(
-    clauses: Sequence[str], more: int, records: Mapping[int, Record], named: Sequence[int]
+    clauses: Sequence[str], hidden: int, records: Mapping[int, Record], mentioned: Sequence[int]
 ) -> str:
     groups: dict[str, list[int]] = {}
     for rank, record in sorted(records.items()):
-        if rank not in named:
+        if rank not in mentioned:
             groups.setdefault(_where(record), []).append(rank)
     largest = sorted(groups.items(), key=lambda group: -len(group[1]))
-    parts = [*clauses, *([f"so do {more} more ranks"] if more > 0 else [])]
-    parts += [f"{ranks_text(each)} stood in {where}" for where, each in largest[:NAMED]]
-    if len(largest) > NAMED:
-        parts.append(f"{sum(len(each) for _, each in largest[NAMED:])} ranks stood elsewhere")
+    parts = [*clauses, *([f"the same for {hidden} more ranks"] if hidden > 0 else [])]
+    parts += [f"{ranks_text(ranks)}: {position}" for position, ranks in largest[:MAX_NAMED]]
+    if len(largest) > MAX_NAMED:
+        count = sum(len(ranks) for _, ranks in largest[MAX_NAMED:])
+        parts.append(f"{count} ranks elsewhere")
     return "; ".join(parts)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Write ranks in few words.
+    """Format ranks compactly.
 
     >>> ranks_text([0, 1, 2, 5])
     'ranks 0-2, 5'

@@ -1,7 +1,7 @@
 """Records what this process is doing, for the heartbeat to read.
 
-A note is an assignment to an attribute, some 30 ns, so that it may stand in every action of a
-schedule. The line is not noted at all: it is read off the thread's stack when it is wanted.
+A note is an attribute assignment of about 30 ns, cheap enough for every action of a schedule. The
+line of code is not noted; it is read from the thread's stack on demand.
 """
 
 import os
@@ -17,54 +17,54 @@ import msgspec
 TORCH = f"{os.sep}torch{os.sep}"
 DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 TENSORS = f"{DISTRIBUTED}tensor{os.sep}"
-"""DTensor computes in its own frames; only its redistribution communicates."""
+"""DTensor runs its own frames; only its redistribution communicates."""
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py", "_fsdp_collectives.py")
 WRAPPERS = frozenset({"wrapper", "inner", "__call__", "_fn", "decorate_context"})
-"""Functions around a collective that say nothing of it."""
+"""Functions around a collective that do not identify it."""
 
 Line = tuple[str, int, str]
-"""File, line, function."""
+"""(file, line, function)."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag="position.v1"):
-    """Where one rank stands, as it goes to the others."""
+    """Position of a rank, as sent to the others."""
 
     rank: int
     host: str
     pid: int
     machine: str
-    """Processes of one value see one another in /proc."""
+    """Identifies the PID namespace: processes with equal values see each other in /proc."""
     born: int
-    """When the process began, as /proc has it: numbers of processes are used again."""
+    """Start time of the process from /proc, as PIDs are reused."""
     beat: int
-    """Counts up as long as the process lives and is not stopped."""
+    """Increases as long as the process runs and is not stopped."""
     step: int
-    """Step that is being made; 0 before the first."""
+    """Current step; 0 before the first."""
     activity: str
     waits_in: str
-    """The collective or message that it waits for; nothing if it does something itself."""
+    """Collective or message it waits for; empty if it is computing."""
     lost: bool
-    """Whether it has lost another rank itself, and is about to end."""
+    """Whether it has lost another rank and is about to exit."""
     line: str
-    """File, line and function, the innermost outside of torch."""
+    """File, line and function of the innermost frame outside of torch."""
 
 
 class Position:
-    """What this process is doing; one for each process, as `position`."""
+    """What this process is doing; the instance is `position`."""
 
     def __init__(self) -> None:
         self.start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        """Which start of the processes this is; see `ms_parallel.cluster.start`."""
+        """Name of this start of the processes; see `ms_parallel.cluster.start`."""
         self.step = 0
         self.passes = 0
-        """Performances of a schedule so far."""
+        """Number of schedules run so far."""
         self.activity = "the start"
         self.action: object | None = None
-        """Action of a pipeline schedule that is being performed; its text says which."""
+        """Current action of a pipeline schedule."""
         self.message: tuple[tuple[int, int, str], int] | None = None
-        """The message waited for: (stage, microbatch, direction), and the rank that sends it."""
+        """Awaited message: (stage, microbatch, direction), and the rank that sends it."""
         self.patient = False
-        """Whether this rank waits, without a limit, for what rank 0 does alone."""
+        """Whether this rank waits for rank 0's action, without a limit."""
         self.thread = threading.main_thread().ident
         self.machine = _machine()
         self._beat = 0
@@ -72,19 +72,19 @@ class Position:
 
     @property
     def progress(self) -> tuple[object, ...]:
-        """Changes with whatever this process does next."""
+        """A value that changes whenever this process advances."""
         return self.step, self.passes, self.activity, self.action, self.message
 
     def raised(self, trace: TracebackType | None) -> None:
-        """Report from now on where an error was raised, not where it is reported."""
-        self._raised = _of_traceback(trace)
+        """From now on report where an error was raised, not where it is reported."""
+        self._raised = _traceback_lines(trace)
 
     def record(self, rank: int) -> Record:
-        """Record where this process stands now."""
+        """Return this process's current record."""
         self._beat += 1
         lines = self._raised
         if lines is None:
-            lines = list(_of_frame(sys._current_frames().get(self.thread or 0)))
+            lines = list(_frame_lines(sys._current_frames().get(self.thread or 0)))
         return Record(
             rank=rank,
             host=socket.gethostname(),
@@ -95,7 +95,7 @@ class Position:
             step=self.step,
             activity=self._activity(),
             waits_in=self._waits_in(lines),
-            line=_own_line(lines),
+            line=_innermost_line(lines),
             lost=self._raised is not None,
         )
 
@@ -105,19 +105,22 @@ class Position:
     def _waits_in(self, lines: list[Line]) -> str:
         if self.message is not None:
             (stage, microbatch, direction), peer = self.message
-            what = "hidden state" if direction == "F" else "gradient"
-            return f"recv of the {what} of stage {stage}, microbatch {microbatch}, from rank {peer}"
+            tensor_name = "hidden state" if direction == "F" else "gradient"
+            return (
+                f"recv of the {tensor_name} of stage {stage}, microbatch {microbatch},"
+                f" from rank {peer}"
+            )
         if not lines or DISTRIBUTED not in lines[0][0] or TENSORS in lines[0][0]:
             return ""
-        return _collective(list(_until_own(lines)))
+        return _collective(list(_torch_frames(lines)))
 
 
 def _collective(lines: list[Line]) -> str:
-    """Return the function that was called, from torch's frames, the innermost first."""
-    for room in COLLECTIVES:
-        found = [name for file, _, name in lines if file.endswith(room) and name not in WRAPPERS]
-        if found:
-            return found[-1]
+    """Function that was called, from torch's frames, innermost first."""
+    for module in COLLECTIVES:
+        calls = [name for file, _, name in lines if file.endswith(module) and name not in WRAPPERS]
+        if calls:
+            return calls[-1]
     names = [f"{Path(file).stem}.{name}" for file, _, name in lines if DISTRIBUTED in file]
     return names[-1]
 
@@ -138,13 +141,13 @@ def _born() -> int:
     return int(stat[stat.rindex(")") + 2 :].split()[19])
 
 
-def _of_frame(frame: FrameType | None) -> Iterator[Line]:
+def _frame_lines(frame: FrameType | None) -> Iterator[Line]:
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back
 
 
-def _of_traceback(trace: TracebackType | None) -> list[Line]:
+def _traceback_lines(trace: TracebackType | None) -> list[Line]:
     lines: list[Line] = []
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -153,15 +156,15 @@ def _of_traceback(trace: TracebackType | None) -> list[Line]:
     return lines[::-1]
 
 
-def _until_own(lines: Iterable[Line]) -> Iterator[Line]:
-    """Yield the frames of torch above the innermost one that is not."""
+def _torch_frames(lines: Iterable[Line]) -> Iterator[Line]:
+    """Yield torch's frames above the innermost frame outside of torch."""
     for line in lines:
         if TORCH not in line[0]:
             return
         yield line
 
 
-def _own_line(lines: list[Line]) -> str:
+def _innermost_line(lines: list[Line]) -> str:
     for file, line, name in lines:
         if TORCH not in file:
             return f"{_short(file)}:{line} in {name}"
@@ -169,7 +172,7 @@ def _own_line(lines: list[Line]) -> str:
 
 
 def _short(file: str) -> str:
-    """Cut off the folder that packages are imported from."""
+    """Make a path relative to the folder that packages are imported from."""
     for folder in sorted(sys.path, key=len, reverse=True):
         if folder and Path(file).is_relative_to(folder):
             return str(Path(file).relative_to(folder))
@@ -177,4 +180,4 @@ def _short(file: str) -> str:
 
 
 position = Position()
-"""This process's."""
+"""Position of this process."""

@@ -91,7 +91,7 @@ class OrderedReduction:
     ) -> StepTotals:
         """Sum results and squared gradients over all rows in the order of the tree."""
         squares = self.norm.squares(gradients, self.groups.device)
-        values = [each.values for each in results] if self.groups.place.speaks_for_rows else []
+        values = [each.values for each in results] if self.groups.place.is_loss_rank else []
         placed = self.rows.placed(values, 1 + metrics + mtp, squares)
         terms = row_terms.to(squares, non_blocking=True)
         self.groups.all_reduce(joined := torch.cat((squares, placed.flatten(), terms)))

@@ -113,7 +113,7 @@ class Auditor:
             groups,
         )
         facts = torch.zeros(1 + 3 * len(self.groups), device=groups.device)
-        if results and groups.place.speaks_for_rows:
+        if results and groups.place.is_loss_rank:
             facts[0] = torch.stack([result.loss for result in results]).sum()
         self._compare(gradients, exact, facts[1:].view(-1, 3))
         return self._audit(totals.loss, groups, facts)

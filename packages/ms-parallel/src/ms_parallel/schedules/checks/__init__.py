@@ -1,1 +1,1 @@
-"""The proofs that a schedule is complete, in order, and free of deadlock."""
+"""Proofs that a schedule is complete, ordered, and free of deadlock."""

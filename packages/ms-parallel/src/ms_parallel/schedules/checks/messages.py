@@ -1,4 +1,4 @@
-"""Checks that messages meet in order, and that no ranks wait for one another in a circle."""
+"""Checks that messages are received in the order sent, and that no ranks wait in a cycle."""
 
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.action import RECEIVES, SENDS, Action, Kind
@@ -6,22 +6,22 @@ from ms_parallel.schedules.table.schedule import Schedule
 
 
 def _partner(schedule: Schedule, action: Action) -> tuple[int, Action]:
-    """Find the rank and action at the other end of a message."""
-    kind, step = {
+    """Return the rank and action at the other end of a message."""
+    partner_kind, step = {
         Kind.SEND_FORWARD: (Kind.RECV_FORWARD, 1),
         Kind.RECV_FORWARD: (Kind.SEND_FORWARD, -1),
         Kind.SEND_BACKWARD: (Kind.RECV_BACKWARD, -1),
         Kind.RECV_BACKWARD: (Kind.SEND_BACKWARD, 1),
     }[action.kind]
     stage = action.stage + step
-    return schedule.placement[stage], Action(kind, stage, action.microbatch)
+    return schedule.placement[stage], Action(partner_kind, stage, action.microbatch)
 
 
 def check_pairing(schedule: Schedule) -> None:
-    """Check that each message is received in the order in which it is sent.
+    """Check that messages between two ranks are received in the order in which they are sent.
 
     Raises:
-        ScheduleError: the first two ends that do not meet.
+        ScheduleError: names the first send and receive that do not match.
     """
     sent: dict[tuple[int, int], list[tuple[Action, Action]]] = {}
     received: dict[tuple[int, int], list[Action]] = {}
@@ -40,15 +40,15 @@ def check_pairing(schedule: Schedule) -> None:
             if match != receive:
                 raise ScheduleError(
                     f"message {number} from rank {source} to rank {target} is sent by {send} but "
-                    f"received by {receive}; put sends and receives into the same order"
+                    f"received by {receive}; use the same order for sends and receives"
                 )
 
 
 def check_progress(schedule: Schedule) -> None:
-    """Check that all ranks reach their ends when each stays in a send until it is received.
+    """Check that all ranks finish if every send blocks until it is received.
 
     Raises:
-        ScheduleError: the shortest circle of ranks that wait for one another.
+        ScheduleError: describes the shortest cycle of ranks that wait for each other.
     """
     rows = [[a for a in row if a.kind in SENDS or a.kind in RECEIVES] for row in schedule.actions]
     cursor = [0] * len(rows)
@@ -70,21 +70,21 @@ def check_progress(schedule: Schedule) -> None:
 def _describe_deadlock(
     schedule: Schedule, rows: list[list[Action]], cursor: list[int], stuck: list[int]
 ) -> str:
-    """Describe the shortest circle; each stuck rank waits for exactly one peer, so there is one."""
+    """Describe the shortest cycle; each stuck rank waits for one peer, so there is a cycle."""
     peer_of = {rank: _partner(schedule, rows[rank][cursor[rank]])[0] for rank in stuck}
-    circles = []
+    cycles = []
     for start in stuck:
         path = [start]
-        while (after := peer_of[path[-1]]) not in path:
-            path.append(after)
-        circles.append(path[path.index(after) :])
-    circle = min(circles, key=lambda ranks: (len(ranks), ranks))
+        while (next_rank := peer_of[path[-1]]) not in path:
+            path.append(next_rank)
+        cycles.append(path[path.index(next_rank) :])
+    cycle = min(cycles, key=lambda ranks: (len(ranks), ranks))
     parts = []
-    for rank in circle:
+    for rank in cycle:
         action = rows[rank][cursor[rank]]
         peer, match = _partner(schedule, action)
         parts.append(
             f"rank {rank} is at {action} (action {schedule.actions[rank].index(action)}) and "
             f"waits for rank {peer} to reach {match}"
         )
-    return f"deadlock: {'; '.join(parts)}; move one of these actions behind what it waits for"
+    return f"deadlock: {'; '.join(parts)}; move one of these actions after the one it waits for"

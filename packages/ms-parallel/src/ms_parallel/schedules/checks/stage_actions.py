@@ -1,4 +1,4 @@
-"""Checks what a table names beside its computations and messages: gathers, sums and waits."""
+"""Checks the actions on stages: gathering weights, reducing gradients, and waits."""
 
 from ms_parallel.errors import ScheduleError
 from ms_parallel.schedules.table.action import COMPUTE, WAITS, Action, Kind
@@ -7,62 +7,63 @@ _WEIGHTS = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 
 
 def check_stage_actions(rank: int, row: tuple[Action, ...]) -> None:
-    """Check that a stage is gathered before it computes, and its gradients are summed once, last.
+    """Check that weights are gathered before computations, and gradients reduced once, at the end.
 
-    A stage that is never unsharded is gathered when it is due. One may stay gathered at the end of
-    the row, as torch leaves it.
+    A stage without UNSHARD is gathered when needed. A stage may stay gathered at the end of the
+    row, as in torch's tables.
 
     Raises:
-        ScheduleError: an action that is repeated or out of turn.
+        ScheduleError: an action is repeated or in the wrong place.
     """
     sharded = {action.stage for action in row if action.kind in (Kind.UNSHARD, Kind.RESHARD)}
     gathered: set[int] = set()
     reduced: set[int] = set()
     for index, action in enumerate(row):
         for part in action.flat:
-            where = f"{part} (rank {rank}, action {index})"
-            _check_turn(part, where, sharded, gathered)
+            context = f"{part} (rank {rank}, action {index})"
+            _check_turn(part, context, sharded, gathered)
             if part.kind is Kind.UNSHARD:
                 gathered.add(part.stage)
             elif part.kind is Kind.RESHARD:
                 gathered.remove(part.stage)
             elif part.kind is Kind.REDUCE_GRAD:
                 if part.stage in reduced:
-                    raise ScheduleError(f"{where} reduces gradients a second time; remove it")
+                    raise ScheduleError(f"{context} reduces gradients a second time; remove it")
                 reduced.add(part.stage)
             elif part.kind in _WEIGHTS and part.stage in reduced:
                 raise ScheduleError(
-                    f"{where} adds to gradients that {part.stage}REDUCE_GRAD has already reduced; "
-                    "move that one behind"
+                    f"{context} adds to gradients that {part.stage}REDUCE_GRAD has already reduced;"
+                    " move REDUCE_GRAD after it"
                 )
 
 
-def _check_turn(part: Action, where: str, sharded: set[int], gathered: set[int]) -> None:
+def _check_turn(part: Action, context: str, sharded: set[int], gathered: set[int]) -> None:
     if part.kind is Kind.UNSHARD and part.stage in gathered:
-        raise ScheduleError(f"{where} gathers weights that are gathered; remove it")
+        raise ScheduleError(f"{context} gathers weights that are already gathered; remove it")
     if part.kind is Kind.RESHARD and part.stage not in gathered:
-        raise ScheduleError(f"{where} lets weights go that are not gathered; unshard them first")
+        raise ScheduleError(f"{context} frees weights that are not gathered; unshard them first")
     if part.kind in COMPUTE and part.stage in sharded - gathered:
         raise ScheduleError(
-            f"{where} works on weights that are not gathered; put {part.stage}UNSHARD before it"
+            f"{context} uses weights that are not gathered; put {part.stage}UNSHARD before it"
         )
 
 
 def check_waits(rank: int, row: tuple[Action, ...]) -> None:
-    """Check that each wait stands behind what it waits for, once.
+    """Check that each wait comes once, after the action it waits for.
 
     Raises:
-        ScheduleError: a wait that is repeated, or for what has not begun.
+        ScheduleError: a wait is repeated, or its action does not come before it.
     """
     seen: set[Action] = set()
     for index, action in enumerate(row):
         if action.kind in WAITS:
             awaited = action._replace(kind=WAITS[action.kind])
-            where = f"{action} (rank {rank}, action {index})"
+            context = f"{action} (rank {rank}, action {index})"
             if action in seen:
-                raise ScheduleError(f"{where} waits a second time; remove it")
+                raise ScheduleError(f"{context} waits a second time; remove it")
             if awaited not in seen:
                 raise ScheduleError(
-                    f"{where} waits for {awaited}, which does not stand before it; move it behind"
+                    f"{context} waits for {awaited}, which does not come before it; move it after"
+                    f" {awaited}"
                 )
         seen.add(action)

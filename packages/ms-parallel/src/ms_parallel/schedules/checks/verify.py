@@ -1,7 +1,7 @@
-"""Proves that a schedule computes the right thing and ends, before a process is started.
+"""Proves before any process starts that a schedule is correct and terminates.
 
-The transport assumed is the strictest: a rank performs one action at a time and stays in a send
-until its peer stands at the matching receive. What ends under that ends under every transport
+The assumed transport is the strictest: a rank runs one action at a time, and a send blocks until
+its peer is at the matching receive. A schedule that terminates on it does so on every transport
 that keeps messages between two ranks in order.
 """
 
@@ -22,21 +22,21 @@ _F, _B, _I, _W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD
 
 @frozen(kw_only=True)
 class Report:
-    """What `verify` found in a schedule that is right."""
+    """Properties of a verified schedule."""
 
     peak_activations: tuple[int, ...]
-    """For each rank the most pairs (stage, microbatch) whose activations live at once: from the
-    forward to the end of the full backward or of the backward of weights."""
+    """Maximum number of live (stage, microbatch) activations per rank: from the forward to the end
+    of the full backward or of the weight backward."""
     messages: int
-    """Activations and gradients that cross from one rank to another in a step."""
+    """Messages between ranks per step: activations and gradients."""
 
 
 def verify(schedule: Schedule) -> Report:
-    """Check completeness, order, pairing of messages and shards, and freedom from deadlock.
+    """Check completeness, order, matching messages, gathered weights, and absence of deadlock.
 
     Raises:
-        ScheduleError: the first failing check, with the failure of the smallest microbatch and
-            stage, or the shortest circle of ranks that wait for one another.
+        ScheduleError: describes the first failing check, for the smallest microbatch and stage, or
+            the shortest cycle of ranks that wait for each other.
     """
     _check_membership(schedule)
     _check_complete(schedule)
@@ -61,25 +61,26 @@ def _flat(row: tuple[Action, ...]) -> Iterator[tuple[int, Action]]:
 def _check_membership(schedule: Schedule) -> None:
     for rank, row in enumerate(schedule.actions):
         for index, action in _flat(row):
-            where = f"{action} (rank {rank}, action {index})"
+            context = f"{action} (rank {rank}, action {index})"
             if not 0 <= action.stage < schedule.stages:
                 raise ScheduleError(
-                    f"{where}: there is no stage {action.stage}; the schedule has {schedule.stages}"
+                    f"{context}: stage {action.stage} does not exist; the schedule has"
+                    f" {schedule.stages} stages"
                 )
             if schedule.placement[action.stage] != rank:
                 raise ScheduleError(
-                    f"{where}: stage {action.stage} lives on rank "
+                    f"{context}: stage {action.stage} is on rank "
                     f"{schedule.placement[action.stage]}; move the action there"
                 )
             if action.microbatch >= schedule.microbatches:
                 raise ScheduleError(
-                    f"{where}: there is no microbatch {action.microbatch}; "
-                    f"the step has {schedule.microbatches}"
+                    f"{context}: microbatch {action.microbatch} does not exist; the step has"
+                    f" {schedule.microbatches}"
                 )
 
 
 def _required(schedule: Schedule, stage: int, microbatch: int, split: bool) -> list[Action]:
-    """List every action that (stage, microbatch) must have, exactly once each."""
+    """List the actions that (stage, microbatch) must have exactly once."""
     kinds = [_F, _I, _W] if split else [_F, _B]
     if stage + 1 < schedule.stages and schedule.placement[stage + 1] != schedule.placement[stage]:
         kinds += [Kind.SEND_FORWARD, Kind.RECV_BACKWARD]
@@ -88,20 +89,20 @@ def _required(schedule: Schedule, stage: int, microbatch: int, split: bool) -> l
     return [Action(kind, stage, microbatch) for kind in kinds]
 
 
-def _miscounted(action: Action, count: int, rank: int) -> str:
+def _count_error(action: Action, count: int, rank: int) -> str:
     problem = "is missing" if count == 0 else f"occurs {count} times"
     return (
-        f"{action} {problem} on rank {rank}; every stage does each of its actions on a "
-        "microbatch once"
+        f"{action} {problem} on rank {rank}; every stage must run each of its actions once per "
+        "microbatch"
     )
 
 
 def _check_complete(schedule: Schedule) -> None:
     counts = Counter(action for row in schedule.actions for _, action in _flat(row))
     for action, count in counts.items():
-        # Its messages are repeated too where they were placed by the computations.
+        # A repeated computation also repeats its messages, so report the computation.
         if count > 1 and action.kind in (_F, _I, _W, _B):
-            raise ScheduleError(_miscounted(action, count, schedule.placement[action.stage]))
+            raise ScheduleError(_count_error(action, count, schedule.placement[action.stage]))
     for microbatch in range(schedule.microbatches):
         for stage in range(schedule.stages):
             rank = schedule.placement[stage]
@@ -110,36 +111,42 @@ def _check_complete(schedule: Schedule) -> None:
             )
             if split and counts[Action(_B, stage, microbatch)]:
                 raise ScheduleError(
-                    f"microbatch {microbatch} goes back through stage {stage} twice on rank "
-                    f"{rank}: as a full B and as I or W; keep one of the two"
+                    f"microbatch {microbatch} has two backwards on stage {stage} on rank {rank}: a "
+                    "full B, and I or W; keep one of them"
                 )
             for action in _required(schedule, stage, microbatch, split):
                 count = counts[action]
                 if count != 1:
-                    raise ScheduleError(_miscounted(action, count, rank))
+                    raise ScheduleError(_count_error(action, count, rank))
                 del counts[action]
     for action in counts:
         if action.kind in SENDS | RECEIVES:
             raise ScheduleError(
-                f"{action} on rank {schedule.placement[action.stage]} has no use: no other rank "
+                f"{action} on rank {schedule.placement[action.stage]} is unused: no other rank "
                 "produces or needs this message; remove it"
             )
 
 
-def _needs(schedule: Schedule, action: Action, full: bool) -> list[Action]:
-    """List what must stand earlier in the same row; `full`: the backward is not split."""
+def _dependencies(schedule: Schedule, action: Action, full: bool) -> list[Action]:
+    """Actions that must come earlier in the same row; `full`: the backward is not split."""
     kind, stage, microbatch = action.kind, action.stage, action.microbatch
-    back = _B if full else _I
-    same = {_W: _I, _B: _F, _I: _F, Kind.SEND_FORWARD: _F, Kind.SEND_BACKWARD: back}.get(kind)
-    needs = [] if same is None else [Action(same, stage, microbatch)]
+    backward_kind = _B if full else _I
+    own_kind = {
+        _W: _I,
+        _B: _F,
+        _I: _F,
+        Kind.SEND_FORWARD: _F,
+        Kind.SEND_BACKWARD: backward_kind,
+    }.get(kind)
+    dependencies = [] if own_kind is None else [Action(own_kind, stage, microbatch)]
     for is_gradient, source, _ in sources(action, schedule.stages):
         if schedule.placement[source] == schedule.placement[stage]:
-            # A neighbour on the same rank may split its backward or not.
-            needs.append(Action(_I if is_gradient else _F, source, microbatch))
+            # A neighboring stage on the same rank may split its backward or not.
+            dependencies.append(Action(_I if is_gradient else _F, source, microbatch))
         else:
             received = Kind.RECV_BACKWARD if is_gradient else Kind.RECV_FORWARD
-            needs.append(Action(received, stage, microbatch))
-    return needs
+            dependencies.append(Action(received, stage, microbatch))
+    return dependencies
 
 
 def _check_order(schedule: Schedule) -> None:
@@ -155,30 +162,32 @@ def _check_order(schedule: Schedule) -> None:
 def _disorder(
     schedule: Schedule, rank: int, row: tuple[Action, ...]
 ) -> Iterator[tuple[int, int, str]]:
-    """Yield each dependency that stands the wrong way round, as (microbatch, stage, words)."""
+    """Yield each dependency in the wrong order, as (microbatch, stage, message)."""
     position: dict[Action, int] = {}
-    full: set[tuple[int, int]] = set()
+    unsplit: set[tuple[int, int]] = set()
     for index, action in _flat(row):
         position[action] = index
         if action.kind is _B:
-            full.add((action.stage, action.microbatch))
+            unsplit.add((action.stage, action.microbatch))
             position[action._replace(kind=_I)] = index
     for index, action in _flat(row):
-        where = f"{action} (rank {rank}, action {index})"
-        for need in _needs(schedule, action, (action.stage, action.microbatch) in full):
-            if position[need] >= index:
-                words = (
-                    f"{where} comes before {need} (action {position[need]}), on which it depends; "
-                    "swap them"
+        context = f"{action} (rank {rank}, action {index})"
+        for dependency in _dependencies(
+            schedule, action, (action.stage, action.microbatch) in unsplit
+        ):
+            if position[dependency] >= index:
+                text = (
+                    f"{context} comes before {dependency} (action {position[dependency]}), which"
+                    " it depends on; swap them"
                 )
-                yield action.microbatch, action.stage, words
+                yield action.microbatch, action.stage, text
 
 
 def _peak(row: tuple[Action, ...]) -> int:
-    held = peak = 0
+    live = peak = 0
     for action in row:
-        # An overlap holds what its forward makes while its backward still holds its own.
-        held += sum(part.kind is _F for part in action.computations)
-        peak = max(peak, held)
-        held -= sum(part.kind in (_B, _W) for part in action.computations)
+        # During an overlap, the activations of its forward and its backward are both live.
+        live += sum(part.kind is _F for part in action.computations)
+        peak = max(peak, live)
+        live -= sum(part.kind in (_B, _W) for part in action.computations)
     return peak

@@ -1,1 +1,1 @@
-"""The list scheduler, and the orders and building blocks that guide it."""
+"""List scheduler, and the policies and building blocks that guide it."""

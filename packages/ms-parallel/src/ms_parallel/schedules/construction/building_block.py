@@ -1,12 +1,13 @@
-"""Orders made by repeating one microbatch's pattern at a fixed interval.
+"""Orders that repeat the pattern of one microbatch at a fixed interval.
 
 A building block (Qi et al., "Pipeline Parallelism with Controllable Memory", 2024) fixes when one
-microbatch visits every stage. Repeated once an interval it fills a rank without collisions, and
-the memory held is the lifespan of an activation over the interval. Differences from the paper:
-1. Blocks are drawn with real times and messages rather than on a grid of equal passes.
-2. The delay is free for each leg of the way rather than taken from a list of known blocks.
-3. Only the order of forwards and backwards of inputs is kept. Played, the actions close up, and
-   backwards of weights go where room is; the block only makes sure that there is room.
+microbatch visits every stage. Repeated at an interval it fills each rank without collisions, and
+the activation memory is the lifespan of an activation divided by the interval. Differences from
+the paper:
+1. Blocks use real times and message delays instead of a grid of equal passes.
+2. The delay of each leg is a free parameter instead of coming from a list of known blocks.
+3. Only the order of forwards and input backwards is used. When the order is played, gaps close and
+   weight backwards fill idle time; the block only ensures that there is room for them.
 """
 
 from collections.abc import Sequence
@@ -17,23 +18,23 @@ from ms_parallel.schedules.table.costs import Costs, Ticks
 from ms_parallel.schedules.table.placements import ranks_of, stages_by_rank
 
 Order = tuple[tuple[tuple[int, int, int], ...], ...]
-"""For each rank its (0 forward or 1 backward of inputs, stage, microbatch) in order."""
+"""(0 forward or 1 input backward, stage, microbatch) per rank, in order."""
 
 
 @frozen(kw_only=True)
 class BuildingBlock:
-    """One microbatch's pattern, in ticks."""
+    """Pattern of one microbatch, in ticks."""
 
     placement: tuple[int, ...]
     interval: int
-    """Ticks from one microbatch to the next."""
+    """Ticks between consecutive microbatches."""
     forward: tuple[int, ...]
-    """Start of each stage's forward."""
+    """Start of the forward of each stage."""
     backward: tuple[int, ...]
-    """Start of each stage's backward of inputs."""
+    """Start of the input backward of each stage."""
 
     def order(self, microbatches: int) -> Order:
-        """Sort the forwards and backwards of every rank by their starts."""
+        """Sort the forwards and input backwards of every rank by start time."""
         rows: list[list[tuple[int, int, int, int]]] = [[] for _ in range(max(self.placement) + 1)]
         for stage, rank in enumerate(self.placement):
             row = rows[rank]
@@ -45,52 +46,52 @@ class BuildingBlock:
             tuple((kind, stage, number) for _, kind, stage, number in sorted(row)) for row in rows
         )
 
-    def held(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Compute each rank's memory in the steady state, for activations of these sizes."""
+    def peak_memory(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Steady-state peak memory of each rank, for activations of these sizes."""
         interval, forward, backward = self.interval, self.forward, self.backward
-        held = []
-        for mine in stages_by_rank(self.placement):
-            most = 0
-            for moment in mine:
-                now, here = forward[moment] % interval, 0
-                for stage in mine:
-                    # Microbatches whose forward has begun and whose backward has not.
-                    begun = (now - forward[stage]) // interval
-                    ended = -((backward[stage] - now) // interval) - 1
-                    here += (begun - ended) * sizes[stage]
-                most = max(most, here)
-            held.append(most)
-        return tuple(held)
+        peaks = []
+        for stages in stages_by_rank(self.placement):
+            peak = 0
+            for reference in stages:
+                time, live = forward[reference] % interval, 0
+                for stage in stages:
+                    # Microbatches between the start of their forward and the end of their backward.
+                    started = (time - forward[stage]) // interval
+                    ended = -((backward[stage] - time) // interval) - 1
+                    live += (started - ended) * sizes[stage]
+                peak = max(peak, live)
+            peaks.append(peak)
+        return tuple(peaks)
 
 
 def unit_block(placement: Sequence[int], delays: Sequence[int]) -> BuildingBlock:
-    """Draw the block of equal unit times and no latency; always possible. See `building_block`."""
+    """Build the block with unit times and no latency, which always exists; see `building_block`."""
     ticks = Costs.uniform(len(placement)).ticks()
     interval = 3 * (len(placement) // ranks_of(placement))
     block = building_block(placement, ticks, interval, delays)
-    assert block is not None  # A unit always fits into what is left of whole units.
+    assert block is not None  # unit lengths always fit into what remains of whole units
     return block
 
 
 def building_block(
     placement: Sequence[int], ticks: Ticks, interval: int, delays: Sequence[int]
 ) -> BuildingBlock | None:
-    """Draw a block.
+    """Build a block.
 
     Args:
-        placement: Rank of each stage, equally many a rank.
-        ticks: Costs of the stages.
-        interval: Ticks from one microbatch to the next, at least any rank's work for one.
-        delays: Ticks of waiting on arrival at another rank, for each leg of the way: first the
-            legs of the forward (one for each stage a rank has), then those of the backward.
+        placement: rank of each stage, with the same number of stages on every rank.
+        ticks: costs of the stages.
+        interval: ticks between consecutive microbatches, at least the work of the busiest rank.
+        delays: ticks to wait on arrival at another rank, for each leg of the path: first the legs
+            of the forward (one per stage of a rank), then those of the backward.
 
     Returns:
-        The block, or None if the times do not fit together without collision.
+        The block, or None if some times collide.
     """
     stages, legs = len(placement), len(delays)
-    circles = [_Circle(interval) for _ in range(ranks_of(placement))]
+    timelines = [_ModularTime(interval) for _ in range(ranks_of(placement))]
     for stage, rank in enumerate(placement):
-        circles[rank].to_come += [
+        timelines[rank].remaining += [
             ticks.forward[stage],
             ticks.backward_input[stage],
             ticks.backward_weight[stage],
@@ -100,16 +101,16 @@ def building_block(
     now = 0
     for step, (kind, stage) in enumerate(path):
         rank = placement[stage]
-        before = path[step - 1][1]
-        if step and placement[before] != rank:
-            now += ticks.transfer[min(before, stage)] + ticks.latency
+        previous_stage = path[step - 1][1]
+        if step and placement[previous_stage] != rank:
+            now += ticks.transfer[min(previous_stage, stage)] + ticks.latency
             now += delays[(step - 1) * legs // (2 * stages)]
         length = (ticks.forward if kind == 0 else ticks.backward_input)[stage]
-        placed = circles[rank].place(now, length)
-        if placed is None:
+        start = timelines[rank].place(now, length)
+        if start is None:
             return None
-        starts[kind][stage] = placed
-        now = placed + length
+        starts[kind][stage] = start
+        now = start + length
     return BuildingBlock(
         placement=tuple(placement),
         interval=interval,
@@ -118,71 +119,71 @@ def building_block(
     )
 
 
-class _Circle:
-    """A rank's time modulo the interval: what is taken, and what must still fit in."""
+class _ModularTime:
+    """Free time of a rank modulo the interval, and the lengths that must still fit in."""
 
     def __init__(self, interval: int) -> None:
         self.interval = interval
         self.gaps: list[tuple[int, int]] = [(0, interval)]
-        self.to_come: list[int] = []
+        self.remaining: list[int] = []
         self.empty = True
 
     def place(self, earliest: int, length: int) -> int | None:
-        """Take `length` ticks at the first start from `earliest` on that leaves room for the rest.
+        """Reserve `length` ticks at the first start from `earliest` that leaves room for the rest.
 
-        Starts tried are `earliest` itself and the beginnings and ends of the gaps.
+        Tries `earliest` itself and the start and end of every gap.
         """
-        self.to_come.remove(length)
-        rest = sorted(self.to_come, reverse=True)
+        self.remaining.remove(length)
+        remaining = sorted(self.remaining, reverse=True)
         if self.empty:
             self.empty = False
             self.gaps = [((earliest + length) % self.interval, self.interval - length)]
-            return earliest if _fits([self.interval - length], rest) else None
-        for index, (begin, room) in enumerate(self.gaps):
-            into = (earliest - begin) % self.interval
-            if into + length <= room and self._take(index, into, length, rest):
+            return earliest if _fits([self.interval - length], remaining) else None
+        for index, (gap_start, size) in enumerate(self.gaps):
+            offset = (earliest - gap_start) % self.interval
+            if offset + length <= size and self._take(index, offset, length, remaining):
                 return earliest
         options: list[tuple[int, int, int]] = []
-        for index, (begin, room) in enumerate(self.gaps):
-            if room < length:
+        for index, (gap_start, size) in enumerate(self.gaps):
+            if size < length:
                 continue
             options += [
-                ((begin + offset - earliest) % self.interval, index, offset)
-                for offset in {0, room - length}
+                ((gap_start + offset - earliest) % self.interval, index, offset)
+                for offset in {0, size - length}
             ]
         for delay, index, offset in sorted(options):
-            if self._take(index, offset, length, rest):
+            if self._take(index, offset, length, remaining):
                 return earliest + delay
         return None
 
-    def _take(self, index: int, offset: int, length: int, rest: list[int]) -> bool:
-        """Take `length` ticks of a gap from `offset` on if the rest can still be packed."""
-        begin, room = self.gaps[index]
-        after = offset + length
+    def _take(self, index: int, offset: int, length: int, remaining: list[int]) -> bool:
+        """Reserve `length` ticks of a gap from `offset` if the remaining lengths still fit."""
+        gap_start, gap_size = self.gaps[index]
+        end = offset + length
         gaps = self.gaps[:index] + self.gaps[index + 1 :]
         if offset:
-            gaps.append((begin, offset))
-        if room > after:
-            gaps.append(((begin + after) % self.interval, room - after))
-        if not _fits([size for _, size in gaps], rest):
+            gaps.append((gap_start, offset))
+        if gap_size > end:
+            gaps.append(((gap_start + end) % self.interval, gap_size - end))
+        if not _fits([size for _, size in gaps], remaining):
             return False
         self.gaps = gaps
         return True
 
 
-def _fits(rooms: list[int], lengths: list[int]) -> bool:
-    """Return whether the lengths, longest first, can be packed into the rooms.
+def _fits(gaps: list[int], lengths: list[int]) -> bool:
+    """Return whether the lengths, in descending order, can be packed into the gaps.
 
-    Their sum always can: an interval is no shorter than a rank's work.
+    The total always fits, as an interval is at least as long as a rank's work.
     """
     if len(lengths) < 2:
-        return not lengths or max(rooms, default=0) >= lengths[0]
-    longest, rest, tried = lengths[0], lengths[1:], set()
-    for index, room in enumerate(rooms):
-        if room >= longest and room not in tried:
-            tried.add(room)
-            left = rooms.copy()
-            left[index] = room - longest
-            if _fits(left, rest):
+        return not lengths or max(gaps, default=0) >= lengths[0]
+    longest, others, tried = lengths[0], lengths[1:], set()
+    for index, gap in enumerate(gaps):
+        if gap >= longest and gap not in tried:
+            tried.add(gap)
+            rest_gaps = gaps.copy()
+            rest_gaps[index] = gap - longest
+            if _fits(rest_gaps, others):
                 return True
     return False

@@ -1,10 +1,10 @@
-"""The list scheduler: whenever a rank is free it starts the ready computation of least key.
+"""List scheduler: a free rank starts the ready computation with the smallest key.
 
-Keys are due times: microbatch i of a stage is due a period after microbatch i - 1, so a policy is
-the due times of microbatch 0, and the same small policy fits any number of microbatches. Backwards
-of weights wait in a queue and fill time in which nothing else is ready, or make room when memory
-is full. A forward starts only if enough memory is left for one microbatch in each later stage of
-the same rank; so the most advanced microbatch can always go on and no policy can deadlock.
+Keys are due times. Microbatch i of a stage is due one period after microbatch i - 1, so a policy
+consists of the due times of microbatch 0 and fits any number of microbatches. Weight backwards wait
+in a queue and fill time in which nothing else is ready, or free memory when it is full. A forward
+starts only if enough memory remains for one microbatch in every later stage of the same rank, so
+the most advanced microbatch can always proceed and no policy can deadlock.
 """
 
 from collections import deque
@@ -23,31 +23,33 @@ def arrange(problem: Problem, policy: ListPolicy, *, limit: int | None = None) -
     """Schedule `problem` by `policy`.
 
     Args:
-        problem: What is to be scheduled.
-        policy: How to choose.
-        limit: Give up as soon as the makespan is sure to reach so many ticks.
+        problem: scheduling problem.
+        policy: policy.
+        limit: give up as soon as the makespan must reach this number of ticks.
 
     Raises:
-        ScheduleError: a cap is below what one microbatch needs, the policy's order does not fit
-            into the caps or waits for itself, or the limit is reached.
+        ScheduleError: a memory cap is too small for one microbatch, the policy's order deadlocks or
+            exceeds a cap, or the limit is reached.
     """
     for rank, cap in enumerate(problem.caps):
         problem.check_cap(rank, Fraction(cap, problem.ticks.memory_per_unit))
-    run = _ListScheduler(problem, policy, _NEVER if limit is None else limit)
-    run.run()
-    for rank, row in enumerate(run.rows):
-        if len(row) < 3 * problem.microbatches * len(run.mine[rank]):
+    scheduler = _ListScheduler(problem, policy, _NEVER if limit is None else limit)
+    scheduler.run()
+    for rank, row in enumerate(scheduler.rows):
+        if len(row) < 3 * problem.microbatches * len(scheduler.stages_by_rank[rank]):
             raise ScheduleError(f"rank {rank} cannot keep the order after {len(row)} actions")
     return Arrangement(
-        rows=tuple(map(tuple, run.rows)), makespan=max(run.free), peaks=tuple(run.peak)
+        rows=tuple(map(tuple, scheduler.rows)),
+        makespan=max(scheduler.free),
+        peaks=tuple(scheduler.peak),
     )
 
 
 class _Head:
-    """The next forward, or the next backward of inputs, of one stage."""
+    """Next forward, or next input backward, of a stage."""
 
     __slots__ = (
-        "after", "arrived", "delay", "due", "frees", "kind", "length", "link", "need", "number",
+        "arrived", "consumer", "delay", "due", "freed", "kind", "length", "link", "need", "number",
         "rank", "stage",
     )  # fmt: skip
 
@@ -56,17 +58,19 @@ class _Head:
         self.rank = problem.placement[stage]
         self.length = problem.lengths[kind][stage]
         self.due = (policy.backward if kind else policy.forward)[stage]
-        """When the next microbatch is due."""
-        later = [s for s in range(stage + 1, ticks.stages) if problem.placement[s] == self.rank]
-        reserve = 0 if policy.order else sum(ticks.activation[s] for s in later)
+        """Due time of the next microbatch."""
+        later_stages = [
+            s for s in range(stage + 1, ticks.stages) if problem.placement[s] == self.rank
+        ]
+        reserve = 0 if policy.order else sum(ticks.activation[s] for s in later_stages)
         self.need = ticks.activation[stage] + reserve
-        """Memory without which a forward may not start."""
-        self.frees = ticks.activation[stage] - ticks.retained[stage]
-        """Memory that a backward gives back."""
+        """Free memory that is required to start a forward."""
+        self.freed = ticks.activation[stage] - ticks.retained[stage]
+        """Memory freed by a backward."""
         self.arrived: list[int] = [0] * problem.microbatches if not kind and not stage else []
-        """When the input of the n-th microbatch is there."""
-        self.after: _Head | None = None
-        """What uses the result, `delay` ticks later, over `link` if it is on another rank."""
+        """Arrival time of the input of each microbatch."""
+        self.consumer: _Head | None = None
+        """Head that consumes the result `delay` ticks later, over `link` if on another rank."""
         self.link: tuple[int, int] | None = None
         self.delay = 0
 
@@ -82,23 +86,27 @@ class _ListScheduler:
         self.weight_length = ticks.backward_weight
         delay = policy.weight_delay
         self.weight_due = [_NEVER if delay is None else delay + due for due in policy.backward]
-        self.mine: list[list[int]] = [[] for _ in range(ranks)]
+        self.stages_by_rank: list[list[int]] = [[] for _ in range(ranks)]
         for stage, rank in enumerate(problem.placement):
-            self.mine[rank].append(stage)
+            self.stages_by_rank[rank].append(stage)
         heads = [[_Head(problem, policy, kind, stage) for stage in stages] for kind in (_F, _I)]
         self.heads = heads
         for head in (*heads[_F], *heads[_I]):
             self._connect(head, problem)
-        self.choices = [[heads[kind][s] for s in row for kind in (_I, _F)] for row in self.mine]
+        self.heads_by_rank = [
+            [heads[kind][s] for s in row for kind in (_I, _F)] for row in self.stages_by_rank
+        ]
         self.weights: list[deque[Operation]] = [deque() for _ in range(ranks)]
         self.rows: list[list[Operation]] = [[] for _ in range(ranks)]
-        self.free, self.held, self.peak = [0] * ranks, [0] * ranks, [0] * ranks
-        self.left = [problem.microbatches * sum(map(ticks.work, row)) for row in self.mine]
-        """Ticks that each rank has yet to compute."""
+        self.free, self.memory, self.peak = [0] * ranks, [0] * ranks, [0] * ranks
+        self.remaining = [
+            problem.microbatches * sum(map(ticks.work, row)) for row in self.stages_by_rank
+        ]
+        """Ticks that each rank still has to compute."""
         self.links: dict[tuple[int, int], int] = {}
-        alone = [[(head,) for head in row] for row in heads]
+        single = [[(head,) for head in row] for row in heads]
         self.order = [
-            [alone[kind][stage] for kind, stage, _ in row if kind != _W]
+            [single[kind][stage] for kind, stage, _ in row if kind != _W]
             for row in policy.order or ()
         ]
         self.done = [0] * ranks
@@ -106,19 +114,19 @@ class _ListScheduler:
         self.events: list[tuple[int, int]] = []
 
     def _connect(self, head: _Head, problem: Problem) -> None:
-        """Note what uses the result, and how far away it is."""
+        """Set the consumer of the result and its delay."""
         stage, last = head.stage, len(problem.placement) - 1
         if head.kind == _F:
-            head.after = self.heads[_F][stage + 1] if stage < last else self.heads[_I][stage]
+            head.consumer = self.heads[_F][stage + 1] if stage < last else self.heads[_I][stage]
         elif stage:
-            head.after = self.heads[_I][stage - 1]
-        if head.after is not None and head.after.rank != head.rank:
-            head.link = head.rank, head.after.rank
-            head.delay = problem.ticks.transfer[min(stage, head.after.stage)]
+            head.consumer = self.heads[_I][stage - 1]
+        if head.consumer is not None and head.consumer.rank != head.rank:
+            head.link = head.rank, head.consumer.rank
+            head.delay = problem.ticks.transfer[min(stage, head.consumer.stage)]
 
     def run(self) -> None:
         events, wake = self.events, self.wake
-        for rank in range(len(self.mine)):
+        for rank in range(len(self.stages_by_rank)):
             self.call(rank, 0)
         while events:
             time, rank = heappop(events)
@@ -127,85 +135,85 @@ class _ListScheduler:
                 self.decide(rank, time)
 
     def call(self, rank: int, time: int) -> None:
-        """Let `rank` decide at `time`, or when it is free."""
+        """Let `rank` decide at `time`, or once it is free."""
         if time < self.free[rank]:
             time = self.free[rank]
         if time < self.wake[rank]:
             self.wake[rank] = time
             heappush(self.events, (time, rank))
 
-    def decide(self, rank: int, now: int) -> None:
-        best = coming = coming_key = _NEVER
+    def decide(self, rank: int, time: int) -> None:
+        best_key = next_arrival = next_key = _NEVER
         choice: _Head | None = None
-        starved = False
-        room, soon = self.caps[rank] - self.held[rank], now + self.policy.patience
+        blocked = False
+        room, deadline = self.caps[rank] - self.memory[rank], time + self.policy.patience
         for head in self.candidates(rank):
             if head.number >= len(head.arrived):
                 continue
-            time = head.arrived[head.number]
+            arrival = head.arrived[head.number]
             if head.kind == _F and head.need > room:
-                starved = starved or time <= now
-            elif time > now:
-                if time < coming:
-                    coming = time
-                if time <= soon and head.due < coming_key:
-                    coming_key = head.due
-            elif head.due < best:
-                best, choice = head.due, head
+                blocked = blocked or arrival <= time
+            elif arrival > time:
+                if arrival < next_arrival:
+                    next_arrival = arrival
+                if arrival <= deadline and head.due < next_key:
+                    next_key = head.due
+            elif head.due < best_key:
+                best_key, choice = head.due, head
         queue = self.weights[rank]
-        if queue and (choice is None or queue[0][0] < best):
+        if queue and (choice is None or queue[0][0] < best_key):
             length = self.weight_length[queue[0][1]]
-            if choice or starved or now + length <= coming + self.policy.weight_overrun:
-                self.start_weight(rank, now, length)
+            if choice or blocked or time + length <= next_arrival + self.policy.weight_overrun:
+                self.start_weight(rank, time, length)
                 return
-        if choice is not None and not (choice.kind == _F and coming_key < best):
+        if choice is not None and not (choice.kind == _F and next_key < best_key):
             self.done[rank] += 1
-            self.start(choice, now)
-        elif coming < _NEVER:
-            self.call(rank, coming)
+            self.start(choice, time)
+        elif next_arrival < _NEVER:
+            self.call(rank, next_arrival)
 
     def candidates(self, rank: int) -> Sequence[_Head]:
-        """Return what `rank` may choose among."""
+        """Return the heads that `rank` may start."""
         if not self.order:
-            return self.choices[rank]
+            return self.heads_by_rank[rank]
         row, done = self.order[rank], self.done[rank]
         return row[done] if done < len(row) else ()
 
-    def start(self, head: _Head, now: int) -> None:
-        rank, stage, number, end = head.rank, head.stage, head.number, now + head.length
+    def start(self, head: _Head, time: int) -> None:
+        rank, stage, number, end = head.rank, head.stage, head.number, time + head.length
         self.rows[rank].append((head.kind, stage, number))
         head.number = number + 1
         head.due += self.period
         if head.kind == _F:
-            self.held[rank] += self.activation[stage]
-            if self.held[rank] > self.peak[rank]:
-                self.peak[rank] = self.held[rank]
+            self.memory[rank] += self.activation[stage]
+            if self.memory[rank] > self.peak[rank]:
+                self.peak[rank] = self.memory[rank]
         else:
-            self.held[rank] -= head.frees
+            self.memory[rank] -= head.freed
             due = self.weight_due[stage] + self.period * number
             self.weights[rank].append((due, stage, number))
-        if head.after is not None:
-            self.deliver(head, head.after, end)
+        if head.consumer is not None:
+            self.deliver(head, head.consumer, end)
         self.occupy(rank, head.length, end)
 
-    def start_weight(self, rank: int, now: int, length: int) -> None:
+    def start_weight(self, rank: int, time: int, length: int) -> None:
         _, stage, number = self.weights[rank].popleft()
         self.rows[rank].append((_W, stage, number))
-        self.held[rank] -= self.retained[stage]
-        self.occupy(rank, length, now + length)
+        self.memory[rank] -= self.retained[stage]
+        self.occupy(rank, length, time + length)
 
     def occupy(self, rank: int, length: int, end: int) -> None:
-        """Let `rank` compute until `end`, and decide then."""
+        """Mark `rank` as busy until `end`, when it decides again."""
         self.free[rank] = end
-        self.left[rank] -= length
-        if end + self.left[rank] >= self.limit:
-            raise ScheduleError(f"rank {rank} cannot end before {self.limit} ticks")
+        self.remaining[rank] -= length
+        if end + self.remaining[rank] >= self.limit:
+            raise ScheduleError(f"rank {rank} cannot finish before {self.limit} ticks")
         self.call(rank, end)
 
-    def deliver(self, head: _Head, after: _Head, end: int) -> None:
+    def deliver(self, head: _Head, consumer: _Head, end: int) -> None:
         if head.link is not None:
             end = max(end, self.links.get(head.link, 0)) + head.delay
             self.links[head.link] = end
             end += self.latency
-        after.arrived.append(end)
-        self.call(after.rank, end)
+        consumer.arrived.append(end)
+        self.call(consumer.rank, end)

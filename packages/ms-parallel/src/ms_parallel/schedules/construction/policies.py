@@ -1,4 +1,4 @@
-"""Policies that keep a building block's order, or follow its times."""
+"""Policies that keep a building block's order or follow its times."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from ms_parallel.schedules.construction.problem import ListPolicy, Operation, Pr
 
 
 def follow(problem: Problem, block: BuildingBlock) -> ListPolicy:
-    """Make a policy that takes a block's starts as due times, and whatever is ready first."""
+    """Return a policy with a block's start times as due times; ready computations run early."""
     work = problem.longest_work
     return ListPolicy(
         period=work,
@@ -17,7 +17,7 @@ def follow(problem: Problem, block: BuildingBlock) -> ListPolicy:
 
 
 def keep_order(problem: Problem, order: Sequence[Sequence[Operation]]) -> ListPolicy:
-    """Make a policy that keeps an order of forwards and backwards of inputs whatever the costs."""
+    """Return a policy that keeps an order of forwards and input backwards, whatever the costs."""
     return ListPolicy(
         period=0,
         forward=(0,) * problem.ticks.stages,

@@ -1,4 +1,4 @@
-"""A scheduling problem, a policy that solves it, and the arrangement that results, all integers."""
+"""Scheduling problem, policy and arrangement, in integers."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -10,37 +10,37 @@ from ms_parallel.schedules.table.costs import Costs, Number, Ticks, as_fraction
 from ms_parallel.schedules.table.placements import integers, ranks_of
 
 Operation = tuple[int, int, int]
-"""(0 forward, 1 backward of inputs, 2 backward of weights; stage; microbatch)."""
+"""(0 forward, 1 input backward or 2 weight backward; stage; microbatch)."""
 Rows = tuple[tuple[Operation, ...], ...]
-"""For each rank its operations, in order."""
+"""Operations of each rank, in order."""
 
 
 @frozen(kw_only=True)
 class Problem:
-    """Costs, placement, microbatches and memory caps; times and memory in ticks."""
+    """Costs, placement, microbatches and memory caps, in ticks of time and memory."""
 
     ticks: Ticks
     placement: tuple[int, ...] = field(converter=integers)
     microbatches: int
     caps: tuple[int, ...] = field(converter=integers)
-    """Most activation memory of each rank."""
+    """Activation memory limit of each rank."""
     split: bool = True
-    """False: backwards are whole; `ticks` then has their full time as that of inputs, and no time
-    or memory for weights."""
+    """False: backwards are not split; `ticks` has their full time as input backward, and no time or
+    memory for weight backwards."""
 
     @property
     def ranks(self) -> int:
-        """Ranks of the pipeline."""
+        """Number of pipeline ranks."""
         return len(self.caps)
 
     @property
     def lengths(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Ticks of forwards, backwards of inputs and of weights, for each stage."""
+        """Ticks of forwards, input backwards and weight backwards of each stage."""
         return self.ticks.forward, self.ticks.backward_input, self.ticks.backward_weight
 
     @property
     def longest_work(self) -> int:
-        """Ticks that the busiest rank computes for one microbatch."""
+        """Ticks that the busiest rank computes per microbatch."""
         work = [0] * self.ranks
         for stage, rank in enumerate(self.placement):
             work[rank] += self.ticks.work(stage)
@@ -48,24 +48,24 @@ class Problem:
 
     @property
     def actions(self) -> int:
-        """Forwards and backwards, in two parts each, of all stages and microbatches."""
+        """Number of operations: forwards, input backwards and weight backwards."""
         return 3 * self.ticks.stages * self.microbatches
 
     def check_cap(self, rank: int, cap: Fraction) -> None:
-        """Refuse a cap, in the unit of the costs, in which `rank` cannot work.
+        """Check that a memory cap, in the unit of the costs, suffices for `rank`.
 
         Raises:
-            ScheduleError: with the least that works.
+            ScheduleError: it does not; names the minimum.
         """
-        least = Fraction(self.least(rank), self.ticks.memory_per_unit)
-        if cap < least:
+        minimum = Fraction(self.min_memory(rank), self.ticks.memory_per_unit)
+        if cap < minimum:
             raise ScheduleError(
-                f"rank {rank} cannot work in {float(cap):g} of activation memory; "
-                f"the least that works is {float(least):g}"
+                f"rank {rank} needs at least {float(minimum):g} of activation memory, got"
+                f" {float(cap):g}"
             )
 
-    def least(self, rank: int) -> int:
-        """Compute the memory that `rank` needs to hold one microbatch in each of its stages."""
+    def min_memory(self, rank: int) -> int:
+        """Memory for one microbatch in each stage of `rank`, the minimum to make progress."""
         return sum(
             size
             for size, home in zip(self.ticks.activation, self.placement, strict=True)
@@ -75,32 +75,32 @@ class Problem:
 
 @frozen(kw_only=True)
 class ListPolicy:
-    """How the list scheduler chooses; all times in ticks."""
+    """Policy of the list scheduler; all times in ticks."""
 
     period: int
-    """Due time between one microbatch and the next."""
+    """Due time difference between consecutive microbatches."""
     forward: tuple[int, ...]
-    """For each stage the due time of microbatch 0's forward."""
+    """Due time of microbatch 0's forward, for each stage."""
     backward: tuple[int, ...]
-    """For each stage the due time of microbatch 0's backward of inputs."""
+    """Due time of microbatch 0's input backward, for each stage."""
     weight_delay: int | None = None
-    """Time after its backward of inputs at which a backward of weights is due; None: never, it
-    only fills idle time and makes room."""
+    """Due time of a weight backward after its input backward. None: no due time; weight backwards
+    only fill idle time and free memory."""
     patience: int = 0
-    """Time that a rank idles for a known message of smaller key rather than start a forward."""
+    """Time that a rank may idle for a message with a smaller key instead of starting a forward."""
     weight_overrun: int = 0
-    """Time by which a filling backward of weights may delay a message that is known to come."""
+    """Time by which a weight backward that fills a gap may delay an expected message."""
     order: Rows | None = None
-    """For each rank its forwards and backwards of inputs, to be kept in this order whatever the
-    keys; a row may hold backwards of weights, which are placed anew."""
+    """Order of forwards and input backwards per rank that overrides the keys; weight backwards in
+    a row are ignored and placed again."""
 
 
 @frozen(kw_only=True)
 class Arrangement:
-    """The rows that the list scheduler made."""
+    """Result of the list scheduler."""
 
     rows: Rows
-    """For each rank its operations in order."""
+    """Operations of each rank, in order."""
     makespan: int
     peaks: tuple[int, ...]
 
@@ -112,30 +112,30 @@ def problem_of(
     placement: tuple[int, ...],
     split: bool = True,
 ) -> Problem:
-    """Set up the problem that `search` solves for one placement; see there for the arguments.
+    """Build the problem that `search` solves for one placement; see there for the arguments.
 
     Raises:
-        ScheduleError: the cap is below the least that works, or not one for each rank.
+        ScheduleError: the cap is too small, or the number of caps differs from the ranks.
     """
     ticks, ranks = costs.ticks(), ranks_of(placement)
     if not split:
-        ticks = _whole_backwards(ticks)
+        ticks = _unsplit_backwards(ticks)
     problem = Problem(
         ticks=ticks, placement=placement, microbatches=microbatches, caps=[0] * ranks, split=split
     )
-    most = [problem.least(rank) * microbatches for rank in range(ranks)]
+    caps = [problem.min_memory(rank) * microbatches for rank in range(ranks)]
     if memory_cap is None:
-        return evolve(problem, caps=most)
-    given = [memory_cap] * ranks if isinstance(memory_cap, Number) else list(memory_cap)
-    if len(given) != ranks:
+        return evolve(problem, caps=caps)
+    limits = [memory_cap] * ranks if isinstance(memory_cap, Number) else list(memory_cap)
+    if len(limits) != ranks:
         raise ScheduleError(
-            f"{len(given)} memory caps for {ranks} ranks; give one for all or one for each"
+            f"{len(limits)} memory caps for {ranks} ranks; use one for all ranks or one per rank"
         )
-    for rank in sorted(range(ranks), key=problem.least, reverse=True):
-        cap = _cap(given[rank])
+    for rank in sorted(range(ranks), key=problem.min_memory, reverse=True):
+        cap = _cap(limits[rank])
         problem.check_cap(rank, cap)
-        most[rank] = min(most[rank], int(cap * ticks.memory_per_unit))
-    return evolve(problem, caps=most)
+        caps[rank] = min(caps[rank], int(cap * ticks.memory_per_unit))
+    return evolve(problem, caps=caps)
 
 
 def _cap(value: Number) -> Fraction:
@@ -143,12 +143,14 @@ def _cap(value: Number) -> Fraction:
         return as_fraction(value)
     except ScheduleError:
         raise ScheduleError(
-            f"a memory cap of {value} is no amount of memory; give a number above 0, or none at all"
+            f"a memory cap must be a number above 0, got {value}; leave it out for no limit"
         ) from None
 
 
-def _whole_backwards(ticks: Ticks) -> Ticks:
-    """Count the time of both parts of a backward as that of inputs; weights take none."""
-    nothing = (0,) * ticks.stages
-    both = tuple(i + w for i, w in zip(ticks.backward_input, ticks.backward_weight, strict=True))
-    return evolve(ticks, backward_input=both, backward_weight=nothing, retained=nothing)
+def _unsplit_backwards(ticks: Ticks) -> Ticks:
+    """Assign the time of unsplit backwards to the input backward; weight backwards take none."""
+    zeros = (0,) * ticks.stages
+    backward = tuple(
+        i + w for i, w in zip(ticks.backward_input, ticks.backward_weight, strict=True)
+    )
+    return evolve(ticks, backward_input=backward, backward_weight=zeros, retained=zeros)

@@ -1,4 +1,4 @@
-"""Turns rows of operations into a table with communication."""
+"""Converts rows of operations to a table with communication."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ _KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def tabulate(problem: Problem, rows: Rows, name: str) -> Schedule:
-    """Make a schedule of rows that solve `problem`; sends and receives are inserted."""
+    """Build a schedule from rows that solve `problem`, and insert sends and receives."""
     return Schedule.from_computations(
         [_actions(row, problem.split) for row in rows],
         problem.placement,
@@ -21,7 +21,7 @@ def tabulate(problem: Problem, rows: Rows, name: str) -> Schedule:
 
 
 def _actions(row: Sequence[Operation], split: bool) -> list[Action]:
-    """Make actions with whole backwards, or join I and W to a B where no rank waits for the I."""
+    """Convert operations to actions; I directly followed by W on stage 0 becomes B."""
     if not split:
         kinds = (Kind.FORWARD, Kind.BACKWARD)
         return [Action(kinds[kind], stage, number) for kind, stage, number in row if kind < 2]

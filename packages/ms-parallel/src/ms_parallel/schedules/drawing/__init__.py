@@ -1,1 +1,1 @@
-"""Pictures of timelines: SVG, HTML, and lines for a terminal."""
+"""Drawings of timelines: SVG, HTML and text for a terminal."""

@@ -1,4 +1,4 @@
-"""Draws timelines as a page of HTML, for a desk and for a phone."""
+"""Draws timelines as an HTML page for wide and narrow screens."""
 
 from collections.abc import Sequence
 from html import escape
@@ -8,7 +8,7 @@ from ms_parallel.schedules.drawing.text import path_text, summary
 from ms_parallel.schedules.timeline.simulate import Timeline
 
 _PHONE = 404
-"""Width of the picture for a phone, in pixels."""
+"""Width of the narrow picture, in pixels."""
 _STYLE = """<style>
 body { font-family: sans-serif; color: #202124; background: #ffffff; margin: 8px }
 .phone { display: none }
@@ -16,19 +16,19 @@ p, h2 { overflow-wrap: anywhere } h2 { font-size: 16px }
 @media (max-width: 640px) { .wide { display: none } .phone { display: block } }
 @media (prefers-color-scheme: dark) { body { color: #e8eaed; background: #202124 } }
 </style>"""
-"""A phone shows the narrow picture."""
+"""Narrow screens show the narrow picture."""
 
 
 def draw_html(
     *lines: Timeline, titles: Sequence[str] = (), width: int = 1200, unit: str = ""
 ) -> str:
-    """Draw a page without scripts or links: the picture, its legend, the critical path in words.
+    """Draw a page without scripts or links: picture, legend and critical path.
 
     Args:
-        lines: What to draw.
-        titles: What each one is.
-        width: Of the picture, in pixels.
-        unit: Of time, such as "ms"; by default whatever the costs are in.
+        lines: timelines to draw.
+        titles: title of each timeline.
+        width: width of the picture, in pixels.
+        unit: unit of time, such as "ms"; by default that of the costs is not named.
     """
     paths = "".join(
         f"<h2>{escape(summary(line, titles, index))}</h2>"

@@ -1,4 +1,4 @@
-"""Draws timelines as SVG; a simulated and a measured one share one scale of time."""
+"""Draws timelines as SVG; several timelines, such as simulated and measured, share one scale."""
 
 from collections.abc import Sequence
 from html import escape
@@ -12,41 +12,41 @@ from ms_parallel.schedules.table.action import Kind
 from ms_parallel.schedules.table.playback import Span
 from ms_parallel.schedules.timeline.simulate import Timeline
 
-_COLOURS = {
+_COLORS = {
     Kind.FORWARD: ("#4c8bf5", "#a9c8fb"),
     Kind.BACKWARD: ("#2e9e5b", "#98d4af"),
     Kind.BACKWARD_INPUT: ("#17939b", "#8ccfd3"),
     Kind.BACKWARD_WEIGHT: ("#8a63c9", "#c9b4e8"),
     Kind.OVERLAP: ("#c27a1d", "#e5bd86"),
 }
-"""For each kind the colour of a rank's first stage and of its later ones."""
+"""Color of a rank's first stage and of its later stages, by kind of action."""
 _NAMES = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "full backward",
-    Kind.BACKWARD_INPUT: "backward of inputs",
-    Kind.BACKWARD_WEIGHT: "backward of weights",
-    Kind.OVERLAP: "pair, one after the other",
+    Kind.BACKWARD_INPUT: "input backward",
+    Kind.BACKWARD_WEIGHT: "weight backward",
+    Kind.OVERLAP: "pair, run one after the other",
 }
 _BOX, _HEAD, _TITLE, _AXIS, _LEGEND = 18, 30, 18, 20, 18
 _NARROW = 640
-"""Width below which a rank's facts stand under its row, in pixels."""
+"""Width in pixels below which a rank's summary is below its row."""
 _TITLE_LETTER, _LETTER = 7.6, 6.0
-"""Pixels that a letter of a title, and of the rest, takes at most on average."""
+"""Maximum average width of a character in a title and in other text, in pixels."""
 _DARK = """<style>@media (prefers-color-scheme: dark) {
 rect[fill="#ffffff"] { fill: #202124 } rect[stroke="#ffffff"] { stroke: #202124 }
 rect[stroke="#d93025"] { stroke: #ff8a80 } text:not([fill]) { fill: #e8eaed }
 text[fill="#5f6368"] { fill: #bdc1c6 } line[stroke="#dadce0"] { stroke: #3c4043 }
 line[stroke="#5f6368"] { stroke: #9aa0a6 } }</style>"""
-"""The same picture on a dark page; what is written in boxes stays as it is."""
+"""Colors on a dark page; labels in boxes do not change."""
 _CLOSEST_MARKS = 56
-"""Pixels between two marks of the axis, at the least."""
+"""Minimum distance of tick marks, in pixels."""
 _NARROWEST_LABEL = 14
-"""Pixels below which a box bears no number."""
+"""Minimum width of a box with a label, in pixels."""
 
 
 @frozen
 class _Page:
-    """How a picture of some width is laid out, in pixels."""
+    """Layout of a picture with a given width, in pixels."""
 
     width: int
 
@@ -67,34 +67,34 @@ class _Page:
         return _BOX + (16 if self.narrow else 4)
 
     @property
-    def room(self) -> int:
+    def plot_width(self) -> int:
         return self.width - self.left - self.right
 
     def title(self, text: str) -> list[str]:
-        """Wrap a title into lines that fit."""
+        """Wrap a title to the width of the picture."""
         return wrap(text, max(20, int((self.width - 16) / _TITLE_LETTER)))
 
 
 def draw_svg(
     *lines: Timeline, titles: Sequence[str] = (), width: int = 1200, unit: str = ""
 ) -> str:
-    """Draw one or more timelines under one another, on one scale of time.
+    """Draw timelines below each other, on one time scale.
 
-    Boxes are computations with their microbatch, dark for a rank's first stage; the critical path
-    has a red edge; idle time is empty. The axis of time is below; each rank's idle share and peak
-    memory are at the right, or in a narrow picture below its row; the legend is last. The picture
-    is dark on a dark page, and never wider than its page.
+    Boxes are computations labeled with their microbatch, dark for a rank's first stage. The
+    critical path has red edges, and idle time is empty. Each rank has its idle time and peak memory
+    on the right or, in a narrow picture, below its row. The time axis and the legend are at the
+    bottom. The picture has a dark mode and is never wider than its page.
 
     Args:
-        lines: What to draw.
-        titles: What each one is, such as "simulated" and "measured".
-        width: Of the picture, in pixels.
-        unit: Of time, such as "ms"; by default whatever the costs are in.
+        lines: timelines to draw.
+        titles: title of each timeline, such as "simulated" and "measured".
+        width: width of the picture, in pixels.
+        unit: unit of time, such as "ms"; by default that of the costs is not named.
     """
     longest = max(float(line.makespan) for line in lines)
     parts, top, page = [], 0, _Page(width)
     for index, line in enumerate(lines):
-        scale = page.room / longest / line.ticks.per_unit if longest else 0.0
+        scale = page.plot_width / longest / line.ticks.per_unit if longest else 0.0
         words = page.title(summary(line, titles, index))
         begin = top + _HEAD + _TITLE * (len(words) - 1)
         bottom = begin + page.row * line.schedule.ranks
@@ -117,57 +117,57 @@ def draw_svg(
 
 
 def _legend(lines: Sequence[Timeline], top: int, page: _Page) -> tuple[list[str], int]:
-    """Draw what the colours mean, of the kinds that are drawn; return also where it ends."""
-    there = {span.action.kind for line in lines for row in line.spans for span in row}
-    swatches = [(_COLOURS[kind], "", name) for kind, name in _NAMES.items() if kind in there]
-    later = any(len(line.schedule.stages_of(0)) > 1 for line in lines)
-    if later:
-        swatches = [(both, both[1], name) for both, _, name in swatches]
+    """Draw the legend of the kinds that occur; return it with the y coordinate of its end."""
+    kinds = {span.action.kind for line in lines for row in line.spans for span in row}
+    swatches = [(_COLORS[kind], "", name) for kind, name in _NAMES.items() if kind in kinds]
+    has_later_stages = any(len(line.schedule.stages_of(0)) > 1 for line in lines)
+    if has_later_stages:
+        swatches = [(shades, shades[1], name) for shades, _, name in swatches]
     entries = [*swatches, (("#ffffff", ""), "", "critical path")]
     parts, x, y = [], 8.0, top + 4
     for (dark, _), light, name in entries:
         text = f"{name} (lighter: later stages)" if light and name == entries[0][2] else name
-        wide = 22 + (16 if light else 0) + _LETTER * len(text) + 12
-        if x > 8 and x + wide > page.width - 8:
+        entry_width = 22 + (16 if light else 0) + _LETTER * len(text) + 12
+        if x > 8 and x + entry_width > page.width - 8:
             x, y = 8.0, y + _LEGEND
         edge = "#d93025" if dark == "#ffffff" else "#ffffff"
-        for place, colour in enumerate(filter(None, (dark, light))):
+        for index, color in enumerate(filter(None, (dark, light))):
             parts.append(
-                f'<rect x="{x + 16 * place:.0f}" y="{y}" width="14" height="12" fill="{colour}" '
+                f'<rect x="{x + 16 * index:.0f}" y="{y}" width="14" height="12" fill="{color}" '
                 f'stroke="{edge}" stroke-width="2"/>'
             )
         parts.append(f'<text x="{x + (36 if light else 20):.0f}" y="{y + 10}">{text}</text>')
-        x += wide
+        x += entry_width
     return parts, y + _LEGEND
 
 
 def _axis(longest: float, rows: tuple[int, int], page: _Page, unit: str) -> list[str]:
-    """Draw marks from 0 to the longest timeline's end, at round times, and what they are in."""
+    """Draw tick marks at round times up to the longest timeline's end, and name the unit."""
     begin, end = rows
-    step = _round_step(longest * _CLOSEST_MARKS / page.room) if longest else 1.0
+    step = _round_step(longest * _CLOSEST_MARKS / page.plot_width) if longest else 1.0
     marks = []
     for index in range(int(longest / step * (1 + 1e-9)) + 1):
-        x = page.left + (index * step * page.room / longest if longest else 0.0)
+        x = page.left + (index * step * page.plot_width / longest if longest else 0.0)
         marks.append(
             f'<line x1="{x:.2f}" y1="{begin}" x2="{x:.2f}" y2="{end + 4}" stroke="#dadce0"/>'
             f'<text x="{x:.2f}" y="{end + 15}" text-anchor="middle" fill="#5f6368">'
             f"{index * step:g}</text>"
         )
     right = page.width - page.right
-    where = f'x="{right}" y="{end + 27}" text-anchor="end"'
+    position = f'x="{right}" y="{end + 27}" text-anchor="end"'
     if not page.narrow:
-        where = f'x="{right + 8}" y="{end + 15}"'
+        position = f'x="{right + 8}" y="{end + 15}"'
     return [
         *marks,
         f'<line x1="{page.left}" y1="{end}" x2="{right}" y2="{end}" stroke="#5f6368"/>',
-        f'<text {where} fill="#5f6368">time, {escape(unit or "unit of the costs")}</text>',
+        f'<text {position} fill="#5f6368">time, {escape(unit or "unit of the costs")}</text>',
     ]
 
 
-def _round_step(least: float) -> float:
-    """Find the least of 1, 2, 5, 10, ... times a power of ten that is not below `least`."""
-    power = 10.0 ** floor(log10(least))
-    return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= least)
+def _round_step(minimum: float) -> float:
+    """Return the smallest of 1, 2, 5 and 10 times a power of ten that is at least `minimum`."""
+    power = 10.0 ** floor(log10(minimum))
+    return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= minimum)
 
 
 def _panel(line: Timeline, top: int, scale: float, page: _Page) -> list[str]:
@@ -177,13 +177,13 @@ def _panel(line: Timeline, top: int, scale: float, page: _Page) -> list[str]:
     for rank, row in enumerate(line.spans):
         y = top + page.row * rank
         idle = 100 * float(1 - busy[rank] / makespan) if makespan else 0.0
-        facts = f"idle {idle:.1f}%, peak {number(line.peak_memory[rank])}"
-        x, below = (page.left, 29) if page.narrow else (page.width - page.right + 8, 14)
+        summary_text = f"idle {idle:.1f}%, peak {number(line.peak_memory[rank])}"
+        x, text_y = (page.left, 29) if page.narrow else (page.width - page.right + 8, 14)
         parts.append(f'<text x="8" y="{y + 14}">rank {rank}</text>')
-        parts.append(f'<text x="{x}" y="{y + below}">{facts}</text>')
+        parts.append(f'<text x="{x}" y="{y + text_y}">{summary_text}</text>')
         for span in row:
-            edged = (rank, span.start, span.action) in critical
-            parts.append(_box(line, rank, span, (y, page.left), scale, edged))
+            is_critical = (rank, span.start, span.action) in critical
+            parts.append(_box(line, rank, span, (y, page.left), scale, is_critical))
     return parts
 
 
@@ -191,20 +191,20 @@ def _box(
     line: Timeline, rank: int, span: Span, corner: tuple[int, int], scale: float, critical: bool
 ) -> str:
     y, left = corner
-    x, wide = left + span.start * scale, (span.end - span.start) * scale
+    x, width = left + span.start * scale, (span.end - span.start) * scale
     later = is_later_stage(line, rank, span)
-    colour, ink = _COLOURS[span.action.kind][later], "#202124" if later else "#ffffff"
+    color, ink = _COLORS[span.action.kind][later], "#202124" if later else "#ffffff"
     edge = ' stroke="#d93025" stroke-width="2"' if critical else ' stroke="#ffffff"'
     unit = line.ticks.per_unit
-    tip = f"{span.action}: {number(span.start / unit)} to {number(span.end / unit)}"
+    tooltip = f"{span.action}: {number(span.start / unit)} to {number(span.end / unit)}"
     box = (
-        f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{_BOX}" fill="{colour}"{edge}>'
-        f"<title>{escape(tip)}</title></rect>"
+        f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_BOX}" fill="{color}"{edge}>'
+        f"<title>{escape(tooltip)}</title></rect>"
     )
-    if wide < _NARROWEST_LABEL:
+    if width < _NARROWEST_LABEL:
         return box
     label = "&amp;".join(str(part.microbatch) for part in span.action.computations)
     return box + (
-        f'<text x="{x + wide / 2:.2f}" y="{y + 13}" text-anchor="middle" fill="{ink}" '
+        f'<text x="{x + width / 2:.2f}" y="{y + 13}" text-anchor="middle" fill="{ink}" '
         f'pointer-events="none">{label}</text>'
     )

@@ -1,4 +1,4 @@
-"""Timelines in words and letters: their facts, their critical path, lines for a terminal."""
+"""Timelines as text: summary, critical path, and a chart for a terminal."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -24,15 +24,15 @@ _LETTERS = {
 
 
 def draw_text(
-    *lines: Timeline, titles: Sequence[str] = (), width: int = 100, colour: bool = False
+    *lines: Timeline, titles: Sequence[str] = (), width: int = 100, color: bool = False
 ) -> str:
-    """Draw for a terminal: a letter is a slice of time, small for a rank's later stages.
+    """Draw timelines for a terminal: one letter per slice of time, small for later stages.
 
     Args:
-        lines: What to draw, on one scale of time.
-        titles: What each one is.
-        width: Of a line, in characters; at least 40.
-        colour: Mark kinds by ANSI colours.
+        lines: timelines to draw, on one time scale.
+        titles: title of each timeline.
+        width: line width in characters, at least 40.
+        color: mark kinds with ANSI colors.
     """
     columns = max(width, 40) - 36
     longest = max(float(line.makespan) for line in lines)
@@ -42,36 +42,36 @@ def draw_text(
         slices = max(1, round(columns * float(line.makespan) / longest)) if longest else 1
         for rank in range(line.schedule.ranks):
             idle = 100 * float(1 - line.busy[rank] / line.makespan) if line.makespan else 0.0
-            cells = _cells(line, rank, slices, colour) + " " * (columns - slices)
+            cells = _cells(line, rank, slices, color) + " " * (columns - slices)
             peak = number(line.peak_memory[rank])
             text.append(f"rank {rank:<4}|{cells}| idle {idle:4.1f}%, peak {peak}")
     return "\n".join(text) + "\n"
 
 
-def _cells(line: Timeline, rank: int, slices: int, colour: bool) -> str:
-    cells, row, at = [], line.spans[rank], 0
+def _cells(line: Timeline, rank: int, slices: int, color: bool) -> str:
+    cells, row, index = [], line.spans[rank], 0
     for column in range(slices):
-        # The middle of the slice, in halves of ticks over slices, so that nothing is rounded.
-        now = (2 * column + 1) * line.end
-        while at < len(row) and row[at].end * 2 * slices <= now:
-            at += 1
-        if at == len(row) or row[at].start * 2 * slices > now:
+        # Compare the middle of the slice in units of tick / (2 * slices), to avoid rounding.
+        middle = (2 * column + 1) * line.end
+        while index < len(row) and row[index].end * 2 * slices <= middle:
+            index += 1
+        if index == len(row) or row[index].start * 2 * slices > middle:
             cells.append("·")
             continue
-        kind = row[at].action.kind
+        kind = row[index].action.kind
         letter = _LETTERS[kind]
-        letter = letter.lower() if is_later_stage(line, rank, row[at]) else letter
-        cells.append(f"\x1b[{_ANSI[kind]}m{letter}\x1b[0m" if colour else letter)
+        letter = letter.lower() if is_later_stage(line, rank, row[index]) else letter
+        cells.append(f"\x1b[{_ANSI[kind]}m{letter}\x1b[0m" if color else letter)
     return "".join(cells)
 
 
 def number(value: Fraction | float) -> str:
-    """Write a number in four digits."""
+    """Format a number with four significant digits."""
     return f"{float(value):.4g}"
 
 
 def summary(line: Timeline, titles: Sequence[str], index: int) -> str:
-    """Write a line of facts about the timeline of this index, behind its title if it has one."""
+    """Summarize a timeline in one line, with its title."""
     title = titles[index] if index < len(titles) else ""
     name = line.schedule.name or "schedule"
     return (
@@ -82,12 +82,12 @@ def summary(line: Timeline, titles: Sequence[str], index: int) -> str:
 
 
 def is_later_stage(line: Timeline, rank: int, span: Span) -> bool:
-    """Return whether a span is of a stage of the rank other than its first."""
+    """Return whether a span belongs to a stage of the rank other than its first."""
     return span.action.computations[0].stage != line.schedule.stages_of(rank)[0]
 
 
 def path_text(line: Timeline) -> str:
-    """Write the critical path, its unbroken stretches on one rank shortened to first and last."""
+    """Format the critical path; runs on one rank are shortened to the first and last action."""
     runs: list[tuple[int, list[Span]]] = []
     for rank, span in line.critical_path:
         if not runs or runs[-1][0] != rank:

@@ -1,4 +1,4 @@
-"""Schedule generators by placement, one family a file; importing the room registers them all."""
+"""Schedule generators by placement, one family per file; importing this package registers all."""
 
 from importlib import import_module
 from pkgutil import walk_packages

@@ -1,7 +1,6 @@
-"""Registers generators by the names of commands and run files, and makes schedules by name.
+"""Registry of schedule generators by name, as used in commands and run files.
 
-A generator is a function with the decorator `generator`, in a file anywhere in this room; nothing
-else names it.
+A generator is a function with the decorator `generator`, in any file of this package.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,32 +20,33 @@ _Make = TypeVar("_Make", bound=Callable[..., Schedule])
 
 @frozen(kw_only=True)
 class Generator:
-    """A generator, and what the search and `named_schedule` need to know of it."""
+    """A schedule generator and its properties."""
 
     make: Callable[..., Schedule]
     """Function of (ranks, microbatches); with `from_costs`, of (costs, microbatches)."""
     placement: Callable[..., tuple[int, ...]]
-    """Rank of each stage as a function of ranks; `looped` also takes the stages a rank, which
+    """Rank of each stage as a function of ranks; `looped` also takes the stages per rank, which
     `make` then takes as its third argument."""
     from_costs: bool
-    begins_search: bool
+    seeds_search: bool
+    """Whether a search also starts from this schedule's order."""
 
     def __call__(self, ranks: int, microbatches: int, costs: Costs) -> Schedule:
-        """Make the schedule; `costs` are those of one stage a rank."""
+        """Generate the schedule; `costs` are for one stage per rank."""
         return self.make(costs if self.from_costs else ranks, microbatches)
 
     def start(self, placement: tuple[int, ...], microbatches: int) -> Schedule | None:
-        """Make the schedule from which a search on this placement may begin, if there is one."""
+        """Generate the initial schedule of a search on this placement; None if not applicable."""
         ranks = max(placement) + 1
         rounds = (len(placement) // ranks,) if self.placement is looped else ()
-        if not self.begins_search or rounds == (1,) or self.placement(ranks, *rounds) != placement:
+        if not self.seeds_search or rounds == (1,) or self.placement(ranks, *rounds) != placement:
             return None
         return self.make(ranks, microbatches, *rounds)
 
 
 _generators: dict[str, Generator] = {}
 GENERATORS: Mapping[str, Generator] = MappingProxyType(_generators)
-"""Every generator by name: a function of (ranks, microbatches, costs of one stage a rank)."""
+"""Generators by name, as functions of (ranks, microbatches, costs of one stage per rank)."""
 
 
 def generator(
@@ -54,21 +54,21 @@ def generator(
     *,
     placement: Callable[..., tuple[int, ...]],
     from_costs: bool = False,
-    begins_search: bool = False,
+    seeds_search: bool = False,
 ) -> Callable[[_Make], _Make]:
     """Register the decorated function as a generator.
 
     Args:
-        name: In commands and run files.
-        placement: Where its stages live; see `Generator`.
-        from_costs: Whether it takes costs in place of the number of ranks.
-        begins_search: Whether a search also begins from its order.
+        name: name in commands and run files.
+        placement: placement of the stages; see `Generator`.
+        from_costs: the function takes costs instead of the number of ranks.
+        seeds_search: a search also starts from its order.
     """
 
     def register(make: _Make) -> _Make:
         assert name not in _generators, f"two generators are named {name}"
         _generators[name] = Generator(
-            make=make, placement=placement, from_costs=from_costs, begins_search=begins_search
+            make=make, placement=placement, from_costs=from_costs, seeds_search=seeds_search
         )
         return make
 
@@ -78,27 +78,27 @@ def generator(
 def named_schedule(
     name: str, ranks: int, microbatches: int, *, costs: Costs | None = None
 ) -> Schedule:
-    """Make a schedule by name.
+    """Generate a schedule by name.
 
     Args:
-        name: One of `GENERATORS`.
-        ranks: Ranks of the pipeline; some schedules give each two stages.
-        microbatches: Of one step.
-        costs: Of one stage a rank, for `zb1p` and `zb2p`; default equal ones.
+        name: key of `GENERATORS`.
+        ranks: pipeline ranks; some schedules have two stages per rank.
+        microbatches: microbatches per step.
+        costs: costs of one stage per rank, for `zb1p` and `zb2p`; equal costs by default.
 
     Raises:
-        ScheduleError: no such name (the nearest one is given), or sizes that do not fit.
+        ScheduleError: the name is unknown (the nearest one is suggested), or sizes do not fit.
     """
     if name not in GENERATORS:
-        near = get_close_matches(name, GENERATORS, n=1)
-        known = ", ".join(sorted(GENERATORS))
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {known}"
-        raise ScheduleError(f"there is no schedule {name!r}; {hint}")
+        close_matches = get_close_matches(name, GENERATORS, n=1)
+        names = ", ".join(sorted(GENERATORS))
+        hint = f"did you mean {close_matches[0]!r}?" if close_matches else f"use one of {names}"
+        raise ScheduleError(f"unknown schedule {name!r}; {hint}")
     if costs is None:
         costs = Costs.uniform(max(ranks, 1))
     if ranks < 1 or costs.stages != ranks:
         raise ScheduleError(
-            f"costs of {costs.stages} stages for {ranks} ranks; give at least 1 rank and one "
-            "cost for each"
+            f"costs of {costs.stages} stages for {ranks} ranks; use at least 1 rank and one cost "
+            "per rank"
         )
     return GENERATORS[name](ranks, microbatches, costs)

@@ -1,1 +1,1 @@
-"""The search for the shortest schedule: annealing, lower bounds, an exact solver, layer splits."""
+"""Search for the shortest schedule: annealing, lower bounds, exact solver and layer split."""

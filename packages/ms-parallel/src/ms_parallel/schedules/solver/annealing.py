@@ -1,6 +1,6 @@
-"""Improves an arrangement by simulated annealing: of a block's delays, and of the order of actions.
+"""Simulated annealing of an arrangement: of a block's delays, and of the order of actions.
 
-Both walks depend on a seed and a number of steps alone.
+Both walks depend only on a seed and a number of steps.
 """
 
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ from ms_parallel.schedules.solver.play import Played, Player
 
 _STRETCHES = (100, 104, 110, 118, 130)
 WARM, COOL = (0.012, 0.008, 0.004), (0.006, 0.003, 0.0015)
-"""First temperatures of walks over orders, in makespans: about what a displaced action costs in a
-short step, and in a long one."""
+"""Initial temperatures of walks over orders, relative to the makespan: the typical cost of one
+displaced action in a short and in a long step."""
 _SHORTEST_WALK = 40
 
 
 def anneal_blocks(problem: Problem, start: Arrangement, budget: int, seed: int) -> Arrangement:
-    """Try blocks whose delays differ from hop to hop, for intervals from tight to loose.
+    """Try blocks with a separate delay per hop, for intervals from tight to loose.
 
-    Drawing a block costs about as much as scheduling its actions twice, whatever the number of
-    microbatches, so much longer walks are affordable than with whole schedules.
+    Building a block costs about as much as scheduling its actions twice, whatever the number of
+    microbatches, so walks over blocks can be much longer than over schedules.
     """
     actions = 3 * problem.ticks.stages
     steps = budget // (2 * actions * len(_STRETCHES))
@@ -39,9 +39,13 @@ def anneal_blocks(problem: Problem, start: Arrangement, budget: int, seed: int) 
             block = _walk(problem, interval, patience, steps // 2, seed)
             if block is None:
                 continue
-            kept = keep_order(problem, block.order(problem.microbatches))
+            ordered = keep_order(problem, block.order(problem.microbatches))
             overrun = max(problem.ticks.backward_weight) // 3
-            for policy in (kept, evolve(kept, weight_overrun=overrun), follow(problem, block)):
+            for policy in (
+                ordered,
+                evolve(ordered, weight_overrun=overrun),
+                follow(problem, block),
+            ):
                 with suppress(ScheduleError):
                     best = arrange(problem, policy, limit=best.makespan)
     return best
@@ -50,165 +54,178 @@ def anneal_blocks(problem: Problem, start: Arrangement, budget: int, seed: int) 
 def _walk(
     problem: Problem, interval: int, patience: int, steps: int, seed: int
 ) -> BuildingBlock | None:
-    """Find a block of least memory beyond the caps, then of shortest way; None if over a cap."""
+    """Minimize a block's memory above the caps, then its path length; None if above a cap."""
     random, ticks, hops = Random(seed), problem.ticks, 2 * problem.ticks.stages
-    grain = max(1, problem.longest_work * problem.ranks // (6 * hops))
-    delays = [patience * grain] * hops
-    block, cost = _weigh(problem, interval, delays)
-    best, least = block, cost
+    step_size = max(1, problem.longest_work * problem.ranks // (6 * hops))
+    delays = [patience * step_size] * hops
+    block, cost = _cost(problem, interval, delays)
+    best, best_cost = block, cost
     for step in range(steps):
-        heat = interval * 0.5 * (1 - step / steps)
-        tried = list(delays)
-        one, other = random.randrange(hops), random.randrange(hops)
-        change = random.choice((-2, -1, 1, 2)) * grain
-        tried[one] = max(0, tried[one] + change)
+        temperature = interval * 0.5 * (1 - step / steps)
+        trial = list(delays)
+        first_hop, second_hop = random.randrange(hops), random.randrange(hops)
+        change = random.choice((-2, -1, 1, 2)) * step_size
+        trial[first_hop] = max(0, trial[first_hop] + change)
         if random.random() < 0.4:
-            tried[other] = max(0, tried[other] - change)
-        candidate, price = _weigh(problem, interval, tried)
-        if price <= cost or random.random() < exp((cost - price) / heat):
-            delays, cost = tried, price
-            if price < least:
-                best, least = candidate, price
+            trial[second_hop] = max(0, trial[second_hop] - change)
+        candidate, candidate_cost = _cost(problem, interval, trial)
+        if candidate_cost <= cost or random.random() < exp((cost - candidate_cost) / temperature):
+            delays, cost = trial, candidate_cost
+            if candidate_cost < best_cost:
+                best, best_cost = candidate, candidate_cost
     if best is None or any(
-        need > cap for need, cap in zip(best.held(ticks.activation), problem.caps, strict=True)
+        memory > cap
+        for memory, cap in zip(best.peak_memory(ticks.activation), problem.caps, strict=True)
     ):
         return None
     return best
 
 
-def _weigh(
+def _cost(
     problem: Problem, interval: int, delays: Sequence[int]
 ) -> tuple[BuildingBlock | None, float]:
     block = building_block(problem.placement, problem.ticks, interval, delays)
     if block is None:
         return None, 1e30
-    over = 0.0
-    held = block.held(problem.ticks.activation)
-    mean = [0] * problem.ranks
+    excess = 0.0
+    peaks = block.peak_memory(problem.ticks.activation)
+    mean_memory = [0] * problem.ranks
     for stage, rank in enumerate(problem.placement):
-        alive = block.backward[stage] - block.forward[stage]
-        mean[rank] += alive * problem.ticks.activation[stage]
-    for need, area, cap in zip(held, mean, problem.caps, strict=True):
-        over += max(0, need - cap) * interval + 0.2 * max(0, area - cap * interval)
-    return block, over / max(problem.ticks.activation) + 0.01 * block.backward[0]
+        lifespan = block.backward[stage] - block.forward[stage]
+        mean_memory[rank] += lifespan * problem.ticks.activation[stage]
+    for peak, area, cap in zip(peaks, mean_memory, problem.caps, strict=True):
+        excess += max(0, peak - cap) * interval + 0.2 * max(0, area - cap * interval)
+    return block, excess / max(problem.ticks.activation) + 0.01 * block.backward[0]
 
 
 def anneal_order(
-    problem: Problem, start: Arrangement, budget: int, seed: int, heats: Sequence[float]
+    problem: Problem, start: Arrangement, budget: int, seed: int, temperatures: Sequence[float]
 ) -> Arrangement:
-    """Swap neighbours of one rank that both lie on a critical path; only such can shorten it.
+    """Swap neighboring actions on a critical path; no other swap can shorten it.
 
-    A swap is made once, or wherever in the row the same two meet again, which keeps what is
-    periodic so.
+    A swap applies to one pair, or to all occurrences of the pair in the row, which preserves
+    periodic orders.
     """
-    steps = budget // (problem.actions * len(heats))
+    steps = budget // (problem.actions * len(temperatures))
     if steps < _SHORTEST_WALK:
         return start
     best, walker = start, _Walker(problem)
-    for walk, heat in enumerate(heats):
-        best = walker.walk(best, steps, heat * start.makespan, Random(seed + walk))
+    for walk, temperature in enumerate(temperatures):
+        best = walker.walk(best, steps, temperature * start.makespan, Random(seed + walk))
     return best
 
 
-def _number(row: Sequence[int], places: list[int]) -> None:
-    for at, op in enumerate(row):
-        places[op] = at
+def _index_row(row: Sequence[int], positions: list[int]) -> None:
+    for index, op in enumerate(row):
+        positions[op] = index
 
 
 class _Walker:
-    """Walks over orders of one problem."""
+    """Random walks over orders of a problem."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.player = player = Player(problem)
         ticks = problem.ticks
         self.family = [kind * ticks.stages + stage for kind, stage, _ in player.ops]
-        kept = [(a, r) for a, r in zip(ticks.activation, ticks.retained, strict=True)]
+        sizes = [(a, r) for a, r in zip(ticks.activation, ticks.retained, strict=True)]
         change = [lambda a, r: a, lambda a, r: r - a, lambda a, r: -r]
-        self.memory = [change[kind](*kept[stage]) for kind, stage, _ in player.ops]
+        self.memory = [change[kind](*sizes[stage]) for kind, stage, _ in player.ops]
 
-    def walk(self, start: Arrangement, steps: int, hottest: float, random: Random) -> Arrangement:
-        """Walk while cooling down; return the best order met."""
+    def walk(
+        self, start: Arrangement, steps: int, initial_temperature: float, random: Random
+    ) -> Arrangement:
+        """Walk with decreasing temperature; return the best order."""
         player = self.player
         rows = [[player.number(op) for op in row] for row in start.rows]
         played = player.play(rows)
-        assert played is not None  # it was arranged
+        assert played is not None  # the start is a valid arrangement
         best, shortest = rows, start.makespan
-        places = [0] * len(player.ops)
-        """Each action's index in its row."""
+        positions = [0] * len(player.ops)
+        """Index of each action in its row."""
         for row in rows:
-            _number(row, places)
-        pairs = self._critical(rows, played, places)
+            _index_row(row, positions)
+        pairs = self._critical(rows, played, positions)
         for step in range(steps):
             if not pairs:
                 break
-            heat = hottest * (1 - step / steps)
-            rank, at = random.choice(pairs)
-            swapped = self._swapped(rows[rank], at, random.random())
+            temperature = initial_temperature * (1 - step / steps)
+            rank, index = random.choice(pairs)
+            swapped = self._swapped(rows[rank], index, random.random())
             if swapped is None or not self._fits(rank, swapped):
                 continue
-            tried = [*rows[:rank], swapped, *rows[rank + 1 :]]
+            trial = [*rows[:rank], swapped, *rows[rank + 1 :]]
             pairwise = zip(rows[rank], swapped, strict=True)
-            first = next(at for at, (old, new) in enumerate(pairwise) if old != new)
-            since = played.starts[rows[rank][first]]
-            moved = player.replay(tried, played, rank, first, since)
-            if moved is None:
+            first = next(index for index, (old, new) in enumerate(pairwise) if old != new)
+            change_time = played.starts[rows[rank][first]]
+            replayed = player.replay(trial, played, rank, first, change_time)
+            if replayed is None:
                 continue
-            worse = moved.end - played.end
-            if worse <= 0 or random.random() < exp(-worse / heat):
-                rows, played = tried, moved
-                _number(swapped, places)
-                pairs = self._critical(rows, played, places)
+            increase = replayed.end - played.end
+            if increase <= 0 or random.random() < exp(-increase / temperature):
+                rows, played = trial, replayed
+                _index_row(swapped, positions)
+                pairs = self._critical(rows, played, positions)
                 if played.end < shortest:
                     best, shortest = rows, played.end
-        made = tuple(tuple(player.ops[op] for op in row) for row in best)
-        return Arrangement(rows=made, makespan=shortest, peaks=start.peaks)
+        result_rows = tuple(tuple(player.ops[op] for op in row) for row in best)
+        return Arrangement(rows=result_rows, makespan=shortest, peaks=start.peaks)
 
     def _critical(
-        self, rows: Sequence[list[int]], played: Played, places: list[int]
+        self, rows: Sequence[list[int]], played: Played, positions: list[int]
     ) -> list[tuple[int, int]]:
-        """List (rank, index) of all on a critical path that start as their left neighbour ends."""
+        """(rank, index) of critical actions that start when their left neighbor ends."""
         player, starts, end = self.player, played.starts, played.end
         length, source, rank_of = player.length, player.source, player.rank
         op = min(row[-1] for row in rows if row and starts[row[-1]] + length[row[-1]] == end)
         pairs = []
         while op >= 0:
-            rank, at = rank_of[op], places[op]
-            left = rows[rank][at - 1] if at else -1
+            rank, index = rank_of[op], positions[op]
+            left = rows[rank][index - 1] if index else -1
             if left >= 0 and starts[left] + length[left] == starts[op]:
-                pairs.append((rank, at))
+                pairs.append((rank, index))
                 op = left
             else:
                 op = source[op]
         return pairs
 
     def _fits(self, rank: int, row: list[int]) -> bool:
-        held, cap, memory = 0, self.problem.caps[rank], self.memory
+        used, cap, memory = 0, self.problem.caps[rank], self.memory
         for op in row:
-            held += memory[op]
-            if held > cap:
+            used += memory[op]
+            if used > cap:
                 return False
         return True
 
-    def _swapped(self, row: list[int], at: int, way: float) -> list[int] | None:
-        """Swap two neighbours in a row: these alone, or all such, from here on or throughout.
+    def _swapped(self, row: list[int], position: int, choice: float) -> list[int] | None:
+        """Swap two neighbors in a row, and possibly all such pairs from here on or in the row.
 
-        Two that must keep their order give None.
+        None if the two must keep their order.
         """
-        first, second = row[at - 1], row[at]
-        one, two, count = self.family[first], self.family[second], self.player.count
+        first, second = row[position - 1], row[position]
+        first_family, second_family, count = (
+            self.family[first],
+            self.family[second],
+            self.player.count,
+        )
         stages = self.player.stages
-        apart = second % count - first % count
-        if one == two or (apart == 0 and one % stages == two % stages):
+        distance = second % count - first % count
+        if first_family == second_family or (
+            distance == 0 and first_family % stages == second_family % stages
+        ):
             return None
         new = list(row)
-        if way < 0.6:
-            new[at - 1 : at + 1] = second, first
+        if choice < 0.6:
+            new[position - 1 : position + 1] = second, first
             return new
-        index, family = at - 1 if way > 0.8 else 0, self.family
+        index, family = position - 1 if choice > 0.8 else 0, self.family
         while index + 1 < len(row):
             a, b = new[index], new[index + 1]
-            if family[a] == one and family[b] == two and b % count - a % count == apart:
+            if (
+                family[a] == first_family
+                and family[b] == second_family
+                and b % count - a % count == distance
+            ):
                 new[index : index + 2] = b, a
                 index += 1
             index += 1

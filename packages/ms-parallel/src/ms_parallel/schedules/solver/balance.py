@@ -1,10 +1,9 @@
-"""How many segments of a model each stage gets, from measured costs, jointly with the schedule.
+"""Balances the segments of a model over stages by measured costs, jointly with the schedule.
 
-Segments stay in the order of the model, so a split is its cuts; ranks that are slower than others
-get fewer of them. It begins with the best split of
-the work alone, by dynamic programming; then one segment at a time moves from stage to stage while
-the schedule that `search` makes gets shorter, because what counts is the makespan with its bubbles
-and messages, not the largest stage.
+Segments keep the order of the model, so a split is determined by its cuts; slower ranks get fewer
+segments. The start is the split with the smallest largest stage, by dynamic programming. Then
+single segments move between stages as long as the schedule that `search` finds gets shorter, as the
+goal is the makespan with bubbles and messages rather than the largest stage.
 """
 
 from collections.abc import Sequence
@@ -22,19 +21,19 @@ from ms_parallel.schedules.table.placements import ranks_of
 from ms_parallel.schedules.table.segments import SegmentCosts
 
 _BUDGET = 2_000_000
-"""Actions scheduled while segments move, over all splits; some 6 s on one core."""
+"""Actions scheduled over all splits while segments move; about 6 s on one core."""
 _GLANCES = 7
-"""Arrangements of one split."""
+"""Number of arrangements per split."""
 
 
 @frozen(kw_only=True)
 class Balanced:
-    """The split that `balance` chose."""
+    """Result of `balance`."""
 
     split: tuple[int, ...]
-    """Segments of each stage."""
+    """Number of segments of each stage."""
     found: Found
-    """The schedule for it, with its bound; the bound holds for this split."""
+    """Schedule for this split; its lower bound is for this split only."""
 
 
 def balance(
@@ -47,29 +46,29 @@ def balance(
     seed: int = 0,
     effort: float = 1.0,
 ) -> Balanced:
-    """Choose how many segments each stage gets, and the schedule.
+    """Choose the number of segments of each stage, and the schedule.
 
     Args:
-        segments: Measured costs.
-        memory_cap: Most activation memory of a rank, or of each; None for no limit.
-        placement: Rank of each stage.
-        microbatches: Of one step.
-        split: Whether backwards of inputs and of weights may be apart.
-        seed: Of the search's random walks.
-        effort: As in `search`, for the last search; each split on the way costs far less.
+        segments: measured costs.
+        memory_cap: activation memory limit of every rank, or one per rank; None for no limit.
+        placement: rank of each stage.
+        microbatches: microbatches per step.
+        split: allow input and weight backwards to be separate.
+        seed: seed of the search's random walks.
+        effort: as in `search`, for the final search; intermediate splits cost far less.
 
     Raises:
-        ScheduleError: fewer segments than stages, or a cap below the least that works.
+        ScheduleError: there are fewer segments than stages, or a cap is too small.
     """
     stages = len(placement)
     if segments.count < stages:
         raise ScheduleError(
-            f"{segments.count} segments for {stages} stages; every stage needs at least one, "
-            "so choose fewer stages"
+            f"{segments.count} segments for {stages} stages; every stage needs at least one, so use"
+            " fewer stages"
         )
-    chosen = _climb(segments, memory_cap, tuple(placement), microbatches, split)
-    found = search(
-        segments.stages(chosen, placement),
+    layer_split = _climb(segments, memory_cap, tuple(placement), microbatches, split)
+    result = search(
+        segments.stages(layer_split, placement),
         memory_cap,
         microbatches=microbatches,
         placement=placement,
@@ -77,7 +76,7 @@ def balance(
         seed=seed,
         effort=effort,
     )
-    return Balanced(split=chosen, found=found)
+    return Balanced(split=layer_split, found=result)
 
 
 def _climb(
@@ -87,28 +86,28 @@ def _climb(
     microbatches: int,
     split_backwards: bool,
 ) -> tuple[int, ...]:
-    """Move one segment at a time, always the best move, until none makes the schedule shorter."""
-    tried: dict[tuple[int, ...], Fraction | None] = {}
+    """Hill climbing: make the best move of one segment until none shortens the schedule."""
+    cost_of: dict[tuple[int, ...], Fraction | None] = {}
 
     def cost(candidate: tuple[int, ...]) -> Fraction | None:
-        if candidate not in tried:
-            tried[candidate] = None
+        if candidate not in cost_of:
+            cost_of[candidate] = None
             with suppress(ScheduleError):
                 costs = segments.stages(candidate, placement)
                 problem = problem_of(costs, memory_cap, microbatches, placement, split_backwards)
                 makespan = glance(problem).makespan
-                tried[candidate] = Fraction(makespan, problem.ticks.per_unit)
-        return tried[candidate]
+                cost_of[candidate] = Fraction(makespan, problem.ticks.per_unit)
+        return cost_of[candidate]
 
     split = split_by_work(segments, placement)
     best = cost(split)
-    most = _BUDGET // (_GLANCES * 3 * len(placement) * microbatches)
+    max_splits = _BUDGET // (_GLANCES * 3 * len(placement) * microbatches)
     for _ in range(4 * len(placement)):
-        if len(tried) > most:
+        if len(cost_of) > max_splits:
             break
         rivals = [
             (time, rival)
-            for rival in _neighbours(split, segments, placement)
+            for rival in _neighbors(split, segments, placement)
             if (time := cost(rival)) is not None
         ]
         if not rivals or (best is not None and min(rivals)[0] >= best):
@@ -118,30 +117,32 @@ def _climb(
 
 
 def split_by_work(segments: SegmentCosts, placement: Sequence[int]) -> tuple[int, ...]:
-    """Find the split of least largest stage; of several the one that fills the first stages most.
+    """Minimize the largest stage by work; among equals, fill the first stages most.
 
     Args:
-        segments: Measured costs.
-        placement: Rank of each stage.
+        segments: measured costs.
+        placement: rank of each stage.
     """
-    before = [Fraction(0)]
+    prefix = [Fraction(0)]
     for index in range(segments.count):
-        before.append(before[-1] + segments.work(index))
-    # worst[n]: least largest stage when the first n segments have the stages so far; cut[n]: where.
+        prefix.append(prefix[-1] + segments.work(index))
+    # worst[n]: smallest possible largest stage for the first n segments; cut[n]: start of the last.
     worst: list[Fraction | None] = [Fraction(0)] + [None] * segments.count
     cuts: list[list[int]] = []
-    for slow in segments.slowness_of(placement):
-        new: list[Fraction | None] = [None] * (segments.count + 1)
+    for slowness in segments.slowness_of(placement):
+        next_worst: list[Fraction | None] = [None] * (segments.count + 1)
         cut = [0] * (segments.count + 1)
         for end in range(1, segments.count + 1):
             for begin in range(end - 1, -1, -1):
-                largest, last = worst[begin], (before[end] - before[begin]) * slow
-                known = new[end]
-                if known is not None and last > known:
+                largest, stage_time = worst[begin], (prefix[end] - prefix[begin]) * slowness
+                best_known = next_worst[end]
+                if best_known is not None and stage_time > best_known:
                     break
-                if largest is not None and (known is None or max(largest, last) < known):
-                    new[end], cut[end] = max(largest, last), begin
-        worst = new
+                if largest is not None and (
+                    best_known is None or max(largest, stage_time) < best_known
+                ):
+                    next_worst[end], cut[end] = max(largest, stage_time), begin
+        worst = next_worst
         cuts.append(cut)
     split, end = [], segments.count
     for cut in reversed(cuts):
@@ -150,24 +151,29 @@ def split_by_work(segments: SegmentCosts, placement: Sequence[int]) -> tuple[int
     return tuple(reversed(split))
 
 
-def _neighbours(
+def _neighbors(
     split: tuple[int, ...], segments: SegmentCosts, placement: Sequence[int]
 ) -> set[tuple[int, ...]]:
-    """List splits with one segment moved: over a cut, or from the busiest rank to any stage."""
+    """Splits with one segment moved to an adjacent stage, or from the busiest rank to any."""
     costs = segments.stages(split, placement)
     busy = [Fraction(0)] * ranks_of(placement)
     for stage, rank in enumerate(placement):
         busy[rank] += costs.forward[stage]
         busy[rank] += costs.backward_input[stage] + costs.backward_weight[stage]
-    full = [stage for stage, rank in enumerate(placement) if busy[rank] == max(busy)]
+    busiest = [stage for stage, rank in enumerate(placement) if busy[rank] == max(busy)]
     stages = range(len(split))
-    moves = {(one, two) for one in stages for two in (one - 1, one + 1) if two in stages}
-    moves |= {(one, two) for one in full for two in stages if one != two}
+    moves = {
+        (source, target)
+        for source in stages
+        for target in (source - 1, source + 1)
+        if target in stages
+    }
+    moves |= {(source, target) for source in busiest for target in stages if source != target}
     rivals = set()
-    for giver, taker in moves:
-        if split[giver] > 1:
+    for source, target in moves:
+        if split[source] > 1:
             rival = list(split)
-            rival[giver] -= 1
-            rival[taker] += 1
+            rival[source] -= 1
+            rival[target] += 1
             rivals.add(tuple(rival))
     return rivals

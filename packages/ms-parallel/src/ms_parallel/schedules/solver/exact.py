@@ -1,7 +1,7 @@
-"""The optimum by OR-tools CP-SAT, or its lower bound where the limit comes first.
+"""Optimal schedules by OR-tools CP-SAT, or a lower bound if the time limit comes first.
 
-Microbatches are alike, so each stage may take them in order without loss: sorting the starts of
-every kind of action keeps all dependencies and the memory held. That removes all symmetry.
+Microbatches are identical, so every stage may process them in order without loss: sorting the
+starts of each kind of action preserves all dependencies and the memory. This removes all symmetry.
 """
 
 from typing import Any
@@ -13,31 +13,31 @@ from ms_parallel.schedules.construction.problem import Arrangement, Operation, P
 from ms_parallel.schedules.solver.play import play_rows
 from ms_parallel.schedules.table.costs import Ticks
 
-_FINEST = 100_000
-"""Steps into which a makespan is divided at the most, so that the solver's integers stay short."""
+_MAX_STEPS = 100_000
+"""Maximum makespan in steps of the solver, to keep its integers small."""
 
 
 @frozen(kw_only=True)
 class ExactResult:
-    """What the solver found."""
+    """Result of the solver."""
 
     rows: Rows | None
-    """For each rank its operations; None where nothing shorter was met."""
+    """Operations of each rank; None if no shorter schedule was found."""
     lower_bound: int
-    """Ticks that no schedule can beat."""
+    """Lower bound on the makespan, in ticks."""
 
 
 def prove(
-    problem: Problem, known: Arrangement, lower: int, *, seed: int, effort: float
+    problem: Problem, incumbent: Arrangement, lower_bound: int, *, seed: int, effort: float
 ) -> ExactResult:
-    """Search all schedules shorter than a known one.
+    """Search all schedules that are shorter than a known one.
 
     Args:
-        problem: What is to be scheduled.
-        known: A schedule to begin from.
-        lower: A known lower bound, in ticks.
-        seed: Of the solver.
-        effort: Limit in the solver's deterministic time, roughly seconds.
+        problem: scheduling problem.
+        incumbent: known schedule to start from.
+        lower_bound: known lower bound, in ticks.
+        seed: seed of the solver.
+        effort: limit in the solver's deterministic time, roughly seconds.
 
     Raises:
         ScheduleError: OR-tools is not installed.
@@ -47,42 +47,44 @@ def prove(
     except ImportError:
         raise ScheduleError(
             "an exact search needs OR-tools, which is not installed; "
-            "pip install 'ms-parallel[search]', or leave exact_search out"
+            "pip install 'ms-parallel[search]', or set exact_search=False"
         ) from None
-    grain = max(1, known.makespan // _FINEST)
-    coarse = evolve(problem, ticks=_rounded_down(problem.ticks, grain))
+    grain = max(1, incumbent.makespan // _MAX_STEPS)
+    coarse = evolve(problem, ticks=_round_down(problem.ticks, grain))
     model = cp_model.CpModel()
-    horizon = -(-known.makespan // grain)
-    starts = _state(model, coarse, horizon, lower // grain)
-    _hint(model, coarse, known, starts)
+    horizon = -(-incumbent.makespan // grain)
+    starts = _formulate(model, coarse, horizon, lower_bound // grain)
+    _hint(model, coarse, incumbent, starts)
     solver = cp_model.CpSolver()
     solver.parameters.random_seed = seed
     solver.parameters.max_deterministic_time = effort
-    # Several strategies taking turns in one thread: the same on every machine.
+    # Several strategies take turns in one thread, so the result is the same on every machine.
     solver.parameters.interleave_search = True
     solver.parameters.num_workers = 8
     status = solver.solve(model)
-    bound = max(lower, int(solver.best_objective_bound) * grain)
+    bound = max(lower_bound, int(solver.best_objective_bound) * grain)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return ExactResult(rows=None, lower_bound=lower)
+        return ExactResult(rows=None, lower_bound=lower_bound)
     rows: list[list[tuple[int, int, int, int]]] = [[] for _ in range(problem.ranks)]
     for (kind, stage, number), variable in starts.items():
         rows[problem.placement[stage]].append((solver.value(variable), kind, stage, number))
     return ExactResult(
         rows=tuple(tuple((k, s, n) for _, k, s, n in sorted(row)) for row in rows),
-        lower_bound=min(bound, known.makespan),
+        lower_bound=min(bound, incumbent.makespan),
     )
 
 
-def _rounded_down(ticks: Ticks, grain: int) -> Ticks:
-    """Shorten the costs: whatever bounds these from below bounds the true ones too."""
+def _round_down(ticks: Ticks, grain: int) -> Ticks:
+    """Round the costs down: a lower bound for these is one for the true costs."""
     shorter = ticks.changed(lambda times: tuple(t // grain for t in times), Ticks.TIMES)
     return evolve(shorter, latency=ticks.latency // grain)
 
 
-def _state(model: Any, problem: Problem, horizon: int, lower: int) -> dict[Operation, Any]:
-    """Add variables, constraints and objective to the model; return every action's start."""
-    makespan = model.new_int_var(lower, horizon, "makespan")
+def _formulate(
+    model: Any, problem: Problem, horizon: int, lower_bound: int
+) -> dict[Operation, Any]:
+    """Add variables, constraints and objective to the model; return the starts of all actions."""
+    makespan = model.new_int_var(lower_bound, horizon, "makespan")
     starts: dict[Operation, Any] = {}
     busy: list[list[Any]] = [[] for _ in range(problem.ranks)]
     for stage, rank in enumerate(problem.placement):
@@ -104,22 +106,22 @@ def _state(model: Any, problem: Problem, horizon: int, lower: int) -> dict[Opera
 
 
 def _connect(model: Any, problem: Problem, starts: dict[Operation, Any], horizon: int) -> None:
-    """Let every action start after what it needs, messages over links included."""
-    ticks, home, last = problem.ticks, problem.placement, problem.ticks.stages - 1
+    """Require every action to start after its inputs, including messages over links."""
+    ticks, placement, last = problem.ticks, problem.placement, problem.ticks.stages - 1
     links: dict[tuple[int, int], list[Any]] = {}
 
-    def send(source: Any, length: int, stage: int, to: int, target: Any) -> None:
+    def send(source: Any, length: int, stage: int, target_stage: int, target: Any) -> None:
         end = source + length
-        if home[stage] == home[to]:
+        if placement[stage] == placement[target_stage]:
             model.add(target >= end)
             return
-        transfer = ticks.transfer[min(stage, to)]
+        transfer = ticks.transfer[min(stage, target_stage)]
         if transfer:
-            begin = model.new_int_var(0, horizon, "")
-            model.add(begin >= end)
-            interval = model.new_fixed_size_interval_var(begin, transfer, "")
-            links.setdefault((home[stage], home[to]), []).append(interval)
-            end = begin + transfer
+            transfer_start = model.new_int_var(0, horizon, "")
+            model.add(transfer_start >= end)
+            interval = model.new_fixed_size_interval_var(transfer_start, transfer, "")
+            links.setdefault((placement[stage], placement[target_stage]), []).append(interval)
+            end = transfer_start + transfer
         model.add(target >= end + ticks.latency)
 
     for number in range(problem.microbatches):
@@ -128,30 +130,30 @@ def _connect(model: Any, problem: Problem, starts: dict[Operation, Any], horizon
             model.add(i >= f + ticks.forward[stage])
             model.add(w >= i + ticks.backward_input[stage])
             if stage < last:
-                later = stage + 1
-                send(f, ticks.forward[stage], stage, later, starts[0, later, number])
-                back = starts[1, later, number]
-                send(back, ticks.backward_input[later], later, stage, i)
+                next_stage = stage + 1
+                send(f, ticks.forward[stage], stage, next_stage, starts[0, next_stage, number])
+                gradient = starts[1, next_stage, number]
+                send(gradient, ticks.backward_input[next_stage], next_stage, stage, i)
     for intervals in links.values():
         model.add_no_overlap(intervals)
 
 
 def _limit_memory(model: Any, problem: Problem, starts: dict[Operation, Any], horizon: int) -> None:
-    """Cap memory: whole activations from forward to end of I, what is retained to the end of W."""
+    """Limit memory: full activations from forward to end of I, retained parts to end of W."""
     ticks = problem.ticks
     for rank, cap in enumerate(problem.caps):
-        stages = [stage for stage, home in enumerate(problem.placement) if home == rank]
+        stages = [stage for stage, stage_rank in enumerate(problem.placement) if stage_rank == rank]
         if cap >= sum(ticks.activation[stage] for stage in stages) * problem.microbatches:
             continue
         intervals, demands = [], []
         for stage in stages:
             for number in range(problem.microbatches):
                 f, i, w = (starts[kind, stage, number] for kind in range(3))
-                given = i + ticks.backward_input[stage]
-                done = w + ticks.backward_weight[stage]
+                input_done = i + ticks.backward_input[stage]
+                weight_done = w + ticks.backward_weight[stage]
                 for begin, end, demand in (
-                    (f, given, ticks.activation[stage]),
-                    (given, done, ticks.retained[stage]),
+                    (f, input_done, ticks.activation[stage]),
+                    (input_done, weight_done, ticks.retained[stage]),
                 ):
                     size = model.new_int_var(0, horizon, "")
                     intervals.append(model.new_interval_var(begin, size, end, ""))
@@ -159,7 +161,9 @@ def _limit_memory(model: Any, problem: Problem, starts: dict[Operation, Any], ho
         model.add_cumulative(intervals, demands, cap)
 
 
-def _hint(model: Any, problem: Problem, known: Arrangement, starts: dict[Operation, Any]) -> None:
-    """Tell the solver about the known schedule, played with the solver's costs."""
-    for key, start in play_rows(problem, known.rows).items():
+def _hint(
+    model: Any, problem: Problem, incumbent: Arrangement, starts: dict[Operation, Any]
+) -> None:
+    """Give the known schedule to the solver as a hint, timed with the solver's costs."""
+    for key, start in play_rows(problem, incumbent.rows).items():
         model.add_hint(starts[key], start)

@@ -1,1 +1,1 @@
-"""The schedule as a value: actions, placement, costs, and the messages between ranks."""
+"""The schedule as a value: actions, placement, costs, and messages between ranks."""

@@ -1,4 +1,4 @@
-"""One action of one rank, and its text in torch.distributed.pipelining's CSV form."""
+"""An action of a rank, and its text in the CSV format of torch.distributed.pipelining."""
 
 import re
 from enum import StrEnum
@@ -8,11 +8,11 @@ from ms_parallel.errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """What an action does; the value is its text in a CSV cell."""
+    """Kind of an action; the value is its text in a CSV cell."""
 
     FORWARD = "F"
     BACKWARD = "B"
-    """Gradients of inputs and weights together."""
+    """Input and weight gradients together."""
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
     SEND_FORWARD = "SEND_F"
@@ -20,15 +20,15 @@ class Kind(StrEnum):
     SEND_BACKWARD = "SEND_B"
     RECV_BACKWARD = "RECV_B"
     WAIT_SEND_FORWARD = "WAIT_SEND_F"
-    """Wait until the message may be overwritten; torch's tables name it from 2.15 on."""
+    """Wait until the message's buffer may be overwritten; explicit in torch's tables since 2.15."""
     WAIT_SEND_BACKWARD = "WAIT_SEND_B"
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
     WAIT_REDUCE_GRAD = "WAIT_REDUCE_GRAD"
     OVERLAP = "OVERLAP_F_B"
-    """A forward and a backward that torch's tables pair; they are in `Action.parts`. Our runtime
-    performs them one after the other, and `simulate` times them so."""
+    """A forward paired with a backward, in `Action.parts`. Our runtime runs them one after the
+    other, and `simulate` times them that way."""
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
@@ -39,25 +39,25 @@ WAITS = {
     Kind.WAIT_SEND_BACKWARD: Kind.SEND_BACKWARD,
     Kind.WAIT_REDUCE_GRAD: Kind.REDUCE_GRAD,
 }
-"""For each wait the action that it waits for."""
+"""Action that each wait waits for."""
 MESSAGES = SENDS | RECEIVES | {Kind.WAIT_SEND_FORWARD, Kind.WAIT_SEND_BACKWARD}
-_WHOLE_STAGE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD, Kind.WAIT_REDUCE_GRAD})
+_STAGE_ACTIONS = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD, Kind.WAIT_REDUCE_GRAD})
 _BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 
 
 class Action(NamedTuple):
-    """One step of a rank's program.
+    """A step of a rank's program.
 
-    A SEND names the stage that produced the message and a RECV the stage that consumes it:
-    `2SEND_F1` meets `3RECV_F1`, `3SEND_B1` meets `2RECV_B1`.
+    A SEND has the stage that produced the message, and a RECV the stage that consumes it:
+    `2SEND_F1` matches `3RECV_F1`, and `3SEND_B1` matches `2RECV_B1`.
     """
 
     kind: Kind
     stage: int
     microbatch: int = -1
-    """-1 for an action on a whole stage (UNSHARD, REDUCE_GRAD and the like) and for an overlap."""
+    """-1 for an action on a stage (such as UNSHARD or REDUCE_GRAD) and for a pair."""
     parts: tuple["Action", ...] = ()
-    """The two actions of a pair, in the order in which they are performed."""
+    """The two actions of a pair, in the order in which they run."""
 
     def __str__(self) -> str:
         if self.parts:
@@ -66,17 +66,17 @@ class Action(NamedTuple):
 
     @property
     def flat(self) -> tuple["Action", ...]:
-        """The two actions of a pair, or this one."""
+        """The two actions of a pair, or this action."""
         return self.parts or (self,)
 
     @property
     def computations(self) -> tuple["Action", ...]:
-        """The forward and backward actions in this one: itself, its parts, or none."""
+        """The computations in this action: itself, its parts, or none."""
         return self.parts or ((self,) if self.kind in COMPUTE else ())
 
     @classmethod
     def overlap(cls, forward: "Action", backward: "Action") -> "Action":
-        """Pair a forward with a backward, as torch's OVERLAP_F_B does."""
+        """Pair a forward with a backward, like torch's OVERLAP_F_B."""
         return cls(Kind.OVERLAP, -1, -1, (forward, backward))
 
 
@@ -86,14 +86,14 @@ _SIMPLE = re.compile(
     r"(0|[1-9][0-9]{0,8})?"
 )
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
-_FORM = "write it as in 2F0, 3SEND_F1, 1UNSHARD or (0F1;7B0)OVERLAP_F_B"
+_FORM = "write actions like 2F0, 3SEND_F1, 1UNSHARD or (0F1;7B0)OVERLAP_F_B"
 
 
 def parse_action(text: str) -> Action:
-    """Read one CSV cell; the whole cell must match.
+    """Parse a CSV cell.
 
     Raises:
-        ScheduleError: the text is not exactly one action.
+        ScheduleError: the cell is not exactly one action.
     """
     if pair := _PAIR.fullmatch(text):
         forward, backward = (parse_action(part.strip()) for part in pair.groups())
@@ -107,7 +107,7 @@ def parse_action(text: str) -> Action:
     if simple is None:
         raise ScheduleError(f"{text[:80]!r} is not an action; {_FORM}")
     kind = Kind(simple[2])
-    if (kind in _WHOLE_STAGE) == (simple[3] is not None):
-        word = "takes no" if kind in _WHOLE_STAGE else "needs a"
+    if (kind in _STAGE_ACTIONS) == (simple[3] is not None):
+        word = "takes no" if kind in _STAGE_ACTIONS else "needs a"
         raise ScheduleError(f"{text!r}: {kind.value} {word} microbatch; {_FORM}")
     return Action(kind, int(simple[1]), int(simple[3]) if simple[3] else -1)

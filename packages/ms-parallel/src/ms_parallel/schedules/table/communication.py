@@ -1,11 +1,11 @@
 """Inserts sends and receives into rows of computations so that no transport can deadlock.
 
-The computations are played once with nominal durations. Everything is then put into one global
-order by the time at which it ends: a computation at its end, a message at the end of the
-computation that produces it, where the send enters the one row and the receive the other. Any
-order of rows that is cut out of one global order can be performed one action at a time with
-sends that block until they are received; asynchronous transports can only do better. A receive
-thus stands before the computation during which its message arrives, so that it is posted early.
+The computations are played once with nominal durations, and everything is put into one global order
+by end time: a computation at its end, and a message at the end of the computation that produces it,
+where the send is inserted into one row and the receive into the other. Rows cut out of one global
+order can be run one action at a time with blocking sends; asynchronous transports can only do
+better. A receive is therefore placed before the computation during which its message arrives, so
+that it is posted early.
 """
 
 from collections.abc import Sequence
@@ -21,19 +21,18 @@ from ms_parallel.schedules.table.playback import Playback, Result, results
 def with_communication(
     rows: Sequence[Sequence[Action]], placement: Sequence[int], ticks: Ticks | None = None
 ) -> tuple[tuple[Action, ...], ...]:
-    """Add to the rows a SEND and a RECV for every result that another rank needs.
+    """Insert a SEND and a RECV for every result that another rank needs.
 
     Args:
-        rows: For each rank its computations, in order.
-        placement: Rank of each stage.
-        ticks: Durations to play with; by default a backward takes twice a forward. They decide
-            only how early a receive stands in its row.
+        rows: computations of each rank, in order.
+        placement: rank of each stage.
+        ticks: durations to play with; by default a backward takes twice as long as a forward. They
+            only affect how early receives are placed.
 
     Raises:
-        ScheduleError: the rows wait for one another for ever, or an action's stage is not placed
-            on its row.
+        ScheduleError: the rows deadlock, or an action is not on the rank of its stage.
     """
-    _check_places(rows, placement)
+    _check_placement(rows, placement)
     ticks = ticks or Costs.uniform(len(placement)).ticks()
     output: list[list[Action]] = [[] for _ in rows]
 
@@ -48,14 +47,14 @@ def with_communication(
         for rank in stuck[:4]:
             is_gradient, stage, microbatch = playback.missing(rank)
             action = rows[rank][len(playback.spans[rank])]
-            what = f"{stage}{'B' if is_gradient else 'F'}{microbatch}"
-            reasons.append(f"rank {rank} stands at {action} and waits for {what}")
+            needed = f"{stage}{'B' if is_gradient else 'F'}{microbatch}"
+            reasons.append(f"rank {rank} is at {action} and waits for {needed}")
         raise ScheduleError(f"the rows deadlock: {'; '.join(reasons)}; reorder them")
     return tuple(map(tuple, output))
 
 
 def _exchange(result: Result, placement: Sequence[int], output: list[list[Action]]) -> None:
-    """Insert the message that carries a result, if another rank needs it."""
+    """Insert the message for a result if another rank needs it."""
     is_gradient, stage, microbatch = result
     consumer = stage - 1 if is_gradient else stage + 1
     if not 0 <= consumer < len(placement) or placement[consumer] == placement[stage]:
@@ -69,14 +68,14 @@ def _exchange(result: Result, placement: Sequence[int], output: list[list[Action
     output[placement[consumer]].append(Action(receive, consumer, microbatch))
 
 
-def _check_places(rows: Sequence[Sequence[Action]], placement: Sequence[int]) -> None:
+def _check_placement(rows: Sequence[Sequence[Action]], placement: Sequence[int]) -> None:
     for rank, row in enumerate(rows):
         for action in row:
             for part in action.flat:
                 if not 0 <= part.stage < len(placement):
                     raise ScheduleError(
-                        f"{part} on rank {rank}: there is no stage {part.stage}; "
-                        f"the placement has {len(placement)}"
+                        f"{part} on rank {rank}: stage {part.stage} does not exist; the placement"
+                        f" has {len(placement)} stages"
                     )
                 if placement[part.stage] != rank:
                     raise ScheduleError(

@@ -1,4 +1,4 @@
-"""What the actions of a pipeline cost: time a stage, messages between stages, memory held."""
+"""Costs of a pipeline's actions: time per stage, messages between stages, memory."""
 
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
@@ -11,49 +11,49 @@ from attrs.converters import optional
 from ms_parallel.errors import ScheduleError
 
 Number = int | float | Fraction
-"""A float stands for the decimal that it prints as: 0.1 is one tenth, so sums are exact."""
+"""A float means its decimal representation (0.1 is one tenth), so that sums are exact."""
 
 
 def as_fraction(value: Number) -> Fraction:
-    """Return the exact fraction that a number stands for.
+    """Return a number as an exact fraction.
 
     Raises:
-        ScheduleError: it is negative, infinite or not a number.
+        ScheduleError: it is negative, infinite or NaN.
     """
     if isinstance(value, float):
         if not isfinite(value):
-            raise ScheduleError(f"a cost of {value} is not a number; measure it again")
+            raise ScheduleError(f"a cost must be a finite number, got {value}; measure it again")
         value = Fraction(repr(value))
     if value < 0:
-        raise ScheduleError(f"a cost of {value} is negative; costs are 0 or more")
+        raise ScheduleError(f"a cost must be at least 0, got {value}")
     return Fraction(value)
 
 
-def _each(values: Iterable[Number]) -> tuple[Fraction, ...]:
+def _fractions(values: Iterable[Number]) -> tuple[Fraction, ...]:
     return tuple(map(as_fraction, values))
 
 
 @frozen(kw_only=True)
 class PassCosts:
-    """Time and memory of one microbatch in consecutive parts of a model, one entry a part.
+    """Time and memory of one microbatch in consecutive parts of a model, one entry per part.
 
-    Times are in any one unit, memory in any other; results come in the same units.
+    Any unit of time and any unit of memory may be used; results have the same units.
     """
 
     part: ClassVar[str] = "part"
-    """What an entry belongs to, for error messages."""
-    forward: tuple[Fraction, ...] = field(converter=_each)
+    """Name of a part, for error messages."""
+    forward: tuple[Fraction, ...] = field(converter=_fractions)
     """Time of the forward."""
-    backward_input: tuple[Fraction, ...] = field(converter=_each)
-    """Time of the gradients of inputs. A full backward takes this and `backward_weight`."""
-    backward_weight: tuple[Fraction, ...] = field(converter=_each)
-    """Time of the gradients of weights."""
-    activation: tuple[Fraction, ...] = field(converter=_each)
+    backward_input: tuple[Fraction, ...] = field(converter=_fractions)
+    """Time of the input backward. A full backward takes this plus `backward_weight`."""
+    backward_weight: tuple[Fraction, ...] = field(converter=_fractions)
+    """Time of the weight backward."""
+    activation: tuple[Fraction, ...] = field(converter=_fractions)
     """Memory of a microbatch from the start of its forward to the end of its I or B."""
-    retained: tuple[Fraction, ...] = field(converter=_each)
-    """Memory of a microbatch from the end of its I to the end of its W; default all of it."""
+    retained: tuple[Fraction, ...] = field(converter=_fractions)
+    """Memory of a microbatch from the end of its I to the end of its W; all of it by default."""
     latency: Fraction = field(default=Fraction(0), converter=as_fraction)
-    """Time from the end of a message's transfer to its use on another rank."""
+    """Time from the end of a message's transfer until the receiver can use it."""
 
     @activation.default
     def _activation(self) -> Sequence[int]:
@@ -65,26 +65,30 @@ class PassCosts:
 
     def __attrs_post_init__(self) -> None:
         if not self.forward:
-            raise ScheduleError(f"costs of no {self.part}s; give one entry a {self.part}")
+            raise ScheduleError(
+                f"costs need at least one {self.part}; add one entry per {self.part}"
+            )
         for name in ("backward_input", "backward_weight", "activation", "retained"):
             self.check_length(name, getattr(self, name))
-        for index, (kept, whole) in enumerate(zip(self.retained, self.activation, strict=True)):
-            if kept > whole:
+        for index, (retained, activation) in enumerate(
+            zip(self.retained, self.activation, strict=True)
+        ):
+            if retained > activation:
                 raise ScheduleError(
-                    f"{self.part} {index} retains {kept} after I but its activation is {whole}; "
-                    "give at most the activation"
+                    f"{self.part} {index} retains {retained} after I but its activation is"
+                    f" {activation}; retain at most the activation"
                 )
 
     def check_length(self, name: str, values: Sequence[Number]) -> None:
-        """Refuse another number of entries than `forward` has.
+        """Check that there are as many entries as in `forward`.
 
         Raises:
-            ScheduleError: with both numbers.
+            ScheduleError: the numbers differ.
         """
         if len(values) != len(self.forward):
             raise ScheduleError(
                 f"{name} has {len(values)} entries but forward has {len(self.forward)}; "
-                f"give one entry a {self.part}"
+                f"use one entry per {self.part}"
             )
 
 
@@ -94,17 +98,17 @@ class Costs(PassCosts):
 
     part: ClassVar[str] = "stage"
     bandwidth: Fraction | None = field(default=None, converter=optional(as_fraction))
-    """Bytes a unit of time from one rank to another, one message at a time. None: no limit."""
-    message_bytes: tuple[Fraction, ...] | None = field(default=None, converter=optional(_each))
-    """Size of the activation that leaves a stage (its gradient is as large); None: nothing.
-    The last stage's entry has no meaning."""
+    """Bytes per unit of time from one rank to another, one message at a time. None: no limit."""
+    message_bytes: tuple[Fraction, ...] | None = field(default=None, converter=optional(_fractions))
+    """Size of the activation that leaves a stage, and of its gradient; None: no transfer time. The
+    last stage's entry is unused."""
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if self.message_bytes is not None:
             self.check_length("message_bytes", self.message_bytes)
         if self.bandwidth == 0:
-            raise ScheduleError("a bandwidth of 0 never delivers; leave it out for no limit")
+            raise ScheduleError("bandwidth must be above 0; leave it out for no limit")
 
     @classmethod
     def uniform(
@@ -117,7 +121,7 @@ class Costs(PassCosts):
         latency: Number = 0,
         activation: Number = 1,
     ) -> "Costs":
-        """Give each of `stages` stages the same cost, and messages no size."""
+        """Costs that are equal for all `stages`, with messages of size 0."""
         return cls(
             forward=[forward] * stages,
             backward_input=[backward_input] * stages,
@@ -128,11 +132,11 @@ class Costs(PassCosts):
 
     @property
     def stages(self) -> int:
-        """How many stages have an entry."""
+        """Number of stages."""
         return len(self.forward)
 
     def ticks(self) -> "Ticks":
-        """Express the same costs as integers of the coarsest unit that loses nothing."""
+        """Convert the costs to integers in the coarsest unit that represents them exactly."""
         transfer = [Fraction(0)] * self.stages
         if self.bandwidth is not None and self.message_bytes is not None:
             transfer = [size / self.bandwidth for size in self.message_bytes]
@@ -140,31 +144,31 @@ class Costs(PassCosts):
         per_unit = lcm(*(time.denominator for time in [*times, self.latency]))
         memory_per_unit = lcm(*(m.denominator for m in [*self.activation, *self.retained]))
 
-        def whole(values: Iterable[Fraction], unit: int) -> tuple[int, ...]:
+        def scaled(values: Iterable[Fraction], unit: int) -> tuple[int, ...]:
             return tuple(int(value * unit) for value in values)
 
         return Ticks(
             per_unit=per_unit,
-            forward=whole(self.forward, per_unit),
-            backward_input=whole(self.backward_input, per_unit),
-            backward_weight=whole(self.backward_weight, per_unit),
-            transfer=whole(transfer, per_unit),
+            forward=scaled(self.forward, per_unit),
+            backward_input=scaled(self.backward_input, per_unit),
+            backward_weight=scaled(self.backward_weight, per_unit),
+            transfer=scaled(transfer, per_unit),
             latency=int(self.latency * per_unit),
             memory_per_unit=memory_per_unit,
-            activation=whole(self.activation, memory_per_unit),
-            retained=whole(self.retained, memory_per_unit),
+            activation=scaled(self.activation, memory_per_unit),
+            retained=scaled(self.retained, memory_per_unit),
         )
 
 
 @frozen(kw_only=True)
 class Ticks:
-    """Costs as integers; see `Costs` for the meaning of the fields."""
+    """Costs as integers; see `Costs` for the fields."""
 
     TIMES: ClassVar[tuple[str, ...]] = ("forward", "backward_input", "backward_weight", "transfer")
     MEMORY: ClassVar[tuple[str, ...]] = ("activation", "retained")
 
     per_unit: int
-    """Ticks in one unit of time."""
+    """Ticks per unit of time."""
     forward: tuple[int, ...]
     backward_input: tuple[int, ...]
     backward_weight: tuple[int, ...]
@@ -177,16 +181,16 @@ class Ticks:
 
     @property
     def stages(self) -> int:
-        """How many stages have an entry."""
+        """Number of stages."""
         return len(self.forward)
 
     def changed(
         self, change: Callable[[tuple[int, ...]], tuple[int, ...]], names: Iterable[str]
     ) -> "Ticks":
-        """Copy the costs with the entries of all stages changed in the fields of these names."""
+        """Return a copy with `change` applied to the named fields."""
         changes: dict[str, Any] = {name: change(getattr(self, name)) for name in names}
         return evolve(self, **changes)
 
     def work(self, stage: int) -> int:
-        """Add up the ticks that a stage computes for one microbatch."""
+        """Ticks that a stage computes per microbatch."""
         return self.forward[stage] + self.backward_input[stage] + self.backward_weight[stage]

@@ -1,7 +1,7 @@
-"""Plays rows of computations with given durations, in the order in which they end.
+"""Plays rows of computations with given durations, in order of their end times.
 
-The transport is asynchronous: a message leaves when its computation ends and the link between the
-two ranks is free, occupies the link for its transfer, and arrives a latency later.
+The transport is asynchronous: a message leaves when its computation has ended and the link between
+the two ranks is free, occupies the link for its transfer time, and arrives a latency later.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,17 +16,17 @@ Result = tuple[bool, int, int]
 
 
 class Span(NamedTuple):
-    """One computation on the timeline; times in ticks."""
+    """A computation on the timeline; times in ticks."""
 
     action: Action
     start: int
     end: int
     cause: tuple[int, int] | None
-    """(rank, index) of the span whose end, or whose message, set this one's start."""
+    """(rank, index) of the span whose end or message determined this span's start."""
 
 
 def sources(action: Action, stages: int) -> tuple[Result, ...]:
-    """List what a computation needs from other computations."""
+    """Results of other computations that a computation needs."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind is Kind.FORWARD:
         return ((False, stage - 1, microbatch),) if stage > 0 else ()
@@ -36,7 +36,7 @@ def sources(action: Action, stages: int) -> tuple[Result, ...]:
 
 
 def results(action: Action) -> list[Result]:
-    """List what a computation, or each of a pair, makes for others."""
+    """Results of a computation, or of both of a pair, for other computations."""
     return [
         (part.kind is not Kind.FORWARD, part.stage, part.microbatch)
         for part in action.computations
@@ -45,7 +45,7 @@ def results(action: Action) -> list[Result]:
 
 
 def _duration(action: Action, ticks: Ticks) -> int:
-    """Add up the ticks that an action computes; the two of a pair run one after the other."""
+    """Ticks that an action computes; the two of a pair run one after the other."""
     length = 0
     for part in action.computations:
         if part.kind is Kind.FORWARD:
@@ -58,13 +58,13 @@ def _duration(action: Action, ticks: Ticks) -> int:
 
 
 class Playback:
-    """One playing of rows; `run` ends where all rows are done, or wait for one another.
+    """Playback of rows; `run` returns when all rows have ended or deadlock.
 
     Args:
-        rows: For each rank its computations, in order.
-        placement: Rank of each stage.
-        ticks: Durations.
-        on_end: Called with (rank, action) at the end of each computation, in order of time.
+        rows: computations of each rank, in order.
+        placement: rank of each stage.
+        ticks: durations.
+        on_end: called with (rank, action) at the end of each computation, in order of time.
     """
 
     def __init__(
@@ -77,15 +77,15 @@ class Playback:
         self.rows, self.placement, self.ticks, self.on_end = rows, placement, ticks, on_end
         self.spans: list[list[Span]] = [[] for _ in rows]
         self.arrival: dict[Result, tuple[int, int, int]] = {}
-        """When each result is where it is needed, and the rank and index of what made it."""
+        """Arrival time of each result, and rank and index of the span that produced it."""
         self.link_free: dict[tuple[int, int], int] = {}
-        self.waiting: dict[Result, int] = {}
-        """The rank that waits for each result."""
+        self.waiting_rank: dict[Result, int] = {}
+        """Rank that waits for each result."""
 
     def run(self) -> list[int]:
-        """Play; return the ranks that wait for ever."""
+        """Play the rows; return the ranks that are stuck."""
         running: list[tuple[int, int, int, Span]] = []
-        """(end, start, rank, span) of each rank's current computation."""
+        """(end, start, rank, span) of the current computation of each rank."""
         ready = list(range(len(self.rows)))
         while ready or running:
             for rank in ready:
@@ -101,28 +101,28 @@ class Playback:
             ready = [rank]
             for result in results(span.action):
                 self._deliver(result, end, rank, index)
-                if (sleeper := self.waiting.pop(result, None)) is not None:
-                    ready.append(sleeper)
+                if (woken := self.waiting_rank.pop(result, None)) is not None:
+                    ready.append(woken)
         return [r for r, row in enumerate(self.rows) if len(self.spans[r]) < len(row)]
 
     def missing(self, rank: int) -> Result:
-        """Find the result for which the next computation of `rank` waits."""
+        """Return the result that the next computation of `rank` waits for."""
         action = self.rows[rank][len(self.spans[rank])]
-        needs = (s for part in action.computations for s in sources(part, len(self.placement)))
-        return next(source for source in needs if source not in self.arrival)
+        needed = (s for part in action.computations for s in sources(part, len(self.placement)))
+        return next(source for source in needed if source not in self.arrival)
 
     def _next(self, rank: int) -> Span | None:
-        """Time the rank's next computation, if what it needs is known to come; else note that."""
-        done, row = self.spans[rank], self.rows[rank]
-        if len(done) == len(row):
+        """Time the rank's next computation if its inputs are known, else register it as waiting."""
+        spans, row = self.spans[rank], self.rows[rank]
+        if len(spans) == len(row):
             return None
-        action = row[len(done)]
-        start = done[-1].end if done else 0
-        cause = (rank, len(done) - 1) if done else None
+        action = row[len(spans)]
+        start = spans[-1].end if spans else 0
+        cause = (rank, len(spans) - 1) if spans else None
         for part in action.computations:
             for source in sources(part, len(self.placement)):
                 if source not in self.arrival:
-                    self.waiting[source] = rank
+                    self.waiting_rank[source] = rank
                     return None
                 time, *origin = self.arrival[source]
                 if time > start:
@@ -130,7 +130,7 @@ class Playback:
         return Span(action, start, start + _duration(action, self.ticks), cause)
 
     def _deliver(self, result: Result, end: int, rank: int, index: int) -> None:
-        """Note when a result reaches the rank that needs it."""
+        """Set the time at which a result reaches its consumer."""
         is_gradient, stage, _ = result
         consumer = stage + (-1 if is_gradient else 1)
         if not 0 <= consumer < len(self.placement):

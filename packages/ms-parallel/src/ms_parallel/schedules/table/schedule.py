@@ -1,4 +1,4 @@
-"""`Schedule`: the immutable table of what every rank of a pipeline does, in order."""
+"""`Schedule`: immutable table of the actions of every pipeline rank, in order."""
 
 from collections.abc import Iterable, Sequence
 
@@ -17,22 +17,22 @@ def _rows(rows: Iterable[Iterable[Action]]) -> tuple[tuple[Action, ...], ...]:
 
 @frozen(kw_only=True)
 class Schedule:
-    """A pipeline's program as a value. It promises nothing until `verify` has passed it."""
+    """A pipeline's program as a value; only `verify` proves that it is correct."""
 
     placement: tuple[int, ...] = field(converter=integers)
     """Rank of each stage; `(0, 1, 1, 0)` is a V over two ranks."""
     microbatches: int
-    """Microbatches of one optimizer step."""
+    """Microbatches per optimizer step."""
     actions: tuple[tuple[Action, ...], ...] = field(converter=_rows, repr=False)
-    """For each rank its actions, communication included, to be performed in this order."""
+    """Actions of each rank in the order to run them, including communication."""
     name: str = ""
-    """What it is called in reports and pictures."""
+    """Name in reports and pictures."""
 
     def __attrs_post_init__(self) -> None:
         check_size(len(self.placement), self.microbatches)
         if sorted(set(self.placement)) != list(range(len(self.actions))):
             raise ScheduleError(
-                f"placement {self.placement} does not use each of the {len(self.actions)} ranks; "
+                f"placement {self.placement} leaves some of the {len(self.actions)} ranks unused; "
                 "every rank needs at least one stage and every stage a rank"
             )
 
@@ -45,12 +45,12 @@ class Schedule:
         name: str = "",
         ticks: Ticks | None = None,
     ) -> "Schedule":
-        """Build a schedule from forwards and backwards alone; sends and receives are inserted.
+        """Build a schedule from computations, and insert sends and receives.
 
-        `ticks` are the durations by which receives are placed; see `with_communication`.
+        `ticks` are the durations used to place receives; see `with_communication`.
 
         Raises:
-            ScheduleError: the rows wait for one another in a circle, or are misplaced.
+            ScheduleError: the rows deadlock, or an action is not on the rank of its stage.
         """
         check_size(len(placement), microbatches)
         return cls(
@@ -62,29 +62,29 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """Stages of the model, over all ranks."""
+        """Number of stages over all ranks."""
         return len(self.placement)
 
     @property
     def ranks(self) -> int:
-        """Ranks of the pipeline."""
+        """Number of pipeline ranks."""
         return len(self.actions)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """List the stages that live on `rank`, ascending."""
-        return tuple(stage for stage, home in enumerate(self.placement) if home == rank)
+        """Stages of `rank`, in ascending order."""
+        return tuple(stage for stage, stage_rank in enumerate(self.placement) if stage_rank == rank)
 
     def computations(self) -> tuple[tuple[Action, ...], ...]:
-        """List for each rank its forwards and backwards in order; a pair is one entry."""
+        """Computations of each rank, in order; a pair is one entry."""
         return tuple(tuple(a for a in row if a.computations) for row in self.actions)
 
     def to_csv(self, *, communication: bool = True) -> str:
-        """Return the table in torch.distributed.pipelining's CSV form, a line a rank.
+        """Return the table in the CSV format of torch.distributed.pipelining, one line per rank.
 
         Args:
-            communication: Write sends and receives too (torch's "compute_comms" form);
-                without them the text is torch's "compute_only" form. Torch itself wants the
-                latter from 2.15 on, as sends in the former must then be waited for by name.
+            communication: include sends and receives (torch's "compute_comms" format); without
+                them the text is in torch's "compute_only" format. Since 2.15 torch needs the
+                latter, as "compute_comms" must name the waits for sends.
         """
         drop = frozenset() if communication else MESSAGES
         rows = ([str(a) for a in row if a.kind not in drop] for row in self.actions)
@@ -92,34 +92,33 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, text: str, *, name: str = "") -> "Schedule":
-        """Read a table in torch.distributed.pipelining's CSV form, strictly.
+        """Parse a table in the CSV format of torch.distributed.pipelining.
 
-        A line is a rank. Empty cells are idle steps and are dropped. Sends and receives are
-        inserted if the text has none. The placement and the number of microbatches follow from
-        the actions.
+        Each line is a rank. Empty cells are idle steps and are dropped. Sends and receives are
+        inserted if the text has none. The placement and the number of microbatches are inferred.
 
         Raises:
-            ScheduleError: a cell is not an action, a stage is on two ranks or on none, or the
-                table is empty. Whether the schedule is complete is for `verify` to say.
+            ScheduleError: a cell is not an action, a stage is on two ranks or none, or the table
+                is empty. `verify` checks whether the schedule is complete.
         """
         rows = [_parse_line(number, line) for number, line in enumerate(text.splitlines())]
         placement = _placement_of(rows)
-        microbatches = 1 + max(a.microbatch for row in rows for each in row for a in each.flat)
+        microbatches = 1 + max(a.microbatch for row in rows for action in row for a in action.flat)
         if any(a.kind in MESSAGES for row in rows for a in row):
             return cls(placement=placement, microbatches=microbatches, actions=rows, name=name)
         return cls.from_computations(rows, placement, microbatches, name)
 
 
 def check_size(stages: int, microbatches: int) -> None:
-    """Refuse a schedule of nothing.
+    """Reject an empty schedule.
 
     Raises:
         ScheduleError: `stages` or `microbatches` is below 1.
     """
     if stages < 1 or microbatches < 1:
         raise ScheduleError(
-            f"a schedule of {stages} stages and {microbatches} microbatches does no work; "
-            "give at least 1 of each"
+            f"a schedule needs at least 1 stage and 1 microbatch, got {stages} stages and "
+            f"{microbatches} microbatches"
         )
 
 
@@ -133,26 +132,28 @@ def _parse_line(rank: int, line: str) -> list[Action]:
         except ScheduleError as error:
             raise ScheduleError(f"line {rank + 1}, cell {column + 1}: {error}") from None
     if not row:
-        raise ScheduleError(f"line {rank + 1} holds no actions; every rank has a line with some")
+        raise ScheduleError(f"line {rank + 1} has no actions; every rank needs a line with actions")
     return row
 
 
 def _placement_of(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
-    homes: dict[int, int] = {}
+    rank_of_stage: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for action in row:
             for part in action.flat:
-                if homes.setdefault(part.stage, rank) != rank:
+                if rank_of_stage.setdefault(part.stage, rank) != rank:
                     raise ScheduleError(
                         f"{part} on line {rank + 1}: stage {part.stage} is already on line "
-                        f"{homes[part.stage] + 1}; a stage lives on one rank"
+                        f"{rank_of_stage[part.stage] + 1}; a stage must be on one rank"
                     )
-    if not homes:
-        raise ScheduleError("the table holds no actions; give one line a rank")
-    missing = next((stage for stage in range(len(homes)) if stage not in homes), None)
+    if not rank_of_stage:
+        raise ScheduleError("the table has no actions; write one line per rank")
+    missing = next(
+        (stage for stage in range(len(rank_of_stage)) if stage not in rank_of_stage), None
+    )
     if missing is not None:
         raise ScheduleError(
-            f"stage {missing} has no action though stage {max(homes)} has; number the "
-            "stages from 0 without gaps"
+            f"stage {missing} has no action but stage {max(rank_of_stage)} has; number the stages "
+            "from 0 without gaps"
         )
-    return tuple(homes[stage] for stage in range(len(homes)))
+    return tuple(rank_of_stage[stage] for stage in range(len(rank_of_stage)))

@@ -1,7 +1,7 @@
-"""`SegmentCosts`: what each part of a model costs that a stage can only take whole.
+"""`SegmentCosts`: costs of the parts of a model that cannot be divided between stages.
 
-A segment lies between two neighbouring places at which the model can be cut: mostly one layer, with
-the embedding in the first segment and the head in the last.
+A segment is between two neighboring cut points of the model: usually one layer, with the embedding
+in the first segment and the head in the last.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ from ms_parallel.schedules.table.placements import integers
 _Value = TypeVar("_Value")
 
 
-def _each(values: Iterable[Number]) -> tuple[Fraction, ...]:
+def _fractions(values: Iterable[Number]) -> tuple[Fraction, ...]:
     return tuple(map(as_fraction, values))
 
 
@@ -27,12 +27,12 @@ class SegmentCosts(PassCosts):
 
     part: ClassVar[str] = "segment"
     layers: tuple[int, ...] = field(converter=integers)
-    """Layers of the model in each segment; default one."""
+    """Model layers in each segment, by default one."""
     transfer: Fraction = field(default=Fraction(0), converter=as_fraction)
-    """Time for which a message between stages occupies the link; the same wherever it is cut."""
+    """Time for which a message between stages occupies the link, for any cut."""
 
-    slowness: tuple[Fraction, ...] = field(default=(), converter=_each)
-    """How many times as long each rank takes as one that these times are of; none: all alike."""
+    slowness: tuple[Fraction, ...] = field(default=(), converter=_fractions)
+    """Factor on the times of each rank, relative to the measured one; empty if all are equal."""
 
     @layers.default
     def _layers(self) -> Sequence[int]:
@@ -42,47 +42,47 @@ class SegmentCosts(PassCosts):
         super().__attrs_post_init__()
         self.check_length("layers", self.layers)
         if not all(self.slowness):
-            raise ScheduleError("a rank of slowness 0 takes no time; give 1 to the fastest")
+            raise ScheduleError("slowness must be above 0; use 1 for the fastest rank")
 
     @property
     def count(self) -> int:
-        """How many segments have an entry."""
+        """Number of segments."""
         return len(self.forward)
 
     def work(self, segment: int) -> Fraction:
-        """Add up the time of a segment for one microbatch, forward and backward."""
+        """Forward and backward time of a segment per microbatch."""
         passes = (self.forward, self.backward_input, self.backward_weight)
-        return sum((each[segment] for each in passes), Fraction(0))
+        return sum((values[segment] for values in passes), Fraction(0))
 
     def slowness_of(self, placement: Sequence[int]) -> list[Fraction]:
-        """Return how many times as long each stage takes, by the rank that it is on.
+        """Slowness of each stage by its rank.
 
         Raises:
-            ScheduleError: a stage is on a rank whose slowness is not known.
+            ScheduleError: a stage is on a rank without an entry.
         """
         if not self.slowness or not placement:
             return [Fraction(1)] * len(placement)
         if max(placement) >= len(self.slowness):
             raise ScheduleError(
-                f"slowness has {len(self.slowness)} entries and a stage is on rank"
-                f" {max(placement)}; give one entry a rank"
+                f"slowness has {len(self.slowness)} entries but a stage is on rank"
+                f" {max(placement)}; use one entry per rank"
             )
         return [self.slowness[rank] for rank in placement]
 
     def stages(self, split: Sequence[int], placement: Sequence[int] | None = None) -> Costs:
-        """Compute the costs of the stages that have so many segments each.
+        """Costs of stages with these numbers of segments.
 
         Args:
-            split: segments of each stage.
-            placement: rank of each stage; None for ranks that are all alike.
+            split: number of segments of each stage.
+            placement: rank of each stage; None if all ranks are equal.
         """
         slowness = self.slowness_of(placement or ()) or [Fraction(1)] * len(split)
 
         def sums(values: Sequence[Fraction]) -> list[Fraction]:
-            return [sum(each, Fraction(0)) for each in _cut(values, split)]
+            return [sum(values, Fraction(0)) for values in _cut(values, split)]
 
         def times(values: Sequence[Fraction]) -> list[Fraction]:
-            return [time * slow for time, slow in zip(sums(values), slowness, strict=True)]
+            return [time * factor for time, factor in zip(sums(values), slowness, strict=True)]
 
         return Costs(
             forward=times(self.forward),
@@ -96,11 +96,11 @@ class SegmentCosts(PassCosts):
         )
 
     def layers_of(self, split: Sequence[int]) -> tuple[int, ...]:
-        """Count the layers of the stages that have so many segments each."""
+        """Layers of stages with these numbers of segments."""
         return tuple(map(sum, _cut(self.layers, split)))
 
 
 def _cut(values: Sequence[_Value], split: Sequence[int]) -> list[Sequence[_Value]]:
-    """Cut values into runs of so many each."""
+    """Cut values into consecutive runs of these lengths."""
     ends = [sum(split[: stage + 1]) for stage in range(len(split))]
     return [values[end - size : end] for size, end in zip(split, ends, strict=True)]

@@ -1,1 +1,1 @@
-"""When each action runs: simulated with given costs, or measured in a run."""
+"""Timelines of a schedule: simulated with given costs, or measured in a run."""

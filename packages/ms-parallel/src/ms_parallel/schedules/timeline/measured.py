@@ -1,7 +1,7 @@
-"""The timeline of a real run, and the costs that explain it.
+"""Timeline of a real run, and the costs that explain it.
 
-Times are for each rank (start, end) of each forward and backward in order, the two of an overlapped
-pair apart, all on one clock.
+Times are (start, end) of each forward and backward per rank, in order and on one clock; the two
+computations of a pair are separate.
 """
 
 from collections.abc import Sequence
@@ -22,26 +22,26 @@ _Timed = tuple[Action, Fraction, Fraction]
 
 
 def measured(schedule: Schedule, times: Times, costs: Costs | None = None) -> Timeline:
-    """Make the timeline of a real run, to be held against a simulated one.
+    """Build the timeline of a real run, for comparison with a simulated one.
 
     Args:
-        schedule: What was run.
-        times: As above; the first start of all becomes 0.
-        costs: Where the memory of activations comes from; default one a microbatch and stage.
+        schedule: the schedule that was run.
+        times: times as described above; the first start becomes 0.
+        costs: source of the activation memory; by default 1 per microbatch and stage.
 
     Raises:
-        ScheduleError: The times are not those of this schedule.
+        ScheduleError: the times do not fit the schedule.
     """
     timed = _timed(schedule, times)
     flat = [time for row in timed for _, start, end in row for time in (start, end)]
     per_unit, first = lcm(*(time.denominator for time in flat)), min(flat)
     spans: list[list[Span]] = []
     for row, computations in zip(timed, schedule.computations(), strict=True):
-        left = iter(row)
+        remaining = iter(row)
         spans.append([])
         for action in computations:
-            own = [next(left) for _ in action.computations]
-            start, end = (int((at - first) * per_unit) for at in (own[0][1], own[-1][2]))
+            parts = [next(remaining) for _ in action.computations]
+            start, end = (int((time - first) * per_unit) for time in (parts[0][1], parts[-1][2]))
             spans[-1].append(Span(action, start, end, None))
     ticks = (costs or Costs.uniform(schedule.stages)).ticks()
     return Timeline(
@@ -53,8 +53,8 @@ def measured(schedule: Schedule, times: Times, costs: Costs | None = None) -> Ti
 
 
 def _with_causes(spans: Sequence[Sequence[Span]], stages: int) -> tuple[tuple[Span, ...], ...]:
-    """Give each span its cause: what ended last of all that it waited for."""
-    made_at = {
+    """Set each span's cause: of all it waited for, the one that ended last."""
+    span_of = {
         result: (rank, index)
         for rank, row in enumerate(spans)
         for index, span in enumerate(row)
@@ -63,9 +63,13 @@ def _with_causes(spans: Sequence[Sequence[Span]], stages: int) -> tuple[tuple[Sp
 
     def cause(rank: int, index: int) -> tuple[int, int] | None:
         action = spans[rank][index].action
-        needs = [made_at[each] for part in action.computations for each in sources(part, stages)]
-        needs += [(rank, index - 1)] if index else []
-        return max(needs, key=lambda at: spans[at[0]][at[1]].end, default=None)
+        candidates = [
+            span_of[source] for part in action.computations for source in sources(part, stages)
+        ]
+        candidates += [(rank, index - 1)] if index else []
+        return max(
+            candidates, key=lambda index_pair: spans[index_pair[0]][index_pair[1]].end, default=None
+        )
 
     return tuple(
         tuple(span._replace(cause=cause(rank, index)) for index, span in enumerate(row))
@@ -74,12 +78,12 @@ def _with_causes(spans: Sequence[Sequence[Span]], stages: int) -> tuple[tuple[Sp
 
 
 def measured_costs(schedule: Schedule, times: Times) -> Costs:
-    """Take the mean time of each stage's passes, and of the messages that a rank waited for.
+    """Mean time of each stage's passes, and of the messages that a rank waited for.
 
-    A backward that was never split counts as one of inputs alone.
+    A backward that is never split counts as an input backward.
 
     Raises:
-        ScheduleError: The times are not those of this schedule.
+        ScheduleError: the times do not fit the schedule.
     """
     timed = _timed(schedule, times)
     lengths: dict[tuple[Kind, int], list[Fraction]] = {}
@@ -88,7 +92,7 @@ def measured_costs(schedule: Schedule, times: Times) -> Costs:
             lengths.setdefault((action.kind, action.stage), []).append(as_fraction(end - start))
 
     def means(*kinds: Kind) -> list[Fraction]:
-        """Average each stage's passes of the first of these kinds that it has."""
+        """Mean time of each stage's passes of the first of these kinds that it has."""
         return [
             next(
                 (_mean(lengths[kind, stage]) for kind in kinds if (kind, stage) in lengths),
@@ -113,8 +117,8 @@ def _timed(schedule: Schedule, times: Times) -> list[list[_Timed]]:
     rows = [[p for a in row for p in a.computations] for row in schedule.computations()]
     if [len(row) for row in rows] != [len(row) for row in times]:
         raise ScheduleError(
-            f"measured {[len(row) for row in times]} computations a rank, but the schedule has "
-            f"{[len(row) for row in rows]}; measure every one of them"
+            f"measured {[len(row) for row in times]} computations per rank, but the schedule has "
+            f"{[len(row) for row in rows]}; measure all of them"
         )
     return [
         [
@@ -126,14 +130,14 @@ def _timed(schedule: Schedule, times: Times) -> list[list[_Timed]]:
 
 
 def _latency(schedule: Schedule, timed: Sequence[Sequence[_Timed]]) -> Fraction:
-    """Average the time from a computation's end to the start of one that stood waiting for it."""
-    ended = {result: end for row in timed for action, _, end in row for result in results(action)}
+    """Mean time from a computation's end to the start of one that was waiting for it."""
+    end_of = {result: end for row in timed for action, _, end in row for result in results(action)}
     gaps = []
     for row in timed:
         for index, (action, start, _) in enumerate(row):
-            free = row[index - 1][2] if index else Fraction(0)
+            rank_free = row[index - 1][2] if index else Fraction(0)
             for source in sources(action, schedule.stages):
-                far = schedule.placement[source[1]] != schedule.placement[action.stage]
-                if far and free <= ended[source] <= start:
-                    gaps.append(start - ended[source])
+                crosses_ranks = schedule.placement[source[1]] != schedule.placement[action.stage]
+                if crosses_ranks and rank_free <= end_of[source] <= start:
+                    gaps.append(start - end_of[source])
     return _mean(gaps)

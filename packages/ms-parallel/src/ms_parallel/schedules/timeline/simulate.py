@@ -1,8 +1,7 @@
-"""Simulates a schedule with given costs, exactly: when each action runs, what is idle and why.
+"""Exact simulation of a schedule with given costs: when each action runs, and idle time.
 
-Messages go as `Playback` says. The two actions of an overlapped pair run one after the other, as
-our runtime performs them, so nothing is gained by the pair. Times are integers (`Ticks`), so that
-nothing is rounded.
+Messages behave as in `Playback`. The two actions of a pair run one after the other, like in our
+runtime, so pairs bring no gain. Times are integers (`Ticks`), so nothing is rounded.
 """
 
 from collections.abc import Sequence
@@ -19,14 +18,14 @@ from ms_parallel.schedules.table.schedule import Schedule
 
 @frozen(kw_only=True)
 class Timeline:
-    """What `simulate` or `measured` found. Fractions are in the units of the costs."""
+    """Result of `simulate` or `measured`. Fractions are in the units of the costs."""
 
     schedule: Schedule
     ticks: Ticks
     spans: tuple[tuple[Span, ...], ...]
-    """For each rank its computations in order."""
+    """Computations of each rank, in order."""
     peak_memory: tuple[Fraction, ...]
-    """For each rank the most activation memory that it holds at once."""
+    """Peak activation memory of each rank."""
 
     @property
     def makespan(self) -> Fraction:
@@ -35,12 +34,12 @@ class Timeline:
 
     @property
     def end(self) -> int:
-        """The last end, in ticks."""
+        """End of the last computation, in ticks."""
         return max(row[-1].end for row in self.spans if row)
 
     @property
     def busy(self) -> tuple[Fraction, ...]:
-        """For each rank the time that it computes."""
+        """Computing time of each rank."""
         return tuple(
             Fraction(sum(span.end - span.start for span in row), self.ticks.per_unit)
             for row in self.spans
@@ -48,21 +47,21 @@ class Timeline:
 
     @property
     def bubble(self) -> Fraction:
-        """Share of all ranks' time, up to the makespan, in which they compute nothing."""
-        whole = self.makespan * len(self.spans)
-        return 1 - sum(self.busy) / whole if whole else Fraction(0)
+        """Idle fraction of all ranks' time up to the makespan."""
+        total = self.makespan * len(self.spans)
+        return 1 - sum(self.busy) / total if total else Fraction(0)
 
     @property
     def lost(self) -> Fraction:
-        """Makespan beyond the work of the busiest rank: what closed formulas call the bubble."""
+        """Makespan minus the work of the busiest rank: the bubble of closed formulas."""
         return self.makespan - max(self.busy)
 
     @property
     def lost_in_span(self) -> Fraction:
-        """Most idle time of a rank between its own first start and last end.
+        """Maximum idle time of a rank between its first start and its last end.
 
-        This is what is lost where a rank may begin the next step before others end this one, as
-        the zero-bubble schedules do by validating the optimizer's step afterwards.
+        This is the loss if a rank can start the next step before others end this one, as
+        zero-bubble schedules do by validating the optimizer step afterwards.
         """
         idle = [
             row[-1].end - row[0].start - sum(span.end - span.start for span in row)
@@ -73,34 +72,34 @@ class Timeline:
 
     @property
     def critical_path(self) -> tuple[tuple[int, Span], ...]:
-        """A chain of (rank, span) from time 0 to the makespan that explains it, in order."""
+        """Chain of (rank, span) from time 0 to the makespan that determines it, in order."""
         _, rank = max((row[-1].end, rank) for rank, row in enumerate(self.spans) if row)
-        at: tuple[int, int] | None = (rank, len(self.spans[rank]) - 1)
+        current: tuple[int, int] | None = (rank, len(self.spans[rank]) - 1)
         path = []
-        while at is not None:
-            span = self.spans[at[0]][at[1]]
-            path.append((at[0], span))
-            at = span.cause
+        while current is not None:
+            span = self.spans[current[0]][current[1]]
+            path.append((current[0], span))
+            current = span.cause
         return tuple(reversed(path))
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Play `schedule` with `costs`.
+    """Simulate `schedule` with `costs`.
 
     Raises:
-        ScheduleError: the costs are of another number of stages, or the schedule deadlocks.
+        ScheduleError: the costs are for another number of stages, or the schedule deadlocks.
     """
     if costs.stages != schedule.stages:
         raise ScheduleError(
-            f"costs of {costs.stages} stages for a schedule of {schedule.stages}; "
-            "give one entry a stage"
+            f"costs of {costs.stages} stages for a schedule of {schedule.stages} stages; use one "
+            "entry per stage"
         )
     ticks, rows = costs.ticks(), schedule.computations()
     playback = Playback(rows, schedule.placement, ticks)
     for rank in playback.run():
         raise ScheduleError(
-            f"rank {rank} never gets what {rows[rank][len(playback.spans[rank])]} needs; run "
-            "verify on this schedule to see where it deadlocks"
+            f"rank {rank} never receives the input of {rows[rank][len(playback.spans[rank])]}; "
+            "verify this schedule to find the deadlock"
         )
     return Timeline(
         schedule=schedule,
@@ -111,24 +110,24 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def peak_memory(schedule: Schedule, ticks: Ticks) -> tuple[Fraction, ...]:
-    """Compute for each rank the most activation memory that it holds at once."""
+    """Peak activation memory of each rank."""
     return tuple(
         Fraction(_peak(row, ticks), ticks.memory_per_unit) for row in schedule.computations()
     )
 
 
 def _peak(row: Sequence[Action], ticks: Ticks) -> int:
-    held = peak = 0
+    used = peak = 0
     for action in row:
         for part in action.computations:
             if part.kind is Kind.FORWARD:
-                held += ticks.activation[part.stage]
-        peak = max(peak, held)
+                used += ticks.activation[part.stage]
+        peak = max(peak, used)
         for part in action.computations:
             if part.kind is Kind.BACKWARD:
-                held -= ticks.activation[part.stage]
+                used -= ticks.activation[part.stage]
             elif part.kind is Kind.BACKWARD_INPUT:
-                held -= ticks.activation[part.stage] - ticks.retained[part.stage]
+                used -= ticks.activation[part.stage] - ticks.retained[part.stage]
             elif part.kind is Kind.BACKWARD_WEIGHT:
-                held -= ticks.retained[part.stage]
+                used -= ticks.retained[part.stage]
     return peak

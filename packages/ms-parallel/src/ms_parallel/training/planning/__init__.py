@@ -1,1 +1,1 @@
-"""Plans a run for a cluster, beforehand or when it begins."""
+"""Plans the layout and settings of a run for a cluster."""

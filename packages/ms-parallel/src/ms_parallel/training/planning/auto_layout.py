@@ -17,12 +17,12 @@ from ms_parallel.planner.measuring.machines import measure_cluster
 from ms_parallel.planner.record.plan_file import FILE, Plan, read_plan, write_plan
 from ms_parallel.training.options import AUTO, Options
 from ms_parallel.training.planning.conditions import conditions_of
-from ms_parallel.training.planning.questions import PlanQuestion, ToldRun, ask_plan, told_path
+from ms_parallel.training.planning.questions import PlanQuestion, RunRecord, ask_plan, encode_path
 
 logger = logging.getLogger(__name__)
 
 
-def with_layout(options: Options, shards: Path, emit: OnEvent) -> Options:
+def resolve_layout(options: Options, shards: Path, emit: OnEvent) -> Options:
     """Replace the layout `auto` with a planned one, and apply the settings of the plan.
 
     The plan is stored in `output_dir` and reused when the run resumes, unless the number of
@@ -39,39 +39,39 @@ def with_layout(options: Options, shards: Path, emit: OnEvent) -> Options:
     """
     if options.parallel_config != AUTO:
         return options
-    known = run_on_rank_zero(lambda: _known(options))
-    found = known or _planned(options, shards)
-    best = found.best[0]
+    stored = run_on_rank_zero(lambda: _stored(options))
+    plan = stored or _plan(options, shards)
+    best = plan.best[0]
     emit(
         "plan",
         {
             "layout": str(Layout(**best.layout)),
             **best.settings,
             "predicted_step_s": best.step.total,
-            "kept": int(known is not None),
+            "kept": int(stored is not None),
         },
     )
-    return evolve(options, parallel_config=Layout(**best.layout), **best.settings)  # type: ignore[arg-type]  # its own settings
+    return evolve(options, parallel_config=Layout(**best.layout), **best.settings)  # type: ignore[arg-type]  # settings of options
 
 
-def _known(options: Options) -> Plan | None:
-    found = read_plan(options.output_dir / FILE)
-    return found if found and found.conditions == conditions_of(options, world_size()) else None
+def _stored(options: Options) -> Plan | None:
+    plan = read_plan(options.output_dir / FILE)
+    return plan if plan and plan.conditions == conditions_of(options, world_size()) else None
 
 
-def _planned(options: Options, shards: Path) -> Plan:
+def _plan(options: Options, shards: Path) -> Plan:
     cluster = _cluster(options)
 
     def choose() -> Plan:
         assert cluster is not None  # this runs on rank 0
-        run = ToldRun.of(options)
-        found = ask_plan(PlanQuestion(run=run, cluster=cluster, shards=told_path(shards)))
+        run = RunRecord.of(options)
+        plan = ask_plan(PlanQuestion(run=run, cluster=cluster, shards=encode_path(shards)))
         # Computed here: the planning process has lists where these options have tuples.
-        found = msgspec.structs.replace(found, conditions=conditions_of(options, world_size()))
-        write_plan(options.output_dir / FILE, found)
-        if found.constants is not None and not found.constants.known:
-            logger.warning("warning: constants of the plan are %s", found.constants)
-        return found
+        plan = msgspec.structs.replace(plan, conditions=conditions_of(options, world_size()))
+        write_plan(options.output_dir / FILE, plan)
+        if plan.constants is not None and not plan.constants.known:
+            logger.warning("warning: constants of the plan are %s", plan.constants)
+        return plan
 
     return run_on_rank_zero(choose)
 
@@ -83,7 +83,7 @@ def _cluster(options: Options) -> Cluster | None:
     cluster = read_cluster(options.cluster)
     if cluster.devices != world_size():
         raise ConfigError(
-            f"{options.cluster} has {cluster.devices} devices, and {world_size()} processes run;"
-            " start as many, or leave cluster out and these machines are measured"
+            f"{options.cluster} describes {cluster.devices} devices but {world_size()} processes"
+            f" are running; start {cluster.devices}, or drop cluster to measure these machines"
         )
     return cluster

@@ -1,4 +1,4 @@
-"""Counts what engines hold on a few ranks and layers, where all that there are would take long."""
+"""Reduces layouts and models before their memory is counted, as large ones take long to build."""
 
 from typing import Any
 
@@ -13,42 +13,42 @@ from ms_parallel.planner.layouts.sizes import ModelSizes
 from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.split.data_axis import ACTIVATIONS, EACH
 
-MANY = 32
-"""Shards that are counted one by one."""
+MAX_SHARDS = 32
+"""Shard count below which all shards are counted."""
 LOGITS_BYTES = 1 << 28
-"""Size of one chunk of a loss, as `ms_parallel.operators.losses` makes them."""
-SHORT = 2
-"""Layers of a model whose layers are alike that are counted."""
+"""Size of a logits chunk of the loss, as in `ms_parallel.operators.losses`."""
+SHORT_LAYERS = 2
+"""Layers that are counted of a model with identical layers."""
 
 
 def divisor_of_shards(candidate: Candidate) -> int:
-    """Choose the number by which data ranks are divided before their memory is counted."""
-    layout, fewer = candidate.layout, 1
+    """Return the factor by which to reduce the data ranks before counting memory."""
+    layout, divisor = candidate.layout, 1
     if candidate.sharding == "replicate" or layout.replicate > 1:
-        return fewer
-    while layout.data % (2 * fewer) == 0:
-        shards = layout.shards // (2 * fewer)
-        if shards < MANY or shards % layout.expert:
+        return divisor
+    while layout.data % (2 * divisor) == 0:
+        shards = layout.shards // (2 * divisor)
+        if shards < MAX_SHARDS or shards % layout.expert:
             break
-        fewer *= 2
-    return fewer
+        divisor *= 2
+    return divisor
 
 
-def of_all_shards(rank: RankMemory, candidate: Candidate, fewer: int) -> RankMemory:
-    """Correct the memory of a rank that was counted with so many times fewer shards."""
-    whole = 0 if candidate.sharding in EACH else rank.weights - rank.weights // fewer
+def scale_to_all_shards(rank: RankMemory, candidate: Candidate, factor: int) -> RankMemory:
+    """Scale the memory of a rank, counted with fewer shards by a `factor`, to all shards."""
+    whole_weights = 0 if candidate.sharding in EACH else rank.weights - rank.weights // factor
     return msgspec.structs.replace(
         rank,
-        weights=rank.weights // fewer,
-        gradients=rank.gradients // fewer,
-        moments=rank.moments // fewer,
+        weights=rank.weights // factor,
+        gradients=rank.gradients // factor,
+        moments=rank.moments // factor,
         activations=0 if candidate.offload in ACTIVATIONS else rank.activations,
-        buffers=rank.buffers + whole,
+        buffers=rank.buffers + whole_weights,
     )
 
 
-def rows_of_noise(vocabulary: int, length: int) -> dict[str, torch.Tensor]:
-    """Draw one row of random tokens (1, S); the global generator is not touched."""
+def random_row(vocabulary: int, length: int) -> dict[str, torch.Tensor]:
+    """Random tokens of one row (1, S); leaves the global generator alone."""
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(0, vocabulary, (1, length + 1), generator=generator)
     positions = torch.arange(length)[None]
@@ -60,7 +60,10 @@ def rows_of_noise(vocabulary: int, length: int) -> dict[str, torch.Tensor]:
 
 
 def without_pipeline(layout: Layout) -> Layout:
-    """Keep the axes that decide what a block keeps; of data ranks, those that share out experts."""
+    """Drop the pipeline axis, and of the data axis all but the ranks that experts are split over.
+
+    The remaining axes determine the activations that a block saves.
+    """
     data = layout.expert if layout.expert > layout.context else 1
     if data * layout.context % layout.expert:
         data = layout.expert
@@ -68,29 +71,26 @@ def without_pipeline(layout: Layout) -> Layout:
 
 
 def working_bytes(split: Split, sizes: ModelSizes, length: int) -> int:
-    """Count what the largest operator takes while it runs: the loss, with its logits' gradient.
-
-    It is a chunk of logits, and as much again that their gradient is made in.
-    """
+    """Bytes of the largest temporary: one logits chunk of the loss, and its gradient."""
     layout = split.layout
     logits = split.rows * length // layout.context * -(-sizes.vocabulary // layout.tensor)
     return 2 * min(logits * 4, LOGITS_BYTES)
 
 
-def kept_bytes(found: Any) -> KeptBytes:
-    """Average over blocks what `row_bytes` found, by kind of recomputation; ends stay as is."""
-    kinds = zip(*found.blocks, strict=True)
+def kept_bytes(counted: Any) -> KeptBytes:
+    """Average the saved bytes of `row_bytes` over blocks, for each recomputation mode."""
+    kinds = zip(*counted.blocks, strict=True)
     return KeptBytes(
-        block=tuple(sum(kind) // len(found.blocks) for kind in kinds), ends=found.beside
+        block=tuple(sum(kind) // len(counted.blocks) for kind in kinds), ends=counted.beside
     )
 
 
 def short_model(config: Any) -> Any:
-    """Return a model of fewer layers like those of this one, or itself where they differ."""
+    """Return the model with fewer layers if its layers are identical, else unchanged."""
     sizes = ModelSizes.of(config)
-    if config.num_hidden_layers <= SHORT or len({*sizes.layers}) > 1:
+    if config.num_hidden_layers <= SHORT_LAYERS or len({*sizes.layers}) > 1:
         return config
     try:
-        return evolve(config, num_hidden_layers=SHORT)
+        return evolve(config, num_hidden_layers=SHORT_LAYERS)
     except ConfigError:
         return config

@@ -1,4 +1,4 @@
-"""Plans a run: chooses its layout and the settings that go with it, for a cluster."""
+"""Plans a run: chooses the layout and its settings for a cluster."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -15,7 +15,7 @@ from ms_parallel.engine.loss import NextTokenLoss
 from ms_parallel.engine.optimizer import optimizer_of
 from ms_parallel.errors import ConfigError
 from ms_parallel.planner.cluster import Cluster
-from ms_parallel.planner.fake_cluster import fake_world, has_met_others
+from ms_parallel.planner.fake_cluster import fake_world, in_process_group
 from ms_parallel.planner.free_memory import free_bytes
 from ms_parallel.planner.layouts.candidate import Candidate
 from ms_parallel.planner.layouts.choice import (
@@ -53,39 +53,39 @@ from ms_parallel.training.fitting import (
     fit_model,
     memory_question,
 )
-from ms_parallel.training.options import MOST_ROWS, Options
-from ms_parallel.training.planning.conditions import conditions_of, kept_settings
+from ms_parallel.training.options import MAX_BATCH_ROWS, Options
+from ms_parallel.training.planning.conditions import conditions_of, explicit_settings
 from ms_parallel.training.planning.counting import (
     divisor_of_shards,
     kept_bytes,
-    of_all_shards,
-    rows_of_noise,
+    random_row,
+    scale_to_all_shards,
     short_model,
     without_pipeline,
     working_bytes,
 )
 from ms_parallel.training.planning.questions import (
     PlanQuestion,
-    ToldRun,
+    RunRecord,
     ask_plan,
-    path_told,
-    told_path,
+    decode_path,
+    encode_path,
 )
 
 GIB = 1 << 30
 MEASURED_WITH = ("optimizer", "ops", "mixed_precision", "context_attention", "context_balance")
-"""Settings of an engine that its layers are measured with."""
-ANOTHER_CHIP = (
-    "name in the cluster file the known chip that these devices are most like, whose figures count"
-    " only where the file gives none; or measure them with ms-parallel doctor --measure"
+"""Engine settings with which layers are measured."""
+SET_CHIP = (
+    "set chip in the cluster file to the known chip closest to these devices, whose figures are"
+    " used where the file has none; or measure them with ms-parallel doctor --measure"
 )
-MEASURED, FIGURES = "layers measured here", "the cluster's figures"
+MEASURED, DATASHEET = "layers measured here", "the cluster's figures"
 STATE_BYTES = 16
-"""A weight, its gradient and its two moments."""
-ROOM = 3
-"""Times that the model has to fit into what is free here, so that its layers are measured."""
-MOST_TIMES = 1 << 12
-"""How many times the cluster is looked for whose devices would do."""
+"""Bytes per parameter of weight, gradient and two moments, in float32."""
+HEADROOM = 3
+"""Layers are measured on this machine if the model fits this many times into its free memory."""
+MAX_SCALE = 1 << 12
+"""Largest factor by which the cluster is scaled to find a sufficient size."""
 
 
 def plan(
@@ -98,136 +98,137 @@ def plan(
     shards: Path | None = None,
     history: History | None = None,
 ) -> Plan:
-    """Find the best layouts of a run on a cluster, with what is predicted of each.
+    """Find the best layouts of a run on a cluster and predict their step time and memory.
 
-    A setting of `PLANNED` that the options give, and is not what it is by default, is kept; the
-    others are chosen, and so is the layout. Nothing is started, and the cluster need not be there.
-    A process that has met others asks another one.
+    The plan chooses the layout and the settings in `PLANNED`; those you set explicitly are kept.
+    Nothing is started, and the cluster need not exist. A process that has joined a process group
+    plans in a subprocess.
 
     Args:
-        options: of the run; its layout counts for nothing.
-        cluster: which it is to run on.
-        objective: `fastest` step; `cheapest`, the fewest device hours a step; `least-memory` of a
+        options: options of the run; its layout is ignored.
+        cluster: cluster to plan for.
+        objective: `fastest` step; `cheapest`, the fewest device hours per step; `least-memory` per
             device; or `largest-model`, the most layers that fit.
-        best: how many layouts to find.
-        every: find also those of one layout that differ in the size of microbatches.
-        shards: the dataset, if it is there already; rows are packed as its first ones are.
-        history: of runs that were planned before; by default those whose folders lie beside the
-            run's. Their errors are stated, and times are corrected by them.
+        best: number of layouts to list.
+        every: list layouts that differ only in microbatch size separately.
+        shards: dataset, if it exists already; its first rows give the document boundaries.
+        history: earlier planned runs, whose errors are reported and used to correct times. None:
+            runs in sibling folders of `output_dir`.
 
     Raises:
-        ConfigError: no layout fits, which names the least that would; or `best` is below 1.
+        ConfigError: no layout fits (the message names the smallest that would), or `best` is
+            below 1.
     """
     if objective not in OBJECTIVES:
         raise ConfigError(f"objective is {objective!r}; {nearest(objective, OBJECTIVES)}")
     if best < 1:
-        raise ConfigError(f"best is {best}; give the number of layouts to find, at least 1")
+        raise ConfigError(f"best must be at least 1 (the number of layouts to list), got {best}")
     if history is None:
         history = learn(options.output_dir.parent)
-    if has_met_others():
+    if in_process_group():
         return ask_plan(
             PlanQuestion(
-                run=ToldRun.of(options),
+                run=RunRecord.of(options),
                 cluster=cluster,
                 objective=objective,
                 best=best,
                 every=every,
-                shards=told_path(shards),
+                shards=encode_path(shards),
                 history=history,
             )
         )
-    given = kept_settings(options)
-    size = given.get("microbatch_size")
+    explicit = explicit_settings(options)
+    size = explicit.get("microbatch_size")
     options = evolve(options, parallel_config=None, microbatch_size=size)
-    asked = _Asked(options=options, cluster=cluster, shards=shards, given=given)
+    request = _PlanRequest(options=options, cluster=cluster, shards=shards, explicit=explicit)
     with fake_world(cluster.devices):
-        made = _plan(asked, objective, best, every)
-    if isinstance(made, Plan):
-        return _corrected(made, history)
-    more = _more_nodes(asked)
-    raise ConfigError(made if more is None else f"{made}, or {more} of these")
+        result = _plan(request, objective, best, every)
+    if isinstance(result, Plan):
+        return _apply_correction(result, history)
+    devices = _sufficient_devices(request)
+    raise ConfigError(result if devices is None else f"{result}, or {devices} of these")
 
 
 def answer(question: PlanQuestion) -> Plan:
-    """Answer a question of `ask_plan`, in the other process."""
+    """Compute the answer to a question of `ask_plan`; runs in the subprocess."""
     return plan(
         question.run.options,
         question.cluster,
         objective=question.objective,
         best=question.best,
         every=question.every,
-        shards=path_told(question.shards),
+        shards=decode_path(question.shards),
         history=question.history,
     )
 
 
-def _corrected(plan: Plan, history: History) -> Plan:
-    """Correct a plan's times by those of runs that were planned before."""
+def _apply_correction(plan: Plan, history: History) -> Plan:
+    """Scale the predicted times by the mean error of earlier plans."""
     factor = history.correction(plan.times)
     best = [
         msgspec.structs.replace(
-            each, step=each.step.times(factor), tokens_per_s=each.tokens_per_s / factor
+            layout, step=layout.step.times(factor), tokens_per_s=layout.tokens_per_s / factor
         )
-        for each in plan.best
+        for layout in plan.best
     ]
     errors = [run.error for run in history.of(plan.times)]
     return msgspec.structs.replace(plan, best=best, correction=factor, errors=errors)
 
 
-def _plan(asked: "_Asked", objective: Objective, best: int, every: bool) -> Plan | str:
-    """Make a plan, or say why nothing fits and what would be needed."""
+def _plan(request: "_PlanRequest", objective: Objective, best: int, every: bool) -> Plan | str:
+    """Return a plan, or a message that explains why nothing fits and what would."""
     layers = None
     if objective == "largest-model":
-        layers = _most_layers(asked)
-        asked = _of_layers(asked, layers)
-    options, cluster = asked.options, asked.cluster
-    question = evolve(asked.question(objective, best), every=every)
-    found = choose(question)
-    if not found.best:
-        return _too_large(asked)
+        layers = _most_layers(request)
+        request = _with_layers(request, layers)
+    options, cluster = request.options, request.cluster
+    question = evolve(request.question(objective, best), every=every)
+    result = choose(question)
+    if not result.best:
+        return _too_large(request)
     return Plan(
         conditions=conditions_of(options, cluster.devices),
         objective=objective,
         devices=cluster.devices,
         limit_bytes=question.limit,
         parameters=question.sizes.parameters,
-        times=MEASURED if isinstance(question.times, HereTimes) else FIGURES,
-        kept={name: _plain(value) for name, value in asked.given.items()},
-        best=[_planned(each, options, cluster) for each in found.best],
-        fallen=_fallen(found),
+        times=MEASURED if isinstance(question.times, HereTimes) else DATASHEET,
+        kept={name: _plain(value) for name, value in request.explicit.items()},
+        best=[_planned(layout, options, cluster) for layout in result.best],
+        fallen=_excluded(result),
         num_hidden_layers=layers,
         constants=None if cluster.measured else _constants(calibration_of(cluster)),
     )
 
 
-def _constants(found: Calibration) -> PlannedConstants:
-    """Say whose constants a plan is made with, and what to give in place of another chip's."""
-    remedy = None if found.known else ANOTHER_CHIP
-    return PlannedConstants(chip=found.chip, known=found.known, remedy=remedy)
+def _constants(calibration: Calibration) -> PlannedConstants:
+    """Describe the constants of a plan, with a remedy if they belong to another chip."""
+    remedy = None if calibration.known else SET_CHIP
+    return PlannedConstants(chip=calibration.chip, known=calibration.known, remedy=remedy)
 
 
 @frozen(kw_only=True)
-class _Asked:
-    """A run on a cluster."""
+class _PlanRequest:
+    """A run to be planned on a cluster."""
 
     options: Options
     cluster: Cluster
     shards: Path | None
-    given: Mapping[str, Any]
+    explicit: Mapping[str, Any]
 
     def question(self, objective: Objective, best: int, limit_bytes: int | None = None) -> Question:
-        """Build the question that the search for layouts answers."""
+        """Build the search problem for the layout search."""
         options, cluster = self.options, self.cluster
         if not cluster.measured:
             cluster = reached(cluster, calibration_of(cluster).efficiency)
-        config = fit_model(evolve(options, batch_size=MOST_ROWS), Layout(), self.shards)
+        config = fit_model(evolve(options, batch_size=MAX_BATCH_ROWS), Layout(), self.shards)
         sizes = ModelSizes.of(config)
         width = 2 if options.mixed_precision else 4
-        keep = self._keeping(config)
+        saved_bytes = self._saved_bytes(config)
         devices = [cluster.devices]
         if objective == "cheapest":
-            devices = [n for n in divisors(cluster.devices) if _whole_nodes(n, cluster)]
-        rows = self.given.get("microbatch_size")
+            devices = [n for n in divisors(cluster.devices) if _fills_nodes(n, cluster)]
+        rows = self.explicit.get("microbatch_size")
         if limit_bytes is None and options.memory_gib is not None:
             limit_bytes = min(int(options.memory_gib * GIB), cluster.memory_bytes)
         return Question(
@@ -236,13 +237,13 @@ class _Asked:
             devices=devices,
             batch_size=options.batch_size,
             width=width,
-            moment_bytes=round(keep(Layout()).moments),
-            choices=Choices(kept=self.given, offloads=self._offloads()),
+            moment_bytes=round(saved_bytes(Layout()).moments),
+            choices=Choices(kept=self.explicit, offloads=self._offloads()),
             rows=None if rows is None else [rows],
             check=lambda layout: check_fit(options, layout, config),
             times=self._times(config, sizes),
             message_bytes=options.sequence_length * sizes.hidden * width,
-            keep=lambda candidate: kept_bytes(keep(without_pipeline(candidate.layout))),
+            keep=lambda candidate: kept_bytes(saved_bytes(without_pipeline(candidate.layout))),
             predict=self._predict,
             working=lambda split: working_bytes(split, sizes, options.sequence_length),
             objective=objective,
@@ -260,26 +261,26 @@ class _Asked:
         if not self.cluster.measured:
             return self._calibrated(config, dtype) or sheet
         small = measurable(config)
-        if small is None or not self._is_here(ModelSizes.of(small[-1])):
+        if small is None or not self._can_measure(ModelSizes.of(small[-1])):
             return sheet
         device = pick_device(self.cluster.device)
         settings = self._settings(evolve(options, microbatch_size=1), Layout())
-        kept = {name: settings[name] for name in MEASURED_WITH}
+        engine_options = {name: settings[name] for name in MEASURED_WITH}
         documents = first_documents(options, 1, self.shards)
-        batch = rows_of_noise(config.vocab_size, options.sequence_length)
+        batch = random_row(config.vocab_size, options.sequence_length)
         batch |= {} if documents is None else {"documents": documents}
-        return HereTimes(small, sheet, batch, device, kept)
+        return HereTimes(small, sheet, batch, device, engine_options)
 
     def _calibrated(self, config: Any, dtype: str) -> PassTimes | None:
-        """Return times by constants that published runs gave; None for a model of another kind."""
+        """Roofline times with constants calibrated on published runs; None for other models."""
         options = self.options
         try:
-            known = decoder_sizes(config)
+            decoder = decoder_sizes(config)
         except ConfigError:
             return None
         operators = "torch_npu" if self.cluster.device == "npu" else "eager"
         return RooflineTimes(
-            sizes=known,
+            sizes=decoder,
             cluster=self.cluster,
             efficiency=calibration_of(self.cluster).efficiency,
             settings=StepSettings(
@@ -290,29 +291,29 @@ class _Asked:
             expert_layers=() if config.mixture is None else config.mixture.layers,
         )
 
-    def _is_here(self, sizes: ModelSizes) -> bool:
-        """Return whether layers are measured: the device is here, and has room for such a model."""
+    def _can_measure(self, sizes: ModelSizes) -> bool:
+        """Return whether layers can be measured: the device is local and the model fits."""
         cluster = self.cluster
-        here = cluster.device == "cpu" or (
+        is_local = cluster.device == "cpu" or (
             torch.accelerator.is_available()
             and cluster.device == str(torch.accelerator.current_accelerator())
         )
-        if not (here and cluster.measured):
+        if not (is_local and cluster.measured):
             return False
-        return sizes.parameters * STATE_BYTES * ROOM < free_bytes(pick_device(cluster.device))
+        return sizes.parameters * STATE_BYTES * HEADROOM < free_bytes(pick_device(cluster.device))
 
     def _settings(self, options: Options, layout: Layout) -> dict[str, Any]:
-        """Collect the settings of an engine that is built without memory, on whatever device."""
+        """Engine settings for counting memory, without a device or compilation."""
         return {**engine_settings(options, layout, 2), "device": "cpu", "compile": False}
 
-    def _keeping(self, config: Any) -> Callable[[Layout], Any]:
+    def _saved_bytes(self, config: Any) -> Callable[[Layout], Any]:
         options = self.options
         loss = NextTokenLoss(mtp_weight=options.mtp_weight, z_coefficient=options.z_coefficient)
         documents = first_documents(options, 1, self.shards)
         small = short_model(config)
 
         @cache
-        def keep(layout: Layout) -> Any:
+        def saved_bytes(layout: Layout) -> Any:
             settings = self._settings(evolve(options, microbatch_size=1), layout)
             return row_bytes(
                 small,
@@ -323,37 +324,38 @@ class _Asked:
                 **{**settings, "sharding": "auto", "offload": "none"},
             )
 
-        return keep
+        return saved_bytes
 
     def _predict(self, candidate: Candidate) -> list[RankMemory]:
-        """Predict what engines count, with fewer data ranks if very many, as FSDP's setup grows.
+        """Predict the memory of each pipeline rank from an engine built on meta tensors.
 
-        Each rank's share of weights is then so many times larger, and is put right here.
+        Building takes longer with more FSDP shards, so it uses fewer data ranks; the bytes per
+        rank are then scaled to all shards.
         """
-        fewer = divisor_of_shards(candidate)
-        layout = evolve(candidate.layout, data=candidate.layout.data // fewer)
+        factor = divisor_of_shards(candidate)
+        layout = evolve(candidate.layout, data=candidate.layout.data // factor)
         options = evolve(
             self.options,
             parallel_config=layout,
-            batch_size=self.options.batch_size // fewer,
+            batch_size=self.options.batch_size // factor,
             **candidate.settings(),
         )
         question = memory_question(options, layout, self.shards, candidate.split.rows)
-        found = predict_memory(**{**question, "device": "cpu", "compile": False})
-        return [of_all_shards(rank, candidate, fewer) for rank in found]
+        ranks = predict_memory(**{**question, "device": "cpu", "compile": False})
+        return [scale_to_all_shards(rank, candidate, factor) for rank in ranks]
 
 
-def _whole_nodes(devices: int, cluster: Cluster) -> bool:
-    each = cluster.devices_per_node
-    return devices % each == 0 or each % devices == 0
+def _fills_nodes(devices: int, cluster: Cluster) -> bool:
+    per_node = cluster.devices_per_node
+    return devices % per_node == 0 or per_node % devices == 0
 
 
-def _planned(chosen: FittingLayout, options: Options, cluster: Cluster) -> PlannedLayout:
-    seconds, devices = chosen.seconds, chosen.candidate.layout.world_size
+def _planned(layout: FittingLayout, options: Options, cluster: Cluster) -> PlannedLayout:
+    seconds, devices = layout.seconds, layout.candidate.layout.world_size
     price = cluster.price_per_hour
     return PlannedLayout(
-        layout=chosen.candidate.axes(),
-        settings=chosen.candidate.settings(),
+        layout=layout.candidate.axes(),
+        settings=layout.candidate.settings(),
         devices=devices,
         step=PlannedStep(
             compute=seconds.compute,
@@ -363,15 +365,16 @@ def _planned(chosen: FittingLayout, options: Options, cluster: Cluster) -> Plann
             total=seconds.all,
         ),
         tokens_per_s=options.batch_size * options.sequence_length / seconds.all,
-        memory=list(chosen.memory),
+        memory=list(layout.memory),
         price_per_hour=None if price is None else price * devices,
     )
 
 
-def _fallen(found: FoundLayouts) -> list[PlannedOut]:
-    every = sorted(found.reasons.items(), key=lambda item: -item[1].count)
+def _excluded(result: FoundLayouts) -> list[PlannedOut]:
+    reasons = sorted(result.reasons.items(), key=lambda item: -item[1].count)
     return [
-        PlannedOut(reason=reason, count=each.count, example=each.example) for reason, each in every
+        PlannedOut(reason=reason, count=excluded.count, example=excluded.example)
+        for reason, excluded in reasons
     ]
 
 
@@ -379,49 +382,53 @@ def _plain(value: Any) -> int | str:
     return value if isinstance(value, int) else str(value)
 
 
-def _too_large(asked: _Asked) -> str:
-    """Say why nothing fits, and what the least layout would need."""
-    cluster = asked.cluster
-    found = choose(asked.question("least-memory", 1, 1 << 60))
-    limit = asked.question("least-memory", 1).limit
-    if not found.best:
-        why = "; ".join(f"{reason}: {each.example}" for reason, each in found.reasons.items())
-        return f"no layout runs {asked.options.model_arch} on {cluster.devices} devices: {why}"
-    least = found.best[0]
-    needed = least.needed_bytes / GIB
+def _too_large(request: _PlanRequest) -> str:
+    """Explain why nothing fits, with the memory that the smallest layout would need."""
+    cluster = request.cluster
+    result = choose(request.question("least-memory", 1, 1 << 60))
+    limit = request.question("least-memory", 1).limit
+    if not result.best:
+        reasons = "; ".join(
+            f"{reason}: {excluded.example}" for reason, excluded in result.reasons.items()
+        )
+        return (
+            f"no layout runs {request.options.model_arch} on {cluster.devices} devices: {reasons}"
+        )
+    smallest = result.best[0]
+    needed = smallest.needed_bytes / GIB
     return (
-        f"no layout of {asked.options.model_arch} fits {cluster.devices} devices of"
-        f" {limit / GIB:.3g} GiB that may be taken: the least, {least.candidate}, needs"
-        f" {needed:.3g} GiB a device; take devices of more memory"
+        f"no layout of {request.options.model_arch} fits {cluster.devices} devices with"
+        f" {limit / GIB:.3g} GiB usable each: the smallest, {smallest.candidate}, needs"
+        f" {needed:.3g} GiB per device; use devices with more memory"
     )
 
 
-def _more_nodes(asked: _Asked) -> int | None:
-    """Find how many devices of this kind would do; None if no number that is tried."""
-    times = 2
-    while times <= MOST_TIMES:
+def _sufficient_devices(request: _PlanRequest) -> int | None:
+    """Number of devices of this type that suffices; None if none up to the limit does."""
+    scale = 2
+    while scale <= MAX_SCALE:
         try:
-            larger = evolve(asked.cluster, nodes=asked.cluster.nodes * times)
+            larger = evolve(request.cluster, nodes=request.cluster.nodes * scale)
         except ConfigError:
             return None
         with fake_world(larger.devices):
-            if choose(evolve(asked, cluster=larger).question("fastest", 1)).best:
+            if choose(evolve(request, cluster=larger).question("fastest", 1)).best:
                 return larger.devices
-        times *= 2
+        scale *= 2
     return None
 
 
-def _of_layers(asked: _Asked, layers: int) -> _Asked:
-    """Ask the same for a model of so many layers."""
-    named = {**asked.options.model_config, "num_hidden_layers": layers}
-    return evolve(asked, options=evolve(asked.options, model_config=named))
+def _with_layers(request: _PlanRequest, layers: int) -> _PlanRequest:
+    """Return the request for the same model with another number of layers."""
+    named = {**request.options.model_config, "num_hidden_layers": layers}
+    return evolve(request, options=evolve(request.options, model_config=named))
 
 
-def _most_layers(asked: _Asked) -> int:
-    """Find as many layers as fit, at least one."""
+def _most_layers(request: _PlanRequest) -> int:
+    """Find the largest number of layers that fits, at least 1."""
 
     def fits(layers: int) -> bool:
-        return bool(choose(_of_layers(asked, layers).question("fastest", 1)).best)
+        return bool(choose(_with_layers(request, layers).question("fastest", 1)).best)
 
     low, high = 0, 1
     while fits(high):

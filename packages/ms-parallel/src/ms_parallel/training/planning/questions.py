@@ -1,4 +1,4 @@
-"""What another process is asked about a run: its settings as a record of plain values."""
+"""Questions about a run for a subprocess, with the run's settings as a record of plain values."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from attrs import asdict, fields, has
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.cluster.mixed.devices import Devices
 from ms_parallel.cluster.rest import DATA, REST, RestOnData
-from ms_parallel.planner.apart import call_apart
+from ms_parallel.planner.apart import call_in_subprocess
 from ms_parallel.planner.cluster import Cluster
 from ms_parallel.planner.rank_memory import RankMemory
 from ms_parallel.planner.record.history import History
@@ -25,49 +25,51 @@ PLAN = "ms_parallel.training.planning.plan:answer"
 Plain = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 
-class ToldSchedule(
+class ScheduleRecord(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="schedule.v1"
 ):
-    """A schedule that no name stands for and no file holds."""
+    """A schedule that has neither a name nor a file."""
 
     csv: str
     name: str
 
 
-class ToldRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="run.v1"):
-    """The options of a run, all but what is called with its events."""
+class RunRecord(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="run.v1"
+):
+    """Options of a run in serializable form, without the event callback."""
 
     settings: dict[str, Plain]
-    """By name, as a run file has them; `Options` checks them as it does a file's."""
-    schedule: ToldSchedule | None = None
-    """In place of the setting."""
+    """Settings by name, as in a run file; `Options` validates them."""
+    schedule: ScheduleRecord | None = None
+    """Replaces the setting `schedule`."""
     schedule_file: str | None = None
-    """In place of the setting, where that is a Path, whatever its name ends with."""
+    """Replaces the setting `schedule` if it is a Path, whatever its suffix."""
 
     @classmethod
-    def of(cls, options: Options) -> "ToldRun":
-        """Collect what another process is told of a run."""
-        given = {each.name: getattr(options, each.name) for each in fields(Options)}
-        schedule, told, file = given["schedule"], None, None
+    def of(cls, options: Options) -> "RunRecord":
+        """Convert the options of a run."""
+        values = {option.name: getattr(options, option.name) for option in fields(Options)}
+        schedule, record, file = values["schedule"], None, None
         if isinstance(schedule, Schedule):
-            told = ToldSchedule(csv=schedule.to_csv(), name=schedule.name)
+            record = ScheduleRecord(csv=schedule.to_csv(), name=schedule.name)
         elif isinstance(schedule, os.PathLike):
             file = os.fspath(schedule)
-        left_out = NOT_IN_FILES | {"schedule"} if told or file else NOT_IN_FILES
-        settings = {name: _plain(each) for name, each in given.items() if name not in left_out}
-        return cls(settings=settings, schedule=told, schedule_file=file)
+        omitted = NOT_IN_FILES | {"schedule"} if record or file else NOT_IN_FILES
+        settings = {name: _plain(value) for name, value in values.items() if name not in omitted}
+        return cls(settings=settings, schedule=record, schedule_file=file)
 
     @property
     def options(self) -> Options:
-        """The options again.
+        """Rebuild the options.
 
         Raises:
-            ConfigError: a value is of the wrong kind or out of range.
+            ConfigError: a value has the wrong type or is out of range.
         """
         settings: dict[str, Any] = dict(self.settings)
         if self.schedule is not None:
-            told = self.schedule
-            settings["schedule"] = Schedule.from_csv(told.csv, name=told.name)
+            record = self.schedule
+            settings["schedule"] = Schedule.from_csv(record.csv, name=record.name)
         if self.schedule_file is not None:
             settings["schedule"] = Path(self.schedule_file)
         return Options(**settings)
@@ -76,9 +78,9 @@ class ToldRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class MemoryQuestion(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="memory.v1"
 ):
-    """What `run_memory` is asked."""
+    """Arguments of `run_memory`."""
 
-    run: ToldRun
+    run: RunRecord
     layout: Layout
     shards: str | None
     rows: int | None
@@ -87,9 +89,9 @@ class MemoryQuestion(
 class PlanQuestion(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="plan.v1"
 ):
-    """What `plan` is asked."""
+    """Arguments of `plan`."""
 
-    run: ToldRun
+    run: RunRecord
     cluster: Cluster
     objective: Objective = "fastest"
     best: int = 5
@@ -101,53 +103,53 @@ class PlanQuestion(
 def ask_memory(
     options: Options, layout: Layout, shards: Path | None, rows: int | None
 ) -> list[RankMemory]:
-    """Ask another process what `run_memory` says; leave nothing behind in this one.
+    """Run `run_memory` in a subprocess, which leaves no state in this process.
 
     Args:
-        options: the run's.
-        layout: how it is split, over any number of processes.
-        shards: the dataset, if it is there already.
-        rows: of a microbatch; None for what the options say.
+        options: options of the run.
+        layout: layout of the run, for any number of processes.
+        shards: dataset, if it exists already.
+        rows: microbatch size. None: from the options.
 
     Raises:
-        ParallelError: as of `run_memory`, or the process has ended.
+        ParallelError: as for `run_memory`, or the subprocess died.
     """
     question = MemoryQuestion(
-        run=ToldRun.of(options), layout=layout, shards=told_path(shards), rows=rows
+        run=RunRecord.of(options), layout=layout, shards=encode_path(shards), rows=rows
     )
-    found: list[RankMemory] = call_apart(MEMORY, question, list[RankMemory])
-    return found
+    ranks: list[RankMemory] = call_in_subprocess(MEMORY, question, list[RankMemory])
+    return ranks
 
 
 def ask_plan(question: PlanQuestion) -> Plan:
-    """Ask another process what `plan` says.
+    """Run `plan` in a subprocess.
 
     Raises:
-        ParallelError: as of `plan`, or the process has ended.
+        ParallelError: as for `plan`, or the subprocess died.
     """
-    found: Plan = call_apart(PLAN, question, Plan)
-    return found
+    plan: Plan = call_in_subprocess(PLAN, question, Plan)
+    return plan
 
 
-def told_path(path: Path | None) -> str | None:
-    """Return a path as a record holds it."""
+def encode_path(path: Path | None) -> str | None:
+    """Convert a path for a record."""
     return None if path is None else os.fspath(path)
 
 
-def path_told(path: str | None) -> Path | None:
-    """Return the path of a record; None where it has none."""
+def decode_path(path: str | None) -> Path | None:
+    """Convert a record's path back."""
     return None if path is None else Path(path)
 
 
 def _plain(value: Any) -> Any:
-    """Write a setting as a run file has it; leave what none can have for the encoder to refuse."""
+    """Convert a setting to its form in a run file; other types are left to fail in the encoder."""
     if isinstance(value, Layout):
         return asdict(value)
     if isinstance(value, RestOnData):
-        return {**{name: _plain(each) for name, each in value.given.items()}, DATA[0]: REST}
+        return {**{name: _plain(item) for name, item in value.axes.items()}, DATA[0]: REST}
     if isinstance(value, Devices):
         return {
-            name: [rank for rank, each in enumerate(value.names) if each == name]
+            name: [rank for rank, item in enumerate(value.names) if item == name]
             for name in dict.fromkeys(value.names)
         }
     if has(type(value)):
@@ -155,7 +157,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     return value

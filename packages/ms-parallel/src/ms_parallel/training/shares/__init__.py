@@ -1,1 +1,1 @@
-"""How many rows of the global batch each data rank takes, and how that follows from its speed."""
+"""Rows of the global batch per data rank, fixed or rebalanced by measured speed."""

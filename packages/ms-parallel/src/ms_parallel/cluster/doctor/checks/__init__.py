@@ -1,1 +1,1 @@
-"""The checks, one a file: each registers itself with `check`, and nothing else names it."""
+"""The checks, one per file; each registers itself with `check`."""

@@ -1,1 +1,1 @@
-"""What several processes measure together: clocks, links and the folder of a run."""
+"""Joint measurements of several processes: clocks, links and the output folder."""

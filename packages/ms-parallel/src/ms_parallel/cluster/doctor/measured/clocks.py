@@ -1,8 +1,8 @@
-"""Compares the clocks of all ranks with that of rank 0, each over its shortest round trip.
+"""Compares the clocks of all ranks with rank 0's, each by its shortest round trip.
 
-A rank sends when its clock says a, rank 0 answers with what its own says, and the rank hears that
-at b. As the answer is given somewhere between, the clocks differ by (a + b) / 2 less the answer, to
-within (b - a) / 2 (D. L. Mills, RFC 958, without the other's two times, which lie together here).
+A rank sends at its time a, rank 0 replies with its own time, and the rank receives the reply at b.
+As the reply was sent in between, the offset is (a + b) / 2 minus the reply, to within (b - a) / 2
+(D. L. Mills, RFC 958, with rank 0's receive and send times taken as equal).
 """
 
 import time
@@ -13,43 +13,43 @@ import torch.distributed as dist
 from ms_parallel.cluster.doctor.measured.exchange import receive_numbers, send_numbers
 from ms_parallel.cluster.doctor.recording.recording import Clock
 
-TRIPS = 16
+ROUND_TRIPS = 16
 
 
-def measure_clocks(now: Callable[[], float] = time.time) -> list[Clock]:
-    """Measure the clock of each rank; all ranks call this, and rank 0 gets the result.
+def measure_clocks(clock: Callable[[], float] = time.time) -> list[Clock]:
+    """Measure the clock offset of each rank. Collective; rank 0 gets the result.
 
     Args:
-        now: the time of this rank, in seconds.
+        clock: returns this rank's time in seconds.
     """
-    own, world = dist.get_rank(), dist.get_world_size()
+    rank, world = dist.get_rank(), dist.get_world_size()
     clocks = [Clock(rank=0, offset_s=0.0, uncertainty_s=0.0)]
-    for other in range(1, world):
-        if own == other:
-            trips = [_ask(now) for _ in range(TRIPS)]
-            offset, uncertainty = estimate(trips)
+    for peer in range(1, world):
+        if rank == peer:
+            round_trips = [_round_trip(clock) for _ in range(ROUND_TRIPS)]
+            offset, uncertainty = estimate(round_trips)
             send_numbers(offset, uncertainty, to=0)
-        elif own == 0:
-            for _ in range(TRIPS):
-                receive_numbers(1, source=other)
-                send_numbers(now(), to=other)
-            offset, uncertainty = receive_numbers(2, source=other)
-            clocks.append(Clock(rank=other, offset_s=offset, uncertainty_s=uncertainty))
-    return clocks if own == 0 else []
+        elif rank == 0:
+            for _ in range(ROUND_TRIPS):
+                receive_numbers(1, source=peer)
+                send_numbers(clock(), to=peer)
+            offset, uncertainty = receive_numbers(2, source=peer)
+            clocks.append(Clock(rank=peer, offset_s=offset, uncertainty_s=uncertainty))
+    return clocks if rank == 0 else []
 
 
-def estimate(trips: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Estimate how far a clock is ahead, and how exactly that is known, both in seconds.
+def estimate(round_trips: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Estimate the offset of a clock and the uncertainty, both in seconds.
 
     Args:
-        trips: when a question left, what the other's clock said, and when its answer came.
+        round_trips: (send time, remote time, receive time) of each.
     """
-    left, said, came = min(trips, key=lambda trip: trip[2] - trip[0])
-    return (left + came) / 2 - said, (came - left) / 2
+    sent, remote, received = min(round_trips, key=lambda trip: trip[2] - trip[0])
+    return (sent + received) / 2 - remote, (received - sent) / 2
 
 
-def _ask(now: Callable[[], float]) -> tuple[float, float, float]:
-    left = now()
-    send_numbers(left, to=0)
-    (said,) = receive_numbers(1, source=0)
-    return left, said, now()
+def _round_trip(clock: Callable[[], float]) -> tuple[float, float, float]:
+    sent = clock()
+    send_numbers(sent, to=0)
+    (remote,) = receive_numbers(1, source=0)
+    return sent, remote, clock()

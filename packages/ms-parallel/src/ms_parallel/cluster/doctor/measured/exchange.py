@@ -1,4 +1,4 @@
-"""Messages between the ranks of a doctor, over whatever torch.distributed carries for the CPU."""
+"""Messages between ranks over torch.distributed's CPU backend."""
 
 from typing import Any
 
@@ -7,10 +7,9 @@ import torch.distributed as dist
 
 
 def gather_bytes(content: bytes) -> list[bytes]:
-    """Gather what each rank gives, by rank, on rank 0; return nothing on the others.
+    """Gather bytes of any length from all ranks on rank 0; [] on other ranks.
 
-    One rank sends after the other, each no more than it has: some have a machine's files to give,
-    and most have not.
+    Ranks send one after the other, as some have the files of a machine to send and most have not.
     """
     size = torch.tensor([len(content)])
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
@@ -20,22 +19,22 @@ def gather_bytes(content: bytes) -> list[bytes]:
             dist.send(torch.frombuffer(bytearray(content), dtype=torch.uint8), dst=0)
         return []
     parts = [content]
-    for other, length in list(enumerate(map(int, sizes)))[1:]:
-        taken = torch.zeros(length, dtype=torch.uint8)
+    for peer, length in list(enumerate(map(int, sizes)))[1:]:
+        buffer = torch.zeros(length, dtype=torch.uint8)
         if length:
-            dist.recv(taken, src=other)
-        parts.append(taken.numpy().tobytes())
+            dist.recv(buffer, src=peer)
+        parts.append(buffer.numpy().tobytes())
     return parts
 
 
 def send_numbers(*values: float, to: int) -> None:
-    """Send some float64."""
+    """Send float64 numbers to rank `to`."""
     dist.send(torch.tensor(values, dtype=torch.float64), dst=to)
 
 
 def receive_numbers(count: int, *, source: int) -> list[float]:
     """Receive `count` float64 numbers from rank `source`."""
-    taken: Any = torch.zeros(count, dtype=torch.float64)
-    dist.recv(taken, src=source)
-    values: list[float] = taken.tolist()
+    buffer: Any = torch.zeros(count, dtype=torch.float64)
+    dist.recv(buffer, src=source)
+    values: list[float] = buffer.tolist()
     return values

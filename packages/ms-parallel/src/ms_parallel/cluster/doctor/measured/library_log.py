@@ -1,4 +1,4 @@
-"""Keeps what NCCL says while it starts: which adapters it found, and which it uses."""
+"""Captures NCCL's log during initialization: the adapters that it finds and uses."""
 
 import os
 import tempfile
@@ -8,39 +8,39 @@ from pathlib import Path
 
 LEVEL, FILE = "NCCL_DEBUG", "NCCL_DEBUG_FILE"
 LIMIT_BYTES = 256 << 10
-KEPT = ("NET/", "Using network", "GDR", "P2P is disabled", "NCCL version", "WARN")
-"""Words of the lines that are kept."""
+RELEVANT = ("NET/", "Using network", "GDR", "P2P is disabled", "NCCL version", "WARN")
+"""Substrings of relevant lines."""
 
 
 @contextmanager
 def library_log() -> Iterator[Path]:
-    """Have NCCL write what it does to a file, for as long as nobody has asked for that elsewhere.
+    """Let NCCL log to a temporary file, unless the user has set a log file.
 
-    Give the variables before the first group is formed: NCCL reads them once.
+    Enter this before the first group is created, as NCCL reads the variables once.
     """
-    given = {LEVEL: "INFO"}
+    variables = {LEVEL: "INFO"}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "nccl.log"
-        given[FILE] = str(path)
-        before = {name: os.environ.get(name) for name in given}
-        if before[FILE] is None:
-            os.environ.update(given)
+        variables[FILE] = str(path)
+        previous = {name: os.environ.get(name) for name in variables}
+        if previous[FILE] is None:
+            os.environ.update(variables)
         try:
             yield path
         finally:
-            for name, value in before.items():
+            for name, value in previous.items():
                 if value is None:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = value
 
 
-def kept_lines(path: Path) -> str:
-    """Return the lines that say which network is used; empty where nothing was written."""
+def relevant_lines(path: Path) -> str:
+    """Return the lines about the network in use; empty without a log."""
     try:
         with path.open("rb") as file:
             text = file.read(LIMIT_BYTES).decode(errors="replace")
     except OSError:
         return ""
-    lines = [line for line in text.splitlines() if any(word in line for word in KEPT)]
+    lines = [line for line in text.splitlines() if any(word in line for word in RELEVANT)]
     return "".join(f"{line}\n" for line in dict.fromkeys(lines))

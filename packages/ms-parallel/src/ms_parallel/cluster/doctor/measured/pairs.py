@@ -1,4 +1,4 @@
-"""Sends messages between every pair of ranks, over the backend that a run would use."""
+"""Measures messages between every pair of ranks, over the backend of a run."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,74 +13,78 @@ from ms_parallel.cluster.doctor.recording.recording import Pair
 SMALL_BYTES, LARGE_BYTES = 8, 16 << 20
 SMALL_TRIPS, LARGE_TRIPS = 32, 3
 WARM_TRIPS = 2
-MOST_ROUNDS = 64
-ONE_BY_ONE = 8
-"""Most ranks whose pairs are measured one after the other; more send at the same time."""
+MAX_ROUNDS = 64
+MAX_SEQUENTIAL = 8
+"""Maximum number of ranks whose pairs are measured one at a time; more measure in parallel."""
 
 
 def rounds(world: int) -> list[list[tuple[int, int]]]:
-    """Arrange pairs in rounds in which each rank has at most one partner, every pair at most once.
+    """Arrange all pairs in rounds in which each rank has at most one partner.
 
     Args:
-        world: number of ranks. Up to `ONE_BY_ONE` of them have one pair a round; beyond
-            `MOST_ROUNDS`, each has as many partners.
+        world: number of ranks. Up to `MAX_SEQUENTIAL` ranks have one pair per round; beyond
+            `MAX_ROUNDS`, each rank has that many partners.
     """
     ranks: list[int | None] = [*range(world), *([None] if world % 2 else [])]
-    found = []
-    for _ in range(min(len(ranks) - 1, MOST_ROUNDS)):
+    schedule = []
+    for _ in range(min(len(ranks) - 1, MAX_ROUNDS)):
         half = len(ranks) // 2
         paired = zip(ranks[:half], reversed(ranks[half:]), strict=True)
-        found.append([(min(p), max(p)) for p in paired if None not in p])  # type: ignore[type-var]
+        schedule.append([(min(p), max(p)) for p in paired if None not in p])  # type: ignore[type-var]
         ranks = [ranks[0], ranks[-1], *ranks[1:-1]]
-    pairs: list[list[tuple[int, int]]] = found  # type: ignore[assignment]
-    return [[pair] for each in pairs for pair in each] if world <= ONE_BY_ONE else pairs
+    pairs: list[list[tuple[int, int]]] = schedule  # type: ignore[assignment]
+    return (
+        [[pair] for pairs_of_round in pairs for pair in pairs_of_round]
+        if world <= MAX_SEQUENTIAL
+        else pairs
+    )
 
 
 def measure_pairs(
     device: torch.device, begin: Callable[[list[tuple[int, int]]], object] = lambda pairs: None
 ) -> tuple[list[Pair], bool]:
-    """Measure latency and bandwidth of each pair; all ranks call this, rank 0 gets the result.
+    """Measure latency and bandwidth of each pair. Collective; rank 0 gets the result.
 
     Args:
-        device: where this rank's messages lie.
-        begin: called with the pairs that come next.
+        device: device for this rank's messages.
+        begin: called with the next pairs.
 
     Returns:
-        The pairs, and whether several sent at the same time.
+        The pairs, and whether several were measured at the same time.
     """
-    own, found = dist.get_rank(), []
+    rank, results = dist.get_rank(), []
     small = torch.zeros(SMALL_BYTES, dtype=torch.uint8, device=device)
     large = torch.zeros(LARGE_BYTES, dtype=torch.uint8, device=device)
     table = rounds(dist.get_world_size())
-    for each in table:
-        begin(each)
+    for round_pairs in table:
+        begin(round_pairs)
         dist.barrier()
-        for first, second in each:
-            if own in (first, second):
+        for first, second in round_pairs:
+            if rank in (first, second):
                 latency_s = one_way(small, first, second, SMALL_TRIPS)
-                moving_s = one_way(large, first, second, LARGE_TRIPS)
-                if own == first:
-                    found.append(_pair(first, second, latency_s, moving_s))
-    parts = gather_bytes(msgspec.json.encode(found))
+                transfer_s = one_way(large, first, second, LARGE_TRIPS)
+                if rank == first:
+                    results.append(_pair(first, second, latency_s, transfer_s))
+    parts = gather_bytes(msgspec.json.encode(results))
     pairs = [pair for part in parts for pair in msgspec.json.decode(part, type=list[Pair])]
     return sorted(pairs, key=lambda pair: (pair.first, pair.second)), any(
-        len(each) > 1 for each in table
+        len(round_pairs) > 1 for round_pairs in table
     )
 
 
-def _pair(first: int, second: int, latency_s: float, moving_s: float) -> Pair:
+def _pair(first: int, second: int, latency_s: float, transfer_s: float) -> Pair:
     return Pair(
         first=first,
         second=second,
         latency_us=latency_s * 1e6,
-        bandwidth_gb_per_s=LARGE_BYTES / moving_s / 1e9,
+        bandwidth_gb_per_s=LARGE_BYTES / transfer_s / 1e9,
     )
 
 
 def one_way(message: torch.Tensor, first: int, second: int, trips: int) -> float:
-    """Measure the seconds of a message between two ranks: half of the shortest round trip.
+    """Seconds of a message between two ranks: half of the shortest round trip.
 
-    Both ranks call this; what the second one gets is of no use.
+    Both ranks call this; only the first rank's result is meaningful.
     """
     return min(list(_trips(message, first, second, trips + WARM_TRIPS))[WARM_TRIPS:]) / 2
 
@@ -88,7 +92,7 @@ def one_way(message: torch.Tensor, first: int, second: int, trips: int) -> float
 def _trips(message: torch.Tensor, first: int, second: int, trips: int) -> Iterator[float]:
     leads = dist.get_rank() == first
     for _ in range(trips):
-        began = time.perf_counter()
+        started = time.perf_counter()
         if leads:
             dist.send(message, dst=second)
             dist.recv(message, src=second)
@@ -97,4 +101,4 @@ def _trips(message: torch.Tensor, first: int, second: int, trips: int) -> Iterat
             dist.send(message, dst=first)
         if message.device.type != "cpu":
             torch.accelerator.synchronize(message.device)
-        yield time.perf_counter() - began
+        yield time.perf_counter() - started

@@ -1,7 +1,6 @@
-"""Ends a measurement that hangs, as messages over a broken network do, after it has been reported.
+"""Watchdog for measurements that hang on a broken network.
 
-A collective library's own timeout ends the process without a word, and what was found before would
-be lost.
+A collective library's own timeout would end the process silently and lose the results so far.
 """
 
 import os
@@ -14,12 +13,12 @@ from ms_parallel.entry import FAILED
 
 
 @contextmanager
-def patience(seconds: float, speak: Callable[[], object]) -> Iterator[None]:
-    """End this process with exit code 1 if what is done inside takes longer.
+def watchdog(seconds: float, report: Callable[[], object]) -> Iterator[None]:
+    """End this process with exit code 1 if the block takes too long.
 
     Args:
-        seconds: that it may take.
-        speak: called before, on another thread.
+        seconds: time limit.
+        report: called before, on another thread.
     """
     done = threading.Event()
 
@@ -27,7 +26,7 @@ def patience(seconds: float, speak: Callable[[], object]) -> Iterator[None]:
         if done.wait(seconds):
             return
         try:
-            speak()
+            report()
             sys.stdout.flush()
         finally:
             os._exit(FAILED)

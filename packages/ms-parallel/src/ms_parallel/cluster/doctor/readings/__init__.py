@@ -1,1 +1,1 @@
-"""Reads a recording: what its files and the outputs of its commands say."""
+"""Parsers of a recording: its files and command outputs."""

@@ -1,10 +1,10 @@
-"""Ascend devices, their driver, CANN and network ports, as their tools print them."""
+"""Ascend devices, driver, CANN and network ports, parsed from the output of their tools."""
 
 import re
 
 from attrs import frozen
 
-from ms_parallel.cluster.doctor.readings.number import whole
+from ms_parallel.cluster.doctor.readings.number import parse_int
 from ms_parallel.cluster.doctor.recording.recording import Examined, Recording
 
 INSTALL_FILE = "usr/local/Ascend/ascend-toolkit/latest/ascend_toolkit_install.info"
@@ -16,30 +16,30 @@ BUS = re.compile(r"^[0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:")
 
 @frozen(kw_only=True)
 class Npu:
-    """One device."""
+    """A device."""
 
     number: int
     name: str
     health: str
-    """`OK`, or what is wrong."""
+    """`OK`, or the problem."""
 
 
 @frozen(kw_only=True)
 class NpuPort:
-    """The RoCE port of one device; empty or None where the tool did not say."""
+    """RoCE port of a device; empty or None if unknown."""
 
     number: int
     link: str
-    """In small letters: `up` or `down`."""
+    """`up` or `down`."""
     rate_gbit_per_s: float | None
     mtu: int | None
     health: str
 
 
-def npu_driver(at: Recording) -> str | None:
-    """Return the version of the driver; None where there is none."""
-    found = VERSION.search(at.output("npu-smi info") or "")
-    return found[1] if found else None
+def npu_driver(recording: Recording) -> str | None:
+    """Version of the driver; None without one."""
+    match = VERSION.search(recording.output("npu-smi info") or "")
+    return match[1] if match else None
 
 
 def has_ascend(examined: Examined) -> bool:
@@ -47,30 +47,30 @@ def has_ascend(examined: Examined) -> bool:
     return any(npu_driver(machine) for machine in examined.machines)
 
 
-def cann(at: Recording) -> str | None:
-    """Return the version of CANN; None where it is not found."""
-    for line in (at.text(INSTALL_FILE) or "").splitlines():
+def cann(recording: Recording) -> str | None:
+    """Version of CANN; None if not found."""
+    for line in (recording.text(INSTALL_FILE) or "").splitlines():
         key, _, value = line.partition("=")
         if key.strip() == "version":
             return value.strip()
     return None
 
 
-def npus(at: Recording) -> list[Npu]:
-    """List a machine's devices by the first of the two lines that each has in the table."""
+def npus(recording: Recording) -> list[Npu]:
+    """Devices of a machine, from the first of the two lines of each in the table."""
     return [
         Npu(number=int(number), name=name, health=health)
-        for number, name, health in FIRST_LINE.findall(at.output("npu-smi info") or "")
+        for number, name, health in FIRST_LINE.findall(recording.output("npu-smi info") or "")
         if not BUS.match(health)
     ]
 
 
-def npu_ports(at: Recording) -> list[NpuPort]:
-    """List the port of each device that the tool was asked about."""
+def npu_ports(recording: Recording) -> list[NpuPort]:
+    """Ports of the devices that the tool was queried for."""
     numbers = sorted(
-        {int(words[2]) for words in map(str.split, at.commands) if _asks_for_a_port(words)}
+        {int(words[2]) for words in map(str.split, recording.commands) if _asks_for_a_port(words)}
     )
-    return [_port(at, number) for number in numbers]
+    return [_port(recording, number) for number in numbers]
 
 
 def has_npu_ports(examined: Examined) -> bool:
@@ -79,21 +79,21 @@ def has_npu_ports(examined: Examined) -> bool:
 
 
 def port_questions(number: int) -> list[list[str]]:
-    """List the commands that ask the tool about the port of a device."""
-    return [[TOOL, "-i", str(number), f"-{what}", "-g"] for what in ("link", "speed", "mtu")] + [
-        [TOOL, "-i", str(number), "-net_health", "-g"]
-    ]
+    """Commands that query the port of a device."""
+    return [
+        [TOOL, "-i", str(number), f"-{option}", "-g"] for option in ("link", "speed", "mtu")
+    ] + [[TOOL, "-i", str(number), "-net_health", "-g"]]
 
 
 def _asks_for_a_port(words: list[str]) -> bool:
-    return len(words) == 5 and words[:2] == [TOOL, "-i"] and whole(words[2]) is not None
+    return len(words) == 5 and words[:2] == [TOOL, "-i"] and parse_int(words[2]) is not None
 
 
-def _port(at: Recording, number: int) -> NpuPort:
-    def answer(what: str, pattern: str) -> str:
-        text = at.output(TOOL, "-i", str(number), f"-{what}", "-g") or ""
-        found = re.search(pattern, text, re.IGNORECASE)
-        return found[1].strip().lower() if found else ""
+def _port(recording: Recording, number: int) -> NpuPort:
+    def answer(option: str, pattern: str) -> str:
+        text = recording.output(TOOL, "-i", str(number), f"-{option}", "-g") or ""
+        match = re.search(pattern, text, re.IGNORECASE)
+        return match[1].strip().lower() if match else ""
 
     speed, mtu = answer("speed", r"speed\s*:\s*(\d{1,9})"), answer("mtu", r"mtu\D{0,3}(\d{1,9})")
     return NpuPort(

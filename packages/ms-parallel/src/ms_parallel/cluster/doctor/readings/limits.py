@@ -1,9 +1,9 @@
-"""Limits of a process, as /proc/self/limits lists them, or else `ulimit -a`; and of its memory."""
+"""Limits of a process, from /proc/self/limits or `ulimit -a`; and of its memory."""
 
 import re
 from math import inf
 
-from ms_parallel.cluster.doctor.readings.number import whole
+from ms_parallel.cluster.doctor.readings.number import parse_int
 from ms_parallel.cluster.doctor.recording.recording import Recording
 
 FILE, COMMAND = "proc/self/limits", "ulimit -a"
@@ -13,63 +13,66 @@ NAMES = {
     "locked_bytes": ("Max locked memory", "max locked memory", KIB),
     "processes": ("Max processes", "max user processes", 1),
 }
-"""By limit: its name in the file, in the output of `ulimit`, and the unit of the latter."""
-OF_GROUPS = "proc/self/cgroup"
+"""Name of each limit in the file and in the output of `ulimit`, and the unit of the latter."""
+CGROUP_FILE = "proc/self/cgroup"
 MEMORY_FILES = (
     ("sys/fs/cgroup", "memory.max", "memory.current"),
     ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
-"""Limit and use of memory, in either version of control groups."""
-MOST_NESTED = 16
-WITHOUT_LIMIT = 1 << 62
+"""Memory limit and usage files of both versions of control groups."""
+MAX_DEPTH = 16
+UNLIMITED = 1 << 62
 
 
-def limit(at: Recording, name: str) -> float | None:
-    """Read the soft limit of a name in `NAMES`; infinite where unlimited, None where not known."""
+def limit(recording: Recording, name: str) -> float | None:
+    """Soft limit by a name in `NAMES`; infinite if unlimited, None if unknown."""
     in_file, in_output, unit = NAMES[name]
-    found = re.search(rf"^{in_file}\s+(\S+)", at.text(FILE) or "", re.MULTILINE)
-    if found:
-        return _number(found[1], 1)
-    found = re.search(rf"^{in_output}\b.*?(\S+)\s*$", at.output(COMMAND) or "", re.MULTILINE)
-    return _number(found[1], unit) if found else None
+    match = re.search(rf"^{in_file}\s+(\S+)", recording.text(FILE) or "", re.MULTILINE)
+    if match:
+        return _number(match[1], 1)
+    match = re.search(rf"^{in_output}\b.*?(\S+)\s*$", recording.output(COMMAND) or "", re.MULTILINE)
+    return _number(match[1], unit) if match else None
 
 
-def memory_limit(at: Recording) -> tuple[int, int] | None:
-    """Return the bytes that the tightest control group may take and has taken; None if unlimited.
+def memory_limit(recording: Recording) -> tuple[int, int] | None:
+    """Limit and usage in bytes of the tightest control group; None if unlimited.
 
     Args:
-        at: the machine; a container shows the group of its process as the topmost one.
+        recording: recording of the machine; in a container, the process's group is the root.
     """
-    found = []
-    for most, taken in group_files(at.text(OF_GROUPS) or ""):
-        limit_bytes = whole(at.text(most))
-        if limit_bytes is not None and limit_bytes < WITHOUT_LIMIT:
-            found.append((limit_bytes, whole(at.text(taken)) or 0))
-    return min(found, default=None)
+    limits = []
+    for limit_file, usage_file in group_files(recording.text(CGROUP_FILE) or ""):
+        limit_bytes = parse_int(recording.text(limit_file))
+        if limit_bytes is not None and limit_bytes < UNLIMITED:
+            limits.append((limit_bytes, parse_int(recording.text(usage_file)) or 0))
+    return min(limits, default=None)
 
 
 def group_files(groups: str) -> list[tuple[str, str]]:
-    """List the files of limit and use of a process's memory groups, from the topmost down.
+    """Limit and usage files of a process's memory control groups, from the root down.
 
     Args:
-        groups: the content of /proc/self/cgroup, lines of `number:controllers:path`.
+        groups: content of /proc/self/cgroup, lines of `number:controllers:path`.
     """
-    found = [(f"{root}/{most}", f"{root}/{taken}") for root, most, taken in MEMORY_FILES]
+    files = [
+        (f"{root}/{limit_file}", f"{root}/{usage_file}")
+        for root, limit_file, usage_file in MEMORY_FILES
+    ]
     for line in groups.splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        _, _, remainder = line.partition(":")
+        controllers, _, path = remainder.partition(":")
         names = [name for name in path.split("/") if name]
         if controllers not in ("", "memory") or ".." in names:
             continue
-        root, most, taken = MEMORY_FILES[controllers == "memory"]
-        for depth in range(1, min(len(names), MOST_NESTED) + 1):
+        root, limit_file, usage_file = MEMORY_FILES[controllers == "memory"]
+        for depth in range(1, min(len(names), MAX_DEPTH) + 1):
             folder = "/".join([root, *names[:depth]])
-            found.append((f"{folder}/{most}", f"{folder}/{taken}"))
-    return found
+            files.append((f"{folder}/{limit_file}", f"{folder}/{usage_file}"))
+    return files
 
 
 def _number(word: str, unit: int) -> float | None:
     if word == "unlimited":
         return inf
-    number = whole(word)
+    number = parse_int(word)
     return None if number is None else float(number * unit)

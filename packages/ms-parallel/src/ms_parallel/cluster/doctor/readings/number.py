@@ -1,10 +1,10 @@
-"""Whole numbers in what others print, none of which is longer than a count of bytes."""
+"""Parsing of integers in foreign output."""
 
-MOST_DIGITS = 20
+MAX_DIGITS = 20
 
 
-def whole(text: str | None) -> int | None:
-    """Parse a whole number; return None where the text is none, or too long to be meant."""
+def parse_int(text: str | None) -> int | None:
+    """Parse a nonnegative integer; None if the text is not one, or is implausibly long."""
     text = (text or "").strip()
-    fits = text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS
+    fits = text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS
     return int(text) if fits else None

@@ -1,4 +1,4 @@
-"""NVIDIA's devices and driver, as `nvidia-smi -q` prints them."""
+"""NVIDIA devices and driver, from `nvidia-smi -q`."""
 
 import re
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ IN_DRIVER_FILE = re.compile(r"Kernel Module[^\n]*?\s(\d+\.\d+(?:\.\d+)?)\s")
 
 @frozen(kw_only=True)
 class Gpu:
-    """One device."""
+    """A device."""
 
     bus: str
     facts: dict[str, str]
-    """Values by the headings above them and their key, with ` / ` between."""
+    """Values by path: the headings above and the key, joined with ` / `."""
 
     def fact(self, *ends: str) -> str:
-        """Return the first value whose path ends in one of `ends`, in turn; else an empty text."""
+        """Return the first value whose path ends with one of `ends`, or an empty text."""
         for end in ends:
             for path, value in self.facts.items():
                 if path == end or path.endswith(f" / {end}"):
@@ -33,14 +33,14 @@ class Gpu:
         return self.fact("Product Name")
 
 
-def driver(at: Recording) -> str | None:
-    """Return the version of the driver; None where there is none."""
-    for line in (at.output("nvidia-smi -q") or "").splitlines():
+def driver(recording: Recording) -> str | None:
+    """Version of the driver; None without one."""
+    for line in (recording.output("nvidia-smi -q") or "").splitlines():
         key, colon, value = line.partition(" : ")
         if colon and key.strip() == "Driver Version":
             return value.strip()
-    found = IN_DRIVER_FILE.search(at.text(DRIVER_FILE) or "")
-    return found[1] if found else None
+    match = IN_DRIVER_FILE.search(recording.text(DRIVER_FILE) or "")
+    return match[1] if match else None
 
 
 def has_nvidia(examined: Examined) -> bool:
@@ -48,23 +48,23 @@ def has_nvidia(examined: Examined) -> bool:
     return any(driver(machine) for machine in examined.machines)
 
 
-def gpus(at: Recording) -> list[Gpu]:
-    """List every device of a machine."""
-    text = at.output("nvidia-smi -q") or ""
+def gpus(recording: Recording) -> list[Gpu]:
+    """Devices of a machine."""
+    text = recording.output("nvidia-smi -q") or ""
     parts = re.split(r"^GPU ([0-9A-Fa-f]+:\S+)\s*$", text, flags=re.MULTILINE)[1:]
-    each = zip(parts[::2], parts[1::2], strict=True)
-    return [Gpu(bus=bus, facts=dict(_facts(body))) for bus, body in each]
+    devices = zip(parts[::2], parts[1::2], strict=True)
+    return [Gpu(bus=bus, facts=dict(_facts(body))) for bus, body in devices]
 
 
 def _facts(body: str) -> Iterator[tuple[str, str]]:
-    """Read lines of `key : value`, indented below the headings that they belong to."""
-    above: list[tuple[int, str]] = []
+    """Parse lines of `key : value`, indented below their headings."""
+    headings: list[tuple[int, str]] = []
     for line in body.splitlines():
         indent = len(line) - len(line.lstrip())
         key, colon, value = line.partition(" : ")
         if not line.strip():
             continue
-        above = [one for one in above if one[0] < indent]
+        headings = [heading for heading in headings if heading[0] < indent]
         if colon:
-            yield " / ".join([*(name for _, name in above), key.strip()]), value.strip()
-        above.append((indent, key.strip()))
+            yield " / ".join([*(name for _, name in headings), key.strip()]), value.strip()
+        headings.append((indent, key.strip()))

@@ -1,11 +1,11 @@
-"""The RDMA ports of a machine, as /sys/class/infiniband lists them, or else `ibstat`."""
+"""RDMA ports of a machine, from /sys/class/infiniband or `ibstat`."""
 
 import re
 from collections.abc import Iterator
 
 from attrs import frozen
 
-from ms_parallel.cluster.doctor.readings.number import whole
+from ms_parallel.cluster.doctor.readings.number import parse_int
 from ms_parallel.cluster.doctor.recording.recording import Examined, Recording
 
 ROOT = "sys/class/infiniband"
@@ -16,15 +16,15 @@ GIGABIT = 1e9 / 8
 
 @frozen(kw_only=True)
 class Port:
-    """One port of an adapter for InfiniBand or RoCE."""
+    """A port of an InfiniBand or RoCE adapter."""
 
     adapter: str
     """Name of the adapter, such as `mlx5_0`."""
     number: int
     kind: str
-    """What the adapter says it is, such as `MT4129`; empty where it does not."""
+    """Type of the adapter, such as `MT4129`; empty if unknown."""
     state: str
-    """In small letters: `active`, `down`, `init`, `armed`."""
+    """`active`, `down`, `init` or `armed`."""
     physical: str
     rate_gbit_per_s: float | None
     lanes: int | None
@@ -35,19 +35,19 @@ class Port:
 
     @property
     def name(self) -> str:
-        """As `NCCL_IB_HCA` names it."""
+        """Name in the form of `NCCL_IB_HCA`."""
         return f"{self.adapter}:{self.number}"
 
     @property
     def is_ethernet(self) -> bool:
-        """Whether it speaks RoCE."""
+        """Whether the port uses RoCE."""
         return self.layer.lower() == "ethernet"
 
 
-def ports(at: Recording) -> list[Port]:
-    """List every port of a machine."""
-    found = list(_listed(at))
-    return found or list(_printed(at.output("ibstat") or ""))
+def ports(recording: Recording) -> list[Port]:
+    """Ports of a machine."""
+    sysfs_ports = list(_from_sysfs(recording))
+    return sysfs_ports or list(_from_ibstat(recording.output("ibstat") or ""))
 
 
 def has_rdma(examined: Examined) -> bool:
@@ -55,48 +55,48 @@ def has_rdma(examined: Examined) -> bool:
     return any(ports(machine) for machine in examined.machines)
 
 
-def chosen_ports(at: Recording, choice: str) -> list[Port]:
-    """List the ports that NCCL takes: all, or those that `NCCL_IB_HCA` names.
+def chosen_ports(recording: Recording, choice: str) -> list[Port]:
+    """Ports that NCCL uses: all, or those selected by `NCCL_IB_HCA`.
 
     Args:
-        at: the machine.
-        choice: names or beginnings of names with commas between them; `=` before them asks for
-            whole names, `^` for all others. Empty chooses all.
+        recording: recording of the machine.
+        choice: comma-separated names or prefixes; a leading `=` means full names, `^` all others.
+            Empty selects all.
     """
     exact = "=" in choice[:2]
-    others = "^" in choice[:2]
-    wanted = [word.strip() for word in choice.lstrip("^=").split(",") if word.strip()]
-    if not wanted:
-        return ports(at)
+    inverted = "^" in choice[:2]
+    selectors = [word.strip() for word in choice.lstrip("^=").split(",") if word.strip()]
+    if not selectors:
+        return ports(recording)
 
     def named(port: Port) -> bool:
-        for word in wanted:
+        for word in selectors:
             adapter, _, number = word.partition(":")
             same = port.adapter == adapter if exact else port.adapter.startswith(adapter)
             if same and number in ("", str(port.number)):
                 return True
         return False
 
-    return [port for port in ports(at) if named(port) != others]
+    return [port for port in ports(recording) if named(port) != inverted]
 
 
-def _listed(at: Recording) -> Iterator[Port]:
-    for adapter in at.names(ROOT):
-        for number in at.names(f"{ROOT}/{adapter}/ports"):
-            if whole(number) is None:
+def _from_sysfs(recording: Recording) -> Iterator[Port]:
+    for adapter in recording.names(ROOT):
+        for number in recording.names(f"{ROOT}/{adapter}/ports"):
+            if parse_int(number) is None:
                 continue
             folder = f"{ROOT}/{adapter}/ports/{number}"
-            rate, lanes = _rate(at.text(f"{folder}/rate"))
+            rate, lanes = _rate(recording.text(f"{folder}/rate"))
             yield Port(
                 adapter=adapter,
                 number=int(number),
-                kind=at.text(f"{ROOT}/{adapter}/hca_type") or "",
-                state=_word(at.text(f"{folder}/state")),
-                physical=_word(at.text(f"{folder}/phys_state")),
+                kind=recording.text(f"{ROOT}/{adapter}/hca_type") or "",
+                state=_word(recording.text(f"{folder}/state")),
+                physical=_word(recording.text(f"{folder}/phys_state")),
                 rate_gbit_per_s=rate,
                 lanes=lanes,
-                layer=at.text(f"{folder}/link_layer") or "",
-                interfaces=tuple(at.names(f"{ROOT}/{adapter}/device/net")),
+                layer=recording.text(f"{folder}/link_layer") or "",
+                interfaces=tuple(recording.names(f"{ROOT}/{adapter}/device/net")),
             )
 
 
@@ -106,18 +106,18 @@ def _word(text: str | None) -> str:
 
 
 def _rate(text: str | None) -> tuple[float | None, int | None]:
-    found = RATE.match(text or "")
-    if found is None or not float(found[1]):
+    match = RATE.match(text or "")
+    if match is None or not float(match[1]):
         return None, None
-    return float(found[1]), int(found[2]) if found[2] else None
+    return float(match[1]), int(match[2]) if match[2] else None
 
 
-def _printed(text: str) -> Iterator[Port]:
-    """Read what `ibstat` prints: adapters, below them ports, below them `key: value`."""
+def _from_ibstat(text: str) -> Iterator[Port]:
+    """Parse the output of `ibstat`: adapters, then ports, then `key: value`."""
     for adapter in re.split(r"^CA '", text, flags=re.MULTILINE)[1:]:
-        name, _, rest = adapter.partition("'")
-        head, *each = re.split(r"^\s*Port (\d{1,6}):\s*$", rest, flags=re.MULTILINE)
-        for number, body in zip(each[::2], each[1::2], strict=True):
+        name, _, remainder = adapter.partition("'")
+        head, *sections = re.split(r"^\s*Port (\d{1,6}):\s*$", remainder, flags=re.MULTILINE)
+        for number, body in zip(sections[::2], sections[1::2], strict=True):
             facts = pairs_of(body)
             rate, lanes = _rate(facts.get("Rate"))
             yield Port(
@@ -133,26 +133,28 @@ def _printed(text: str) -> Iterator[Port]:
 
 
 def pairs_of(text: str) -> dict[str, str]:
-    """Return the first value of each key in lines of `key: value`."""
-    found: dict[str, str] = {}
+    """First value of each key in lines of `key: value`."""
+    pairs: dict[str, str] = {}
     for line in text.splitlines():
         key, colon, value = line.partition(":")
         if colon:
-            found.setdefault(key.strip(), value.strip())
-    return found
+            pairs.setdefault(key.strip(), value.strip())
+    return pairs
 
 
-def packet_bytes(at: Recording) -> dict[str, tuple[int, int]]:
-    """Read each port's active and largest MTU by its name, in bytes, from `ibv_devinfo`."""
-    found = {}
-    for adapter in re.split(r"^hca_id:", at.output("ibv_devinfo") or "", flags=re.MULTILINE)[1:]:
+def packet_bytes(recording: Recording) -> dict[str, tuple[int, int]]:
+    """Active and maximum MTU in bytes of each port by name, from `ibv_devinfo`."""
+    mtus = {}
+    for adapter in re.split(r"^hca_id:", recording.output("ibv_devinfo") or "", flags=re.MULTILINE)[
+        1:
+    ]:
         name = adapter.split(maxsplit=1)[0] if adapter.strip() else ""
-        _, *each = re.split(r"^\s*port:\s*(\d{1,6})\s*$", adapter, flags=re.MULTILINE)
-        for number, body in zip(each[::2], each[1::2], strict=True):
+        _, *sections = re.split(r"^\s*port:\s*(\d{1,6})\s*$", adapter, flags=re.MULTILINE)
+        for number, body in zip(sections[::2], sections[1::2], strict=True):
             facts = pairs_of(body)
-            active, most = (
-                whole(facts.get(key, "").split("(")[0]) for key in ("active_mtu", "max_mtu")
+            active, maximum = (
+                parse_int(facts.get(key, "").split("(")[0]) for key in ("active_mtu", "max_mtu")
             )
-            if active and most:
-                found[f"{name}:{int(number)}"] = active, most
-    return found
+            if active and maximum:
+                mtus[f"{name}:{int(number)}"] = active, maximum
+    return mtus

@@ -1,4 +1,4 @@
-"""The tables of versions and adapters, each with its source, in `tables.json` beside this file."""
+"""Tables of versions and adapters, with sources, in `tables.json` in this folder."""
 
 from functools import cache
 from pathlib import Path
@@ -10,15 +10,15 @@ from ms_parallel.files.untrusted import read_json
 
 
 class CudaDriver(msgspec.Struct, frozen=True, kw_only=True):
-    """What a CUDA toolkit asks of NVIDIA's driver for Linux."""
+    """NVIDIA driver for Linux of a CUDA toolkit."""
 
     cuda: str
     driver: str
-    """The driver that the toolkit was released with."""
+    """Driver released with the toolkit."""
 
 
 class TorchNpu(msgspec.Struct, frozen=True, kw_only=True):
-    """What a release of torch_npu goes with."""
+    """Versions that a torch_npu release is for."""
 
     torch_npu: str
     torch: str
@@ -26,27 +26,27 @@ class TorchNpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AscendDriver(msgspec.Struct, frozen=True, kw_only=True):
-    """The oldest driver that a CANN, and those after it, were released for."""
+    """Oldest driver for a CANN version and later ones."""
 
     cann: str
     driver: str
 
 
 class ReferenceTables(msgspec.Struct, frozen=True, kw_only=True):
-    """All tables."""
+    """All reference tables."""
 
     sources: dict[str, str]
-    """Where each table was read, and when."""
+    """Source and date of each table."""
     cuda_major_drivers: dict[str, str]
-    """Oldest driver by the major version of CUDA; a toolkit runs on it with fewer functions."""
+    """Oldest driver by major version of CUDA, with minor version compatibility."""
     cuda_drivers: list[CudaDriver]
     torch_npu: list[TorchNpu]
     ascend_drivers: list[AscendDriver]
     adapters_gbit_per_s: dict[str, float]
-    """Most of a port by the type of the adapter, in 10⁹ bits a second."""
+    """Maximum rate of a port by type of adapter, in 10⁹ bits per second."""
 
 
 @cache
 def tables() -> ReferenceTables:
-    """Read the reference tables from `tables.json`, once."""
+    """Read `tables.json` once."""
     return read_json(Path(__file__).with_name("tables.json"), ReferenceTables, error=ConfigError)

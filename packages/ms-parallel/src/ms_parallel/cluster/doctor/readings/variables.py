@@ -1,22 +1,22 @@
-"""Variables of the collective libraries: of the process, or else of NCCL's own files."""
+"""Variables of the collective libraries, from the environment or NCCL's configuration files."""
 
 from ms_parallel.cluster.doctor.recording.recording import Examined, Recording
 
 FILES = ("home/.nccl.conf", "etc/nccl.conf")
-"""What NCCL reads where a variable is not set, the user's own first."""
+"""Configuration files of NCCL for variables that are not set, the user's first."""
 ON = ("1", "true", "yes")
 
 
-def variable(at: Recording, machine: Recording, name: str) -> tuple[str, str] | None:
-    """Find the value of a variable and where it is set; None where it is not.
+def variable(recording: Recording, machine: Recording, name: str) -> tuple[str, str] | None:
+    """Return the value of a variable and its source; None if it is not set.
 
     Args:
-        at: the rank.
-        machine: the recording of its machine, which has the files.
-        name: of the variable.
+        recording: recording of the rank.
+        machine: recording of its machine, with the files.
+        name: name of the variable.
     """
-    if name in at.machine.environment:
-        return at.machine.environment[name].strip(), "the environment"
+    if name in recording.machine.environment:
+        return recording.machine.environment[name].strip(), "the environment"
     for path in FILES if name.startswith("NCCL_") else ():
         for line in (machine.text(path) or "").splitlines():
             key, _, value = line.partition("#")[0].partition("=")
@@ -25,7 +25,7 @@ def variable(at: Recording, machine: Recording, name: str) -> tuple[str, str] | 
     return None
 
 
-def value(examined: Examined, at: Recording, name: str) -> str:
-    """Return the value of a variable on a rank; empty where it is not set."""
-    found = variable(at, examined.machine_of(at.machine.rank), name)
-    return found[0] if found else ""
+def value(examined: Examined, recording: Recording, name: str) -> str:
+    """Value of a variable on a rank; empty if not set."""
+    setting = variable(recording, examined.machine_of(recording.machine.rank), name)
+    return setting[0] if setting else ""

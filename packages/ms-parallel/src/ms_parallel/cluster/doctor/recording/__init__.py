@@ -1,1 +1,1 @@
-"""What is known of the machines: recorded where they are, judged anywhere."""
+"""Recordings of machines, which can be judged anywhere."""

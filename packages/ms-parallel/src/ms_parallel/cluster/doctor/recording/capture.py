@@ -1,4 +1,4 @@
-"""Records this machine: reads its files and runs the tools that report on it."""
+"""Records this machine: reads its files and runs its reporting tools."""
 
 import os
 import shutil
@@ -10,16 +10,16 @@ from pathlib import Path
 
 from ms_parallel.cluster.doctor.readings.ascend import TOOL, npus, port_questions
 from ms_parallel.cluster.doctor.readings.cores import LOAD, ONLINE, quota_files
-from ms_parallel.cluster.doctor.readings.limits import OF_GROUPS, group_files, memory_limit
+from ms_parallel.cluster.doctor.readings.limits import CGROUP_FILE, group_files, memory_limit
 from ms_parallel.cluster.doctor.recording.machine import this_machine
 from ms_parallel.cluster.doctor.recording.recording import NO_ANSWER, Machine, Recording
 
 LIMIT_BYTES = 1 << 20
-"""Most of a file or an output that is recorded."""
-PATIENCE_S = 20.0
-"""Seconds that a tool may take; drivers that hang are not waited for."""
-OF_A_RANK = ("proc/self/limits",)
-OF_A_MACHINE = (
+"""Maximum bytes recorded of a file or output."""
+TIMEOUT_S = 20.0
+"""Time limit of a tool, as it may hang with its driver."""
+RANK_FILES = ("proc/self/limits",)
+MACHINE_FILES = (
     "proc/modules",
     "proc/driver/nvidia/version",
     "etc/nccl.conf",
@@ -27,7 +27,7 @@ OF_A_MACHINE = (
     "sys/fs/cgroup/memory.current",
     "sys/fs/cgroup/memory/memory.limit_in_bytes",
     "sys/fs/cgroup/memory/memory.usage_in_bytes",
-    OF_GROUPS,
+    CGROUP_FILE,
     LOAD,
     ONLINE,
     "sys/class/net/*/operstate",
@@ -48,42 +48,42 @@ OF_A_MACHINE = (
     "usr/local/Ascend/ascend-toolkit/latest/*-linux/ascend_toolkit_install.info",
     "usr/local/Ascend/driver/version.info",
 )
-"""Files, with `*` for any name."""
-LISTED = ("dev/infiniband/*",)
-"""What is recorded by name alone."""
+"""Files; `*` matches any name."""
+NAMES_ONLY = ("dev/infiniband/*",)
+"""Files recorded by name only."""
 COMMANDS = (
     ("ibstat",),
     ("ibv_devinfo",),
     ("nvidia-smi", "-q"),
     ("npu-smi", "info"),
 )
-PLACES = {TOOL: "/usr/local/Ascend/driver/tools/hccn_tool"}
-"""Where tools are that are not on PATH."""
-INSTALLED = "ascend_toolkit_install.info"
+TOOL_PATHS = {TOOL: "/usr/local/Ascend/driver/tools/hccn_tool"}
+"""Paths of tools that are not on PATH."""
+INSTALL_INFO = "ascend_toolkit_install.info"
 
 
-def capture(root: Path = Path("/"), *, whole: bool | None = None) -> Recording:
-    """Record this process, and its machine.
+def capture(root: Path = Path("/"), *, with_machine: bool | None = None) -> Recording:
+    """Record this process and its machine.
 
     Args:
-        root: where the files are.
-        whole: whether to record the machine too; by default the first process of a machine does.
+        root: root of the file system.
+        with_machine: record the machine too; by default on the first process of a machine.
     """
     machine = this_machine()
-    whole = machine.local_rank == 0 if whole is None else whole
-    patterns = (*OF_A_RANK, *(OF_A_MACHINE if whole else ()))
+    with_machine = machine.local_rank == 0 if with_machine is None else with_machine
+    patterns = (*RANK_FILES, *(MACHINE_FILES if with_machine else ()))
     files = {path: text for pattern in patterns for path, text in _files(root, pattern)}
-    if not whole:
+    if not with_machine:
         return Recording(machine=machine, files=files)
-    groups = group_files(files.get(OF_GROUPS, ""))
+    groups = group_files(files.get(CGROUP_FILE, ""))
     for path in (path for pair in groups for path in pair):
         files |= dict(_files(root, path))
-    for path in quota_files(files.get(OF_GROUPS, "")):
+    for path in quota_files(files.get(CGROUP_FILE, "")):
         files |= dict(_files(root, path))
-    files |= {path: "" for pattern in LISTED for path in _paths(root, pattern)}
-    files |= _own_files(machine)
-    for path in [path for path in files if path.endswith(f"-linux/{INSTALLED}")]:
-        files.setdefault(f"{path.rsplit('/', 2)[0]}/{INSTALLED}", files[path])
+    files |= {path: "" for pattern in NAMES_ONLY for path in _paths(root, pattern)}
+    files |= _user_files(machine)
+    for path in [path for path in files if path.endswith(f"-linux/{INSTALL_INFO}")]:
+        files.setdefault(f"{path.rsplit('/', 2)[0]}/{INSTALL_INFO}", files[path])
     commands = _outputs(COMMANDS)
     numbers = [npu.number for npu in npus(Recording(commands=commands))]
     commands |= _outputs([question for number in numbers for question in port_questions(number)])
@@ -91,15 +91,15 @@ def capture(root: Path = Path("/"), *, whole: bool | None = None) -> Recording:
 
 
 def memory_bytes(machine: Machine, root: Path = Path("/")) -> int:
-    """Return the bytes a machine's processes may take: its memory, or less by control group.
+    """Memory available to a machine's processes: physical, or less by control group.
 
     Args:
         machine: facts of this process.
-        root: where the files are.
+        root: root of the file system.
     """
-    groups = group_files(_text(root / OF_GROUPS) or "")
+    groups = group_files(_text(root / CGROUP_FILE) or "")
     files = {path: _text(root / path) or "" for pair in groups for path in pair}
-    files[OF_GROUPS] = _text(root / OF_GROUPS) or ""
+    files[CGROUP_FILE] = _text(root / CGROUP_FILE) or ""
     limit = memory_limit(Recording(files=files))
     return machine.memory_bytes if limit is None else min(machine.memory_bytes, limit[0])
 
@@ -118,7 +118,7 @@ def _files(root: Path, pattern: str) -> Iterator[tuple[str, str]]:
 
 
 def _text(path: Path) -> str | None:
-    """Read the beginning of a file; None where it is not regular or cannot be read."""
+    """Read the beginning of a file; None if it is not a regular, readable file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
@@ -129,36 +129,36 @@ def _text(path: Path) -> str | None:
         return None
 
 
-def _own_files(machine: Machine) -> dict[str, str]:
-    """Read the user's own files: NCCL's at home."""
+def _user_files(machine: Machine) -> dict[str, str]:
+    """Read NCCL's configuration in the user's home."""
     text = _text(Path.home() / ".nccl.conf")
     return {} if text is None else {"home/.nccl.conf": text}
 
 
 def _outputs(commands: Sequence[Sequence[str]]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    hangs: set[str] = set()
+    outputs: dict[str, str] = {}
+    hung: set[str] = set()
     for words in commands:
-        place = shutil.which(words[0]) or PLACES.get(words[0], "")
-        if words[0] in hangs or not os.access(place, os.X_OK):
+        tool = shutil.which(words[0]) or TOOL_PATHS.get(words[0], "")
+        if words[0] in hung or not os.access(tool, os.X_OK):
             continue
-        answer = _output(place, words[1:])
-        if answer is None:  # its driver hangs: it would for each further question too
-            hangs.add(words[0])
-        found[" ".join(words)] = NO_ANSWER if answer is None else answer
-    return found
+        answer = _output(tool, words[1:])
+        if answer is None:  # its driver hangs, and would for every further query
+            hung.add(words[0])
+        outputs[" ".join(words)] = NO_ANSWER if answer is None else answer
+    return outputs
 
 
-def _output(place: str, words: Sequence[str]) -> str | None:
-    """Run a tool; return what it prints or why it cannot be run, None where it does not answer."""
+def _output(tool: str, words: Sequence[str]) -> str | None:
+    """Run a tool; return its output or the error that it cannot be run, None if it hangs."""
     try:
         run = subprocess.run(
-            [place, *words],
+            [tool, *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**os.environ, "LC_ALL": "C"},
-            timeout=PATIENCE_S,
+            timeout=TIMEOUT_S,
             check=False,
         )
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""What this process knows of itself through torch and the operating system."""
+"""Facts of this process and machine, from torch and the operating system."""
 
 import ctypes
 import importlib.metadata
@@ -27,7 +27,7 @@ PACKAGES = (
     "tokenizers",
 )
 BACKENDS = ("gloo", "nccl", "hccl", "xccl")
-BEGINNINGS = ("NCCL_", "HCCL_", "GLOO_", "TORCH_NCCL_", "UCX_", "ASCEND_RT_", "OMP_NUM_")
+PREFIXES = ("NCCL_", "HCCL_", "GLOO_", "TORCH_NCCL_", "UCX_", "ASCEND_RT_", "OMP_NUM_")
 NAMES = (
     "CUDA_VISIBLE_DEVICES",
     "ASCEND_VISIBLE_DEVICES",
@@ -36,12 +36,12 @@ NAMES = (
     "GOMP_SPINCOUNT",
 )
 SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
-"""What no variable that is recorded has in its name."""
+"""Substrings of names of variables that are never recorded."""
 SHARED_MEMORY = "/dev/shm"
 
 
 def this_machine() -> Machine:
-    """Look at this machine; starts nothing and changes nothing."""
+    """Collect the facts of this machine, without side effects."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return Machine(
         rank=rank(),
@@ -74,14 +74,14 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _accelerators(kind: torch.device) -> list[Accelerator]:
-    module = torch.get_device_module(kind)
-    found = []
+def _accelerators(device: torch.device) -> list[Accelerator]:
+    module = torch.get_device_module(device)
+    accelerators = []
     for index in range(torch.accelerator.device_count()):
         properties = module.get_device_properties(index)
         memory = int(getattr(properties, "total_memory", 0))
-        found.append(Accelerator(name=str(properties.name), memory_bytes=memory))
-    return found
+        accelerators.append(Accelerator(name=str(properties.name), memory_bytes=memory))
+    return accelerators
 
 
 def _has_backend(name: str) -> bool:
@@ -90,13 +90,13 @@ def _has_backend(name: str) -> bool:
 
 
 def _libraries() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"nccl": None, "ibverbs": None}
+    versions: dict[str, str | None] = {"nccl": None, "ibverbs": None}
     if dist.is_nccl_available():
-        found["nccl"] = ".".join(map(str, _nccl_version()))
+        versions["nccl"] = ".".join(map(str, _nccl_version()))
     with suppress(OSError):
         ctypes.CDLL("libibverbs.so.1")
-        found["ibverbs"] = "1"
-    return found
+        versions["ibverbs"] = "1"
+    return versions
 
 
 def _nccl_version() -> tuple[int, ...]:
@@ -113,9 +113,9 @@ def _size(folder: str) -> int | None:
         return None
 
 
-def _environment(given: Mapping[str, str]) -> dict[str, str]:
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
-        for name, value in sorted(given.items())
-        if (name in NAMES or name.startswith(BEGINNINGS)) and not any(s in name for s in SECRET)
+        for name, value in sorted(variables.items())
+        if (name in NAMES or name.startswith(PREFIXES)) and not any(s in name for s in SECRET)
     }

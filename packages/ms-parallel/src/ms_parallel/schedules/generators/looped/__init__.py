@@ -1,1 +1,1 @@
-"""Generators of schedules whose stages go round the ranks in a loop."""
+"""Generators of schedules with looped stages."""

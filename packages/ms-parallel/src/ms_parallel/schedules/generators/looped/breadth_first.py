@@ -8,7 +8,7 @@ from ms_parallel.schedules.table.schedule import Schedule
 
 @generator("breadth-first", placement=looped)
 def breadth_first(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Run GPipe over looped stages: gather each stage's weights once forward and once back.
+    """GPipe over looped stages: each stage's weights are gathered once per forward and backward.
 
     Raises:
         ScheduleError: an argument is below 1.

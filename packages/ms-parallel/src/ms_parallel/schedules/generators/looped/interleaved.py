@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: each rank holds several stages and takes them in turn (Narayanan 2021)."""
+"""Interleaved 1F1B: each rank alternates between several stages (Narayanan 2021)."""
 
 from itertools import pairwise
 
@@ -8,13 +8,13 @@ from ms_parallel.schedules.table.placements import looped
 from ms_parallel.schedules.table.schedule import Schedule
 
 
-@generator("interleaved-1f1b", placement=looped, begins_search=True)
+@generator("interleaved-1f1b", placement=looped, seeds_search=True)
 def interleaved_one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Run 1F1B in `stages_per_rank` rounds: the bubble shrinks and messages grow by that factor.
+    """1F1B in `stages_per_rank` rounds: divides the bubble and multiplies messages by that factor.
 
-    Bubble: (ranks - 1) * (F + B) for F and B of one of the smaller stages, if `ranks` divides
-    `microbatches`. Where it does not, microbatches are dealt evenly to groups of at least
-    `ranks`, rather than leaving a small group at the end, which could deadlock.
+    Bubble: (ranks - 1) * (F + B), for F and B of one of the smaller stages, if `ranks` divides
+    `microbatches`. If not, microbatches are distributed evenly over groups of at least `ranks`; a
+    small group at the end could deadlock.
 
     Raises:
         ScheduleError: an argument is below 1.
@@ -22,16 +22,16 @@ def interleaved_one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int 
     placement = looped(ranks, stages_per_rank)
     groups = max(1, microbatches // max(ranks, 1))
     bounds = [microbatches * group // groups for group in range(groups + 1)]
-    largest = max(after - before for before, after in pairwise(bounds))
+    largest = max(stop - start for start, stop in pairwise(bounds))
     rows = []
     for rank in range(ranks):
-        stages = [rank + ranks * turn for turn in range(stages_per_rank)]
+        stages = [rank + ranks * index for index in range(stages_per_rank)]
         forwards, backwards = (
             [
                 Action(kind, stage, microbatch)
-                for before, after in pairwise(bounds)
+                for start, stop in pairwise(bounds)
                 for stage in order
-                for microbatch in range(before, after)
+                for microbatch in range(start, stop)
             ]
             for kind, order in ((Kind.FORWARD, stages), (Kind.BACKWARD, stages[::-1]))
         )

@@ -1,1 +1,1 @@
-"""Generators of schedules with one stage a rank."""
+"""Generators of schedules with one stage per rank."""

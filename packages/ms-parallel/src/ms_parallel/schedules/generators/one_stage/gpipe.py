@@ -8,11 +8,11 @@ from ms_parallel.schedules.table.schedule import Schedule
 
 @generator("gpipe", placement=one_a_rank)
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """Run all forwards, then all backwards in the same order; hold every microbatch at the peak.
+    """Run all forwards, then all backwards in the same order; all microbatches are live at once.
 
     Args:
-        stages: Stages, one a rank.
-        microbatches: Microbatches of one step.
+        stages: number of stages, one per rank.
+        microbatches: microbatches per step.
 
     Raises:
         ScheduleError: `stages` or `microbatches` is below 1.

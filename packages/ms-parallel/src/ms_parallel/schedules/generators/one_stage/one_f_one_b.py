@@ -1,4 +1,4 @@
-"""1F1B: one forward, one backward in turn once the pipeline is full (PipeDream-Flush, 2020)."""
+"""1F1B: alternate forward and backward once the pipeline is full (PipeDream-Flush, 2020)."""
 
 from ms_parallel.schedules.generators.registry import generator
 from ms_parallel.schedules.table.action import Action, Kind
@@ -6,15 +6,15 @@ from ms_parallel.schedules.table.placements import one_a_rank
 from ms_parallel.schedules.table.schedule import Schedule
 
 
-@generator("1f1b", placement=one_a_rank, begins_search=True)
+@generator("1f1b", placement=one_a_rank, seeds_search=True)
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """Run stage s `stages - 1 - s` forwards ahead, so it holds at most `stages - s` microbatches.
+    """Stage s runs `stages - 1 - s` forwards ahead, so at most `stages - s` microbatches are live.
 
-    Bubble: (stages - 1) * (F + B), as GPipe's, for equal stages.
+    Bubble: (stages - 1) * (F + B) for equal stages, as with GPipe.
 
     Args:
-        stages: Stages, one a rank.
-        microbatches: Microbatches of one step.
+        stages: number of stages, one per rank.
+        microbatches: microbatches per step.
 
     Raises:
         ScheduleError: `stages` or `microbatches` is below 1.

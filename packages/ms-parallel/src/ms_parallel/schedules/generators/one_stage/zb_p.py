@@ -1,4 +1,4 @@
-"""ZB1P and ZB2P: zero-bubble schedules made for given costs (Qi 2023)."""
+"""ZB1P and ZB2P: zero-bubble schedules for given costs (Qi 2023)."""
 
 from ms_parallel.schedules.construction.portfolio import best
 from ms_parallel.schedules.construction.problem import Problem
@@ -13,9 +13,9 @@ _BUDGET = 100_000
 
 @generator("zb1p", placement=one_a_rank, from_costs=True)
 def zb1p(costs: Costs, microbatches: int) -> Schedule:
-    """Hold as many microbatches as 1F1B's first rank, one for each stage, on every rank.
+    """As many live microbatches on every rank as on 1F1B's first rank: one per stage.
 
-    For equal stages its bubble is (stages - 1) * (F + I - W) where W is no longer than F and I.
+    Bubble for equal stages: (stages - 1) * (F + I - W), if W is not longer than F and I.
 
     Raises:
         ScheduleError: `microbatches` is below 1.
@@ -25,9 +25,9 @@ def zb1p(costs: Costs, microbatches: int) -> Schedule:
 
 @generator("zb2p", placement=one_a_rank, from_costs=True)
 def zb2p(costs: Costs, microbatches: int) -> Schedule:
-    """Hold twice as many microbatches as stages on every rank.
+    """Twice as many live microbatches as stages on every rank.
 
-    For equal stages of equal times the makespan exceeds the work by (stages - 1) * F alone.
+    For equal stages and times, the makespan exceeds the work by only (stages - 1) * F.
 
     Raises:
         ScheduleError: `microbatches` is below 1.
@@ -35,14 +35,14 @@ def zb2p(costs: Costs, microbatches: int) -> Schedule:
     return _best_within(costs, microbatches, 2 * costs.stages, "ZB2P")
 
 
-def _best_within(costs: Costs, microbatches: int, held: int, name: str) -> Schedule:
-    """Find the best of some arrangements in which no rank holds more than `held` microbatches."""
+def _best_within(costs: Costs, microbatches: int, max_live: int, name: str) -> Schedule:
+    """Best of several arrangements with at most `max_live` microbatches on every rank."""
     check_size(costs.stages, microbatches)
     ticks = costs.ticks()
     problem = Problem(
         ticks=ticks,
         placement=one_a_rank(costs.stages),
         microbatches=microbatches,
-        caps=[held * size for size in ticks.activation],
+        caps=[max_live * size for size in ticks.activation],
     )
     return tabulate(problem, best(problem, _BUDGET).rows, name)

@@ -1,1 +1,1 @@
-"""Generators of schedules with two stages a rank, down the ranks and back up."""
+"""Generators of V schedules: two stages per rank, down the ranks and back up."""

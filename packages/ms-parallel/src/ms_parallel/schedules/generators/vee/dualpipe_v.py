@@ -8,32 +8,32 @@ from ms_parallel.schedules.table.schedule import Schedule
 
 
 def _program(rank: int, ranks: int, microbatches: int) -> list[str]:
-    """Write the rank's phases, in words of `phases`."""
-    last, after = rank == ranks - 1, ranks - 1 - rank
-    words = ["F0"] * (2 * after) + ["F0", "F1"] * (rank + 1) + ["I1", "W", "F1"] * after
+    """Phases of the rank, in the notation of `phases`."""
+    is_last, ranks_after = rank == ranks - 1, ranks - 1 - rank
+    words = ["F0"] * (2 * ranks_after) + ["F0", "F1"] * (rank + 1) + ["I1", "W", "F1"] * ranks_after
     steady = ["F0&B1", "F1&B0"] * (microbatches - 2 * ranks + rank + 1)
-    if last:
-        # The way down ends where the way up begins, so the first pair would wait for itself.
+    if is_last:
+        # On the last rank both stages are adjacent, so its first pair would wait for itself.
         steady[:1] = ["F0", "B1"]
-    words += steady + ["B1", "F1&B0"] * after
+    words += steady + ["B1", "F1&B0"] * ranks_after
     ending = ["B1", "B0"] * (rank + 1)
-    # From the middle on, backwards are split so that the ranks drain without idling.
+    # From the middle of the ending on, backwards are split so that ranks drain without idling.
     split_from = 2 * ((rank + 1) // 2) + (0 if rank % 2 else 1)
     words += ending[:split_from] + [word.replace("B", "I") for word in ending[split_from:]]
-    return words + ["W", "I0"] * after + ["W"] * (rank + 1)
+    return words + ["W", "I0"] * ranks_after + ["W"] * (rank + 1)
 
 
 @generator("dualpipe-v", placement=vee)
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
-    """Place two stages a rank, as a V; in the steady state pair a forward with a backward.
+    """V schedule that pairs a forward with a backward in the steady state.
 
-    The paper overlaps the two of a pair, to hide one's messages behind the other's computations.
-    Our runtime performs them one after the other, and `simulate` times them so: here the schedule
-    has the paper's order and memory, but not that gain.
+    The paper overlaps the two computations of a pair, to hide the messages of one behind the other.
+    Our runtime runs them one after the other, and `simulate` times them that way: the schedule has
+    the paper's order and memory, but not this gain.
 
     Args:
-        ranks: Ranks of the pipeline.
-        microbatches: At least twice as many as ranks.
+        ranks: pipeline ranks, with two stages each.
+        microbatches: at least twice the number of ranks.
 
     Raises:
         ScheduleError: too few ranks or microbatches.

@@ -1,8 +1,8 @@
-"""Turns a rank's phases on a V, written as words, into actions.
+"""Converts a rank's phases on a V, written as words, to actions.
 
-`F0` is the forward of the next microbatch on the rank's stage of the way down, `F1` on that of the
-way up; `B`, `I` and `W` likewise; `W` alone is the oldest backward of weights that is due; `F0&B1`
-is a pair.
+`F0` is the forward of the next microbatch on the rank's first stage (down), `F1` on its second
+(up), and the same for `B`, `I` and `W`. `W` without a digit is the oldest pending weight backward.
+`F0&B1` is a pair.
 """
 
 from collections.abc import Iterable
@@ -18,23 +18,23 @@ _KINDS = {
 
 
 def actions_of(program: Iterable[str], stages: tuple[int, int], microbatches: int) -> list[Action]:
-    """List the actions that `program` stands for; drop those on microbatches past the last.
+    """Convert a program to actions, without those on microbatches past the last.
 
     Args:
-        program: Words as above; backwards of weights that it leaves are added at the end.
-        stages: The rank's stage on the way down and on the way up.
-        microbatches: Microbatches of one step.
+        program: words as described above; weight backwards it omits are added at the end.
+        stages: the rank's stages on the way down and up.
+        microbatches: microbatches per step.
     """
     done: dict[tuple[bool, int], int] = {}
     weights: list[Action] = []
     row: list[Action] = []
 
-    def take(word: str) -> Action | None:
+    def next_action(word: str) -> Action | None:
         if word[0] == "W":
-            due = [w for w in weights if word == "W" or w.stage == stages[int(word[1])]]
-            if due:
-                weights.remove(due[0])
-            return due[0] if due else None
+            candidates = [w for w in weights if word == "W" or w.stage == stages[int(word[1])]]
+            if candidates:
+                weights.remove(candidates[0])
+            return candidates[0] if candidates else None
         forward, stage = word[0] == "F", stages[int(word[1])]
         number = done.get((forward, stage), 0)
         done[forward, stage] = number + 1
@@ -43,6 +43,6 @@ def actions_of(program: Iterable[str], stages: tuple[int, int], microbatches: in
         return Action(_KINDS[word[0]], stage, number) if number < microbatches else None
 
     for word in program:
-        parts = [action for part in word.split("&") if (action := take(part)) is not None]
+        parts = [action for part in word.split("&") if (action := next_action(part)) is not None]
         row += [Action.overlap(*parts)] if len(parts) == 2 else parts
     return row + weights

@@ -13,42 +13,42 @@ from ms_parallel.schedules.table.schedule import Schedule, check_size
 
 @generator("v-half", placement=vee)
 def v_half(ranks: int, microbatches: int) -> Schedule:
-    """Use half of 1F1B's memory at half its bubble, for equal times of F, I and W, free messages.
+    """Half of 1F1B's memory at half its bubble, for equal times of F, I and W and free messages.
 
-    Two stages a rank, as a V. Every rank holds at most `ranks + 2` activations of its half-size
+    V with two stages per rank. Every rank has at most `ranks + 2` live activations of its half-size
     stages.
 
     Raises:
         ScheduleError: `ranks` or `microbatches` is below 1.
     """
-    return _of_delays(ranks, microbatches, (0, 1, 0, 0), ranks + 2, "V-Half")
+    return _from_delays(ranks, microbatches, (0, 1, 0, 0), ranks + 2, "V-Half")
 
 
 @generator("v-min", placement=vee)
 def v_min(ranks: int, microbatches: int) -> Schedule:
-    """Use a third of 1F1B's memory at two thirds of its bubble, for equal times and free messages.
+    """A third of 1F1B's memory at two thirds of its bubble, for equal times and free messages.
 
-    Two stages a rank, as a V. Every rank holds at most two thirds of `ranks`, rounded up, and 2
-    activations of its half-size stages. Nothing waits in this block, so with unequal times or slow
+    V with two stages per rank. Every rank has at most two thirds of `ranks` (rounded up) plus 2
+    live activations of its half-size stages. The block has no slack, so with unequal times or slow
     messages it stalls sooner than V-Half.
 
     Raises:
         ScheduleError: `ranks` or `microbatches` is below 1.
     """
-    held = -(-2 * ranks // 3) + 2
-    return _of_delays(ranks, microbatches, (0, 0, 0, 0), held, "V-Min")
+    max_live = -(-2 * ranks // 3) + 2
+    return _from_delays(ranks, microbatches, (0, 0, 0, 0), max_live, "V-Min")
 
 
-def _of_delays(
-    ranks: int, microbatches: int, delays: tuple[int, int, int, int], held: int, name: str
+def _from_delays(
+    ranks: int, microbatches: int, delays: tuple[int, int, int, int], max_live: int, name: str
 ) -> Schedule:
-    """Play a building block of unit times on a V, with room for `held` activations a rank."""
+    """Play a building block of unit times on a V, with up to `max_live` activations per rank."""
     check_size(ranks, microbatches)
     problem = Problem(
         ticks=Costs.uniform(2 * ranks).ticks(),
         placement=vee(ranks),
         microbatches=microbatches,
-        caps=[held] * ranks,
+        caps=[max_live] * ranks,
     )
     block = unit_block(problem.placement, delays)
     arrangement = arrange(problem, keep_order(problem, block.order(microbatches)))

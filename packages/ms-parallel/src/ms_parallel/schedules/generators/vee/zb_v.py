@@ -1,4 +1,4 @@
-"""ZB-V: 1F1B's memory and no bubble, for equal times, on a V of two stages a rank (Qi 2023)."""
+"""ZB-V: 1F1B's memory and no bubble, for equal times, on a V with two stages per rank (Qi 2023)."""
 
 from ms_parallel.schedules.generators.registry import generator
 from ms_parallel.schedules.generators.vee.phases import actions_of
@@ -7,9 +7,9 @@ from ms_parallel.schedules.table.schedule import Schedule
 
 
 def _program(rank: int, ranks: int, microbatches: int) -> list[str]:
-    """Write the rank's phases, in words of `phases`."""
-    after = ranks - rank
-    words = ["F0"] * (2 * after - 1) + ["F1", "F0"] * rank + ["F1", "I1", "W1"] * after
+    """Phases of the rank, in the notation of `phases`."""
+    ranks_left = ranks - rank
+    words = ["F0"] * (2 * ranks_left - 1) + ["F1", "F0"] * rank + ["F1", "I1", "W1"] * ranks_left
     down, up = 2 * ranks - 1 - rank, ranks
     while up < down or down < microbatches:
         if down < microbatches:
@@ -17,23 +17,24 @@ def _program(rank: int, ranks: int, microbatches: int) -> list[str]:
             down += 1
         words += ["I0", "W0", "F1", "I1", "W1"]
         up += 1
-    return words + ["I0", "I1"] * rank + ["I0", "W0"] * after
+    return words + ["I0", "I1"] * rank + ["I0", "W0"] * ranks_left
 
 
-@generator("zb-v", placement=vee, begins_search=True)
+@generator("zb-v", placement=vee, seeds_search=True)
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """Follow a hand-made order for equal times of F, I and W and free messages.
+    """Handcrafted order for equal times of F, I and W and free messages.
 
-    Every rank holds `2 * ranks` activations of its half-size stages, as 1F1B's first rank. With
+    Every rank has up to `2 * ranks` live activations of its half-size stages, like 1F1B's first
+    rank. With
     at least `2 * ranks - 1` microbatches no rank idles between its first and last action, and
     the makespan exceeds the work by (ranks - 1) * F of one half-size stage.
 
     Raises:
         ScheduleError: `ranks` or `microbatches` is below 1.
     """
-    enough = max(microbatches, 2 * ranks - 1)
+    padded = max(microbatches, 2 * ranks - 1)
     rows = [
-        actions_of(_program(rank, ranks, enough), (rank, 2 * ranks - 1 - rank), microbatches)
+        actions_of(_program(rank, ranks, padded), (rank, 2 * ranks - 1 - rank), microbatches)
         for rank in range(ranks)
     ]
     return Schedule.from_computations(rows, vee(ranks), microbatches, "ZB-V")

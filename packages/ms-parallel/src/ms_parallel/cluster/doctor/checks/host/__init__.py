@@ -1,1 +1,1 @@
-"""Checks of a machine itself: devices, limits, memory, its clock and the folder of a run."""
+"""Checks of a machine: devices, limits, memory, clock and the output folder."""

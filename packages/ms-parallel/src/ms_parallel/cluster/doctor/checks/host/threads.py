@@ -1,4 +1,4 @@
-"""Whether processes start more threads than there are cores for them."""
+"""Check that processes do not start more threads than they have cores."""
 
 from collections.abc import Iterator
 
@@ -7,64 +7,72 @@ from ms_parallel.cluster.doctor.readings.cores import busy_cores, cores_of, slee
 from ms_parallel.cluster.doctor.recording.recording import Examined, Recording
 from ms_parallel.cluster.doctor.registry import check
 
-SPARE = 0.5
-"""Cores of which others may keep so much busy: something always runs."""
+SPARE_CORES = 0.5
+"""Cores that other processes may use without a warning."""
 SPINS = (
-    "threads of OpenMP that wait for one another spin, on cores that those they wait for have yet"
-    " to get: steps take many times as long"
+    "waiting OpenMP threads spin on cores that the threads they wait for need: steps take many"
+    " times as long"
 )
-TAKE_TURNS = "threads take turns on cores, and those that are done wait for the others"
+TAKE_TURNS = "threads take turns on cores, and finished ones wait for the others"
 
 
 @check(
     "threads",
-    "there is a core for each thread that a process computes with",
-    needs=lambda examined: any(threads_of(one) for one in examined.ranks),
+    "each computing thread of a process has a core",
+    needs=lambda examined: any(threads_of(recording) for recording in examined.ranks),
 )
 def threads(examined: Examined) -> Iterator[Finding]:
-    """Count the threads of all ranks of each machine beside its cores and its load."""
+    """Compare the threads of all ranks of each machine with its cores and load."""
     for machine in examined.machines:
-        ranks = [one for one in examined.ranks if examined.machine_of(one.machine.rank) is machine]
-        many = [one for one in ranks if threads_of(one) > 1]  # one thread waits for no other
-        if many:
-            yield from _of_machine(machine, ranks, many)
+        ranks = [
+            recording
+            for recording in examined.ranks
+            if examined.machine_of(recording.machine.rank) is machine
+        ]
+        threaded = [
+            recording for recording in ranks if threads_of(recording) > 1
+        ]  # others: no wait
+        if threaded:
+            yield from _check_machine(machine, ranks, threaded)
 
 
-def _of_machine(
-    machine: Recording, ranks: list[Recording], many: list[Recording]
+def _check_machine(
+    machine: Recording, ranks: list[Recording], threaded: list[Recording]
 ) -> Iterator[Finding]:
-    cores, wanted = cores_of(machine, ranks), sum(map(threads_of, ranks))
-    busy = busy_cores(machine, cores, len(ranks))
-    share = max(1, int(cores / len(ranks)))
-    if not cores:  # a recording that does not say
+    cores, total = cores_of(machine, ranks), sum(map(threads_of, ranks))
+    busy_elsewhere = busy_cores(machine, cores, len(ranks))
+    per_rank = max(1, int(cores / len(ranks)))
+    if not cores:  # not recorded
         return
-    if wanted > cores:
-        for one in many:
-            say = warning if one.machine.device != "cpu" or sleeps(one) else failure
-            yield say(
-                one,
+    if total > cores:
+        for recording in threaded:
+            report = warning if recording.machine.device != "cpu" or sleeps(recording) else failure
+            yield report(
+                recording,
                 "OMP_NUM_THREADS",
-                what=f"{_each(ranks)}, {wanted} together, and have {cores:g} cores",
-                why=TAKE_TURNS if sleeps(one) else SPINS,
-                remedy=f"OMP_NUM_THREADS={share} before the start: torchrun sets it to 1 where"
-                " nobody does, and srun and python do not",
+                what=f"{_thread_counts(ranks)}, {total} in total, on {cores:g} cores",
+                why=TAKE_TURNS if sleeps(recording) else SPINS,
+                remedy=f"set OMP_NUM_THREADS={per_rank} before the start: torchrun sets it to 1 if"
+                " unset, but srun and python do not",
             )
-    elif wanted + busy > cores + SPARE:
-        left = max(1, int((cores - busy) / len(ranks)))
-        for one in (one for one in many if not sleeps(one)):
+    elif total + busy_elsewhere > cores + SPARE_CORES:
+        free_per_rank = max(1, int((cores - busy_elsewhere) / len(ranks)))
+        for recording in (recording for recording in threaded if not sleeps(recording)):
             yield warning(
-                one,
+                recording,
                 "OMP_NUM_THREADS",
-                what=f"{_each(ranks)} on {cores:g} cores, {busy:.1f} of which others keep busy",
+                what=f"{_thread_counts(ranks)} on {cores:g} cores, {busy_elsewhere:.1f} of them"
+                " busy with other processes",
                 why=SPINS,
-                remedy=f"OMP_NUM_THREADS={left} before the start, or OMP_WAIT_POLICY=passive, with"
-                " which threads that wait sleep; or end what else runs on the machine",
+                remedy=f"set OMP_NUM_THREADS={free_per_rank} before the start, or"
+                " OMP_WAIT_POLICY=passive, which lets waiting threads sleep; or stop other"
+                " processes on the machine",
             )
 
 
-def _each(ranks: list[Recording]) -> str:
-    """Say in words how many threads the ranks compute with."""
-    numbers = sorted({threads_of(one) for one in ranks})
-    each = "-".join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))
+def _thread_counts(ranks: list[Recording]) -> str:
+    """Format the number of threads of the ranks."""
+    numbers = sorted({threads_of(recording) for recording in ranks})
+    counts = "-".join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))
     processes = "1 process computes" if len(ranks) == 1 else f"{len(ranks)} processes compute"
-    return f"{processes} with {each} threads" + " each" * (len(ranks) > 1)
+    return f"{processes} with {counts} threads" + " each" * (len(ranks) > 1)

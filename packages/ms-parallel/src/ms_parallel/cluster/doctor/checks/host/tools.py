@@ -1,4 +1,4 @@
-"""Whether the tools that report on devices and ports answer."""
+"""Check that the tools of devices and ports respond."""
 
 from collections.abc import Iterator
 
@@ -7,16 +7,16 @@ from ms_parallel.cluster.doctor.recording.recording import NO_ANSWER, Examined
 from ms_parallel.cluster.doctor.registry import check
 
 BROKEN = ("couldn't communicate with the NVIDIA driver", "Driver/library version mismatch")
-"""What nvidia-smi says in place of a report."""
+"""Messages of nvidia-smi instead of a report."""
 
 
 @check(
     "tools",
-    "the tools of devices and ports answer",
+    "the tools of devices and ports respond",
     needs=lambda examined: any(machine.commands for machine in examined.machines),
 )
 def tools(examined: Examined) -> Iterator[Finding]:
-    """Look for those that did not end, and for those that met no driver."""
+    """Check for tools that hung, and for those without a working driver."""
     for machine in examined.machines:
         for line, text in machine.commands.items():
             broken = next((words for words in BROKEN if words in text), None)
@@ -24,10 +24,10 @@ def tools(examined: Examined) -> Iterator[Finding]:
                 yield failure(
                     machine,
                     line,
-                    what="it did not answer",
-                    why="the driver hangs, and a process that opens the device will too",
-                    remedy="look at the end of dmesg (Xid, NVRM, devdrv); reset the device or start"
-                    " the machine again",
+                    what="it did not respond",
+                    why="the driver hangs, and so will a process that opens the device",
+                    remedy="check the end of dmesg (Xid, NVRM, devdrv); reset the device or reboot"
+                    " the machine",
                 )
             elif broken is not None:
                 yield failure(
@@ -35,6 +35,5 @@ def tools(examined: Examined) -> Iterator[Finding]:
                     line,
                     what=f"it says: {broken}",
                     why="no process finds a device",
-                    remedy="load the driver's module, or start the machine again after an update of"
-                    " the driver",
+                    remedy="load the driver's kernel module, or reboot after a driver update",
                 )

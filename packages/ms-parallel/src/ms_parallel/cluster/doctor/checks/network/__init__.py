@@ -1,1 +1,1 @@
-"""Checks of what joins the machines: ports, their rates and packets, and who uses them."""
+"""Checks of the network: ports, rates, packet sizes, and the variables that select them."""

@@ -1,4 +1,4 @@
-"""Whether messages between ranks go as fast as the links between them can."""
+"""Check that messages between ranks are as fast as the links allow."""
 
 from collections.abc import Iterator
 from statistics import median
@@ -10,93 +10,97 @@ from ms_parallel.cluster.doctor.readings.variables import value
 from ms_parallel.cluster.doctor.recording.recording import Examined, Pair, Recording
 from ms_parallel.cluster.doctor.registry import check
 
-LEAST_SHARE = 0.5
-"""Least share of the link's rate that a message of 16 MiB reaches on sound links."""
-LEAST_OF_OTHERS = 0.33
-"""Least share of the median of like pairs; shared processors alone spread gloo's by about two."""
+MIN_LINK_FRACTION = 0.5
+"""Fraction of the link rate that 16 MiB messages reach on healthy links."""
+MIN_MEDIAN_FRACTION = 0.33
+"""Fraction of the median of similar pairs; shared CPUs alone vary gloo's rates by about two."""
 
 
-MOST_LATENCY_US = 5_000.0
-"""Longest one-way latency of the smallest message that is not reported. A switched network takes
-under 100 microseconds and busy processors add about a millisecond; this is a distance of 1,000 km
-or a shaped, virtual or failing link."""
-LEAST_GB_PER_S = 0.05
-"""Least rate that is not reported, where the rate of the link is not known: half of what Ethernet
-of 1 Gb/s carries."""
+MAX_LATENCY_US = 5_000.0
+"""Maximum one-way latency of the smallest message. A switched network takes under 100 microseconds,
+and busy CPUs add about a millisecond; more means a distance of 1,000 km, or a shaped, virtual or
+failing link."""
+MIN_GB_PER_S = 0.05
+"""Minimum rate if the link rate is not known: half of what 1 Gb/s Ethernet carries."""
 
 
 @check(
     "links",
-    "messages between ranks go at the rates of their links",
+    "messages between ranks reach the rates of their links",
     needs=lambda examined: bool(examined.measured.pairs),
 )
 def links(examined: Examined) -> Iterator[Finding]:
-    """Compare pairs with their link, with pairs as far apart, and with absolute limits."""
-    nodes = {one.machine.rank: (one.machine.node, one.machine.host) for one in examined.ranks}
+    """Compare pairs with their link rate, with similar pairs, and with absolute limits."""
+    nodes = {
+        recording.machine.rank: (recording.machine.node, recording.machine.host)
+        for recording in examined.ranks
+    }
     pairs = examined.measured.pairs
-    for far in (False, True):
-        like = [pair for pair in pairs if (nodes[pair.first] != nodes[pair.second]) == far]
-        if not like:
+    for across_nodes in (False, True):
+        similar = [
+            pair for pair in pairs if (nodes[pair.first] != nodes[pair.second]) == across_nodes
+        ]
+        if not similar:
             continue
-        usual = median(pair.bandwidth_gb_per_s for pair in like)
-        for pair in like:
-            at = examined.rank(pair.first)
+        median_rate = median(pair.bandwidth_gb_per_s for pair in similar)
+        for pair in similar:
+            recording = examined.rank(pair.first)
             where = f"ranks {pair.first} and {pair.second}"
-            rate = _link_gb_per_s(examined, pair) if far else None
-            if pair.latency_us > MOST_LATENCY_US:
-                yield _late(pair, at, where)
-            if rate is not None and pair.bandwidth_gb_per_s < LEAST_SHARE * rate:
-                yield _slow(examined, pair, at, where, rate)
-            elif pair.bandwidth_gb_per_s < LEAST_OF_OTHERS * usual:
+            rate = _link_gb_per_s(examined, pair) if across_nodes else None
+            if pair.latency_us > MAX_LATENCY_US:
+                yield _late(pair, recording, where)
+            if rate is not None and pair.bandwidth_gb_per_s < MIN_LINK_FRACTION * rate:
+                yield _slow(examined, pair, recording, where, rate)
+            elif pair.bandwidth_gb_per_s < MIN_MEDIAN_FRACTION * median_rate:
                 yield warning(
-                    at,
+                    recording,
                     where,
-                    what=f"they move {pair.bandwidth_gb_per_s:.2f} GB/s, and like pairs"
-                    f" {usual:.2f} GB/s in the median",
-                    why="collectives go at the rate of the slowest pair",
-                    remedy="run the doctor again on quiet machines; if it stays, look at what the"
-                    " two share: a switch, a slot, a processor",
+                    what=f"they reach {pair.bandwidth_gb_per_s:.2f} GB/s, and similar pairs"
+                    f" {median_rate:.2f} GB/s (median)",
+                    why="collectives run at the rate of the slowest pair",
+                    remedy="run the doctor again on idle machines; if it persists, check what the"
+                    " two share: a switch, a slot, a CPU",
                 )
-            elif pair.bandwidth_gb_per_s < LEAST_GB_PER_S:
+            elif pair.bandwidth_gb_per_s < MIN_GB_PER_S:
                 yield warning(
-                    at,
+                    recording,
                     where,
-                    what=f"they move {pair.bandwidth_gb_per_s:.3g} GB/s, less than half of what"
-                    " Ethernet of 1 Gb/s carries",
+                    what=f"they reach {pair.bandwidth_gb_per_s:.3g} GB/s, less than half of 1 Gb/s"
+                    " Ethernet",
                     why="gradients of a billion float32 parameters need"
                     f" {4 / pair.bandwidth_gb_per_s:,.0f} s per step at this rate",
-                    remedy="choose the interface of a faster network (GLOO_SOCKET_IFNAME,"
+                    remedy="select the interface of a faster network (GLOO_SOCKET_IFNAME,"
                     " NCCL_SOCKET_IFNAME), and measure the link with iperf3",
                 )
 
 
-def _late(pair: Pair, at: Recording, where: str) -> Finding:
+def _late(pair: Pair, recording: Recording, where: str) -> Finding:
     return warning(
-        at,
+        recording,
         where,
-        what=f"the smallest message takes {pair.latency_us / 1e3:,.1f} ms one way; above"
-        f" {MOST_LATENCY_US / 1e3:g} ms is too slow for training",
-        why="every collective waits that long at least twice, and a step has many of them",
+        what=f"the smallest message takes {pair.latency_us / 1e3:,.1f} ms one way; more than"
+        f" {MAX_LATENCY_US / 1e3:g} ms is too slow for training",
+        why="every collective waits at least twice that long, and a step has many of them",
         remedy="compare with ping; use machines of one site and the interface of their fastest"
-        " network (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), or put the slow link between data"
-        " or pipeline ranks only",
+        " network (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), or use the slow link only between data"
+        " or pipeline ranks",
     )
 
 
-def _slow(examined: Examined, pair: Pair, at: Recording, where: str, rate: float) -> Finding:
-    say = warning if examined.measured.together else failure
-    return say(
-        at,
+def _slow(examined: Examined, pair: Pair, recording: Recording, where: str, rate: float) -> Finding:
+    report = warning if examined.measured.together else failure
+    return report(
+        recording,
         where,
-        what=f"they move {pair.bandwidth_gb_per_s:.2f} GB/s over a link of {rate:.1f} GB/s",
+        what=f"they reach {pair.bandwidth_gb_per_s:.2f} GB/s on a link of {rate:.1f} GB/s",
         why="collectives between machines take that many times longer",
-        remedy="look at what the library says that it uses (NCCL_DEBUG=INFO), at GPUDirect, at"
-        " which adapter is near which device (nvidia-smi topo -m) and at congestion",
+        remedy="check which transport the library reports (NCCL_DEBUG=INFO), GPUDirect, which"
+        " adapter is near which device (nvidia-smi topo -m), and congestion",
     )
 
 
 def _link_gb_per_s(examined: Examined, pair: Pair) -> float | None:
-    """Return what the slower of two ranks' ports can move in a second, in 10⁹ bytes."""
+    """Rate of the slower of two ranks' ports, in 10⁹ bytes per second; None if unknown."""
     rates = [_port_gb_per_s(examined, rank) for rank in (pair.first, pair.second)]
     known = [rate for rate in rates if rate is not None]
     return min(known) if len(known) == len(rates) else None

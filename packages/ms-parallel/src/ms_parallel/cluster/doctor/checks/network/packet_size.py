@@ -1,4 +1,4 @@
-"""Whether the largest packets are the same along all of a network, and large enough for RDMA."""
+"""Check that the MTU is the same throughout a network, and large enough for RDMA."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,100 +13,107 @@ from ms_parallel.cluster.doctor.readings.variables import value
 from ms_parallel.cluster.doctor.recording.recording import Examined, Recording
 from ms_parallel.cluster.doctor.registry import check
 
-LEAST_OF_ROCE = 4200
-"""Bytes that an Ethernet packet must hold for RoCE to send its largest, 4,096 bytes and headers."""
+MIN_ROCE_MTU = 4200
+"""Minimum Ethernet MTU for RoCE's largest packets of 4,096 bytes plus headers."""
 VIRTUAL = ("lo", "docker", "veth", "br-", "virbr", "cni", "flannel", "cali", "ifb", "tun", "bond-")
 SOCKETS = ("NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 @frozen(kw_only=True)
-class _Sized:
-    at: Recording
+class _PortMtu:
+    recording: Recording
     network: str
     where: str
     mtu: int
-    least: int
-    """What is not below is large enough."""
+    minimum: int
+    """MTU that suffices."""
     remedy: str
-    """The command that sets it, without the number."""
+    """Command that sets the MTU, without the number."""
 
 
 @check("packet-size", "the MTU is the same on all ports of a network")
 def packet_size(examined: Examined) -> Iterator[Finding]:
     """Compare the ports of each network over all machines."""
-    sized = [one for machine in examined.machines for one in _sized(examined, machine)]
-    for network in sorted({one.network for one in sized}):
-        members = [one for one in sized if one.network == network]
-        most = Counter(one.mtu for one in members).most_common(1)[0][0]
-        for one in members:
-            if one.mtu != most:
+    port_mtus = [
+        port_mtu for machine in examined.machines for port_mtu in _port_mtus(examined, machine)
+    ]
+    for network in sorted({port_mtu.network for port_mtu in port_mtus}):
+        members = [port_mtu for port_mtu in port_mtus if port_mtu.network == network]
+        majority = Counter(port_mtu.mtu for port_mtu in members).most_common(1)[0][0]
+        for port_mtu in members:
+            if port_mtu.mtu != majority:
                 yield failure(
-                    one.at,
-                    one.where,
-                    what=f"its MTU is {one.mtu} bytes, and {most} on other ports of {network}",
+                    port_mtu.recording,
+                    port_mtu.where,
+                    what=f"its MTU is {port_mtu.mtu} bytes, and {majority} on other ports of"
+                    f" {network}",
                     why="larger packets are dropped on the way: small messages arrive and large"
                     " ones hang",
-                    remedy=f"set the same on all, and on the switch: {one.remedy} {most}",
+                    remedy=f"set the same on all ports and switches: {port_mtu.remedy} {majority}",
                 )
-        for one in members:
-            if one.mtu == most < one.least:
+        for port_mtu in members:
+            if port_mtu.mtu == majority < port_mtu.minimum:
                 yield warning(
-                    one.at,
-                    one.where,
-                    what=f"its MTU is {one.mtu} bytes, below the {one.least} of RDMA's largest"
-                    " packets",
+                    port_mtu.recording,
+                    port_mtu.where,
+                    what=f"its MTU is {port_mtu.mtu} bytes, below the {port_mtu.minimum} of RDMA's"
+                    " largest packets",
                     why="messages go in more packets, with more headers and less bandwidth",
-                    remedy=f"raise it on all ports and switches: {one.remedy}"
-                    f" {max(one.least, 9000) if network == 'RoCE' else one.least}",
+                    remedy=f"raise it on all ports and switches: {port_mtu.remedy}"
+                    f" {max(port_mtu.minimum, 9000) if network == 'RoCE' else port_mtu.minimum}",
                 )
 
 
-def _sized(examined: Examined, machine: Recording) -> Iterator[_Sized]:
-    over_rdma, printed = set(), packet_bytes(machine)
+def _port_mtus(examined: Examined, machine: Recording) -> Iterator[_PortMtu]:
+    over_rdma, rdma_mtus = set(), packet_bytes(machine)
     for port in chosen_ports(machine, value(examined, machine, "NCCL_IB_HCA")):
         for name in port.interfaces:
-            found = interface(machine, name)
+            link = interface(machine, name)
             over_rdma.add(name)
-            if port.is_ethernet and port.state == ACTIVE and found and found.mtu:
-                yield _of_interface(machine, "RoCE", name, found.mtu)
-        if not port.is_ethernet and port.state == ACTIVE and port.name in printed:
-            active, largest = printed[port.name]
-            yield _Sized(
-                at=machine,
+            if port.is_ethernet and port.state == ACTIVE and link and link.mtu:
+                yield _interface_mtu(machine, "RoCE", name, link.mtu)
+        if not port.is_ethernet and port.state == ACTIVE and port.name in rdma_mtus:
+            active, largest = rdma_mtus[port.name]
+            yield _PortMtu(
+                recording=machine,
                 network="InfiniBand",
                 where=f"{port.adapter} port {port.number}",
                 mtu=active,
-                least=largest,
+                minimum=largest,
                 remedy="in the subnet manager's partitions.conf, mtu of",
             )
     for npu in npu_ports(machine):
         if npu.mtu is not None:
-            yield _Sized(
-                at=machine,
+            yield _PortMtu(
+                recording=machine,
                 network="the NPUs",
                 where=f"NPU {npu.number}",
                 mtu=npu.mtu,
-                least=0,
+                minimum=0,
                 remedy=f"hccn_tool -i {npu.number} -mtu -s size",
             )
     for name in _sockets(examined, machine):
-        found = interface(machine, name)
-        if name not in over_rdma and found and found.up and found.mtu:
-            yield _of_interface(machine, "TCP", name, found.mtu)
+        link = interface(machine, name)
+        if name not in over_rdma and link and link.up and link.mtu:
+            yield _interface_mtu(machine, "TCP", name, link.mtu)
 
 
-def _of_interface(machine: Recording, network: str, name: str, mtu: int) -> _Sized:
+def _interface_mtu(machine: Recording, network: str, name: str, mtu: int) -> _PortMtu:
     remedy = f"ip link set dev {name} mtu"
-    least = LEAST_OF_ROCE if network == "RoCE" else 0
-    return _Sized(at=machine, network=network, where=name, mtu=mtu, least=least, remedy=remedy)
+    minimum = MIN_ROCE_MTU if network == "RoCE" else 0
+    return _PortMtu(
+        recording=machine, network=network, where=name, mtu=mtu, minimum=minimum, remedy=remedy
+    )
 
 
 def _sockets(examined: Examined, machine: Recording) -> list[str]:
-    """Return the interface that sockets go over: the chosen one, or the first that is up."""
+    """Interface for sockets: the configured one, or the first physical one that is up."""
     for variable in SOCKETS:
         choice = value(examined, machine, variable)
         if choice:
             return named_interfaces(machine, choice)[:1]
-    usual = [one.name for one in interfaces(machine) if one.up and not one.name.startswith(VIRTUAL)]
-    usual = [name for name in usual if not name.startswith("ib")]
-    return usual[:1]
+    names = [
+        link.name for link in interfaces(machine) if link.up and not link.name.startswith(VIRTUAL)
+    ]
+    names = [name for name in names if not name.startswith("ib")]
+    return names[:1]

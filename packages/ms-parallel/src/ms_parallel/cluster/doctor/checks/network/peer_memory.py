@@ -1,4 +1,4 @@
-"""Whether adapters can read the memory of NVIDIA's devices themselves."""
+"""Check that adapters can access NVIDIA device memory directly."""
 
 import re
 from collections.abc import Iterator
@@ -15,24 +15,29 @@ OPEN = "Open Kernel Module"
 
 @check(
     "peer-memory",
-    "adapters read device memory without the processor (GPUDirect RDMA)",
+    "adapters access device memory directly (GPUDirect RDMA)",
     needs=lambda examined: has_rdma(examined) and has_nvidia(examined),
 )
 def peer_memory(examined: Examined) -> Iterator[Finding]:
-    """Look for the kernel's module where there are devices and ports."""
+    """Check for the kernel module on machines with devices and ports."""
     for machine in examined.machines:
         modules = machine.text("proc/modules")
-        reaches = any(port.state == ACTIVE for port in ports(machine))
-        if modules is None or not reaches or not gpus(machine) or MODULES.search(f"{modules}\n"):
+        has_rdma_port = any(port.state == ACTIVE for port in ports(machine))
+        if (
+            modules is None
+            or not has_rdma_port
+            or not gpus(machine)
+            or MODULES.search(f"{modules}\n")
+        ):
             continue
         if OPEN in (machine.text(DRIVER_FILE) or ""):
-            continue  # it shares device memory by DMA-BUF
+            continue  # shares device memory by DMA-BUF
         yield failure(
             machine,
             "kernel modules",
             what="neither nvidia_peermem nor nv_peer_mem is loaded",
-            why="the driver's closed module shares device memory in no other way: every message is"
-            " copied through host memory, at a fraction of the rate",
+            why="the closed driver shares device memory in no other way: every message is copied"
+            " through host memory, at a fraction of the rate",
             remedy="modprobe nvidia_peermem and list it in /etc/modules-load.d, or install the"
             " driver's open kernel module, which needs neither",
         )

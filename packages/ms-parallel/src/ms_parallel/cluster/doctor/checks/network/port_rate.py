@@ -1,4 +1,4 @@
-"""Whether ports send at the rate that they can."""
+"""Check that ports run at their full rate."""
 
 import re
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ NUMBER = re.compile(r"\d{1,6}(\.\d{1,3})?")
 
 
 @frozen(kw_only=True)
-class _Rated:
-    at: Recording
+class _PortRate:
+    recording: Recording
     where: str
     kind: str
     rate_gbit_per_s: float
@@ -26,54 +26,54 @@ class _Rated:
 
 @check(
     "port-rate",
-    "every RDMA port sends at the rate of its kind",
+    "every RDMA port runs at the full rate of its type",
     needs=lambda examined: has_rdma(examined) or has_npu_ports(examined),
 )
 def port_rate(examined: Examined) -> Iterator[Finding]:
-    """Compare ports with others of their kind, with what the kind can, and adapters with slots."""
-    rated = [one for machine in examined.machines for one in _rated(examined, machine)]
+    """Compare ports with others of their type and with its capability, and adapters with slots."""
+    port_rates = [port for machine in examined.machines for port in _port_rates(examined, machine)]
     fastest: dict[str, float] = {}
-    for one in rated:
-        fastest[one.kind] = max(fastest.get(one.kind, 0.0), one.rate_gbit_per_s)
-    for one in rated:
-        capable = tables().adapters_gbit_per_s.get(one.kind, 0.0)
-        if one.rate_gbit_per_s < fastest[one.kind]:
+    for port in port_rates:
+        fastest[port.kind] = max(fastest.get(port.kind, 0.0), port.rate_gbit_per_s)
+    for port in port_rates:
+        capable = tables().adapters_gbit_per_s.get(port.kind, 0.0)
+        if port.rate_gbit_per_s < fastest[port.kind]:
             yield failure(
-                one.at,
-                one.where,
-                what=f"the port runs at {one.rate_gbit_per_s:g} Gb/s, and others of its kind"
-                f" ({one.kind or 'unknown'}) at {fastest[one.kind]:g} Gb/s",
-                why="collectives go at the rate of the slowest port",
-                remedy="look at the cable and at the rate that the switch's port is set to; reset"
-                " the link afterwards",
+                port.recording,
+                port.where,
+                what=f"the port runs at {port.rate_gbit_per_s:g} Gb/s, and others of its type"
+                f" ({port.kind or 'unknown'}) at {fastest[port.kind]:g} Gb/s",
+                why="collectives run at the rate of the slowest port",
+                remedy="check the cable and the configured rate of the switch port; reset the link"
+                " afterwards",
             )
-        elif one.rate_gbit_per_s < capable:
+        elif port.rate_gbit_per_s < capable:
             yield warning(
-                one.at,
-                one.where,
-                what=f"the port runs at {one.rate_gbit_per_s:g} Gb/s, and adapters of its kind"
-                f" ({one.kind}) can do {capable:g} Gb/s",
-                why="collectives between machines take longer than they need to",
-                remedy="look at the cable and the switch; nothing is to be done where the switch,"
-                " or this model of the adapter, gives no more",
+                port.recording,
+                port.where,
+                what=f"the port runs at {port.rate_gbit_per_s:g} Gb/s, and adapters of its type"
+                f" ({port.kind}) support {capable:g} Gb/s",
+                why="collectives between machines take longer than necessary",
+                remedy="check the cable and the switch; nothing needs to be done if the switch, or"
+                " this model of the adapter, supports no more",
             )
     for machine in examined.machines:
         yield from _slots(examined, machine)
 
 
-def _rated(examined: Examined, machine: Recording) -> Iterator[_Rated]:
+def _port_rates(examined: Examined, machine: Recording) -> Iterator[_PortRate]:
     for port in chosen_ports(machine, value(examined, machine, "NCCL_IB_HCA")):
         if port.state == ACTIVE and port.rate_gbit_per_s is not None:
-            yield _Rated(
-                at=machine,
+            yield _PortRate(
+                recording=machine,
                 where=f"{port.adapter} port {port.number}",
                 kind=port.kind,
                 rate_gbit_per_s=port.rate_gbit_per_s,
             )
     for npu in npu_ports(machine):
         if npu.link == "up" and npu.rate_gbit_per_s is not None:
-            yield _Rated(
-                at=machine,
+            yield _PortRate(
+                recording=machine,
                 where=f"NPU {npu.number}",
                 kind="NPU's own",
                 rate_gbit_per_s=npu.rate_gbit_per_s,
@@ -81,24 +81,26 @@ def _rated(examined: Examined, machine: Recording) -> Iterator[_Rated]:
 
 
 def _slots(examined: Examined, machine: Recording) -> Iterator[Finding]:
-    """Find adapters held back by a slot of too few lanes or of an old generation."""
+    """Find adapters in slots with too few lanes or of an old generation."""
     chosen = chosen_ports(machine, value(examined, machine, "NCCL_IB_HCA"))
     for adapter in sorted({port.adapter for port in chosen}):
         folder = f"{ROOT}/{adapter}/device"
-        for what, said in (("link_speed", "at {}"), ("link_width", "with {} lanes")):
-            now, most = (machine.text(f"{folder}/{word}_{what}") for word in ("current", "max"))
-            if now and most and _number(now) < _number(most):
+        for attribute, template in (("link_speed", "at {}"), ("link_width", "with {} lanes")):
+            current, maximum = (
+                machine.text(f"{folder}/{prefix}_{attribute}") for prefix in ("current", "max")
+            )
+            if current and maximum and _number(current) < _number(maximum):
                 yield failure(
                     machine,
                     f"{adapter}, its slot",
-                    what=f"PCIe runs {said.format(now)}, and the adapter can do"
-                    f" {said.format(most)}",
-                    why="the slot, not the network, limits how fast the adapter sends",
-                    remedy="seat the adapter again, or move it to a slot of full width; look at the"
-                    " firmware's settings of the slot",
+                    what=f"PCIe runs {template.format(current)}, and the adapter supports"
+                    f" {template.format(maximum)}",
+                    why="the slot, not the network, limits the adapter's rate",
+                    remedy="reseat the adapter, or move it to a full-width slot; check the slot's"
+                    " firmware settings",
                 )
 
 
 def _number(text: str) -> float:
-    found = NUMBER.match(text)
-    return float(found[0]) if found else 0.0
+    match = NUMBER.match(text)
+    return float(match[0]) if match else 0.0

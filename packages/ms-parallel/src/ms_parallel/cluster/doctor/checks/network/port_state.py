@@ -1,4 +1,4 @@
-"""Whether the ports that a run would send over are up."""
+"""Check that the ports of a run are up."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ from ms_parallel.cluster.doctor.registry import check
     needs=lambda examined: has_rdma(examined) or has_npu_ports(examined),
 )
 def port_state(examined: Examined) -> Iterator[Finding]:
-    """Look at the ports that NCCL_IB_HCA chooses, and at each NPU's own."""
+    """Check the ports selected by NCCL_IB_HCA, and the ports of NPUs."""
     for machine in examined.machines:
         choice = value(examined, machine, "NCCL_IB_HCA")
         chosen = chosen_ports(machine, choice)
@@ -24,21 +24,20 @@ def port_state(examined: Examined) -> Iterator[Finding]:
             yield failure(
                 machine,
                 "NCCL_IB_HCA",
-                what=f"NCCL_IB_HCA={choice} names no port of this machine",
-                why="NCCL sends over TCP sockets instead, at a fraction of the rate",
-                remedy="name adapters that ibstat lists, or unset it",
+                what=f"NCCL_IB_HCA={choice} matches no port of this machine",
+                why="NCCL uses TCP sockets instead, at a fraction of the rate",
+                remedy="use adapter names from ibstat, or unset it",
             )
         for port in chosen:
             if port.state != ACTIVE:
                 yield failure(
                     machine,
                     f"{port.adapter} port {port.number}",
-                    what=f"the port is {port.state or 'in no known state'}"
+                    what=f"the port is {port.state or 'in an unknown state'}"
                     f" (physically {port.physical or 'unknown'})",
-                    why="its share of the bandwidth is gone, and ranks that are bound to it hang"
-                    " or fail",
+                    why="its bandwidth is missing, and ranks bound to it hang or fail",
                     remedy=_remedy(port)
-                    + "; a port that is not meant for training is left out with NCCL_IB_HCA",
+                    + "; exclude ports that are not for training with NCCL_IB_HCA",
                 )
         yield from _npus(machine)
 
@@ -50,7 +49,7 @@ def _remedy(port: Port) -> str:
         return "bring the interface up: ip link set dev NAME up"
     if port.physical == "disabled":
         return "enable the port: ibportstate LID PORT enable, or mlxlink --port_state UP"
-    return "look at the cable, the transceiver and the switch's port"
+    return "check the cable, the transceiver and the switch port"
 
 
 def _npus(machine: Recording) -> Iterator[Finding]:
@@ -62,15 +61,15 @@ def _npus(machine: Recording) -> Iterator[Finding]:
                 where,
                 what=f"the link of its RoCE port is {port.link}",
                 why="HCCL cannot reach other machines from this device, and the run fails or hangs",
-                remedy="look at the cable, the optical module (hccn_tool -i"
-                f" {port.number} -optical -g) and the switch's port",
+                remedy="check the cable, the optical module (hccn_tool -i"
+                f" {port.number} -optical -g) and the switch port",
             )
         elif "fault" in port.health or "timeout" in port.health or "unreach" in port.health:
             yield failure(
                 machine,
                 where,
-                what=f"the health of its network is {port.health!r}",
-                why="packets to the address that is watched do not come back",
-                remedy=f"look at address, gateway and route: hccn_tool -i {port.number} -ip -g,"
+                what=f"its network health is {port.health!r}",
+                why="packets to the monitored address do not come back",
+                remedy=f"check address, gateway and route: hccn_tool -i {port.number} -ip -g,"
                 " -gateway -g, -netdetect -g",
             )

@@ -1,4 +1,4 @@
-"""Whether variables that all ranks must share are the same on all."""
+"""Check that variables of the collectives are the same on all ranks."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,26 +9,26 @@ from ms_parallel.cluster.doctor.recording.recording import Examined
 from ms_parallel.cluster.doctor.registry import check
 
 SHARED = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "HCCL_ALGO", "HCCL_BUFFSIZE")
-"""What both ends of a message go by."""
+"""Variables that both ends of a message must agree on."""
 
 
 @check(
     "same-variables",
-    "algorithm, protocol and buffers of collectives are the same on all ranks",
+    "algorithm, protocol and buffer size of collectives are the same on all ranks",
     needs=lambda examined: len(examined.ranks) > 1,
 )
 def same_variables(examined: Examined) -> Iterator[Finding]:
-    """Name the ranks that differ from most others."""
+    """Report ranks that differ from the majority."""
     for name in SHARED:
-        values = [value(examined, one, name) for one in examined.ranks]
-        most = Counter(values).most_common(1)[0][0]
-        for one, found in zip(examined.ranks, values, strict=True):
-            if found != most:
+        values = [value(examined, recording, name) for recording in examined.ranks]
+        majority = Counter(values).most_common(1)[0][0]
+        for recording, setting in zip(examined.ranks, values, strict=True):
+            if setting != majority:
                 yield failure(
-                    one,
+                    recording,
                     name,
-                    what=f"{name} is {found or 'not set'} here and {most or 'not set'} on most"
-                    " others",
-                    why="ranks send in one way and wait for another: the run hangs",
-                    remedy=f"set {name}={most} on all" if most else f"unset {name}",
+                    what=f"{name} is {setting or 'not set'} here and {majority or 'not set'} on"
+                    " most other ranks",
+                    why="ranks send in one way and expect another: the run hangs",
+                    remedy=f"set {name}={majority} on all" if majority else f"unset {name}",
                 )

@@ -1,4 +1,4 @@
-"""Whether the collective library says that it sends over the ports that are there."""
+"""Check that the collective library uses RDMA where there are RDMA ports."""
 
 import re
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ RDMA = re.compile(r"Using network IB|NET/IB : Using|via NET/IB")
 
 @check(
     "transport",
-    "NCCL says that it sends over RDMA",
+    "NCCL reports that it uses RDMA",
     needs=lambda examined: bool(examined.measured.log) and has_rdma(examined),
 )
 def transport(examined: Examined) -> Iterator[Finding]:
-    """Read what NCCL has said while it started."""
+    """Search NCCL's log of its initialization."""
     log = examined.measured.log
     if RDMA.search(log) or not SOCKETS.search(log):
         return
@@ -27,8 +27,8 @@ def transport(examined: Examined) -> Iterator[Finding]:
             yield failure(
                 machine,
                 "NCCL",
-                what="its log says that it sends over sockets, and RDMA ports are up",
-                why="messages between machines go at a fraction of the rate",
-                remedy="look for NCCL_IB_DISABLE, NCCL_NET and NCCL_IB_HCA, for libibverbs and"
+                what="its log says that it uses sockets, although RDMA ports are up",
+                why="messages between machines have a fraction of the rate",
+                remedy="check NCCL_IB_DISABLE, NCCL_NET and NCCL_IB_HCA, libibverbs and"
                 " /dev/infiniband in the container, and run with NCCL_DEBUG=INFO",
             )

@@ -1,1 +1,1 @@
-"""Checks of what is installed: whether versions go together, and are the same on all ranks."""
+"""Checks of installed software: compatible versions, equal on all ranks."""

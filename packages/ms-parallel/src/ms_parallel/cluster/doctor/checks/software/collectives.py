@@ -1,4 +1,4 @@
-"""Whether the libraries that carry messages between devices are there."""
+"""Check that the collective libraries of the devices are installed."""
 
 from collections.abc import Iterator
 
@@ -19,41 +19,52 @@ DEVICE_FILES = "dev/infiniband"
 
 @check(
     "collectives",
-    "torch has the collective library of its device, which finds RDMA's",
+    "torch has the collective library of its device, with RDMA support",
     needs=lambda examined: any(one.machine.backends for one in examined.ranks),
 )
 def collectives(examined: Examined) -> Iterator[Finding]:
-    """Look at each rank: its backend, and libibverbs where there is RDMA."""
-    for one in examined.ranks:
-        machine = one.machine
+    """Check each rank's backend, and libibverbs on machines with RDMA ports."""
+    for recording in examined.ranks:
+        machine = recording.machine
         backend = NEEDED.get(machine.device)
         if machine.backends and backend is not None and backend not in machine.backends:
             yield failure(
-                one,
+                recording,
                 "torch",
-                what=f"torch has no {backend}, which carries messages between {machine.device}"
-                " devices",
-                why="processes on these devices cannot meet",
+                what=f"torch has no {backend}, which is needed for messages between"
+                f" {machine.device} devices",
+                why="processes on these devices cannot connect",
                 remedy=INSTALL[backend],
             )
-        reaches = any(port.state == "active" for port in ports(examined.machine_of(machine.rank)))
-        if machine.device == "cuda" and reaches and machine.libraries.get("ibverbs", "") is None:
+        has_rdma_port = any(
+            port.state == "active" for port in ports(examined.machine_of(machine.rank))
+        )
+        if (
+            machine.device == "cuda"
+            and has_rdma_port
+            and machine.libraries.get("ibverbs", "") is None
+        ):
             yield failure(
-                one,
+                recording,
                 "libibverbs",
-                what="there are RDMA ports and libibverbs.so.1 does not load",
-                why="NCCL sends over TCP sockets instead, at a fraction of the rate",
-                remedy="install libibverbs1 and ibverbs-providers, in the container too",
+                what="there are RDMA ports but libibverbs.so.1 does not load",
+                why="NCCL uses TCP sockets instead, at a fraction of the rate",
+                remedy="install libibverbs1 and ibverbs-providers, also in the container",
             )
-    for at in examined.machines:
-        reaches = any(port.state == "active" for port in ports(at))
-        seen = any(name.startswith("uverbs") for name in at.names(DEVICE_FILES))
-        if at.machine.packages and at.machine.device == "cuda" and reaches and not seen:
+    for recording in examined.machines:
+        has_rdma_port = any(port.state == "active" for port in ports(recording))
+        has_device_file = any(name.startswith("uverbs") for name in recording.names(DEVICE_FILES))
+        if (
+            recording.machine.packages
+            and recording.machine.device == "cuda"
+            and has_rdma_port
+            and not has_device_file
+        ):
             yield failure(
-                at,
+                recording,
                 f"/{DEVICE_FILES}",
-                what="there are RDMA ports and no device file of them",
-                why="NCCL sends over TCP sockets instead, at a fraction of the rate",
-                remedy="docker run --device=/dev/infiniband, an RDMA device plugin in Kubernetes,"
-                " or modprobe ib_uverbs",
+                what="there are RDMA ports but no device files for them",
+                why="NCCL uses TCP sockets instead, at a fraction of the rate",
+                remedy="use docker run --device=/dev/infiniband, an RDMA device plugin in"
+                " Kubernetes, or modprobe ib_uverbs",
             )

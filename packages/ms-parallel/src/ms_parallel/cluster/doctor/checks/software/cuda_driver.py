@@ -1,4 +1,4 @@
-"""Whether NVIDIA's driver is new enough for the CUDA that torch was built for."""
+"""Check that NVIDIA's driver is new enough for torch's CUDA version."""
 
 from collections.abc import Iterator
 
@@ -10,55 +10,56 @@ from ms_parallel.cluster.doctor.recording.recording import Examined, Recording
 from ms_parallel.cluster.doctor.registry import check
 
 
-@check("cuda-driver", "the driver runs the CUDA that torch was built for", needs=has_nvidia)
+@check("cuda-driver", "the driver supports torch's CUDA version", needs=has_nvidia)
 def cuda_driver(examined: Examined) -> Iterator[Finding]:
-    """Look at the driver of each machine beside torch of each of its ranks."""
-    for one in examined.ranks:
-        found = driver(examined.machine_of(one.machine.rank))
-        if found is None or not one.machine.packages:
+    """Compare each machine's driver with torch on each of its ranks."""
+    for recording in examined.ranks:
+        installed = driver(examined.machine_of(recording.machine.rank))
+        if installed is None or not recording.machine.packages:
             continue
-        if one.machine.torch_cuda is None:
+        if recording.machine.torch_cuda is None:
             yield failure(
-                one,
+                recording,
                 "torch",
-                what=f"torch {one.machine.packages.get('torch')} is built without CUDA, and there"
-                f" is an NVIDIA driver {found}",
-                why="training takes the CPU",
+                what=f"torch {recording.machine.packages.get('torch')} is built without CUDA, but"
+                f" there is an NVIDIA driver {installed}",
+                why="training runs on the CPU",
                 remedy="install torch with CUDA: pip install torch from the index of your CUDA"
-                " version, as pytorch.org names it",
+                " version, see pytorch.org",
             )
             continue
-        yield from _too_old(one, found, one.machine.torch_cuda)
-        if gpus(examined.machine_of(one.machine.rank)) and not one.machine.accelerators:
+        yield from _too_old(recording, installed, recording.machine.torch_cuda)
+        if gpus(examined.machine_of(recording.machine.rank)) and not recording.machine.accelerators:
             yield failure(
-                one,
+                recording,
                 "torch",
-                what=f"nvidia-smi lists devices and torch with CUDA {one.machine.torch_cuda} finds"
-                " none",
-                why="training takes the CPU",
-                remedy="look at CUDA_VISIBLE_DEVICES, at the device files of a container"
-                " (--gpus all), and at what torch.cuda.init() raises",
+                what=f"nvidia-smi lists devices but torch with CUDA"
+                f" {recording.machine.torch_cuda} finds none",
+                why="training runs on the CPU",
+                remedy="check CUDA_VISIBLE_DEVICES, the device files of a container (--gpus all),"
+                " and the error of torch.cuda.init()",
             )
 
 
-def _too_old(one: Recording, found: str, cuda: str) -> Iterator[Finding]:
-    known = tables()
-    least = known.cuda_major_drivers.get(cuda.split(".")[0])
-    own = next((row.driver for row in known.cuda_drivers if row.cuda == cuda), None)
-    if least is not None and version(found) < version(least):
+def _too_old(recording: Recording, installed: str, cuda: str) -> Iterator[Finding]:
+    reference = tables()
+    minimum = reference.cuda_major_drivers.get(cuda.split(".")[0])
+    matching = next((row.driver for row in reference.cuda_drivers if row.cuda == cuda), None)
+    if minimum is not None and version(installed) < version(minimum):
         yield failure(
-            one,
+            recording,
             "driver",
-            what=f"NVIDIA driver {found} is older than {least}, which CUDA {cuda} of torch needs",
+            what=f"NVIDIA driver {installed} is older than {minimum}, which torch's CUDA {cuda}"
+            " needs",
             why="torch finds no device, or its kernels do not load",
-            remedy=f"install driver {own or least} or newer, or a torch built for an older CUDA",
+            remedy=f"install driver {matching or minimum} or newer, or torch for an older CUDA",
         )
-    elif own is not None and version(found) < version(own):
+    elif matching is not None and version(installed) < version(matching):
         yield warning(
-            one,
+            recording,
             "driver",
-            what=f"NVIDIA driver {found} is older than {own}, which came with CUDA {cuda}",
-            why="torch runs, but kernels that are compiled here (torch.compile, Triton) may not"
+            what=f"NVIDIA driver {installed} is older than {matching}, released with CUDA {cuda}",
+            why="torch runs, but kernels compiled on this machine (torch.compile, Triton) may not"
             " load",
-            remedy=f"install driver {own} or newer",
+            remedy=f"install driver {matching} or newer",
         )

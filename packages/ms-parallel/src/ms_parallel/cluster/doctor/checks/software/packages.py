@@ -1,4 +1,4 @@
-"""Whether what a run imports is installed."""
+"""Check that packages of a run are installed."""
 
 from collections.abc import Iterator
 
@@ -9,37 +9,36 @@ from ms_parallel.cluster.doctor.registry import check
 
 @check(
     "packages",
-    "torch is distributed, ms-data and torchrun are there",
+    "torch is built with distributed support, ms-data and torchrun are installed",
     needs=lambda examined: any(one.machine.packages for one in examined.ranks),
 )
 def packages(examined: Examined) -> Iterator[Finding]:
-    """Look at each rank, whose environments may differ."""
-    for one in examined.ranks:
-        machine = one.machine
+    """Check each rank, as environments may differ."""
+    for recording in examined.ranks:
+        machine = recording.machine
         if not machine.packages:
             continue
         if not machine.backends:
             yield failure(
-                one,
+                recording,
                 "torch",
                 what="torch has no backend for messages between processes",
-                why="every layout of more than one process needs one",
+                why="every layout with more than one process needs one",
                 remedy="install a build of torch with distributed support: pip install torch",
             )
         if machine.packages.get("ms-data") is None:
             yield warning(
-                one,
+                recording,
                 "ms-data",
                 what="ms-data is not installed",
-                why="`train` reads its dataset with it",
+                why="`train` reads datasets with it",
                 remedy="pip install 'ms-parallel[data]'",
             )
         if machine.torchrun is None:
             yield warning(
-                one,
+                recording,
                 "torchrun",
                 what="torchrun is not on PATH",
                 why="it starts the processes of a run",
-                remedy="type python -m torch.distributed.run in its place, or add its folder to"
-                " PATH",
+                remedy="use python -m torch.distributed.run instead, or add its folder to PATH",
             )
