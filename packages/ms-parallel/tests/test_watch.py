@@ -118,7 +118,7 @@ def test_ranks_that_call_different_collectives_are_told_apart() -> None:
     """The odd one by its process; of as many, both; messages between stages are no collectives."""
     text = said(record(0), record(1), record(2, waits_in="broadcast", line="a.py:3 in f"), world=3)
     assert text == (
-        "the ranks wait in different collectives; some rank has skipped one; rank 2 (process"
+        "the ranks wait in different collectives because some rank has skipped one; rank 2 (process"
         " 102 on n1) differs from the others; ranks 0-1: step 4, update, waiting in"
         " all_reduce, at engine.py:301 in update; rank 2: step 4, update, waiting in"
         " broadcast, at a.py:3 in f"
