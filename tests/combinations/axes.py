@@ -36,6 +36,7 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "loss_scale": [UNSET, {"initial": 1024}],
         "audit_every": [UNSET, 1],
         "microbatch_size": [UNSET, 1, "auto"],
+        "compile": ["auto", True],
         "recompute": ["none", "selective", "attention", "full", "1MiB"],
         "shares": ["equal", "measured"],
         "schedule": ["1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "zb-v"],

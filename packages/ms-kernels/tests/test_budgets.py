@@ -68,12 +68,18 @@ def test_every_entry_takes_what_the_golden_files_say(target):
     assert differences(target, chosen) == {}, f"{UPDATE} {target}"
 
 
-def test_nothing_spills_on_sm_90_and_loads_are_vectors():
-    """The golden file itself says so, whatever Triton made it."""
+def test_only_the_backward_pass_of_attention_spills_on_sm_90_and_loads_are_vectors():
+    """Read from the golden file, whatever Triton it is of.
+
+    Its three loops need a few more registers than there are; on an H100 these tiles were faster
+    than any without a spill.
+    """
     kernels = budgets.golden("sm_90")["kernels"]
     assert len(kernels) > 240
     fields = {name: place for place, name in enumerate(budgets.FIELDS)}
-    assert {name for name, facts in kernels.items() if facts[fields["spilled_bytes"]]} == set()
+    spilled = {name: facts[fields["spilled_bytes"]] for name, facts in kernels.items()}
+    assert all(name.startswith("attention_backward") for name, size in spilled.items() if size)
+    assert max(spilled.values()) <= 128
     # A sink's gradient reads two numbers a query and head, from rows of any length.
     wide = [facts for name, facts in kernels.items() if "backward_sinks" not in name]
     assert len(kernels) - len(wide) == 3

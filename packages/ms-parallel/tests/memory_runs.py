@@ -377,6 +377,9 @@ def compiled(jobs: list[dict[str, Any]], backend: str | None = None) -> list[lis
         both = []
         for chosen in (False, True):
             engine = build(job.get("settings", {}), groups, compile=chosen, **job["options"])
+            if chosen and job["options"].get("mixed_precision") and groups.layout.world_size == 1:
+                assert engine.module is not None  # plain weights
+                assert {each.dtype for each in engine.module.parameters()} == {torch.float32}
             both.append(
                 [
                     engine.step(local_rows(global_batch(step), groups), NextTokenLoss()).loss

@@ -243,8 +243,8 @@ def test_long_documents_attended_to_alone_equal_the_mask(
     documents, text = ids.view(2, 256).int(), tokens(2, 256)
     assert spans.document_lengths(documents) == lengths
     found = []
-    for worth_it in (64, 10_000):
-        monkeypatch.setattr(spans, "WORTH_IT", worth_it)
+    for shortest in (64, 10_000):
+        monkeypatch.setattr(spans, "SHORTEST_MEAN", shortest)
         logits = model(text, documents=documents)
         found.append((logits, *torch.autograd.grad(logits.square().mean(), model.parameters())))
     for alone, masked in zip(*found, strict=True):

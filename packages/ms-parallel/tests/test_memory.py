@@ -544,6 +544,17 @@ def test_blocks_compiled_to_machine_code_train_as_they_are() -> None:
         assert there == pytest.approx(here, rel=1e-5)
 
 
+def test_compiled_blocks_cast_their_own_weights() -> None:
+    """In one process bfloat16 gives the bits of FSDP's casts, and weights are plain float32."""
+    jobs: list[dict[str, Any]] = [
+        {"layout": "data=1", "options": {"mixed_precision": True, "recompute": recompute}}
+        for recompute in ("none", "full")
+    ]
+    (found,) = run_processes(1, RUNS, "compiled", jobs=jobs, backend="aot_eager")
+    for here, there in found:
+        assert here == there
+
+
 def test_what_is_not_compiled_is_said(groups: Groups) -> None:
     """Experts, kinds of recomputation that need a block's operators, and split backwards."""
     for settings, options, said in (

@@ -1,5 +1,7 @@
 """Private names of torch that this package uses: the one file to check against a new version."""
 
+from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ __all__ = [
     "fsdp_shards",
     "fsdp_size",
     "gathered_weight",
+    "has_triton",
     "is_persistent",
     "local_of",
     "privateuse1_name",
@@ -42,6 +45,7 @@ __all__ = [
     "unflatten_mesh",
     "unsafe_view",
     "unset_fake_temporarily",
+    "varlen_attention",
     "with_spec",
 ]
 
@@ -140,3 +144,45 @@ def gathered_weight(parameter: Any) -> Tensor | None:
     """Gathered weight, from FSDP's record of a parameter; None before the first forward."""
     weight: Tensor | None = getattr(parameter, "_unsharded_param", None)
     return weight
+
+
+@cache
+def has_triton() -> bool:
+    """Whether torch.compile can generate kernels for the accelerator."""
+    from torch.utils._triton import has_triton as found  # imports Triton
+
+    return bool(found())
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    boundaries: Tensor,
+    longest: int,
+    *,
+    causal: bool,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """FlashAttention over ranges of tokens (T, heads, D), on CUDA in half precision.
+
+    torch 2.11 takes grouped heads as they are; later versions want to be told.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    behind = -1 if window is None else window - 1
+    grouped: Any = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    out: Any = varlen_attn(
+        q,
+        k,
+        v,
+        boundaries,
+        boundaries,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(behind, 0 if causal else behind),
+        **grouped,
+    )
+    return out  # type: ignore[no-any-return]

@@ -132,6 +132,8 @@ def build_stages(
     split: Sequence[int] | None,
     groups: Groups,
     options: EngineOptions,
+    *,
+    compiled: bool,
 ) -> dict[int, StagedModel]:
     """Build this process's stages by number, split and sharded, with their weights.
 
@@ -143,6 +145,7 @@ def build_stages(
         split: layers of each stage; None for as even as can be.
         groups: the layout's processes.
         options: the engine's.
+        compiled: whether the training of blocks will be compiled.
     """
     keep_freed_pages(groups.device)
     prepare = _preparation(options)
@@ -161,6 +164,12 @@ def build_stages(
     if groups.device.type == "cpu":
         _check_memory(config, groups.layout)
     ops = options.ops or operators
+    how["casts_weights"] = (
+        compiled
+        and bool(options.mixed_precision)
+        and options.prepare is None
+        and groups.layout.world_size == 1
+    )
     stages = {
         stage: build_stage(config, layers[stage], groups, ops=ops, prepare=prepare, **how)
         for stage, home in enumerate(placement)

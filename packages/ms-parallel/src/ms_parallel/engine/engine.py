@@ -56,7 +56,7 @@ from ms_parallel.pipeline.choice import ScheduleTables
 from ms_parallel.pipeline.recorder import Recorder
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.signature import takes
-from ms_parallel.split.compiled import check_compiled, compile_blocks
+from ms_parallel.split.compiled import check_compiled, compile_blocks, compiles_by_default
 from ms_parallel.split.context.kinds import check_context
 from ms_parallel.split.context.splitter import Splitter
 from ms_parallel.split.data_axis import ACTIVATIONS, MOMENTS
@@ -122,17 +122,22 @@ class Engine:
         self.tables = ScheduleTables(settings.schedule, layout.pipeline)
         self.placement = self.tables.placement
         """Pipeline rank of each stage."""
-        if settings.compile:
-            schedule = self.tables.choice
-            if not isinstance(schedule, Schedule):
-                schedule = self.tables.training(4 * layout.pipeline)
-            check_compiled(self.config, layout, settings, schedule)
+        self.compiled = self._compiles(layout)
+        """Whether the training of blocks is compiled."""
         self.stages = build_stages(
-            model, self.config, self.plan, self.placement, self.tables.layers, self.groups, settings
+            model,
+            self.config,
+            self.plan,
+            self.placement,
+            self.tables.layers,
+            self.groups,
+            settings,
+            compiled=self.compiled,
         )
-        if settings.compile:
+        if self.compiled:
+            flex = self.device.type == "cuda" and self.ops is operators
             for stage in cast(Mapping[int, nn.Module], self.stages).values():
-                compile_blocks(stage, self.plan)
+                compile_blocks(stage, self.plan, flex_attention=flex)
         self.splitter = Splitter(
             self.config,
             self.groups,
@@ -160,6 +165,23 @@ class Engine:
         self.auditor = self._auditor() if settings.audit_every else NoAuditor()
         self.adapters: Adapters | None = None
         """Adapters that are trained instead of the model's weights; see `adapt`."""
+
+    def _compiles(self, layout: Layout) -> bool:
+        """Whether blocks are compiled, checked where the user asks for it.
+
+        Raises:
+            ConfigError: compile=True and the model, layout or another setting forbids it.
+        """
+        settings = self.options
+        if settings.compile is False:
+            return False
+        schedule = self.tables.choice
+        if not isinstance(schedule, Schedule):
+            schedule = self.tables.training(4 * layout.pipeline)
+        if settings.compile == "auto":
+            return compiles_by_default(self.config, layout, settings, schedule, self.device)
+        check_compiled(self.config, layout, settings, schedule)
+        return True
 
     @property
     def device(self) -> torch.device:

@@ -22,6 +22,14 @@ class Output(Protocol):
         that times the square of the logits' logsumexp is added.
         """
 
+    def loss_sum(
+        self, targets: Tensor, *, weights: Tensor | None = ..., z_loss: float = ...
+    ) -> Tensor:
+        """Compute the sum of `token_losses`, each times its weight (B, S); a scalar.
+
+        Cheaper than adding up `token_losses`: gradients are computed with the loss.
+        """
+
     def entropies(self, counted: Tensor, *, temperature: float = ...) -> Tensor:
         """Compute p's entropy in nats, float32 (B, S), where `counted` (B, S) is true; else 0."""
 
@@ -83,6 +91,4 @@ class NextTokenLoss:
     def __call__(self, output: Output, batch: Batch) -> Tensor:
         """Add up the microbatch's token losses, weighted."""
         more = {"z_loss": self.z_coefficient} if self.z_coefficient else {}
-        losses = output.token_losses(batch["targets"], **more)
-        weights = batch.get("weights")
-        return losses.sum() if weights is None else (losses * weights).sum()
+        return output.loss_sum(batch["targets"], weights=batch.get("weights"), **more)

@@ -98,6 +98,6 @@ def mtp_losses_of(
     shares = []
     for depth, (states, divisor) in enumerate(zip(made, divisors, strict=True), 1):
         targets, weights = mtp_targets(batch, depth)
-        total = (output(states).token_losses(targets) * weights).sum()
+        total = output(states).loss_sum(targets, weights=weights)
         shares.append(total / divisor if divisor else total * 0.0)
     return torch.stack(shares)

@@ -85,6 +85,34 @@ class HeadOutput:
         own = self.row_split.mine(targets)
         return self.row_split.whole(self._token_losses(own, temperature, z_loss))
 
+    def loss_sum(
+        self, targets: Tensor, *, weights: Tensor | None = None, z_loss: float = 0.0
+    ) -> Tensor:
+        """Compute the sum of `token_losses`, each times its weight (B, S); a scalar.
+
+        In one process it costs three products with the head's weight, where `token_losses` of more
+        than 256 MiB of logits costs four.
+        """
+        apart = self.row_split is not None or self.split or self.make_logits is not None
+        if apart or not self._ops_take(weights, z_loss):
+            more = {"z_loss": z_loss} if z_loss else {}
+            return _weighted_sum(self.token_losses(targets, **more), weights)
+        if self.ops is operators:
+            return operators.linear_cross_entropy(
+                self.hidden,
+                self.weight,
+                targets,
+                weights=weights,
+                reduction="sum",
+                softcap=self.softcap,
+                z_loss=z_loss,
+            )
+        return self.ops.linear_cross_entropy(self.hidden, self.weight, targets, reduction="sum")
+
+    def _ops_take(self, weights: Tensor | None, z_loss: float) -> bool:
+        """Whether the operators compute such a sum; only ours have weights, softcap and z-loss."""
+        return self.ops is operators or (weights is None and self.softcap is None and not z_loss)
+
     def _token_losses(self, targets: Tensor, temperature: float, z_loss: float) -> Tensor:
         """Compute the losses of this process's positions."""
         if temperature != 1.0 or self.make_logits is not None:
@@ -153,6 +181,12 @@ class LogitsOutput:
         """Compute -log p(target), float32 (B, S), 0 where the target is -100."""
         return _token_losses(self.whole, targets, temperature, z_loss)
 
+    def loss_sum(
+        self, targets: Tensor, *, weights: Tensor | None = None, z_loss: float = 0.0
+    ) -> Tensor:
+        """Compute the sum of `token_losses`, each times its weight (B, S); a scalar."""
+        return _weighted_sum(self.token_losses(targets, z_loss=z_loss), weights)
+
     def entropies(self, counted: Tensor, *, temperature: float = 1.0) -> Tensor:
         """Compute softmax(logits / temperature)'s entropy in nats, float32 (B, S), if counted."""
         return _entropies(self.whole, counted, temperature)
@@ -164,6 +198,10 @@ class LogitsOutput:
             ModelError: always.
         """
         raise ModelError(f"a module of your own has no head {name!r}; let it return what you need")
+
+
+def _weighted_sum(losses: Tensor, weights: Tensor | None) -> Tensor:
+    return losses.sum() if weights is None else (losses * weights).sum()
 
 
 def _token_losses(logits: Tensor, targets: Tensor, temperature: float, z_loss: float) -> Tensor:

@@ -1,13 +1,14 @@
 """Settings that an engine and a training run share, each declared once; imports no torch."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from attrs import field, frozen
 
 from ms_parallel.engine.balance.settings import method
 from ms_parallel.engine.updates.settings import LossScale, check_loss_scale, loss_scale_of
-from ms_parallel.settings import flag, number, one_of, whole
+from ms_parallel.errors import ConfigError
+from ms_parallel.settings import flag, number, one_of, shown, whole
 from ms_parallel.split.context.kinds import BALANCES, KINDS, ContextKind
 from ms_parallel.split.context.kinds import Balance as ContextBalance
 from ms_parallel.split.data_axis import OFFLOADS, SHARDINGS, Offload, Sharding
@@ -32,6 +33,11 @@ MODEL, OPTIMIZATION, BAD_STEPS, EXPERTS, EXECUTION, RAW_TEXT, OUTPUT = (
 
 def _loss_scale(instance: Any, attribute: Any, value: Any) -> None:
     check_loss_scale(loss_scale_of(value), instance.mixed_precision)
+
+
+def _flag_or_auto(instance: Any, attribute: Any, value: Any) -> None:
+    if value != "auto" and not isinstance(value, bool):
+        raise ConfigError(f"{attribute.name} is {shown(value)}; give true, false or 'auto'")
 
 
 @frozen(kw_only=True)
@@ -60,9 +66,12 @@ class EngineSettings:
     """Activation checkpointing: `none`, `selective` (recompute all but matrix products and
     attention), `attention`, `full`, or a memory limit per rank such as `8GiB`, by which the mode of
     each block is chosen."""
-    compile: bool = field(default=False, validator=flag, metadata=EXECUTION)
-    """Compile the training of each block with torch.compile. Not with tensor, context or expert
-    ranks, experts, recompute other than `full`, or schedules that split backwards."""
+    compile: bool | Literal["auto"] = field(
+        default="auto", validator=_flag_or_auto, metadata=EXECUTION
+    )
+    """Compile the training of each block with torch.compile; `auto`: on a GPU, where possible. Not
+    with tensor, context or expert ranks, experts, recompute other than `full`, or schedules that
+    split backwards."""
     sharding: Sharding = field(default="auto", validator=one_of(*SHARDINGS), metadata=EXECUTION)
     """What data and context ranks shard: `replicate` nothing, `zero1` optimizer state, `zero2` also
     gradients, `zero3` also weights; `auto` weights, or optimizer state with a pipeline."""

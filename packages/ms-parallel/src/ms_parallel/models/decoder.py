@@ -19,6 +19,7 @@ from ms_parallel.models.plan import ModelPlan, Style
 from ms_parallel.models.positions.tables import check_growth, document_ends, rotary_tables
 from ms_parallel.models.spans import document_lengths
 from ms_parallel.models.staged import RowSplit, StagedModel
+from ms_parallel.operators.packed_rows import block_mask
 from ms_parallel.operators.protocol import Ops
 
 
@@ -59,6 +60,8 @@ class Decoder(StagedModel):
         self.grows = any(rope.length_limit is not None for rope in config.ropes)
         """Whether angles depend on the lengths of documents."""
         self.embedding_scale, self.logit_divisor = config.embedding_scale, config.logit_divisor
+        self.flex_attention = False
+        """Whether compiled blocks attend to packed documents by FlexAttention."""
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed tokens, (B, S) int64 to (B, S, H), scaled where the family scales it."""
@@ -92,10 +95,18 @@ class Decoder(StagedModel):
             positions = row_split.mine(positions)
             ends = None if ends is None else row_split.mine(ends)
         tables = tuple(rotary_tables(rope, positions, ends) for rope in self.ropes)
-        alone = cache is None and row_split is None
-        lengths = document_lengths(documents) if alone else None
+        whole_rows = cache is None and row_split is None
+        block_masks = None
+        if self.flex_attention and whole_rows and documents is not None:
+            windows = {self.config.window(layer) for layer in range(self.config.num_hidden_layers)}
+            block_masks = {window: block_mask(documents, window) for window in windows}
         return RotaryContext(
-            tables=tables, documents=documents, cache=cache, lengths=lengths, row_split=row_split
+            tables=tables,
+            documents=documents,
+            cache=cache,
+            lengths=document_lengths(documents) if whole_rows else None,
+            block_masks=block_masks,
+            row_split=row_split,
         )
 
 

@@ -89,6 +89,8 @@ class StagedModel(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.first, self.last = first, last
+        self.compute_dtype: torch.dtype | None = None
+        """Dtype that weights are cast to where they are used; None for their own."""
         layers = range(config.num_hidden_layers) if layers is None else layers
         self.model = nn.Module()
         if first:
@@ -131,7 +133,7 @@ class StagedModel(nn.Module, ABC):
         # A prepared layer computes with another weight than the one that it holds.
         prepared = hasattr(head, "effective_weight")
         weight: Tensor = head.effective_weight() if prepared else head.weight
-        return weight
+        return weight if self.compute_dtype is None else weight.to(self.compute_dtype)
 
     @abstractmethod
     def context(
@@ -192,8 +194,8 @@ class StagedModel(nn.Module, ABC):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Turn finished hidden states (B, S, H) into logits (B, S, V)."""
-        own = hasattr(self, "lm_head")
-        logits = self.lm_head(hidden) if own else F.linear(hidden, self.head_weight)
+        separate = hasattr(self, "lm_head")
+        logits = self.lm_head(hidden) if separate else F.linear(hidden, self.head_weight)
         softcap = self.config.final_softcap
         return logits if softcap is None else capped(logits, softcap)
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ms_parallel.operators.cpu import widen
+from ms_parallel.operators.fused import fused
 from ms_parallel.operators.protocol import Reduction
 
 _CHUNK_BYTES = 1 << 28
@@ -67,30 +69,42 @@ def linear_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     *,
+    weights: Tensor | None = None,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     softcap: float | None = None,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Compute `cross_entropy(hidden @ weight.T, targets)`, holding 256 MiB of logits at most.
+    """Compute `cross_entropy(hidden @ weight.T, targets)` without holding all logits.
 
-    Fewer are kept for the backward pass; more are made in chunks, and made again.
+    With reduction "sum" both gradients are computed in the forward pass, a chunk of logits at a
+    time: three matrix products, as with all logits in memory. With "none", and for float16, whose
+    range the sums would leave, chunks of logits are computed again in the backward pass; up to
+    256 MiB of them are kept.
 
     Args:
         hidden: (..., H).
         weight: (V, H).
         targets: (...) int64.
-        ignore_index: As in `cross_entropy`.
-        reduction: See there.
-        softcap: What logits are bent to stay below.
-        z_loss: As in `cross_entropy`.
+        weights: (...) factor of each loss; with reduction "sum" only.
+        ignore_index: target without a loss.
+        reduction: as in `cross_entropy`.
+        softcap: logits become softcap · tanh(logit / softcap).
+        z_loss: weight of the squared logsumexp.
 
     Returns:
         float32 (float64 for float64) scalar, or (...) for `"none"`.
     """
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     chunk = max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
-    if rows.shape[0] <= chunk:
+    fits = rows.shape[0] <= chunk
+    if reduction == "sum" and _sums_in_forward(hidden, weight, fits=fits):
+        factors = None if weights is None else weights.reshape(-1)
+        total: Tensor = _SummedLoss.apply(  # type: ignore[no-untyped-call]
+            rows, weight, flat, factors, ignore_index, softcap, z_loss
+        )
+        return total
+    if fits:
         logits = F.linear(rows, weight)
         logits = logits if softcap is None else capped(logits, softcap)
         losses = cross_entropy(
@@ -100,10 +114,103 @@ def linear_cross_entropy(
         losses = _ChunkedLosses.apply(  # type: ignore[no-untyped-call]
             rows, weight, flat, ignore_index, chunk, softcap, z_loss
         )
+    if weights is not None:
+        losses = losses * weights.reshape(-1)
     if reduction == "none":
         return losses.reshape(targets.shape)
     total = losses.sum()
     return total / (flat != ignore_index).sum().clamp(min=1) if reduction == "mean" else total
+
+
+def _sums_in_forward(hidden: Tensor, weight: Tensor, *, fits: bool) -> bool:
+    """Whether a summed loss computes its gradients in the forward pass.
+
+    On a CPU only where logits would have to be computed twice: keeping them is as fast there.
+    """
+    trains = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    plain = type(hidden) in (Tensor, nn.Parameter) and hidden.dtype != torch.float16
+    return trains and plain and not (fits and hidden.device.type == "cpu")
+
+
+class _SummedLoss(torch.autograd.Function):
+    """Weighted sum of the losses of rows (N, H); keeps both gradients instead of logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        factors: Tensor | None,
+        ignore_index: int,
+        softcap: float | None,
+        z_loss: float,
+    ) -> Tensor:
+        """Compute the sum, a float32 or float64 scalar, and both gradients by chunks of rows."""
+        counted = targets != ignore_index
+        # Ignored targets are replaced; any other target outside the classes fails in the lookup.
+        classes = targets.masked_fill(~counted, 0)
+        wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+        scale = counted.to(wide)
+        if factors is not None:
+            scale = scale * factors.to(wide)
+        total = torch.zeros((), dtype=wide, device=rows.device)
+        of_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
+        of_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        chunk = _chunk_rows(rows, weight)
+        for start in range(0, rows.shape[0], chunk):
+            part = slice(start, start + chunk)
+            logits = F.linear(rows[part], weight)
+            losses, delta = _loss_and_gradient(logits, classes[part], scale[part], softcap, z_loss)
+            total += losses.sum()
+            if of_rows is not None:
+                torch.mm(delta, weight, out=of_rows[part])
+            if of_weight is not None:
+                _add_product(of_weight, delta.t(), rows[part])
+        held_weight = None if of_weight is None else of_weight.to(weight.dtype)
+        ctx.save_for_backward(of_rows, held_weight)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale both gradients by the gradient of the sum."""
+        scaled = (None if held is None else held * grad for held in ctx.saved_tensors)
+        return *scaled, None, None, None, None, None
+
+
+def _chunk_rows(rows: Tensor, weight: Tensor) -> int:
+    """Rows whose logits and their gradient take 256 MiB on a CPU, 1 GiB on an accelerator."""
+    budget_bytes = _CHUNK_BYTES if rows.device.type == "cpu" else 4 * _CHUNK_BYTES
+    return max(1, budget_bytes // (2 * rows.element_size() * weight.shape[0]))
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to `total`, which may have a wider dtype."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+@fused
+def _loss_and_gradient(
+    logits: Tensor, classes: Tensor, scale: Tensor, softcap: float | None, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """Return each row's scaled loss (n,) and the gradient of their sum by the logits (n, V)."""
+    wide = widen(logits)
+    wide = wide if softcap is None else capped(wide, softcap)
+    normalizer = wide.logsumexp(-1)
+    losses = normalizer - wide.gather(-1, classes[:, None])[:, 0]
+    p = (wide - normalizer[:, None]).exp()
+    if z_loss:
+        losses = losses + z_loss * normalizer.square()
+        p = p * (1 + 2 * z_loss * normalizer)[:, None]
+    is_target = torch.arange(logits.shape[1], device=logits.device) == classes[:, None]
+    delta = (p - is_target.to(p.dtype)) * scale[:, None]
+    if softcap is not None:  # the slope of softcap · tanh(x / softcap)
+        delta = delta * (1 - (wide / softcap).square())
+    return losses * scale, delta.to(logits.dtype)
 
 
 class _ChunkedLosses(torch.autograd.Function):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ms_parallel.operators import cpu
+from ms_parallel.operators.packed_rows import attend_in_spans, fits_varlen, recent_rows
 from ms_parallel.torch_private import unset_fake_temporarily
 
 
@@ -110,6 +111,14 @@ def attention(
     queries, keys, width = q.shape[1], k.shape[1], v.shape[3]
     scale = q.shape[3] ** -0.5 if scale is None else scale
     window = None if window is None or window >= keys else window
+    rows = None
+    if documents is not None and queries == keys and _avoids_masks(documents):
+        rows = recent_rows.of(documents)
+    if rows is not None and sinks is None and fits_varlen(q, v):
+        return rows.attend(q, k, v, causal=causal, window=window, scale=scale)
+    if rows is not None:
+        settings = {"causal": causal, "window": window, "scale": scale, "sinks": sinks}
+        return attend_in_spans(attention, q, k, v, rows.lengths, **settings)
     if documents is not None:
         mask = _masks.of(documents, queries, causal, window)
     elif window is None and (not causal or queries in (1, keys)):
@@ -138,6 +147,15 @@ def attention(
         attend = cpu.attend if cpu.takes_sinks(q, k, v, sinks) else _scored
         out = attend(q, k, v, sinks, mask, causal, scale)
     return out.transpose(1, 2)[..., :width]
+
+
+def _avoids_masks(documents: Tensor) -> bool:
+    """Whether a mask of all pairs is to be avoided: on a GPU it decides memory and speed."""
+    return (
+        documents.device.type == "cuda"
+        and not torch.compiler.is_compiling()
+        and not cpu.has_no_values(documents)
+    )
 
 
 def _scored(

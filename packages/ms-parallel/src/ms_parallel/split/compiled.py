@@ -1,7 +1,7 @@
 """Compiles the forward and backward of each block by itself, with torch.compile.
 
-A block is compiled once for all layers that are alike, and what surrounds it, such as the gathering
-of weights and recomputation, runs as it did.
+Equal blocks are compiled once. The code around them, such as gathering weights and recomputation,
+is not compiled.
 """
 
 from typing import Any, Protocol
@@ -11,75 +11,106 @@ from torch import nn
 
 from ms_parallel.cluster.layout import Layout
 from ms_parallel.errors import ConfigError
+from ms_parallel.models.decoder import Decoder
 from ms_parallel.models.decoder_config import DecoderConfig
 from ms_parallel.models.plan import ModelPlan
 from ms_parallel.schedules.table.action import Kind
 from ms_parallel.schedules.table.schedule import Schedule
 from ms_parallel.split.memory.recompute_choice import Recompute
+from ms_parallel.torch_private import has_triton
 
 
 class CompileOptions(Protocol):
-    """What is asked of an engine's options."""
+    """The engine's options that decide whether blocks may be compiled."""
 
     @property
     def recompute(self) -> Recompute:
-        """What blocks run again."""
+        """Activation checkpointing of blocks."""
 
     @property
     def reproducible(self) -> bool:
-        """Whether bits are the same under every layout."""
+        """Whether weights are bitwise the same under every layout."""
 
 
 def check_compiled(config: Any, layout: Layout, chosen: CompileOptions, schedule: Schedule) -> None:
     """Check that blocks may be compiled.
 
     Args:
-        config: of the model.
-        layout: how it is split.
+        config: model configuration.
+        layout: parallel layout.
         chosen: the engine's options.
-        schedule: any of the run.
+        schedule: any schedule of the run.
 
     Raises:
         ConfigError: they may not, with the reason.
     """
+    problem = compile_problem(config, layout, chosen, schedule)
+    if problem is not None:
+        raise ConfigError(f"compile=True {problem}")
+
+
+def compiles_by_default(
+    config: Any, layout: Layout, chosen: CompileOptions, schedule: Schedule, device: torch.device
+) -> bool:
+    """Whether `compile="auto"` compiles: on a GPU with Triton, where nothing forbids it."""
+    return (
+        device.type == "cuda"
+        and compile_problem(config, layout, chosen, schedule) is None
+        and has_triton()
+    )
+
+
+def compile_problem(
+    config: Any, layout: Layout, chosen: CompileOptions, schedule: Schedule
+) -> str | None:
+    """Return why blocks may not be compiled, with the remedy, or None."""
     recompute = chosen.recompute
     for axis in ("tensor", "context", "expert"):
         if getattr(layout, axis) > 1:
-            raise ConfigError(
-                f"compile=True cannot be combined with {axis}={getattr(layout, axis)}: compiled"
-                f" blocks cannot contain collectives; set {axis} to 1, or compile to False"
+            return (
+                f"cannot be combined with {axis}={getattr(layout, axis)}: compiled blocks cannot"
+                f" contain collectives; set {axis} to 1, or compile to False"
             )
     if not isinstance(config, DecoderConfig) or config.mixture is not None:
-        raise ConfigError(
-            "compile=True supports only the dense decoders of ms-parallel, whose blocks have no"
-            " data-dependent branches; set compile to False"
+        return (
+            "supports only the dense decoders of ms-parallel, whose blocks have no data-dependent"
+            " branches; set compile to False"
         )
     if chosen.reproducible:
-        raise ConfigError(
-            "compile=True cannot be combined with reproducible=True: compiled blocks may sum in"
-            " another order; set one of them to False"
+        return (
+            "cannot be combined with reproducible=True: compiled blocks may sum in another order;"
+            " set one of them to False"
         )
     if recompute not in ("none", "full"):
-        raise ConfigError(
-            f"compile=True cannot be combined with recompute={recompute!r}, which selects single"
-            " operators; set recompute to none or full, or compile to False"
+        return (
+            f"cannot be combined with recompute={recompute!r}, which selects single operators; set"
+            " recompute to none or full, or compile to False"
         )
     if any(a.kind is Kind.BACKWARD_INPUT for row in schedule.computations() for a in row):
-        raise ConfigError(
-            f"compile=True cannot be combined with schedule={schedule.name!r}, which splits the"
-            " backward pass; use schedule 1f1b, gpipe or interleaved-1f1b, or set compile to False"
+        return (
+            f"cannot be combined with schedule={schedule.name!r}, which splits the backward pass;"
+            " use schedule 1f1b, gpipe or interleaved-1f1b, or set compile to False"
         )
+    return None
 
 
-def compile_blocks(stage: nn.Module, plan: ModelPlan) -> None:
-    """Compile each block of a stage, in place; forwards without gradients run as they did."""
+def compile_blocks(stage: nn.Module, plan: ModelPlan, *, flex_attention: bool) -> None:
+    """Compile the training forward and backward of each block of a stage, in place.
+
+    Args:
+        stage: a stage of the model.
+        plan: the model's plan, which names the blocks.
+        flex_attention: attend to packed documents by FlexAttention, on a GPU.
+    """
+    if flex_attention and isinstance(stage, Decoder):
+        stage.flex_attention = True
     for name, block in stage.named_modules():
         if plan.is_block(name):
-            block.forward = _training_alone(block.forward, torch.compile(block.forward))
+            block.forward = _compiled_in_training(block.forward, torch.compile(block.forward))
 
 
-def _training_alone(eager: Any, compiled: Any) -> Any:
-    """Return a forward that is compiled where there are gradients; without, text lengths vary."""
+def _compiled_in_training(eager: Any, compiled: Any) -> Any:
+    """Run `compiled` with gradients and `eager` without, where text lengths vary."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return (compiled if torch.is_grad_enabled() else eager)(*args, **kwargs)

@@ -78,10 +78,11 @@ def local_gradient(parameter: Tensor) -> Tensor:
 
 
 def drop_gathered(model: nn.Module) -> None:
-    """Make `model.parameters()` FSDP's own shards again, where a forward left gathered copies.
+    """Drop copies of weights that forward passes left in the compute dtype.
 
-    The copies are in the precision of the computation, and what is written to them is lost.
+    With FSDP `model.parameters()` are its own shards again; what is written to a copy is lost.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+        getattr(module, "weights_in_compute_dtype", {}).clear()

@@ -1,13 +1,17 @@
 """Mixed precision: float32 masters and gradients, computation in bfloat16 or float16."""
 
 import logging
+from functools import wraps
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.func import functional_call
 
+from ms_parallel.models.decoder import Decoder
+from ms_parallel.models.plan import ModelPlan
 from ms_parallel.split.precision_choice import MixedPrecision, precision_name
 
 logger = logging.getLogger(__name__)
@@ -40,6 +44,57 @@ def cast_hidden_states(block: nn.Module, dtype: torch.dtype) -> None:
         return args, {**kwargs, name: hidden.to(dtype)}
 
     block.register_forward_pre_hook(cast, with_kwargs=True)
+
+
+def compute_in(stage: Decoder, plan: ModelPlan, dtype: torch.dtype) -> None:
+    """Compute a whole model of one process in `dtype`; its weights stay float32.
+
+    Each block casts its weights where it uses them, so that torch.compile fuses the casts, and
+    gradients are float32 as they leave the backward pass. FSDP would copy both once more.
+    """
+    stage.compute_dtype = dtype
+    blocks = tuple(f"{name}." for name, _ in stage.named_modules() if plan.is_block(name))
+    for name, module in stage.named_modules():
+        own_weights = any(True for _ in module.parameters(recurse=False))
+        if plan.is_block(name) or (own_weights and not name.startswith(blocks)):
+            _cast_weights_of(module, dtype)
+
+
+def _cast_weights_of(module: nn.Module, dtype: torch.dtype) -> None:
+    """Replace the forward of a module by one that computes with its weights in `dtype`."""
+    held = _Held(module)
+    cached: dict[str, Tensor] = {}
+    versions: dict[str, int] = {}
+    module.weights_in_compute_dtype = cached  # type: ignore[assignment]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            cast = {name: weight.to(dtype) for name, weight in held.named_parameters()}
+        else:  # such as generation, whose forwards all use the same weights
+            cast = kept()
+        return functional_call(held, cast, args, kwargs)
+
+    def kept() -> dict[str, Tensor]:
+        weights = dict(held.named_parameters())
+        now = {name: weight._version for name, weight in weights.items()}
+        if not cached or now != versions:
+            cached.update({name: weight.to(dtype) for name, weight in weights.items()})
+            versions.update(now)
+        return cached
+
+    module.forward = wraps(module.forward)(forward)
+
+
+class _Held(nn.Module):
+    """Calls a module's original forward, without its hooks, and gives access to its weights."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.original = module.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original(*args, **kwargs)
 
 
 def warn_of_slow_bfloat16(device: torch.device) -> None:

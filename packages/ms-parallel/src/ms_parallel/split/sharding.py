@@ -37,12 +37,13 @@ def shard_model(
     """
     if groups.layout.shards == 1 and not mixed_precision:
         return
+    sharded = groups.layout.shards > 1
     freed = sharding == "zero3" or (sharding == "auto" and groups.layout.pipeline == 1)
     policy = precision_policy(mixed_precision)
     settings: dict[str, Any] = {
         "mesh": groups.shards,
         "mp_policy": policy,
-        "reshard_after_forward": freed,
+        "reshard_after_forward": freed and sharded,  # one process would only cast weights again
     }
     # Blocks are given hidden states and what must not be rounded: tables of positions, masks,
     # weights of routed tokens. The root is given tokens or pixels, which are cast.
@@ -72,8 +73,9 @@ def _blocks(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
 
 def _wrap(module: nn.Module, settings: dict[str, Any]) -> None:
     wrapped: Any = fully_shard(module, **settings)
-    wrapped.set_gradient_divide_factor(1.0)
-    wrapped.set_force_sum_reduction_for_comms(True)
+    if settings["mesh"].size() > 1:  # else FSDP divides nothing; a factor would cost a pass
+        wrapped.set_gradient_divide_factor(1.0)
+        wrapped.set_force_sum_reduction_for_comms(True)
 
 
 def gather_weights(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from ms_parallel.cluster.groups import Groups
 from ms_parallel.errors import LayoutError
 from ms_parallel.models.config import ModelConfig
+from ms_parallel.models.decoder import Decoder
 from ms_parallel.models.registry import build_model, model_plan
 from ms_parallel.models.staged import StagedModel
 from ms_parallel.operators.protocol import Ops
@@ -16,7 +17,8 @@ from ms_parallel.split.data_axis import Sharding
 from ms_parallel.split.expert_parallel import split_experts
 from ms_parallel.split.memory.recompute import recompute_blocks
 from ms_parallel.split.memory.recompute_choice import Recompute
-from ms_parallel.split.precision_choice import MixedPrecision
+from ms_parallel.split.precision import compute_in
+from ms_parallel.split.precision_choice import MixedPrecision, precision_name
 from ms_parallel.split.sharding import shard_model
 from ms_parallel.split.tensor_parallel import split_model
 
@@ -80,11 +82,24 @@ def build_stage(
     ops: Ops | None,
     prepare: Callable[[StagedModel], object] | None = None,
     allocate: bool = True,
+    casts_weights: bool = False,
 ) -> StagedModel:
     """Build one stage on this process's device; its weights are allocated if asked, but not set.
 
     It is built without storage, then split, prepared, marked for recomputation and sharded in that
     order, so that no process ever holds more than its part.
+
+    Args:
+        config: model configuration.
+        layers: numbers of the blocks of this stage.
+        groups: process groups of the layout.
+        mixed_precision: compute dtype.
+        recompute: activation checkpointing.
+        sharding: what data ranks shard.
+        ops: operators.
+        prepare: called with the stage before it is sharded.
+        allocate: allocate weights; otherwise they stay without storage.
+        casts_weights: in one process, cast weights inside compiled blocks instead of with FSDP.
     """
     plan = model_plan(config)
     with torch.device("meta"):
@@ -100,7 +115,10 @@ def build_stage(
     if prepare is not None:
         prepare(stage)
     recompute_blocks(stage, plan, recompute)
-    shard_model(stage, plan, groups, mixed_precision=mixed_precision, sharding=sharding)
+    if casts_weights and isinstance(stage, Decoder):
+        compute_in(stage, plan, getattr(torch, precision_name(mixed_precision)))
+    else:
+        shard_model(stage, plan, groups, mixed_precision=mixed_precision, sharding=sharding)
     if allocate:
         allocated: nn.Module = stage.to_empty(device=groups.device)
         assert allocated is stage

@@ -3,8 +3,10 @@
 Differences from the papers:
 1. The running maximum starts at a large negative number instead of -inf. A row that has met only
    masked keys accumulates garbage, which the first visible key rescales by exactly 0.
-2. Documents are skipped by blocks: for each block of queries, RANGES has the blocks of keys whose
-   documents overlap its q_pos. Within these blocks, pairs are masked one by one.
+2. Blocks of queries and keys are empty, full or partial. Empty ones are skipped, full ones run
+   without a mask, and in partial ones pairs are masked one by one. Causality and the window decide
+   by arithmetic; for documents, RANGES has four numbers per block: the range of blocks that share
+   a document with it, and the range of blocks in the same single document.
 3. No atomics: dq has its q_pos kernel, and one program sums dk and dv over the query heads of a
    group, so gradients are deterministic.
 4. A sink, one number per head, is an extra score whose value is zero. It is added after the last
@@ -60,20 +62,35 @@ def _key_range(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Return the range [k_start, k_end) of keys that a block of queries can see."""
+    """Return the range of keys that a block of queries can see, and the part that needs no mask.
+
+    The first range is [k_start, k_end). Inside it, whole blocks of keys [full_start, full_end) are
+    visible to every query of the block. All but k_end are multiples of BN.
+    """
     first = block * BM + keys - queries  # position of the block's first query
+    last = first + BM - 1
     k_start = 0
     k_end = keys
+    full_start = 0
+    full_end = keys // BN
     if CAUSAL:
-        k_end = tl.minimum(k_end, first + BM)
+        k_end = tl.minimum(k_end, last + 1)
+        full_end = tl.minimum(full_end, (first + 1) // BN)
     if WINDOW:
         k_start = tl.maximum(k_start, first - window + 1)
-        k_end = tl.minimum(k_end, first + BM - 1 + window)
+        k_end = tl.minimum(k_end, last + window)
+        full_start = tl.maximum(full_start, tl.cdiv(tl.maximum(last - window + 1, 0), BN))
+        full_end = tl.minimum(full_end, (first + window) // BN)
     if DOCUMENTS:
-        index = (batch * tl.cdiv(queries, BM) + block) * 2
+        index = (batch * tl.cdiv(queries, BM) + block) * 4
         k_start = tl.maximum(k_start, tl.load(RANGES + index) * BN)
         k_end = tl.minimum(k_end, tl.load(RANGES + index + 1) * BN)
-    return k_start // BN * BN, k_end
+        full_start = tl.maximum(full_start, tl.load(RANGES + index + 2))
+        full_end = tl.minimum(full_end, tl.load(RANGES + index + 3))
+    k_start = k_start // BN * BN
+    full_end = tl.maximum(full_end * BN, k_start)
+    full_start = tl.minimum(tl.maximum(full_start * BN, k_start), full_end)
+    return k_start, k_end, full_start, full_end
 
 
 @triton.jit
@@ -90,20 +107,89 @@ def _query_range(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Return the range [q_start, q_end) of queries that can see a block of keys."""
+    """Return the range of queries that can see a block of keys, and the part that needs no mask.
+
+    The first range is [q_start, q_end). Inside it, whole blocks of queries [full_start, full_end)
+    see every key of the block. All but q_end are multiples of BM.
+    """
     first = block * BN - (keys - queries)  # index of the query at the block's first key
+    last = first + BN - 1
     q_start = 0
     q_end = queries
+    full_start = 0
+    full_end = tl.cdiv(queries, BM)  # queries beyond the last have weights of zero
     if CAUSAL:
         q_start = tl.maximum(q_start, first)
+        full_start = tl.maximum(full_start, tl.cdiv(tl.maximum(last, 0), BM))
     if WINDOW:
         q_start = tl.maximum(q_start, first - window + 1)
-        q_end = tl.minimum(q_end, first + BN - 1 + window)
+        q_end = tl.minimum(q_end, last + window)
+        full_start = tl.maximum(full_start, tl.cdiv(tl.maximum(last - window + 1, 0), BM))
+        full_end = tl.minimum(full_end, tl.maximum(first + window, 0) // BM)
     if DOCUMENTS:
-        index = (batch * tl.cdiv(keys, BN) + block) * 2
+        index = (batch * tl.cdiv(keys, BN) + block) * 4
         q_start = tl.maximum(q_start, tl.load(RANGES + index) * BM)
         q_end = tl.minimum(q_end, tl.load(RANGES + index + 1) * BM)
-    return q_start // BM * BM, q_end
+        full_start = tl.maximum(full_start, tl.load(RANGES + index + 2))
+        full_end = tl.minimum(full_end, tl.load(RANGES + index + 3))
+    q_start = q_start // BM * BM
+    full_end = tl.maximum(full_end * BM, q_start)
+    full_start = tl.minimum(tl.maximum(full_start * BM, q_start), full_end)
+    return q_start, q_end, full_start, full_end
+
+
+@triton.jit
+def _extremes(DOCUMENT, start, keys, B: tl.constexpr):
+    """Return the smallest and the largest document of positions [start, start + B)."""
+    position = start + tl.arange(0, B)
+    document = tl.load(DOCUMENT + tl.minimum(position, keys - 1))
+    return tl.min(document, 0), tl.max(document, 0)
+
+
+@triton.jit(do_not_specialize=["first"])
+def attention_ranges(
+    first,
+    DOCUMENT,
+    RANGES,
+    keys,
+    document_stride,
+    start,
+    blocks,
+    other_start,
+    other_blocks,
+    B: tl.constexpr,
+    OTHER: tl.constexpr,
+):
+    """Write the four numbers of one block's RANGES (batch, blocks, 4).
+
+    The blocks hold B positions from `start` on, and are compared with blocks of OTHER positions
+    from `other_start` on: queries with keys, or keys with queries.
+    """
+    tile = first + tl.program_id(0)
+    block = tile % blocks
+    batch = (tile // blocks).to(tl.int64)
+    DOCUMENT += batch * document_stride
+    low, high = _extremes(DOCUMENT, start + block * B, keys, B)
+    shared_start = other_blocks
+    shared_end = 0
+    same_start = other_blocks
+    same_end = 0
+    same_count = 0
+    for other in range(other_blocks):
+        other_low, other_high = _extremes(DOCUMENT, other_start + other * OTHER, keys, OTHER)
+        shared = (low <= other_high) & (high >= other_low)
+        same = (low == high) & (other_low == other_high) & (low == other_low)
+        shared_start = tl.minimum(shared_start, tl.where(shared, other, other_blocks))
+        shared_end = tl.maximum(shared_end, tl.where(shared, other + 1, 0))
+        same_start = tl.minimum(same_start, tl.where(same, other, other_blocks))
+        same_end = tl.maximum(same_end, tl.where(same, other + 1, 0))
+        same_count += tl.where(same, 1, 0)
+    gapless = same_count == same_end - same_start  # a document may come back later in its row
+    RANGES += (batch * blocks + block) * 4
+    tl.store(RANGES, tl.minimum(shared_start, shared_end))
+    tl.store(RANGES + 1, shared_end)
+    tl.store(RANGES + 2, tl.where(gapless, same_start, 0))
+    tl.store(RANGES + 3, tl.where(gapless, same_end, 0))
 
 
 @triton.jit
@@ -244,24 +330,25 @@ def attention_forward(
     q_doc = q_pos
     if DOCUMENTS:
         q_doc = tl.load(DOCUMENT + q_pos, mask=q_pos < keys, other=-2)
-    k_start, k_end = _key_range(
+    k_start, k_end, full_start, full_end = _key_range(
         block, batch, queries, keys, window, RANGES, CAUSAL, WINDOW, DOCUMENTS, BM, BN
     )
     acc = tl.zeros([BM, BV], tl.float32)
     l_i = tl.zeros([BM], tl.float32)
     m_i = tl.full([BM], _LOWEST, tl.float32)
-    if not WINDOW and not DOCUMENTS:
-        # Key blocks that are visible to all queries of this block need no mask.
-        full_end = tl.minimum(k_end, block * BM + keys - queries + 1) if CAUSAL else k_end
-        full_end = full_end // BN * BN
+    if WINDOW or DOCUMENTS:
         acc, l_i, m_i = _attend_blocks(
-            acc, l_i, m_i, q, K, V, k_start, full_end, q_pos, keys, q_doc, DOCUMENT,
+            acc, l_i, m_i, q, K, V, k_start, full_start, q_pos, keys, q_doc, DOCUMENT,
             k_stride, v_stride, width, value_width, scale, window,
-            CAUSAL, WINDOW, DOCUMENTS, False, BN, BD, BV,
+            CAUSAL, WINDOW, DOCUMENTS, True, BN, BD, BV,
         )  # fmt: skip
-        k_start = full_end
     acc, l_i, m_i = _attend_blocks(
-        acc, l_i, m_i, q, K, V, k_start, k_end, q_pos, keys, q_doc, DOCUMENT,
+        acc, l_i, m_i, q, K, V, full_start, full_end, q_pos, keys, q_doc, DOCUMENT,
+        k_stride, v_stride, width, value_width, scale, window,
+        CAUSAL, WINDOW, DOCUMENTS, False, BN, BD, BV,
+    )  # fmt: skip
+    acc, l_i, m_i = _attend_blocks(
+        acc, l_i, m_i, q, K, V, full_end, k_end, q_pos, keys, q_doc, DOCUMENT,
         k_stride, v_stride, width, value_width, scale, window,
         CAUSAL, WINDOW, DOCUMENTS, True, BN, BD, BV,
     )  # fmt: skip
@@ -308,6 +395,60 @@ def attention_delta(
     row = block * BM + tl.arange(0, BM)
     DELTA += (batch * heads + head) * queries
     tl.store(DELTA + row, tl.sum(o * do, 1), mask=row < queries)
+
+
+@triton.jit
+def _add_query_gradients(
+    dq,
+    q,
+    do,
+    lse,
+    delta,
+    K,
+    V,
+    k_start,
+    k_end,
+    q_pos,
+    keys,
+    q_doc,
+    DOCUMENT,
+    k_stride,
+    v_stride,
+    width,
+    value_width,
+    scale,
+    window,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    MASKED: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """Add to dq (BM, BD) what the key blocks in [k_start, k_end) contribute.
+
+    MASKED is False if every query sees all of these keys.
+    """
+    for start in range(k_start, k_end, BN):
+        k = _load_rows(K, start, keys, k_stride, width, BN, BD)  # (BN, BD)
+        v = _load_rows(V, start, keys, v_stride, value_width, BN, BV)  # (BN, BV)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
+        p = tl.exp2(s - lse[:, None])  # (BM, BN)
+        if MASKED:
+            k_pos = start + tl.arange(0, BN)
+            k_doc = q_doc
+            if DOCUMENTS:
+                k_doc = tl.load(DOCUMENT + k_pos, mask=k_pos < keys, other=-1)[None, :]
+            visible = _visible(
+                q_pos, k_pos[None, :], keys, q_doc, k_doc, window,
+                CAUSAL, WINDOW, DOCUMENTS,
+            )  # fmt: skip
+            p = tl.where(visible, p, 0.0)
+        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+        ds = p * (dp - delta[:, None])  # (BM, BN)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    return dq
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -376,27 +517,88 @@ def attention_backward_queries(
     q_doc = q_pos
     if DOCUMENTS:
         q_doc = tl.load(DOCUMENT + q_pos, mask=q_pos < keys, other=-2)
-    k_start, k_end = _key_range(
+    k_start, k_end, full_start, full_end = _key_range(
         block, batch, queries, keys, window, RANGES, CAUSAL, WINDOW, DOCUMENTS, BM, BN
     )
     dq = tl.zeros([BM, BD], tl.float32)
-    for start in range(k_start, k_end, BN):
-        k = _load_rows(K, start, keys, k_stride, width, BN, BD)  # (BN, BD)
-        v = _load_rows(V, start, keys, v_stride, value_width, BN, BV)  # (BN, BV)
-        k_pos = start + tl.arange(0, BN)
-        k_doc = q_doc
-        if DOCUMENTS:
-            k_doc = tl.load(DOCUMENT + k_pos, mask=k_pos < keys, other=-1)[None, :]
-        visible = _visible(
-            q_pos, k_pos[None, :], keys, q_doc, k_doc, window,
-            CAUSAL, WINDOW, DOCUMENTS,
+    if WINDOW or DOCUMENTS:
+        dq = _add_query_gradients(
+            dq, q, do, lse, delta, K, V, k_start, full_start, q_pos, keys, q_doc, DOCUMENT,
+            k_stride, v_stride, width, value_width, scale, window,
+            CAUSAL, WINDOW, DOCUMENTS, True, BN, BD, BV,
         )  # fmt: skip
-        s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
-        p = tl.where(visible, tl.exp2(s - lse[:, None]), 0.0)  # (BM, BN)
-        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-        ds = p * (dp - delta[:, None])  # (BM, BN)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    dq = _add_query_gradients(
+        dq, q, do, lse, delta, K, V, full_start, full_end, q_pos, keys, q_doc, DOCUMENT,
+        k_stride, v_stride, width, value_width, scale, window,
+        CAUSAL, WINDOW, DOCUMENTS, False, BN, BD, BV,
+    )  # fmt: skip
+    dq = _add_query_gradients(
+        dq, q, do, lse, delta, K, V, full_end, k_end, q_pos, keys, q_doc, DOCUMENT,
+        k_stride, v_stride, width, value_width, scale, window,
+        CAUSAL, WINDOW, DOCUMENTS, True, BN, BD, BV,
+    )  # fmt: skip
     _store_rows(DQ, dq * scale, block * BM, queries, heads * width, width, BM, BD)
+
+
+@triton.jit
+def _add_key_gradients(
+    dk,
+    dv,
+    k,
+    v,
+    Q,
+    DO,
+    LSE,
+    DELTA,
+    q_start,
+    q_end,
+    k_pos,
+    queries,
+    keys,
+    k_doc,
+    DOCUMENT,  # of the first query
+    q_stride,
+    do_stride,
+    width,
+    value_width,
+    scale,
+    window,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    MASKED: tl.constexpr,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """Add to dk (BN, BD) and dv (BN, BV) what one head's queries in [q_start, q_end) contribute.
+
+    MASKED is False if all of these queries see every key of the block.
+    """
+    for start in range(q_start, q_end, BM):
+        q = _load_rows(Q, start, queries, q_stride, width, BM, BD)
+        row = start + tl.arange(0, BM)
+        lse = tl.load(LSE + row, mask=row < queries, other=float("inf"))
+        # Scores are transposed, (BN, BM), so that no product needs a transposed left operand.
+        s = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * 1.4426950408889634)
+        p = tl.exp2(s - lse[None, :])
+        if MASKED:
+            q_pos = (row + keys - queries)[None, :]
+            q_doc = q_pos
+            if DOCUMENTS:
+                q_doc = tl.load(DOCUMENT + row, mask=row < queries, other=-2)[None, :]
+            visible = _visible(
+                q_pos, k_pos, keys, q_doc, k_doc, window,
+                CAUSAL, WINDOW, DOCUMENTS,
+            )  # fmt: skip
+            p = tl.where(visible, p, 0.0)
+        do = _load_rows(DO, start, queries, do_stride, value_width, BM, BV)
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+        delta = tl.load(DELTA + row, mask=row < queries, other=0.0)
+        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+        ds = p * (dp - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -463,37 +665,33 @@ def attention_backward_keys(
     k_doc = k_pos
     if DOCUMENTS:
         k_doc = tl.load(DOCUMENT + k_pos, mask=k_pos < keys, other=-1)
-    q_start, q_end = _query_range(
+    q_start, q_end, full_start, full_end = _query_range(
         block, batch, queries, keys, window, RANGES, CAUSAL, WINDOW, DOCUMENTS, BM, BN
     )
+    Q_DOCUMENT = DOCUMENT + (keys - queries)  # noqa: N806 - a pointer
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BV], tl.float32)
     for i in range(group):
         head = key_head * group + i
         q_base = Q + batch * q_batch_stride + head * q_head_stride
         do_base = DO + batch * do_batch_stride + head * do_head_stride
-        head_offset = (batch * heads + head) * queries
-        for start in range(q_start, q_end, BM):
-            q = _load_rows(q_base, start, queries, q_stride, width, BM, BD)
-            row = start + tl.arange(0, BM)
-            lse = tl.load(LSE + head_offset + row, mask=row < queries, other=float("inf"))
-            q_pos = (row + keys - queries)[None, :]
-            q_doc = q_pos
-            if DOCUMENTS:
-                q_doc = tl.load(DOCUMENT + q_pos, mask=q_pos < keys, other=-2)
-            visible = _visible(
-                q_pos, k_pos, keys, q_doc, k_doc, window,
-                CAUSAL, WINDOW, DOCUMENTS,
+        rows = (batch * heads + head) * queries
+        dk, dv = _add_key_gradients(
+            dk, dv, k, v, q_base, do_base, LSE + rows, DELTA + rows, q_start, full_start,
+            k_pos, queries, keys, k_doc, Q_DOCUMENT, q_stride, do_stride, width, value_width,
+            scale, window, CAUSAL, WINDOW, DOCUMENTS, True, BM, BD, BV,
+        )  # fmt: skip
+        dk, dv = _add_key_gradients(
+            dk, dv, k, v, q_base, do_base, LSE + rows, DELTA + rows, full_start, full_end,
+            k_pos, queries, keys, k_doc, Q_DOCUMENT, q_stride, do_stride, width, value_width,
+            scale, window, CAUSAL, WINDOW, DOCUMENTS, False, BM, BD, BV,
+        )  # fmt: skip
+        if WINDOW or DOCUMENTS:
+            dk, dv = _add_key_gradients(
+                dk, dv, k, v, q_base, do_base, LSE + rows, DELTA + rows, full_end, q_end,
+                k_pos, queries, keys, k_doc, Q_DOCUMENT, q_stride, do_stride, width, value_width,
+                scale, window, CAUSAL, WINDOW, DOCUMENTS, True, BM, BD, BV,
             )  # fmt: skip
-            # Scores are transposed, (BN, BM), so that no product needs a transposed left operand.
-            s = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * 1.4426950408889634)
-            p = tl.where(visible, tl.exp2(s - lse[None, :]), 0.0)
-            do = _load_rows(do_base, start, queries, do_stride, value_width, BM, BV)
-            dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
-            delta = tl.load(DELTA + head_offset + row, mask=row < queries, other=0.0)
-            dp = tl.dot(v, tl.trans(do), input_precision="ieee")
-            ds = p * (dp - delta[None, :])
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     out_row = batch * keys * groups + key_head
     DK += out_row * width
     DV += out_row * value_width

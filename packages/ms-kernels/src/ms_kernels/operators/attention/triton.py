@@ -1,5 +1,6 @@
 """FlashAttention in Triton, with grouped queries, windows, documents, KV cache and sinks."""
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -175,58 +176,82 @@ def _tables(
     """Return the documents and their block ranges; without documents, two unused dummies."""
     if documents is None:
         return q, q
-    documents = documents.contiguous()
-    key_blocks, query_blocks = document_ranges(
-        documents, q.shape[1], constants["BM"], constants["BN"]
-    )
-    return documents, (query_blocks if of_keys else key_blocks)
+    blocks_of = (constants["BM"], constants["BN"])
+    return _recent.of(documents, q.shape[1], *blocks_of, of_keys=of_keys)
+
+
+class _RecentRanges:
+    """Remembers the block ranges of the last `documents`: all layers of a batch share them.
+
+    Keyed by the tensor object and its version, and dropped with the tensor.
+    """
+
+    def __init__(self) -> None:
+        self._documents: weakref.ref[Tensor] | None = None
+        self._version = 0
+        self._ranges: dict[tuple[int, int, int, bool], tuple[Tensor, Tensor]] = {}
+
+    def of(
+        self, documents: Tensor, queries: int, query_block: int, key_block: int, *, of_keys: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return contiguous documents (B, Sk) and the ranges for blocks of queries or of keys."""
+        version = 0 if documents.is_inference() else documents._version
+        known = self._documents is not None and self._documents() is documents
+        if not known or self._version != version:
+            self._ranges = {}
+            self._documents = weakref.ref(documents, self._forget)
+            self._version = version
+        key = queries, query_block, key_block, of_keys
+        if key not in self._ranges:
+            whole = documents.contiguous()
+            ranges = document_ranges(whole, queries, query_block, key_block, of_keys=of_keys)
+            self._ranges[key] = whole, ranges
+        return self._ranges[key]
+
+    def _forget(self, dropped: "weakref.ref[Tensor]") -> None:
+        if self._documents is dropped:
+            self._documents, self._ranges = None, {}
+
+
+_recent = _RecentRanges()
 
 
 def document_ranges(
-    documents: Tensor, queries: int, query_block: int, key_block: int
-) -> tuple[Tensor, Tensor]:
-    """Compute which blocks of queries and keys share a document.
+    documents: Tensor, queries: int, query_block: int, key_block: int, *, of_keys: bool = False
+) -> Tensor:
+    """Compute which blocks of queries and keys share a document, and which lie in the same one.
 
-    A block is described by its smallest and largest document, so a range may include blocks that
-    turn out to be fully masked.
+    A block is described by its smallest and largest document, so a range of blocks that share a
+    document may include some that turn out to be fully masked.
 
     Args:
-        documents: document of each position, (B, Sk).
+        documents: document of each position, (B, Sk), contiguous.
         queries: number of queries Sq, the last of the Sk positions.
         query_block: queries per block.
         key_block: keys per block.
+        of_keys: describe blocks of keys by blocks of queries, instead of the reverse.
 
     Returns:
-        int32 tensors (B, blocks, 2): for each block of queries the range [start, end) of key
-        blocks, and for each block of keys the range of query blocks.
+        (B, blocks, 4) int32: the range [start, end) of blocks of the other kind that share a
+        document with each block, and the range of those in the same single document.
     """
-    keys = documents.shape[1]
-    q_min, q_max = _block_extremes(documents[:, keys - queries :], query_block)
-    k_min, k_max = _block_extremes(documents, key_block)
-    # (B, query blocks, key blocks)
-    overlap = (q_min[:, :, None] <= k_max[:, None]) & (q_max[:, :, None] >= k_min[:, None])
-    return _true_range(overlap), _true_range(overlap.transpose(1, 2))
-
-
-def _block_extremes(documents: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest document of each block of positions, (B, blocks)."""
-    padding = -documents.shape[1] % block
-    if padding:
-        documents = torch.cat((documents, documents[:, -1:].expand(-1, padding)), 1)
-    blocks = documents.reshape(len(documents), documents.shape[1] // block, block)
-    return blocks.amin(-1), blocks.amax(-1)
-
-
-def _true_range(mask: Tensor) -> Tensor:
-    """Return, along the last dim, the range [start, end) from the first to the last True."""
-    count = mask.shape[-1]
-    if not mask.numel():
-        return mask.new_zeros((*mask.shape[:-1], 2), dtype=torch.int32)
-    ones = mask.to(torch.int32)
-    start = ones.argmax(-1)
-    end = count - ones.flip(-1).argmax(-1)
-    end = torch.where(mask.any(-1), end, 0)
-    return torch.stack((start, end), -1).to(torch.int32).contiguous()
+    batch, keys = documents.shape
+    sides = [
+        (keys - queries, blocks(queries, query_block), query_block),
+        (0, blocks(keys, key_block), key_block),
+    ]
+    (start, count, size), (other_start, other_count, other_size) = sides[::-1] if of_keys else sides
+    ranges = documents.new_empty((batch, count, 4), dtype=torch.int32)
+    launch(
+        f"{KERNELS}.attention_ranges",
+        batch * count,
+        documents,
+        *(documents, ranges, keys, documents.stride(0), start, count, other_start, other_count),
+        B=size,
+        OTHER=other_size,
+        num_warps=2,
+    )
+    return ranges
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:

@@ -4,19 +4,22 @@ Under a tensor-parallel split the same code runs: head counts come from the loca
 projections. Shapes: B rows, S positions, H hidden, D width of one head.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ms_parallel.models.decoder_config import DecoderConfig
 from ms_parallel.models.parts.norm import RMSNorm
-from ms_parallel.models.spans import attend_in_spans
 from ms_parallel.models.staged import Context
 from ms_parallel.operators.capped import capped_attention
+from ms_parallel.operators.packed_rows import attend_in_blocks, attend_in_spans
 from ms_parallel.operators.protocol import Ops
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,7 +29,9 @@ class RotaryContext(Context):
     tables: tuple[tuple[Tensor, Tensor], ...]
     """Cosines and sines, (B or 1, S, width/2) float32, of each of the config's `ropes`."""
     lengths: tuple[int, ...] | None
-    """Lengths of the documents of all rows, where each can be attended to alone."""
+    """Lengths of the documents of all rows if each is attended to by itself, on a CPU."""
+    block_masks: "Mapping[int | None, BlockMask] | None" = None
+    """FlexAttention's mask of each window, for compiled blocks on a GPU."""
 
 
 class Attention(nn.Module):
@@ -139,7 +144,10 @@ def attend(
         operator, settings["softcap"] = capped_attention, softcap
     if context.row_split is not None:
         return context.row_split.attend(operator, q, k, v, **settings)
-    # A block compiled alone would be compiled anew for each batch's lengths.
-    if not torch.compiler.is_compiling() and context.lengths is not None:
+    if torch.compiler.is_compiling():
+        if context.block_masks is not None and settings.get("sinks") is None:
+            mask = context.block_masks[settings["window"]]
+            return attend_in_blocks(q, k, v, mask, scale=settings["scale"], softcap=softcap)
+    elif context.lengths is not None:  # compiled code would be specialized to each batch's lengths
         return attend_in_spans(operator, q, k, v, context.lengths, **settings)
     return operator(q, k, v, documents=context.documents, **settings)

@@ -12,14 +12,14 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from ms_parallel.models.spans import WORTH_IT
+from ms_parallel.models.spans import SHORTEST_MEAN
 from ms_parallel.split.context.kinds import Balance
 
 GOOD_ENOUGH = 1.02
 """Cost of the slowest process over the mean, at which blocks are small enough."""
 MOST_QUERIES = 256
 """Most queries of a piece: each is held against all keys that its last one sees."""
-MOST_SHORT = 2 * WORTH_IT
+MOST_SHORT = 2 * SHORTEST_MEAN
 """Keys of a piece of several short documents."""
 MOST_BLOCKS = 64
 """Most blocks of a row on one process: each is a call of attention."""

@@ -8,7 +8,8 @@ from attrs import frozen
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ms_parallel.models.spans import attend_in_spans, document_lengths
+from ms_parallel.models.spans import document_lengths
+from ms_parallel.operators.packed_rows import attend_in_spans
 from ms_parallel.split.context.assignment import QueryRange, query_ranges
 from ms_parallel.split.context.blocks import Scores
 from ms_parallel.split.context.exchange import Spans, gathered, reordered, traded

@@ -279,6 +279,9 @@ class _PlanRequest:
         except ConfigError:
             return None
         operators = "torch_npu" if self.cluster.device == "npu" else "eager"
+        by_default = self.cluster.device == "cuda" and config.mixture is None
+        if options.compile is True or (options.compile == "auto" and by_default):
+            operators = "fused"
         return RooflineTimes(
             sizes=decoder,
             cluster=self.cluster,
@@ -286,7 +289,7 @@ class _PlanRequest:
             settings=StepSettings(
                 sequence=options.sequence_length,
                 dtype=dtype,
-                passes=PASSES["fused" if options.compile else operators],
+                passes=PASSES[operators],
             ),
             expert_layers=() if config.mixture is None else config.mixture.layers,
         )

@@ -1,0 +1,335 @@
+"""Training speed on one GPU next to a plain compiled loop, on packed documents.
+
+    python benchmarks/gpu.py [--model llama-1b] [--variant NAME ...] [--seconds 300] [--out DIR]
+    python benchmarks/gpu.py --tiny          # tiny sizes on the CPU: does the script work?
+
+Each variant runs in its own process, which takes 3 steps to warm up and 10 measured steps, and
+prints a row when it ends. Every variant trains on the same random tokens, cut into documents of
+about 800 tokens, with AdamW, float32 weights and bfloat16 compute. FLOPs count visible pairs of
+positions only. Needs msgspec, zstandard and rich besides torch; no network.
+
+Variants:
+    plain               an ordinary model under autocast, compiled as a whole, with FlexAttention
+    default             ms-parallel as a user gets it who sets nothing but mixed_precision
+    eager               the same with compile=False
+    kernels             ms-parallel with ops=ms_kernels
+    kernels-eager       the same with compile=False
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VARIANTS = ("default", "plain", "kernels", "eager", "kernels-eager")
+LLAMA = {"model_type": "llama", "vocab_size": 32768, "tie_word_embeddings": False}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-1b": LLAMA
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "llama-3b": LLAMA
+    | {
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+    },
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 32768,
+        "tie_word_embeddings": False,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 768,
+    },
+}
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+ROWS, LENGTH, DOCUMENT = 4, 4096, 800
+WARM_UP, STEPS = 3, 10
+
+
+def batch_of(vocabulary: int, rows: int, length: int) -> dict[str, Tensor]:
+    """Random tokens and packed documents whose lengths are exponentially distributed."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (rows, length + 1), generator=generator)
+    ends = torch.rand(rows, length, generator=generator) < 1 / DOCUMENT
+    return {
+        "tokens": tokens[:, :-1].contiguous(),
+        "targets": tokens[:, 1:].contiguous(),
+        "documents": ends.int().cumsum(1).int(),
+    }
+
+
+def flops_per_step(model: dict[str, Any], batch: dict[str, Tensor]) -> float:
+    """FLOPs of forward and backward: matrix products, and attention of visible pairs."""
+    hidden, layers = model["hidden_size"], model["num_hidden_layers"]
+    width = model.get("head_dim", hidden // model["num_attention_heads"])
+    queries, keys = (model[name] * width for name in ("num_attention_heads", "num_key_value_heads"))
+    feed_forward = 3 * hidden * model["intermediate_size"]
+    if "num_experts" in model:
+        feed_forward = 3 * hidden * model["moe_intermediate_size"] * model["num_experts_per_tok"]
+    weights = layers * (2 * hidden * (queries + keys) + feed_forward) + model["vocab_size"] * hidden
+    pairs = sum(
+        float((torch.bincount(row).double().square().sum() + len(row)) / 2)
+        for row in batch["documents"]
+    )
+    return 6.0 * weights * batch["tokens"].numel() + 12.0 * layers * queries * pairs
+
+
+class PlainBlock(nn.Module):
+    """A Llama block as one writes it by hand."""
+
+    def __init__(self, model: dict[str, Any]) -> None:
+        super().__init__()
+        hidden, self.heads = model["hidden_size"], model["num_attention_heads"]
+        self.key_heads, inner = model["num_key_value_heads"], model["intermediate_size"]
+        self.width = hidden // self.heads
+        linear = lambda a, b: nn.Linear(a, b, bias=False)  # noqa: E731
+        self.q, self.o = linear(hidden, hidden), linear(hidden, hidden)
+        self.k = linear(hidden, self.key_heads * self.width)
+        self.v = linear(hidden, self.key_heads * self.width)
+        self.gate, self.up, self.down = (
+            linear(hidden, inner),
+            linear(hidden, inner),
+            linear(inner, hidden),
+        )
+        self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        rows, length, hidden = x.shape
+        h = self.norm1(x)
+        q = self.q(h).view(rows, length, self.heads, self.width).transpose(1, 2)
+        k = self.k(h).view(rows, length, self.key_heads, self.width).transpose(1, 2)
+        v = self.v(h).view(rows, length, self.key_heads, self.width).transpose(1, 2)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if x.device.type == "cpu":  # the dry run; FlexAttention has no backward pass there
+            grouped = self.heads != self.key_heads
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+        else:
+            out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+        x = x + self.o(out.transpose(1, 2).reshape(rows, length, hidden))
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+class Plain(nn.Module):
+    """A Llama as one writes it by hand."""
+
+    def __init__(self, model: dict[str, Any], length: int) -> None:
+        super().__init__()
+        hidden = model["hidden_size"]
+        self.embed = nn.Embedding(model["vocab_size"], hidden)
+        self.blocks = nn.ModuleList(PlainBlock(model) for _ in range(model["num_hidden_layers"]))
+        self.norm = nn.RMSNorm(hidden)
+        self.head = nn.Linear(hidden, model["vocab_size"], bias=False)
+        width = hidden // model["num_attention_heads"]
+        angles = torch.outer(
+            torch.arange(length), 1.0 / 10000 ** (torch.arange(0, width, 2) / width)
+        )
+        self.register_buffer("cos", angles.cos().bfloat16(), persistent=False)
+        self.register_buffer("sin", angles.sin().bfloat16(), persistent=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor, mask: Any) -> Tensor:
+        x = self.embed(tokens).bfloat16()
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin, mask)
+        logits = self.head(self.norm(x)).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def plain_step(model: dict[str, Any], batch: dict[str, Tensor], device: str) -> Any:
+    """Return a function that takes one step of the plain loop."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        module = Plain(model, batch["tokens"].shape[1])
+    for weight in module.parameters():
+        if weight.ndim > 1:
+            nn.init.normal_(weight, std=0.02)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, fused=True)
+    documents, length = batch["documents"].to(device), batch["tokens"].shape[1]
+    if device == "cpu":
+        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        mask: Any = (causal & (documents[:, :, None] == documents[:, None]))[:, None]
+        forward: Any = module
+    else:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (query >= key) & (documents[row, query] == documents[row, key])
+
+        mask = create_block_mask(visible, len(documents), None, length, length, device=device)
+        forward = torch.compile(module)
+
+    def step() -> float:
+        tokens, targets = (batch[name].to(device) for name in ("tokens", "targets"))
+        with torch.autocast(device, dtype=torch.bfloat16):
+            loss = forward(tokens, targets, mask)
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def engine_step(model: dict[str, Any], batch: dict[str, Tensor], device: str, variant: str) -> Any:
+    """Return a function that takes one step of ms-parallel."""
+    from ms_parallel import AdamWConfig, Engine, NextTokenLoss
+    from ms_parallel.models import architecture
+
+    options: dict[str, Any] = {}
+    if variant.startswith("kernels"):
+        import ms_kernels
+
+        options["ops"] = ms_kernels
+    if variant.endswith("eager"):
+        options["compile"] = False
+    settings = {name: value for name, value in model.items() if name != "model_type"}
+    settings["max_position_embeddings"] = batch["tokens"].shape[1]
+    engine = Engine(
+        architecture(model["model_type"], settings),
+        device=device,
+        mixed_precision=True,
+        optimizer=AdamWConfig(learning_rate=3e-4),
+        **options,
+    )
+    loss = NextTokenLoss()
+    return lambda: engine.step(batch, loss).loss
+
+
+def run(variant: str, name: str, *, tiny: bool) -> dict[str, Any]:
+    """Measure one variant in this process."""
+    model = MODELS[name] | (TINY if tiny else {})
+    batch = batch_of(model["vocab_size"], *((2, 128) if tiny else (ROWS, LENGTH)))
+    device = "cpu" if tiny else "cuda"
+    began = time.perf_counter()
+    if variant == "plain":
+        step = plain_step(model, batch, device)
+    else:
+        step = engine_step(model, batch, device, variant)
+    built = time.perf_counter()
+    first_loss = step()
+    result: dict[str, Any] = {
+        "variant": variant,
+        "model": name,
+        "first_loss": round(first_loss, 5),
+        "build_s": round(built - began, 1),
+        "first_step_s": round(time.perf_counter() - built, 1),
+    }
+    for _ in range(WARM_UP):
+        step()
+    seconds = []
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(2 if tiny else STEPS):
+        began = time.perf_counter()
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    median = statistics.median(seconds)
+    result |= {
+        "step_ms": round(median * 1e3, 1),
+        "tokens_per_s": round(batch["tokens"].numel() / median),
+        "tflops": round(flops_per_step(model, batch) / median / 1e12, 1),
+    }
+    if device == "cuda":
+        result["device"] = torch.cuda.get_device_name()
+        result["torch"] = torch.__version__
+        result["peak_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=MODELS, default="llama-1b")
+    parser.add_argument("--variant", choices=VARIANTS, action="append", help="default: all")
+    parser.add_argument("--seconds", type=float, default=300.0, help="no variant starts later")
+    parser.add_argument("--out", type=Path, help="folder for results.jsonl")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes on the CPU")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not options.tiny and not torch.cuda.is_available():
+        print("gpu.py: there is no GPU here; --tiny checks the script on a CPU", file=sys.stderr)
+        return 2
+    if options.here:
+        print(json.dumps(run(options.variant[0], options.model, tiny=options.tiny)), flush=True)
+        return 0
+    variants = options.variant or [
+        name for name in VARIANTS if name != "plain" or "num_experts" not in MODELS[options.model]
+    ]
+    began, failed = time.monotonic(), False
+    print("variant        ms/step   tokens/s  TFLOP/s  peak GiB  first step s  first loss")
+    for variant in variants:
+        left = options.seconds - (time.monotonic() - began)
+        if left < 10:
+            print(f"{variant:14} not run: {options.seconds:.0f} s are over")
+            continue
+        command = [sys.executable, __file__, "--here", "--variant", variant]
+        command += ["--model", options.model, *(["--tiny"] if options.tiny else [])]
+        try:
+            ended = subprocess.run(
+                command, capture_output=True, text=True, timeout=left, env={**os.environ}
+            )
+        except subprocess.TimeoutExpired:
+            print(f"{variant:14} not finished: {options.seconds:.0f} s are over")
+            continue
+        if ended.returncode:
+            failed = True
+            print(f"{variant:14} failed: {(ended.stderr.strip().splitlines() or ['?'])[-1]}")
+            continue
+        result = json.loads(ended.stdout.strip().splitlines()[-1])
+        print(
+            f"{variant:14} {result['step_ms']:7.1f} {result['tokens_per_s']:10,}"
+            f" {result['tflops']:8.1f} {result.get('peak_GiB', 0):9.2f}"
+            f" {result['first_step_s']:13.1f} {result['first_loss']:11.5f}",
+            flush=True,
+        )
+        if options.out is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
+            with (options.out / "results.jsonl").open("a") as file:
+                file.write(json.dumps(result) + "\n")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""Attention over packed documents on a GPU, without a mask of all pairs of positions.
+
+The host knows where documents begin before a batch reaches the device, so nothing here waits for
+the device. Shapes: B rows, S positions, Hq and Hk heads, D features of a head.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ms_parallel.torch_private import varlen_attention
+
+if TYPE_CHECKING:  # takes half a second to import, and only a GPU needs it
+    from torch.nn.attention.flex_attention import BlockMask
+
+BLOCK = 128
+"""Positions per block of FlexAttention's block mask."""
+WIDEST_HEAD = 256
+"""Widest head of FlashAttention-2."""
+
+
+def packed_lengths(documents: Tensor) -> tuple[int, ...] | None:
+    """Return the lengths of all documents, row after row; their sum is B·S.
+
+    Args:
+        documents: (B, S) integers on the CPU.
+
+    Returns:
+        The lengths, or None if a document's number comes back later in its row, so that the
+        document is not one range of positions.
+    """
+    rows, positions = documents.shape
+    begins = torch.ones(rows, positions, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    starts = begins.flatten().nonzero()[:, 0]
+    row = starts.div(positions, rounding_mode="floor")
+    numbers = documents.flatten()[starts]
+    if len(set(zip(row.tolist(), numbers.tolist(), strict=True))) != len(starts):
+        return None
+    ends = torch.cat((starts[1:], starts.new_tensor([rows * positions])))
+    return tuple((ends - starts).tolist())
+
+
+def attend_in_spans(
+    attention: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    **settings: Any,
+) -> Tensor:
+    """Compute attention of each document by itself.
+
+    Args:
+        attention: an operator like `ms_parallel.operators.attention`.
+        q: (B, S, Hq, D).
+        k: (B, S, Hk, D).
+        v: (B, S, Hk, Dv).
+        lengths: lengths of the documents of all rows; their sum is B·S.
+        settings: further arguments of the operator.
+
+    Returns:
+        (B, S, Hq, Dv).
+    """
+    parts = (torch.split(x.flatten(0, 1)[None], list(lengths), 1) for x in (q, k, v))
+    outputs = [attention(*part, **settings) for part in zip(*parts, strict=True)]
+    return torch.cat(outputs, 1).view(*q.shape[:3], v.shape[3])
+
+
+class PackedRows:
+    """Boundaries of packed documents, for kernels that take ranges instead of a mask.
+
+    Args:
+        lengths: lengths of the documents of all rows, row after row.
+        device: device of the boundaries.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self.lengths = tuple(lengths)
+        self.longest = max(self.lengths)
+        boundaries = torch.tensor((0, *accumulate(self.lengths)), dtype=torch.int32)
+        self.boundaries = boundaries.to(device, non_blocking=True)
+        """(documents + 1,) int32, in positions of all rows, like FlashAttention's `cu_seqlens`."""
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, scale: float
+    ) -> Tensor:
+        """Compute attention (B, S, Hq, D) that does not cross documents, with FlashAttention."""
+        out = varlen_attention(
+            q.flatten(0, 1),
+            k.flatten(0, 1),
+            v.flatten(0, 1),
+            self.boundaries,
+            self.longest,
+            causal=causal,
+            window=window,
+            scale=scale,
+        )
+        return out.view(q.shape)
+
+
+def fits_varlen(q: Tensor, v: Tensor) -> bool:
+    """Whether FlashAttention's variable-length kernel takes these tensors."""
+    width = q.shape[3]
+    return (
+        q.device.type == "cuda"
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and v.shape[3] == width
+        and width % 8 == 0
+        and width <= WIDEST_HEAD
+    )
+
+
+class _RecentRows:
+    """Remembers the boundaries of the last `documents`: all layers of a forward pass share them.
+
+    Keyed by the tensor object and its version, and dropped with the tensor.
+    """
+
+    def __init__(self) -> None:
+        self._documents: weakref.ref[Tensor] | None = None
+        self._version = 0
+        self._rows: PackedRows | None = None
+
+    def of(self, documents: Tensor) -> PackedRows | None:
+        """Return the boundaries of `documents`; read back from the device if not remembered."""
+        known = self._documents is not None and self._documents() is documents
+        if not known or self._version != _version(documents):
+            self.remember(documents, documents.cpu())
+        return self._rows
+
+    def remember(self, documents: Tensor, on_host: Tensor) -> None:
+        """Remember the boundaries of `documents` from their copy on the host."""
+        lengths = packed_lengths(on_host)
+        self._rows = None if lengths is None else PackedRows(lengths, documents.device)
+        self._version = _version(documents)
+        self._documents = weakref.ref(documents, self._forget)
+
+    def _forget(self, dropped: "weakref.ref[Tensor]") -> None:
+        if self._documents is dropped:
+            self._documents = self._rows = None
+
+
+def _version(documents: Tensor) -> int:
+    return 0 if documents.is_inference() else documents._version
+
+
+recent_rows = _RecentRows()
+
+
+def block_mask(documents: Tensor, window: int | None = None) -> "BlockMask":
+    """Build FlexAttention's causal mask of packed documents from per-block minima and maxima.
+
+    Takes memory for B·(S/128)² numbers, and does not wait for the device. A block of keys is empty
+    for a block of queries if none of their documents overlap or all keys are hidden by causality or
+    the window, and full if both blocks lie in one document and every key is visible. Other blocks
+    are masked one pair at a time.
+
+    Args:
+        documents: (B, S) integers.
+        window: each query sees its last `window` positions; None: all earlier ones.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    rows, length = documents.shape
+    padded = torch.cat((documents, documents[:, -1:].expand(rows, -length % BLOCK)), 1)
+    blocks = padded.view(rows, -1, BLOCK)
+    low, high = blocks.amin(-1), blocks.amax(-1)  # (B, blocks)
+    first = torch.arange(blocks.shape[1], device=documents.device) * BLOCK
+    last = first + BLOCK - 1
+    nearest = first[:, None] - last  # smallest distance from a query to a key of a pair of blocks
+    farthest = last[:, None] - first
+    overlap = (low[:, :, None] <= high[:, None]) & (high[:, :, None] >= low[:, None])
+    some = overlap & (farthest >= 0)
+    same = (low == high)[:, :, None] & (low == high)[:, None] & (low[:, :, None] == low[:, None])
+    full = same & (nearest >= 0)
+    if window is not None:
+        some = some & (nearest < window)
+        full = full & (farthest < window)
+
+    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = (query >= key) & (documents[row, query] == documents[row, key])
+        return seen if window is None else seen & (query - key < window)
+
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~full),
+        *_listed(full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=visible,
+        seq_lengths=(length, length),
+    )
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return counts (B, 1, blocks) and indices (B, 1, blocks, blocks), chosen first, int32."""
+    counts = chosen.sum(-1, dtype=torch.int32)[:, None]
+    indices = chosen.int().argsort(dim=-1, descending=True, stable=True)
+    return counts, indices.to(torch.int32)[:, None].contiguous()
+
+
+def attend_in_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: "BlockMask",
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Compute attention by a block mask with FlexAttention; call it in compiled code.
+
+    Args:
+        q: (B, S, Hq, D).
+        k: (B, S, Hk, D).
+        v: (B, S, Hk, Dv).
+        mask: from `block_mask`.
+        scale: factor on the scores; 1/√D by default.
+        softcap: bound of the scores, softcap · tanh(score / softcap).
+
+    Returns:
+        (B, S, Hq, Dv).
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def bend(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        assert softcap is not None
+        return softcap * torch.tanh(score / softcap)
+
+    out = flex_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        score_mod=None if softcap is None else bend,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2)

@@ -1,0 +1,193 @@
+"""Attention over packed documents on a GPU: block masks, ranges and the choice between them."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from ms_parallel import operators
+from ms_parallel.operators import packed_rows
+from ms_parallel.operators.packed_rows import (
+    BLOCK,
+    PackedRows,
+    attend_in_blocks,
+    attend_in_spans,
+    block_mask,
+    packed_lengths,
+)
+from ms_parallel.torch_private import FakeTensorMode, varlen_attention
+
+
+def random_documents(rows: int, length: int, chance: float, *, repeat: bool = False) -> Tensor:
+    """Documents (rows, length) int32 that end after each position with the given chance."""
+    documents = (torch.rand(rows, length) < chance).int().cumsum(1).int()
+    return documents % 3 if repeat else documents
+
+
+def visible_pairs(documents: Tensor, window: int | None) -> Tensor:
+    """All pairs (B, S, S) that a causal mask of documents and a window leaves visible."""
+    position = torch.arange(documents.shape[1])
+    distance = position[:, None] - position
+    visible = (distance >= 0) & (documents[:, :, None] == documents[:, None])
+    return visible if window is None else visible & (distance < window)
+
+
+def kinds_of(mask: BlockMask, length: int) -> Tensor:
+    """Kinds (B, blocks, blocks) of the mask's blocks: 0 empty, 1 partial, 2 full."""
+    blocks = -(-length // BLOCK)
+    kinds = torch.zeros(mask.kv_num_blocks.shape[0], blocks, blocks, dtype=torch.int64)
+    lists = (
+        (1, mask.kv_num_blocks, mask.kv_indices),
+        (2, mask.full_kv_num_blocks, mask.full_kv_indices),
+    )
+    for kind, counts, indices in lists:
+        assert counts is not None
+        assert indices is not None
+        for row, block in torch.cartesian_prod(*map(torch.arange, kinds.shape[:2])).tolist():
+            listed = indices[row, 0, block, : counts[row, 0, block]].long()
+            assert not kinds[row, block, listed].any()
+            kinds[row, block, listed] = kind
+    return kinds
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 300])
+@pytest.mark.parametrize("length", [128, 300, 640])
+def test_each_block_is_empty_partial_or_full(length: int, window: int | None) -> None:
+    """Counted over all pairs of a block, for documents that end seldom, often and come back."""
+    torch.manual_seed(length)
+    full_blocks = 0
+    for chance, repeat in ((0.0, False), (0.002, False), (0.02, False), (0.01, True)):
+        documents = random_documents(3, length, chance, repeat=repeat)
+        kinds = kinds_of(block_mask(documents, window), length)
+        pairs = visible_pairs(documents, window)
+        for row, query, key in torch.cartesian_prod(*map(torch.arange, kinds.shape)).tolist():
+            block = pairs[row, query * BLOCK :, key * BLOCK :][:BLOCK, :BLOCK]
+            kind = kinds[row, query, key]
+            if kind == 0:
+                assert not block.any()
+            if kind == 2:
+                assert block.all()
+                full_blocks += 1
+    if length > 2 * BLOCK and window in (None, 300):
+        assert full_blocks > 0
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 70])
+def test_attention_in_blocks_equals_attention_with_a_mask(
+    window: int | None, softcap: float | None
+) -> None:
+    """Grouped heads, in float64, with lengths that are not a multiple of a block."""
+    torch.manual_seed(0)
+    documents = random_documents(2, 300, 0.02)
+    q, k, v = (torch.randn(2, 300, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # uncompiled, it holds all scores
+        found = attend_in_blocks(q, k, v, block_mask(documents, window), scale=0.3, softcap=softcap)
+    scores = torch.einsum("bqhgd,bkhd->bhgqk", q.unflatten(2, (2, 2)), k) * 0.3
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    hidden = ~visible_pairs(documents, window)[:, None, None]
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    wanted = torch.einsum("bhgqk,bkhd->bqhgd", weights, v).flatten(2, 3)
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
+
+
+def test_lengths_of_packed_documents() -> None:
+    """Rows begin documents anew; a number that comes back in its row has no range."""
+    documents = torch.tensor([[4, 4, 1, 1, 1], [1, 1, 1, 1, 1]])
+    assert packed_lengths(documents) == (2, 3, 5)
+    assert packed_lengths(torch.tensor([[0, 1, 0]])) is None
+
+
+def by_ranges(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    boundaries: Tensor,
+    longest: int,
+    *,
+    causal: bool,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """Attention of each range of tokens by itself, in place of the GPU's kernel."""
+    lengths = boundaries.diff().tolist()
+    assert longest == max(lengths)
+    settings: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
+    return attend_in_spans(operators.attention, q[None], k[None], v[None], lengths, **settings)[0]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_ranges_give_what_the_mask_gives(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the kernel is given: tokens of all rows in one, boundaries, the longest document."""
+    monkeypatch.setattr(packed_rows, "varlen_attention", by_ranges)
+    torch.manual_seed(0)
+    documents = random_documents(3, 50, 0.1)
+    q, k, v = (torch.randn(3, 50, heads, 8) for heads in (4, 2, 2))
+    lengths = packed_lengths(documents)
+    assert lengths is not None
+    rows = PackedRows(lengths, torch.device("cpu"))
+    found = rows.attend(q, k, v, causal=True, window=window, scale=0.2)
+    wanted = operators.attention(q, k, v, documents=documents, window=window, scale=0.2)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_torch_takes_the_call_of_its_kernel() -> None:
+    """The arguments fit this version of torch, with grouped heads; no GPU is needed."""
+    with FakeTensorMode():
+        q, k = (torch.empty(64, heads, 16, dtype=torch.bfloat16) for heads in (4, 2))
+        boundaries = torch.empty(3, dtype=torch.int32)
+        out = varlen_attention(q, k, k, boundaries, 40, causal=True, window=8, scale=0.25)
+    assert out.shape == q.shape
+
+
+def test_boundaries_are_remembered_until_documents_change() -> None:
+    """All layers of a batch use one copy; a change in place or another tensor makes a new one."""
+    documents = torch.tensor([[0, 0, 1, 1]])
+    first = packed_rows.recent_rows.of(documents)
+    assert first is not None
+    assert packed_rows.recent_rows.of(documents) is first
+    documents[0, 1] = 1
+    changed = packed_rows.recent_rows.of(documents)
+    assert changed is not None
+    assert (first.lengths, changed.lengths) == ((2, 2), (1, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("softcap", "z_loss"), [(None, 0.0), (3.0, 0.0), (None, 0.01), (3.0, 0.01)]
+)
+def test_the_sum_of_losses_computes_gradients_with_the_loss(
+    dtype: torch.dtype, softcap: float | None, z_loss: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weighted and chunked, with ignored targets, against losses of whole logits in float64."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(70, 16, dtype=dtype), torch.randn(50, 16, dtype=dtype)
+    targets, weights = torch.randint(50, (70,)), torch.rand(70)
+    targets[::7] = -100
+
+    def total_and_gradients(dtype: torch.dtype, chunk_bytes: int, *, summed: bool) -> list[Tensor]:
+        monkeypatch.setattr(operators.losses, "_CHUNK_BYTES", chunk_bytes)
+        x, w = (t.to(dtype, copy=True).requires_grad_() for t in (hidden, weight))
+        settings: dict[str, Any] = {"softcap": softcap, "z_loss": z_loss}
+        if summed:
+            total = operators.linear_cross_entropy(
+                x, w, targets, weights=weights, reduction="sum", **settings
+            )
+            assert total.grad_fn is not None
+            assert "SummedLoss" in type(total.grad_fn).__name__
+        else:
+            losses = operators.linear_cross_entropy(x, w, targets, reduction="none", **settings)
+            total = (losses * weights.to(dtype)).sum()
+        return [total.detach(), *torch.autograd.grad(3 * total, (x, w))]
+
+    found = total_and_gradients(dtype, 4 * 50 * 20, summed=True)
+    wanted = total_and_gradients(torch.float64, 1 << 28, summed=False)
+    rounding = 16 * torch.finfo(dtype).eps  # sums of 70 rows
+    for ours, exact in zip(found, wanted, strict=True):
+        assert (ours.double() - exact).abs().max() <= rounding * exact.abs().max()
