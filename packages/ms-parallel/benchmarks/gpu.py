@@ -125,6 +125,7 @@ class PlainBlock(nn.Module):
         self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
+        """Map hidden states (B, S, H) to the same shape."""
         from torch.nn.attention.flex_attention import flex_attention
 
         rows, length, hidden = x.shape
@@ -144,6 +145,7 @@ class PlainBlock(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs of features (B, heads, S, D) by the angles of their positions."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
@@ -166,6 +168,7 @@ class Plain(nn.Module):
         self.register_buffer("sin", angles.sin().bfloat16(), persistent=False)
 
     def forward(self, tokens: Tensor, targets: Tensor, mask: Any) -> Tensor:
+        """Return the mean loss of targets (B, S)."""
         x = self.embed(tokens).bfloat16()
         for block in self.blocks:
             x = block(x, self.cos, self.sin, mask)
@@ -278,6 +281,7 @@ def run(variant: str, name: str, *, tiny: bool) -> dict[str, Any]:
 
 
 def main() -> int:
+    """Measure the variants one after the other, and print a row for each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

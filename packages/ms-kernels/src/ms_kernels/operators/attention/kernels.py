@@ -668,7 +668,7 @@ def attention_backward_keys(
     q_start, q_end, full_start, full_end = _query_range(
         block, batch, queries, keys, window, RANGES, CAUSAL, WINDOW, DOCUMENTS, BM, BN
     )
-    Q_DOCUMENT = DOCUMENT + (keys - queries)  # noqa: N806 - a pointer
+    Q_DOCUMENT = DOCUMENT + (keys - queries)
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BV], tl.float32)
     for i in range(group):
