@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from ms_parallel.cluster.layout import AXES, Layout, ModelShape, Place
 from ms_parallel.cluster.rest import RestOnData
 from ms_parallel.errors import LayoutError
-from ms_parallel.training.inspection import LINE, picture
+from ms_parallel.training.inspection import MAX_WIDTH, picture
 
 SIZES = st.integers(min_value=1, max_value=5)
 LAYOUTS = st.builds(Layout, data=SIZES, tensor=SIZES, pipeline=SIZES, context=SIZES)
@@ -172,4 +172,4 @@ def test_the_rest_is_of_data_alone_and_other_axes_are_checked() -> None:
 )
 def test_the_picture_of_a_layout_is_no_wider_than_a_line(layout: Layout) -> None:
     """However many ranks there are."""
-    assert max(map(len, picture(layout).splitlines())) <= LINE
+    assert max(map(len, picture(layout).splitlines())) <= MAX_WIDTH
