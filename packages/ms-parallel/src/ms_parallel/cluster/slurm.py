@@ -45,7 +45,7 @@ def _check_alone() -> None:
     missing = " and ".join(name for name in VARIABLES if name not in os.environ)
     if size > 1:
         raise LaunchError(
-            f"WORLD_SIZE is {size} but {missing} not set, so the processes cannot connect; start"
+            f"WORLD_SIZE is {size} without {missing}, so the processes cannot connect; start"
             " them with `torchrun --nproc-per-node N COMMAND`, or unset RANK and WORLD_SIZE to"
             " train with this process only"
         )
