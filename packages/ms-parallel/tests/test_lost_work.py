@@ -330,5 +330,5 @@ def test_a_trainer_alone_is_refused_where_a_launcher_started_several(
         monkeypatch.delenv("RANK", raising=False)
         for name, value in given.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(LaunchError, match="WORLD_SIZE is 2 without MASTER_ADDR"):
+        with pytest.raises(LaunchError, match="WORLD_SIZE is 2 without"):
             DistributedTrainer("llama", output_dir=tmp_path / "run").train(tmp_path, steps=1)
