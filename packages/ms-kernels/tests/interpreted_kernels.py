@@ -3,10 +3,14 @@
 Not collected by itself: `test_triton.py` runs it in a process whose TRITON_INTERPRET is 1.
 """
 
+# ruff: noqa: N803  (pointers and constants are capital in Triton)
+import itertools
 import os
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from attrs import evolve
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -16,6 +20,9 @@ from ms_kernels.checking import compare
 from ms_kernels.core.dispatch import describe_call
 from ms_kernels.core.launches import TunedKernel
 from ms_kernels.operators import CONTRACTS, IMPLEMENTATIONS
+from ms_kernels.operators.attention import kernels
+from ms_kernels.operators.attention.contract import visible
+from ms_kernels.operators.attention.triton import document_ranges
 from ms_kernels.operators.linear_cross_entropy import triton_logits
 from ms_kernels.tuning import tuner
 
@@ -56,6 +63,85 @@ def test_kernels_equal_the_reference(operator):
 
     compare_one_call()
     assert compared >= EXAMPLES  # calls that are refused are drawn again, not counted
+
+
+@triton.jit
+def attention_block_ranges(
+    OUT,
+    RANGES,
+    queries,
+    keys,
+    window,
+    OF_KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Store the four numbers that attention computes for block `program_id(0)`, in positions."""
+    block = tl.program_id(0)
+    if OF_KEYS:
+        start, end, full_start, full_end = kernels._query_range(
+            block, 0, queries, keys, window, RANGES, CAUSAL, WINDOW, DOCUMENTS, BM, BN
+        )
+    else:
+        start, end, full_start, full_end = kernels._key_range(
+            block, 0, queries, keys, window, RANGES, CAUSAL, WINDOW, DOCUMENTS, BM, BN
+        )
+    tl.store(OUT + block * 4, start)
+    tl.store(OUT + block * 4 + 1, end)
+    tl.store(OUT + block * 4 + 2, full_start)
+    tl.store(OUT + block * 4 + 3, full_end)
+
+
+@pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
+def test_attention_masks_all_blocks_that_need_it(of_keys):
+    """Enumerated over all pairs: skipped blocks are hidden, unmasked blocks are visible.
+
+    For causal masks, windows, caches, and documents that end often, seldom and come back.
+    """
+    generator = torch.Generator().manual_seed(0)
+    unmasked = 0
+    draws = itertools.product((40, 61), (0, 13), (True, False), (None, 5, 30), (None, 0.02, 0.2, 3))
+    for keys, cached, causal, window, chance in draws:
+        queries, (query_block, key_block) = keys - cached, (16, 8) if of_keys else (8, 16)
+        documents = None
+        if chance is not None:
+            ends = torch.rand(1, keys, generator=generator) < min(chance, 0.1)
+            documents = ends.int().cumsum(1).int() % (2 if chance == 3 else keys)
+        ranges = torch.zeros(1)
+        if documents is not None:
+            ranges = document_ranges(documents, queries, query_block, key_block, of_keys=of_keys)
+        blocks = -(-keys // key_block) if of_keys else -(-queries // query_block)
+        out = torch.full((blocks, 4), -1, dtype=torch.int32)
+        masks = {"CAUSAL": causal, "WINDOW": window is not None, "DOCUMENTS": chance is not None}
+        attention_block_ranges[(blocks,)](
+            out,
+            ranges,
+            queries,
+            keys,
+            window or 0,
+            of_keys,
+            *masks.values(),
+            query_block,
+            key_block,
+        )
+        mask = visible(queries, keys, torch.device("cpu"), documents, causal, window)
+        pairs = torch.ones(queries, keys, dtype=torch.bool) if mask is None else mask[0]
+        pairs = pairs.T if of_keys else pairs
+        size = key_block if of_keys else query_block
+        for rows, (start, end, full_start, full_end) in zip(
+            pairs.split(size), out.tolist(), strict=True
+        ):
+            assert start <= full_start <= full_end
+            assert not rows[:, :start].any()
+            assert not rows[:, max(end, full_end) :].any()
+            assert rows[:, full_start:full_end].all()
+            if not of_keys:
+                assert full_end <= keys  # keys beyond the last would count in the softmax
+            unmasked += full_end - full_start
+    assert unmasked > 1000
 
 
 def test_the_interpreter_rounds_to_the_nearest_bfloat16():
