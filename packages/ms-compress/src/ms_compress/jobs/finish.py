@@ -47,6 +47,7 @@ def finish(
 ) -> Outcome:
     """Export a model and report the folder, size and remaining float layers."""
     in_float = float_layers(model)
+    keeps_dtypes = find_target(options.scheme.target).keeps_stored_dtypes
 
     def complete(partial: Path) -> None:
         carry_files(options.model, partial, tokenizer=options.tokenizer is None)
@@ -57,7 +58,7 @@ def finish(
         options.output_dir,
         verify=options.verify,
         tokenizer=_tokenizer(options),
-        stored_dtypes=stored_dtypes(options.model) if options.scheme.target == "ct" else {},
+        stored_dtypes=stored_dtypes(options.model) if keeps_dtypes else {},
         on_written=complete,
     )
     output.end()

@@ -20,5 +20,6 @@ TARGET = Target(
     runtime=TransformersRuntime.name,
     libraries=("transformers", "compressed_tensors"),
     extra="ct",
+    keeps_stored_dtypes=True,
     opens_cheaply=False,  # transformers loads the whole model into memory
 )
