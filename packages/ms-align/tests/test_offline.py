@@ -323,7 +323,7 @@ def test_epochs_are_counted_in_rows(sets: Path, tmp_path: Path) -> None:
         (["model=nowhere"], "nowhere has no config.json"),
         (["dataset=nowhere"], "dataset must exist: 'nowhere' does not exist"),
         (["sequence_length=100000"], "longer than the model's context"),
-        (["sequence_length=4"], "anything to learn"),
+        (["sequence_length=4"], "has a target within 4 tokens"),
         (["step=5"], "unknown key 'step'; did you mean 'steps'"),
         (["epochs=2"], "either steps or epochs must be set, got both"),
         (["lora.targets=['nothing']"], "no linear layer matches"),

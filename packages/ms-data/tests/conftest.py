@@ -9,6 +9,10 @@ from numpy.typing import NDArray
 
 from .truth import random_documents, write_dataset
 
+# A draw that waits for a busy processor is no failure.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
+
 # How long it takes to draw and try inputs says how busy the machine is, and nothing of the code.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")

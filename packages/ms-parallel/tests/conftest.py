@@ -4,11 +4,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import write_corpus, write_run
 
 from ms_parallel.cli import main
+
+# A draw that waits for a busy processor is no failure.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="module")

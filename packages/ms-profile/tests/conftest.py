@@ -6,10 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from ms_profile.trace.builder import TraceBuilder
 from ms_profile.trace.columns import Trace
 from ms_profile.trace.records import Arguments, Record
+
+# A draw that waits for a busy processor is no failure.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 FOLDER = Path(__file__).parent / "traces"
 Span = tuple[str, str, int | str, float, float]
