@@ -66,7 +66,7 @@ def test_a_model_that_knows_nothing_is_as_perplexed_as_its_vocabulary_is_large()
     text = {name: torch.randint(0, 50, (3, 9)) for name in ("tokens", "targets")}
     assert math.isclose(perplexity(Even(), text), 50.0, rel_tol=1e-5)
     text["tokens"][0, 0] = 50
-    with pytest.raises(DataError, match="has token 50, but the model in even a vocabulary of 50"):
+    with pytest.raises(DataError, match="tokens must be 0 to 49 for even, got 50"):
         perplexity(Even(), text)
 
 

@@ -157,7 +157,7 @@ def test_orders_of_wrapping_are_right_or_refused() -> None:
         assert "split the model first, then prepare it" in found["learned, split"]
         assert "prepare the model first, then shard it" in found["shard, learned"]
         for order in ("split, wide", "wide, split"):
-            assert "rows of 64 split over 2 processes cuts groups of 64" in found[order]
+            assert "splitting rows of 64 over 2 processes cuts groups of 64" in found[order]
         assert "one scale per row" in found["split, whole rows"]
         for order in ("shard, prune", "shard, mask", "shard, zeros"):
             assert "prune it before sharding it" in found[order]

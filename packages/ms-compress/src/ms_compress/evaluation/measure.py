@@ -121,8 +121,8 @@ def _check(files: Footprint, tokens: Tensor, evaluation: Evaluation) -> None:
     """Check that the model of a folder can read the text."""
     if files.vocabulary is not None and int(tokens.max()) >= files.vocabulary:
         raise DataError(
-            f"{evaluation.dataset}: the text has token {int(tokens.max())}, but {files.folder} a"
-            f" vocabulary of {files.vocabulary}; use text from the model's own tokenizer"
+            f"{evaluation.dataset}: tokens must be 0 to {files.vocabulary - 1} for {files.folder},"
+            f" got {int(tokens.max())}; use text from the model's own tokenizer"
         )
     lengths = {
         "sequence_length": evaluation.sequence_length,

@@ -47,8 +47,8 @@ def perplexity(
         out_of_range = used_tokens[(used_tokens < 0) | (used_tokens >= logits.shape[-1])]
         if out_of_range.numel():
             raise DataError(
-                f"the text has token {int(out_of_range[0])}, but the model in {name} a vocabulary"
-                f" of {logits.shape[-1]}; use the model's own tokenizer"
+                f"the text: tokens must be 0 to {logits.shape[-1] - 1} for {name}, got"
+                f" {int(out_of_range[0])}; use the model's own tokenizer"
             )
         total += float(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"))
         if math.isnan(total):
