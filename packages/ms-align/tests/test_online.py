@@ -198,7 +198,7 @@ def test_runs_without_anything_to_learn_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(NothingToLearnError, match="no response token is left"):
         PPOTrainer(**nothing).optimize(PROMPTS)
     PPOTrainer(**settings(tmp_path / "done")).optimize(PROMPTS)
-    with pytest.raises(ConfigError, match="the step of .*, got 1"):
+    with pytest.raises(ConfigError, match=r"the step of .*, got 1"):
         PPOTrainer(**settings(tmp_path / "done", steps=1)).optimize(PROMPTS)
 
 
