@@ -1,4 +1,4 @@
-"""Builds what an engine runs: configuration, plan and this process's stages."""
+"""Builds the parts of an engine: configuration, plan and this process's stages."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -32,15 +32,15 @@ from ms_parallel.weights.initial import initialise
 from ms_parallel.weights.load import has_weights, load_weights
 
 GIB, STATE_BYTES = 1 << 30, 16
-"""A weight, its gradient and its two moments, in float32."""
+"""Training bytes per parameter: weight, gradient and two moments, in float32."""
 
 Given = str | Path | ModelConfig | TransformersModel | nn.Module
-"""An architecture's name, a folder, a configuration, or a module of the user's own."""
+"""Architecture name, model folder, configuration, or the user's own module."""
 
 
 @frozen
 class EngineArguments(EngineOptions):
-    """The arguments of an `Engine`: what may be given by place, and its options."""
+    """Arguments of an `Engine`: the positional ones and its options."""
 
     model: Given = field(validator=a_path(objects=True))
     layout: Layout | None = None
@@ -49,32 +49,34 @@ class EngineArguments(EngineOptions):
 def describe(
     model: Given, plan: ModelPlan | None, layout: Layout, recompute: Recompute
 ) -> tuple[ModelConfig, ModelPlan]:
-    """Read the configuration and the plan of what was given, checked against the layout.
+    """Return the configuration and plan of a model, checked against the layout.
 
     Raises:
-        ConfigError: a plan is given for a model that has one.
+        ConfigError: `plan` was passed for a model that already has one.
         LayoutError: the layout does not fit the model.
         ModelError: the folder's model cannot be read.
     """
     if isinstance(model, nn.Module):
         plan = plan or WHOLE
         check_own(model, plan, layout, recompute)
-        # It lacks the sizes that only our own models are cut by.
+        # OwnModelConfig lacks sizes, such as head counts, that only our own models are split by.
         config = OwnModelConfig.of(model, plan)
         plan = evolve(plan, cuts=tuple(range(config.num_hidden_layers)))
         return cast(ModelConfig, config), plan
     if plan is not None:
         raise ConfigError("plan is for a module of your own; leave it out, as this model has one")
-    known = architecture(model) if isinstance(model, str | Path) else cast(ModelConfig, model)
-    family_of(known).check_layout(known, layout)
-    return known, model_plan(known)
+    model_config = (
+        architecture(model) if isinstance(model, str | Path) else cast(ModelConfig, model)
+    )
+    family_of(model_config).check_layout(model_config, layout)
+    return model_config, model_plan(model_config)
 
 
 def sharded_layout(layout: Layout, sharding: Sharding) -> Layout:
-    """Return the layout with as many copies of the weights as the sharding asks for.
+    """Return the layout with the number of weight replicas that `sharding` implies.
 
     Raises:
-        LayoutError: both say something, and not the same.
+        LayoutError: the layout contradicts `sharding`.
     """
     if sharding != "replicate":
         return layout
@@ -92,24 +94,24 @@ def sharded_layout(layout: Layout, sharding: Sharding) -> Layout:
 
 
 class Alike(Protocol):
-    """Settings that ask for devices of one kind."""
+    """Settings that may require all devices to be of one kind."""
 
     @property
     def reproducible(self) -> bool:
-        """Whether weights are to be the same to the bit under other layouts."""
+        """Whether weights must be bitwise identical under every layout."""
 
 
 def check_devices(devices: object, layout: Layout, options: Alike) -> None:
-    """Check that the devices of a run, where they are of several kinds, can train together.
+    """Check that a run's devices can train together if they are of different kinds.
 
     Args:
-        devices: those of all ranks; anything else is one kind.
+        devices: devices of all ranks; anything but `Devices` means a single kind.
         layout: how the processes split the work.
-        options: the run's or the engine's.
+        options: options of the run or the engine.
 
     Raises:
         ConfigError: a setting needs devices of one kind.
-        LayoutError: the layout does, or has another number of ranks.
+        LayoutError: the layout needs devices of one kind, or has a different number of ranks.
     """
     if not isinstance(devices, Devices):
         return
@@ -138,18 +140,18 @@ def build_stages(
     """Build this process's stages by number, split and sharded, with their weights.
 
     Args:
-        model: what was given.
-        config: of the model.
-        plan: of the model.
+        model: the user's model.
+        config: model configuration.
+        plan: model plan.
         placement: pipeline rank of each stage.
-        split: layers of each stage; None for as even as can be.
-        groups: the layout's processes.
-        options: the engine's.
-        compiled: whether the training of blocks will be compiled.
+        split: number of layers of each stage; None for an even split.
+        groups: process groups of the layout.
+        options: the engine's options.
+        compiled: whether training of the blocks will be compiled.
     """
     keep_freed_pages(groups.device)
     prepare = _preparation(options)
-    how: Any = {
+    stage_options: Any = {
         "mixed_precision": options.mixed_precision,
         "recompute": options.recompute,
         "sharding": options.sharding,
@@ -158,22 +160,28 @@ def build_stages(
     if isinstance(model, nn.Module):
         if len(placement) > 1:
             check_stages(model, plan, layers)
-        here = {n: layers[n] for n, home in enumerate(placement) if home == groups.place.pipeline}
-        own = build_own(model, plan, here, groups, prepare=prepare, **how)
-        return cast(dict[int, StagedModel], own)
+        local_layers = {
+            n: layers[n]
+            for n, pipeline_rank in enumerate(placement)
+            if pipeline_rank == groups.place.pipeline
+        }
+        local_stages = build_own(
+            model, plan, local_layers, groups, prepare=prepare, **stage_options
+        )
+        return cast(dict[int, StagedModel], local_stages)
     if groups.device.type == "cpu":
         _check_memory(config, groups.layout)
     ops = options.ops or operators
-    how["casts_weights"] = (
+    stage_options["casts_weights"] = (
         compiled
         and bool(options.mixed_precision)
         and options.prepare is None
         and groups.layout.world_size == 1
     )
     stages = {
-        stage: build_stage(config, layers[stage], groups, ops=ops, prepare=prepare, **how)
-        for stage, home in enumerate(placement)
-        if home == groups.place.pipeline
+        stage: build_stage(config, layers[stage], groups, ops=ops, prepare=prepare, **stage_options)
+        for stage, pipeline_rank in enumerate(placement)
+        if pipeline_rank == groups.place.pipeline
     }
     if options.weights != "unset":
         folder = _weights_in(model) if options.weights == "initial" else Path(options.weights)
@@ -192,7 +200,7 @@ def build_beside(
     groups: Groups,
     options: EngineOptions,
 ) -> dict[int, StagedModel]:
-    """Build this process's stages once more, in float32 and without storage."""
+    """Build this process's stages again in float32, without storage, for audits."""
     layers = cut_layers(config.num_hidden_layers, len(placement), model_plan(config).cuts, split)
     return {
         stage: build_stage(
@@ -206,13 +214,13 @@ def build_beside(
             prepare=_preparation(options),
             allocate=False,
         )
-        for stage, home in enumerate(placement)
-        if home == groups.place.pipeline
+        for stage, pipeline_rank in enumerate(placement)
+        if pipeline_rank == groups.place.pipeline
     }
 
 
 def _preparation(options: EngineOptions) -> Callable[[Any], object]:
-    """Compose what is done to a stage before it is sharded: `prepare`, then extra heads."""
+    """Return the function applied to a stage before sharding: `prepare`, then the extra heads."""
 
     def prepare(stage: Any) -> None:
         if options.prepare is not None:
@@ -224,24 +232,24 @@ def _preparation(options: EngineOptions) -> Callable[[Any], object]:
 
 
 def _check_memory(config: ModelConfig, layout: Layout) -> None:
-    """Refuse a model that this machine cannot hold, before it is taken to its knees.
+    """Reject a model whose training state does not fit in this machine's memory.
 
-    Counts weights, gradients and two moments in float32, each on one process alone: less than what
-    is really needed, so that nothing is refused that fits.
+    Counts weights, gradients and two moments in float32 for all local processes. This is a lower
+    bound of the real need, so a model that fits is never rejected.
     """
-    here = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), layout.world_size)
+    local_ranks = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), layout.world_size)
     count = sum(shape.numel() for shape in parameter_shapes(config).values())
-    needed = count * STATE_BYTES * here // layout.world_size
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > there:
+    needed = count * STATE_BYTES * local_ranks // layout.world_size
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
         raise ConfigError(
             f"a model of {count:,} parameters needs {needed / GIB:,.0f} GiB here in training, and"
-            f" this machine has {there / GIB:,.0f} GiB; make it smaller, or use more machines"
+            f" this machine has {memory / GIB:,.0f} GiB; make it smaller, or use more machines"
         )
 
 
 def _weights_in(model: Given) -> Path | None:
-    """Find the folder to read weights from, if `model` is one that has any."""
+    """Return the folder to read weights from; None if the model comes without weights."""
     if isinstance(model, TransformersModel):
         return model.folder if model.folder and has_weights(model.folder) else None
     if not isinstance(model, str | Path) or str(model) in architectures():

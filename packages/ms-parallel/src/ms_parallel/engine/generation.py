@@ -1,4 +1,4 @@
-"""Continues prompts token by token, with a key-value cache, under any layout."""
+"""Token-by-token generation with a key-value cache, under any layout."""
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,23 +19,23 @@ from ms_parallel.split.part import drop_gathered
 
 
 class Forwards(Protocol):
-    """What generation asks of an engine."""
+    """The engine interface that generation uses."""
 
     @property
     def groups(self) -> Groups:
-        """The layout's processes."""
+        """Process groups of the layout."""
 
     @property
     def sequence_parts(self) -> int:
-        """Into how many parts a sequence is split between blocks."""
+        """Number of parts into which a sequence is split between blocks."""
 
     @property
     def stages(self) -> Mapping[int, nn.Module]:
-        """This process's, by number."""
+        """This process's stages by number."""
 
     @property
     def vocabulary(self) -> int | None:
-        """Tokens that the model knows; None where it does not say."""
+        """Vocabulary size; None if the model does not say."""
 
     def forward(
         self,
@@ -44,15 +44,15 @@ class Forwards(Protocol):
         *,
         caches: Mapping[int, KeyValueCache] | None = ...,
     ) -> list[Tensor]:
-        """List `function(output, microbatch)` of each; nothing away from the last stage."""
+        """Return `function(output, microbatch)` of each; empty except on the last stage."""
 
     def share(self, result: Tensor | None) -> Tensor:
-        """Share what the last stage has made with every process of its data rank."""
+        """Send the last stage's result to every process of its data rank."""
 
 
 @frozen(kw_only=True)
 class Sampling:
-    """How the next token is chosen."""
+    """Sampling settings for the next token."""
 
     temperature: float = field(default=1.0, validator=number())
     """Divides the logits; 0 always takes the likeliest."""
@@ -76,18 +76,21 @@ def generate(
     stops: Collection[int] = (),
     compare: Callable[[Sequence[Batch]], None] | None = None,
 ) -> list[list[int]]:
-    """Generate the tokens after each prompt, without it, up to the first of `stops`, included.
+    """Generate the tokens after each prompt, up to and including the first of `stops`.
 
-    All processes of one data rank pass the same prompts; every data rank as many, of any length.
-    Random numbers depend on the seed, on the prompt's place among those of all data ranks and on
-    the token's place alone, so another layout draws the same. `compare` checks that the prompts are
-    the same.
+    All processes of one data rank pass the same prompts. Every data rank passes the same number of
+    prompts, of any length. Random numbers depend only on the seed, the prompt's index among all
+    prompts of all data ranks and the token's index, so results do not depend on the layout.
+    `compare` checks that the prompts agree.
+
+    Returns:
+        The new tokens of each prompt, without the prompt.
 
     Raises:
-        ModelError: a prompt is not a row of integers.
-        ConfigError: a prompt is empty or holds what is no token of the model, there is none,
-            processes of one data rank pass different prompts, or `max_new_tokens` is not a whole
-            number.
+        ModelError: a prompt is not a list of integers.
+        ConfigError: there are no prompts, a prompt is empty or has a token outside the vocabulary,
+            processes of one data rank pass different prompts, or `max_new_tokens` is not a
+            non-negative integer.
     """
     if type(max_new_tokens) is not int or max_new_tokens < 0:
         raise ConfigError(
@@ -95,10 +98,10 @@ def generate(
         )
     window = _Window(_rows_of(prompts), engine.sequence_parts)
     caches = {stage: KeyValueCache() for stage in engine.stages}
-    written: list[Tensor] = []
-    done = torch.zeros(len(prompts), dtype=torch.bool)
-    parts = (engine.groups.place.rank, engine.groups.place.count)
-    batch, held = window.first(), window.width
+    generated: list[Tensor] = []
+    finished = torch.zeros(len(prompts), dtype=torch.bool)
+    rank_and_count = (engine.groups.place.rank, engine.groups.place.count)
+    batch, cached_length = window.first(), window.width
     if engine.vocabulary is not None:
         check_tokens(batch, engine.vocabulary)
     if compare is not None:
@@ -106,30 +109,30 @@ def generate(
     for index in range(max_new_tokens):
         logits = _forward(engine, batch, caches, at=window.width - 1 if index == 0 else 0)
         for cache in caches.values():
-            cache.rewind(held)
-        chosen = None if logits is None else pick(logits, sampling, index, *parts)
-        tokens = engine.share(chosen).cpu()
-        written.append(tokens)
+            cache.rewind(cached_length)
+        sampled = None if logits is None else pick(logits, sampling, index, *rank_and_count)
+        tokens = engine.share(sampled).cpu()
+        generated.append(tokens)
         if stops:
-            done |= torch.isin(tokens, torch.tensor(sorted(stops)))
-            if _all_done(engine, done):
+            finished |= torch.isin(tokens, torch.tensor(sorted(stops)))
+            if _all_done(engine, finished):
                 break
         batch = window.next(tokens, index)
-        held += 1
+        cached_length += 1
     for stage in engine.stages.values():
         drop_gathered(stage)
-    rows = torch.stack(written, dim=1).tolist() if written else [[] for _ in prompts]
+    rows = torch.stack(generated, dim=1).tolist() if generated else [[] for _ in prompts]
     return [_until(row, stops) for row in rows]
 
 
 def stops_of(config: Any, stop_token: int | Collection[int] | str | None) -> Collection[int]:
-    """List the tokens that end a row; those that a configuration names for `"eos"`."""
-    chosen: Any = config.eos_token_id if stop_token == "eos" else stop_token
-    return () if chosen is None else (chosen,) if isinstance(chosen, int) else tuple(chosen)
+    """Return the stop tokens; for `"eos"`, those of the model configuration."""
+    stops: Any = config.eos_token_id if stop_token == "eos" else stop_token
+    return () if stops is None else (stops,) if isinstance(stops, int) else tuple(stops)
 
 
 def _rows_of(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """List the tokens of each prompt, given as lists, arrays or tensors."""
+    """Convert prompts given as lists, arrays or tensors to lists of token ids."""
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         raise ModelError(
             "prompts must be a list of prompts, each a list of token ids, got"
@@ -156,11 +159,11 @@ def _row_of(prompt: Any, index: int) -> list[int]:
 
 
 class _Window:
-    """The batches that a stage sees: the prompts, then one token at a time.
+    """Input batches of generation: the prompts, then one token at a time.
 
-    Prompts are padded on the left, pads being a document of their own. Where the sequence is
-    split over `parts` ranks each batch is as long as that needs; what follows the one new token
-    is forgotten by the cache.
+    Prompts are left-padded, and the padding counts as a document of its own. Where the sequence is
+    split over `parts` ranks, each batch is padded to a multiple of `parts`, and the cache discards
+    the positions after the new token.
     """
 
     def __init__(self, prompts: Sequence[Sequence[int]], parts: int) -> None:
@@ -184,7 +187,7 @@ class _Window:
         return batch
 
     def next(self, tokens: Tensor, index: int) -> Batch:
-        """Build the batch whose first column is the token `index` after the prompts."""
+        """Build the batch whose first column is token number `index` after the prompts."""
         rows = torch.zeros(len(tokens), self.parts, dtype=torch.int64)
         rows[:, 0] = tokens
         positions = (self.lengths + index)[:, None] + torch.arange(self.parts)
@@ -197,7 +200,7 @@ class _Window:
 def _forward(
     engine: Forwards, batch: Batch, caches: dict[int, KeyValueCache], at: int
 ) -> Tensor | None:
-    """Compute the logits (B, V) of one position on the last stage; return None on others."""
+    """Compute the logits (B, V) of one position; None except on the last stage."""
 
     def logits_at(output: Output, _: Batch) -> Tensor:
         return output.logits(slice(at, at + 1))[:, 0]
@@ -207,10 +210,10 @@ def _forward(
 
 
 def pick(logits: Tensor, sampling: Sampling, index: int, part: int = 0, parts: int = 1) -> Tensor:
-    """Choose a token a row, (B,) int64 on CPU, from logits (B, V).
+    """Sample one token per row, (B,) int64 on the CPU, from logits (B, V).
 
-    Inverts the cumulative distribution at one uniform number a row, in float64, so that small
-    differences of logits between layouts change a choice only if they straddle that number.
+    Inverts the cumulative distribution at one uniform random number per row, in float64. Small
+    differences between the logits of two layouts change a token only if they straddle that number.
     """
     scores = logits.cpu().double()
     if sampling.temperature == 0.0:
@@ -220,27 +223,29 @@ def pick(logits: Tensor, sampling: Sampling, index: int, part: int = 0, parts: i
     rows = scores.shape[0]
     uniform = torch.rand(parts * rows, generator=generator, dtype=torch.float64)
     cumulative = scores.softmax(dim=1).cumsum(dim=1)
-    at = uniform[part * rows : (part + 1) * rows, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, at, right=True)[:, 0].clamp(max=scores.shape[1] - 1)
+    targets = uniform[part * rows : (part + 1) * rows, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp(max=scores.shape[1] - 1)
 
 
 def _seed_at(seed: int, index: int) -> int:
-    """Hash the seed of a position's random number, as torch's generator takes 32 bits of it."""
+    """Derive the seed of a position by hashing; torch's generator uses 32 bits of a seed."""
     digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
     return int.from_bytes(digest[:4], "little")
 
 
 def _cut(scores: Tensor, sampling: Sampling) -> Tensor:
-    """Return scores (B, V), -inf for tokens never chosen: by top-k, then top-p, then min-p."""
+    """Apply top-k, top-p and min-p, in this order, to scores (B, V); excluded tokens get -inf."""
     if sampling.top_k is not None and sampling.top_k < scores.shape[1]:
         lowest = scores.topk(sampling.top_k, dim=1).values[:, -1:]
         scores = scores.masked_fill(scores < lowest, -torch.inf)
     if sampling.top_p < 1.0:
         ordered, index = scores.sort(dim=1, descending=True, stable=True)
         probabilities = ordered.softmax(dim=1)
-        before = probabilities.cumsum(dim=1) - probabilities
-        beyond = torch.zeros_like(scores, dtype=torch.bool)
-        scores = scores.masked_fill(beyond.scatter_(1, index, before >= sampling.top_p), -torch.inf)
+        preceding = probabilities.cumsum(dim=1) - probabilities
+        excluded = torch.zeros_like(scores, dtype=torch.bool)
+        scores = scores.masked_fill(
+            excluded.scatter_(1, index, preceding >= sampling.top_p), -torch.inf
+        )
     if sampling.min_p > 0.0:
         probabilities = scores.softmax(dim=1)
         lowest = sampling.min_p * probabilities.amax(dim=1, keepdim=True)
@@ -249,7 +254,7 @@ def _cut(scores: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _all_done(engine: Forwards, done: Tensor) -> bool:
-    """Return whether every row of every data rank has stopped, as all must take the same steps."""
+    """Return whether all rows of all data ranks have stopped; all ranks run the same steps."""
     flag = done.all().int().reshape(1).to(engine.groups.device)
     return bool(engine.groups.all_reduce(flag, "rows", dist.ReduceOp.MIN))
 

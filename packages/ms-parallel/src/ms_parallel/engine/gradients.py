@@ -82,23 +82,23 @@ def sum_over_tensor(gradients: Sequence[Tensor], groups: Groups) -> None:
 
 def sum_over(axis: str, gradients: Sequence[Tensor], groups: Groups) -> None:
     """All-reduce gradients in place, in buckets that bound the extra memory."""
-    for some in messages([each.nbytes for each in gradients]):
-        bucket = [gradients[place] for place in some]
-        flat = torch.cat([each.flatten() for each in bucket])
+    for indices in messages([gradient.nbytes for gradient in gradients]):
+        bucket = [gradients[index] for index in indices]
+        flat = torch.cat([gradient.flatten() for gradient in bucket])
         groups.all_reduce(flat, axis)
-        sizes = [each.numel() for each in bucket]
-        for each, total in zip(bucket, torch.split(flat, sizes), strict=True):
-            each.copy_(total.view_as(each))
+        sizes = [gradient.numel() for gradient in bucket]
+        for gradient, total in zip(bucket, torch.split(flat, sizes), strict=True):
+            gradient.copy_(total.view_as(gradient))
 
 
 def messages(sizes_bytes: Sequence[int]) -> Iterator[range]:
     """Yield index ranges of the gradients that `sum_over` sends as one message."""
     first = size = 0
-    for place, each in enumerate(sizes_bytes, 1):
-        size += each
-        if place == len(sizes_bytes) or size >= BUCKET_BYTES:
-            yield range(first, place)
-            first, size = place, 0
+    for index, nbytes in enumerate(sizes_bytes, 1):
+        size += nbytes
+        if index == len(sizes_bytes) or size >= BUCKET_BYTES:
+            yield range(first, index)
+            first, size = index, 0
 
 
 def sum_tied(gradient: Tensor, peer: int, groups: Groups) -> None:
@@ -106,15 +106,15 @@ def sum_tied(gradient: Tensor, peer: int, groups: Groups) -> None:
 
     Both ends add the same two numbers, so the two copies stay equal bit by bit.
     """
-    mine = gradient.to(groups.wire)
-    other = torch.empty_like(mine)
+    local = gradient.to(groups.wire)
+    remote = torch.empty_like(local)
     rank, group = groups.peer("pipeline", peer), groups.group("pipeline")
     works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, mine, rank, group), dist.P2POp(dist.irecv, other, rank, group)]
+        [dist.P2POp(dist.isend, local, rank, group), dist.P2POp(dist.irecv, remote, rank, group)]
     )
     for work in works:
         work.wait()
-    gradient += other.to(gradient.device)
+    gradient += remote.to(gradient.device)
 
 
 def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -1,6 +1,6 @@
-"""Extra linear heads on the final hidden states, such as a value of each position.
+"""Extra linear heads on the final hidden states, such as a value head with an output per position.
 
-Their parameters lie beside the final norm's, which every layout keeps whole, and begin at zero.
+Their parameters are registered on the final norm, which no layout splits, and start at zero.
 """
 
 from collections.abc import Mapping
@@ -24,11 +24,11 @@ FINAL_NORMS = (
     "backbone.final_layernorm",
     "model.embedding_norm",
 )
-"""Names of the norm behind the last block, of our families and of transformers' models."""
+"""Names of the norm after the last block, in our model families and in transformers."""
 
 
 def add_heads(stage: Any, widths: Mapping[str, int]) -> None:
-    """Add a head of each width to a last stage, in place; other stages stay as they are."""
+    """Add a head of each width to the last stage, in place; does nothing on other stages."""
     if not stage.last:
         return
     norm = _final_norm(stage)
@@ -39,7 +39,7 @@ def add_heads(stage: Any, widths: Mapping[str, int]) -> None:
 
 
 def thaw_heads(stage: Any, widths: Mapping[str, int]) -> None:
-    """Let the heads of a last stage be trained, whose other weights are frozen."""
+    """Make the heads of a last stage trainable when its other weights are frozen."""
     if widths and stage.last:
         for head in heads_of(stage, widths).values():
             for weights in head:
@@ -47,10 +47,10 @@ def thaw_heads(stage: Any, widths: Mapping[str, int]) -> None:
 
 
 def _final_norm(stage: Any) -> Any:
-    """Find the last norm of a stage, which holds the heads' parameters.
+    """Return the final norm of a stage, which holds the heads' parameters.
 
     Raises:
-        ModelError: there is none with a weight as wide as the hidden states.
+        ModelError: no final norm has a weight of the hidden size.
     """
     for name in FINAL_NORMS:
         try:
@@ -67,7 +67,7 @@ def _final_norm(stage: Any) -> Any:
 
 
 def heads_of(stage: Any, widths: Mapping[str, int]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Map the names of a last stage's heads to their weight (width, H) and offset (width,)."""
+    """Map each head of a last stage to its weight (width, H) and offset (width,)."""
     norm = _final_norm(stage) if widths else None
     return {
         name: tuple(getattr(norm, f"{name}_{part}") for part in ("matrix", "offset"))

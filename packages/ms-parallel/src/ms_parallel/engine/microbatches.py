@@ -1,4 +1,4 @@
-"""Cuts a data rank's rows into microbatches, and weighs them among all rows."""
+"""Splits a data rank's rows into microbatches, and sums counts over data ranks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,22 +33,21 @@ def cut_batch(
     context: int = 1,
     vocabulary: int | None = None,
 ) -> list[Batch]:
-    """Cut microbatches of `size` rows (None: all) as CPU tensors, with positions filled in.
+    """Split a batch into microbatches of `size` rows, as CPU tensors, with positions filled in.
 
-    Where they do not divide, the last is smaller.
+    The last one may be smaller.
 
     Args:
-        batch: tensors or arrays (b, S), and pictures, as in the Batch seam.
-        size: rows of a microbatch.
-        tensor: ranks that split the sequence between matrices.
-        context: ranks that share out the sequence.
-        vocabulary: tokens that the model knows; None where it does not say.
+        batch: tensors or arrays (B, S), and pictures, as described in the Batch seam.
+        size: rows per microbatch; None for all rows.
+        tensor: number of ranks that split the sequence between matrix products.
+        context: number of ranks that split the sequence.
+        vocabulary: vocabulary size; None if the model does not say.
 
     Raises:
-        ModelError: a key is missing, or a tensor has another shape or dtype than the Batch seam
-            says.
-        ConfigError: there are no rows, the sequence does not divide over those ranks, or the
-            vocabulary does not hold a token.
+        ModelError: a key is missing, or a tensor's shape or dtype differs from the Batch seam.
+        ConfigError: there are no rows, the sequence does not divide over those ranks, or a token is
+            outside the vocabulary.
     """
     tensors = _checked_tensors(batch)
     count, length = tensors["tokens"].shape
@@ -64,7 +63,7 @@ def cut_batch(
 
 
 def _checked_tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Convert a batch to tensors of the shapes and dtypes that `CONTRACT` says; reads no values."""
+    """Convert a batch to tensors; check shapes and dtypes, but no values, against `CONTRACT`."""
     if not isinstance(batch, Mapping):
         raise ModelError(f"{CONTRACT}; got {type(batch).__name__} instead of a mapping")
     tensors = {}
@@ -102,7 +101,7 @@ def _batch_problem(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def describe_batch(batch: Batch) -> str:
-    """List keys, shapes and dtypes, for messages."""
+    """Format keys, shapes and dtypes for messages."""
     parts = [f"{name} {tuple(value.shape)} {_dtype(value)}" for name, value in batch.items()]
     return ", ".join(parts) or "an empty batch"
 
@@ -113,7 +112,7 @@ def _dtype(tensor: Tensor) -> str:
 
 @contextmanager
 def reading(batch: Batch) -> Iterator[None]:
-    """Name the key and the batch where a loss reads a key that the batch does not have.
+    """Raise an error that shows the batch if the loss reads a missing key inside the block.
 
     Raises:
         ModelError: in place of the KeyError.
@@ -134,7 +133,7 @@ def check_length(what: str, length: int, **parts: int) -> None:
     """Check that a row's length divides over the axes that split it.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the length is not a multiple of the number of parts.
     """
     if length % prod(parts.values()):
         axes = " and ".join(f"{axis}={size}" for axis, size in parts.items() if size > 1)
@@ -145,11 +144,11 @@ def check_length(what: str, length: int, **parts: int) -> None:
 
 
 SumOverRows = Callable[[Tensor], Tensor]
-"""Sums (microbatches here, n) float64 CPU values over the global batch, to (n,)."""
+"""Sums (local microbatches, n) float64 CPU values over the global batch, to (n,)."""
 
 
 def measure(microbatches: Sequence[Batch], loss: Loss | LossWithStatistics) -> Tensor:
-    """Return the loss weight and the tokens of each microbatch here, (n, 2) float64 on the CPU."""
+    """Return loss weight and token count of each local microbatch, (n, 2) float64 on the CPU."""
     counts = []
     for microbatch in microbatches:
         with reading(microbatch):
@@ -158,10 +157,10 @@ def measure(microbatches: Sequence[Batch], loss: Loss | LossWithStatistics) -> T
 
 
 def gather_over_rows(numbers: Tensor, groups: Groups) -> Tensor:
-    """Gather float64 numbers (n,) on the CPU from each data rank, to (data ranks, n).
+    """Gather float64 numbers (n,) on the CPU from all data ranks, to (data ranks, n).
 
-    They travel as two float32 words each, as not every device has float64 collectives; whole
-    numbers below 2^48 arrive exactly.
+    Each number is sent as two float32 words, because not every device has float64 collectives.
+    Integers below 2^48 arrive exactly.
     """
     count = groups.place.count
     if count == 1:
@@ -174,5 +173,5 @@ def gather_over_rows(numbers: Tensor, groups: Groups) -> Tensor:
 
 
 def sum_over_rows(numbers: Tensor, groups: Groups) -> Tensor:
-    """Add up float64 numbers on the CPU, each over the data ranks."""
+    """Sum float64 numbers (n,) on the CPU over the data ranks."""
     return gather_over_rows(numbers, groups).sum(0)

@@ -28,33 +28,36 @@ class MTPLoss(Protocol):
 
 def mtp_depths(config: Any, loss: object) -> int:
     """Number of MTP layers to train; 0 unless the loss has a weight for them."""
-    asked = isinstance(loss, MTPLoss) and loss.mtp_weight > 0
-    return getattr(config, "mtp_layers", 0) if asked else 0
+    trains_mtp = isinstance(loss, MTPLoss) and loss.mtp_weight > 0
+    return getattr(config, "mtp_layers", 0) if trains_mtp else 0
 
 
 def mtp_targets(batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
-    """Targets (B, S) of a depth, -100 where there are none, and their weights (B, S).
+    """Return the targets (B, S) of a depth, padded with -100, and their weights (B, S).
 
     Args:
-        batch: has the targets of the next token.
+        batch: batch with next-token targets.
         depth: MTP depth, from 1.
     """
     targets, documents = batch["targets"], batch.get("documents")
     weights = batch.get("weights")
     length = targets.shape[1]
-    kept = max(0, length - depth)
+    num_valid = max(0, length - depth)
     shifted = torch.full_like(targets, IGNORED)
-    shifted[:, :kept] = targets[:, depth:]
+    shifted[:, :num_valid] = targets[:, depth:]
     if documents is not None:
-        for step in range(depth if kept else 0):
-            crossing = documents[:, step : step + kept] != documents[:, step + 1 : step + 1 + kept]
-            shifted[:, :kept].masked_fill_(crossing, IGNORED)
+        for step in range(depth if num_valid else 0):
+            crossing = (
+                documents[:, step : step + num_valid]
+                != documents[:, step + 1 : step + 1 + num_valid]
+            )
+            shifted[:, :num_valid].masked_fill_(crossing, IGNORED)
     counted = shifted != IGNORED
     if weights is None:
         return shifted, counted.float()
-    moved = torch.zeros_like(weights)
-    moved[:, :kept] = weights[:, depth:]
-    return shifted, moved * counted
+    shifted_weights = torch.zeros_like(weights)
+    shifted_weights[:, :num_valid] = weights[:, depth:]
+    return shifted, shifted_weights * counted
 
 
 def mtp_divisors(
@@ -81,14 +84,14 @@ def mtp_losses_of(
     """Compute a microbatch's share (depths,) of the mean loss of each MTP layer.
 
     Args:
-        stage: the last.
-        hidden: its finished hidden states.
+        stage: last stage.
+        hidden: final hidden states of the stage.
         batch: the microbatch.
         divisors: as returned by `mtp_divisors`.
-        output: makes of finished hidden states what token losses are asked of.
-        row_split: where processes share out the rows.
+        output: builds an `Output` from final hidden states.
+        row_split: split of the rows over processes, if any.
     """
-    made = stage.mtp_states(
+    depth_states = stage.mtp_states(
         hidden,
         batch["tokens"],
         positions=batch["positions"],
@@ -96,7 +99,7 @@ def mtp_losses_of(
         row_split=row_split,
     )
     shares = []
-    for depth, (states, divisor) in enumerate(zip(made, divisors, strict=True), 1):
+    for depth, (states, divisor) in enumerate(zip(depth_states, divisors, strict=True), 1):
         targets, weights = mtp_targets(batch, depth)
         total = output(states).loss_sum(targets, weights=weights)
         shares.append(total / divisor if divisor else total * 0.0)

@@ -1,4 +1,4 @@
-"""What all optimizers' settings share, how one is chosen, and the learning rate as a function."""
+"""Settings shared by all optimizers, selection by name, and the learning rate schedule."""
 
 import ast
 import pkgutil
@@ -31,56 +31,56 @@ SHARED = (
     "weight_decay",
     "max_grad_norm",
 )
-"""Settings of every optimizer, which have keys of their own in a run file."""
+"""Settings of every optimizer; top-level keys of a run file."""
 OF_A_GROUP = ("learning_rate", "weight_decay")
-"""Settings that a group of parameters may have otherwise."""
+"""Shared settings that a parameter group may override."""
 
 
 class Decay(Protocol):
-    """How a learning rate falls, with its settings."""
+    """Learning rate decay, with its settings."""
 
     def share_left(self, passed: float) -> float:
-        """Return the share of the fall still to come once a share `passed` of updates is made."""
+        """Return the remaining share of the decay after a share `passed` of the updates."""
 
 
 @frozen(kw_only=True)
 class OptimizerKind:
-    """An optimizer that can be chosen by name."""
+    """Optimizer that can be selected by name."""
 
     build: Callable[..., "OptimizerConfig"]
     keys: tuple[str, ...]
-    """Its own settings, beside those that all share."""
+    """Settings of this optimizer, without the shared ones."""
 
 
 def _modules(room: str) -> Iterable[Any]:
-    found = import_module(f"ms_parallel.engine.{room}")
-    names = sorted(module.name for module in pkgutil.iter_modules(found.__path__))
-    return [import_module(f"{found.__name__}.{name}") for name in names]
+    package = import_module(f"ms_parallel.engine.{room}")
+    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    return [import_module(f"{package.__name__}.{name}") for name in names]
 
 
 @cache
 def decays() -> Mapping[str, Callable[..., Decay]]:
-    """List the ways in which a learning rate falls, by name: each module of `decays/` is one."""
+    """Return the learning rate decays by name; each module of `decays/` defines one."""
     return {module.NAME: module.Decay for module in _modules("decays")}
 
 
 @cache
 def optimizers() -> Mapping[str, OptimizerKind]:
-    """List the optimizers by name: each module of `optimizers/` has some as `KINDS`.
+    """Return the optimizers by name, from the `KINDS` of each module of `optimizers/`.
 
-    Others of the same name come before those that it has as `OTHERS`.
+    They take precedence over entries of the same name in a module's `OTHERS`.
     """
     modules = list(_modules("optimizers"))
-    rooms = [getattr(module, name, {}) for name in ("OTHERS", "KINDS") for module in modules]
-    return {name: kind for room in rooms for name, kind in room.items()}
+    tables = [getattr(module, name, {}) for name in ("OTHERS", "KINDS") for module in modules]
+    return {name: kind for table in tables for name, kind in table.items()}
 
 
 @cache
 def declared_optimizers() -> Mapping[str, tuple[str, ...] | None]:
-    """List the optimizers by name, each with its settings; as `optimizers`, but without torch.
+    """Return the settings of each optimizer by name, without importing torch.
 
-    Ours are read from the source, as the keys of run files are. Settings of torch's other classes
-    are None: only their signatures tell.
+    Ours are parsed from the source, as the keys of run files are. torch's other classes map to
+    None, because only their signatures list their settings.
     """
     torch = find_spec("torch")
     exports = torch and _assigned(Path(torch.origin or "").parent / "optim/__init__.py", "__all__")
@@ -101,25 +101,25 @@ def declared_optimizers() -> Mapping[str, tuple[str, ...] | None]:
 
 
 def _assigned(path: Path, name: str) -> ast.expr | None:
-    """Return what a module assigns to a name, as its source writes it."""
+    """Return the expression that a module assigns to a name, parsed from its source."""
     body = ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else []
-    for line in body:
-        if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == name:
-            return line.value
+    for statement in body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == name:
+            return statement.value
     return None
 
 
 def kind_of(config: type[Any]) -> OptimizerKind:
-    """Describe an optimizer that a name chooses, from the class of its settings."""
+    """Build an `OptimizerKind` from the class of an optimizer's settings."""
     return OptimizerKind(
         build=config, keys=tuple(f.name for f in fields(config) if f.name not in SHARED)
     )
 
 
 def _spelled(name: str, known: Iterable[str]) -> str | None:
-    """Find a name among the `known`, whatever its case, hyphens and underscores; else None."""
-    plain = {_plain(one): one for one in known}
-    return plain.get(_plain(name))
+    """Return the known name that matches, ignoring case, hyphens and underscores; else None."""
+    by_plain_name = {_plain(candidate): candidate for candidate in known}
+    return by_plain_name.get(_plain(name))
 
 
 def _plain(name: str) -> str:
@@ -127,10 +127,10 @@ def _plain(name: str) -> str:
 
 
 def _chosen(what: str, value: object, known: Iterable[str]) -> tuple[str, dict[str, Any]]:
-    """Read a known name and its settings from a name, or from a table that has one as `name`.
+    """Return a known name and its settings, from a name or from a table with a `name`.
 
     Raises:
-        ConfigError: it is neither, or the name is unknown.
+        ConfigError: the value is neither, or the name is unknown.
     """
     table = {"name": value} if isinstance(value, str) else value
     if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
@@ -150,7 +150,7 @@ def _built(what: str, build: Callable[..., Any], keys: Iterable[str], given: dic
 
 
 def _check_known(what: str, given: Mapping[str, Any], keys: Iterable[str] | None) -> None:
-    """Check the names of settings; keys that are None are not known yet."""
+    """Check that all settings are among `keys`; None accepts any."""
     for key in given:
         if keys is not None and key not in keys:
             known = nearest(str(key), keys) if keys else "it has no settings"
@@ -158,31 +158,33 @@ def _check_known(what: str, given: Mapping[str, Any], keys: Iterable[str] | None
 
 
 def decay_of(value: object) -> Decay:
-    """Build the decay of a name, or of a table of its `name` and settings.
+    """Build a decay from its name, or from a table of its `name` and settings.
 
     Raises:
-        ConfigError: there is none such, or a setting is not one of its own.
+        ConfigError: the name or a setting is unknown.
     """
-    name, given = _chosen("decay", value, decays())
-    kind: Any = decays()[name]
-    made: Decay = _built(f"decay {name!r}", kind, [f.name for f in fields(kind)], given)
-    return made
+    name, settings = _chosen("decay", value, decays())
+    decay_class: Any = decays()[name]
+    schedule: Decay = _built(
+        f"decay {name!r}", decay_class, [f.name for f in fields(decay_class)], settings
+    )
+    return schedule
 
 
 def decay(instance: object, attribute: "Attribute[Any]", value: object) -> None:
-    """Check that a decay of this name exists, and takes the settings given with it."""
+    """Validate that a decay of this name exists and accepts its settings."""
     try:
         decay_of(value)
     except ConfigError as error:
-        text = str(error)
-        raise ConfigError(attribute.name + text.removeprefix("decay")) from error
+        message = str(error)
+        raise ConfigError(attribute.name + message.removeprefix("decay")) from error
 
 
 def named_optimizer(value: object) -> tuple[str, dict[str, Any]]:
-    """Read the name of an optimizer as it is spelled, and the settings beside it.
+    """Return an optimizer's canonical name and the settings given with it.
 
     Raises:
-        ConfigError: there is none such.
+        ConfigError: the optimizer is unknown.
     """
     return _chosen("optimizer", value, declared_optimizers())
 
@@ -193,22 +195,22 @@ def optimizer_of(
     """Build the settings of an optimizer from its name, or a table of its `name` and settings.
 
     Args:
-        value: the name in any case and with or without hyphens, or the table.
-        otherwise: settings that only some optimizers have, for where the table has them not.
-        shared: settings that all have.
+        value: name in any case and with or without hyphens, or a table.
+        otherwise: defaults for settings that only some optimizers have.
+        shared: settings that all optimizers have.
 
     Raises:
-        ConfigError: there is none such, or a setting cannot be used.
+        ConfigError: the optimizer is unknown, or a setting is invalid.
     """
-    name, given = named_optimizer(value)
-    _check_known(f"optimizer {name!r}", given, declared_optimizers()[name])
+    name, settings = named_optimizer(value)
+    _check_known(f"optimizer {name!r}", settings, declared_optimizers()[name])
     kind = optimizers()[name]
-    apart = {key: own for key, own in (otherwise or {}).items() if key in kind.keys}
+    defaults = {key: overrides for key, overrides in (otherwise or {}).items() if key in kind.keys}
 
-    def build(**own: Any) -> OptimizerConfig:
-        return kind.build(**{**shared, **apart, **own})
+    def build(**overrides: Any) -> OptimizerConfig:
+        return kind.build(**{**shared, **defaults, **overrides})
 
-    config: OptimizerConfig = _built(f"optimizer {name!r}", build, kind.keys, given)
+    config: OptimizerConfig = _built(f"optimizer {name!r}", build, kind.keys, settings)
     return config
 
 
@@ -216,7 +218,7 @@ def check_takes(value: object, keys: Iterable[str]) -> None:
     """Check that an optimizer has settings of these names.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: one of them is unknown.
     """
     name, _ = named_optimizer(value)
     declared = declared_optimizers()[name]
@@ -226,10 +228,10 @@ def check_takes(value: object, keys: Iterable[str]) -> None:
 
 
 def betas(value: Sequence[float]) -> tuple[float, float]:
-    """Convert a list of two decays of moments to a pair.
+    """Convert a list of two moment decays to a pair.
 
     Raises:
-        ConfigError: it is not two numbers from 0 up to, not including, 1.
+        ConfigError: the value is not two numbers in [0, 1).
     """
     pair = tuple(value) if isinstance(value, list | tuple) else ()
     fits = [isinstance(b, int | float) and not isinstance(b, bool) and 0 <= b < 1 for b in pair]
@@ -241,9 +243,9 @@ def betas(value: Sequence[float]) -> tuple[float, float]:
 
 
 def _groups(instance: "OptimizerConfig", attribute: "Attribute[Any]", value: object) -> None:
-    """Check a table of settings for each pattern of parameters' names."""
-    own = [f.name for f in fields(type(instance)) if f.name not in (*SHARED, attribute.name)]
-    known = [*OF_A_GROUP, *own]
+    """Validate a table of settings per pattern of parameter names."""
+    specific = [f.name for f in fields(type(instance)) if f.name not in (*SHARED, attribute.name)]
+    allowed = [*OF_A_GROUP, *specific]
     if not isinstance(value, Mapping) or not all(isinstance(g, Mapping) for g in value.values()):
         raise ConfigError(
             f"{attribute.name} is {shown(value)}; give a table of settings for each pattern of"
@@ -251,35 +253,35 @@ def _groups(instance: "OptimizerConfig", attribute: "Attribute[Any]", value: obj
         )
     for pattern, settings in value.items():
         for key in settings:
-            if key not in known:
+            if key not in allowed:
                 raise ConfigError(
                     f"group {pattern!r} has unknown setting {shown(key)};"
-                    f" {nearest(str(key), known)}"
+                    f" {nearest(str(key), allowed)}"
                 )
 
 
 @frozen(kw_only=True)
 class ParameterGroup:
-    """Parameters that are updated alike."""
+    """Parameters that are updated with the same settings."""
 
     names: tuple[str, ...]
     config: Any
-    """The optimizer's settings with those of the group."""
+    """Optimizer settings with the overrides of the group."""
     rate: float
-    """What the learning rate is multiplied by."""
+    """Factor on the learning rate."""
     weight_decay: float
 
 
 @frozen(kw_only=True)
 class OptimizerConfig(ABC):
-    """What every optimizer has: a rate with a linear warm-up and a decay, and a limit of gradients.
+    """Settings of every optimizer: learning rate schedule, weight decay and gradient clipping.
 
     Raises:
-        ConfigError: a value is of the wrong kind or out of range.
+        ConfigError: a value has the wrong type or is out of range.
     """
 
     offloads: ClassVar[bool] = False
-    """Whether its moments may lie in the machine's memory while its device computes."""
+    """Whether moments may be kept in host memory while the device computes."""
 
     learning_rate: float = field(default=3e-4, validator=number())
     """The highest rate, reached at the end of the warm-up."""
@@ -310,33 +312,34 @@ class OptimizerConfig(ABC):
 
     @abstractmethod
     def rules(self, held: "Held") -> "list[Rule]":
-        """Build the rules that update the parameters of a process.
+        """Build the rules that update this process's parameters.
 
         Raises:
             ConfigError: the optimizer cannot update them under this layout.
         """
 
     def shares(self, held: "Held", chosen: Iterable[str] | None = None) -> list[ParameterGroup]:
-        """Group the parameters, or some that are `chosen`, by what they are updated with."""
+        """Group the parameters (`chosen`; default: all) by the settings that apply to them."""
         names: dict[tuple[str | None, bool], list[str]] = {}
         for name in held.parameters if chosen is None else chosen:
-            called = held.called(name)
-            pattern = next((p for p in self.groups if fnmatchcase(called, p)), None)
-            own = self.groups.get(pattern or "", {})
-            decays = held.parameters[name].dim() > 1 or "weight_decay" in own
+            setting_name = held.called(name)
+            pattern = next((p for p in self.groups if fnmatchcase(setting_name, p)), None)
+            overrides = self.groups.get(pattern or "", {})
+            decays = held.parameters[name].dim() > 1 or "weight_decay" in overrides
             names.setdefault((pattern, decays), []).append(name)
         return [
-            self._share(pattern, decays, tuple(alike)) for (pattern, decays), alike in names.items()
+            self._share(pattern, decays, tuple(group_names))
+            for (pattern, decays), group_names in names.items()
         ]
 
     def _share(self, pattern: str | None, decays: bool, names: tuple[str, ...]) -> ParameterGroup:
-        own = self if pattern is None else self._of_group(pattern)
+        config = self if pattern is None else self._of_group(pattern)
         peak = self.learning_rate
         return ParameterGroup(
             names=names,
-            config=own,
-            rate=own.learning_rate / peak if peak else 1.0,
-            weight_decay=own.weight_decay if decays else 0.0,
+            config=config,
+            rate=config.learning_rate / peak if peak else 1.0,
+            weight_decay=config.weight_decay if decays else 0.0,
         )
 
     def _of_group(self, pattern: str) -> "OptimizerConfig":
@@ -347,10 +350,10 @@ class OptimizerConfig(ABC):
 
 
 def learning_rate(step: int, config: OptimizerConfig) -> float:
-    """Return the rate of update number `step`, counted from 0.
+    """Return the learning rate of update number `step`, counted from 0.
 
-    Warm-up: lr·(step+1)/warmup. Then lr·(f + (1-f)·d(t)), with t the share of `decay_steps` after
-    the warm-up that has passed, d the decay and f the `final_ratio`.
+    Warm-up: lr·(step+1)/warmup. Then lr·(f + (1-f)·d(t)), with t the elapsed share of `decay_steps`
+    after the warm-up, d the decay and f the `final_ratio`.
     """
     peak = config.learning_rate
     if step < config.warmup_steps:
@@ -358,6 +361,6 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
     if config.decay_steps is None:
         return peak
     span = max(config.decay_steps - config.warmup_steps, 1)
-    passed = min((step - config.warmup_steps) / span, 1.0)
+    elapsed = min((step - config.warmup_steps) / span, 1.0)
     floor = config.final_ratio
-    return peak * (floor + (1.0 - floor) * config.schedule.share_left(passed))
+    return peak * (floor + (1.0 - floor) * config.schedule.share_left(elapsed))

@@ -1,4 +1,4 @@
-"""What the last stage gives a loss: logits, token losses, entropies and extra heads."""
+"""Last-stage output as a loss sees it: logits, token losses, entropies and extra heads."""
 
 from collections.abc import Callable, Mapping
 
@@ -17,24 +17,25 @@ from ms_parallel.split.tensor_parallel import gather_sequence, gather_vocabulary
 
 EVERYWHERE = slice(None)
 WHOLE_LOGITS_BYTES = 256 * 2**20
-"""Logits up to this size are held for the backward; beyond it, computed twice by chunks."""
+"""Logits up to this size are saved for the backward; larger ones are recomputed in chunks."""
 
 
 class HeadOutput:
-    """The last stage's normalized hidden state and head, from which logits or losses follow.
+    """Final hidden states and output head, from which logits and losses are computed.
 
     Args:
-        hidden: (B, S, H); under tensor parallelism this rank's part of the sequence, (B, S/t, H).
-        weight: (V, H); under tensor parallelism a DTensor split over the vocabulary.
-        ops: the model's operators.
-        groups: the layout's processes.
+        hidden: normalized hidden states (B, S, H); under tensor parallelism the local part of the
+            sequence, (B, S/t, H).
+        weight: head weight (V, H); under tensor parallelism a DTensor split over the vocabulary.
+        ops: operators of the model.
+        groups: process groups of the layout.
         heads: weight and offset of each extra head, by name.
-        softcap: what logits are bent to stay below.
-        split: the tensor axis splits the sequence and the vocabulary; else each rank has all.
-        row_split: where processes share out the positions, how: `hidden` is then of this process's,
-            and what is asked for and given is of the whole rows.
-        make_logits: from hidden states (B, S, H), where logits are more than the head's product;
-            they are then held whole.
+        softcap: soft cap on the logits; None for no cap.
+        split: whether the tensor axis splits the sequence and the vocabulary.
+        row_split: split of positions over processes, if any; `hidden` then has the local positions,
+            while arguments and results of all methods have whole rows.
+        make_logits: computes logits from hidden states (B, S, H) for heads that are more than a
+            matrix product; the logits are then materialized.
     """
 
     def __init__(
@@ -61,13 +62,13 @@ class HeadOutput:
         self.hidden = gather_sequence(hidden, groups) if self.split else hidden
 
     def logits(self, positions: slice = EVERYWHERE) -> Tensor:
-        """Compute logits (B, S, V) of some positions, or all, gathered over what splits them."""
+        """Compute logits (B, S, V) of these positions, gathered over the axes that split them."""
         if self.row_split is None:
             return self._logits(positions)
         return self.row_split.whole(self._logits(EVERYWHERE))[:, positions]
 
     def _logits(self, positions: slice) -> Tensor:
-        """Compute the logits of this process's positions."""
+        """Compute the logits of the local positions."""
         if self.make_logits is not None:
             return self.make_logits(self.hidden[:, positions])
         local = F.linear(self.hidden[:, positions], self.weight)
@@ -82,21 +83,23 @@ class HeadOutput:
         """Compute -log p(target), float32 (float64 for float64) (B, S), 0 for a target of -100."""
         if self.row_split is None:
             return self._token_losses(targets, temperature, z_loss)
-        own = self.row_split.mine(targets)
-        return self.row_split.whole(self._token_losses(own, temperature, z_loss))
+        local_targets = self.row_split.mine(targets)
+        return self.row_split.whole(self._token_losses(local_targets, temperature, z_loss))
 
     def loss_sum(
         self, targets: Tensor, *, weights: Tensor | None = None, z_loss: float = 0.0
     ) -> Tensor:
-        """Compute the sum of `token_losses`, each times its weight (B, S); a scalar.
+        """Compute the sum of `token_losses`, weighted by `weights` (B, S); a scalar.
 
-        In one process it costs three products with the head's weight, where `token_losses` of more
-        than 256 MiB of logits costs four.
+        In a single process this takes three matrix products with the head weight; `token_losses`
+        takes four if the logits exceed 256 MiB.
         """
-        apart = self.row_split is not None or self.split or self.make_logits is not None
-        if apart or not self._ops_take(weights, z_loss):
-            more = {"z_loss": z_loss} if z_loss else {}
-            return _weighted_sum(self.token_losses(targets, **more), weights)
+        needs_token_losses = (
+            self.row_split is not None or self.split or self.make_logits is not None
+        )
+        if needs_token_losses or not self._ops_take(weights, z_loss):
+            options = {"z_loss": z_loss} if z_loss else {}
+            return _weighted_sum(self.token_losses(targets, **options), weights)
         if self.ops is operators:
             return operators.linear_cross_entropy(
                 self.hidden,
@@ -110,11 +113,11 @@ class HeadOutput:
         return self.ops.linear_cross_entropy(self.hidden, self.weight, targets, reduction="sum")
 
     def _ops_take(self, weights: Tensor | None, z_loss: float) -> bool:
-        """Whether the operators compute such a sum; only ours have weights, softcap and z-loss."""
+        """Whether the operators have this sum; only ours have all options."""
         return self.ops is operators or (weights is None and self.softcap is None and not z_loss)
 
     def _token_losses(self, targets: Tensor, temperature: float, z_loss: float) -> Tensor:
-        """Compute the losses of this process's positions."""
+        """Compute the losses of the local positions."""
         if temperature != 1.0 or self.make_logits is not None:
             return _token_losses(self._logits(EVERYWHERE), targets, temperature, z_loss)
         if self.split:
@@ -124,7 +127,7 @@ class HeadOutput:
                 flat, self.weight, targets.flatten(), group, limit, self.softcap, z_loss
             )
             return losses.view(targets.shape)
-        if self.softcap is not None or z_loss:  # which `Ops` does not have
+        if self.softcap is not None or z_loss:  # not in the `Ops` protocol
             return operators.linear_cross_entropy(
                 self.hidden,
                 self.weight,
@@ -136,17 +139,19 @@ class HeadOutput:
         return self.ops.linear_cross_entropy(self.hidden, self.weight, targets, reduction="none")
 
     def entropies(self, counted: Tensor, *, temperature: float = 1.0) -> Tensor:
-        """Compute softmax(logits / temperature)'s entropy in nats, float32 (B, S), if counted."""
+        """Compute entropies of softmax(logits / temperature) in nats, float32 (B, S)."""
         if self.row_split is None:
             return _entropies(self._logits(EVERYWHERE), counted, temperature)
-        own = self.row_split.mine(counted)
-        return self.row_split.whole(_entropies(self._logits(EVERYWHERE), own, temperature))
+        local_counted = self.row_split.mine(counted)
+        return self.row_split.whole(
+            _entropies(self._logits(EVERYWHERE), local_counted, temperature)
+        )
 
     def head(self, name: str) -> Tensor:
-        """Compute what an extra head makes of the hidden states, float32 (B, S, its width).
+        """Compute an extra head's output for the hidden states, float32 (B, S, width).
 
         Raises:
-            ModelError: there is none of that name.
+            ModelError: there is no head of that name.
         """
         if name not in self.heads:
             raise ModelError(
@@ -157,12 +162,12 @@ class HeadOutput:
         hidden, weight, offset = (
             _share_of_gradient(widen(x), parts) for x in (self.hidden, *self.heads[name])
         )
-        made = F.linear(hidden, weight, offset)
-        return made if self.row_split is None else self.row_split.whole(made)
+        output = F.linear(hidden, weight, offset)
+        return output if self.row_split is None else self.row_split.whole(output)
 
 
 class LogitsOutput:
-    """The logits of a model that has no head apart from it.
+    """Output of a model that returns logits without a separate head.
 
     Args:
         whole: logits (B, S, V), the same on every tensor rank.
@@ -172,7 +177,7 @@ class LogitsOutput:
         self.whole = whole
 
     def logits(self, positions: slice = EVERYWHERE) -> Tensor:
-        """Compute the logits (B, S, V) of some positions, or of all."""
+        """Return the logits (B, S, V) of the given positions."""
         return self.whole[:, positions]
 
     def token_losses(
@@ -184,7 +189,7 @@ class LogitsOutput:
     def loss_sum(
         self, targets: Tensor, *, weights: Tensor | None = None, z_loss: float = 0.0
     ) -> Tensor:
-        """Compute the sum of `token_losses`, each times its weight (B, S); a scalar."""
+        """Compute the sum of `token_losses`, weighted by `weights` (B, S); a scalar."""
         return _weighted_sum(self.token_losses(targets, z_loss=z_loss), weights)
 
     def entropies(self, counted: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -192,7 +197,7 @@ class LogitsOutput:
         return _entropies(self.whole, counted, temperature)
 
     def head(self, name: str) -> Tensor:
-        """Refuse: a module of one's own shows no hidden states.
+        """Raise an error: a user's own module does not expose its hidden states.
 
         Raises:
             ModelError: always.
@@ -217,5 +222,5 @@ def _entropies(logits: Tensor, counted: Tensor, temperature: float) -> Tensor:
 
 
 def _share_of_gradient(x: Tensor, parts: int) -> Tensor:
-    """Let one part in `parts` of the gradient of `x` flow: each tensor rank has its share of it."""
+    """Scale the gradient of `x` by 1 / parts, for ranks whose equal gradients are summed."""
     return x if parts == 1 else x.detach() + (x - x.detach()) / parts

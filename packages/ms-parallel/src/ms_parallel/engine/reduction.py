@@ -51,10 +51,10 @@ class Reduction(Protocol):
         """Sum results and squared gradients over the global batch in one all-reduce.
 
         Args:
-            results: of this process's microbatches; empty away from the last stage.
+            results: results of the local microbatches; empty except on the last stage.
             metrics: number of the loss's statistics.
             mtp: number of multi-token-prediction losses.
-            gradients: this process's part of each.
+            gradients: local part of each gradient, by parameter name.
             row_terms: `RowCheck.terms`, (TERMS,) on the CPU.
         """
 
@@ -91,11 +91,11 @@ class SummedReduction:
         return sum_over_rows(values.sum(0), self.groups)
 
     def numerics(self) -> AbstractContextManager[None]:
-        """Leave torch's algorithms as they are."""
+        """Keep torch's default algorithms."""
         return nullcontext()
 
     def head_weight(self, weight: Tensor) -> Tensor:
-        """Return the weight itself; its gradient flows as any other."""
+        """Return the weight itself; its gradient is accumulated by autograd."""
         return weight
 
     def gradients(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Results of an optimizer step: one microbatch, the sums over all of them, the whole step."""
+"""Results of an optimizer step: per microbatch, summed over microbatches, and the step's report."""
 
 from collections.abc import Mapping, Sequence
 from math import nan

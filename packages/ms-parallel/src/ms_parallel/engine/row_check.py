@@ -255,8 +255,10 @@ def _repeated(of_data_ranks: Mapping[int, tuple[int, int]]) -> tuple[list[int], 
         if numbers[1]:
             owners.setdefault(numbers, []).append(data_rank)
     groups = [(distinct > 1, ranks) for (_, distinct), ranks in owners.items() if len(ranks) > 1]
-    several, ranks = max(groups, key=lambda group: (group[0], len(group[1])), default=(False, []))
-    return ranks, several
+    has_several, ranks = max(
+        groups, key=lambda group: (group[0], len(group[1])), default=(False, [])
+    )
+    return ranks, has_several
 
 
 def _is_on_host(value: Tensor) -> bool:
@@ -281,7 +283,7 @@ def _distinct(microbatches: Sequence[Batch]) -> int:
     """Count the different rows that have targets, up to 2; 0 for one row that is repeated.
 
     Rows without targets are padding. A small dataset may fill every rank with copies of one row, so
-    copies are no sign that a rank reads the rows of another.
+    copies do not show that a rank reads the rows of another.
     """
     first: Tensor | None = None
     count = 0

@@ -161,13 +161,13 @@ class StageRunner:
         *,
         caches: Mapping[int, KeyValueCache] | None = None,
     ) -> list[Tensor]:
-        """Return `function(output, microbatch)` of each; empty away from the last stage.
+        """Return `function(output, microbatch)` of each; empty except on the last stage.
 
-        With caches every context rank holds whole rows.
+        With caches every context rank processes complete rows.
         """
         batches = [self._to_device(microbatch) for microbatch in microbatches]
-        whole = caches is not None
-        row_splits = [None if whole else self.splitter.split(each) for each in microbatches]
+        has_caches = caches is not None
+        row_splits = [None if has_caches else self.splitter.split(rows) for rows in microbatches]
 
         def apply(number: int, hidden: Tensor) -> Tensor:
             with reading(batches[number]):

@@ -1,4 +1,4 @@
-"""An engine's state as one flat dict that torch.distributed.checkpoint saves and loads."""
+"""Engine state as a flat dict for torch.distributed.checkpoint."""
 
 from collections.abc import Mapping
 
@@ -15,12 +15,15 @@ TAKEN, STEP, SCALE = "optimizer.taken", "engine.step", "engine.loss_scale"
 
 
 def state_of(trained: Trainable, step: int, beside: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Collect weights under their own names, and moments under `optimizer.MOMENT.NAME`.
+    """Return a dict of weights by name, moments as `optimizer.MOMENT.NAME`, and `beside`.
 
-    What is given `beside` them, such as the load of experts, comes under its own names.
+    Tensors share the engine's storage. A tied copy is stored under its owner's name on every stage
+    that has a copy; the checkpoint planner deduplicates equal parts.
 
-    Tensors share the engine's storage. A tied copy goes under its owner's name, on each stage
-    that holds one: the planner keeps one of equal parts.
+    Args:
+        trained: parameters and their optimizer.
+        step: number of steps performed.
+        beside: further tensors to save by name, such as expert counts.
     """
     owners = {copy: owner for owner, copy in trained.plan.tied}
     state: dict[str, Tensor] = dict(beside)
@@ -42,11 +45,12 @@ def state_of(trained: Trainable, step: int, beside: Mapping[str, Tensor]) -> dic
 def align_kinds(
     state: Mapping[str, Tensor], trained: Trainable, beside: Mapping[str, Tensor], groups: Groups
 ) -> None:
-    """Make equal what processes on unlike devices hold of the same weights and moments.
+    """Make replicas of weights and optimizer state equal across unlike devices.
 
-    Each kind of device rounds updates in its own way, so copies drift apart by rounding errors. A
-    checkpoint holds one of them; so that a run that goes on from it is the one that went on, all
-    take that one over. All processes call this; where they are of one kind nothing is done.
+    Each kind of device rounds updates differently, so replicas drift apart by rounding errors, and
+    a checkpoint holds only one of them. Copying that replica to all processes makes the current run
+    equal to a run that is resumed from the checkpoint. All processes call this; it does nothing if
+    their devices are of one kind.
     """
     if groups.kinds is None:
         return
@@ -54,11 +58,15 @@ def align_kinds(
     for name in names:
         groups.kinds.align(local_part(state[name]))
     first, last = trained.placement[0], trained.placement[-1]
-    here, group = groups.place.pipeline, groups.group("pipeline")
-    for owner, _ in trained.plan.tied if first != last and here in (first, last) else ():
-        for name in (each for each in names if each == owner or each.endswith(f".{owner}")):
+    pipeline_rank, group = groups.place.pipeline, groups.group("pipeline")
+    for owner, _ in trained.plan.tied if first != last and pipeline_rank in (first, last) else ():
+        for name in (
+            candidate
+            for candidate in names
+            if candidate == owner or candidate.endswith(f".{owner}")
+        ):
             host = local_part(state[name]).to(groups.wire)
-            if here == first:
+            if pipeline_rank == first:
                 dist.send(host, groups.peer("pipeline", last), group=group)
             else:
                 dist.recv(host, groups.peer("pipeline", first), group=group)
@@ -70,20 +78,23 @@ def align_kinds(
 def load_state(
     trained: Trainable, state: Mapping[str, Tensor], beside: Mapping[str, Tensor]
 ) -> int:
-    """Take over a dict of the form of `state_of` under the same layout.
+    """Load a dict as returned by `state_of` under the same layout.
 
     Returns:
-        The step that it was taken at.
+        The step at which it was saved.
 
     Raises:
-        CheckpointError: names or shapes are not this engine's.
+        CheckpointError: names or shapes differ from this engine's.
     """
-    own = state_of(trained, 0, beside)
-    missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    expected = state_of(trained, 0, beside)
+    missing, unknown = (
+        sorted(expected.keys() - state.keys()),
+        sorted(state.keys() - expected.keys()),
+    )
     if missing or unknown:
         problem = f"lacks {missing[0]!r}" if missing else f"has unknown {unknown[0]!r}"
         raise CheckpointError(f"the state {problem}; it is of another model or another stage")
-    for name, tensor in own.items():
+    for name, tensor in expected.items():
         target, source = local_part(tensor), local_part(state[name])
         if target.shape != source.shape:
             raise CheckpointError(
@@ -98,7 +109,7 @@ def load_state(
 
 
 def _refresh_copies(trained: Trainable) -> None:
-    """Copy a loaded owner, and its state, to its tied copy where one process holds both."""
+    """Copy loaded weights and optimizer state to tied copies that are on the same process."""
     for owner, copy in trained.plan.tied:
         if owner in trained.parameters and copy in trained.parameters:
             local_part(trained.parameters[copy]).copy_(local_part(trained.parameters[owner]))

@@ -1,4 +1,4 @@
-"""The parameters that an engine trains, with their gradients and their optimizer."""
+"""Trainable parameters of an engine, with their gradients and their optimizer."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,21 +16,21 @@ from ms_parallel.split.tensor_parallel import is_whole
 
 
 class Trainable:
-    """This process's parameters by name, and the optimizer over them.
+    """Local parameters by name, and their optimizer.
 
-    Parameters that are neither split nor sharded have their gradients summed over the processes
-    that shard the others, and count once in the norm.
+    Gradients of parameters that are neither split nor sharded are summed over the processes that
+    shard the other parameters; they count once in the gradient norm.
 
     Args:
-        stages: this process's, by number.
+        stages: this process's stages by number.
         plan: how the model is split.
         placement: pipeline rank of each stage.
-        groups: the layout's processes.
-        config: the optimizer's settings.
-        weights: gives how a folder's tensors make up the parameters.
-        frozen_too: also parameters that take no gradient.
-        offload: whether moments lie in the machine's memory.
-        summed: whether backwards sum gradients over processes; else these are left to the caller.
+        groups: process groups of the layout.
+        config: optimizer settings.
+        weights: returns the mapping from a folder's tensors to the parameters.
+        frozen_too: include parameters without gradients.
+        offload: keep optimizer moments in host memory.
+        summed: whether backwards sum gradients over processes; otherwise the caller does.
     """
 
     def __init__(
@@ -53,41 +53,43 @@ class Trainable:
             for name, parameter in stage.named_parameters()
             if parameter.requires_grad or frozen_too
         }
-        # Kept, as matching hundreds of names against patterns each step would cost.
+        # Cached: matching hundreds of names against patterns is too slow for every step.
         self.whole = [
             name for name in self.parameters if groups.layout.tensor > 1 and is_whole(name, plan)
         ]
-        alike = {
+        replicated = {
             name: parameter
             for name, parameter in self.parameters.items()
             if groups.layout.shards > 1 and is_whole_here(parameter)
         }
-        for parameter in alike.values() if summed else ():
+        for parameter in replicated.values() if summed else ():
             parameter.register_hook(self._sum_over_shards)  # type: ignore[no-untyped-call]
         self.counted = [
             name
             for name in self.parameters
             if groups.is_first_replica
             and is_counted(name, plan, placement, groups)
-            and (name not in alike or groups.token_rank == 0)
+            and (name not in replicated or groups.token_rank == 0)
         ]
-        every = [parameter for stage in stages.values() for parameter in stage.parameters()]
-        held = Held(
+        all_parameters = [
+            parameter for stage in stages.values() for parameter in stage.parameters()
+        ]
+        params = Held(
             parameters=self.parameters, plan=plan, groups=groups, weights=weights, offload=offload
         )
-        self.optimizer = GroupedOptimizer(held, config, every)
+        self.optimizer = GroupedOptimizer(params, config, all_parameters)
 
     def _sum_over_shards(self, gradient: Tensor) -> Tensor:
         return self.groups.all_reduce(gradient.contiguous().clone(), "shards")
 
     def squared_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Sum of squares of what is counted on this process, a float32 scalar."""
+        """Return the sum of squares of the locally counted gradients, a float32 scalar."""
         return squared_norm([gradients[name] for name in self.counted], self.groups.device)
 
     def apply(self, gradients: Mapping[str, Tensor] | None, norm: float, rate: float) -> None:
         """Clip gradients of this L2 norm in place, and update the parameters.
 
-        None skips the update; torch's optimizer hooks, by which profilers count steps, still run.
+        None skips the update, but torch's optimizer hooks, by which profilers count steps, run.
         """
         limit = self.optimizer.config.max_grad_norm
         if gradients is not None and limit is not None and norm > limit:

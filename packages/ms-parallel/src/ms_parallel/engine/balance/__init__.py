@@ -1,1 +1,1 @@
-"""The load of experts over an update: counted, balanced, and logged."""
+"""Expert load balancing: counts tokens per expert, balances them, and reports the load."""

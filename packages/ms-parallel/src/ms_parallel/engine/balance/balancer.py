@@ -1,7 +1,7 @@
-"""Counts over an update how many tokens chose each expert, and balances the next ones by it.
+"""Counts tokens per expert over an update, and balances the following updates by the counts.
 
-Counts are whole numbers, summed over all processes once an update, so that they, the bias and the
-losses' factors are the same under every layout and however the batch is cut.
+Counts are integers summed over all processes once per update, so they, the bias and the factors of
+the losses are the same under every layout and microbatch size.
 """
 
 import json
@@ -22,46 +22,46 @@ from ms_parallel.models.experts.choice import Mixture
 COUNTS = "experts.counts"
 LAYER = re.compile(r".*\blayers\.(\d+)\.")
 NOTED = 3
-"""Sums of an account."""
+"""Number of sums in an `Account`."""
 
 
 @frozen(kw_only=True, eq=False)
 class ExpertLoad:
-    """How an update's tokens were shared out over experts; the same on every process."""
+    """Distribution of an update's tokens over experts; the same on every process."""
 
     layers: tuple[int, ...]
-    """Numbers of the layers that have experts."""
+    """Numbers of the layers with experts."""
     counts: Tensor
-    """(layers, experts) int64: tokens that chose each; none is ever dropped."""
+    """(layers, experts) int64: tokens routed to each expert; none are dropped."""
     entropy: tuple[float, ...]
-    """Entropy of each layer's scores in nats, the mean over tokens; log E where they are even."""
+    """Entropy of each layer's router scores in nats, averaged over tokens; log E if uniform."""
     balance_loss: float
-    """What balancing adds to the loss, its coefficient included."""
+    """Balance loss, including its coefficient."""
     z_loss: float
-    """What the logits' size adds to the loss, its coefficient included."""
+    """Router z-loss, including its coefficient."""
     bias: Tensor | None
-    """(layers, experts) float32 before the update, where scores are corrected."""
+    """(layers, experts) float32 score correction before the update; None without one."""
     ranks: int = 1
-    """Processes that share out the experts, as many for each."""
+    """Number of ranks over which the experts are split evenly."""
 
     @property
     def dropped_share(self) -> float:
-        """Share of the choices that no expert took: none."""
+        """Share of routing choices that were dropped; always 0."""
         return 0.0
 
     @property
     def highest_load(self) -> float:
-        """The most that any expert had, in times of an even share; 0 where no token came."""
+        """Highest load of an expert relative to an even share; 0 without tokens."""
         return _highest(self.counts)
 
     @property
     def highest_rank_load(self) -> float:
-        """The same of the ranks of the expert axis, each of which has a share of the experts."""
+        """Highest load of an expert-parallel rank relative to an even share; 0 without tokens."""
         return _highest(self.counts.view(len(self.counts), self.ranks, -1).sum(2))
 
     @property
     def by_layer(self) -> dict[str, str]:
-        """Each layer's counts, and its bias where it has one, as JSON in flat fields."""
+        """Counts and bias of each layer, as JSON in flat fields."""
         facts = {"counts": self.counts} | ({} if self.bias is None else {"bias": self.bias})
         return {
             f"{name}.{layer}": json.dumps(values)
@@ -71,22 +71,22 @@ class ExpertLoad:
 
 
 def _highest(counts: Tensor) -> float:
-    """Return the most in any row of `counts` (rows, parts), in times of the row's even share."""
+    """Return the maximum of `counts` (rows, parts), each divided by the mean of its row."""
     even = counts.sum(1, keepdim=True) / counts.shape[1]
     return float((counts / even).nan_to_num(0.0).max())
 
 
 class Balancer:
-    """The routers of this process's stages, and what the whole model's did in the last update.
+    """Routers of this process's stages, and the whole model's counts of the last update.
 
     Args:
-        stages: this process's, by number.
-        mixture: of the whole model; None where it has none, and then nothing is done.
-        groups: the layout's processes.
-        balance: how.
+        stages: this process's stages by number.
+        mixture: experts of the whole model; None for a dense model, which needs no balancing.
+        groups: process groups of the layout.
+        balance: balancing settings.
 
     Raises:
-        ConfigError: the settings ask for what the model does not have.
+        ConfigError: the settings need something that the model does not have.
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class Balancer:
         self.rows: dict[int, Any] = {}
         for stage in stages.values() if self.layers else ():
             for name, module in stage.named_modules():
-                found = LAYER.match(name)
-                if isinstance(module, Accounted) and found and int(found[1]) in self.layers:
+                match = LAYER.match(name)
+                if isinstance(module, Accounted) and match and int(match[1]) in self.layers:
                     self.names[name] = module
-                    self.rows[self.layers.index(int(found[1]))] = module
+                    self.rows[self.layers.index(int(match[1]))] = module
         experts = mixture.choice.num_experts if mixture is not None else 0
         self.chosen = mixture.choice.num_experts_per_tok if mixture is not None else 0
         self.corrected = mixture is not None and mixture.choice.corrected
@@ -115,7 +115,7 @@ class Balancer:
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """What the next update depends on, by name; shares storage."""
+        """State that the next update depends on, by name; shares storage."""
         if not self.layers:
             return {}
         biases = {
@@ -127,25 +127,25 @@ class Balancer:
 
     def beside(self, stages: Mapping[int, nn.Module]) -> "Balancer":
         """Build a balancer that shares the counts, for other stages of the same model."""
-        other = Balancer(stages, self.mixture, self.groups, self.balance)
-        other.counts = self.counts
-        return other
+        balancer = Balancer(stages, self.mixture, self.groups, self.balance)
+        balancer.counts = self.counts
+        return balancer
 
     @contextmanager
     def count_tokens(self, tokens: int, scale: float = 1.0) -> Iterator[None]:
-        """Count forwards and backwards inside the block, and bring the losses' gradients along.
+        """Count routed tokens and add the gradients of the balance losses inside the block.
 
         Args:
-            tokens: of the whole update.
-            scale: what all gradients of the update are multiplied by.
+            tokens: number of tokens in the whole update.
+            scale: factor on all gradients of the update.
         """
         if not self.layers:  # a dense model
             yield
             return
-        documents, each = Documents(), len(self.layers) * tokens
-        rate = (self.balance.coefficient or 0.0) * self.counts.shape[1] / each
-        z_rate = self.balance.z_coefficient / each
-        known = bool(self.counts.any())
+        documents, num_terms = Documents(), len(self.layers) * tokens
+        rate = (self.balance.coefficient or 0.0) * self.counts.shape[1] / num_terms
+        z_rate = self.balance.z_coefficient / num_terms
+        has_counts = bool(self.counts.any())
         for row, router in self.rows.items():
             load = None
             if self.balance.method == "step":
@@ -156,7 +156,7 @@ class Balancer:
             router.account = Account(
                 self.counts.shape[1],
                 documents,
-                rate=rate if known or load is None else 0.0,
+                rate=rate if has_counts or load is None else 0.0,
                 z_rate=z_rate,
                 load=load,
                 scale=scale,
@@ -169,7 +169,7 @@ class Balancer:
             raise
 
     def expert_load(self, tokens: int) -> ExpertLoad | None:
-        """Routing of the step's tokens, summed over all processes; all of them call it."""
+        """Return the routing of the step's tokens, summed over all processes; all call it."""
         if not self.layers:
             return None
         device = self.groups.device

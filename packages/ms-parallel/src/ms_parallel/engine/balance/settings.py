@@ -1,4 +1,4 @@
-"""How the load of experts is balanced, as settings that an engine and a run file share."""
+"""Settings of expert load balancing, shared by engine and run file; imports no torch."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,10 @@ CUT_DEPENDENT = ("batch", "microbatch", "micro_batch", "aux_loss", "global_batch
 
 
 def method(instance: object, attribute: "Attribute[Any]", value: object) -> None:
-    """Check for a way of balancing; None leaves it to the model.
+    """Validate the balancing method; None leaves it to the model.
 
     Raises:
-        ConfigError: it is unknown, or depends on how the batch is cut.
+        ConfigError: the method is unknown, or depends on how the batch is split.
     """
     if value in CUT_DEPENDENT:
         raise ConfigError(
@@ -52,10 +52,10 @@ class Balance:
     """Weight of the mean over tokens and layers of the square of the logits' logsumexp."""
 
     def of(self, mixture: "Mixture | None") -> "Balance":
-        """Settle what is left open, for a model.
+        """Return the settings with all defaults resolved for a model.
 
         Raises:
-            ConfigError: it asks for what the model does not have.
+            ConfigError: the settings need something that the model does not have.
         """
         if mixture is None:
             if self.method not in (None, "none") or self.coefficient or self.z_coefficient:
@@ -64,15 +64,15 @@ class Balance:
                     " experts, and the model is dense; remove them"
                 )
             return Balance(method="none", coefficient=0.0)
-        corrected, known = mixture.choice.corrected, mixture.coefficient
+        corrected, model_coefficient = mixture.choice.corrected, mixture.coefficient
         if self.method == "bias" and not corrected:
             raise ConfigError(
                 "balance='bias' needs routers with a score correction bias, which this model's"
                 " routers lack; use 'step' or 'sequence'"
             )
-        chosen = self.method or ("bias" if corrected else "step" if known else "none")
-        default = {"bias": 0.0, "none": 0.0}.get(chosen, known)
-        if self.coefficient is None and chosen in ("step", "sequence") and not known:
+        chosen = self.method or ("bias" if corrected else "step" if model_coefficient else "none")
+        default = {"bias": 0.0, "none": 0.0}.get(chosen, model_coefficient)
+        if self.coefficient is None and chosen in ("step", "sequence") and not model_coefficient:
             raise ConfigError(
                 f"balance={chosen!r} adds a loss whose weight config.json does not give; set"
                 " balance_coefficient"
@@ -82,7 +82,7 @@ class Balance:
 
 
 def balance_of(options: Any) -> Balance:
-    """Pick the settings of an engine's or a run's options that are about balance."""
+    """Return the balance settings among the options of an engine or a run."""
     return Balance(
         method=options.balance,
         coefficient=options.balance_coefficient,

@@ -1,1 +1,1 @@
-"""How a learning rate falls after its warm-up, a file each; `optimizer.decays` finds them."""
+"""Learning rate decays after the warm-up, one per file; registered by `optimizer.decays`."""

@@ -1,4 +1,4 @@
-"""Half a cosine: slow, fast, slow (Loshchilov and Hutter, 2017)."""
+"""Half-cosine decay (Loshchilov and Hutter, 2017)."""
 
 import math
 
@@ -9,8 +9,8 @@ NAME = "cosine"
 
 @frozen(kw_only=True)
 class Decay:
-    """Half a cosine."""
+    """Half-cosine decay: slow at first and at the end."""
 
     def share_left(self, passed: float) -> float:
-        """Return the share of the fall still to come once a share `passed` of updates is made."""
+        """Return the remaining share of the decay after a share `passed` of the updates."""
         return 0.5 * (1.0 + math.cos(math.pi * passed))

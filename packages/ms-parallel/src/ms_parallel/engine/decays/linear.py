@@ -1,4 +1,4 @@
-"""A straight line from the highest rate to the least."""
+"""Linear decay from the peak learning rate to the floor."""
 
 from attrs import frozen
 
@@ -7,8 +7,8 @@ NAME = "linear"
 
 @frozen(kw_only=True)
 class Decay:
-    """A straight line from the highest rate to the least."""
+    """Linear decay from the peak learning rate to the floor."""
 
     def share_left(self, passed: float) -> float:
-        """Return the share of the fall still to come once a share `passed` of updates is made."""
+        """Return the remaining share of the decay after a share `passed` of the updates."""
         return 1.0 - passed

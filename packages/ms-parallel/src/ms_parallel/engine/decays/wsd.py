@@ -1,4 +1,4 @@
-"""Warm-up, stable, decay: the highest rate for most updates, then a fall (Hu et al., 2024)."""
+"""Warmup-stable-decay (WSD): constant for most updates, then a decay (Hu et al., 2024)."""
 
 import math
 from typing import Literal
@@ -12,7 +12,7 @@ NAME = "wsd"
 
 @frozen(kw_only=True)
 class Decay:
-    """The rate stays where the warm-up has brought it, and falls over the last updates alone.
+    """Constant learning rate after the warm-up, with a decay over the last updates.
 
     Raises:
         ConfigError: a value is out of range.
@@ -24,6 +24,6 @@ class Decay:
     """A straight line, or 1 - sqrt(t), which falls faster at first (Hägele et al., 2024)."""
 
     def share_left(self, passed: float) -> float:
-        """Return the share of the fall still to come once a share `passed` of updates is made."""
-        fallen = max(passed - (1.0 - self.share), 0.0) / self.share
-        return 1.0 - min(math.sqrt(fallen) if self.shape == "sqrt" else fallen, 1.0)
+        """Return the remaining share of the decay after a share `passed` of the updates."""
+        progress = max(passed - (1.0 - self.share), 0.0) / self.share
+        return 1.0 - min(math.sqrt(progress) if self.shape == "sqrt" else progress, 1.0)

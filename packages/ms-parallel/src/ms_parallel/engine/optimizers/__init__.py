@@ -1,1 +1,1 @@
-"""Optimizers, a file each, with their settings; `optimizer.optimizers` finds them."""
+"""Optimizers with their settings, one per file; registered by `optimizer.optimizers`."""

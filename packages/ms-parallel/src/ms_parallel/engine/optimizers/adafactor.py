@@ -1,6 +1,6 @@
-"""Adafactor (Shazeer and Stern, 2018): the second moment as means of rows and of columns.
+"""Adafactor (Shazeer and Stern, 2018): the second moment factored into row and column means.
 
-Each weight is updated whole by one process that owns it, as means and norms go over all of it.
+One owning process gathers and updates each weight, because means and norms span all of it.
 """
 
 from functools import partial
@@ -33,7 +33,7 @@ class AdafactorConfig(OptimizerConfig):
     """Updates of a greater root mean square are scaled down to it."""
 
     def rules(self, held: Held) -> list[Rule]:
-        """Build a rule for each group, matrices and vectors apart."""
+        """Build a rule per parameter group, separately for matrices and vectors."""
         return [
             OwnersRule(held, share, partial(_adafactor, share.config))
             for share in self.shares(held)

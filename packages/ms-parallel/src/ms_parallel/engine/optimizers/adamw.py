@@ -16,10 +16,10 @@ from ms_parallel.split.part import local_part
 
 FUSED_DEVICES = {"cpu", "cuda"}
 VISIT_BYTES = 64 << 20
-"""Moments that lie in the machine's memory and are on the device together, at least."""
+"""Minimum size of the offloaded moments that are copied to the device at once."""
 UNIT = 16
-"""Numbers in the widest vector of a CPU. Torch rounds what is left behind the last one otherwise,
-so that weights would depend on where they are cut."""
+"""Elements in the widest CPU vector. torch rounds the remainder after the last full vector
+differently, so that weights would depend on where they are sharded."""
 
 
 @frozen(kw_only=True)
@@ -37,20 +37,20 @@ class AdamWConfig(OptimizerConfig):
     """Added to the root of the second moment."""
 
     def rules(self, held: Held) -> list[Rule]:
-        """Build a rule for each group, matrices and vectors apart."""
+        """Build a rule per parameter group, separately for matrices and vectors."""
         return adamw_rules(self, held)
 
 
 def adamw_rules(
     config: OptimizerConfig, held: Held, names: Iterable[str] | None = None, ratio: float = 1.0
 ) -> list[Rule]:
-    """Make AdamW's rules for some parameters.
+    """Build AdamW rules for some of the parameters.
 
     Args:
-        config: settings, whose are betas and epsilon among others.
-        held: all parameters.
-        names: of those that are updated; None for all.
-        ratio: what each group's rate is multiplied by.
+        config: settings that include `betas` and `epsilon`.
+        held: all local parameters.
+        names: parameters to update; None for all.
+        ratio: factor on each group's learning rate.
     """
     shares = (evolve(share, rate=share.rate * ratio) for share in config.shares(held, names))
     return [AdamWRule(held.parameters, share, offload=held.offload) for share in shares]
@@ -66,7 +66,7 @@ class AdamWRule:
             are bit-identical.
     """
 
-    whole: Moments = {}  # noqa: RUF012 - there are none, and none is added
+    whole: Moments = {}  # noqa: RUF012 - always empty
 
     def __init__(
         self, parameters: Mapping[str, Tensor], share: ParameterGroup, *, offload: bool = False
@@ -86,10 +86,10 @@ class AdamWRule:
     def apply(self, gradients: Mapping[str, Tensor], rate: float, taken: int) -> None:
         """Update the parameters in place."""
         parts = {name: local_part(parameter) for name, parameter in self.parameters.items()}
-        held = [name for name, part in parts.items() if part.numel()]
-        if not held:
+        nonempty = [name for name, part in parts.items() if part.numel()]
+        if not nonempty:
             return
-        for names in self._visits(parts, held):
+        for names in self._visits(parts, nonempty):
             self._update(names, parts, gradients, rate, taken)
 
     def _zeros(self, part: Tensor) -> Tensor:
@@ -103,16 +103,16 @@ class AdamWRule:
         if not self.offload:
             yield list(held)
             return
-        chosen: list[str] = []
+        batch: list[str] = []
         size = 0
         for name in held:
-            chosen.append(name)
+            batch.append(name)
             size += parts[name].nbytes
             if 2 * size >= VISIT_BYTES:
-                yield chosen
-                chosen, size = [], 0
-        if chosen:
-            yield chosen
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
 
     def _update(
         self,
@@ -123,22 +123,22 @@ class AdamWRule:
         taken: int,
     ) -> None:
         """Update some parameters and their moments in place."""
-        homes = [(self.first[name], self.second[name]) for name in names]
+        stored_moments = [(self.first[name], self.second[name]) for name in names]
         rows = [
             [parts[name], gradients[name], *(m.to(parts[name].device) for m in moments)]
-            for name, moments in zip(names, homes, strict=True)
+            for name, moments in zip(names, stored_moments, strict=True)
         ]
-        odd = self.fused and rows[0][0].device.type == "cpu"
-        filled = [_filled(row) if odd and row[0].numel() % UNIT else row for row in rows]
+        needs_padding = self.fused and rows[0][0].device.type == "cpu"
+        filled = [_filled(row) if needs_padding and row[0].numel() % UNIT else row for row in rows]
         self._step(filled, rate, taken)
-        for row, other in zip(rows, filled, strict=True):
-            if other is not row:
-                for tensor, longer in zip(row, other, strict=True):
+        for row, padded_row in zip(rows, filled, strict=True):
+            if padded_row is not row:
+                for tensor, longer in zip(row, padded_row, strict=True):
                     tensor.copy_(longer[: tensor.numel()].view_as(tensor))
-        for row, moments in zip(rows, homes, strict=True):
-            for home, visitor in zip(moments, row[2:], strict=True):
-                if home is not visitor:
-                    home.copy_(visitor)
+        for row, moments in zip(rows, stored_moments, strict=True):
+            for stored, updated in zip(moments, row[2:], strict=True):
+                if stored is not updated:
+                    stored.copy_(updated)
 
     def _step(self, rows: Sequence[Sequence[Tensor]], rate: float, taken: int) -> None:
         """Update weights in place; a row is a weight, its gradient and its two moments."""

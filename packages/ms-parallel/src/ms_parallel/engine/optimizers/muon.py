@@ -1,9 +1,8 @@
-"""Muon (Jordan et al., 2024): the momentum of each hidden matrix, orthogonalised.
+"""Muon (Jordan et al., 2024): orthogonalized momentum for each hidden matrix.
 
-On shards each whole matrix goes to one process that owns it, is orthogonalised there, and the
-parts of the result go back, both ways in the bfloat16 that the iteration computes in. So it is
-the same under every layout, and each is done once. Embeddings, heads, norms, biases and routers
-are updated by AdamW.
+A sharded matrix is gathered on one owning process, orthogonalized there once, and sent back in
+parts. Both transfers use bfloat16, the precision of the iteration, so the result is the same under
+every layout. Embeddings, heads, norms, biases and routers are updated by AdamW.
 """
 
 import re
@@ -27,28 +26,30 @@ from ms_parallel.split.owners import OwnerExchange
 from ms_parallel.split.part import local_part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Polynomial of degree five; chosen for the steepest slope at 0 that still stays near 1."""
+"""Quintic polynomial with the steepest slope at 0 whose iterates stay near 1."""
 ADAMW = ("*.gate.weight", "*.router.weight", "*.shared_expert_gate.weight")
-"""Matrices in blocks that choose rather than compute."""
+"""Matrices in blocks that route tokens rather than transform them."""
 
 HALVES = re.compile(r"gate_up_proj\.weight$")
-"""Two matrices of one height."""
+"""Stacked gate and up projections, two matrices of equal height."""
 FUSED = re.compile(
     r"(qkv\w*|query_key_value|c_attn|in_proj\w*)\.weight$|in_proj_weight$", re.IGNORECASE
 )
-"""What models name projections that are several matrices one below the other."""
+"""Names that models give to projections of several stacked matrices."""
 
 
 def _patterns(value: Any) -> Any:
-    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(pattern, str) for pattern in value
+    ):
         raise ConfigError(f"adamw is {shown(value)}; give a list of patterns of names")
     return tuple(value)
 
 
 def _fused(instance: object, attribute: Any, value: Any) -> None:
     rows = value.values() if isinstance(value, Mapping) else [None]
-    for one in rows:
-        counts = one if isinstance(one, list | tuple) else [0]
+    for row_counts in rows:
+        counts = row_counts if isinstance(row_counts, list | tuple) else [0]
         if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in counts):
             raise ConfigError(
                 f"{attribute.name} is {shown(value)}; give the rows of each matrix for a pattern of"
@@ -88,28 +89,30 @@ class MuonConfig(OptimizerConfig):
     for modules that are not described elsewhere. Experts are always taken one by one."""
 
     def rules(self, held: Held) -> list[Rule]:
-        """Make Muon's rule for each group of hidden matrices, and AdamW's for each of the rest."""
+        """Build Muon rules for the hidden matrices and AdamW rules for all other parameters."""
         hidden = {name for name in held.parameters if self._is_hidden(name, held)}
         if not held.plan.blocks:
             raise ConfigError(
                 "Muon is for the matrices of hidden layers, and this module has no plan that names"
                 " them; give plan=ModelPlan(blocks=...), such as blocks='layers.*'"
             )
-        found: list[Rule] = [MuonRule(held, share) for share in self.shares(held, sorted(hidden))]
-        rest = [name for name in held.parameters if name not in hidden]
-        own = self.learning_rate if self.adamw_learning_rate is None else self.adamw_learning_rate
-        ratio = own / self.learning_rate if self.learning_rate else 1.0
-        return found + adamw_rules(evolve(self, learning_rate=own), held, rest, ratio)
+        rules: list[Rule] = [MuonRule(held, share) for share in self.shares(held, sorted(hidden))]
+        adamw_names = [name for name in held.parameters if name not in hidden]
+        adamw_rate = (
+            self.learning_rate if self.adamw_learning_rate is None else self.adamw_learning_rate
+        )
+        ratio = adamw_rate / self.learning_rate if self.learning_rate else 1.0
+        return rules + adamw_rules(evolve(self, learning_rate=adamw_rate), held, adamw_names, ratio)
 
     def _is_hidden(self, name: str, held: Held) -> bool:
-        """Return whether a parameter is a matrix, or several, of a block, for Muon to update."""
+        """Return whether Muon updates this parameter: one or several matrices of a block."""
         if name.endswith("bias") or not held.plan.holds((held.plan.blocks,), name):
             return False
         if any(fnmatchcase(name, pattern) for pattern in self.adamw):
             return False
         try:
             style = held.plan.style(name) if held.plan.tensor else ""
-        except ModelError:  # an adapter, of which no plan knows
+        except ModelError:  # adapters are not in the plan
             style = ""
         if style in ("router", "split_heads"):
             return False
@@ -118,14 +121,14 @@ class MuonConfig(OptimizerConfig):
 
 
 class MuonRule:
-    """Muon over the local parts of matrices, whose momentum lies beside them.
+    """Muon on local shards, with a momentum buffer of the same shape.
 
     Args:
-        held: all parameters.
-        share: those that are updated.
+        held: all local parameters.
+        share: parameter group to update.
     """
 
-    whole: Moments = {}  # noqa: RUF012 - there are none, and none is added
+    whole: Moments = {}  # noqa: RUF012 - always empty
 
     def __init__(self, held: Held, share: ParameterGroup) -> None:
         self.share = share
@@ -146,7 +149,7 @@ class MuonRule:
 
     @property
     def moments(self) -> Moments:
-        """The mean of the gradient."""
+        """Momentum buffers."""
         return {"momentum": self.momentum}
 
     def apply(self, gradients: Mapping[str, Tensor], rate: float, taken: int) -> None:
@@ -158,15 +161,17 @@ class MuonRule:
             buffer.lerp_(gradient, 1.0 - config.momentum)
             update = gradient.lerp(buffer, config.momentum) if config.nesterov else buffer
             ahead[name] = update.bfloat16()
-        whole = self.exchange.gather(ahead)
-        made = {
+        matrices_by_key = self.exchange.gather(ahead)
+        updates = {
             key: orthogonal(matrix.view(matrix.shape[-2:]), config.iterations).view(matrix.shape)
-            for key, matrix in whole.items()
+            for key, matrix in matrices_by_key.items()
         }
         rate *= self.share.rate
-        kept = 1.0 - rate * self.share.weight_decay
-        local = {name: local_part(each).mul_(kept) for name, each in self.parameters.items()}
-        for piece, values in self.exchange.scatter(made, torch.bfloat16):
+        decay_factor = 1.0 - rate * self.share.weight_decay
+        local = {
+            name: local_part(param).mul_(decay_factor) for name, param in self.parameters.items()
+        }
+        for piece, values in self.exchange.scatter(updates, torch.bfloat16):
             part = local[piece.key[0]][piece.of_part]
             part.add_(values, alpha=-rate * self.factors[piece.key])
 
@@ -180,33 +185,33 @@ def orthogonal(matrix: Tensor, iterations: int) -> Tensor:
     """Approximate U·Vᵀ of a matrix U·S·Vᵀ by the iteration X ← aX + (bA + cA²)X with A = XXᵀ.
 
     Args:
-        matrix: (rows, columns) in bfloat16; divided by its norm, so that it converges.
-        iterations: how often.
+        matrix: (rows, columns) in bfloat16; normalized first, for convergence.
+        iterations: number of iterations.
     """
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
-    found = matrix.mT if tall else matrix  # the Gram matrix is the smaller one
-    found = found / found.norm().clamp(min=1e-7)
+    x = matrix.mT if tall else matrix  # the Gram matrix is the smaller one
+    x = x / x.norm().clamp(min=1e-7)
     for _ in range(iterations):
-        gram = found @ found.mT
-        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return (found.mT if tall else found).contiguous()
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).contiguous()
 
 
 def matrices(
     name: str, shape: Sequence[int], held: Held, fused: Mapping[str, Sequence[int]]
 ) -> Iterator[Box]:
-    """Yield the matrices that a parameter holds, as boxes of it.
+    """Yield the boxes of the matrices that a parameter contains.
 
     Raises:
-        ConfigError: the rows given in `fused` are not those of the parameter, or are needed.
+        ConfigError: the rows in `fused` do not fit the parameter, or are missing.
     """
     rows = _rows_of(name, shape, fused)
     for piece in slices_of(held.weights(), name, shape):
         *outer, down, across = piece.box
         ends = list(accumulate(rows)) if rows else [down.stop]
         starts = [0, *ends[:-1]] if rows else [down.start]
-        for index in product(*(range(one.start, one.stop) for one in outer)):
+        for index in product(*(range(dim_slice.start, dim_slice.stop) for dim_slice in outer)):
             for start, end in zip(starts, ends, strict=True):
                 yield (*(slice(i, i + 1) for i in index), slice(start, end), across)
 
@@ -214,7 +219,7 @@ def matrices(
 def _rows_of(
     name: str, shape: Sequence[int], fused: Mapping[str, Sequence[int]]
 ) -> tuple[int, ...] | None:
-    """Return the rows of each matrix in a weight; None where it is one, or where its pieces say."""
+    """Return the heights of the stacked matrices in a weight; None if its slices define them."""
     rows = next((tuple(n) for pattern, n in fused.items() if fnmatchcase(name, pattern)), None)
     if rows is None and len(shape) == 2 and HALVES.search(name) and shape[0] % 2 == 0:
         return (shape[0] // 2,) * 2

@@ -15,10 +15,10 @@ from ms_parallel.settings import flag, number
 
 @frozen(kw_only=True)
 class SGDConfig(OptimizerConfig):
-    """SGD as `torch.optim.SGD`; the decay of weights is decoupled, as in all optimizers here.
+    """SGD as `torch.optim.SGD`, with decoupled weight decay as in all optimizers here.
 
     Raises:
-        ConfigError: a value is of the wrong kind or out of range.
+        ConfigError: a value has the wrong type or is out of range.
     """
 
     momentum: float = field(default=0.9, validator=number(below=1.0))
@@ -32,7 +32,7 @@ class SGDConfig(OptimizerConfig):
             raise ConfigError("nesterov needs a momentum above 0; set momentum, such as 0.9")
 
     def rules(self, held: Held) -> list[Rule]:
-        """Build a rule for each group, matrices and vectors apart."""
+        """Build a rule per parameter group, separately for matrices and vectors."""
         return [
             PartsRule(held, share, partial(_sgd, share.config), "SGD")
             for share in self.shares(held)

@@ -1,4 +1,4 @@
-"""Any elementwise optimizer of `torch.optim`, by the name of its class."""
+"""Any optimizer of `torch.optim`, selected by the name of its class."""
 
 import inspect
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.settings import nearest, shown
 
 OURS = ("params", "lr", "weight_decay", "foreach", "fused", "capturable", "differentiable")
-"""Arguments that are not settings, or have keys of their own."""
+"""Arguments that are not settings, or that are set elsewhere."""
 
 
 def _class(value: Any) -> Any:
@@ -25,10 +25,10 @@ def _class(value: Any) -> Any:
 
 @frozen(kw_only=True)
 class TorchConfig(OptimizerConfig):
-    """An optimizer of torch's; the decay of weights is decoupled, whichever it is.
+    """Settings of a torch optimizer; weight decay is always decoupled.
 
     Raises:
-        ConfigError: it is none, does not take the settings, or cannot be used here.
+        ConfigError: `kind` is not an optimizer class, rejects the settings, or cannot be used here.
     """
 
     kind: type[Optimizer] = field(converter=_class)
@@ -55,7 +55,7 @@ class TorchConfig(OptimizerConfig):
             ) from error
 
     def rules(self, held: Held) -> list[Rule]:
-        """Build a rule for each group, matrices and vectors apart."""
+        """Build a rule per parameter group, separately for matrices and vectors."""
         return [
             PartsRule(held, share, partial(_made, share.config), self.kind.__name__)
             for share in self.shares(held)
@@ -63,11 +63,11 @@ class TorchConfig(OptimizerConfig):
 
 
 def _made(config: TorchConfig, tensors: Any) -> Optimizer:
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in config.settings.items()}
+    settings = {k: tuple(v) if isinstance(v, list) else v for k, v in config.settings.items()}
     without = {"weight_decay": 0.0} if "weight_decay" in _arguments(config.kind) else {}
-    make: Any = config.kind
-    made: Optimizer = make(tensors, lr=1.0, **without, **given)
-    return made
+    optimizer_class: Any = config.kind
+    optimizer: Optimizer = optimizer_class(tensors, lr=1.0, **without, **settings)
+    return optimizer
 
 
 def _arguments(kind: type[Optimizer]) -> list[str]:
@@ -75,16 +75,16 @@ def _arguments(kind: type[Optimizer]) -> list[str]:
 
 
 def keys_of(kind: type[Optimizer]) -> tuple[str, ...]:
-    """List the settings of a class of torch's, beside those that all optimizers share."""
+    """Return the settings of a torch optimizer class, without those shared by all optimizers."""
     return tuple(name for name in _arguments(kind) if name not in OURS)
 
 
 def _kind(kind: type[Optimizer]) -> OptimizerKind:
     keys = keys_of(kind)
 
-    def build(**given: Any) -> TorchConfig:
-        own = {key: given.pop(key) for key in keys if key in given}
-        return TorchConfig(kind=kind, settings=own, **given)
+    def build(**options: Any) -> TorchConfig:
+        settings = {key: options.pop(key) for key in keys if key in options}
+        return TorchConfig(kind=kind, settings=settings, **options)
 
     return OptimizerKind(build=build, keys=(*keys, "groups"))
 

@@ -1,1 +1,1 @@
-"""Updates whose bits do not depend on which process computed what."""
+"""Updates that are bitwise independent of which process computes what."""

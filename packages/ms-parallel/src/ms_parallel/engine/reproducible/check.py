@@ -1,4 +1,4 @@
-"""What cannot be the same to the bit under other layouts, with the reason."""
+"""Layouts that cannot be bitwise reproducible, with the reasons."""
 
 from collections.abc import Sequence
 
@@ -21,16 +21,16 @@ CUTS = {
 def check_reproducible(
     layout: Layout, plan: ModelPlan, config: ModelConfig, *, prepared: bool
 ) -> None:
-    """Check that a layout leaves each row's arithmetic as it is in one process.
+    """Check that a layout leaves the arithmetic of each row as in a single process.
 
     Args:
         layout: how the processes split the work.
-        plan: of the model.
-        config: of the model.
+        plan: model plan.
+        config: model configuration.
         prepared: whether layers are changed before they are sharded.
 
     Raises:
-        LayoutError: it does not.
+        LayoutError: the layout changes the order of sums.
     """
     for axis, size in asdict(layout).items():
         if size > 1 and axis not in ("data", "pipeline", "replicate"):
@@ -50,13 +50,13 @@ def check_reproducible(
 def kept_apart(
     plan: ModelPlan, config: ModelConfig, placement: Sequence[int], prepared: bool
 ) -> tuple[str, str] | None:
-    """Return (owner, copy) of the head where it uses the embedding's weight, on one stage."""
+    """Return (owner, copy) if head and embedding share a weight on a single stage; else None."""
     if len(placement) > 1 or not plan.tied or not _is_plain(config, prepared):
         return None
     return plan.tied[0]
 
 
 def _is_plain(config: ModelConfig, prepared: bool) -> bool:
-    """Return whether the model is one of our families as it comes, with only the head tied."""
+    """Return whether the model is an unmodified member of our families with only the head tied."""
     foreign = isinstance(config, OwnModelConfig | TransformersModel)
     return not (prepared or foreign or config.mtp_layers)

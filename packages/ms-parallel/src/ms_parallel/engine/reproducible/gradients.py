@@ -1,7 +1,7 @@
-"""Gradients of each row, and their sums over all rows, in the order of one tree.
+"""Gradients of each row, summed over all rows in the order of one fixed tree.
 
-Each process adds up what the tree lets it of its own rows. Then every process gets, of all nodes
-that the others are left with, its part of each weight, and adds those.
+Each process sums its own rows as far as the tree allows. It then receives the remaining nodes of
+all other processes, restricted to its part of each weight, and sums those.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ from ms_parallel.split.whole_gradients import take_gradients
 from ms_parallel.torch_private import foreach_add_
 
 Sums = dict[str, Tensor]
-"""Gradients by name, as whole as the parameters."""
+"""Unsharded gradients by parameter name."""
 
 
 def _add(first: Sums, second: Sums) -> Sums:
@@ -34,19 +34,18 @@ class StageGradients:
 
     tree: RowTree[Sums]
     incomplete: dict[int, Sums] = field(factory=dict)
-    """Sums of microbatches whose gradients of weights are in part put off."""
+    """Gradient sums of microbatches whose weight gradients are partly deferred."""
 
 
 class RowGradients:
-    """Takes the gradients of this process's stages row by row, and adds them up.
+    """Collects gradients of this process's stages row by row and sums them.
 
     Args:
-        stages: by number.
-        parameters: what is trained of them, by name.
-        groups: the layout's processes.
-        copy: (owner, name): the gradient that the head has of the embedding's weight is kept under
-            this name and added last, as where they stand on two stages; None where they do not
-            share a weight on one stage.
+        stages: this process's stages by number.
+        parameters: trainable parameters by name.
+        groups: process groups of the layout.
+        copy: (owner, name) if head and embedding share a weight on one stage: the head's gradient
+            is collected under `name` and added last, as it is if they are on two stages. Else None.
     """
 
     def __init__(
@@ -71,26 +70,26 @@ class RowGradients:
         self.exchange = GradientExchange.meet(self._own_ranges(), groups)
 
     def _own_ranges(self) -> dict[str, tuple[int, int]]:
-        """Find where this process's part of each parameter begins and ends in all its elements."""
-        found = {}
+        """Return the element range of the local part of each parameter."""
+        ranges = {}
         with torch.no_grad():
             for name in (name for names in self.of_stage.values() for name in names):
                 parameter = self.parameters[name]
                 part = part_of(parameter)
                 row = parameter[:1].numel() if parameter.dim() > 1 else 1
                 start = part.offsets[0] * row if part.offsets else 0
-                found[name] = (start, start + part.local.numel())
+                ranges[name] = (start, start + part.local.numel())
         if self.copy is not None:
-            found[self.copy[1]] = found[self.copy[0]]
-        return found
+            ranges[self.copy[1]] = ranges[self.copy[0]]
+        return ranges
 
     def begin(self, rows: Rows) -> None:
-        """Forget what there was, and expect the gradients of a batch."""
+        """Reset, and expect the gradients of a new batch."""
         self.rows, self.alias = rows, None
         self.found = {stage: StageGradients(RowTree(rows.total, _add)) for stage in self.stages}
 
     def head(self, weight: Tensor) -> Tensor:
-        """Return the head's weight; where tied, the same numbers with a gradient of their own."""
+        """Return the head's weight; if tied, an alias that accumulates a separate gradient."""
         if self.copy is None or not (weight.requires_grad and torch.is_grad_enabled()):
             return weight
         if self.alias is None:
@@ -98,32 +97,37 @@ class RowGradients:
         return self.alias
 
     def take(self, stage: int, microbatch: int, complete: bool) -> None:
-        """Take what a backward has left in a stage's parameters.
+        """Collect the gradients that a backward left in a stage's parameters.
 
         Args:
-            stage: whose.
-            microbatch: one row, by its number here.
-            complete: whether it is all of that row's.
+            stage: stage number.
+            microbatch: local number of the microbatch, which has one row.
+            complete: whether no gradients of this row are still missing.
         """
-        found, mine = take_gradients(self.stages[stage], self.names), self.found[stage]
+        gradients, stage_gradients = (
+            take_gradients(self.stages[stage], self.names),
+            self.found[stage],
+        )
         if self.copy is not None and self.alias is not None and self.alias.grad is not None:
             owner, name = self.copy
-            found[name] = self.alias.grad.to(self.parameters[owner].dtype)
+            gradients[name] = self.alias.grad.to(self.parameters[owner].dtype)
             self.alias.grad = None
-        before = mine.incomplete.pop(microbatch, {})
-        for name, gradient in before.items():
-            found[name] = gradient.add_(found[name]) if name in found else gradient
+        earlier = stage_gradients.incomplete.pop(microbatch, {})
+        for name, gradient in earlier.items():
+            gradients[name] = gradient.add_(gradients[name]) if name in gradients else gradient
         if not complete:
-            mine.incomplete[microbatch] = found
+            stage_gradients.incomplete[microbatch] = gradients
             return
-        every = {name: self._whole(found.pop(name, None), name) for name in self._names(stage)}
-        mine.tree.put((0, self.rows.mine[microbatch]), every)
+        row_gradients = {
+            name: self._whole(gradients.pop(name, None), name) for name in self._names(stage)
+        }
+        stage_gradients.tree.put((0, self.rows.mine[microbatch]), row_gradients)
 
     def _names(self, stage: int) -> list[str]:
         return [*self.of_stage[stage], *([self.copy[1]] if self.copy else [])]
 
     def _whole(self, gradient: Tensor | None, name: str) -> Tensor:
-        """Return a whole gradient in the weight's precision; zeros where none flowed."""
+        """Return the unsharded gradient in the weight's dtype; zeros if there is none."""
         owner = self.copy[0] if self.copy and name == self.copy[1] else name
         parameter = self.parameters[owner]
         if gradient is None:
@@ -132,44 +136,44 @@ class RowGradients:
         return gradient.to(parameter.dtype).contiguous()
 
     def total(self) -> dict[str, Tensor]:
-        """Compute this process's part of each gradient of the global batch, by name."""
-        found: dict[str, Tensor] = {}
+        """Return the local part of each gradient of the global batch, by name."""
+        totals: dict[str, Tensor] = {}
         for stage in sorted(self.found):
             tree = self.found.pop(stage).tree
             for name, part in self.exchange.sums(tree, self._names(stage), self.rows):
                 owner = self.copy[0] if self.copy and name == self.copy[1] else name
-                found[name] = part.view_as(local_part(self.parameters[owner]))
+                totals[name] = part.view_as(local_part(self.parameters[owner]))
         if self.copy is not None:
             owner, name = self.copy
-            found[owner] += found.pop(name)
+            totals[owner] += totals.pop(name)
         self.alias = None
         for name, parameter in self.parameters.items():
-            if name not in found:  # frozen
-                found[name] = torch.zeros_like(local_part(parameter))
-        return {name: found[name] for name in self.parameters}
+            if name not in totals:  # frozen
+                totals[name] = torch.zeros_like(local_part(parameter))
+        return {name: totals[name] for name in self.parameters}
 
 
 @frozen(kw_only=True)
 class GradientExchange:
-    """Brings to each process its part of all that others have added up."""
+    """Exchange of gradient sums: each process gets its part of all other ranks' nodes."""
 
     groups: Groups
     ranges: tuple[Mapping[str, tuple[int, int]], ...]
-    """Where each data rank's part of each weight begins and ends."""
+    """Element range of each data rank's part of each weight."""
 
     @classmethod
     def meet(cls, mine: Mapping[str, tuple[int, int]], groups: Groups) -> "GradientExchange":
-        """Learn which parts the other data ranks have; all processes call it."""
+        """Exchange the ranges of all data ranks; all processes call it."""
         count = groups.place.count
-        every: list[Mapping[str, tuple[int, int]]] = [mine] * count
+        ranges: list[Mapping[str, tuple[int, int]]] = [mine] * count
         if count > 1:
-            dist.all_gather_object(every, mine, group=groups.group("rows"))
-        return cls(groups=groups, ranges=tuple(every))
+            dist.all_gather_object(ranges, mine, group=groups.group("rows"))
+        return cls(groups=groups, ranges=tuple(ranges))
 
     def sums(
         self, tree: RowTree[Sums], names: list[str], rows: Rows
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield this process's flat part of each gradient summed over all rows; empty the tree."""
+        """Yield the local flat part of each gradient summed over all rows; empties the tree."""
         nodes = [tree.nodes[node] for node in sorted(tree.nodes)]
         for bucket in _buckets(names, nodes[0]):
             flat = [{name: node.pop(name).flatten() for name in bucket} for node in nodes]
@@ -177,18 +181,18 @@ class GradientExchange:
                 (node,) = flat
                 yield from node.items()
                 continue
-            mine = self.ranges[self.groups.place.rank]
-            sizes = [mine[name][1] - mine[name][0] for name in bucket]
+            local_ranges = self.ranges[self.groups.place.rank]
+            sizes = [local_ranges[name][1] - local_ranges[name][0] for name in bucket]
             yield from zip(bucket, torch.split(self._sum(flat, rows), sizes), strict=True)
 
     def _sum(self, nodes: list[Sums], rows: Rows) -> Tensor:
-        """Sum some gradients over all rows into this process's parts, one behind another.
+        """Sum some gradients over all rows into the local parts, concatenated.
 
-        Where several processes hold the same parts, each adds up a share, and all get those.
+        Replicas of the same parts each sum an equal share, and then gather the others.
         """
         replicas = len(self.ranges) // self.groups.layout.shards
-        here, group = self.groups.place.rank, self.groups.group("rows")
-        given, shares = [], []
+        data_rank, group = self.groups.place.rank, self.groups.group("rows")
+        pieces, shares = [], []
         for rank, ranges in enumerate(self.ranges):
             length = sum(ranges[name][1] - ranges[name][0] for name in nodes[0])
             share = -(-length // replicas)
@@ -197,36 +201,40 @@ class GradientExchange:
             for node in nodes:
                 parts = torch.cat([node[name][slice(*ranges[name])] for name in node])
                 part = parts[start : start + share]
-                given.append(torch.nn.functional.pad(part, (0, share - len(part))))
+                pieces.append(torch.nn.functional.pad(part, (0, share - len(part))))
         counts = [len(nodes_of(rows.of(rank), rows.total)) for rank in range(len(self.ranges))]
-        sent = torch.cat(given)
-        come = sent.new_empty(sum(counts) * shares[here])
-        got = [count * shares[here] for count in counts]
+        send_buffer = torch.cat(pieces)
+        receive_buffer = send_buffer.new_empty(sum(counts) * shares[data_rank])
+        receive_sizes = [count * shares[data_rank] for count in counts]
         dist.all_to_all_single(
-            come, sent, got, [len(nodes) * share for share in shares], group=group
+            receive_buffer,
+            send_buffer,
+            receive_sizes,
+            [len(nodes) * share for share in shares],
+            group=group,
         )
-        total = _added(come.view(-1, shares[here]), rows)
+        total = _added(receive_buffer.view(-1, shares[data_rank]), rows)
         if replicas == 1:
             return total
-        every = [torch.empty_like(total) for _ in range(replicas)]
-        dist.all_gather(every, total.contiguous(), group=self.groups.group("replicas"))
-        ranges = self.ranges[here]
-        return torch.cat(every)[: sum(ranges[name][1] - ranges[name][0] for name in nodes[0])]
+        gathered = [torch.empty_like(total) for _ in range(replicas)]
+        dist.all_gather(gathered, total.contiguous(), group=self.groups.group("replicas"))
+        ranges = self.ranges[data_rank]
+        return torch.cat(gathered)[: sum(ranges[name][1] - ranges[name][0] for name in nodes[0])]
 
 
 def _added(come: Tensor, rows: Rows) -> Tensor:
-    """Add up over all rows what data ranks are left with, (nodes, n), in their order."""
+    """Sum the remaining nodes (nodes, n) of all data ranks in the order of the tree."""
     tree: RowTree[Tensor] = RowTree(rows.total, lambda first, second: first.add_(second))
-    every: list[Node] = [
+    nodes: list[Node] = [
         node for rank in range(len(rows.counts)) for node in nodes_of(rows.of(rank), rows.total)
     ]
-    for node, values in zip(every, come, strict=True):
+    for node, values in zip(nodes, come, strict=True):
         tree.put(node, values)
     return tree.root
 
 
 def _buckets(names: list[str], gradients: Sums) -> Iterator[list[str]]:
-    """Yield names whose gradients, of one dtype, travel together."""
+    """Yield names of gradients of one dtype that are sent together."""
     bucket: list[str] = []
     size = 0
     for name in names:

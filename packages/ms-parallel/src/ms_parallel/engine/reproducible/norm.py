@@ -1,4 +1,4 @@
-"""The norm of all gradients, added up in one order however weights are cut and shared out."""
+"""Gradient norm, summed in one order however weights are sharded."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,39 +11,43 @@ from ms_parallel.split.part import local_part, part_of
 
 
 class FixedNorm:
-    """Squares, first within each row of a matrix, which no cut divides, then over all rows.
+    """Sums of squares, first within each matrix row, which is never split, then over all rows.
 
     Args:
-        parameters: what this process trains, by name.
-        counted: names of those whose gradients count here.
+        parameters: local trainable parameters by name.
+        counted: names of the parameters that this process counts.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], counted: Sequence[str]) -> None:
         self.counted = counted
-        mine = {name: len(parameters[name]) if parameters[name].dim() else 1 for name in counted}
-        every = [mine] * dist.get_world_size()
-        dist.all_gather_object(every, mine)
-        lengths = {name: count for found in every for name, count in found.items()}
+        local_lengths = {
+            name: len(parameters[name]) if parameters[name].dim() else 1 for name in counted
+        }
+        lengths_by_rank = [local_lengths] * dist.get_world_size()
+        dist.all_gather_object(lengths_by_rank, local_lengths)
+        lengths = {
+            name: count for rank_lengths in lengths_by_rank for name, count in rank_lengths.items()
+        }
         self.starts: dict[str, int] = {}
         self.length = 0
-        """Rows of all weights of the whole model."""
+        """Number of rows of all weights of the model."""
         for name in sorted(lengths):
             self.starts[name], self.length = self.length, self.length + lengths[name]
         with torch.no_grad():
             for name in counted:
                 offsets = part_of(parameters[name]).offsets
                 self.starts[name] += offsets[0] if offsets else 0
-        kept = [local_part(parameters[name]).dtype for name in counted]
-        self.dtype = torch.float64 if torch.float64 in kept else torch.float32
+        dtypes = [local_part(parameters[name]).dtype for name in counted]
+        self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
 
     def squares(self, gradients: Mapping[str, Tensor], device: torch.device) -> Tensor:
-        """Sum of squares of each row (length,), 0 where it does not count here."""
-        found = torch.zeros(self.length, dtype=self.dtype, device=device)
+        """Return the sum of squares of each row, (length,); 0 where it is not counted here."""
+        squares = torch.zeros(self.length, dtype=self.dtype, device=device)
         for name in self.counted:
             gradient = gradients[name]
             if not gradient.numel():
                 continue
             rows = gradient.reshape(len(gradient) if gradient.dim() else 1, -1)
             sums = fold(rows.to(self.dtype).square())
-            found[self.starts[name] : self.starts[name] + len(sums)] = sums
-        return found
+            squares[self.starts[name] : self.starts[name] + len(sums)] = sums
+        return squares

@@ -1,4 +1,4 @@
-"""Sums whose bits follow from the batch alone, whichever process computed what.
+"""Reductions whose bits depend only on the batch, not on which process computes what.
 
 Each row is its own microbatch, so no matrix product changes shape with the layout; gradients,
 losses and norms are added over rows by one fixed tree, and weights are updated elementwise.
@@ -29,8 +29,8 @@ class OrderedReduction:
     """Gradients and losses collected row by row and summed in one order; a `Reduction`.
 
     Args:
-        stages: this process's, by number.
-        trained: its parameters.
+        stages: this process's stages by number.
+        trained: their trainable parameters.
         copy: see `RowGradients`.
     """
 
@@ -91,7 +91,7 @@ class OrderedReduction:
     ) -> StepTotals:
         """Sum results and squared gradients over all rows in the order of the tree."""
         squares = self.norm.squares(gradients, self.groups.device)
-        values = [each.values for each in results] if self.groups.place.is_loss_rank else []
+        values = [result.values for result in results] if self.groups.place.is_loss_rank else []
         placed = self.rows.placed(values, 1 + metrics + mtp, squares)
         terms = row_terms.to(squares, non_blocking=True)
         self.groups.all_reduce(joined := torch.cat((squares, placed.flatten(), terms)))

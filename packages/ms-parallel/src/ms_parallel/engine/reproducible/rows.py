@@ -1,4 +1,4 @@
-"""Which rows of the global batch a process has, and sums over all of them in one order."""
+"""Rows of the global batch on each process, and sums over all rows in one order."""
 
 from collections.abc import Sequence
 
@@ -15,24 +15,24 @@ from ms_parallel.engine.row_check import Fingerprint
 
 @frozen(kw_only=True)
 class Rows:
-    """This data rank's rows among those of all."""
+    """This data rank's rows within the global batch."""
 
     groups: Groups
     counts: tuple[int, ...]
-    """Rows of each data rank; they follow one another in the global batch."""
+    """Number of rows of each data rank; consecutive in the global batch."""
 
     @classmethod
     def meet(
         cls, count: int, groups: Groups, local: Fingerprint
     ) -> "tuple[Rows, list[tuple[int, int]]]":
-        """Learn the number and the checksums of each data rank's rows; all processes call it."""
+        """Exchange row counts and checksums of all data ranks; all processes call it."""
         ranks = groups.place.count
         facts = [[count, *local.numbers]]
         if ranks > 1:
-            mine = torch.tensor(facts[0], device=groups.device)
-            every = [torch.empty_like(mine) for _ in range(ranks)]
-            dist.all_gather(every, mine, group=groups.group("rows"))
-            facts = torch.stack(every).tolist()
+            local_facts = torch.tensor(facts[0], device=groups.device)
+            gathered = [torch.empty_like(local_facts) for _ in range(ranks)]
+            dist.all_gather(gathered, local_facts, group=groups.group("rows"))
+            facts = torch.stack(gathered).tolist()
         rows = cls(groups=groups, counts=tuple(count for count, *_ in facts))
         return rows, [(everything, distinct) for _, everything, distinct in facts]
 
@@ -52,14 +52,14 @@ class Rows:
         return self.of(self.groups.place.rank)
 
     def placed(self, values: Sequence[Tensor], width: int, like: Tensor) -> Tensor:
-        """Place `values` (width,) in this data rank's rows of (total, width); others are 0."""
-        found = like.new_zeros(self.total, width)
+        """Place `values` (width,) in this data rank's rows of (total, width); other rows are 0."""
+        table = like.new_zeros(self.total, width)
         if values:
-            found[self.mine.start : self.mine.stop] = torch.stack(list(values)).to(like)
-        return found
+            table[self.mine.start : self.mine.stop] = torch.stack(list(values)).to(like)
+        return table
 
     def sum(self, mine: Tensor) -> Tensor:
-        """Sum numbers (rows here, n), float64 on the CPU, over all rows, (n,)."""
+        """Sum local numbers (local rows, n), float64 on the CPU, over all rows, to (n,)."""
         placed = mine.new_zeros(self.total, mine.shape[1])
         placed[self.mine.start : self.mine.stop] = mine
         return fold(sum_over_rows(placed, self.groups).t().contiguous())

@@ -1,1 +1,1 @@
-"""How an optimizer's rules update the parts of the weights that a process holds."""
+"""Update rules of the optimizers, applied to the local parts of weights."""

@@ -1,4 +1,4 @@
-"""The optimizer of an engine: rules, each of which updates some of the parameters."""
+"""Optimizer of an engine, composed of rules that update subsets of the parameters."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,34 +11,34 @@ from ms_parallel.engine.rules.rule import Held, Moments
 
 
 class GroupedOptimizer(torch.optim.Optimizer):
-    """Rules over the parts of the weights that this process holds.
+    """Rules over the local parts of the weights, as a torch optimizer.
 
-    Working on local tensors costs no DTensor dispatch, and lets parameters that lie on different
-    meshes be updated in one fused call. It is an optimizer of torch's, so that torch's hooks, and
-    profilers through them, see each update; its own `state_dict` is not used.
+    Local tensors avoid DTensor dispatch, and let one fused call update parameters on different
+    meshes. It subclasses torch's optimizer so that torch's hooks, and profilers that use them, see
+    each update; `state_dict` is not used.
 
     Args:
-        held: what is updated.
-        config: the optimizer's settings.
-        weights: all weights of the models that they belong to, frozen ones too.
+        held: parameters to update.
+        config: optimizer settings.
+        weights: all weights of the models, including frozen ones.
     """
 
     def __init__(self, held: Held, config: OptimizerConfig, weights: Iterable[Tensor] = ()) -> None:
-        every = list(dict.fromkeys((*held.parameters.values(), *weights)))
-        super().__init__([{"params": every}], {})
+        all_params = list(dict.fromkeys((*held.parameters.values(), *weights)))
+        super().__init__([{"params": all_params}], {})
         self.config = config
         self.rules = config.rules(held)
         self.taken = 0
-        """Updates that were performed; a skipped one does not count towards bias correction."""
+        """Number of performed updates; skipped ones do not count toward bias correction."""
 
     @property
     def moments(self) -> Moments:
-        """Tensors that lie beside a parameter, by moment and parameter."""
+        """State with the shape of its parameter's local shard, by state and parameter name."""
         return _joined(rule.moments for rule in self.rules)
 
     @property
     def whole(self) -> Moments:
-        """Tensors of another shape, of which a process has all or nothing."""
+        """State of other shapes, which is not sharded, by state and parameter name."""
         return _joined(rule.whole for rule in self.rules)
 
     @torch.no_grad()
@@ -48,9 +48,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """Update the parameters in place.
 
         Args:
-            gradients: this process's part of each, by name; None for an update that is skipped.
-            rate: the learning rate.
-            closure: not used.
+            gradients: local part of each gradient by name; None for a skipped update.
+            rate: learning rate.
+            closure: unused.
         """
         if gradients is None:
             return
@@ -60,8 +60,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
 
 def _joined(every: Iterable[Moments]) -> dict[str, dict[str, Tensor]]:
-    found: dict[str, dict[str, Tensor]] = {}
+    joined: dict[str, dict[str, Tensor]] = {}
     for moments in every:
         for moment, tensors in moments.items():
-            found.setdefault(moment, {}).update(tensors)
-    return found
+            joined.setdefault(moment, {}).update(tensors)
+    return joined

@@ -1,4 +1,4 @@
-"""Updates by any optimizer of torch's, on this process's parts or by an owner on all of each."""
+"""Updates by any torch optimizer, on local parts or on whole tensors by an owning process."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,18 +14,18 @@ from ms_parallel.split.owners import OwnerExchange
 from ms_parallel.split.part import is_whole_here, local_part
 
 Make = Callable[[Sequence[Tensor]], Optimizer]
-"""An optimizer of torch's over some tensors."""
+"""Builds a torch optimizer over some tensors."""
 
 
 class Kept:
-    """An optimizer of torch's over tensors that it keeps state for, begun before its first step.
+    """A torch optimizer whose state exists before its first step.
 
-    Torch makes the state in the first step; a checkpoint fills it before that. So it is made by a
-    step of a stand-in, and dropped again if it was not filled.
+    torch creates the state in the first step, but a checkpoint has to fill it earlier. The state is
+    therefore created by stepping a stand-in, and dropped at the first update of a new run.
 
     Args:
-        tensors: what is updated, by name.
-        make: the optimizer.
+        tensors: tensors to update, by name.
+        make: builds the optimizer.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], make: Make) -> None:
@@ -36,14 +36,14 @@ class Kept:
             self.optimizer.state[tensor] = _begun(tensor, make)
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """Collect each tensor of the state, by its name and its parameter's."""
-        found: dict[str, dict[str, Tensor]] = {}
+        """Return the state tensors by state name, then by parameter name."""
+        states: dict[str, dict[str, Tensor]] = {}
         for name, tensor in self.tensors.items():
             assert self.optimizer is not None
             for key, value in self.optimizer.state[tensor].items():
                 if isinstance(value, Tensor):
-                    found.setdefault(key, {})[name] = value
-        return found
+                    states.setdefault(key, {})[name] = value
+        return states
 
     def apply(
         self, gradients: Mapping[str, Tensor], rate: float, weight_decay: float, taken: int
@@ -63,9 +63,9 @@ class Kept:
 
 
 def _begun(tensor: Tensor, make: Make) -> dict[str, Any]:
-    """Build the state that an optimizer has of a tensor after its first step.
+    """Return the state of an optimizer for a tensor after its first step.
 
-    Of a tensor without memory it is that of a small one, whose sizes stand for the tensor's.
+    For a meta tensor a small stand-in is stepped, and its sizes are replaced by the tensor's.
     """
     if tensor.is_meta:
         sizes = tuple(range(2, 2 + tensor.ndim))
@@ -74,35 +74,40 @@ def _begun(tensor: Tensor, make: Make) -> dict[str, Any]:
             for key, value in _begun(torch.zeros(sizes, dtype=tensor.dtype), make).items()
             if isinstance(value, Tensor)
         }
-    other = torch.zeros_like(tensor)
-    other.grad = torch.zeros_like(tensor)
-    optimizer = make([other])
+    stand_in = torch.zeros_like(tensor)
+    stand_in.grad = torch.zeros_like(tensor)
+    optimizer = make([stand_in])
     optimizer.step()
-    state: dict[str, Any] = optimizer.state[other]
+    state: dict[str, Any] = optimizer.state[stand_in]
     return state
 
 
 def _scaled(shape: Sequence[int], sizes: Sequence[int], whole: Sequence[int]) -> list[int]:
-    """Put sizes of `whole` in place of those of `sizes` in a shape made of these and ones."""
+    """Replace the stand-in's sizes in the shape of a state tensor by the real ones."""
     pairs = zip(shape, sizes, whole, strict=False)
     return [long if size == short else size for size, short, long in pairs]
 
 
 class PartsRule:
-    """An elementwise optimizer of torch's on the local part of each parameter.
+    """A torch optimizer on the local part of each parameter; elementwise if any is split.
 
     Args:
-        held: all parameters.
-        share: those that are updated.
-        make: the optimizer.
-        name: its name, for messages.
+        held: all local parameters.
+        share: parameter group to update.
+        make: builds the optimizer.
+        name: name of the optimizer for messages.
 
     Raises:
-        ConfigError: a parameter is split or of a shape that the optimizer does not take.
+        ConfigError: a split parameter needs an elementwise optimizer, or the optimizer rejects a
+            parameter's shape.
     """
 
     def __init__(self, held: Held, share: ParameterGroup, make: Make, name: str) -> None:
-        split = [own for own in share.names if not is_whole_here(held.parameters[own])]
+        split = [
+            param_name
+            for param_name in share.names
+            if not is_whole_here(held.parameters[param_name])
+        ]
         if split and not is_elementwise(make):
             raise ConfigError(
                 f"optimizer {name!r} is not elementwise and would be wrong on the parts of"
@@ -110,23 +115,25 @@ class PartsRule:
                 " leave data and tensor at 1"
             )
         self.share = share
-        self.local = {own: local_part(held.parameters[own]) for own in share.names}
+        self.local = {
+            param_name: local_part(held.parameters[param_name]) for param_name in share.names
+        }
         try:
             self.kept = Kept(self.local, make)
         except (TypeError, ValueError, RuntimeError) as error:
-            said = str(error).splitlines()[0]
+            reason = str(error).splitlines()[0]
             raise ConfigError(
-                f"optimizer {name!r} cannot update all of {share.names[0]} and the like: {said}"
+                f"optimizer {name!r} cannot update all of {share.names[0]} and the like: {reason}"
             ) from error
 
     @property
     def moments(self) -> Moments:
-        """What has the shape of the parameter."""
+        """State with the parameter's local shape."""
         return self._states(beside=True)
 
     @property
     def whole(self) -> Moments:
-        """The rest, such as counts of steps."""
+        """State of other shapes, such as step counts."""
         return self._states(beside=False)
 
     def apply(self, gradients: Mapping[str, Tensor], rate: float, taken: int) -> None:
@@ -149,15 +156,15 @@ class PartsRule:
 
 
 class OwnersRule:
-    """An optimizer of torch's that needs whole tensors, each updated by one process that owns it.
+    """A torch optimizer that needs whole tensors, each updated by one owning process.
 
     Args:
-        held: all parameters.
-        share: those that are updated.
-        make: the optimizer.
+        held: all local parameters.
+        share: parameter group to update.
+        make: builds the optimizer.
     """
 
-    moments: Moments = {}  # noqa: RUF012 - there are none, and none is added
+    moments: Moments = {}  # noqa: RUF012 - always empty
 
     def __init__(self, held: Held, share: ParameterGroup, make: Make) -> None:
         self.share = share
@@ -168,18 +175,20 @@ class OwnersRule:
         }
         costs = {key: float(self.parameters[key[0]].numel()) for key in boxes}
         self.exchange = OwnerExchange(self.parameters, boxes, costs, held.groups)
-        mine = self.exchange.gather(self._local())
-        self.kept = Kept({name: tensor for (name, _), tensor in mine.items()}, make)
+        owned = self.exchange.gather(self._local())
+        self.kept = Kept({name: tensor for (name, _), tensor in owned.items()}, make)
 
     @property
     def whole(self) -> Moments:
-        """What the owner keeps."""
+        """State of the weights that this process owns."""
         return self.kept.states()
 
     def apply(self, gradients: Mapping[str, Tensor], rate: float, taken: int) -> None:
         """Update the parameters in place."""
-        chosen = {name: gradients[name] for name in self.parameters}
-        weights, slopes = (self.exchange.gather(each) for each in (self._local(), chosen))
+        local_gradients = {name: gradients[name] for name in self.parameters}
+        weights, slopes = (
+            self.exchange.gather(parts) for parts in (self._local(), local_gradients)
+        )
         for (name, _), tensor in weights.items():
             self.kept.tensors[name].copy_(tensor)
         self.kept.apply(
@@ -198,19 +207,19 @@ class OwnersRule:
 
 
 def is_elementwise(make: Make) -> bool:
-    """Return whether parts of a tensor are updated as the whole is, tried on a few numbers."""
+    """Return whether slices of a tensor are updated like the whole tensor, by a small trial."""
     draw = torch.Generator().manual_seed(0)
     start, *slopes = torch.randn(4, 6, 4, generator=draw).unbind()
     parts = [(slice(0, 2), slice(None)), (slice(2, 6), slice(0, 1)), (slice(2, 6), slice(1, 4))]
-    whole = start.clone()
+    full = start.clone()
     tensors = [start[part].clone() for part in parts]
-    made = [make([whole]), *(make([tensor]) for tensor in tensors)]
+    optimizers = [make([full]), *(make([tensor]) for tensor in tensors)]
     for slope in slopes:
-        whole.grad = slope
+        full.grad = slope
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.grad = slope[part].clone()
-        for optimizer in made:
+        for optimizer in optimizers:
             optimizer.step()
-    # Kernels may round the last elements of a tensor otherwise than those before.
-    found = zip(tensors, parts, strict=True)
-    return all(torch.allclose(tensor, whole[part], rtol=1e-5, atol=1e-6) for tensor, part in found)
+    # Kernels may round the last elements of a tensor differently.
+    pairs = zip(tensors, parts, strict=True)
+    return all(torch.allclose(tensor, full[part], rtol=1e-5, atol=1e-6) for tensor, part in pairs)

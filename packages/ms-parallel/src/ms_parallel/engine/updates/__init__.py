@@ -1,1 +1,1 @@
-"""One update of an engine: its forwards and backwards, the scale of its loss, and its audit."""
+"""Loss scaling, timing and auditing of an engine's updates."""

@@ -1,8 +1,8 @@
-"""Computes an update again in float32, from the weights that the optimizer keeps.
+"""Recomputes an update in float32, from the weights that the optimizer updates.
 
 The stages are built a second time, without storage; their parameters are the engine's float32
-weights themselves, so that what is held beside them is one gathered block and one more gradient.
-Nothing of the engine's own stages takes part, neither their casts nor what hangs on their modules.
+weights. An audit therefore needs only one more gathered block and one more set of gradients. The
+engine's own stages, with their casts and hooks, are not involved.
 """
 
 import re
@@ -26,11 +26,11 @@ from ms_parallel.models.batch import Batch
 from ms_parallel.split.part import laid_out_like, local_part
 
 GROUP = re.compile(r"(.*\blayers\.\d+\.[^.]+|.*(?=\.[^.]+$))")
-"""The part of the model that a parameter belongs to: half a layer, or a module outside of them."""
+"""Model part of a parameter: a module of a layer, such as its MLP, or one outside the layers."""
 
 
 class NoAuditor:
-    """Audits no step; the default."""
+    """Default: audits no step."""
 
     def audit(self, *step: object) -> None:
         """Return no audit."""
@@ -40,12 +40,12 @@ class Auditor:
     """Compares gradients with those of the same batch in float32.
 
     Args:
-        stages: the engine's, which compute in its own precision.
-        trained: its parameters.
-        balancer: its routers.
-        build: makes the stages once more, in float32 and without storage.
-        precision: what is audited.
-        every: updates between audits.
+        stages: the engine's stages, which compute in its precision.
+        trained: their trainable parameters.
+        balancer: their routers.
+        build: builds the stages again, in float32 and without storage.
+        precision: the audited precision.
+        every: number of updates between audits.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Auditor:
         self.groups = self._every_group()
 
     def _every_group(self) -> list[str]:
-        """Gather the names of all processes' groups in one order."""
-        found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        mine = list(dict.fromkeys(map(group_of, self.trained.counted)))
-        dist.all_gather_object(found, mine)
-        return list(dict.fromkeys(name for names in found for name in names))
+        """Gather the group names of all processes in one order."""
+        gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        local_names = list(dict.fromkeys(map(group_of, self.trained.counted)))
+        dist.all_gather_object(gathered, local_names)
+        return list(dict.fromkeys(name for names in gathered for name in names))
 
     def audit(
         self,
@@ -85,7 +85,7 @@ class Auditor:
             loss: loss of each microbatch.
             counts: counts of the global batch.
             totals: loss and gradient norm in the engine's precision.
-            gradients: this process's part of each, unscaled and not clipped.
+            gradients: local part of each gradient, unscaled and not clipped.
 
         Returns:
             The comparison; None if no audit is due or the gradient is not finite.
@@ -121,26 +121,32 @@ class Auditor:
     def _compare(
         self, gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor], sums: Tensor
     ) -> None:
-        """Add up, for each group, |g - e|², (g - e)·e and |e|² of what counts on this process."""
+        """Add |g - e|², (g - e)·e and |e|² of locally counted gradients to each group's sums."""
         rows = {name: row for row, name in enumerate(self.groups)}
         for name in self.trained.counted:
-            row, there = sums[rows[group_of(name)]], exact[name].float()
-            apart = gradients[name].float() - there
-            row += torch.stack([apart.square().sum(), (apart * there).sum(), there.square().sum()])
+            row, reference = sums[rows[group_of(name)]], exact[name].float()
+            difference = gradients[name].float() - reference
+            row += torch.stack(
+                [
+                    difference.square().sum(),
+                    (difference * reference).sum(),
+                    reference.square().sum(),
+                ]
+            )
 
     def _audit(self, mine: float, groups: Groups, facts: Tensor) -> Audit:
         value, *sums = groups.all_reduce(facts).tolist()
-        whole = max(sum(sums[2::3]), 1e-60)
+        total = max(sum(sums[2::3]), 1e-60)
         return Audit(
             loss=mine,
             loss_float32=value,
             groups={
                 name: Compared(
-                    error=(apart / max(square, 1e-60)) ** 0.5,
+                    error=(squared_error / max(square, 1e-60)) ** 0.5,
                     gain=along / max(square, 1e-60),
-                    share=(square / whole) ** 0.5,
+                    share=(square / total) ** 0.5,
                 )
-                for name, apart, along, square in zip(
+                for name, squared_error, along, square in zip(
                     self.groups, sums[0::3], sums[1::3], sums[2::3], strict=True
                 )
             },
@@ -156,28 +162,28 @@ def group_of(name: str) -> str:
     >>> group_of("lm_head.weight")
     'lm_head'
     """
-    found = GROUP.match(name)
-    return found[1] if found else name
+    match = GROUP.match(name)
+    return match[1] if match else name
 
 
 def adopt(stage: nn.Module, own: nn.Module, trained: Trainable) -> dict[str, Tensor]:
-    """Give a stage without storage the engine's weights and buffers, in place.
+    """Replace parameters and buffers of a stage without storage by the engine's, in place.
 
     Returns:
-        Its parameters by name; they share the storage of the weights, not their gradients.
+        Parameters by name; they share storage with the engine's weights, but not gradients.
     """
-    found: dict[str, Tensor] = {}
+    parameters: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, empty in list(stage.named_parameters(remove_duplicate=False)):
             local = local_part(trained.parameters[name])
             parameter = nn.Parameter(laid_out_like(empty, local), empty.requires_grad)
             _set(stage, name, "_parameters", parameter)
-            found[name] = parameter
+            parameters[name] = parameter
         for name, buffer in own.named_buffers(remove_duplicate=False):
             _set(stage, name, "_buffers", buffer)
-    return found
+    return parameters
 
 
 def _set(stage: nn.Module, name: str, kind: str, tensor: Tensor) -> None:
-    at, _, last = name.rpartition(".")
-    getattr(stage.get_submodule(at), kind)[last] = tensor
+    parent, _, last = name.rpartition(".")
+    getattr(stage.get_submodule(parent), kind)[last] = tensor

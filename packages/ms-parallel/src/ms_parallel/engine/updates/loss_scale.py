@@ -1,9 +1,9 @@
-"""The scale of a loss in float16, without which small gradients would round to zero.
+"""Loss scaling in float16, without which small gradients would round to zero.
 
-The loss is multiplied by a power of two before its backward, and the summed gradients, in float32,
-are divided by it again: both are exact. A gradient that overflows is not finite on some process;
-all of them learn of it with the gradient's norm, skip the update and halve the scale. After enough
-updates in a row without one it is doubled (Micikevicius et al., 2018, arXiv:1710.03740).
+The loss is multiplied by a power of two before the backward, and the summed float32 gradients are
+divided by it; both are exact. If a gradient overflows on any process, all processes see it in the
+gradient norm, skip the update and halve the scale. After enough consecutive updates without
+overflow the scale is doubled (Micikevicius et al., 2018, arXiv:1710.03740).
 """
 
 import math
@@ -17,35 +17,35 @@ from ms_parallel.torch_private import foreach_mul_
 
 
 class LossScaler:
-    """The scale as it moves; the same on every process, as all decide by the same numbers.
+    """Current loss scale; the same on every process, because all decide by the same numbers.
 
     Args:
-        settings: how it moves; None leaves gradients as they are.
+        settings: loss scaling settings; None leaves gradients unscaled.
     """
 
     def __init__(self, settings: LossScale | None) -> None:
         self.settings = settings
         self.factor = settings.initial if settings else 1.0
-        """What gradients are multiplied by in the next update; a power of two."""
+        """Factor on gradients in the next update; a power of two."""
         self.good = self.bad = 0
         self.skipped = 0
-        """Updates skipped for an overflow, over all launches."""
+        """Updates skipped because of overflow, over all launches."""
 
     @property
     def state(self) -> Tensor:
-        """All of it as (4,) float64 on the CPU, in which each number is exact."""
+        """State as (4,) float64 on the CPU, which represents each number exactly."""
         numbers = (self.factor if self.settings else 0.0, self.good, self.bad, self.skipped)
         return torch.tensor(numbers, dtype=torch.float64)
 
     def load(self, state: Tensor) -> None:
-        """Take over what `state` gave; of a run without a scale, its counts alone."""
+        """Load a `state`; if it is from a run without loss scaling, only its counts."""
         factor, good, bad, skipped = state.tolist()
         self.good, self.bad, self.skipped = int(good), int(bad), int(skipped)
         if self.settings is not None and factor:
             self.factor = factor
 
     def may_overflow(self, loss: float) -> bool:
-        """Return whether a smaller scale may make finite a gradient that is not."""
+        """Return whether a smaller scale might make a non-finite gradient finite."""
         return self.settings is not None and self.factor > LEAST and math.isfinite(loss)
 
     def unscale(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -55,7 +55,7 @@ class LossScaler:
         return gradients
 
     def adjust(self, *, overflow: bool) -> None:
-        """Move the scale after an update that was performed, or skipped for an overflow."""
+        """Adjust the scale after a performed update, or one skipped because of overflow."""
         if self.settings is None:
             return
         self.good = 0 if overflow else self.good + 1
@@ -69,7 +69,7 @@ class LossScaler:
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """Return the same value, whose gradient is multiplied by `factor`."""
+    """Return `x` unchanged, with its gradient multiplied by `factor`."""
     scaled: Tensor = _ScaleGradient.apply(x, factor)  # type: ignore[no-untyped-call]
     return scaled
 

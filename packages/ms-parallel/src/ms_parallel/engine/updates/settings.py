@@ -1,4 +1,4 @@
-"""Settings of updates that an engine and a run file share; without torch."""
+"""Settings of updates, shared by engine and run file; imports no torch."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from ms_parallel.errors import ConfigError
 from ms_parallel.settings import nearest, shown, whole
 
 LEAST = 1.0
-"""Where halving ends: a loss that overflows unscaled cannot be helped."""
+"""Lowest scale: a loss that overflows unscaled cannot be rescued."""
 
 
 def _power_of_two(instance: object, attribute: "Attribute[Any]", value: object) -> None:
@@ -24,10 +24,10 @@ def _power_of_two(instance: object, attribute: "Attribute[Any]", value: object) 
 
 @frozen(kw_only=True)
 class LossScale:
-    """How the scale of the loss begins and moves.
+    """Initial value and adjustment of the loss scale.
 
     Raises:
-        ConfigError: a value is of the wrong kind or out of range.
+        ConfigError: a value has the wrong type or is out of range.
     """
 
     initial: float = field(default=2.0**16, validator=_power_of_two)
@@ -39,10 +39,10 @@ class LossScale:
 
 
 def loss_scale_of(value: "LossScale | Mapping[str, Any] | None") -> "LossScale | None":
-    """Read the settings of a table; None stays None.
+    """Build the settings from a table; None stays None.
 
     Raises:
-        ConfigError: it is no table, or a setting is unknown or out of range.
+        ConfigError: the value is not a table, or a setting is unknown or out of range.
     """
     if value is None or isinstance(value, LossScale):
         return value
@@ -61,10 +61,10 @@ def loss_scale_of(value: "LossScale | Mapping[str, Any] | None") -> "LossScale |
 
 
 def check_loss_scale(settings: LossScale | None, mixed_precision: object) -> None:
-    """Check that a loss is scaled only where gradients are in float16.
+    """Check that loss scaling is used only with float16 gradients.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: loss scaling is set, and gradients are not float16.
     """
     if settings is not None and mixed_precision != "float16":
         raise ConfigError(
@@ -74,10 +74,10 @@ def check_loss_scale(settings: LossScale | None, mixed_precision: object) -> Non
 
 
 def check_audit(options: Any, what: str) -> None:
-    """Check that a model is not to be audited that cannot be.
+    """Check that no audit is requested for a model that does not support audits.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: an audit is requested.
     """
     if options.audit_every is not None:
         raise ConfigError(f"audit_every audits no {what.removeprefix('a ')}; leave it out")

@@ -1,4 +1,4 @@
-"""How long this process's rows of an update take, without waiting for other data ranks."""
+"""Time that this process spends on its rows of an update, without waits for other data ranks."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +12,7 @@ from ms_parallel.schedules.table.action import Kind
 
 
 class NoStopwatch:
-    """Takes no time; the default."""
+    """Default: measures no time."""
 
     seconds = 0.0
 
@@ -22,16 +22,16 @@ class NoStopwatch:
 
 
 class Stopwatch:
-    """A context manager around an update's forwards and backwards; `seconds` says what they took.
+    """Context manager that times an update's forwards and backwards; `seconds` is the result.
 
-    Where data ranks exchange nothing before the sum of gradients, that is the time from begin to
-    end. Where they gather weights for the first microbatch and scatter gradients with the last one,
-    these two would wait for the slowest: the computations between them are timed one by one, and
-    stand for all.
+    If data ranks exchange nothing before gradients are summed, this is the time from start to end.
+    If they gather weights for the first microbatch and scatter gradients with the last one, both
+    would include waits for the slowest rank. The computations in between are then timed one by one
+    and extrapolated to all rows.
 
     Args:
-        runtime: performs the computations.
-        device: on which.
+        runtime: pipeline runtime that performs the computations.
+        device: device that performs them.
         between: leave out the first forward and the last backward of each stage.
     """
 
@@ -40,25 +40,25 @@ class Stopwatch:
         self.seconds = 0.0
         """Seconds of the last update."""
         self.rows: Sequence[int] = ()
-        """Rows of each of its microbatches."""
+        """Number of rows of each of its microbatches."""
         self._began = 0.0
         self._own: Recorder | None = None
 
     def of(self, rows: Sequence[int]) -> "Stopwatch":
-        """Time an update of microbatches of so many rows."""
+        """Time an update whose microbatches have these numbers of rows."""
         self.rows = rows
         return self
 
     def __enter__(self) -> None:
-        """Start the clock of the computations, with a recorder if times between them need one."""
+        """Start the clock, with a recorder if single computations have to be timed."""
         if self.between and self.runtime.recorder is None:
             self._own = self.runtime.recorder = Recorder(self.device)
         self._began = monotonic()
 
     def __exit__(self, *raised: object) -> None:
-        """Wait for the device and take the time, unless the block was ended by an exception."""
-        recorder, own = self.runtime.recorder, self._own
-        if own is not None:
+        """Wait for the device and record the time, unless the block raised an exception."""
+        recorder, own_recorder = self.runtime.recorder, self._own
+        if own_recorder is not None:
             self.runtime.recorder = self._own = None
         if any(raised):
             return
@@ -69,18 +69,22 @@ class Stopwatch:
             self.seconds = self._between(recorder)
 
     def _between(self, recorder: Recorder) -> float:
-        """Estimate the seconds of all rows by those of computations that wait for nobody."""
+        """Estimate the seconds of all rows from computations that wait for no other rank."""
         assert recorder.schedule is not None
         row = recorder.schedule.computations()[self.runtime.groups.place.pipeline]
-        last = {each.stage: at for at, each in enumerate(row) if each.kind is not Kind.FORWARD}
+        last = {
+            computation.stage: index
+            for index, computation in enumerate(row)
+            if computation.kind is not Kind.FORWARD
+        }
         ends, forwards, backwards = set(last.values()), 0, 0
         seen: set[int] = set()
-        for at, (action, (begin, end)) in enumerate(zip(row, recorder.times_ns(), strict=True)):
+        for index, (action, (begin, end)) in enumerate(zip(row, recorder.times_ns(), strict=True)):
             if action.kind is Kind.FORWARD:
                 forwards += (end - begin) if action.stage in seen else 0
                 seen.add(action.stage)
-            elif at not in ends:
+            elif index not in ends:
                 backwards += end - begin
-        every = sum(self.rows)
-        first, final = every - self.rows[0], every - self.rows[-1]
-        return (forwards * every / first + backwards * every / final) / 1e9
+        total_rows = sum(self.rows)
+        first, final = total_rows - self.rows[0], total_rows - self.rows[-1]
+        return (forwards * total_rows / first + backwards * total_rows / final) / 1e9

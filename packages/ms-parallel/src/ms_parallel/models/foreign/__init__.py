@@ -1,1 +1,1 @@
-"""Models that are not ours: whatever transformers builds, and any module with a plan."""
+"""Models that are not ours: transformers' models, and any module with a plan."""

@@ -1,4 +1,4 @@
-"""A module around another whose parameters keep their names."""
+"""Wrapper module whose parameters keep the names of the wrapped module."""
 
 from typing import Any, Self
 
@@ -6,13 +6,13 @@ from torch import nn
 
 
 class Around(nn.Module):
-    """Shares the tables of parts of the module that it stands around.
+    """Wrapper that shares the wrapped module's tables of submodules, parameters and buffers.
 
-    So every parameter bears the name that it has there, and is the same object whoever replaces it:
-    a split over tensor ranks, FSDP, or `to_empty`.
+    Every parameter therefore keeps its name, and both modules see the same object after a tensor
+    split, FSDP or `to_empty` replaces it.
 
     Args:
-        inner: what is called in the end; it is not a part, as its parts are.
+        inner: wrapped module; it is not registered as a submodule, but its submodules are.
     """
 
     def __init__(self, inner: nn.Module) -> None:
@@ -23,12 +23,12 @@ class Around(nn.Module):
         self.training = inner.training
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of the inner module too, which is no part."""
+        """Set the mode of the inner module too, which is not a submodule."""
         self.inner.training = mode
         return super().train(mode)
 
     def __getattr__(self, name: str) -> Any:
-        """Look up parts, and else what the inner module has."""
+        """Look up submodules and parameters, then attributes of the inner module."""
         try:
             return super().__getattr__(name)
         except AttributeError:

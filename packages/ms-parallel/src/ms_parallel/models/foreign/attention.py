@@ -1,4 +1,4 @@
-"""Our attention in models of transformers, so that packed documents stay apart in all of them."""
+"""Our attention in transformers' models, which keeps packed documents apart."""
 
 import inspect
 import sys
@@ -15,9 +15,9 @@ from ms_parallel.operators.protocol import Ops
 
 _NAME = "ms_parallel"
 TABLE = "ALL_ATTENTION_FUNCTIONS"
-"""What transformers' models call it."""
+"""Name of the table in which transformers' models look attention up."""
 WINDOWS = "create_sliding_window_causal_mask"
-"""What they make masks with windows by."""
+"""Name of the function that builds their sliding-window masks."""
 UNSAID: Any = object()
 WITHOUT_EFFECT = frozenset(
     {
@@ -41,18 +41,18 @@ _calls = 0
 
 
 def calls() -> int:
-    """Return how often attention was asked for so far."""
+    """Return the number of attention calls so far."""
     return _calls
 
 
 def is_asked_by(module: nn.Module) -> bool:
-    """Return whether a module's forward looks attention up in the table that holds ours."""
+    """Return whether a module's forward uses the table in which ours is registered."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and TABLE in code.co_names
 
 
 def window_of(module: Any) -> int | None:
-    """Find the window of an attention whose model says it by the mask alone; None for no window."""
+    """Return the window of an attention whose model applies it only through the mask, or None."""
     settings = module.config
     window: int | None = getattr(settings, "sliding_window", None)
     if not hasattr(sys.modules[type(module).__module__], WINDOWS):
@@ -66,7 +66,7 @@ def window_of(module: Any) -> int | None:
 def registered(ops: Hashable) -> str:
     """Register attention by these operators with transformers; return its name there.
 
-    Blocks are given the documents of their rows (B, keys) int32 as `attention_mask`, or None.
+    As `attention_mask`, blocks receive the documents of their rows (B, keys) int32, or None.
     """
     attention = cast(Ops, ops).attention
 
@@ -84,7 +84,7 @@ def registered(ops: Hashable) -> str:
         is_causal: bool | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """Map queries (B, heads, S, D) and the like to (B, S, heads, D).
+        """Map queries, keys and values (B, heads, S, D) to (B, S, heads, D).
 
         Raises:
             ModelError: the model passes an argument that changes the result in an unknown way.
@@ -105,21 +105,21 @@ def registered(ops: Hashable) -> str:
                 f"{type(module).__name__} builds its own attention mask, which is not supported;"
                 " train this model with transformers"
             )
-        # Queries and keys that float32 tables have turned are float32; values are not turned.
+        # Rotary tables in float32 promote queries and keys to float32, but not values.
         q, k, v = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "documents": attention_mask,
             "window": window_of(module) if sliding_window is UNSAID else sliding_window,
             "scale": scaling,
         }
         if softcap is None:
             sinks: dict[str, Any] = {} if s_aux is None else {"sinks": s_aux}
-            # Their forwards take views of the result, whose layout an operator is free to choose.
-            return attention(q, k, v, **how, **sinks).contiguous(), None
+            # transformers' forwards view the result, and an operator may return any memory layout.
+            return attention(q, k, v, **options, **sinks).contiguous(), None
         if s_aux is not None:
             raise ModelError("attention with both capped scores and sinks is not supported")
-        return capped_attention(q, k, v, softcap=softcap, **how), None
+        return capped_attention(q, k, v, softcap=softcap, **options), None
 
-    name = f"{_NAME}.{id(ops)}"  # of no other namespace: the cache keeps this one alive
+    name = f"{_NAME}.{id(ops)}"  # the cache keeps `ops` alive, so the id stays unique
     transformers().AttentionInterface.register(name, attend)
     return name

@@ -1,4 +1,4 @@
-"""Our key-value cache in the form in which blocks of transformers ask for theirs."""
+"""Our key-value cache with the interface that transformers' blocks expect."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ class UnknownCacheError(ModelError, AttributeError):
 
 
 class BlockCache:
-    """What a block asks of its cache.
+    """Cache interface that transformers' blocks use.
 
     Args:
-        held: keeps keys and values.
+        held: stores the keys and values.
     """
 
     def __init__(self, held: KeyValueCache) -> None:
@@ -25,17 +25,17 @@ class BlockCache:
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write new keys and values (B, heads, S, D) and return all of them."""
-        key = key.to(value.dtype)  # float32 tables have turned it
+        """Append new keys and values (B, heads, S, D) and return all of them."""
+        key = key.to(value.dtype)  # rotary tables in float32 promote it
         k, v = self.held.append(layer_idx, key.transpose(1, 2), value.transpose(1, 2))
         return k.transpose(1, 2), v.transpose(1, 2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return how many positions are held."""
+        """Return the number of cached positions."""
         return self.held.length
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse everything else; `hasattr` and `getattr` with a default see no such attribute.
+        """Reject all else; for `hasattr` and `getattr` with a default the attribute is missing.
 
         Raises:
             UnknownCacheError: always.

@@ -1,4 +1,4 @@
-"""The configuration of a model that transformers builds."""
+"""Configuration of a model that transformers builds."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from ms_parallel.models.experts.choice import Mixture
 from ms_parallel.models.foreign.experts import mixture_of
 
 MOST_LAYERS = 1000
-"""All of them are built, without storage, before the first is known to have weights."""
+"""Limit on layers, all of which are built without storage before weights are looked for."""
 LAYER_TYPES = frozenset(
     {
         "attention",
@@ -36,7 +36,7 @@ LAYER_TYPES = frozenset(
         "sparse",
     }
 )
-"""Layer types whose computation is known here. Transformers has others that select keys."""
+"""Supported layer types. transformers has others, such as those that select keys."""
 
 
 def transformers() -> Any:
@@ -61,10 +61,10 @@ def knows(model_type: object) -> bool:
 
 
 def causal_classes() -> Mapping[str, str]:
-    """Map each `model_type` to transformers' class for causal text; nothing if it is not installed.
+    """Map each `model_type` to transformers' causal LM class; empty if it is not installed.
 
     Raises:
-        ModelError: it is installed and cannot be imported.
+        ModelError: transformers is installed but cannot be imported.
     """
     try:
         import_module("transformers")
@@ -79,7 +79,7 @@ def causal_classes() -> Mapping[str, str]:
 
 
 def _document(source: Any) -> dict[str, Any]:
-    """Decode a config.json from its folder, a mapping, or a configuration of transformers."""
+    """Decode a config.json from a folder, a mapping or a transformers configuration."""
     if isinstance(source, str | os.PathLike):
         check_path("a model of transformers", source, error=ModelError)
         return read_json(Path(source) / "config.json", dict[str, Any], error=ModelError)
@@ -94,43 +94,47 @@ def _document(source: Any) -> dict[str, Any]:
 
 @frozen(init=False, eq=False)
 class TransformersModel:
-    """A causal language model that transformers builds, and our runtime trains under any layout.
+    """Causal language model that transformers builds and our runtime trains under any layout.
 
     Args:
-        source: a folder with a config.json, a configuration of transformers, or a config.json's
-            content.
+        document: folder with a config.json, a transformers configuration, or the content of a
+            config.json.
+        folder: folder with weights; by default the folder given as `document`.
+        ids: special tokens that replace those of config.json.
 
     Raises:
-        ModelError: transformers is not installed or does not know the model, or the folder's
+        ModelError: transformers is not installed or does not support the model, or the folder's
             config.json cannot be read.
         ConfigError: a setting is out of range.
     """
 
     document: Mapping[str, Any]
-    """The content of config.json."""
+    """Content of config.json."""
     folder: Path | None
-    """Where its weights are, if it was made from a folder."""
+    """Folder with the weights, if there is one."""
     bos_token_id: TokenId = field(kw_only=True)
-    """What begins a text, if anything does."""
+    """Token at the start of a text, if any."""
     eos_token_id: TokenId = field(kw_only=True)
-    """What ends a generated text: one token, or any of several."""
+    """Token, or any of several tokens, at the end of a generated text."""
     pad_token_id: TokenId = field(kw_only=True)
-    """What fills a batch's shorter rows, if anything does."""
+    """Padding token of a batch's shorter rows, if any."""
 
     def __init__(
         self, document: Any = None, folder: Path | str | None = None, **ids: TokenId
     ) -> None:
         is_folder = isinstance(document, str | os.PathLike)
         folder = Path(document) if is_folder and folder is None else folder
-        found = _document(document)
+        content = _document(document)
         for name in TOKENS:
-            ids.setdefault(name, token_ids(name, found.get(name)))
+            ids.setdefault(name, token_ids(name, content.get(name)))
         unknown = ids.keys() - set(TOKENS)
         if unknown:
             raise ConfigError(
                 f"a model of transformers has no {min(unknown)!r} beside its document"
             )
-        self.__attrs_init__(document=found, folder=None if folder is None else Path(folder), **ids)
+        self.__attrs_init__(
+            document=content, folder=None if folder is None else Path(folder), **ids
+        )
         _check(self)
 
     def __eq__(self, other: object) -> bool:
@@ -146,21 +150,23 @@ class TransformersModel:
 
     @property
     def settings(self) -> Any:
-        """Transformers' configuration of the text model; not to be changed."""
+        """Text model's configuration in transformers; must not be changed."""
         return settings_of(json.dumps(self.document, sort_keys=True, default=str))
 
     def with_settings(self, overrides: Mapping[str, Any]) -> "TransformersModel":
-        """Copy the configuration with some of config.json's settings changed.
+        """Return a copy with some settings of config.json changed.
 
         Raises:
             ConfigError: a setting is unknown.
         """
         from ms_parallel.settings import nearest
 
-        known = self.settings.to_dict()
+        defaults = self.settings.to_dict()
         for name in overrides:
-            if name not in known:
-                raise ConfigError(f"unknown model setting {name!r}; {nearest(name, list(known))}")
+            if name not in defaults:
+                raise ConfigError(
+                    f"unknown model setting {name!r}; {nearest(name, list(defaults))}"
+                )
         ids = {name: overrides.get(name, getattr(self, name)) for name in TOKENS}
         return TransformersModel({**self.document, **overrides}, self.folder, **ids)
 
@@ -171,7 +177,7 @@ class TransformersModel:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the model knows."""
+        """Vocabulary size."""
         return int(self.settings.vocab_size)
 
     @property
@@ -181,47 +187,47 @@ class TransformersModel:
 
     @property
     def num_hidden_layers(self) -> int:
-        """Blocks."""
+        """Number of blocks."""
         return int(self.settings.num_hidden_layers)
 
     @property
     def max_position_embeddings(self) -> int | None:
-        """Positions of the longest row; None where there is no limit."""
+        """Longest row in positions; None for no limit."""
         return getattr(self.settings, "max_position_embeddings", None)
 
     @property
     def tie_word_embeddings(self) -> bool:
-        """Whether the head's weight is the embedding's."""
+        """Whether the output head uses the embedding's weight."""
         return bool(getattr(self.settings, "tie_word_embeddings", False))
 
     @property
     def is_text_part(self) -> bool:
-        """Whether it is the text model of one that takes pictures or sound too."""
+        """Whether this is the text model of a multimodal model."""
         return "text_config" in self.document
 
     @property
     def mtp_layers(self) -> int:
-        """Layers that predict further tokens, which transformers does not train."""
+        """Number of multi-token-prediction layers; transformers does not train any."""
         return 0
 
     @property
     def mixture(self) -> Mixture | None:
-        """Experts that our runtime can balance, as it does where `output_router_logits` is set."""
+        """Experts that our runtime can balance; it does so if `output_router_logits` is set."""
         return mixture_of(self)
 
     @property
     def final_softcap(self) -> None:
-        """What logits are bent to stay below by our head; here the model's own bends them."""
+        """Soft cap that our head applies; None, as the model's own forward applies any cap."""
         return None
 
     @property
     def initializer_range(self) -> float:
-        """Standard deviation of fresh weights, by the model's own rule for most of them."""
+        """Standard deviation of fresh weights under most initialization rules."""
         return float(getattr(self.settings, "initializer_range", None) or 0.02)
 
     @property
     def shape(self) -> ModelShape:
-        """The sizes that a layout may have to divide."""
+        """Sizes that a layout may have to divide."""
         settings = self.settings
         heads = int(settings.num_attention_heads)
         return ModelShape(
@@ -236,7 +242,7 @@ class TransformersModel:
 
 @lru_cache(maxsize=16)
 def settings_of(document: str) -> Any:
-    """Make transformers' configuration from a config.json, given as text."""
+    """Build transformers' configuration from the text of a config.json."""
     package, content = transformers(), json.loads(document, object_hook=_number)
     kind = content.pop("model_type", None)
     if not knows(kind):
@@ -246,18 +252,18 @@ def settings_of(document: str) -> Any:
         )
     try:
         return package.AutoConfig.for_model(kind, **content).get_text_config()
-    except Exception as error:  # whatever its checks raise at a damaged file
+    except Exception as error:  # its checks raise many types for a damaged file
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"transformers rejects this config.json ({reason})") from error
 
 
 def _divisor(size: Any) -> int:
-    """Return what divides a size in all layers, 1 where there is none."""
+    """Return the greatest common divisor of a size over all layers; 1 if it is not set."""
     return math.gcd(*size) if isinstance(size, list | tuple) else int(size or 1)
 
 
 def _number(found: dict[str, Any]) -> Any:
-    """Read infinities, which transformers writes as {"__float__": "Infinity"}."""
+    """Decode infinities, which transformers writes as {"__float__": "Infinity"}."""
     return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 

@@ -1,8 +1,8 @@
-"""Constants that constructors of transformers' models give to parameters and buffers.
+"""Constants to which constructors of transformers' models set parameters and buffers.
 
 Most initial values come from a model's `_init_weights`. A few, such as the two slopes of xIELU,
-are set by a constructor alone, and a model built without storage loses them. They are read from a
-small model of the same kind, built with storage.
+are set only by a constructor, and a model built without storage loses them. They are read from a
+small model of the same type, built with storage.
 """
 
 import re
@@ -17,21 +17,21 @@ from ms_parallel.models.foreign.small import small_model
 
 
 def constant_of(config: TransformersModel, name: str) -> float | None:
-    """Return the value that all elements of a parameter or buffer begin with.
+    """Return the initial value that all elements of a parameter or buffer share.
 
     Args:
         config: configuration of the model.
         name: full name of the parameter or buffer.
 
     Returns:
-        None if the small model has other values in it, or transformers does not build one.
+        None if its elements differ in a small model, or if transformers cannot build one.
     """
     return _constants(config, torch.get_default_dtype()).get(_pattern(name))
 
 
 @lru_cache(maxsize=16)
 def _constants(config: TransformersModel, dtype: torch.dtype) -> Mapping[str, float]:
-    """Map patterns of names to the constant that two small models have there."""
+    """Map name patterns to the value that is constant there in two small models."""
     auto: Any = transformers().AutoModelForCausalLM
     values: dict[str, set[float]] = {}
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
@@ -46,7 +46,11 @@ def _constants(config: TransformersModel, dtype: torch.dtype) -> Mapping[str, fl
             for name, value in (*model.named_parameters(), *model.named_buffers()):
                 if value.is_floating_point():
                     values.setdefault(_pattern(name), set()).update(value.unique().tolist())
-    return {name: each.pop() for name, each in values.items() if len(each) == 1}
+    return {
+        name: unique_values.pop()
+        for name, unique_values in values.items()
+        if len(unique_values) == 1
+    }
 
 
 def _pattern(name: str) -> str:

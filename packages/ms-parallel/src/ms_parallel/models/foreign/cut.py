@@ -1,8 +1,9 @@
-"""Cuts one pipeline stage out of a module that was built whole, in place.
+"""Cuts one pipeline stage out of a whole module, in place.
 
-The module's own forward still runs, over stand-ins for what other stages hold: on a later stage
-its embedding and the blocks before give way to what arrives, and on an earlier one the forward is
-left behind the last block. So nothing need be known of what a forward does around its blocks.
+The module's own forward still runs, with stand-ins for the parts of other stages. On later stages
+the embedding and the preceding blocks return the hidden states that arrived; on earlier stages an
+exception leaves the forward after the last local block. The code around the blocks can therefore
+stay unknown.
 """
 
 from collections.abc import Callable
@@ -15,25 +16,25 @@ from ms_parallel.models.plan import ModelPlan
 
 
 class Gate:
-    """Where hidden states enter a stage that is cut out, and leave it."""
+    """Entry and exit of hidden states in a stage."""
 
     def __init__(self) -> None:
         self.entering: Tensor | None = None
-        """(B, S, H) from the stage before, while a forward lasts."""
+        """(B, S, H) from the previous stage, during a forward."""
 
     def run(self, forward: Callable[[], Any], entering: Tensor | None) -> Any:
-        """Run `forward`; return its result, or the hidden states (B, S, H) at which it is left."""
+        """Run `forward`; return its result, or the hidden states (B, S, H) at its early exit."""
         self.entering = entering
         try:
             return forward()
-        except _LeftError as left:
-            return left.hidden
+        except _LeftError as signal:
+            return signal.hidden
         finally:
             self.entering = None
 
 
 class _LeftError(Exception):
-    """Ends a forward behind the last block of a stage."""
+    """Leaves a forward after the last block of a stage."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ class _LeftError(Exception):
 
 
 class _StandIn(nn.Module):
-    """Bears the settings of the module that it stands for, which a forward may ask for."""
+    """Stand-in with the plain attributes of the original module, which a forward may read."""
 
     def __init__(self, original: nn.Module, gate: Gate) -> None:
         super().__init__()
@@ -51,27 +52,27 @@ class _StandIn(nn.Module):
         self.__dict__["gate"] = gate
 
     def arrived(self) -> Tensor:
-        """Return what entered the stage."""
+        """Return the hidden states that entered the stage."""
         entering: Tensor = self.__dict__["gate"].entering
         return entering
 
 
 class _Arriving(_StandIn):
-    """Stands for a part before the blocks: of the right shape, and replaced before it is used."""
+    """Stand-in for a part before the blocks; its output has the right shape but is not used."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         return self.arrived().detach()
 
 
 class _Passed(_StandIn):
-    """Stands for a block of an earlier stage: what arrives, whatever it is given."""
+    """Stand-in for a block of an earlier stage; returns the hidden states that arrived."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         return self.arrived()
 
 
 class _Leave(_StandIn):
-    """Stands for the first block of the next stage: the forward ends here."""
+    """Stand-in for the first block of the next stage; leaves the forward."""
 
     def forward(self, *args: Any, **named: Any) -> NoReturn:
         hidden = args[0] if args else named.pop("hidden_states", None)
@@ -89,23 +90,23 @@ class _Leave(_StandIn):
 
 
 class _Elsewhere(_StandIn):
-    """Stands for what only the last stage has."""
+    """Stand-in for parts that only the last stage has."""
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
         raise ModelError("a part of the last stage was called on an earlier one; name it in head")
 
 
 def block_names(module: nn.Module, plan: ModelPlan) -> list[str]:
-    """List the full names of a module's blocks, in their order."""
+    """Return the full names of a module's blocks, in order."""
     return [name for name, _ in module.named_modules() if plan.is_block(name)]
 
 
 def check_cut(module: nn.Module, plan: ModelPlan, pipeline: int) -> None:
-    """Check that a plan says of each parameter which stage has it.
+    """Check that a plan assigns each parameter to a stage.
 
     Raises:
-        LayoutError: there are no blocks or too few, a parameter is neither theirs nor named, or
-            stages share one that the plan does not tie.
+        LayoutError: there are no or too few blocks, a parameter is neither in a block nor named by
+            the plan, or stages share a weight that the plan does not tie.
     """
     why = f"pipeline={pipeline} cannot cut {type(module).__name__}"
     blocks = len(block_names(module, plan))
@@ -133,11 +134,11 @@ def check_cut(module: nn.Module, plan: ModelPlan, pipeline: int) -> None:
 
 
 def cut(module: nn.Module, plan: ModelPlan, layers: range) -> Gate:
-    """Leave in a module only the blocks of these numbers, and what stands at its ends.
+    """Reduce a module to some of its blocks, and the parts at its ends that belong to them.
 
     Args:
-        module: whole; its own parts are replaced.
-        plan: names its blocks, what stands before them and what behind.
+        module: whole module; parts of other stages are replaced in place.
+        plan: names the blocks and the parts before and after them.
         layers: numbers of the blocks to keep.
     """
     gate, names = Gate(), block_names(module, plan)
@@ -157,6 +158,6 @@ def cut(module: nn.Module, plan: ModelPlan, layers: range) -> Gate:
 
 
 def _replace(module: nn.Module, name: str, kind: Callable[..., nn.Module], gate: Gate) -> None:
-    parent, _, own = name.rpartition(".")
+    parent, _, child_name = name.rpartition(".")
     holder = module.get_submodule(parent)
-    holder._modules[own] = kind(holder._modules[own], gate)
+    holder._modules[child_name] = kind(holder._modules[child_name], gate)

@@ -1,4 +1,4 @@
-"""Packed rows through the gated delta networks of transformers, all documents at once."""
+"""Gated delta networks of transformers on packed rows, all documents at once."""
 
 from typing import Any
 
@@ -13,19 +13,19 @@ NEEDED = ("A_log", "conv1d", "dt_bias", "head_k_dim", "head_v_dim", "key_dim", "
 
 
 def is_delta(module: Any) -> bool:
-    """Return whether a module is a gated delta network, in one of the two forms known here.
+    """Return whether a module is a gated delta network in one of the two supported forms.
 
-    Qwen3.5 projects to queries, keys and values, gate, rate and decay apart; Qwen3-Next to two
-    matrices whose order a function of the module undoes.
+    Qwen3.5 has separate projections to queries, keys and values, gate, rate and decay. Qwen3-Next
+    has two fused ones, whose outputs a function of the module reorders.
     """
-    apart = all(hasattr(module, f"in_proj_{each}") for each in ("qkv", "z", "b", "a"))
-    together = hasattr(module, "in_proj_qkvz") and hasattr(module, "fix_query_key_value_ordering")
-    known = all(hasattr(module, name) for name in NEEDED)
-    return known and (apart or together) and getattr(module, "activation", None) == "silu"
+    has_separate = all(hasattr(module, f"in_proj_{suffix}") for suffix in ("qkv", "z", "b", "a"))
+    has_fused = hasattr(module, "in_proj_qkvz") and hasattr(module, "fix_query_key_value_ordering")
+    has_all = all(hasattr(module, name) for name in NEEDED)
+    return has_all and (has_separate or has_fused) and getattr(module, "activation", None) == "silu"
 
 
 def delta_forward(module: Any, hidden: Tensor, documents: Tensor | None, ops: Ops) -> Tensor:
-    """Apply the module to (B, S, H) so that documents (B, S) int32 know nothing of each other."""
+    """Apply the module to (B, S, H) with documents (B, S) int32 kept apart."""
     mixed, z, b, a = _projected(module, hidden)
     weight = module.conv1d.weight.squeeze(1)
     mixed = ops.causal_conv1d(mixed, weight, module.conv1d.bias, documents=documents, silu=True)
@@ -36,9 +36,9 @@ def delta_forward(module: Any, hidden: Tensor, documents: Tensor | None, ops: Op
     )
     g = -widen(module.A_log).exp() * F.softplus(widen(a) + module.dt_bias)
     out = ops.gated_delta_rule(q, k, v, g, b.sigmoid(), documents=documents, normalize=True)
-    made = module.norm(out.flatten(0, 2), z.reshape(-1, module.head_v_dim))
-    outward: nn.Module = module.out_proj
-    result: Tensor = outward(made.view(*hidden.shape[:2], -1))
+    normed = module.norm(out.flatten(0, 2), z.reshape(-1, module.head_v_dim))
+    out_proj: nn.Module = module.out_proj
+    result: Tensor = out_proj(normed.view(*hidden.shape[:2], -1))
     return result
 
 
@@ -46,7 +46,7 @@ def _projected(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
     """Project to queries, keys and values (B, S, channels); gate; rate and decay (B, S, heads)."""
     if hasattr(module, "in_proj_qkv"):
         qkv, z, b, a = (
-            getattr(module, f"in_proj_{each}")(hidden) for each in ("qkv", "z", "b", "a")
+            getattr(module, f"in_proj_{suffix}")(hidden) for suffix in ("qkv", "z", "b", "a")
         )
         return qkv, z, b, a
     q, k, v, z, b, a = module.fix_query_key_value_ordering(

@@ -1,4 +1,4 @@
-"""Initial values of a model of transformers, by its own rules."""
+"""Initial values of a transformers model, by its own initialization rules."""
 
 import copy
 import hashlib
@@ -17,19 +17,19 @@ from ms_parallel.models.plan import ModelPlan
 from ms_parallel.torch_private import is_persistent
 
 INITIALISED = "_is_hf_initialized"
-"""Transformers' mark of what its rules are to leave alone."""
+"""Attribute by which transformers' rules skip a parameter."""
 
 
 class Fresh:
-    """Draws parameters and computes buffers, a module at a time, as transformers would.
+    """Initializes parameters and buffers one module at a time, as transformers would.
 
-    A draw depends on the seed, the module's name and its whole shape alone, so every layout begins
-    alike. One module's parameters are held whole while it is drawn.
+    Random values depend only on the seed, the module's name and its unsharded shape, so they are
+    the same under every layout. Only one module at a time has unsharded parameters in memory.
 
     Args:
-        model: whole and without storage, before anything of it is replaced.
+        model: whole model without storage, before any part of it is replaced.
         config: configuration of the model.
-        plan: names the weights that are one.
+        plan: names the tied weights.
     """
 
     def __init__(self, model: Any, config: TransformersModel, plan: ModelPlan) -> None:
@@ -63,27 +63,27 @@ class Fresh:
         }
 
     def rule(self, path: str) -> Callable[[nn.Module], None]:
-        """Return the rule of the innermost model that a module is in, which transformers asks."""
+        """Return the rule of the innermost model that contains a module, as transformers uses."""
         while path not in self.rules:
             path = path.rpartition(".")[0]
         return self.rules[path]
 
     @torch.no_grad()
     def parameter(self, name: str, seed: int) -> Tensor:
-        """Draw the whole of a parameter.
+        """Draw an unsharded parameter.
 
         Raises:
             ModelError: no rule sets it, and the constructor does not set it to a constant.
         """
-        path, _, own = self.owners.get(name, name).rpartition(".")
+        path, _, param_name = self.owners.get(name, name).rpartition(".")
         module = self._blank(path)
         digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            # As in transformers, a module further out has the last word.
+            # As in transformers, the rule of an outer module runs last.
             for outer, part in self._with_ancestors(path, module):
                 self.rule(outer)(part)
-        value = module._parameters[own]
+        value = module._parameters[param_name]
         assert value is not None
         drawn: Tensor = value.detach()
         if bool(drawn.isnan().any()):
@@ -91,11 +91,11 @@ class Fresh:
         return drawn
 
     def persistent_buffer(self, name: str, buffer: Tensor) -> Tensor:
-        """Return the fresh value of a buffer that folders hold.
+        """Return the initial value of a buffer that folders contain.
 
         Args:
             name: full name of the buffer.
-            buffer: the buffer after `buffers`: NaN where no rule sets it.
+            buffer: buffer after `buffers`: NaN where no rule sets it.
 
         Raises:
             ModelError: no rule sets it, and the constructor does not set it to a constant.
@@ -105,7 +105,7 @@ class Fresh:
         return buffer
 
     def _constant(self, name: str) -> float:
-        """Return the constant that the constructor sets a parameter or buffer to."""
+        """Return the constant to which the constructor sets a parameter or buffer."""
         value = constant_of(self.config, name)
         if value is None:
             raise ModelError(
@@ -115,22 +115,24 @@ class Fresh:
         return value
 
     def _blank(self, path: str) -> Any:
-        """Copy a module with parameters of NaN, not drawn yet; its parts have no storage."""
+        """Copy a module with parameters of NaN; its submodules have no storage."""
         module, values = copy.copy(self.modules[path]), dict[str, nn.Parameter | None]()
         module.__dict__["_buffers"] = {
-            each: None if buffer is None else torch.zeros_like(buffer, device="cpu")
-            for each, buffer in module._buffers.items()
+            tensor_name: None if buffer is None else torch.zeros_like(buffer, device="cpu")
+            for tensor_name, buffer in module._buffers.items()
         }
-        for each, found in self.shapes[path].items():
-            values[each] = None
-            if found is not None:
-                shape, dtype = found
-                values[each] = nn.Parameter(torch.full(shape, torch.nan, dtype=dtype, device="cpu"))
+        for tensor_name, shape_and_dtype in self.shapes[path].items():
+            values[tensor_name] = None
+            if shape_and_dtype is not None:
+                shape, dtype = shape_and_dtype
+                values[tensor_name] = nn.Parameter(
+                    torch.full(shape, torch.nan, dtype=dtype, device="cpu")
+                )
         module.__dict__["_parameters"] = values
         return module
 
     def _with_ancestors(self, path: str, module: Any) -> Iterator[tuple[str, Any]]:
-        """Yield a module and copies of all that contain it, in which it alone has storage."""
+        """Yield a module and copies of all its ancestors, in which only it has storage."""
         yield path, module
         while path:
             path, _, name = path.rpartition(".")
@@ -142,12 +144,12 @@ class Fresh:
 
     @torch.no_grad()
     def buffers(self, stage: nn.Module) -> None:
-        """Compute the buffers of a stage that was allocated, whose names are the model's.
+        """Compute the buffers of an allocated stage, whose names are the model's.
 
         Persistent buffers that no rule sets stay NaN; a folder or `persistent_buffer` fills them.
 
         Raises:
-            ModelError: neither a rule nor the constructor says how another buffer is computed.
+            ModelError: neither a rule nor the constructor sets another buffer.
         """
         parts = {
             path: part.inner if isinstance(part, Around) else part
@@ -159,7 +161,7 @@ class Fresh:
                     module._buffers[name] = module._buffers[name].to(dtype)
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    setattr(parameter, INITIALISED, True)  # rules below are for buffers alone
+                    setattr(parameter, INITIALISED, True)  # the rules below must set only buffers
             for buffer in module._buffers.values():
                 if buffer is not None and buffer.is_floating_point():
                     buffer.fill_(torch.nan)
@@ -177,13 +179,13 @@ class Fresh:
         """Compute a buffer that the rule of its module did not set."""
 
         def is_set() -> bool:
-            known = buffer.is_meta or not buffer.is_floating_point()
-            return known or not bool(buffer.isnan().any())
+            needs_no_value = buffer.is_meta or not buffer.is_floating_point()
+            return needs_no_value or not bool(buffer.isnan().any())
 
-        above = path
-        while above and not is_set():  # the rule of a module further out may set it
-            above = above.rpartition(".")[0]
-            self.rule(above)(parts[above])
+        ancestor = path
+        while ancestor and not is_set():  # the rule of an outer module may set it
+            ancestor = ancestor.rpartition(".")[0]
+            self.rule(ancestor)(parts[ancestor])
         if is_set():
             return
         value = constant_of(self.config, f"{path}.{name}")

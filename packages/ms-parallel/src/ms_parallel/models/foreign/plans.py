@@ -1,4 +1,4 @@
-"""From the plans that transformers publishes for a model to ours."""
+"""Converts the plans that transformers publishes for a model to ours."""
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -22,16 +22,16 @@ Shapes = dict[str, torch.Size]
 STYLES: dict[str, Style] = {
     "colwise": "column",
     "rowwise": "row",
-    "embedding_rowwise": "replicated",  # kept whole, as where a plan does not name it
+    "embedding_rowwise": "replicated",  # not split, like parameters that a plan does not name
     "colwise_gather_output": "column_to_whole",
     "rowwise_split_input": "row_of_whole",
     "packed_colwise": "expert_column",
     "replicated_with_grad_allreduce": "heads",
     "moe_tp_experts": "summed",
 }
-"""Our style of each of transformers'."""
+"""Our style for each of transformers' styles."""
 UNNAMED = "unnamed"
-"""Style of a parameter that the published plan does not name, next to layers that it splits."""
+"""Style of a parameter that is not in the published plan but next to layers that it splits."""
 ON_SPLIT_FEATURES = frozenset({"act", "act_fn", "q_norm", "k_norm"})
 """Modules that run between a column-parallel and a row-parallel layer of the same parent."""
 EXPERTS_DIMS = 3
@@ -39,23 +39,23 @@ EXPERTS_DIMS = 3
 
 
 def built(config: TransformersModel, ops: Ops | None = None) -> Any:
-    """Build a whole model without storage, whose attention is by these operators.
+    """Build the whole model without storage, with attention by these operators.
 
     Raises:
-        ModelError: transformers does not build it, or not with our attention.
+        ModelError: transformers cannot build it, or cannot use our attention.
     """
     name = registered(cast(Hashable, ops or operators))
     settings = type(config.settings).from_dict(config.settings.to_dict())
-    settings.output_router_logits = False  # their loss is ours, see `CountedRouter`
+    settings.output_router_logits = False  # we add the balance loss, see `CountedRouter`
     dtype = torch.get_default_dtype()
-    # torch's grouped product, which experts are computed by else, takes no float64.
-    how = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+    # The default, torch's grouped matrix product, does not support float64.
+    options = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     try:
         with torch.device("meta"):
             model = transformers().AutoModelForCausalLM.from_config(
-                settings, attn_implementation=name, dtype=dtype, **how
+                settings, attn_implementation=name, dtype=dtype, **options
             )
-    except Exception as error:  # whatever a constructor does with settings that do not fit
+    except Exception as error:  # constructors raise many types for bad settings
         if isinstance(error, KeyError) and error.args == (name,):
             raise ModelError(
                 f"{config.model_type} does not use transformers' attention interface, so packed"
@@ -73,39 +73,39 @@ def built(config: TransformersModel, ops: Ops | None = None) -> Any:
 
 @lru_cache(maxsize=4)
 def described(config: TransformersModel) -> Any:
-    """Build a whole model without storage, which is shared and so only to be looked at."""
+    """Build the whole model without storage; the result is shared and must not be changed."""
     return built(config)
 
 
 @lru_cache(maxsize=16)
 def shapes_of(config: TransformersModel, named: Named = nn.Module.named_parameters) -> Shapes:
-    """Map the names of what is `named` in the whole model to its shapes; tied ones once."""
+    """Map names of what `named` yields for the whole model to shapes; tied tensors once."""
     return {name: tensor.shape for name, tensor in named(described(config))}
 
 
 @lru_cache(maxsize=16)
 def plan_of(config: TransformersModel) -> ModelPlan:
-    """Plan how the model may be split, by what transformers publishes of it."""
+    """Build the plan of how a model may be split from what transformers publishes."""
     model = described(config)
     prefix = model.base_model_prefix
-    before, blocks, behind = _line(model, prefix)
+    embedding, blocks, head = _line(model, prefix)
     tied = model.get_expanded_tied_weights_keys() if config.tie_word_embeddings else {}
     return ModelPlan(
         tensor=_tensor(model, prefix),
         blocks=f"{blocks}.*",
-        cuts=tuple(range(config.num_hidden_layers)) if before else (0,),
+        cuts=tuple(range(config.num_hidden_layers)) if embedding else (0,),
         tied=tuple((owner, copy) for copy, owner in sorted(tied.items())),
-        embedding=before,
-        head=behind,
+        embedding=embedding,
+        head=head,
         split_sequence=False,
     )
 
 
 def _line(model: Any, prefix: str) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
-    """Name the parts before the blocks, their list, and the parts behind; only the list if unsaid.
+    """Return the parts before the blocks, their list and the parts after; only the list if unknown.
 
     Raises:
-        ModelError: no list of blocks is as long as the model has layers.
+        ModelError: no single list of blocks has the model's number of layers.
     """
     count = model.config.num_hidden_layers
     lists = [
@@ -121,18 +121,18 @@ def _line(model: Any, prefix: str) -> tuple[tuple[str, ...], str, tuple[str, ...
             " train this model with transformers"
         )
     published = list(getattr(model.base_model.config, "base_model_pp_plan", None) or {})
-    own = lists[0].removeprefix(f"{prefix}.")
-    if own not in published:
+    blocks_name = lists[0].removeprefix(f"{prefix}.")
+    if blocks_name not in published:
         return (), lists[0], ()
-    at = published.index(own)
-    before = tuple(f"{prefix}.{name}" for name in published[:at])
-    behind = tuple(f"{prefix}.{name}" for name in published[at + 1 :])
+    index = published.index(blocks_name)
+    before_blocks = tuple(f"{prefix}.{name}" for name in published[:index])
+    after_blocks = tuple(f"{prefix}.{name}" for name in published[index + 1 :])
     heads = [name for name, _ in model.named_children() if name != prefix]
-    return before, lists[0], (*behind, *heads)
+    return before_blocks, lists[0], (*after_blocks, *heads)
 
 
 def _tensor(model: Any, prefix: str) -> dict[str, Style]:
-    """Map patterns of modules, or parameters, to their styles; empty where no plan is published."""
+    """Map patterns of modules or parameters to styles; empty if no plan is published."""
     published = getattr(model.base_model.config, "base_model_tp_plan", None)
     if not published:
         return {}
@@ -141,8 +141,8 @@ def _tensor(model: Any, prefix: str) -> dict[str, Style]:
     for name, value in model.named_parameters():
         parameter = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         module = parameter.rpartition(".")[0]
-        inside = name.rpartition(".")[0]
-        parent, _, own = inside.rpartition(".")
+        module_path = name.rpartition(".")[0]
+        parent, _, child_name = module_path.rpartition(".")
         for pattern in (parameter, module):
             style = published.get(pattern.removeprefix(f"{prefix}."))
             if style is not None:
@@ -150,20 +150,24 @@ def _tensor(model: Any, prefix: str) -> dict[str, Style]:
                 styles[pattern] = "expert_row" if stacked else STYLES.get(style, style)
         if parameter in styles or module in styles:
             continue
-        if parent in split and own in ON_SPLIT_FEATURES:
-            styles[module] = "heads"  # each rank has the gradient of its features; they are summed
-        elif parent in split or inside in split:
-            styles[parameter] = cast(Style, UNNAMED)  # partial or whole gradient: unknown
+        if parent in split and child_name in ON_SPLIT_FEATURES:
+            styles[module] = (
+                "heads"  # each rank has the gradient of its features; summed over ranks
+            )
+        elif parent in split or module_path in split:
+            styles[parameter] = cast(
+                Style, UNNAMED
+            )  # unknown if the gradient is partial or complete
         else:
             styles[module] = "replicated"
     return styles
 
 
 def _split_parents(model: Any, published: Mapping[str, str], prefix: str) -> set[str]:
-    """List modules with a child that splits its output and one that takes split input.
+    """Return modules with a child that splits its output and one that takes split input.
 
-    Only children that the module has count: a layer of experts shares its name and its plan with
-    the dense ones, and its router runs next to nothing that is split.
+    Only existing children count: an expert layer shares its name and plan with dense layers, but
+    its router is not next to any split layer.
     """
     styles: dict[str, set[str]] = {}
     for name, _ in model.named_parameters():
@@ -171,4 +175,8 @@ def _split_parents(model: Any, published: Mapping[str, str], prefix: str) -> set
             pattern = re.sub(r"\.\d+(?=\.|$)", ".*", path).removeprefix(f"{prefix}.")
             if pattern in published:
                 styles.setdefault(path.rpartition(".")[0], set()).add(published[pattern])
-    return {parent for parent, found in styles.items() if {"colwise", "rowwise"} <= found}
+    return {
+        parent
+        for parent, parent_styles in styles.items()
+        if {"colwise", "rowwise"} <= parent_styles
+    }

@@ -1,7 +1,7 @@
-"""A model of transformers that sees, trained from packed rows of text and pictures.
+"""A vision-language model of transformers, trained on packed rows of text and pictures.
 
-Its text model is run with our attention, so that the documents of a row stay apart as they do in
-every other model here; its vision tower reads each picture by itself, as transformers lets it.
+Its text model uses our attention, which keeps the documents of a row apart as in all other models.
+Its vision tower is transformers' own and processes each picture separately.
 """
 
 from typing import Any
@@ -19,26 +19,26 @@ from ms_parallel.models.plan import ModelPlan
 from ms_parallel.torch_private import tree_leaves
 
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""The `model_type` of those whose pictures, positions and pictures' places are known here."""
+"""Supported `model_type`s."""
 
 
 class SeeingModel(Around):
     """A Qwen2-VL, Qwen2.5-VL or Qwen3-VL that an `Engine` trains as a module of the user's own.
 
-    Its parameters bear transformers' names. Give the engine `plan=model.plan`, which names the
+    Its parameters have transformers' names. Pass `plan=model.plan` to the engine; it names the
     blocks that are sharded and recomputed one by one.
 
     Args:
-        model: transformers' `AutoModelForImageTextToText`, with its weights; it is taken over.
+        model: transformers' `AutoModelForImageTextToText`, with its weights; changed in place.
 
     Raises:
-        ModelError: it is a model of another kind.
+        ModelError: the model type is not supported.
     """
 
     def __init__(self, model: Any) -> None:
-        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-        if kind not in KINDS:
-            raise ModelError(f"{kind!r} is not known to see; known: {', '.join(KINDS)}")
+        model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        if model_type not in KINDS:
+            raise ModelError(f"{model_type!r} is not known to see; known: {', '.join(KINDS)}")
         super().__init__(model)
         model.model.language_model.set_attn_implementation(registered(operators))
         now = self.__dict__["now"] = Now()
@@ -47,7 +47,7 @@ class SeeingModel(Around):
 
     @property
     def plan(self) -> ModelPlan:
-        """The plan, which names the blocks of its text model."""
+        """Plan that names the blocks of the text model."""
         return ModelPlan(blocks="model.language_model.layers.*")
 
     def forward(
@@ -58,42 +58,42 @@ class SeeingModel(Around):
         documents: Tensor | None = None,
         pictures: Batch | None = None,
     ) -> Tensor:
-        """Turn tokens, and the pictures that stand among them, into logits.
+        """Compute logits from tokens and the pictures among them.
 
         Args:
             tokens: (B, S) int64.
-            positions: (B, S) int64; used where there are no pictures.
-            documents: (B, S) int32; attention never crosses.
-            pictures: patches, grids and positions (3, B, S), as `ms_data.InstructionStream` gives
+            positions: (B, S) int64; used only without pictures.
+            documents: (B, S) int32; attention does not cross documents.
+            pictures: patches, grids and positions (3, B, S), as `ms_data.InstructionStream` returns
                 them.
 
         Returns:
             (B, S, V).
         """
         inner, now = self.inner, self.now
-        where = positions if pictures is None else pictures[POSITIONS]
-        seen: dict[str, Any] = {}
+        position_ids = positions if pictures is None else pictures[POSITIONS]
+        vision_inputs: dict[str, Any] = {}
         if pictures is not None and len(pictures[GRIDS]):
-            seen = {PATCHES: pictures[PATCHES].to(self._dtype), GRIDS: pictures[GRIDS]}
+            vision_inputs = {PATCHES: pictures[PATCHES].to(self._dtype), GRIDS: pictures[GRIDS]}
         now.running, now.documents = True, documents
         try:
-            made: Tensor = inner(
-                input_ids=tokens, position_ids=where, use_cache=False, **seen
+            logits: Tensor = inner(
+                input_ids=tokens, position_ids=position_ids, use_cache=False, **vision_inputs
             ).logits
         finally:
             now.running, now.documents = False, None
-        return made if seen else made + self._nothing_seen()
+        return logits if vision_inputs else logits + self._nothing_seen()
 
     @property
     def _dtype(self) -> torch.dtype:
-        found: torch.dtype = next(self.inner.model.visual.parameters()).dtype
-        return found
+        dtype: torch.dtype = next(self.inner.model.visual.parameters()).dtype
+        return dtype
 
     def _nothing_seen(self) -> Tensor:
-        """Return zero, made by the vision tower of a blank picture of one token.
+        """Return zero, computed by the vision tower from a blank picture of one token.
 
-        So its weights have a gradient on every process, which sharding asks for, also where a
-        microbatch happens to hold no picture.
+        It gives the tower's weights a gradient on every process, as sharding requires, even if the
+        microbatch has no picture.
         """
         vision = self.inner.config.vision_config
         merge = vision.spatial_merge_size
@@ -101,8 +101,8 @@ class SeeingModel(Around):
         weight = next(self.inner.model.visual.parameters())
         patches = torch.zeros(merge**2, width, dtype=self._dtype, device=weight.device)
         grid = torch.tensor([[1, merge, merge]], device=weight.device)
-        found = self.inner.model.get_image_features(patches, grid)
-        features = (found.pooler_output, getattr(found, "deepstack_features", None) or ())
+        outputs = self.inner.model.get_image_features(patches, grid)
+        features = (outputs.pooler_output, getattr(outputs, "deepstack_features", None) or ())
         tensors = tree_leaves(features)
-        zero: Tensor = torch.stack([each.sum() for each in tensors]).sum() * 0.0
+        zero: Tensor = torch.stack([tensor.sum() for tensor in tensors]).sum() * 0.0
         return zero

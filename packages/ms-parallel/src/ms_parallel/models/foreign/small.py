@@ -143,25 +143,28 @@ def small_model(
         # The text part of a model that takes other inputs too: its sizes are in `text_config`.
         config = TransformersModel(settings)
         settings = config.settings
-    written: Mapping[str, str] = getattr(settings, "attribute_map", None) or {}
-    given: dict[str, Any] = settings.to_dict()
-    count, chosen = config.num_hidden_layers, _layers(given, config.num_hidden_layers, layers)
+    attribute_map: Mapping[str, str] = getattr(settings, "attribute_map", None) or {}
+    document: dict[str, Any] = settings.to_dict()
+    count, kept_layers = (
+        config.num_hidden_layers,
+        _layers(document, config.num_hidden_layers, layers),
+    )
     changed: dict[str, Any] = {}
-    known = {written.get(key, key): most for key, most in SMALL.items()}
-    for key, value in given.items():
+    limits = {attribute_map.get(key, key): most for key, most in SMALL.items()}
+    for key, value in document.items():
         if key not in TOKENS:
-            small = _small(key, value, known, count, chosen)
+            small = _small(key, value, limits, count, kept_layers)
             if small is not value:
                 changed[key] = small
-    changed[written.get("num_hidden_layers", "num_hidden_layers")] = len(chosen)
-    if type(shared := given.get(SHARED)) is int:
-        changed[SHARED] = sum(layer >= count - shared for layer in chosen)
-    changed |= _related(settings, {**given, **changed}, written)
-    if spread is not None and "initializer_range" in given:
+    changed[attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(kept_layers)
+    if type(shared := document.get(SHARED)) is int:
+        changed[SHARED] = sum(layer >= count - shared for layer in kept_layers)
+    changed |= _related(settings, {**document, **changed}, attribute_map)
+    if spread is not None and "initializer_range" in document:
         changed["initializer_range"] = spread
-    changed = {key: value for key, value in changed.items() if key in given}
+    changed = {key: value for key, value in changed.items() if key in document}
     # Token ids may be outside the small vocabulary. Most types allow None.
-    tokens = {key: given[key] for key in TOKENS if key in given}
+    tokens = {key: document[key] for key in TOKENS if key in document}
     try:
         return config.with_settings({**changed, **dict.fromkeys(tokens)})
     except ModelError:
@@ -170,17 +173,17 @@ def small_model(
 
 
 def _layers(given: Mapping[str, Any], count: int, most: int) -> list[int]:
-    """Choose up to `most` layers, in order: the first ones, and one of each other kind."""
+    """Choose up to `most` layers, in order: the first layers, and one of each further kind."""
     lists = [value for value in given.values() if isinstance(value, list) and len(value) == count]
     numbered = [
         value
         for value in given.values()
         if isinstance(value, list) and len(value) < count and _are_layers(value, count)
     ]
-    own: Mapping[str, Any] = given.get("per_layer_config") or {}
+    per_layer: Mapping[str, Any] = given.get("per_layer_config") or {}
     shared = given.get(SHARED)
     last = shared if type(shared) is int else 0
-    of_layer = {int(key): str(value) for key, value in own.items() if str(key).isdigit()}
+    of_layer = {int(key): str(value) for key, value in per_layer.items() if str(key).isdigit()}
     kinds = [
         (
             *(str(value[layer]) for value in lists),
@@ -195,7 +198,11 @@ def _layers(given: Mapping[str, Any], count: int, most: int) -> list[int]:
     new.sort(key=lambda layer: layer < count - last)  # layers that share keys and values first
     for layer in new[: most - 1]:
         # Replace the last layer whose kind stays present without it.
-        spare = [at for at in chosen if sum(kinds[at] == kinds[other] for other in chosen) > 1]
+        spare = [
+            index
+            for index in chosen
+            if sum(kinds[index] == kinds[other_index] for other_index in chosen) > 1
+        ]
         if spare:
             chosen.remove(spare[-1])
             chosen.append(layer)
@@ -204,8 +211,8 @@ def _layers(given: Mapping[str, Any], count: int, most: int) -> list[int]:
 
 def _are_layers(value: Sequence[Any], count: int) -> bool:
     """Return whether a list may be ascending layer numbers."""
-    whole = all(type(each) is int and 0 <= each < count for each in value)
-    return whole and list(value) == sorted(set(value))
+    in_range = all(type(number) is int and 0 <= number < count for number in value)
+    return in_range and list(value) == sorted(set(value))
 
 
 def _small(
@@ -214,27 +221,30 @@ def _small(
     if type(value) is int and key in known:
         return min(value, known[key])
     if key == "per_layer_config" and isinstance(value, dict):
-        cut = {int(layer): own for layer, own in value.items() if str(layer).isdigit()}
+        cut = {int(layer): overrides for layer, overrides in value.items() if str(layer).isdigit()}
         return {
-            str(at): {name: _small(name, each, known, count, chosen) for name, each in own.items()}
-            for at, layer in enumerate(chosen)
-            if (own := cut.get(layer)) is not None
+            str(index): {
+                name: _small(name, element, known, count, chosen)
+                for name, element in overrides.items()
+            }
+            for index, layer in enumerate(chosen)
+            if (overrides := cut.get(layer)) is not None
         }
     if isinstance(value, list) and len(value) == count:
         most = known.get(key)
         if key == "num_attention_heads_per_layer":
             most = known["num_attention_heads"]
         cuts = [value[layer] for layer in chosen]
-        whole = most is not None and all(type(each) is int for each in cuts)
-        return [min(each, most) for each in cuts] if whole and most is not None else cuts
+        all_ints = most is not None and all(type(element) is int for element in cuts)
+        return [min(element, most) for element in cuts] if all_ints and most is not None else cuts
     layer_list = key.endswith(("_layers", "_layer_ids", "_idxs"))
     if isinstance(value, list) and value and layer_list and _are_layers(value, count):
-        return [at for at, layer in enumerate(chosen) if layer in value]
+        return [index for index, layer in enumerate(chosen) if layer in value]
     return value
 
 
 def _related(settings: Any, small: Mapping[str, Any], written: Mapping[str, str]) -> dict[str, Any]:
-    """Return settings that have to agree with others: grouped heads, and sums of widths."""
+    """Return settings that depend on others: grouped heads, and sums of widths."""
     changed: dict[str, Any] = {}
     heads_name = written.get("num_attention_heads", "num_attention_heads")
     heads = small.get(heads_name)

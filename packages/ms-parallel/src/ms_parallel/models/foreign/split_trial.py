@@ -1,6 +1,6 @@
 """Checks a transformers model's tensor plan on a small model before it is used.
 
-A plan names the layers to split, not the operations between them. If one of those reads all
+A plan names the layers to split, not the operations between them. If one of them reads all
 features, as the activation cutoff of Gemma 3n does, each tensor rank would compute it from its own
 shard and the result would be wrong.
 """
@@ -58,12 +58,13 @@ def _split_modules(model: nn.Module, plan: ModelPlan) -> Iterator["_SplitModule"
     parameters = dict(model.named_parameters())
     for name, module in model.named_modules():
         styles = {
-            own: plan.style(weight)
-            for own, child in module.named_children()
-            if isinstance(child, nn.Linear) and (weight := f"{name}.{own}.weight") in parameters
+            child_name: plan.style(weight)
+            for child_name, child in module.named_children()
+            if isinstance(child, nn.Linear)
+            and (weight := f"{name}.{child_name}.weight") in parameters
         }
-        columns = [own for own, style in styles.items() if style == "column"]
-        rows = [own for own, style in styles.items() if style == "row"]
+        columns = [child_name for child_name, style in styles.items() if style == "column"]
+        rows = [child_name for child_name, style in styles.items() if style == "row"]
         if columns and len(rows) == 1:
             yield _SplitModule(module, columns, rows[0])
 

@@ -1,4 +1,4 @@
-"""A model of transformers, or one pipeline stage of it, behind the face of our own models.
+"""A transformers model, or one pipeline stage of it, with the interface of our own models.
 
 Shapes: B rows, S positions, H hidden, V vocabulary.
 """
@@ -25,14 +25,14 @@ from ms_parallel.operators.protocol import Ops
 
 
 class TransformersStage(Around):
-    """One stage; its parameters bear transformers' names.
+    """One stage, whose parameters have transformers' names.
 
     Args:
-        model: built whole, without storage; its parts are replaced.
-        config: of the model.
-        plan: how it is split.
+        model: whole model without storage; parts of other stages are replaced.
+        config: model configuration.
+        plan: how the model is split.
         layers: numbers of the blocks to keep.
-        ops: operators of its recurrent layers; those of its attention are the model's already.
+        ops: operators of recurrent layers; the model's attention already uses its own.
     """
 
     config: Any
@@ -46,17 +46,17 @@ class TransformersStage(Around):
         count = len(block_names(model, plan))
         self.first, self.last = layers.start == 0, layers.stop == count
         self.config = config
-        own = self.__dict__
-        own["base"], own["plan"] = model.base_model, plan
-        # Renamed in transformers 5.24, which warns of the old name.
-        named = inspect.signature(model.base_model.forward).parameters
-        own["cache_name"] = "cache" if "cache" in named else "past_key_values"
-        own["drawn"] = Fresh(model, config, plan)
-        own["gate"], own["now"] = cut(model, plan, layers), Now()
+        attributes = self.__dict__
+        attributes["base"], attributes["plan"] = model.base_model, plan
+        # Renamed in transformers 5.24, which warns about the old name.
+        forward_params = inspect.signature(model.base_model.forward).parameters
+        attributes["cache_name"] = "cache" if "cache" in forward_params else "past_key_values"
+        attributes["drawn"] = Fresh(model, config, plan)
+        attributes["gate"], attributes["now"] = cut(model, plan, layers), Now()
         keep_tables_float32(model)
         if self.last:
-            head = own["head_name"] = _head_name(model)
-            own["tail"], own["plain_head"] = _tail(model), _is_plain(model, head)
+            head = attributes["head_name"] = _head_name(model)
+            attributes["tail"], attributes["plain_head"] = _tail(model), _is_plain(model, head)
             if config.tie_word_embeddings and self.first:
                 if type(model._modules[head]) is not nn.Linear:
                     raise ModelError(
@@ -64,20 +64,20 @@ class TransformersStage(Around):
                         " train this model with transformers"
                     )
                 tied = _Tied(model.get_input_embeddings(), model._modules[head].bias)
-                own["tail"]._modules[head] = model._modules[head] = tied
+                attributes["tail"]._modules[head] = model._modules[head] = tied
         blocks = [model.get_submodule(name) for name in block_names(model, plan)]
-        kept = [block for block in blocks if any(True for _ in block.parameters())]
-        stateful = [keep_apart(block, own["now"], ops) for block in kept]
-        own["replays"] = any(stateful)
+        local_blocks = [block for block in blocks if any(True for _ in block.parameters())]
+        stateful = [keep_apart(block, attributes["now"], ops) for block in local_blocks]
+        attributes["replays"] = any(stateful)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "TransformersStage":
-        """Allocate, and compute the buffers that no folder holds, such as rotary frequencies."""
+        """Allocate, and compute buffers that no folder has, such as rotary frequencies."""
         super().to_empty(device=device, recurse=recurse)
         self.drawn.buffers(self)
         return self
 
     def draw(self, name: str, seed: int) -> Tensor:
-        """Draw the whole fresh value of a parameter, by the model's own rule; see `Fresh`."""
+        """Draw the unsharded initial value of a parameter by the model's own rule; see `Fresh`."""
         shape = shapes_of(self.config)
         if name not in shape and name not in self.drawn.owners:
             buffer: Tensor = self.drawn.persistent_buffer(name, self.get_buffer(name))
@@ -87,7 +87,7 @@ class TransformersStage(Around):
 
     @property
     def head_weight(self) -> Tensor:
-        """(V, H); the embedding's where tied and on the same stage.
+        """Head weight (V, H); the embedding's if tied and on the same stage.
 
         Raises:
             ModelError: this stage is not the last.
@@ -107,29 +107,30 @@ class TransformersStage(Around):
         cache: KeyValueCache | None = None,
         logits: bool = True,
     ) -> Tensor:
-        """Turn tokens (or hidden states, on later stages) into logits (or hidden, on earlier ones).
+        """Map tokens (later stages: hidden states) to logits (earlier stages: hidden states).
 
         Args:
             x: (B, S) int64 on the first stage, (B, S, H) on others.
             positions: (B or 1, S) int64.
             documents: (B, S) int32.
-            cache: keys and values of earlier tokens; or, where blocks have another state, what
-                entered the stage for them, which is run again.
-            logits: on the last stage, apply the head; else return finished hidden states.
+            cache: keys and values of earlier tokens; if blocks have another state, the stage's
+                inputs for earlier tokens, which are run again.
+            logits: whether the last stage applies the head or returns final hidden states.
 
         Returns:
             (B, S, V) on the last stage, (B, S, H) on others.
         """
         rows, count = x.shape[:2]
-        held = cache.length if cache is not None else 0
+        cached_length = cache.length if cache is not None else 0
         if positions is None:
-            positions = torch.arange(held, held + count, device=x.device)[None]
+            positions = torch.arange(cached_length, cached_length + count, device=x.device)[None]
         if cache is not None:
             documents = cache.all_documents(documents, rows, count)
         positions = positions.expand(rows, count)
         if cache is not None and self.replays:
             x, positions = (
-                each[:, :, 0] for each in cache.append(0, x[:, :, None], positions[:, :, None])
+                sequence[:, :, 0]
+                for sequence in cache.append(0, x[:, :, None], positions[:, :, None])
             )
         hidden = self._run(x, positions, documents, None if self.replays else cache)
         hidden = hidden if hidden.shape[1] == count else hidden[:, -count:]
@@ -148,7 +149,7 @@ class TransformersStage(Around):
         now: Now = self.now
         now.running, now.documents = True, documents
         try:
-            made = self.gate.run(
+            output = self.gate.run(
                 lambda: self.base(
                     input_ids=tokens,
                     position_ids=positions,
@@ -159,21 +160,21 @@ class TransformersStage(Around):
             )
         finally:
             now.running, now.documents = False, None
-        hidden: Tensor = made if isinstance(made, Tensor) else made.last_hidden_state
+        hidden: Tensor = output if isinstance(output, Tensor) else output.last_hidden_state
         return hidden
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Turn finished hidden states (B, S, H) into logits (B, S, V), by its last lines."""
-        made: Tensor = self.tail(inputs_embeds=hidden, use_cache=False).logits
-        return made
+        """Compute logits (B, S, V) from final hidden states (B, S, H) by the model's forward."""
+        logits: Tensor = self.tail(inputs_embeds=hidden, use_cache=False).logits
+        return logits
 
 
 class _Tied(nn.Module):
-    """A head whose weight is the embedding's.
+    """Output head that uses the embedding's weight.
 
     Args:
         embedding: owner of the weight (V, H).
-        bias: the head's own bias (V,), which is not tied; None for none.
+        bias: the head's bias (V,), which is not tied; None for no bias.
     """
 
     def __init__(self, embedding: Any, bias: nn.Parameter | None) -> None:
@@ -193,7 +194,7 @@ class _Tied(nn.Module):
 
 
 class _Outcome:
-    """What a base model returns: its last hidden state, and nothing of all else."""
+    """Output of a base model: its last hidden states; every other attribute is None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -206,7 +207,7 @@ class _Outcome:
 
 
 def _tail(model: Any) -> Any:
-    """Copy the model with a base that only passes its input on: its forward makes logits."""
+    """Copy the model with a base that returns its input, so that the forward computes logits."""
     tail, base = copy.copy(model), copy.copy(model.base_model)
     base.__dict__["forward"] = lambda *_, inputs_embeds, **__: _Outcome(inputs_embeds)
     tail.__dict__["_modules"] = {**model._modules, model.base_model_prefix: base}
@@ -225,31 +226,31 @@ def _head_name(model: Any) -> str:
 
 
 def _is_plain(model: Any, head_name: str) -> bool:
-    """Return whether logits are only the head's product, as seen from a head of a few tokens."""
-    tail, own = _tail(model), model._modules[head_name]
-    if type(own) is not nn.Linear:  # a subclass may do more than the product
+    """Return whether logits are only the head's product, tested with a head of a few tokens."""
+    tail, original_head = _tail(model), model._modules[head_name]
+    if type(original_head) is not nn.Linear:  # a subclass may do more than the product
         return False
     # Callers build models under an ambient meta device, where values cannot be compared.
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
-        head = nn.Linear(own.in_features, 5, bias=own.bias is not None)
-        hidden = torch.randn(1, 2, own.in_features)
+        head = nn.Linear(original_head.in_features, 5, bias=original_head.bias is not None)
+        hidden = torch.randn(1, 2, original_head.in_features)
         tail._modules[head_name] = head
         try:
-            made = tail(inputs_embeds=hidden, use_cache=False).logits
-        except Exception as error:  # whatever a forward does that knows more of its base
+            logits = tail(inputs_embeds=hidden, use_cache=False).logits
+        except Exception as error:  # a forward may use other outputs of its base
             kind = type(model).__name__
             raise ModelError(
                 f"the output head of {kind} cannot run apart from the rest of its forward; train"
                 " this model with transformers"
             ) from error
-        return torch.equal(made, F.linear(hidden, head.weight))
+        return torch.equal(logits, F.linear(hidden, head.weight))
 
 
 def keep_tables_float32(model: nn.Module) -> None:
-    """Make a model's rotary embeddings return float32 where hidden states are narrower, in place.
+    """Make rotary embeddings return float32 for narrower hidden states, in place.
 
     They compute cosines and sines in float32 and round them to the dtype of the hidden states, of
-    which they read nothing else. So they are given float32 ones, of the same shape and without
+    which they use nothing else. They therefore receive float32 tensors of the same shape, without
     storage.
     """
     for module in model.modules():

@@ -1,8 +1,8 @@
-"""A trial of a transformers model at a small size, before the real one is built.
+"""Tests a transformers model at a small size before the real one is built.
 
-Our attention and our stages stand in for parts of a model that transformers may change in any
-version. So the same kind of model is built small, with all its settings but sizes, and its logits
-are compared with those of transformers alone.
+Our attention and stages replace parts of a model that transformers may change in any version. A
+small model with the same settings except sizes is therefore built, and its logits are compared
+with those of transformers alone.
 """
 
 from collections.abc import Sequence
@@ -22,20 +22,20 @@ from ms_parallel.models.foreign.stage import TransformersStage
 from ms_parallel.models.staged import named_weights
 
 LENGTH, TOLERANCE = 24, 1e-3
-"""Positions of the row, and the allowed difference: far above rounding, far below an error."""
+"""Row length, and the allowed difference: far above rounding errors, far below real ones."""
 DTYPES = (torch.float32, torch.float64)
 
 
 @lru_cache(maxsize=64)
 def check_trial(config: TransformersModel, *, staged: bool = False) -> None:
-    """Check that a small model of this kind has the logits that transformers computes.
+    """Check that a small model of this type has the logits that transformers computes.
 
     Args:
-        config: of the real model.
-        staged: run the small model in as many pipeline stages as its plan allows.
+        config: configuration of the real model.
+        staged: split the small model into the most pipeline stages that its plan allows.
 
-    Passes where transformers itself runs no small model of these settings, as there is nothing to
-    compare with.
+    Passes if transformers itself cannot run a small model with these settings, because there is no
+    reference then.
 
     Raises:
         ModelError: the logits differ, or our attention cannot run the model.
@@ -49,13 +49,13 @@ def check_trial(config: TransformersModel, *, staged: bool = False) -> None:
         small, model, tokens, expected = trial
         cuts = plan_of(small).cuts if staged else (0,)
         layers = [range(*ends) for ends in pairwise((*cuts, small.num_hidden_layers))]
-        found = _ours(small, model, tokens, layers)
-    apart = float((found - expected).abs().max()) / max(1.0, float(expected.abs().max()))
-    if not apart <= TOLERANCE:
+        logits = _ours(small, model, tokens, layers)
+    difference = float((logits - expected).abs().max()) / max(1.0, float(expected.abs().max()))
+    if not difference <= TOLERANCE:
         remedy = "set pipeline=1" if staged else "train this model with transformers"
         raise ModelError(
             f"logits of {config.model_type}{' in pipeline stages' if staged else ''} differ from"
-            f" those of transformers by {apart:.1e} in a trial at a small size; {remedy}"
+            f" those of transformers by {difference:.1e} in a trial at a small size; {remedy}"
         )
 
 
@@ -63,7 +63,7 @@ def check_runs(small: TransformersModel) -> None:
     """Check that transformers itself runs a small model.
 
     Raises:
-        ModelError: it does not, for example because the type has no default for a setting.
+        ModelError: it cannot, for example because the type has no default for a setting.
     """
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
@@ -80,11 +80,11 @@ def check_runs(small: TransformersModel) -> None:
 def run_small_model(
     config: TransformersModel,
 ) -> tuple[TransformersModel, Any, Tensor, Tensor] | None:
-    """Build a small model of this kind with transformers and run it on random tokens.
+    """Build a small model of this type with transformers and run it on random tokens.
 
     Returns:
         The small configuration, its model, tokens (1, LENGTH) and logits (1, LENGTH, V); None if
-        transformers cannot run these settings, so that there is nothing to compare with.
+        transformers cannot run these settings, so that there is no reference.
     """
     torch.manual_seed(0)
     try:
@@ -102,8 +102,8 @@ def reference_model(small: TransformersModel) -> Any:
     auto: Any = transformers().AutoModelForCausalLM
     settings = type(small.settings).from_dict(small.settings.to_dict())
     dtype = torch.get_default_dtype()
-    how = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
-    model = auto.from_config(settings, attn_implementation="eager", dtype=dtype, **how).eval()
+    options = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+    model = auto.from_config(settings, attn_implementation="eager", dtype=dtype, **options).eval()
     for parameter in model.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))
     return model
@@ -117,10 +117,10 @@ def _ours(small: TransformersModel, model: Any, tokens: Tensor, layers: Sequence
         stage = TransformersStage(built(small), small, plan_of(small), part, operators)
         stage.to_empty(device="cpu")
         for name, value in named_weights(stage):
-            # Experts' gate and up are one parameter there, and two matrices of one here.
+            # transformers stacks gate and up of the experts; ours have a dim for the two.
             value.copy_(weights[name].view(value.shape))
         try:
-            # With gradients, by which a stage knows what weights of an earlier one computed.
+            # With gradients: a stage uses requires_grad to detect inputs computed by earlier ones.
             with torch.enable_grad():
                 hidden = stage.eval()(hidden).detach()
         except ModelError:

@@ -1,4 +1,4 @@
-"""How tensors of a folder make up a model of transformers, from what transformers says of it."""
+"""Maps tensors of a folder to parameters of a transformers model, by transformers' own rules."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ MERGED, JOINED = "MergeModulelist", "Concatenate"
 
 @lru_cache(maxsize=16)
 def rules_of(config: TransformersModel) -> Rules:
-    """Make a rule for each pattern of names of parameters and persistent buffers."""
+    """Build a rule for each name pattern of parameters and persistent buffers."""
     names = _Names(described(config))
     weights = shapes_of(config, named_weights)
     patterns = {re.sub(r"\.\d+(?=\.|$)", ".*", name): None for name in weights}
@@ -29,14 +29,14 @@ def _rule(pattern: str, names: "_Names") -> Rule:
 
     def rule(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
         name = blank.format(*stars)
-        found = names.sources(name)
-        if found is None and pattern in names.packed:
+        conversion = names.sources(name)
+        if conversion is None and pattern in names.packed:
             yield from _halves(names.on_disk(name), shape)
             return
-        if found is None:
+        if conversion is None:
             yield from renamed(names.on_disk(name))((), shape)
             return
-        sources, operations = found
+        sources, operations = conversion
         if operations not in ([MERGED], [MERGED, JOINED]) or len(shape) < 3:
             raise ModelError(
                 f"transformers makes {name!r} from {sources[0]!r} in a folder by"
@@ -65,18 +65,18 @@ def _halves(tensor: str, shape: tuple[int, ...]) -> Iterator[WeightSlice]:
 def _stacked(
     sources: list[str], on_disk: Callable[[str], str], shape: tuple[int, ...]
 ) -> Iterator[WeightSlice]:
-    """Yield a slice for each expert and source of a parameter (E, n·R, C), or (E, n, R, C)."""
+    """Yield a slice per expert and source of a parameter (E, n·R, C) or (E, n, R, C)."""
     parts, (rows, columns) = len(sources), shape[-2:]
     packed = len(shape) == 4
     height = rows if packed else rows // parts
     part = (slice(0, height), slice(0, columns))
     for expert in range(shape[0]):
         for index, source in enumerate(sources):
-            one = slice(expert, expert + 1)
+            expert_slice = slice(expert, expert + 1)
             box = (
-                (one, slice(index, index + 1), *part)
+                (expert_slice, slice(index, index + 1), *part)
                 if packed
-                else (one, slice(index * height, (index + 1) * height), part[1])
+                else (expert_slice, slice(index * height, (index + 1) * height), part[1])
             )
             yield WeightSlice(
                 tensor=on_disk(source.replace("*", str(expert))),
@@ -88,44 +88,44 @@ def _stacked(
 
 
 class _Names:
-    """Names on disk of a model's parameters, as transformers writes them.
+    """Names of a model's parameters on disk, as transformers writes them.
 
     Args:
-        model: of transformers.
+        model: transformers model.
     """
 
     def __init__(self, model: Any) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         self.packed = {
-            re.sub(r"\.\d+(?=\.|$)", ".*", f"{name}.{own}")
+            re.sub(r"\.\d+(?=\.|$)", ".*", f"{name}.{param_name}")
             for name, module in model.named_modules()
             if isinstance(module, PairedExperts)
-            for own in module.packed
+            for param_name in module.packed
         }
-        said = get_model_conversion_mapping(model, add_legacy=False)
-        converters: list[Any] = [each for each in said if hasattr(each, "operations")]
-        self.converters = [(each, each.reverse_transform()) for each in converters]
-        others = [
-            each
-            for each in said
-            # A prefix that a folder may have or not, which transformers writes only if it read it.
-            if not hasattr(each, "operations") and type(each).__name__ != "PrefixChange"
+        mapping = get_model_conversion_mapping(model, add_legacy=False)
+        converters: list[Any] = [entry for entry in mapping if hasattr(entry, "operations")]
+        self.converters = [(entry, entry.reverse_transform()) for entry in converters]
+        renamings = [
+            entry
+            for entry in mapping
+            # PrefixChange: an optional prefix, which transformers writes only if it was read.
+            if not hasattr(entry, "operations") and type(entry).__name__ != "PrefixChange"
         ]
-        self.renamings = [each.reverse_transform() for each in reversed(others)]
+        self.renamings = [entry.reverse_transform() for entry in reversed(renamings)]
 
     def sources(self, name: str) -> tuple[list[str], list[str]] | None:
-        """Name what a parameter is made from, `*` for an expert, and the operations."""
-        for converter, back in self.converters:
-            first, matched = back.rename_source_key(name)
+        """Return the tensors of a parameter, with `*` for an expert, and the operations on them."""
+        for converter, reverse in self.converters:
+            first, matched = reverse.rename_source_key(name)
             if matched is not None:
-                patterns = back.target_patterns
-                sources = [first.replace(patterns[0], each, 1) for each in patterns]
-                return sources, [type(each).__name__ for each in converter.operations]
+                patterns = reverse.target_patterns
+                sources = [first.replace(patterns[0], target, 1) for target in patterns]
+                return sources, [type(target).__name__ for target in converter.operations]
         return None
 
     def on_disk(self, name: str) -> str:
-        """Translate transformers' name of a tensor to the folder's."""
+        """Translate a tensor's name in transformers to its name in the folder."""
         for renaming in self.renamings:
             name, _ = renaming.rename_source_key(name)
         return name
