@@ -1,11 +1,11 @@
-"""The frame of a command: its version, its help, one line for each error, and its exit codes.
+"""Command-line entry points: `--version`, help, one-line errors and exit codes.
 
-0 done, 1 failed or a check did not hold, 2 bad input, 130 after Ctrl-C. Importing this imports
-nothing heavy, so that `--help` and `--version` answer at once.
+Exit codes: 0 done, 1 failure or failed check, 2 bad input, 130 Ctrl-C. This module has no heavy
+imports, so that `--help` and `--version` are fast.
 
-An error that a user can understand says so itself: its class has a whole number `exit_code`, as
-the exceptions of click have. The base of each package's errors has 2, and errors that are no
-mistake of the user's have 1. So no package names the errors of another.
+Errors meant for the user have an integer class attribute `exit_code`, like the exceptions of click:
+2 in the base class of a package's errors, 1 in errors that are not the user's mistake. Packages
+therefore need not import the error classes of other packages.
 """
 
 import argparse
@@ -22,13 +22,13 @@ DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose complaint is one line, with `--version`, and an example in each help.
+    """Argument parser with one-line errors, `--version` and an example in the help.
 
     Args:
-        prog: the command, such as `ms-data`.
-        version: of the package.
-        description: what it does, in one sentence.
-        example: a line that can be typed; the subcommands have theirs.
+        prog: name of the command, such as `ms-data`.
+        version: version of the package.
+        description: one sentence about the command.
+        example: complete command line for the help; subcommands define their own.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class CommandParser(argparse.ArgumentParser):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         options.setdefault("allow_abbrev", False)
         super().__init__(prog, **options)  # type: ignore[arg-type]  # argparse's own options
-        self.register("type", None, _text_argument)  # of each argument that names no type
+        self.register("type", None, _text_argument)  # default for arguments without a type
         if version is not None:
-            words = f"{self.prog} {version}"
-            self.add_argument("--version", action="version", version=words)
+            version_line = f"{self.prog} {version}"
+            self.add_argument("--version", action="version", version=version_line)
 
     def error(self, message: str) -> NoReturn:
-        """End with the exit code for bad input, and one line."""
+        """Print a one-line error and exit with the code for bad input."""
         sys.stderr.write(f"{self.prog}: {one_line(message)}; --help shows what is known\n")
         sys.exit(BAD_INPUT)
 
@@ -64,19 +64,19 @@ def _text_argument(text: str) -> str:
 
 
 def path_argument(text: str) -> Path:
-    """Take a path from the command line: the `type` of each argument that is one."""
+    """Parse a path on the command line, as `type` of an argument."""
     check_path("the path", text, error=argparse.ArgumentTypeError)
     return Path(text)
 
 
 def file_argument(text: str) -> Path:
-    """Take the path of a file that is to be written."""
+    """Parse the path of an output file, as `type` of an argument."""
     check_path("the path", text, error=argparse.ArgumentTypeError, written="file")
     return Path(text)
 
 
 def folder_argument(text: str) -> Path:
-    """Take the path of a folder that is to be written."""
+    """Parse the path of an output folder, as `type` of an argument."""
     check_path("the path", text, error=argparse.ArgumentTypeError, written="folder")
     return Path(text)
 
@@ -87,16 +87,16 @@ def perform(
     *,
     report: Callable[[BaseException], int | None] | None = None,
 ) -> int:
-    """Run a command and return its exit code, with one line for whatever the user can mend.
+    """Run a command and return its exit code; errors that the user can fix are printed as one line.
 
     Args:
-        prog: begins each line on standard error.
-        run: the command itself; returns its exit code.
-        report: for a package of several processes, where one speaks for all: is given the error
-            first, writes the line itself and returns the exit code, or None to leave it to others.
+        prog: name of the command, the prefix of lines on standard error.
+        run: body of the command; returns its exit code.
+        report: error handler of packages where one process reports for all ranks. It is called
+            first, prints the line and returns the exit code, or None for the default handling.
 
     Raises:
-        Exception: what is nobody's mistake but ours keeps its traceback.
+        Exception: bugs of ours, with their traceback.
     """
     try:
         code = run()
@@ -106,31 +106,31 @@ def perform(
         if report is None or report(error) is None:
             sys.stderr.write(f"{prog}: interrupted\n")
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read the output has had enough
+    except BrokenPipeError:  # the reader of the output, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except Exception as error:
-        code_of_report = report(error) if report is not None else None
-        if code_of_report is not None:
-            return code_of_report
-        code_of_error = exit_code(error)
-        if code_of_error is None:
+        reported_code = report(error) if report is not None else None
+        if reported_code is not None:
+            return reported_code
+        error_code = exit_code(error)
+        if error_code is None:
             raise
         sys.stderr.write(f"{prog}: {one_line(str(error))}\n")
-        return code_of_error
+        return error_code
 
 
 def exit_code(error: BaseException) -> int | None:
-    """Return the exit code that the class of an error declares; None where it declares none.
+    """Return the exit code declared by the class of an error; None if undeclared.
 
-    An instance's attribute does not count: torch's `ProcessExitedException` keeps another
-    process's exit code there.
+    Instance attributes are ignored: torch's `ProcessExitedException` has the exit code of another
+    process there.
     """
     code = getattr(type(error), "exit_code", None)
     return code if isinstance(code, int) else None
 
 
 def one_line(text: str) -> str:
-    """Put a text on one line that a terminal prints as it is: no line ends, escapes or secrets."""
+    """Format text as one printable line, without newlines, escape sequences or secrets."""
     joined = without_secrets(" ".join(text.split()))
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in joined)

@@ -1,4 +1,4 @@
-"""Events of a run, handed to any callable as they happen; JSON lines by default."""
+"""Events of a run, passed to a callable as they occur; written as JSON lines by default."""
 
 import os
 import time
@@ -14,27 +14,27 @@ Fields = Mapping[str, int | float | str]
 
 
 class OnEvent(Protocol):
-    """Takes an event: a kind, and flat fields.
+    """Callback that receives the kind of an event and its flat fields.
 
-    The kind `step` carries step, loss, grad_norm, learning_rate, tokens, rate_tokens_per_s, and
-    the metrics of the loss, where it has any, under their own names.
+    The fields of kind `step` are step, loss, grad_norm, learning_rate, tokens, rate_tokens_per_s
+    and the metrics of the loss, if any, by name.
     """
 
     def __call__(self, kind: str, fields: Fields, /) -> None:
-        """Take one event."""
+        """Receive an event."""
 
 
 class JsonLines:
     """Appends each event to a file as one line `{"time_s":...,"kind":"step","step":7,...}`.
 
-    `time_s` is Unix time. A number that is not finite is written as null. A line that a crash
-    cut short is ended first, so that the lines around it can be read.
+    `time_s` is Unix time. NaN and infinity are written as null. If a crash truncated the last line,
+    a newline is added first, so that all other lines stay readable.
 
     Args:
-        path: the file; made if missing.
+        path: path of the file, which is created if missing.
 
     Raises:
-        WriteError: the disk is full or the place cannot be written.
+        WriteError: the disk is full or the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,7 +48,7 @@ class JsonLines:
                     self._file.write(b"\n")
 
     def __call__(self, kind: str, fields: Fields, /) -> None:
-        """Append one line."""
+        """Append an event as one line."""
         line = msgspec.json.encode({"time_s": round(time.time(), 3), "kind": kind, **fields})
         with writing(self._path):
             self._file.write(line + b"\n")

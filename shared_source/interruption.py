@@ -1,14 +1,14 @@
-"""What ends a run from outside: a signal, or the end of torchrun.
+"""Interruption of a run from outside: by a signal, or by the death of torchrun.
 
-torchrun stops its ranks by a signal, which it cannot send once it was killed itself: they would
-train on, and hold the run's folder against the same command. So the kernel is asked to kill this
-process when its parent dies (PR_SET_PDEATHSIG, kept by a thread, so the one that trains must ask).
-A process that was orphaned before it could ask finds out by comparing parents afterwards. Only the
-milliseconds before this module is imported are left: the launcher's store is gone then, and the
-process meets nobody. Systems without such a request have `launcher_is_gone`, asked now and then.
+torchrun stops its ranks with a signal. If torchrun itself is killed, orphaned ranks would keep
+training and keep the output folder locked. Therefore a rank asks the kernel to kill it when its
+parent dies (PR_SET_PDEATHSIG, set by the training thread, since it applies per thread). A rank that
+was orphaned before this call notices that its parent pid has changed. If torchrun dies in the few
+milliseconds before this module is imported, rendezvous fails because the store is gone. On systems
+without PR_SET_PDEATHSIG, `launcher_is_gone` is polled.
 
-Done by the command and the trainer in a rank of torchrun, never by an import: a process that a
-shell started in the background is to outlive its shell.
+The command and the trainer enable this in ranks of torchrun only, and never at import: a process
+that was started in the background of a shell must survive the shell.
 """
 
 import ctypes
@@ -23,16 +23,16 @@ from .entry import FAILED
 
 PR_SET_PDEATHSIG = 1
 STARTED = (os.getpid(), os.getppid())
-"""This process and its parent, as early as can be."""
+"""Pid and parent pid at import, as early as possible."""
 
 
 def started_by_torchrun() -> bool:
-    """Return whether this process is a rank of torchrun."""
+    """Return True if this process is a rank of torchrun."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def end_with_launcher() -> None:
-    """End from now on as soon as torchrun does; a process that it did not start is left alone."""
+    """Make this process die with torchrun; no effect if torchrun did not start it."""
     if not started_by_torchrun():
         return
     if sys.platform == "linux":
@@ -42,31 +42,31 @@ def end_with_launcher() -> None:
 
 
 def launcher_is_gone() -> bool:
-    """Return whether the torchrun that started this process has ended, which changes its parent."""
-    process, parent = STARTED  # a fork of this process has another parent by right
+    """Return True if the torchrun that started this process is dead: the parent pid changed."""
+    process, parent = STARTED  # a fork of this process has a different parent anyway
     return started_by_torchrun() and os.getpid() == process and os.getppid() != parent
 
 
 class StopSignal:
-    """Whether this process was asked to stop: by SIGTERM, or by Ctrl-C once."""
+    """Stop request to this process: SIGTERM or a first Ctrl-C."""
 
     def __init__(self) -> None:
         self.signal_name = ""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take the signals instead of dying of them; a second Ctrl-C ends the run at once."""
+        """Record the signals instead of dying; a second Ctrl-C interrupts immediately."""
         try:
-            before = {
+            old_handlers = {
                 number: signal.signal(number, self._take)
                 for number in (signal.SIGTERM, signal.SIGINT)
             }
-        except ValueError:  # signals can be taken in the main thread alone
-            before = {}
+        except ValueError:  # only the main thread can set signal handlers
+            old_handlers = {}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in old_handlers.items():
                 signal.signal(number, handler)
 
     def _take(self, number: int, frame: FrameType | None) -> None:

@@ -1,7 +1,7 @@
-"""Masks secrets in texts and command lines that are printed or stored.
+"""Masking of secrets in text and command lines before they are printed or stored.
 
-A secret is recognized by its name (`--api-key X`, `HF_TOKEN=X`, `"password": "X"`), by its place
-(user and password of a URL, an Authorization header) or by its own form (`hf_...`, `sk-...`).
+A secret is recognized by its name (`--api-key X`, `HF_TOKEN=X`, `"password": "X"`), its position
+(user and password in a URL, Authorization header) or its format (`hf_...`, `sk-...`).
 """
 
 import re
@@ -12,18 +12,18 @@ MASK: Final = "***"
 LAST_WORDS: Final = frozenset(
     {"key", "keys", "token", "tokens", "auth", "authorization", "pat", "sig", "signature"}
 )
-"""Words that mark a secret where a name ends in them: `api-key`, but not `num-key-value-heads`."""
+"""Words that mark a secret at the end of a name: `api-key`, but not `num-key-value-heads`."""
 ANY_WORDS: Final = frozenset(
     {"apikey", "password", "passwords", "passwd", "passphrase", "pwd", "secret", "secrets",
      "credential", "credentials"}
 )  # fmt: skip
 """Words that mark a secret anywhere in a name."""
 COUNTS: Final = frozenset({"max", "min", "num", "n", "new", "total", "batch", "number"})
-"""Words that make a name that ends in `tokens` or `keys` a count: `max-new-tokens`."""
+"""Words that mark a name ending in `tokens` or `keys` as a count: `max-new-tokens`."""
 ROLES: Final = frozenset(
     {"eos", "bos", "pad", "unk", "sep", "cls", "mask", "special", "image", "end", "stop", "begin"}
 )
-"""Words that make a name that ends in `token` one of a tokenizer: `eos_token`."""
+"""Words that mark a name ending in `token` as a tokenizer's: `eos_token`."""
 
 _WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _OPTION: Final = re.compile(r"[-+~]{0,2}[A-Za-z][\w.\-/]*")
@@ -46,11 +46,11 @@ _KNOWN: Final = re.compile(
     r"|glpat-[\w-]{20,}|xox[a-z]-[\w-]{20,}|AKIA[A-Z0-9]{16}|AIza[\w-]{30,}"
     r"|eyJ[\w-]+\.eyJ[\w.-]{8,})"
 )
-"""Tokens that show by their form what they are."""
+"""Tokens in a known format."""
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a name such as `--api-key`, `HF_TOKEN` or `wandb.apiKey` names a secret."""
+    """Return True if a name such as `--api-key`, `HF_TOKEN` or `wandb.apiKey` is a secret's."""
     words = [word.lower() for word in _WORD.findall(name)]
     if ANY_WORDS.intersection(words):
         return True
@@ -61,7 +61,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def without_secrets(text: str) -> str:
-    """Return a text, such as an error message, with passwords, keys and tokens masked."""
+    """Mask passwords, keys and tokens in text such as an error message."""
     text = _USER.sub(MASK, text)
     for pattern in (_PARAMETER, _SETTING):
         text = pattern.sub(_masked_value, text)
@@ -72,30 +72,30 @@ def without_secrets(text: str) -> str:
 
 
 def without_secret(name: str, value: str) -> str:
-    """Return a setting's value without secrets; masked as a whole if the name is a secret's."""
+    """Mask secrets in the value of a setting, or the entire value if the name is a secret's."""
     return MASK if value and is_secret_name(name) else without_secrets(value)
 
 
 def mask_arguments(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Return command-line arguments with the values of secrets masked.
+    """Mask secrets in command-line arguments.
 
-    Besides what `without_secrets` masks, that is the argument after an option that is named like a
-    secret: `--api-key X`.
+    In addition to `without_secrets`, mask the argument after an option with a secret's name:
+    `--api-key X`.
     """
     masked: list[str] = []
-    pending = False
+    is_secret_next = False
     for argument in arguments:
-        if pending and not argument.startswith("--"):
+        if is_secret_next and not argument.startswith("--"):
             masked.append(MASK)
-            pending = False
+            is_secret_next = False
             continue
         name, separator, _ = argument.partition("=")
         if separator and _OPTION.fullmatch(name) and is_secret_name(name):
             masked.append(f"{name}={MASK}")
         else:
             masked.append(without_secrets(argument))
-        named = argument.startswith("-") and not separator and _OPTION.fullmatch(argument)
-        pending = bool(named) and is_secret_name(argument)
+        is_option = argument.startswith("-") and not separator and _OPTION.fullmatch(argument)
+        is_secret_next = bool(is_option) and is_secret_name(argument)
     return tuple(masked)
 
 
@@ -105,7 +105,7 @@ def _masked_value(match: re.Match[str]) -> str:
 
 def _masked_member(match: re.Match[str]) -> str:
     name, quote = match["name"], match["quote"]
-    # In prose, `unknown key: x` and `unexpected token: x` show no secret.
+    # Prose such as `unknown key: x` and `unexpected token: x` contains no secret.
     in_prose = not quote and name.lower() in LAST_WORDS
     if in_prose or not is_secret_name(name) or match["value"].lower() in ("bearer", "basic"):
         return match[0]

@@ -1,7 +1,7 @@
-"""Starts the process that renders chat templates when it is needed, and asks it.
+"""Client of the chat-template renderer, a subprocess that is started on first use.
 
-All templates of this process share one. It ends when this process does, of whatever cause: its
-pipe closes then.
+All templates of this process share one renderer. It exits when this process does, even on SIGKILL,
+because its input pipe is closed.
 """
 
 import atexit
@@ -23,50 +23,51 @@ _TIMED_OUT = "takes more processor time than any sound template"
 
 
 class _TemplateProcess:
-    """The process that renders, and the lock under which it is asked."""
+    """The renderer subprocess and a lock that serializes requests to it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: bytes, needs: str, error: type[Exception]) -> dict[str, Any]:
-        """Return the answer to a request, or `limit` with the reason why there is none."""
+        """Return the answer to a request; on failure, a dictionary with the reason as `limit`."""
         with self._lock:
             process = self._process = self._process or _start(needs, error)
             try:
                 answer = _exchange(process, request)
-                if "limit" in answer:  # what it did may have left little memory to the next
+                if "limit" in answer:  # little memory may be left for the next request
                     self.close()
                 return answer
             except EOFError:
                 self._process = None
                 return {"limit": _reason(process)}
-            except BaseException:  # Ctrl-C: its answer would be taken for that of the next request
+            except BaseException:  # Ctrl-C: the next request would read this one's answer
                 self.close()
                 raise
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             _reason(process)
 
     def forget(self) -> None:
-        """Forget the process after a fork, as it belongs to the parent."""
+        """Drop the process after a fork, since it belongs to the parent."""
         self.__init__()  # type: ignore[misc]
 
 
 def ask(request: Mapping[str, Any], *, needs: str, error: type[Exception]) -> dict[str, Any]:
-    """Send a request to the process that renders and return its answer; see `worker`.
+    """Send a request to the renderer and return its answer; `worker` defines both.
 
     Args:
-        request: JSON.
-        needs: the package and its extra that bring jinja2, such as `ms-data[chat]`.
-        error: jinja2 is not installed, or no process can be started.
+        request: JSON-serializable request.
+        needs: package and extra that install jinja2, such as `ms-data[chat]`, for the message.
+        error: exception class to raise.
 
     Raises:
-        TypeError: the request is no JSON.
+        error: jinja2 is not installed, or the renderer cannot be started.
+        TypeError: the request is not JSON-serializable.
     """
     return _PROCESS.ask(json.dumps(request).encode(), needs, error)
 
@@ -74,7 +75,7 @@ def ask(request: Mapping[str, Any], *, needs: str, error: type[Exception]) -> di
 def _start(needs: str, error: type[Exception]) -> subprocess.Popen[bytes]:
     if importlib.util.find_spec("jinja2") is None:
         raise error(f"chat templates need jinja2; install it with `pip install '{needs}'`")
-    # -I and -S: nothing from the environment or the current folder is run before the limits hold.
+    # -I and -S: no code from the environment or current folder runs before the limits are set.
     command = [sys.executable, "-I", "-S", str(_WORKER), json.dumps(sys.path)]
     try:
         return subprocess.Popen(
@@ -89,7 +90,7 @@ def _start(needs: str, error: type[Exception]) -> subprocess.Popen[bytes]:
 def _exchange(process: subprocess.Popen[bytes], request: bytes) -> dict[str, Any]:
     assert process.stdin is not None
     assert process.stdout is not None
-    with contextlib.suppress(BrokenPipeError):  # it is found out when there is no answer
+    with contextlib.suppress(BrokenPipeError):  # reading the answer then raises EOFError
         process.stdin.write(len(request).to_bytes(_PREFIX_BYTES, "little") + request)
         process.stdin.flush()
     size = int.from_bytes(_read(process.stdout, _PREFIX_BYTES), "little")
@@ -105,7 +106,7 @@ def _read(file: IO[bytes], size: int) -> bytes:
 
 
 def _reason(process: subprocess.Popen[bytes]) -> str:
-    """Close the pipes of a process that ended, and say why it ended."""
+    """Close the pipes of an ended process and return the reason it ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(BrokenPipeError):

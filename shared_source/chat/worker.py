@@ -1,11 +1,11 @@
-"""Renders chat templates in a process of its own, under limits of time, memory and size.
+"""Chat-template renderer: a subprocess with limits on time, memory and output size.
 
-A template is a program that came with somebody's model. Whatever it does (nested loops, huge
-powers, wide formats, at compile time or later) is bounded by the operating system: processor time
-by a timer that ends this process, memory by its address space. The file is run by its path and
-imports nothing of its package, so that the process holds 20 MB and no more.
+A template is an untrusted program that ships with a model. The operating system bounds its cost
+(nested loops, huge powers, wide formats, while compiling or rendering): a timer kills this process
+at its CPU-time limit, and RLIMIT_AS limits its memory. The file is run by path and does not import
+its package, which keeps the process at 20 MB.
 
-Requests and answers are JSON, each behind its length in eight bytes.
+Requests and answers are JSON with an 8-byte little-endian length prefix.
 """
 
 import json
@@ -21,21 +21,21 @@ from typing import Any, BinaryIO
 SECONDS = 0.5
 SECONDS_A_BYTE = 1e-6
 SECONDS_A_MESSAGE = 1e-3
-"""Processor time of one request: so much, and so much for each byte and message it renders."""
+"""CPU time limit of a request: base, per byte of the request, and per rendered message."""
 
 MEMORY_BYTES = 128 << 20
 MEMORY_BYTES_A_BYTE = 48
-"""Memory of one request: so much, and so much for each byte of the request."""
+"""Memory limit of a request: base, and per byte of the request."""
 
 TEXT_CHARACTERS = 4 << 20
 TEXT_CHARACTERS_A_BYTE = 16
-"""Longest text, likewise."""
+"""Output limit of a request: base, and per byte of the request."""
 
 KEPT_TEMPLATES = 32
 MESSAGE_CHARACTERS = 300
 PREFIX_BYTES = 8
 
-# Two characters that Unicode keeps for no one, around what a template marks as generated.
+# Unicode noncharacters, printed around the parts that a template marks as generated.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _REMEDY = (
@@ -45,15 +45,15 @@ _REMEDY = (
 
 
 class RefusedError(Exception):
-    """The messages cannot be rendered, or it cannot be said which part is the assistant's."""
+    """The messages cannot be rendered, or the assistant's part cannot be located."""
 
 
 class TooLongError(Exception):
-    """The text is longer than any sound template's."""
+    """The rendered text exceeds the output limit."""
 
 
 class Worker:
-    """Compiles templates, keeps them by name, and answers requests about them."""
+    """Compiles templates, caches them by name, and answers requests."""
 
     def __init__(self) -> None:
         self._templates: dict[str, Template] = {}
@@ -75,7 +75,7 @@ class Worker:
             raise
         except RefusedError as error:
             return {"refused": one_line(error)}
-        except Exception as error:  # a template's own expressions raise whatever they like
+        except Exception as error:  # expressions in a template can raise any exception
             return {"refused": f"the chat template refuses the messages: {one_line(error)}"}
 
     def _compile(self, name: str, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Worker:
             template = Template(request["source"], request["tokens"], request["today"])
         except MemoryError:
             raise
-        except Exception as error:  # Jinja compiles to Python, whose compiler has its own errors
+        except Exception as error:  # Jinja compiles to Python, so SyntaxError and others too
             return {"invalid": one_line(error)}
         finally:
             timed(0)
@@ -95,7 +95,7 @@ class Worker:
 
 
 class Template:
-    """A compiled template with what it reads besides the messages."""
+    """A compiled template and the variables it uses besides the messages."""
 
     def __init__(self, source: str, tokens: Mapping[str, Any], today: str | None) -> None:
         from jinja2.meta import find_undeclared_variables
@@ -107,7 +107,7 @@ class Template:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
-            optimized=False,  # folded constants would be computed before any limit holds
+            optimized=False,  # constant folding would run before any limit is set
             extensions=[generation_tag(self._mark), "jinja2.ext.loopcontrols"],
         )
         environment.filters["tojson"] = to_json
@@ -127,7 +127,7 @@ class Template:
         prompt: bool,
         marking: bool = False,
     ) -> str:
-        """Render messages, with the generation prompt at the end if `prompt`."""
+        """Render messages; `prompt` adds the generation prompt, `marking` the span marks."""
         self._marking = marking
         timed(self.seconds + SECONDS_A_BYTE * self.size + SECONDS_A_MESSAGE * len(messages))
         try:
@@ -151,12 +151,12 @@ class Template:
         return text
 
     def _as_read(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message in the forms that this template prints as they are meant.
+        """Return a message converted to the forms that this template renders correctly.
 
-        1. Text parts become one text, joined by line ends, where the template prints a content
-           that is a list as Python or JSON writes it, or not at all (Llama 3, Qwen 3).
-        2. The arguments of a tool call become an object, or JSON text where the template takes
-           them for text (DeepSeek V3).
+        1. Text parts are joined by newlines into one string if the template prints a list as its
+           Python or JSON representation, or not at all (Llama 3, Qwen 3).
+        2. Tool-call arguments become an object, or JSON text if the template concatenates them as
+           a string (DeepSeek V3).
         """
         message = as_read(message)
         content: Any = message.get("content")
@@ -169,37 +169,37 @@ class Template:
         return message
 
     def _takes_parts(self) -> bool:
-        """Find out, once, whether the template prints the text of a content that is a list."""
+        """Probe once whether the template renders the text parts of list content."""
         if self._reads_parts is None:
             words = ("quartz", "violet", "saffron")
             parts = [{"type": "text", "text": word} for word in words]
             text = self._probe(
                 {"role": "user", "content": parts[:2]}, {"role": "assistant", "content": parts[2:]}
             )
-            printed = all(word in text for word in words)
-            self._reads_parts = printed and "'type'" not in text and '"type"' not in text
+            all_printed = all(word in text for word in words)
+            self._reads_parts = all_printed and "'type'" not in text and '"type"' not in text
         return self._reads_parts
 
     def _form_of_arguments(self) -> str:
-        """Find out, once, whether the template takes arguments as an object or as text."""
+        """Probe once whether the template expects arguments as an object or as text."""
         if self._argument_form is None:
             arguments = {"quartz": "violet"}
             self._argument_form = "object"
-            shown = self._probe_call(arguments)
-            if "quartz" not in shown or "{'quartz'" in shown:
-                written = json.dumps(arguments)
-                if written in self._probe_call(written):
+            rendered = self._probe_call(arguments)
+            if "quartz" not in rendered or "{'quartz'" in rendered:
+                encoded = json.dumps(arguments)
+                if encoded in self._probe_call(encoded):
                     self._argument_form = "text"
         return self._argument_form
 
     def _probe_call(self, arguments: object) -> str:
         function = {"name": "saffron", "arguments": arguments}
         call = {"type": "function", "id": "a1b2c3d4e", "function": function}
-        asked = {"role": "user", "content": "Which?"}
-        return self._probe(asked, {"role": "assistant", "content": "", "tool_calls": [call]})
+        question = {"role": "user", "content": "Which?"}
+        return self._probe(question, {"role": "assistant", "content": "", "tool_calls": [call]})
 
     def _probe(self, *messages: dict[str, Any]) -> str:
-        """Render messages of our own; empty where the template refuses them."""
+        """Render probe messages; empty if the template rejects them."""
         try:
             return str(
                 self._template.render(
@@ -212,30 +212,30 @@ class Template:
             )
         except MemoryError:
             raise
-        except Exception:  # a template's own expressions raise whatever they like
+        except Exception:  # expressions in a template can raise any exception
             return ""
 
     def _joined(self, pieces: Iterable[str]) -> str:
-        """Join the pieces of a text while it is made, so that its length is limited before time is.
+        """Join the pieces of a text, checking its length while they are rendered.
 
         Raises:
-            TooLongError: it is longer than any sound template's.
+            TooLongError: the text exceeds the output limit.
         """
-        kept: list[str] = []
-        room = TEXT_CHARACTERS + TEXT_CHARACTERS_A_BYTE * self.size
+        rendered: list[str] = []
+        remaining = TEXT_CHARACTERS + TEXT_CHARACTERS_A_BYTE * self.size
         for piece in pieces:
-            room -= len(piece)
-            if room < 0:
+            remaining -= len(piece)
+            if remaining < 0:
                 raise TooLongError
-            kept.append(piece)
-        return "".join(kept)
+            rendered.append(piece)
+        return "".join(rendered)
 
     def train(self, request: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        """Render a conversation, and find where its wanted answers stand."""
+        """Render a conversation and locate the requested answers as (start, stop) spans."""
         text = self.render(request, request["messages"], False)
         if self._marks:
             return text, self._marked(text, request)
-        return text, [self._proved(text, request, at) for at in request["wanted"]]
+        return text, [self._proved(text, request, index) for index in request["wanted"]]
 
     def _marked(self, text: str, request: Mapping[str, Any]) -> list[tuple[int, int]]:
         if _OPEN in json.dumps([request["messages"], request["tools"]], ensure_ascii=False):
@@ -255,26 +255,29 @@ class Template:
                 "messages of the assistant, so it cannot be said which part is which; mark each "
                 "message once"
             )
-        return [span for at, span in zip(turns, spans, strict=True) if at in wanted]
+        return [span for index, span in zip(turns, spans, strict=True) if index in wanted]
 
     def _proved(self, text: str, request: Mapping[str, Any], at: int) -> tuple[int, int]:
-        """Find where message `at` stands in `text`, if prefixes prove it."""
+        """Locate message `at` in `text`, or refuse if the rendered prefixes do not match."""
         if at == 0:
             raise RefusedError("the conversation begins with the assistant; begin it with the user")
         messages = request["messages"]
-        before = self.render(request, messages[:at], True)
-        last = at == len(messages) - 1
-        after = text if last else self.render(request, messages[: at + 1], False)
-        for name, prefix, whole in (("before", before, after), ("up to", after, text)):
-            if not whole.startswith(prefix):
+        start_prefix = self.render(request, messages[:at], True)
+        is_last = at == len(messages) - 1
+        stop_prefix = text if is_last else self.render(request, messages[: at + 1], False)
+        for name, prefix, full in (
+            ("before", start_prefix, stop_prefix),
+            ("up to", stop_prefix, text),
+        ):
+            if not full.startswith(prefix):
                 raise RefusedError(
                     f"which part is the assistant's cannot be proved: the text {name} message "
                     f"{at} is written otherwise when more follows; {_REMEDY}"
                 )
-        stop = len(after)
-        while stop > len(before) and after[stop - 1].isspace():
+        stop = len(stop_prefix)
+        while stop > len(start_prefix) and stop_prefix[stop - 1].isspace():
             stop -= 1
-        return len(before), stop
+        return len(start_prefix), stop
 
     def _mark(self, text: str) -> str:
         return f"{_OPEN}{text}{_CLOSE}" if self._marking else text
@@ -285,12 +288,12 @@ class Template:
 
 
 def generation_tag(mark: Any) -> Any:
-    """Make an extension whose `{% generation %}` … `{% endgeneration %}` prints `mark(body)`."""
+    """Build an extension whose `{% generation %}` … `{% endgeneration %}` prints `mark(body)`."""
     from jinja2 import nodes
     from jinja2.ext import Extension
 
     class GenerationTag(Extension):
-        tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+        tags = {"generation"}  # noqa: RUF012 - as declared by Jinja
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
@@ -310,7 +313,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON as transformers' filter does: unlike Jinja's, it keeps HTML's characters."""
+    """Encode JSON like the filter of transformers, which does not escape HTML as Jinja's does."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -321,23 +324,23 @@ def to_json(
 
 
 def refuse(message: str) -> None:
-    """Raise the error with which a template refuses the messages."""
+    """Raise a TemplateError: the `raise_exception` that templates call."""
     from jinja2 import TemplateError
 
     raise TemplateError(message)
 
 
 def as_read(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message as templates read it: no empty keys, thoughts under all their names."""
+    """Return a message without null values, and with its reasoning under the usual names."""
     message = {key: value for key, value in message.items() if value is not None}
-    thoughts = next((message[key] for key in _THOUGHTS if key in message), None)
-    if thoughts is None:
+    reasoning = next((message[key] for key in _THOUGHTS if key in message), None)
+    if reasoning is None:
         return message
-    return {"thinking": thoughts, **message, "reasoning_content": thoughts}
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _all_text(content: Any) -> bool:
-    """Return whether a content is a list of parts that are all text."""
+    """Return True if message content is a non-empty list of text parts."""
     return (
         isinstance(content, list)
         and bool(content)
@@ -351,12 +354,12 @@ def _all_text(content: Any) -> bool:
 
 
 def _with_arguments(call: Any, form: str) -> Any:
-    """Return a tool call with its arguments as an object or as JSON text."""
+    """Return a tool call with its arguments converted to an object or to JSON text."""
     function = call.get("function") if isinstance(call, dict) else None
-    holder = function if isinstance(function, dict) else call
-    if not isinstance(holder, dict) or "arguments" not in holder:
+    target = function if isinstance(function, dict) else call
+    if not isinstance(target, dict) or "arguments" not in target:
         return call
-    arguments = holder["arguments"]
+    arguments = target["arguments"]
     if isinstance(arguments, str) and form == "object":
         try:
             arguments = json.loads(arguments)
@@ -364,48 +367,50 @@ def _with_arguments(call: Any, form: str) -> Any:
             return call
     elif not isinstance(arguments, str) and form == "text":
         arguments = json.dumps(arguments, ensure_ascii=False)
-    holder = {**holder, "arguments": arguments}
-    return {**call, "function": holder} if isinstance(function, dict) else holder
+    target = {**target, "arguments": arguments}
+    return {**call, "function": target} if isinstance(function, dict) else target
 
 
 def spans_of(marked: str) -> list[tuple[int, int]]:
-    """Find what stands between marks, in characters of the text without the marks."""
+    """Return the spans between marks, as offsets in the text without the marks."""
     spans, start = [], 0
-    for seen, mark in enumerate(re.finditer(f"[{_OPEN}{_CLOSE}]", marked)):
-        at = mark.start() - seen
+    for marks_before, mark in enumerate(re.finditer(f"[{_OPEN}{_CLOSE}]", marked)):
+        offset = mark.start() - marks_before
         if mark[0] == _OPEN:
-            start = at
+            start = offset
         else:
-            spans.append((start, at))
+            spans.append((start, offset))
     return spans
 
 
 def one_line(error: Exception) -> str:
-    """Put an error's text on one line of printable characters, cut where it is long."""
+    """Format an error as one line of printable characters, truncated if it is long."""
     text = str(error)[: 4 * MESSAGE_CHARACTERS] or type(error).__name__
-    line = " ".join("".join(one if one.isprintable() else " " for one in text).split())
+    line = " ".join(
+        "".join(character if character.isprintable() else " " for character in text).split()
+    )
     return line if len(line) <= MESSAGE_CHARACTERS else line[: MESSAGE_CHARACTERS - 3] + "..."
 
 
 def timed(seconds: float) -> float:
-    """End this process after so many more seconds of processor time; 0 lifts the limit.
+    """Kill this process after `seconds` more of CPU time; 0 cancels the timer.
 
     Returns:
-        What was left of the time that was set before.
+        Remaining seconds of the previous timer.
     """
     return signal.setitimer(signal.ITIMER_PROF, seconds)[0]
 
 
 def limit_memory(size: int) -> None:
-    """Limit the memory that one request of `size` bytes may take beyond what is taken now."""
+    """Limit the memory of a request of `size` bytes, on top of the current usage."""
     with open("/proc/self/statm", "rb") as file:
-        taken = int(file.read().split()[0]) * resource.getpagesize()
-    allowed = taken + MEMORY_BYTES + MEMORY_BYTES_A_BYTE * size
-    resource.setrlimit(resource.RLIMIT_AS, (allowed, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        used_bytes = int(file.read().split()[0]) * resource.getpagesize()
+    limit_bytes = used_bytes + MEMORY_BYTES + MEMORY_BYTES_A_BYTE * size
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until the input ends."""
     worker = Worker()
     while prefix := requests.read(PREFIX_BYTES):
         size = int.from_bytes(prefix, "little")
@@ -423,10 +428,10 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Take away what a template could reach of the machine, then serve requests."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and closes the pipe
+    """Block file writes and core dumps, then serve requests."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent also receives it and closes the pipe
     sys.path[:] = json.loads(sys.argv[1])
-    import pprint  # noqa: F401 - Jinja imports it when it is first asked for
+    import pprint  # noqa: F401 - which Jinja imports lazily
 
     import jinja2.ext
     import jinja2.meta

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all: written aside, synced, then renamed."""
+"""Atomic writes: a temporary file or folder is written, synced, then renamed to its target."""
 
 import ctypes
 import errno
@@ -14,83 +14,87 @@ from ..errors import WriteError
 
 
 def write_all(file: FileIO, content: bytes | memoryview) -> None:
-    """Write all of `content` to an unbuffered file, which may take it in parts."""
+    """Write all of `content` to an unbuffered file, whose `write` may be partial."""
     view = memoryview(content)
     while view:
         view = view[file.write(view) :]
 
 
 def write_synced(path: Path, content: bytes | memoryview) -> None:
-    """Write a new file and make its bytes durable."""
+    """Write a new file and fsync it."""
     with path.open("xb", buffering=0) as file:
         write_all(file, content)
         os.fsync(file.fileno())
 
 
 def write_file(path: Path, content: bytes | memoryview) -> None:
-    """Write `content` to `path` so that a crash leaves the old file or the new one.
+    """Write `content` to `path` atomically: a crash leaves either the old file or the new one.
 
     Raises:
-        WriteError: the disk is full, the place cannot be written, or `path` is no file.
+        WriteError: the disk is full, `path` cannot be written, or it is not a regular file.
     """
     replace(path, lambda file: file.write(content))
 
 
 def write_files(contents: Mapping[Path, bytes]) -> None:
-    """Write small files that belong together: none appears before all of them are on the disk.
+    """Write a set of small files; none is renamed to its path before all have been synced.
 
     Raises:
-        WriteError: the disk refuses one.
+        WriteError: a file cannot be written.
     """
-    asides = {path: _aside(path) for path in contents}
+    temporaries = {path: _aside(path) for path in contents}
     try:
-        for path, aside in asides.items():
+        for path, temporary in temporaries.items():
             with writing(path):
-                aside.unlink(missing_ok=True)
-                write_synced(aside, contents[path])
-        for path, aside in asides.items():
+                temporary.unlink(missing_ok=True)
+                write_synced(temporary, contents[path])
+        for path, temporary in temporaries.items():
             with writing(path):
-                publish(aside, path)
+                publish(temporary, path)
     except BaseException:
-        for aside in asides.values():
+        for temporary in temporaries.values():
             with suppress(OSError):
-                aside.unlink()
+                temporary.unlink()
         raise
 
 
 def replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Let `write` write a file beside `path`, make it durable, and put it in the place of `path`.
+    """Replace the file `path` atomically with the output of `write`.
+
+    Args:
+        path: file to replace or create.
+        write: called with a temporary file in the same folder.
 
     Raises:
-        WriteError: the disk is full, the place cannot be written, or `path` is no file.
+        WriteError: the disk is full, `path` cannot be written, or it is not a regular file.
     """
-    aside = _aside(path)
+    temporary = _aside(path)
     with writing(path):
-        # Renaming would put a file in the place of a device, pipe or folder.
+        # Renaming would replace a device or pipe with a file.
         if path.exists() and not path.is_file():
             raise WriteError(f"{path} is there and is not a file; choose another name")
         try:
-            aside.unlink(missing_ok=True)
-            # "x": never through a link that somebody put under the predictable name.
-            with aside.open("xb") as file:
+            temporary.unlink(missing_ok=True)
+            # "x": never follow a symlink that someone planted under the predictable name.
+            with temporary.open("xb") as file:
                 write(file)
                 file.flush()
                 os.fsync(file.fileno())
-            publish(aside, path)
+            publish(temporary, path)
         except BaseException:
             with suppress(OSError, ValueError):
-                aside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
             raise
 
 
 def publish(aside: Path, path: Path) -> None:
-    """Rename the synced file or folder `aside` to `path`, and make the new name durable."""
+    """Rename the synced temporary file or folder `aside` to `path` and fsync the parent."""
     aside.rename(path)
     sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names inside a folder durable."""
+    """Fsync a folder, so that renames and new files in it survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -99,7 +103,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Make all files below a folder durable, and their names."""
+    """Fsync a folder and everything in it, recursively."""
     for path in sorted(folder.rglob("*"), reverse=True):
         if path.is_dir():
             sync_folder(path)
@@ -111,66 +115,66 @@ def sync_tree(folder: Path) -> None:
 
 @contextmanager
 def writing(path: Path, *, remedy: str = "choose another place") -> Iterator[None]:
-    """Turn the operating system's refusal to write `path` into one clear line.
+    """Convert the operating system's errors about writing `path` into a one-line WriteError.
 
     Raises:
-        WriteError: the disk is full, or the place cannot be written.
+        WriteError: the disk is full, or `path` cannot be written.
     """
     try:
         yield
-    except ValueError as raised:
-        if "null byte" not in str(raised) and not isinstance(raised, UnicodeEncodeError):
+    except ValueError as caught:
+        if "null byte" not in str(caught) and not isinstance(caught, UnicodeEncodeError):
             raise
-        raise WriteError(f"cannot write {str(path)!r}: no system takes it; {remedy}") from raised
-    except (OSError, RuntimeError) as raised:
-        if type(raised).__module__ == WriteError.__module__:  # said already
+        raise WriteError(f"cannot write {str(path)!r}: no system takes it; {remedy}") from caught
+    except (OSError, RuntimeError) as caught:
+        if type(caught).__module__ == WriteError.__module__:  # already converted
             raise
-        # torch.save wraps the refusal of the operating system in a RuntimeError.
-        error = raised.__context__ if isinstance(raised, RuntimeError) else raised
-        if not isinstance(error, OSError):
+        # torch.save wraps the OSError in a RuntimeError.
+        os_error = caught.__context__ if isinstance(caught, RuntimeError) else caught
+        if not isinstance(os_error, OSError):
             raise
-        reason = error.strerror or str(error) or type(error).__name__
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        reason = os_error.strerror or str(os_error) or type(os_error).__name__
+        if os_error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             remedy = "free some space; what was written before is whole, run the same again"
-        elif error.errno is None:  # numpy's, when not all was taken
+        elif os_error.errno is None:  # numpy's error after a partial write
             remedy = "the disk may be full; free some space, or choose another place"
-        raise WriteError(f"cannot write {path}: {reason}; {remedy}") from raised
+        raise WriteError(f"cannot write {path}: {reason}; {remedy}") from caught
 
 
 @contextmanager
 def whole_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield an empty folder that gets the name `folder` if all goes well, and else is removed.
+    """Yield an empty temporary folder; rename it to `folder` on success, delete it on an error.
 
-    A killed process leaves the old folder, whole; what else it left is removed first. Keep other
-    writers out with `run_folder.locked`.
+    A killed process leaves the old folder intact, and its temporary folder is deleted by the next
+    call. Exclude concurrent writers with `run_folder.locked`.
 
     Raises:
-        WriteError: `folder` is there and `overwrite` is not given, or it cannot be written.
+        WriteError: `folder` exists and `overwrite` is false, or it cannot be written.
     """
-    aside = _aside(folder)
+    temporary = _aside(folder)
     with writing(folder):
         restore_folder(folder)
     if os.path.lexists(folder) and not overwrite:
         raise WriteError(f"{folder} exists; remove it, or choose another place")
     try:
         with writing(folder):
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-        yield aside
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        yield temporary
         with writing(folder):
-            sync_tree(aside)
-            replace_folder(folder, aside)
+            sync_tree(temporary)
+            replace_folder(folder, temporary)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
 def replace_folder(folder: Path, aside: Path) -> None:
-    """Replace `folder`, if it exists, with the synced folder `aside`.
+    """Rename the synced folder `aside` to `folder`, which is replaced if it exists.
 
-    SIGKILL at any moment leaves the old folder or the new one, whole: under its name where the file
-    system can exchange two names in one call, elsewhere perhaps as `*.replaced`, which
-    `restore_folder` puts back.
+    SIGKILL at any time leaves either the old folder or the new one intact. Where the file system
+    cannot exchange two names atomically, the old folder may be left as `*.replaced`;
+    `restore_folder` moves it back.
     """
     if not folder.is_dir() or folder.is_symlink():
         publish(aside, folder)
@@ -190,7 +194,7 @@ def replace_folder(folder: Path, aside: Path) -> None:
 
 
 def restore_folder(folder: Path) -> None:
-    """Put back a folder that a killed `replace_folder` had moved away, or drop the moved one."""
+    """Clean up after a killed `replace_folder`: move the old folder back, or delete it."""
     old = _replaced(folder)
     if os.path.lexists(folder):
         shutil.rmtree(old, ignore_errors=True)
@@ -203,13 +207,13 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two folders in one step; False where the system cannot."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None:
+    """Exchange the names of two folders atomically; return False if that is not supported."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
         return False
     names = os.fsencode(one), os.fsencode(other)
-    failed = call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_RENAME_EXCHANGE))
-    return int(failed) == 0
+    status = renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_RENAME_EXCHANGE))
+    return int(status) == 0
 
 
 def _replaced(folder: Path) -> Path:

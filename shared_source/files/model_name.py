@@ -1,4 +1,4 @@
-"""Model names and folders in settings, checked before anything heavy is imported."""
+"""Checks of model names and folders in settings that run before any heavy import."""
 
 import os
 import re
@@ -8,16 +8,17 @@ LONGEST = 4096
 
 
 def missing_model(name: str) -> str | None:
-    """Say what is wrong with the path of a model folder that does not exist.
+    """Return an error message if a setting is the path of a missing model folder.
 
     Args:
-        name: the setting; a text without a separator may be an architecture's name and passes.
+        name: value of the setting. Without a path separator it may be an architecture's name and
+            is accepted.
 
     Returns:
-        What was got and how to fix it, or None where nothing is wrong with it.
+        Description of the value and the remedy; None if the value is acceptable.
     """
     if len(name) > LONGEST or not name.isprintable():
-        return None  # other checks of paths say what is wrong
+        return None  # reported by the general path checks
     if os.path.exists(name) or not (os.sep in name or name.startswith("~")):
         return None
     if HUB_NAME.fullmatch(name):
@@ -29,14 +30,14 @@ def missing_model(name: str) -> str | None:
 
 
 def missing_dataset(name: str, what: str) -> str | None:
-    """Say why a dataset cannot be read, where that shows without reading it.
+    """Return an error message if a setting is the path of a missing dataset.
 
     Args:
-        name: the setting; an address such as s3://bucket/shards is not looked up.
-        what: a path of what to give, such as "a folder of shards".
+        name: value of the setting; a URL such as s3://bucket/shards is not checked.
+        what: expected input for the message, such as "a folder of shards".
 
     Returns:
-        What was got and how to fix it, or None where nothing is wrong with it.
+        Description of the value and the remedy; None if the value is acceptable.
     """
     if len(name) > LONGEST or not name.isprintable() or "://" in name or os.path.lexists(name):
         return None

@@ -1,8 +1,8 @@
-"""Ties an output folder to one run: a lock while the run works, and a permanent record of the run.
+"""Ownership of an output folder: a lock during the run and a permanent record of the run.
 
 The lock file (`lock`) is locked with flock, which the kernel releases when a process is killed; its
-text names the holder. The record (`run.json`, the seal) has the run's command, model, dataset and
-settings. A different command, model or dataset is refused; changed settings are reported.
+text names the holder. The record (`run.json`, the seal) stores the run's command, model, dataset
+and settings. A different command, model or dataset is rejected; changed settings are reported.
 """
 
 import errno
@@ -27,7 +27,7 @@ from .untrusted import decoding, read_json
 
 LOCK, SEAL = "lock", "run.json"
 LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Errors of file systems without locks; there, users must avoid concurrent runs themselves."""
+"""Errors of file systems without locks, where users must avoid concurrent runs themselves."""
 POLL_S = 0.1
 
 
@@ -77,21 +77,21 @@ def hold(
     wait_s: float = 0.0,
     note: Callable[[str], None] = lambda line: None,
 ) -> Iterator[list[Change]]:
-    """Lock `folder` for this run inside the `with` block, and create it if necessary.
+    """Create `folder` if necessary and lock it for this run during the `with` block.
 
     Args:
         folder: the run's output folder.
-        kind: command that runs, such as `ms-align ppo`.
+        kind: name of the command, such as `ms-align ppo`.
         identity: values that identify the run: paths or names of model and dataset.
         settings: all settings as JSON types; stored in the record.
         fixed: names of settings that must not change when the run resumes.
-        writes: names that this kind of run creates in the folder. If one exists without a record,
-            the folder belongs to something else.
-        wait_s: seconds to wait for a process that holds the lock, such as one that is just ending.
+        writes: files that this command creates in the folder. If any exist without a record, the
+            folder is taken to belong to something else.
+        wait_s: seconds to wait for a lock holder, which may be about to exit.
         note: called with a line of text when waiting starts.
 
     Yields:
-        The settings that changed since the last launch; none of them is fixed.
+        Settings that changed since the last launch, none of them in `fixed`.
 
     Raises:
         FolderError: another process holds the lock, or the folder belongs to another run.
@@ -118,7 +118,7 @@ def hold(
 
 
 def owner_of(folder: Path) -> RunSeal | None:
-    """Read the record of a folder; None if there is none.
+    """Read the record of a folder; None if it has no record.
 
     Raises:
         FolderError: the record is damaged.
@@ -137,14 +137,14 @@ def owner_of(folder: Path) -> RunSeal | None:
 
 
 def inside(path: str | Path, folder: str | Path) -> bool:
-    """Whether `path` is `folder` or inside it, after following links.
+    """Return True if `path` is `folder` or inside it, after resolving symlinks.
 
     Raises:
-        FolderError: one of them is not a valid path.
+        FolderError: `path` or `folder` is not a valid path.
     """
     with decoding(f"{path} or {folder}", error=FolderError):
-        there, place = Path(path).resolve(), Path(folder).resolve()
-    return there == place or place in there.parents
+        resolved, resolved_folder = Path(path).resolve(), Path(folder).resolve()
+    return resolved == resolved_folder or resolved_folder in resolved.parents
 
 
 @contextmanager
@@ -159,7 +159,7 @@ def locked(
     remedy: str = "choose another output_dir",
     stays: bool = True,
 ) -> Iterator[None]:
-    """Hold the lock file `lock` inside the `with` block; its folder is created if necessary.
+    """Hold the lock file `lock` during the `with` block; its folder is created if necessary.
 
     Args:
         lock: path of the lock file; its text names the holder.
@@ -169,13 +169,13 @@ def locked(
         note: called with a line of text when waiting starts.
         state: state of the resource while it is locked, for messages.
         remedy: alternative to waiting, for messages.
-        stays: keep the file afterwards.
+        stays: keep the lock file afterwards.
 
     Raises:
         FolderError: another process still holds the lock after `wait_s` seconds.
         WriteError: the file cannot be created.
     """
-    until = time.monotonic() + wait_s
+    deadline = time.monotonic() + wait_s
     with ExitStack() as stack:
         while True:
             with writing(lock, remedy=remedy):
@@ -184,7 +184,7 @@ def locked(
             stack.callback(os.close, descriptor)
             noted = False
             while (holder := _holder(descriptor)) is not None:
-                if time.monotonic() >= until:
+                if time.monotonic() >= deadline:
                     raise FolderError(f"{what} is {state} by {holder}; wait for it, or {remedy}")
                 if not noted:
                     note(f"waiting up to {wait_s:g} s for {what}, {state} by {holder}")
@@ -192,17 +192,17 @@ def locked(
                 time.sleep(POLL_S)
             if _is_named(descriptor, lock):
                 break
-        # Arguments of the command are left out, since they may contain keys and passwords.
-        words = f"process {os.getpid()} on {socket.gethostname()}: {''.join(sys.argv[:1])[:200]}\n"
+        # Omit the command's arguments, which may contain keys and passwords.
+        owner = f"process {os.getpid()} on {socket.gethostname()}: {''.join(sys.argv[:1])[:200]}\n"
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, ", ".join(filter(None, (kind, words))).encode(errors="replace"), 0)
+        os.pwrite(descriptor, ", ".join(filter(None, (kind, owner))).encode(errors="replace"), 0)
         if not stays:
             stack.callback(lock.unlink, missing_ok=True)
         yield
 
 
 def _open_lock(lock: Path, remedy: str) -> int:
-    """Open the lock file without following a link, whose target would be overwritten."""
+    """Open the lock file without following symlinks: a link's target would be overwritten."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(lock, flags, 0o666)
@@ -230,7 +230,7 @@ def _holder(descriptor: int) -> str | None:
 
 
 def _is_named(descriptor: int, path: Path) -> bool:
-    """Whether `path` still names the open file; the last holder may have removed it."""
+    """Return True if `path` is still the open file; the previous holder may have deleted it."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -238,10 +238,10 @@ def _is_named(descriptor: int, path: Path) -> bool:
 
 
 def _check_unowned(folder: Path, kind: str, writes: Collection[str]) -> None:
-    there = sorted(name for name in writes if os.path.lexists(folder / name))
-    if there:
+    existing = sorted(name for name in writes if os.path.lexists(folder / name))
+    if existing:
         raise FolderError(
-            f"{folder} holds {there[0]!r} and nothing says that {kind!r} made it; choose another"
+            f"{folder} holds {existing[0]!r} and nothing says that {kind!r} made it; choose another"
             " output_dir, or move the folder away"
         )
 
@@ -250,11 +250,11 @@ def _check_same(folder: Path, old: RunSeal, new: RunSeal) -> None:
     owner = f"{folder} belongs to {old.kind!r}, begun {old.begun}"
     if old.kind != new.kind:
         raise FolderError(f"{owner}, and this is {new.kind!r}; choose another output_dir")
-    for name, now in new.identity.items():
+    for name, value in new.identity.items():
         before = old.identity.get(name)
-        if before != now:
+        if before != value:
             raise FolderError(
-                f"{owner}, whose {name} is {_text(before)}, and now it is {_text(now)}; give that"
+                f"{owner}, whose {name} is {_text(before)}, and now it is {_text(value)}; give that"
                 " one again, or choose another output_dir"
             )
 
@@ -269,9 +269,9 @@ def changes_between(old: RunSeal, new: RunSeal) -> list[Change]:
 def _check_fixed(folder: Path, changes: list[Change], fixed: Collection[str]) -> None:
     broken = [change for change in changes if change.name in fixed]
     if broken:
-        named = "; ".join(map(str, broken))
+        details = "; ".join(map(str, broken))
         raise FolderError(
-            f"{folder} holds a run that cannot go on with other settings: {named}; give"
+            f"{folder} holds a run that cannot go on with other settings: {details}; give"
             " what it had, or choose another output_dir"
         )
 

@@ -1,6 +1,6 @@
-"""A safetensors file, written one tensor at a time: the sizes are known before any value is.
+"""Streaming safetensors writer: one tensor at a time, from shapes known in advance.
 
-The library's own writer wants all tensors of a file in memory at once.
+The writer of the `safetensors` package needs all tensors of a file in memory at once.
 """
 
 import os
@@ -28,12 +28,12 @@ DTYPES: Mapping[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""safetensors' name of each dtype that may be saved."""
+"""Supported dtypes and their safetensors names."""
 
 
 @frozen(kw_only=True)
 class TensorEntry:
-    """A tensor of a file, before its values are known."""
+    """Name, shape and dtype of a tensor in the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,16 +41,16 @@ class TensorEntry:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its values."""
+        """Size of the values in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class WeightFile:
-    """A safetensors file that takes its tensors one by one, in a given order.
+    """Context manager that writes a safetensors file tensor by tensor, in a fixed order.
 
     Args:
-        path: where to write; there must be no file.
-        entries: what will be written, in order; the wider dtypes first, if each is to be aligned.
+        path: output path, which must not exist.
+        entries: tensors in the order of writing. To keep them all aligned, put wider dtypes first.
     """
 
     def __init__(self, path: Path, entries: Iterable[TensorEntry]) -> None:
@@ -65,12 +65,12 @@ class WeightFile:
         return self
 
     def write(self, name: str, values: Tensor) -> None:
-        """Append a tensor's values; they are converted to the dtype of its entry."""
+        """Append a tensor, converted to the dtype of its entry."""
         entry = self._awaited.pop()
         assert self._file is not None
         assert (entry.name, entry.shape) == (name, tuple(values.shape))
-        plain = values.detach().to("cpu", entry.dtype).contiguous()
-        write_all(self._file, plain.reshape(-1).view(torch.uint8).numpy().data)
+        converted = values.detach().to("cpu", entry.dtype).contiguous()
+        write_all(self._file, converted.reshape(-1).view(torch.uint8).numpy().data)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         assert self._file is not None
@@ -81,16 +81,16 @@ class WeightFile:
 
 
 def header_of(entries: Iterable[TensorEntry]) -> bytes:
-    """Write a safetensors header, its length and JSON, padded so that values begin at 8·n bytes."""
-    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    """Return the safetensors header: length and JSON, padded to a multiple of 8 bytes."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in entries:
         start, end = end, end + entry.size_bytes
-        described[entry.name] = {
+        header[entry.name] = {
             "dtype": DTYPES[entry.dtype],
             "shape": entry.shape,
             "data_offsets": (start, end),
         }
-    text = msgspec.json.encode(described)
+    text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -79,13 +79,13 @@ def read_templates(folder: Path, settings: Document, *, error: type[Exception]) 
     """Read the chat templates of a folder by name, in the order of precedence of transformers.
 
     chat_template.jinja is named `default`, and additional_chat_templates/NAME.jinja have their own
-    names. Without these files, tokenizer_config.json is used, with one template or a list of named
-    ones, and finally chat_template.json, which processors used to write.
+    names. Without these files, tokenizer_config.json is used (one template or a list of named
+    ones), and finally chat_template.json, the legacy file of processors.
 
     Args:
         folder: the tokenizer's folder.
         settings: decoded tokenizer_config.json.
-        error: exception class for damaged files.
+        error: exception class to raise for damaged files.
     """
     paths = {path.stem: path for path in sorted(folder.glob(f"{NAMED_TEMPLATES}/*.jinja"))}
     if os.path.isfile(folder / TEMPLATE):
@@ -96,18 +96,18 @@ def read_templates(folder: Path, settings: Document, *, error: type[Exception]) 
     if value is None:
         where, value = LEGACY_TEMPLATE, read_beside(folder, LEGACY_TEMPLATE, error=error)
         value = value.get("chat_template")
-    named = value if isinstance(value, dict) else {} if value is None else {DEFAULT: value}
+    templates = value if isinstance(value, dict) else {} if value is None else {DEFAULT: value}
     if isinstance(value, list):
         try:
-            named = {one["name"]: one["template"] for one in value}
+            templates = {entry["name"]: entry["template"] for entry in value}
         except (TypeError, KeyError):
-            named = {DEFAULT: value}
-    if not all(isinstance(text, str) for text in (*named, *named.values())):
+            templates = {DEFAULT: value}
+    if not all(isinstance(text, str) for text in (*templates, *templates.values())):
         raise error(
             f"{folder / where}: chat_template must be a text or a list of `name` and `template`; "
             "fetch it again"
         )
-    return named
+    return templates
 
 
 def template_files(templates: Mapping[str, str]) -> dict[str, bytes]:
@@ -119,10 +119,10 @@ def template_files(templates: Mapping[str, str]) -> dict[str, bytes]:
 
 
 def read_source(given: str | Path, *, error: type[Exception]) -> TokenizerSource:
-    """Read a tokenizer.json, given by path or by folder, with its sibling files.
+    """Read a tokenizer.json and its sibling files, from the file's path or its folder.
 
     Raises:
-        error: there is no tokenizer.json, or one of the files is damaged.
+        error: tokenizer.json is missing, or a file is damaged.
     """
     path = _tokenizer_file(given)
     if not os.path.isfile(path):
@@ -172,40 +172,40 @@ def tokenizer_difference(
 
     Returns:
         The first difference, such as "token 17 is 'a' in base and 'b' in shards"; None if they
-        agree, or if one of the two has no tokenizer.json.
+        agree, or if either has no tokenizer.json.
 
     Raises:
-        error: a tokenizer.json is damaged.
+        error: either tokenizer.json is damaged.
     """
-    paths = [_tokenizer_file(given) for given in (first, second)]
+    paths = [_tokenizer_file(source) for source in (first, second)]
     if not all(path.is_file() for path in paths):
         return None
     contents = [read_bytes(path, error=error) for path in paths]
     if contents[0] == contents[1]:
         return None
-    one, other = (
+    first_source, second_source = (
         decode_source(content, path, error=error)
         for content, path in zip(contents, paths, strict=True)
     )
-    return source_difference(one, other, names=(str(first), str(second)))
+    return source_difference(first_source, second_source, names=(str(first), str(second)))
 
 
 def source_difference(
     one: TokenizerSource, other: TokenizerSource, *, names: tuple[str, str]
 ) -> str | None:
-    """Compare two tokenizers like `tokenizer_difference`; `names` are used in the result."""
+    """Compare two tokenizers like `tokenizer_difference`; `names` appear in the result."""
     for token in sorted(one.texts.keys() & other.texts.keys()):
         text, other_text = one.texts[token], other.texts[token]
         if text != other_text:
             return f"token {token} is {text!r} in {names[0]} and {other_text!r} in {names[1]}"
-    for source, lacking, where in ((one, other, names), (other, one, names[::-1])):
+    for source, lacking, labels in ((one, other, names), (other, one, names[::-1])):
         for token in sorted(source.texts.keys() - lacking.texts.keys()):
             text = source.texts[token]
             if token not in source.added:
-                return f"{where[0]} has a token {token} ({text!r}), which {where[1]} lacks"
-            elsewhere = next((at for at, known in lacking.texts.items() if known == text), None)
-            if elsewhere is not None:
-                return f"{text!r} is token {token} in {where[0]} and {elsewhere} in {where[1]}"
+                return f"{labels[0]} has a token {token} ({text!r}), which {labels[1]} lacks"
+            other_id = next((key for key, value in lacking.texts.items() if value == text), None)
+            if other_id is not None:
+                return f"{text!r} is token {token} in {labels[0]} and {other_id} in {labels[1]}"
     if _merges(one) != _merges(other):
         return f"{names[0]} and {names[1]} have the same vocabulary and different merges"
     return None
@@ -218,17 +218,17 @@ def _tokenizer_file(given: str | Path) -> Path:
 def _merges(source: TokenizerSource) -> list[tuple[str, ...]]:
     """Return the BPE merges, stored as "a b" or ["a", "b"]; empty for other models."""
     merges = source.document["model"].get("merges") or []
-    return [tuple(one.split(" ") if isinstance(one, str) else one) for one in merges]
+    return [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
 
 
 def read_beside(folder: Path, name: str, *, error: type[Exception]) -> Document:
-    """Read the JSON object of a file in `folder`; empty if there is no such file."""
+    """Read the JSON object in a file of `folder`; empty if the file is missing."""
     path = folder / name
     return read_json(path, Document, error=error) if os.path.isfile(path) else {}
 
 
 def end_of_documents(folder: Path, *, error: type[Exception]) -> int | None:
-    """Return the end-of-document token from the index of a folder of shards."""
+    """Return the end-of-document token id from the index of a folder of shards."""
     end = read_beside(folder, "index.json", error=error).get("end_of_text")
     return end if type(end) is int else None
 

@@ -1,8 +1,7 @@
-"""Reads untrusted files: sizes are bounded, and every problem becomes one kind of error.
+"""Readers for untrusted files, with size limits and a single error class.
 
-Deep nesting, invalid UTF-8, numbers out of range, invalid paths and whatever else a file does to a
-decoder is raised as the caller's error class, with a one-line message: which file, what is wrong,
-how to fix it.
+Deep nesting, invalid UTF-8, numbers out of range, invalid paths and other decoder failures are
+raised as the caller's error class, with a one-line message: the file, the problem, the fix.
 """
 
 import os
@@ -21,20 +20,20 @@ LIMIT_BYTES = 256 * 2**20
 """Default limit for files of settings, names or vocabularies."""
 
 SHOWN_CHARACTERS = 200
-"""Characters of a path or of a decoder's message that an error shows."""
+"""Length limit for a path or a decoder's message in an error."""
 
 DEEP_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){100}""")
 """A dotted TOML key of more than a hundred parts."""
 
 LONG_NUMBER = re.compile(r"\d{39}")
 BYTES_LONG_NUMBER = re.compile(LONG_NUMBER.pattern.encode())
-"""Digits of an integer of more than 128 bits; a string may contain as many."""
+"""At least 39 digits: possibly an integer of more than 128 bits, or part of a string."""
 
 PATH_BYTES = 4095
 NAME_BYTES = 255
 """Maximum length of a path and of a file name (PATH_MAX and NAME_MAX in limits.h)."""
 ASIDE_BYTES = 15
-"""Bytes that the name of a temporary file adds to the name of its target."""
+"""Bytes reserved in a file name for the suffix of its temporary file."""
 
 T = TypeVar("T")
 
@@ -47,18 +46,18 @@ def check_path(
     optional: bool = False,
     written: Literal["file", "folder"] | None = None,
 ) -> None:
-    """Check that a value is a usable path before any work starts; it need not exist.
+    """Check early that a value is a usable path; it need not exist.
 
     Args:
         name: name of the setting or argument, for the message.
-        value: string or path. It must be valid UTF-8, as it is written into other files.
+        value: string or path; must be valid UTF-8, since it is stored in other files.
         error: exception class to raise.
         optional: accept None.
-        written: kind of output that will be written there, if any.
+        written: kind of output that will be written to the path, if any.
 
     Raises:
-        error: the value is not a string, is empty, too long or not UTF-8, contains a NUL or a loop
-            of links, or the output cannot be created there.
+        error: the value is not a string, is empty, too long or not UTF-8, contains a NUL or a
+            symlink loop, or the output cannot be created there.
     """
     if optional and value is None:
         return
@@ -71,7 +70,7 @@ def check_path(
 
 
 def open_file(path: str | Path, *, error: type[Exception]) -> FileIO:
-    """Open a regular file for unbuffered reading, without ever blocking on a pipe or device.
+    """Open a regular file for unbuffered reading; never block on a pipe or device.
 
     Raises:
         error: it is not a regular file.
@@ -86,7 +85,7 @@ def open_file(path: str | Path, *, error: type[Exception]) -> FileIO:
 
 
 def check_file(path: str | Path, *, error: type[Exception]) -> None:
-    """Check a path before a library opens it by name, so that it cannot block on a pipe or device.
+    """Reject a pipe or device before a library opens the path, which could block.
 
     Raises:
         error: it exists and is not a regular file.
@@ -110,7 +109,7 @@ def read_bytes(
     with decoding(path, error=error), BufferedReader(open_file(path, error=error)) as file:
         size = os.fstat(file.fileno()).st_size
         fits = size <= limit_bytes
-        # Ask for the file's size, not for the limit: read() allocates what it is asked for.
+        # Pass the file's size, not the limit: read() allocates its argument.
         content = file.read(size) if fits else b""
     if not fits:
         raise error(
@@ -120,7 +119,7 @@ def read_bytes(
 
 
 def read_text(path: str | Path, *, error: type[Exception], limit_bytes: int = LIMIT_BYTES) -> str:
-    """Read a UTF-8 file like `read_bytes`, without a byte order mark."""
+    """Read a UTF-8 file like `read_bytes` and strip a byte order mark."""
     content = read_bytes(path, error=error, limit_bytes=limit_bytes)
     with decoding(path, error=error):
         return content.decode("utf-8-sig")
@@ -143,11 +142,11 @@ def decode_json(
 ) -> T:
     """Decode JSON and validate it as the type `kind`; `where` names the source in errors.
 
-    Integers of more than 128 bits are rejected: no count is that large, and no float can hold it.
+    Integers of more than 128 bits are rejected: no count is that large.
     """
     with decoding(where, error=error):
-        long = LONG_NUMBER if isinstance(content, str) else BYTES_LONG_NUMBER
-        if long.search(content):  # type: ignore[arg-type]
+        long_number = LONG_NUMBER if isinstance(content, str) else BYTES_LONG_NUMBER
+        if long_number.search(content):  # type: ignore[arg-type]
             _check_numbers(msgspec.json.decode(content))
         return msgspec.json.decode(content, type=kind)
 
@@ -160,11 +159,11 @@ def read_toml(path: str | Path, *, error: type[Exception]) -> dict[str, Any]:
         raise error(f"{_shown(path)}: nested too deeply to be read")
     with decoding(path, error=error):
         try:
-            found = tomllib.loads(content)
-        except tomllib.TOMLDecodeError as raised:
-            raise error(f"{_shown(path)}: not TOML: {_words(raised)}") from raised
-        _check_numbers(found)
-        return found
+            document = tomllib.loads(content)
+        except tomllib.TOMLDecodeError as decode_error:
+            raise error(f"{_shown(path)}: not TOML: {_words(decode_error)}") from decode_error
+        _check_numbers(document)
+        return document
 
 
 @contextmanager
@@ -197,56 +196,56 @@ def _check_numbers(found: object, name: str = "") -> None:
     if isinstance(found, list):
         found = dict(enumerate(found))
     if isinstance(found, dict):
-        for key, each in found.items():
-            _check_numbers(each, f"{name}.{key}".strip("."))
+        for key, value in found.items():
+            _check_numbers(value, f"{name}.{key}".strip("."))
 
 
 PARTS = re.compile(r"(?:layers|experts)$|^(?:n|num)_\w*(?:layer|expert)")
 MOST_PARTS = 4096
-"""Maximum number of layers or experts; other libraries would build as many as a file states."""
+"""Maximum number of layers or experts; other libraries would build any number from a config."""
 
 
 def check_parts(folder: str | Path, *, error: type[Exception]) -> None:
-    """Check that a folder's config.json does not ask for an absurd number of layers or experts.
+    """Check that the numbers of layers and experts in a folder's config.json are plausible.
 
     Raises:
-        error: it does, or config.json cannot be read.
+        error: a number exceeds `MOST_PARTS`, or config.json cannot be read.
     """
     path = Path(folder) / "config.json"
-    left: list[Any] = [read_json(path, dict, error=error)]
-    while left:
-        found = left.pop()
-        if isinstance(found, list):
-            left += found
+    pending: list[Any] = [read_json(path, dict, error=error)]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, list):
+            pending += node
             continue
-        for name, value in found.items() if isinstance(found, dict) else ():
-            counted = isinstance(value, int | float) and PARTS.search(name)
-            if counted and value > MOST_PARTS:
+        for name, value in node.items() if isinstance(node, dict) else ():
+            is_count = isinstance(value, int | float) and PARTS.search(name)
+            if is_count and value > MOST_PARTS:
                 raise error(f"{path}: {name} is {value:g}; give at most {MOST_PARTS}")
-            left.append(value)
+            pending.append(value)
 
 
 def _never_a_path(text: str) -> str:
-    """Reason why a string can never be a path; empty if it can."""
+    """Return the reason a string cannot be a path; empty if it can."""
     try:
         encoded = text.encode()
     except UnicodeEncodeError:
         return "which is not UTF-8"
     if b"\0" in encoded:
         return "which holds a NUL"
-    if len(encoded) > PATH_BYTES or any(len(one) > NAME_BYTES for one in encoded.split(b"/")):
+    if len(encoded) > PATH_BYTES or any(len(part) > NAME_BYTES for part in encoded.split(b"/")):
         return "which is longer than any that a system takes"
     try:
         os.stat(text)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return ""  # reported when the path is used
-    except OSError as raised:
-        return f"which cannot be followed: {raised.strerror}"
+    except OSError as os_error:
+        return f"which cannot be followed: {os_error.strerror}"
     return ""
 
 
 def _not_for(text: str, written: str | None) -> str:
-    """Reason why a file or folder cannot be written to a path; empty if it can."""
+    """Return the reason a file or folder cannot be written to a path; empty if it can."""
     if written is None:
         return ""
     path = Path(text)
@@ -256,9 +255,9 @@ def _not_for(text: str, written: str | None) -> str:
         return "where a folder stands, and a file is to be written"
     if written == "folder" and path.exists() and not path.is_dir():
         return "where a file stands, and a folder is to be written"
-    above = next((one for one in path.parents if os.path.lexists(one)), None)
-    if above is not None and not above.is_dir():
-        return f"and {_shown(above)} is no folder"
+    ancestor = next((parent for parent in path.parents if os.path.lexists(parent)), None)
+    if ancestor is not None and not ancestor.is_dir():
+        return f"and {_shown(ancestor)} is no folder"
     return ""
 
 

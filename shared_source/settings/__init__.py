@@ -1,4 +1,4 @@
-"""Settings: the validators of their values, and the run files that hold them."""
+"""Settings: validators, and the run files that store settings."""
 
 from .validators import (
     MOST,

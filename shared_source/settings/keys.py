@@ -1,7 +1,7 @@
-"""The keys of a run file, read from the source of the classes that take it.
+"""Keys of a run file, parsed from the source of the settings classes.
 
-A setting is an attrs field, and its meaning is the text under it, which no class keeps when it is
-made. Both are read from the source, so that `--help` imports nothing that computes.
+A setting is an attrs field, described by the docstring under it. Python discards such docstrings
+at run time, so this module parses the source; `--help` then needs no heavy imports either.
 """
 
 import ast
@@ -44,30 +44,30 @@ class KeyGroup:
 
 
 def place_of(kind: type) -> str:
-    """Return the place of a class of this package, as `groups_of` takes it."""
+    """Return the `module:Class` of a class in this package, for `groups_of`."""
     return f"{kind.__module__.removeprefix(f'{PACKAGE.name}.')}:{kind.__name__}"
 
 
 def groups_of(place: str, hidden: Collection[str] = ()) -> list[KeyGroup]:
-    """Read the settings of a class and of those that it inherits from, its own first.
+    """Return the settings of a class and its base classes, one group per class, base classes last.
 
     Args:
         place: `module:Class` within this package, such as `trainers.ppo:PPOTrainer`.
-        hidden: names of fields that no file can hold.
+        hidden: names of fields that are not keys of the run file.
     """
     groups: list[KeyGroup] = []
-    taken: set[str] = set(hidden)
+    seen: set[str] = set(hidden)
     lineage = [(node, list(_keys(module, node))) for module, node in _lineage(place)]
     meanings = {
         key.name: key.meaning for _, keys in reversed(lineage) for key in keys if key.meaning
     }
-    for node, found in lineage:
+    for node, class_keys in lineage:
         keys = tuple(
             evolve(key, meaning=key.meaning or meanings.get(key.name, ""))
-            for key in found
-            if key.name not in taken
+            for key in class_keys
+            if key.name not in seen
         )
-        taken |= {key.name for key in keys}
+        seen |= {key.name for key in keys}
         if keys:
             title = (ast.get_docstring(node) or node.name).partition("\n")[0]
             groups.append(KeyGroup(title=title.rstrip("."), keys=keys))
@@ -75,11 +75,11 @@ def groups_of(place: str, hidden: Collection[str] = ()) -> list[KeyGroup]:
 
 
 def _lineage(place: str) -> Iterator[tuple[str, ast.ClassDef]]:
-    """Yield a class, then those it inherits from, depth first, each once."""
+    """Yield a class, then its base classes depth first, without duplicates."""
     seen: set[str] = set()
-    waiting = [place]
-    while waiting:
-        current = waiting.pop(0)
+    pending = [place]
+    while pending:
+        current = pending.pop(0)
         module, _, name = current.partition(":")
         body = _body(module)
         node = next((n for n in body if isinstance(n, ast.ClassDef) and n.name == name), None)
@@ -88,7 +88,7 @@ def _lineage(place: str) -> Iterator[tuple[str, ast.ClassDef]]:
         seen.add(current)
         yield module, node
         bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
-        waiting = [_named(module, base) for base in bases] + waiting
+        pending = [_named(module, base) for base in bases] + pending
 
 
 @cache
@@ -98,92 +98,96 @@ def _body(module: str) -> list[ast.stmt]:
 
 
 def _named(module: str, name: str) -> str:
-    """Find the place of a class that a module names: itself, or where it imports the class from."""
+    """Return the `module:name` that defines `name`: the module itself or one it imports from."""
     for node in _body(module):
-        if isinstance(node, ast.ImportFrom) and any(each.name == name for each in node.names):
+        if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
             return f"{(node.module or '').removeprefix(f'{PACKAGE.name}.')}:{name}"
     return f"{module}:{name}"
 
 
 def _keys(module: str, node: ast.ClassDef) -> Iterator[Key]:
-    for at, line in enumerate(node.body):
-        if not (isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)):
+    for index, statement in enumerate(node.body):
+        if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
             continue
-        if ast.unparse(line.annotation).startswith("ClassVar"):
+        if ast.unparse(statement.annotation).startswith("ClassVar"):
             continue
-        behind = node.body[at + 1] if at + 1 < len(node.body) else None
-        text = behind.value if isinstance(behind, ast.Expr) else None
+        successor = node.body[index + 1] if index + 1 < len(node.body) else None
+        text = successor.value if isinstance(successor, ast.Expr) else None
         meaning = text.value if isinstance(text, ast.Constant) else ""
-        given = {}
-        if isinstance(line.value, ast.Call):
-            given = {each.arg: each.value for each in line.value.keywords}
-        value = given.get("default") if isinstance(line.value, ast.Call) else line.value
-        table, example = _metadata(module, given.get("metadata"))
+        arguments = {}
+        if isinstance(statement.value, ast.Call):
+            arguments = {keyword.arg: keyword.value for keyword in statement.value.keywords}
+        value = (
+            arguments.get("default") if isinstance(statement.value, ast.Call) else statement.value
+        )
+        table, example = _metadata(module, arguments.get("metadata"))
         yield Key(
-            name=line.target.id,
+            name=statement.target.id,
             meaning=in_toml(" ".join(str(meaning).split())),
-            default={} if "factory" in given else _value(module, value),
-            required=value is None and "factory" not in given,
+            default={} if "factory" in arguments else _value(module, value),
+            required=value is None and "factory" not in arguments,
             example=example,
             inner=tuple(key for group in groups_of(table) for key in group.keys) if table else (),
-            kind=_kind(module, line.annotation),
-            check=_check(module, given.get("validator")),
+            kind=_kind(module, statement.annotation),
+            check=_check(module, arguments.get("validator")),
         )
 
 
 def in_toml(text: str) -> str:
-    """Put a field's docstring into the words of a run file, in which no key has the value None."""
-    for words, instead in (
+    """Reword a field's docstring for TOML, which has no None and lowercase booleans."""
+    for pattern, replacement in (
         (r"None (?=for\b|where\b)", "leave it out "),
         (r"None(?=:)", "left out"),
         (r"None\b", "leaving it out"),
     ):
-        text = re.sub(rf"(?<=\. ){words}", instead.capitalize(), text)
-        text = re.sub(rf"\b{words}", instead, text)
+        text = re.sub(rf"(?<=\. ){pattern}", replacement.capitalize(), text)
+        text = re.sub(rf"\b{pattern}", replacement, text)
     return re.sub(r"\b(True|False)\b", lambda word: word[0].lower(), text)
 
 
 def _kind(module: str, node: ast.expr) -> str:
-    """Write an annotation's source; a type with a name of its own gives way to what it names."""
+    """Return the source of an annotation, with a type alias replaced by its definition."""
     if isinstance(node, ast.Name):
-        found, _, name = _named(module, node.id).partition(":")
-        for line in _body(found):
-            if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == name:
-                return ast.unparse(line.value)
+        source_module, _, name = _named(module, node.id).partition(":")
+        for statement in _body(source_module):
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == name:
+                return ast.unparse(statement.value)
     return ast.unparse(node)
 
 
 def _check(module: str, node: ast.expr | None) -> str:
-    """Write a validator's source; names of constants give way to their values."""
+    """Return the source of a validator, with constants replaced by their values."""
     if not isinstance(node, ast.Call):
         return "" if node is None else ast.unparse(node)
-    words = []
-    for each in node.args:
-        star = isinstance(each, ast.Starred)
-        value = _constant(module, each.value if isinstance(each, ast.Starred) else each)
-        names = value if star and isinstance(value, list | tuple | dict | set) else (value,)
-        words += [ast.unparse(each)] if value is None else [repr(one) for one in names]
-    for given in node.keywords:
-        value = _constant(module, given.value)
-        words.append(f"{given.arg}={ast.unparse(given.value) if value is None else repr(value)}")
-    return f"{ast.unparse(node.func)}({', '.join(words)})"
+    arguments = []
+    for argument in node.args:
+        starred = isinstance(argument, ast.Starred)
+        value = _constant(module, argument.value if isinstance(argument, ast.Starred) else argument)
+        values = value if starred and isinstance(value, list | tuple | dict | set) else (value,)
+        arguments += [ast.unparse(argument)] if value is None else [repr(item) for item in values]
+    for keyword in node.keywords:
+        value = _constant(module, keyword.value)
+        arguments.append(
+            f"{keyword.arg}={ast.unparse(keyword.value) if value is None else repr(value)}"
+        )
+    return f"{ast.unparse(node.func)}({', '.join(arguments)})"
 
 
 def _constant(module: str, node: ast.expr) -> Any:
-    """Find the value of a literal or of this package's constant, imported or not; else None."""
+    """Return the value of a literal or a constant of this package, or None; follow imports."""
     for _ in range(5):
         value = _value(module, node)
         if value is not None or not isinstance(node, ast.Name):
             return value
-        found, _, name = _named(module, node.id).partition(":")
-        if found == module:
+        source_module, _, name = _named(module, node.id).partition(":")
+        if source_module == module:
             return None
-        module, node = found, ast.Name(id=name)
+        module, node = source_module, ast.Name(id=name)
     return None
 
 
 def _metadata(module: str, node: ast.expr | None) -> tuple[str, Any]:
-    """Find the class of a field's table, and its example."""
+    """Return the class of a field's table and the field's example, from its metadata."""
     table, example = "", None
     if isinstance(node, ast.Dict):
         for key, value in zip(node.keys, node.values, strict=True):
@@ -196,15 +200,15 @@ def _metadata(module: str, node: ast.expr | None) -> tuple[str, Any]:
 
 
 def _value(module: str, node: ast.expr | None) -> Any:
-    """Find what an expression stands for: a literal, path or constant of its module; else None."""
+    """Return the value of a literal, path or constant of the same module, or None."""
     if isinstance(node, ast.Call) and len(node.args) == 1:  # Path("runs"), get_args(Kind)
         node = node.args[0]
     if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
         node = node.slice
     if isinstance(node, ast.Name):
-        for line in _body(module):
-            if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == node.id:
-                return _value(module, line.value)
+        for statement in _body(module):
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == node.id:
+                return _value(module, statement.value)
     try:
         return None if node is None else ast.literal_eval(node)
     except ValueError:

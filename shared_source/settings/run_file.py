@@ -1,7 +1,7 @@
-"""Run files: a TOML table whose keys are the settings of an attrs class.
+"""Run files: TOML files whose keys are the fields of an attrs class of settings.
 
-A command's settings are an attrs class; this module reads the file, changes single settings from
-the command line, and refuses what the class does not know, naming the nearest known key.
+Reads the file, applies overrides from the command line, and builds the settings class. An unknown
+key is rejected with the nearest known key.
 """
 
 import tomllib
@@ -20,11 +20,11 @@ from .validators import nearest, shown
 T = TypeVar("T")
 NOT_IN_FILES = {"on_event"}
 FAILURE: type[Exception] = ConfigError.__bases__[0]
-"""The base of the package's errors."""
+"""Base class of the package's errors."""
 
 
 def add_run_file(parser: ArgumentParser) -> None:
-    """Let a command take a run file, and changes of single settings."""
+    """Add the run file and `--set` to the arguments of a command."""
     parser.add_argument(
         "run_file",
         type=path_argument,
@@ -44,11 +44,12 @@ def read_settings(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, 
     """Read the settings of a run file. Paths in it are relative to the current folder.
 
     Args:
-        path: the file.
-        overrides: `key=value` or `table.key=value`, the value as in TOML; text needs no quotes.
+        path: path of the run file.
+        overrides: `key=value` or `table.key=value`, with values as in TOML; quotes around strings
+            are optional.
 
     Raises:
-        ConfigError: the file cannot be read, or an override is not one.
+        ConfigError: the file cannot be read, or an override is malformed.
     """
     settings = read_toml(path, error=ConfigError)
     for text in overrides:
@@ -57,22 +58,24 @@ def read_settings(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, 
 
 
 def build(kind: type[T], settings: Mapping[str, Any], *, where: str) -> T:
-    """Build an attrs class from settings; a table is built into the attrs class of its field.
+    """Build an attrs class from settings; tables are converted to the attrs class of their field.
 
     Args:
-        kind: the class.
+        kind: attrs class to build.
         settings: values by name.
-        where: the file, for messages.
+        where: name of the file, for messages.
 
     Raises:
-        ConfigError: a key is unknown or missing, or a value cannot be used.
+        ConfigError: a key is unknown or missing, or a value is invalid.
     """
-    known = {each.alias: each for each in fields(cast(Any, kind)) if each.init}
-    names = known.keys() - NOT_IN_FILES
+    init_fields = {
+        attribute.alias: attribute for attribute in fields(cast(Any, kind)) if attribute.init
+    }
+    names = init_fields.keys() - NOT_IN_FILES
     for key in settings:
         if key not in names:
             raise ConfigError(f"{where}: unknown key {key!r}; {nearest(key, names)}")
-    values = {key: _value_of(known[key], value, where) for key, value in settings.items()}
+    values = {key: _value_of(init_fields[key], value, where) for key, value in settings.items()}
     try:
         return kind(**values)
     except FAILURE as error:
@@ -82,14 +85,14 @@ def build(kind: type[T], settings: Mapping[str, Any], *, where: str) -> T:
 
 
 def table_of(kind: type[T], name: str) -> Callable[[Any], T]:
-    """Make a converter of a field that holds settings of an attrs class, or a table of them.
+    """Build an attrs converter that accepts an instance of `kind` or a table of its settings.
 
     Args:
-        kind: the class.
-        name: of the field, for messages.
+        kind: attrs class of the field.
+        name: name of the field, for messages.
 
     Returns:
-        A function that raises ConfigError for whatever is neither.
+        Converter; raises ConfigError for other types.
     """
 
     def converted(value: Any) -> T:
@@ -97,7 +100,9 @@ def table_of(kind: type[T], name: str) -> Callable[[Any], T]:
             return value
         if isinstance(value, Mapping):
             return build(kind, value, where=name)
-        names = ", ".join(each.alias for each in fields(cast(Any, kind)) if each.init)
+        names = ", ".join(
+            attribute.alias for attribute in fields(cast(Any, kind)) if attribute.init
+        )
         raise ConfigError(
             f"{name} must be {kind.__name__} or a table of {names}, got {shown(value)}"
         )
@@ -106,10 +111,15 @@ def table_of(kind: type[T], name: str) -> Callable[[Any], T]:
 
 
 def refuse_renamed(settings: Mapping[str, Any], renamed: Mapping[str, str], *, where: str) -> None:
-    """Refuse keys that go by another name now.
+    """Reject old names of renamed keys.
+
+    Args:
+        settings: values by name.
+        renamed: new names by old name.
+        where: name of the file, for messages.
 
     Raises:
-        ConfigError: names both.
+        ConfigError: a key has an old name; the message states the new one.
     """
     for old, new in renamed.items():
         if old in settings:
@@ -117,10 +127,10 @@ def refuse_renamed(settings: Mapping[str, Any], renamed: Mapping[str, str], *, w
 
 
 def override(settings: dict[str, Any], text: str) -> None:
-    """Change one setting in place, as `--set key=value` or `--set table.key=value` says.
+    """Apply an override, `key=value` or `table.key=value`, to `settings` in place.
 
     Raises:
-        ConfigError: it is not of this form, or what it names as a table is not one.
+        ConfigError: the override is malformed, or `table` is not a table.
     """
     key, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not key:
@@ -161,5 +171,5 @@ def _parse(text: str) -> object:
         return tomllib.loads(f"value = {text}")["value"]
     except RecursionError as error:
         raise ConfigError(f"--set {text[:40]}...: nested too deeply to be read") from error
-    except ValueError:  # no TOML, or a number of more digits than Python reads: a text
+    except ValueError:  # not TOML, or too many digits for Python: a string
         return text

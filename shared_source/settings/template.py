@@ -1,4 +1,4 @@
-"""Renders the keys of a run file for `--help` and as the template that `init` writes."""
+"""Formats the keys of a run file for `--help` and for the template written by `init`."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Be the nursery of `processes.py`: import once, and fork whatever tests start."""
+"""Fork server of `processes.py`: imports torch once and forks the processes of all tests."""
 
 import atexit
 import importlib
@@ -19,9 +19,9 @@ TORCHRUN = ["-m", "torch.distributed.run"]
 
 
 def _serve() -> None:
-    """Be the nursery: fork a parent for each line of standard input, and tell its number."""
+    """Read a job per line of standard input, fork a parent for it, and print the parent's pid."""
     signal.signal(signal.SIGCHLD, _reap)
-    importlib.import_module("torch._dynamo")  # which FSDP imports when it is first asked
+    importlib.import_module("torch._dynamo")  # FSDP imports it lazily
     modules: dict[str, ModuleType] = {}
     for line in sys.stdin:
         job = json.loads(line)
@@ -33,16 +33,17 @@ def _serve() -> None:
         if parent == 0:
             _be_parent(job, modules.get(job.get("file")))
             os._exit(0)
-        with suppress(ProcessLookupError, PermissionError):  # it has done so, and may be gone
+        # The parent does this as well, and may have exited.
+        with suppress(ProcessLookupError, PermissionError):
             os.setpgid(parent, parent)
         os.write(1, f"{parent}\n".encode())
 
 
 def _be_parent(job: dict[str, Any], module: ModuleType | None) -> None:
-    """Fork the job's processes."""
-    os.setpgid(0, 0)  # so that all can be killed together
+    """Set up the process group and log of a job and fork its processes."""
+    os.setpgid(0, 0)  # a group that can be killed as a unit
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    sys.stdin = open(os.devnull)  # noqa: SIM115 - the nursery's is not theirs
+    sys.stdin = open(os.devnull)  # noqa: SIM115 - replaces the server's job pipe
     os.dup2(sys.stdin.fileno(), 0)
     folder = Path(job["folder"])
     _redirect(folder / "log")
@@ -54,7 +55,7 @@ def _be_parent(job: dict[str, Any], module: ModuleType | None) -> None:
 
 
 def _reap(*_: object) -> None:
-    """Let parents that have ended go, so that they are seen to be gone."""
+    """Reap parents that have exited, so that their pids disappear."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -73,7 +74,7 @@ def _imported(file: str) -> ModuleType:
 
 
 def _redirect(out: Path, err: Path | None = None) -> None:
-    """Send whatever this process prints to a file, or to two."""
+    """Redirect standard output and error to files, or both to `out`."""
     for stream, path in enumerate([out, err or out], start=1):
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, stream)
@@ -81,7 +82,7 @@ def _redirect(out: Path, err: Path | None = None) -> None:
 
 
 def _fork(folder: Path, count: int, be: Callable[[int], int]) -> None:
-    """Fork so many children, note their numbers, and how each ends."""
+    """Fork `count` children and write their pids and exit codes to files."""
     ranks = {}
     for rank in range(count):
         child = os.fork()
@@ -95,14 +96,14 @@ def _fork(folder: Path, count: int, be: Callable[[int], int]) -> None:
 
 
 def _note(path: Path, number: int) -> None:
-    """Write a file that is whole whenever it is there."""
-    aside = path.with_suffix(".aside")
-    aside.write_text(str(number))
-    aside.replace(path)
+    """Write a number to a file atomically."""
+    temporary = path.with_suffix(".aside")
+    temporary.write_text(str(number))
+    temporary.replace(path)
 
 
 def _be(rank: int, module: ModuleType, job: dict[str, Any]) -> int:
-    """Be one rank: everything that this process prints goes to its log."""
+    """Run the job's function as one rank, with its output in a log; return the exit code."""
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     folder = Path(job["folder"])
     _redirect(folder / f"{rank}.log")
@@ -118,7 +119,7 @@ def _be(rank: int, module: ModuleType, job: dict[str, Any]) -> int:
 
 
 def _be_command(job: dict[str, Any]) -> int:
-    """Be a command: with its own variables, folder, words and files to print to."""
+    """Run a command with its environment, folder and output files; return the exit code."""
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["at"])
@@ -129,10 +130,10 @@ def _be_command(job: dict[str, Any]) -> int:
     if words[:2] != TORCHRUN:
         return _perform(words)
     launcher = importlib.import_module("torch.distributed.run")
-    asked = launcher.parse_args(words[2:])
-    program = words[-1 - len(asked.training_script_args) :]
+    parsed = launcher.parse_args(words[2:])
+    program = words[-1 - len(parsed.training_script_args) :]
     options = words[2 : -len(program)]
-    if asked.module:
+    if parsed.module:
         options.remove("-m")
         program = ["-m", *program]
     forking = ["--start-method", "fork", "--run-path", __file__]
@@ -140,7 +141,7 @@ def _be_command(job: dict[str, Any]) -> int:
 
 
 def _perform(words: list[str]) -> int:
-    """Run a module or a script as the interpreter does, and give the exit code."""
+    """Run a module or script like the Python interpreter and return the exit code."""
     if words[0] == "-m":
         sys.argv = words[1:]
         return _call(lambda: runpy.run_module(words[1], run_name="__main__", alter_sys=True))
@@ -150,44 +151,44 @@ def _perform(words: list[str]) -> int:
 
 
 def _call(main: Callable[[], object]) -> int:
-    """Call `main` and return the exit code with which the interpreter would end."""
+    """Call `main` and return the exit code that the interpreter would use."""
     try:
         main()
         code: object = 0
-    except SystemExit as ended:
-        code = ended.code or 0
+    except SystemExit as exit_:
+        code = exit_.code or 0
     except KeyboardInterrupt:
         code = 130
     except BaseException:
         try:
             sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
             code = 1
-        except SystemExit as ended:
-            code = ended.code or 0
+        except SystemExit as exit_:
+            code = exit_.code or 0
     _finish()
     return code if isinstance(code, int) else 1
 
 
 def _finish() -> None:
-    """Do what the interpreter does at its end, which a forked process does not come to."""
+    """Run exit handlers and flush output, since a forked process ends by `os._exit`."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
 
 
 def _be_rank_of_torchrun(words: list[str]) -> None:
-    """Perform the words; who fails, or was sent a signal, ends at once.
+    """Run the command of a rank; exit immediately on a failure or after a signal.
 
-    torch's wrapper would let none say its code, and would wait for its agent, which then waits for
-    the rank's end itself: half a minute, after which it kills it.
+    Otherwise torch's wrapper would lose the exit code and wait for its agent, which in turn waits
+    for the rank: a deadlock that the agent ends by killing the rank after 30 seconds.
     """
-    read, written = os.pipe()
-    os.set_blocking(read, False)
-    os.set_blocking(written, False)
-    signal.set_wakeup_fd(written)
+    read_end, write_end = os.pipe()
+    os.set_blocking(read_end, False)
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end)
     code, signals = _perform(words), b""
     with suppress(BlockingIOError):
-        signals = os.read(read, 64)
+        signals = os.read(read_end, 64)
     if code or signals:
         os._exit(code)
 

@@ -1,8 +1,8 @@
-"""Start real processes: those that form a group and return results, and commands.
+"""Real processes for tests: groups of ranks that return results, and commands.
 
-One process, the nursery (`nursery.py`), imports torch and the files of functions once for all
-tests. Each call has it fork a parent, which forks a process a rank, or the one of a command:
-nothing is shared but what importing has made. If the command is torchrun, its agent forks the
+A fork server (`nursery.py`) imports torch and the files of test functions once for all tests. For
+each call it forks a parent, which forks one process per rank or the process of the command, so
+only the state of imported modules is shared. If the command is torchrun, its agent forks the
 ranks.
 """
 
@@ -28,23 +28,23 @@ import torch.distributed as dist
 
 NURSERY = Path(__file__).with_name("nursery.py")
 ASKING = threading.Lock()
-"""Held while a job is sent to the nursery and its answer is read."""
+"""Serializes requests to the fork server."""
 
 
 class ProcessesFailedError(AssertionError):
-    """At least one process failed, or all together took too long."""
+    """A process failed, or the group timed out."""
 
 
 HEAP_CORRUPTION = "malloc(): unaligned tcache chunk detected"
-"""glibc's abort when torch's gloo thread has written to memory after freeing it.
+"""Message of glibc's abort after a use-after-free in torch's gloo thread.
 
-It is rare (about one run of thousands), occurs in processes that run only torch's own C++ code, and
-has nothing to do with what a test checks, so a run that ends this way is repeated once.
+It is rare (about one in thousands of runs), also occurs in processes that run only torch's own C++
+code, and is unrelated to the code under test, so such a run is repeated once.
 """
 
 
 def run_processes(count: int, file: str | Path, function: str, **options: Any) -> list[Any]:
-    """Like `run_once`, repeated once, with a warning, if gloo corrupts the heap."""
+    """Call `run_once`; if gloo corrupts the heap, warn and repeat it once."""
     try:
         return run_once(count, file, function, **options)
     except ProcessesFailedError as error:
@@ -63,17 +63,16 @@ def run_once(
     check: bool = True,
     **arguments: Any,
 ) -> list[Any]:
-    """Call `function(**arguments)` of `file` in `count` processes, and return each one's result.
+    """Call `function(**arguments)` of `file` in `count` processes and return their results by rank.
 
-    Arguments and results travel as JSON. The processes meet at a store that this process holds
-    (as under torchrun), so that no port can be taken in between. `file` must start nothing when it
-    is imported. With `check=False` a process that failed yields `{"failed": its output}` in place
-    of a result.
+    Arguments and results are passed as JSON. The rendezvous store runs in this process (as under
+    torchrun), which rules out a race for the port. Importing `file` must have no side effects. With
+    `check=False` the result of a failed process is `{"failed": output, "code": exit code}`.
     """
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
     )
-    launched = {
+    environment = {
         "WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
@@ -86,7 +85,7 @@ def run_once(
             "function": function,
             "arguments": json.dumps(arguments),
             "folder": name,
-            "environment": launched,
+            "environment": environment,
         }
         parent = _ask_nursery(job)
         try:
@@ -97,11 +96,11 @@ def run_once(
 
 
 class Command:
-    """What `python WORDS` does, in a process of its own that need not import torch again.
+    """A running `python WORDS` in a forked process, which need not import torch again.
 
-    It is asked as a `subprocess.Popen` is. Where the words start torchrun, the agent is torch's
-    and forks its ranks; they get SIGINT when it dies, by torch's will, and so no proof that ranks
-    end with their agent can rest on this.
+    The interface is that of `subprocess.Popen`. For torchrun, torch's agent forks the ranks and
+    makes them receive SIGINT when it dies. Tests that ranks end with their agent therefore cannot
+    use this class.
     """
 
     def __init__(
@@ -113,41 +112,42 @@ class Command:
         log: Path | None = None,
         imports: Sequence[str] = (),
     ) -> None:
-        """Start the command in `folder`; `imports` are modules to import once for all commands.
+        """Start the command in `folder`.
 
-        With `log` that file gets what it prints; without, `communicate` returns it.
+        `imports` are modules that the fork server imports once for all commands. `log` receives
+        the output; without it, `communicate` returns the output.
         """
-        notes = Path(tempfile.mkdtemp())
-        weakref.finalize(self, shutil.rmtree, notes, ignore_errors=True)
-        self._out, self._err = (log, log) if log else (notes / "out", notes / "err")
-        self._code = notes / "0.code"
+        status_folder = Path(tempfile.mkdtemp())
+        weakref.finalize(self, shutil.rmtree, status_folder, ignore_errors=True)
+        self._out, self._err = (log, log) if log else (status_folder / "out", status_folder / "err")
+        self._code = status_folder / "0.code"
         self._out.write_bytes(b"")
         job = {
             "words": list(words),
             "environment": dict(os.environ if environment is None else environment),
-            "folder": str(notes),
+            "folder": str(status_folder),
             "at": str(Path(folder).absolute()),
             "out": str(self._out),
             "err": str(self._err),
             "imports": list(imports),
         }
         self._parent = _ask_nursery(job)
-        while not (notes / "0.pid").exists():
-            assert _lives(self._parent), _text(notes / "log")
+        while not (status_folder / "0.pid").exists():
+            assert _lives(self._parent), _text(status_folder / "log")
             sleep(0.001)
-        self.pid = int(_text(notes / "0.pid"))
+        self.pid = int(_text(status_folder / "0.pid"))
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code; None while it runs."""
-        lives = _lives(self._parent)  # asked first: the code is written before the parent ends
+        """Return the exit code; None while the command runs."""
+        is_alive = _lives(self._parent)  # check first: the code is written before the parent ends
         if self.returncode is None and (code := _text(self._code)):
             self.returncode = int(code)
-        assert lives or self.returncode is not None
+        assert is_alive or self.returncode is not None
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has ended, and return the exit code."""
+        """Wait for the command to end and return its exit code."""
         deadline = monotonic() + (timeout or float("inf"))
         while (code := self.poll()) is None:
             if monotonic() > deadline:
@@ -156,9 +156,9 @@ class Command:
         return code
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Return standard output and error once it has ended; all are killed if it is late.
+        """Wait for the command to end; return its standard output and error.
 
-        Nothing but the command holds what it prints.
+        The command and its ranks are killed afterwards, also on a timeout.
         """
         try:
             self.wait(timeout)
@@ -167,7 +167,7 @@ class Command:
         return _text(self._out), _text(self._err)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless the command has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -176,21 +176,21 @@ class Command:
         self.send_signal(signal.SIGTERM)
 
     def end(self) -> None:
-        """Kill whatever is left of it and of its ranks."""
+        """Kill the command and its ranks."""
         _end(self._parent)
 
 
 def run_command(
     words: Sequence[str], *, timeout_s: float = 240.0, **options: Any
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a `Command` to its end."""
-    started = Command(words, **options)
-    out, err = started.communicate(timeout_s)
-    return subprocess.CompletedProcess(list(words), started.wait(), out, err)
+    """Run a `Command` and return its exit code and output."""
+    command = Command(words, **options)
+    stdout, stderr = command.communicate(timeout_s)
+    return subprocess.CompletedProcess(list(words), command.wait(), stdout, stderr)
 
 
 def _ask_nursery(job: dict[str, Any]) -> int:
-    """Have a job done, and return the number of the process that is the parent of all of it."""
+    """Send a job to the fork server and return the pid of the job's parent process."""
     with ASKING:
         nursery = _nursery()
         assert nursery.stdin is not None
@@ -205,7 +205,7 @@ def _ask_nursery(job: dict[str, Any]) -> int:
 
 
 def _end(parent: int) -> None:
-    """Kill a parent and all its children, and wait until it is gone."""
+    """Kill a parent and its process group, and wait until the parent is gone."""
     with suppress(ProcessLookupError):
         os.killpg(parent, signal.SIGKILL)
     while _lives(parent):
@@ -214,12 +214,12 @@ def _end(parent: int) -> None:
 
 @cache
 def _nursery() -> "subprocess.Popen[bytes]":
-    """Start the process that forks all others; it ends when its standard input does."""
+    """Start the fork server, which exits when its standard input is closed."""
     environment = {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(part for part in sys.path if part),
     }
-    started = subprocess.Popen(
+    nursery = subprocess.Popen(
         [sys.executable, str(NURSERY)],
         env={**os.environ, **environment},
         stdin=subprocess.PIPE,
@@ -229,11 +229,11 @@ def _nursery() -> "subprocess.Popen[bytes]":
 
     @atexit.register
     def end() -> None:
-        assert started.stdin is not None
-        started.stdin.close()
-        started.wait()
+        assert nursery.stdin is not None
+        nursery.stdin.close()
+        nursery.wait()
 
-    return started
+    return nursery
 
 
 def _lives(process: int) -> bool:
@@ -247,10 +247,10 @@ def _lives(process: int) -> bool:
 def _wait(
     parent: int, count: int, folder: Path, timeout_s: float, *, stop_early: bool
 ) -> list[int]:
-    """Return all exit codes; give up at the first failure (if `stop_early`) or after the time."""
+    """Return the exit codes by rank; stop at the first failure (if `stop_early`) or timeout."""
     deadline = monotonic() + timeout_s
     while True:
-        ended = not _lives(parent)
+        is_over = not _lives(parent)
         codes = {
             rank: int(_text(folder / f"{rank}.code") or 0)
             for rank in range(count)
@@ -259,13 +259,13 @@ def _wait(
         failed = [rank for rank, code in codes.items() if code]
         if len(codes) == count and not (failed and stop_early):
             return [codes[rank] for rank in range(count)]
-        if ended or (failed and stop_early) or monotonic() > deadline:
-            sleep(1.0)  # let the others write why they failed
-            why = f"ranks {failed} failed" if failed else f"not done after {timeout_s:.0f} s"
+        if is_over or (failed and stop_early) or monotonic() > deadline:
+            sleep(1.0)  # let the other ranks write their errors
+            reason = f"ranks {failed} failed" if failed else f"not done after {timeout_s:.0f} s"
             logs = [
                 f"--- rank {rank}\n{_text(folder / f'{rank}.log')[-3000:]}" for rank in range(count)
             ]
-            raise ProcessesFailedError("\n".join([why, _text(folder / "log")[-3000:], *logs]))
+            raise ProcessesFailedError("\n".join([reason, _text(folder / "log")[-3000:], *logs]))
         sleep(0.02)
 
 
