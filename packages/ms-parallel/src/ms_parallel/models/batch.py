@@ -1,4 +1,4 @@
-"""A batch of text, what a model and its loss are given; and pictures, where the model sees."""
+"""Batches: inputs of a model and its loss, with pictures for vision models."""
 
 from collections.abc import Mapping
 
@@ -8,30 +8,30 @@ from torch import Tensor
 from ms_parallel.errors import ConfigError
 
 Batch = Mapping[str, Tensor]
-"""`tokens` (B, S) int64; by choice `targets` (already shifted, -100 where no loss), `weights`,
-`positions`, `documents`, and whatever a loss reads, each with B rows; and, for a model that sees,
-the members that `PICTURES` names."""
+"""`tokens` (B, S) int64; optionally `targets` (already shifted, -100 for no loss), `weights`,
+`positions`, `documents` and further inputs of the loss, all with B rows; for vision models also the
+keys in `PICTURES`."""
 
 IGNORED = -100
-"""A target where there is no loss."""
+"""Target without a loss."""
 
 PATCHES, GRIDS, PLACES = "pixel_values", "image_grid_thw", "image_places"
 POSITIONS = "positions_thw"
 
 PICTURES = (PATCHES, GRIDS, PLACES, POSITIONS)
-"""Patches of all pictures (n, numbers a patch); patches of each in time, down and across (p, 3);
-row, first token and one past the last of each (p, 3); positions (3, B, S) in time, down and across.
-Pictures stand in the order of their places."""
+"""Patches of all pictures (n, values per patch); grid of each picture in time, height and width
+(p, 3); row, first token and end token of each picture (p, 3); positions (3, B, S) in time, height
+and width. Pictures are sorted by row and token."""
 
 
 def pictures_of(batch: Batch) -> Batch | None:
-    """Return what a batch holds for a model that sees; None where it holds nothing of the kind."""
-    found = {name: batch[name] for name in PICTURES if name in batch}
-    return found or None
+    """Return the picture inputs of a batch; None for a text-only batch."""
+    pictures = {name: batch[name] for name in PICTURES if name in batch}
+    return pictures or None
 
 
 def cut_rows(batch: Batch, start: int, stop: int) -> Batch:
-    """Cut the rows from `start` to `stop`, and the pictures that stand in them."""
+    """Select the rows from `start` to `stop` and their pictures."""
     rows = {name: value[start:stop] for name, value in batch.items() if name not in PICTURES}
     if POSITIONS in batch:
         rows[POSITIONS] = batch[POSITIONS][:, start:stop]
@@ -39,34 +39,34 @@ def cut_rows(batch: Batch, start: int, stop: int) -> Batch:
         return rows
     places, grids = batch[PLACES], batch[GRIDS]
     inside = (places[:, 0] >= start) & (places[:, 0] < stop)
-    of_patches = torch.repeat_interleave(inside, grids.prod(1))
-    rows[PATCHES], rows[GRIDS] = batch[PATCHES][of_patches], grids[inside]
+    patch_mask = torch.repeat_interleave(inside, grids.prod(1))
+    rows[PATCHES], rows[GRIDS] = batch[PATCHES][patch_mask], grids[inside]
     rows[PLACES] = places[inside] - places.new_tensor([start, 0, 0])
     return rows
 
 
 def check_tokens(batch: Batch, vocabulary: int) -> None:
-    """Check that a vocabulary holds the tokens and targets of a batch.
+    """Check that the tokens and targets of a batch are in the vocabulary.
 
-    An embedding would follow another number out of its weight, or torch would stop the device.
-    Tensors of an accelerator are not looked at, as that would wait for it.
+    An out-of-range token would read past the embedding or trigger a device-side assert. Tensors on
+    an accelerator are not checked: that would synchronize with it.
 
     Raises:
-        ConfigError: it does not; says which row has what.
+        ConfigError: a token or target is out of range; names the row and the value.
     """
     for name, ignored in (("tokens", None), ("targets", IGNORED)):
         numbers = batch.get(name)
         if type(numbers) is not Tensor or numbers.device.type != "cpu" or not numbers.numel():
             continue
         if numbers.is_floating_point() or (
-            numbers.amin() >= 0 and numbers.amax() < vocabulary  # the whole check, nearly always
+            numbers.amin() >= 0 and numbers.amax() < vocabulary  # the common case needs no more
         ):
             continue
-        foreign = (numbers < 0) | (numbers >= vocabulary)
+        invalid = (numbers < 0) | (numbers >= vocabulary)
         if ignored is not None:
-            foreign &= numbers != ignored
-        for place in foreign.nonzero()[:1].tolist():
+            invalid &= numbers != ignored
+        for index in invalid.nonzero()[:1].tolist():
             raise ConfigError(
-                f"row {place[0]} of {name} has {int(numbers[tuple(place)])}, and the model has a "
+                f"row {index[0]} of {name} has {int(numbers[tuple(index)])}, and the model has a "
                 f"vocabulary of {vocabulary}; take the model's own tokenizer"
             )

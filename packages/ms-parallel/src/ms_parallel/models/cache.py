@@ -1,4 +1,4 @@
-"""Keys and values of positions that were computed already, for generation."""
+"""Key-value cache for generation."""
 
 import torch
 from torch import Tensor
@@ -7,23 +7,24 @@ from ms_parallel.errors import ModelError
 
 
 class KeyValueCache:
-    """Grows by the tokens of each forward; one for all layers of a stage.
+    """Key-value cache of all layers of a stage; grows with every forward pass.
 
-    Layers `append` during a forward, all at the same place; the model `advance`s at its end.
+    Every layer calls `append` during a forward pass, at the same offset; the model calls `advance`
+    at the end.
     """
 
     def __init__(self) -> None:
         self.length = 0
-        """Positions held after the last whole forward."""
+        """Cached positions after the last complete forward pass."""
         self.documents: Tensor | None = None
-        """(B, length) int32, if any forward gave documents."""
+        """(B, length) int32, if any forward pass had documents."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write a layer's new keys and values behind the present ones.
+        """Append a layer's new keys and values.
 
         Args:
-            layer: Global number of the layer.
+            layer: Global layer index.
             k: (B, S, heads, D).
             v: (B, S, heads, D).
 
@@ -31,11 +32,11 @@ class KeyValueCache:
             All keys and values, (B, length + S, heads, D) each, as views.
         """
         end = self.length + k.shape[1]
-        held = self._layers.get(layer)
-        if held is None or held[0].shape[1] < end:
-            held = self._grow(held, k, v, max(64, 2 * end))
-            self._layers[layer] = held
-        keys, values = held
+        buffers = self._layers.get(layer)
+        if buffers is None or buffers[0].shape[1] < end:
+            buffers = self._grow(buffers, k, v, max(64, 2 * end))
+            self._layers[layer] = buffers
+        keys, values = buffers
         keys[:, self.length : end] = k.detach()
         values[:, self.length : end] = v.detach()
         return keys[:, :end], values[:, :end]
@@ -50,35 +51,35 @@ class KeyValueCache:
         return grown[0], grown[1]
 
     def all_documents(self, new: Tensor | None, rows: int, count: int) -> Tensor | None:
-        """Join the documents of held and new positions.
+        """Concatenate the documents of cached and new positions.
 
         Args:
-            new: (B, count) int32 of the new positions; None goes on with each row's last document.
-            rows: B.
-            count: New positions.
+            new: (B, count) int32 of the new positions; None continues each row's last document.
+            rows: Number of rows B.
+            count: Number of new positions.
 
         Returns:
-            (B, length + count), or None if documents were never given.
+            (B, length + count), or None if no forward pass had documents.
         """
         if new is None:
             if self.documents is None:
                 return None
             new = self.documents[:, -1:].expand(rows, count)
-        held = self.documents
-        if held is None:
-            held = new.new_zeros(rows, self.length)
-        return torch.cat((held, new), 1)
+        cached = self.documents
+        if cached is None:
+            cached = new.new_zeros(rows, self.length)
+        return torch.cat((cached, new), 1)
 
     def advance(self, count: int, documents: Tensor | None) -> None:
-        """Count `count` positions as held; `documents` is what `all_documents` gave."""
+        """Add `count` positions to the length; `documents` comes from `all_documents`."""
         self.length += count
         self.documents = documents
 
     def rewind(self, length: int) -> None:
-        """Forget all positions from `length` on.
+        """Drop all positions from `length` on.
 
         Raises:
-            ModelError: fewer are held.
+            ModelError: the cache is shorter than `length`.
         """
         if not 0 <= length <= self.length:
             raise ModelError(f"cannot rewind a cache of {self.length} positions to {length}")

@@ -1,4 +1,4 @@
-"""What every model's configuration says, and the checks that its settings pass."""
+"""Base class of model configurations, and the checks of its settings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from ms_parallel.settings import flag, number, whole
 
 TokenId = int | tuple[int, ...] | None
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Settings that name the tokens which begin, end and pad a text."""
+"""Settings for the begin, end and padding tokens."""
 
 
 MOST: Mapping[str, int] = {
@@ -28,11 +28,11 @@ MOST: Mapping[str, int] = {
     "n_routed_experts": 1 << 13,
     "num_experts_per_tok": 1 << 13,
 }
-"""Some ten times what any model has: beyond it a file is damaged, or made to take our memory."""
+"""Upper limits, about ten times those of any known model; more means a damaged or hostile file."""
 
 
 def size(instance: object, attribute: "Attribute[Any]", value: object) -> None:
-    """Check for a whole number from 1 to the most that is reasonable; None passes where allowed."""
+    """Check for an integer from 1 to the setting's limit; None passes if it is the default."""
     most, optional = MOST.get(attribute.name, (1 << 62) - 1), attribute.default is None
     whole(most=most, optional=optional)(instance, attribute, value)
 
@@ -42,55 +42,55 @@ above_zero = number(least=1e-30)
 
 @frozen(kw_only=True)
 class ModelConfig:
-    """What every model's configuration says; the names are those of Hugging Face's config.json.
+    """Base configuration of all models, with the names of Hugging Face's config.json.
 
     Raises:
         ConfigError: a size is not a whole number of at least 1, or sizes do not fit one another.
     """
 
     model_type: str
-    """The family, whose config.json is written."""
+    """Model family, as in config.json."""
     vocab_size: int = field(validator=size)
     hidden_size: int = field(validator=size)
     intermediate_size: int = field(validator=size)
     num_hidden_layers: int = field(validator=size)
     num_attention_heads: int = field(validator=size)
     head_dim: int = field(validator=size)
-    """Width of one head; need not be hidden_size / num_attention_heads."""
+    """Head width; may differ from hidden_size / num_attention_heads."""
     tie_word_embeddings: bool = field(default=False, validator=flag)
-    """The head's weight is the embedding's."""
+    """Whether the output head shares the embedding weight."""
     initializer_range: float = field(default=0.02, validator=above_zero)
-    """Standard deviation of fresh weights."""
+    """Standard deviation of initial weights."""
     bos_token_id: TokenId = None
-    """What begins a text, if anything does."""
+    """Begin-of-text token; None for none."""
     eos_token_id: TokenId = None
-    """What ends a generated text: one token, or any of several."""
+    """End-of-text token, or several of which any ends a generated text."""
     pad_token_id: TokenId = None
-    """What fills a batch's shorter rows, if anything does."""
+    """Padding token; None for none."""
 
     @property
     def key_value_heads(self) -> int:
-        """Heads of keys and values."""
+        """Number of key-value heads."""
         return self.num_attention_heads
 
     @property
     def final_softcap(self) -> float | None:
-        """What logits are bent to stay below."""
+        """Soft cap on the logits; None for no cap."""
         return None
 
     @property
     def mixture(self) -> Any:
-        """The `Mixture` of experts of the whole model, None where it has none."""
+        """Mixture-of-experts settings (`Mixture`); None for a dense model."""
         return None
 
     @property
     def mtp_layers(self) -> int:
-        """Layers behind the last one, each of which predicts one token further."""
+        """Number of multi-token prediction layers."""
         return 0
 
     @property
     def shape(self) -> ModelShape:
-        """The sizes that a layout has to divide."""
+        """Sizes that a parallel layout must divide."""
         return ModelShape(
             layers=self.num_hidden_layers,
             attention_heads=self.num_attention_heads,
@@ -102,7 +102,7 @@ class ModelConfig:
 
 
 def check_heads(queries: int, keys: int, head_dim: int) -> None:
-    """Check that heads pair up.
+    """Check that head counts divide and the head width is even.
 
     Raises:
         ConfigError: key-value heads do not divide the query heads, or the width is odd.
@@ -117,7 +117,7 @@ def check_heads(queries: int, keys: int, head_dim: int) -> None:
 
 
 def token_ids(name: str, value: Any) -> Any:
-    """Read one token id, several as a tuple, or None; -1, which some files hold, is no token."""
+    """Parse a token id, a list of ids as a tuple, or null; -1 in some files also means none."""
     ids = value if isinstance(value, list) else [value]
     if value is None or value == -1:
         return None

@@ -1,7 +1,7 @@
-"""Checks which keys of a config.json are used, change nothing, or are refused.
+"""Classification of config.json keys as used, without effect, or unsupported.
 
-A key that is in no table might change what the model computes, so its folder is refused by name
-rather than computed as if the key were not there.
+An unknown key might change what the model computes, so a config.json that has one is rejected with
+the key's name instead of ignoring the key.
 """
 
 from collections.abc import Mapping
@@ -59,14 +59,14 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "tie_encoder_decoder": (False, None),
     "pruned_heads": ({}, None),
     "torchscript": (False, None),
-    # Of other families than the one that reads them:
+    # Settings of other families:
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "sliding_window": (None,),
     "layer_types": (None,),
     "use_sliding_window": (False,),
 }
-"""Keys that could change the computation, with the values under which they do not."""
+"""Keys that could change the computation, with the values that have no effect."""
 
 _BOOKKEEPING = frozenset(
     {
@@ -78,9 +78,9 @@ _BOOKKEEPING = frozenset(
         "attn_implementation",
         "_flash_attn_2_enabled",
         "architectures",
-        "attention_dropout",  # never applied, as in an evaluation
-        "auto_map",  # readers that have the family's code of their own pass over it
-        "chunk_size_feed_forward",  # cuts a computation without changing it
+        "attention_dropout",  # dropout is never applied
+        "auto_map",  # ignored by readers with native code for the family
+        "chunk_size_feed_forward",  # splits a computation without changing its result
         "dtype",
         "finetuning_task",
         "id2label",
@@ -93,7 +93,7 @@ _BOOKKEEPING = frozenset(
         "output_attentions",
         "output_hidden_states",
         "prefix",
-        "pretraining_tp",  # cuts a computation without changing it
+        "pretraining_tp",  # splits a computation without changing its result
         "problem_type",
         "return_dict",
         "sep_token_id",
@@ -111,7 +111,7 @@ _BOOKKEEPING = frozenset(
         "use_return_dict",
     }
 )
-"""Keys that change no logits, whatever their value."""
+"""Keys that do not affect the logits at any value."""
 
 _OF_GENERATION = frozenset(
     {
@@ -151,7 +151,7 @@ _OF_GENERATION = frozenset(
         "typical_p",
     }
 )
-"""What older files said of sampling; it chooses tokens, and leaves the logits as they are."""
+"""Sampling settings in older files, which do not affect the logits."""
 
 
 def check_keys(
@@ -160,16 +160,16 @@ def check_keys(
     neutral: Mapping[str, tuple[object, ...]],
     document: Mapping[str, Any],
 ) -> None:
-    """Check that each key is used, or changes nothing at its value.
+    """Check that every key is used or has no effect at its value.
 
     Args:
-        family: whose config.json it is.
-        used: what the family reads besides what all do.
-        neutral: values of the family that change nothing, where they differ from the others'.
-        document: the config.json, decoded.
+        family: name of the model family.
+        used: keys that the family reads in addition to those of all families.
+        neutral: values without effect for this family, overriding the common table.
+        document: decoded config.json.
 
     Raises:
-        ModelError: names the first key that might change what the model computes.
+        ModelError: a key might change what the model computes; names the first.
     """
     quantisation_of(document)
     known = _USED_BY_ALL | used | _BOOKKEEPING | _OF_GENERATION | {"quantization_config"}
@@ -190,53 +190,53 @@ def check_keys(
 
 @frozen(kw_only=True)
 class Quantisation:
-    """In what a folder holds its matrices, where not in floats of 16 bits or more."""
+    """Quantization of the weights in a checkpoint folder."""
 
     method: Literal["fp8", "mxfp4"]
     block: tuple[int, int] = (128, 128)
-    """fp8: rows and columns that share a factor."""
+    """fp8: rows and columns that share a scale."""
 
 
 _OF_METHOD: Mapping[str, frozenset[str]] = {
     "fp8": frozenset({"weight_block_size", "activation_scheme", "fmt", "scale_fmt"}),
     "mxfp4": frozenset(),
 }
-"""What `quantization_config` may say besides the method, and what it leaves in floats."""
+"""Supported keys of `quantization_config` by method, besides those that all methods allow."""
 
 
 def quantisation_of(document: Mapping[str, Any]) -> Quantisation | None:
-    """Read how the folder of a config.json holds its numbers; None where they are plain floats.
+    """Read the quantization of a checkpoint from its config.json; None if it is not quantized.
 
     Raises:
-        ModelError: they are held in a way that is not known.
+        ModelError: the quantization is not supported.
     """
-    found = document.get("quantization_config")
-    if found is None:
+    section = document.get("quantization_config")
+    if section is None:
         return None
-    method = found.get("quant_method") if isinstance(found, dict) else None
+    method = section.get("quant_method") if isinstance(section, dict) else None
     settings = _OF_METHOD.get(method) if isinstance(method, str) else None
     if settings is None:
         raise ModelError(
-            f"quantization_config={repr(found)[:60]} is not supported; supported:"
+            f"quantization_config={repr(section)[:60]} is not supported; supported:"
             f" quant_method {' and '.join(_OF_METHOD)}, or none"
         )
-    passed = settings | {"quant_method", "modules_to_not_convert", "dequantize"}
-    block = found.get("weight_block_size", [128, 128])
-    sizes = isinstance(block, list) and len(block) == 2
-    if not sizes or any(type(size) is not int or not 0 < size <= 1 << 20 for size in block):
+    supported = settings | {"quant_method", "modules_to_not_convert", "dequantize"}
+    block = section.get("weight_block_size", [128, 128])
+    is_pair = isinstance(block, list) and len(block) == 2
+    if not is_pair or any(type(size) is not int or not 0 < size <= 1 << 20 for size in block):
         raise ModelError(
             f"quantization_config has weight_block_size={repr(block)[:60]}; give rows and columns"
         )
     for name, values in (("activation_scheme", ("dynamic", None)), ("fmt", ("e4m3", None))):
-        if found.get(name) not in values:
+        if section.get(name) not in values:
             raise ModelError(
-                f"quantization_config has {name}={repr(found[name])[:60]}; only {values[0]!r} is"
+                f"quantization_config has {name}={repr(section[name])[:60]}; only {values[0]!r} is"
                 " supported"
             )
-    unknown = sorted(key for key in found if key not in passed)
+    unknown = sorted(key for key in section if key not in supported)
     if unknown:
         raise ModelError(
             f"quantization_config has {unknown[0][:60]!r}, which {method} does not have here;"
-            f" known: {', '.join(sorted(passed))}"
+            f" known: {', '.join(sorted(supported))}"
         )
     return Quantisation(method=cast(Any, method), block=(block[0], block[1]))

@@ -1,6 +1,6 @@
-"""Decoders of the Llama kind as single-device code, and how one may be split.
+"""Llama-style decoders as single-device code, and their parallel plan.
 
-Modules bear Hugging Face's names, so no conversion of weights exists.
+Modules have Hugging Face's names, so weights need no conversion.
 Shapes: B rows, S positions, H hidden, V vocabulary.
 """
 
@@ -24,14 +24,14 @@ from ms_parallel.operators.protocol import Ops
 
 
 class Decoder(StagedModel):
-    """A whole decoder, or one pipeline stage of it.
+    """A decoder or one pipeline stage of it.
 
     Args:
-        config: The model.
+        config: Model configuration.
         ops: Operators; plain torch by default.
-        block: Builds the block of a layer's global number.
-        norm: Builds the final norm, of (width, eps, ops).
-        layers: Global numbers of the blocks to build; all by default.
+        block: Builds a block from (config, global layer index, ops).
+        norm: Builds the final norm from (width, eps, ops).
+        layers: Global indices of the blocks to build; all by default.
         first: Build the embedding.
         last: Build the final norm and the head.
     """
@@ -58,13 +58,13 @@ class Decoder(StagedModel):
         self.config: DecoderConfig = config
         self.ropes = config.ropes
         self.grows = any(rope.length_limit is not None for rope in config.ropes)
-        """Whether angles depend on the lengths of documents."""
+        """Whether rotary frequencies depend on document lengths."""
         self.embedding_scale, self.logit_divisor = config.embedding_scale, config.logit_divisor
         self.flex_attention = False
-        """Whether compiled blocks attend to packed documents by FlexAttention."""
+        """Whether compiled blocks use FlexAttention for packed documents."""
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embed tokens, (B, S) int64 to (B, S, H), scaled where the family scales it."""
+        """Embed tokens (B, S) int64 to (B, S, H), with the family's embedding scale."""
         hidden = super().embed(tokens)
         if self.embedding_scale is None:
             return hidden
@@ -73,7 +73,7 @@ class Decoder(StagedModel):
         return hidden * scale
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """Apply the final norm, (B, S, H) to (B, S, H), divided as the family divides logits."""
+        """Apply the final norm and the family's logit divisor to (B, S, H)."""
         normed = super().finish(hidden)
         return normed if self.logit_divisor == 1.0 else normed / self.logit_divisor
 
@@ -84,13 +84,13 @@ class Decoder(StagedModel):
         cache: KeyValueCache | None,
         row_split: RowSplit | None = None,
     ) -> RotaryContext:
-        """Make the blocks' context: rotary tables of the positions, documents and cache."""
+        """Build the context of the blocks: rotary tables, documents, masks and cache."""
         ends = None
         if self.grows:
             ends = document_ends(positions, documents)
-            held = cache.length if cache is not None else 0
+            cached = cache.length if cache is not None else 0
             for rope in self.ropes:
-                check_growth(rope, positions, ends, held)
+                check_growth(rope, positions, ends, cached)
         if row_split is not None:
             positions = row_split.mine(positions)
             ends = None if ends is None else row_split.mine(ends)
@@ -111,7 +111,7 @@ class Decoder(StagedModel):
 
 
 def plan(config: DecoderConfig) -> ModelPlan:
-    """Plan how a decoder of Llama's parts may be split."""
+    """Return the parallel plan of a Llama decoder."""
     return plan_with(config)
 
 
@@ -121,16 +121,16 @@ def plan_with(
     norms: Norms = PRE_NORM,
     modules: Mapping[str, Style | None] | None = None,
 ) -> ModelPlan:
-    """Plan how a decoder may be split.
+    """Return the parallel plan of a decoder.
 
     Args:
-        config: The model.
-        norms: Around the halves of its blocks.
-        modules: Styles of a block's modules, by their names inside it, that Llama's blocks lack or
-            that differ; None takes one away.
+        config: Model configuration.
+        norms: Norms of a block.
+        modules: Styles, by module name within a block, that extend or override those of a Llama
+            block; None removes one.
     """
     layer = "model.layers.*"
-    inside: dict[str, Style | None] = {
+    block_styles: dict[str, Style | None] = {
         "self_attn.q_proj": "column",
         "self_attn.k_proj": "column",
         "self_attn.v_proj": "column",
@@ -140,14 +140,14 @@ def plan_with(
         "mlp.down_proj": "row",
     }
     if config.query_key_norm:
-        inside |= {"self_attn.q_norm": "heads", "self_attn.k_norm": "heads"}
+        block_styles |= {"self_attn.q_norm": "heads", "self_attn.k_norm": "heads"}
     mixture = config.mixture
     if mixture is not None and set(mixture.layers) >= set(range(config.num_hidden_layers)):
-        inside |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
-    inside |= {**dict.fromkeys(norms.names, "sequence"), **(modules or {})}
+        block_styles |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
+    block_styles |= {**dict.fromkeys(norms.names, "sequence"), **(modules or {})}
     tensor: dict[str, Style] = {
         "model.embed_tokens": "vocabulary",
-        **{f"{layer}.{name}": style for name, style in inside.items() if style is not None},
+        **{f"{layer}.{name}": style for name, style in block_styles.items() if style is not None},
         "model.norm": "sequence",
         "lm_head": "vocabulary",
     }

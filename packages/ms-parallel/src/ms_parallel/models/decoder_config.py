@@ -1,4 +1,4 @@
-"""The configuration of a decoder of the Llama kind."""
+"""Configuration of Llama-style decoders."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ from ms_parallel.settings import flag
 
 @frozen(kw_only=True)
 class DecoderConfig(ModelConfig):
-    """A decoder of the Llama kind.
+    """Configuration of a Llama-style decoder.
 
-    A family with settings of its own has a subclass in its file; in config.json they stand by
-    their own names. The properties below are what blocks ask, for a subclass to answer otherwise.
+    A family with additional settings defines a subclass in its module; config.json uses the same
+    setting names. Blocks read the properties below, which subclasses may override.
 
     Raises:
         ConfigError: a size is not a whole number of at least 1, or sizes do not fit one another.
@@ -27,21 +27,21 @@ class DecoderConfig(ModelConfig):
     rms_norm_eps: float = field(default=1e-6, validator=above_zero)
     rope_theta: float = field(default=10000.0, validator=above_zero)
     rope_scaling: RopeScaling | None = field(default=None, converter=as_rope_scaling)
-    """How rotary frequencies are stretched; a mapping of its settings will do."""
+    """Rotary frequency scaling, or a mapping of its settings."""
     attention_bias: bool = field(default=False, validator=flag)
-    """q, k and v projections have a bias; so has the output projection, but for qwen2."""
+    """Whether q, k and v projections have a bias; also the output projection, except in qwen2."""
     mlp_bias: bool = field(default=False, validator=flag)
     query_key_norm: bool = field(default=False, validator=flag)
     """RMS norms over each head of q and k, before rotation."""
     max_position_embeddings: int = field(default=4096, validator=size)
     sliding_window: int | None = field(default=None, validator=size)
-    """A position sees its last so many, itself included; None for all."""
+    """Attention window in positions, the query's own included; None for full attention."""
     sliding_layers: tuple[int, ...] | None = None
-    """Layers that the window applies to; None for all."""
+    """Layers with the sliding window; None for all."""
 
     def __attrs_post_init__(self) -> None:
         check_heads(self.num_attention_heads, self.num_key_value_heads, self.head_dim)
-        _ = self.ropes  # which refuse what does not fit
+        _ = self.ropes  # validates the rotary settings
         self.family.check(self)
         for layer in self.sliding_layers or ():
             if type(layer) is not int or not 0 <= layer < self.num_hidden_layers:
@@ -52,25 +52,27 @@ class DecoderConfig(ModelConfig):
 
     @property
     def family(self) -> Any:
-        """The `DenseFamily` that `model_type` names.
+        """The `DenseFamily` named by `model_type`.
 
         Raises:
-            ConfigError: it names no family of decoders.
+            ConfigError: `model_type` is not a decoder family or belongs to another config class.
         """
-        known = {each.name: each for each in families() if issubclass(each.config, DecoderConfig)}
-        found = known.get(self.model_type)
-        if found is None:
-            raise ConfigError(f"unknown model_type {self.model_type!r}; known: {', '.join(known)}")
-        if type(self) is not found.config:
+        decoders = {f.name: f for f in families() if issubclass(f.config, DecoderConfig)}
+        family = decoders.get(self.model_type)
+        if family is None:
             raise ConfigError(
-                f"model_type {self.model_type!r} is configured by {found.config.__name__}, not by"
+                f"unknown model_type {self.model_type!r}; known: {', '.join(decoders)}"
+            )
+        if type(self) is not family.config:
+            raise ConfigError(
+                f"model_type {self.model_type!r} is configured by {family.config.__name__}, not by"
                 f" {type(self).__name__}; use architecture({self.model_type!r}, ...)"
             )
-        return found
+        return family
 
     @property
     def key_value_heads(self) -> int:
-        """Heads of keys and values."""
+        """Number of key-value heads."""
         return self.num_key_value_heads
 
     @property
@@ -79,14 +81,14 @@ class DecoderConfig(ModelConfig):
         return self.attention_bias and bool(self.family.output_bias)
 
     def window(self, layer: int) -> int | None:
-        """Return the window of one layer, None where it sees everything before."""
+        """Return the attention window of a layer; None for full attention."""
         if self.sliding_layers is not None and layer not in self.sliding_layers:
             return None
         return self.sliding_window
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """The rotary positions that its layers use."""
+        """Rotary embeddings used by the layers."""
         rope = Rope(
             theta=self.rope_theta,
             width=self.rotary_width,
@@ -96,30 +98,30 @@ class DecoderConfig(ModelConfig):
         return (rope,)
 
     def rope_of(self, layer: int) -> int | None:
-        """Return the index in `ropes` of what one layer uses; None where it has no positions."""
+        """Return a layer's index into `ropes`; None for a layer without positions."""
         return 0
 
     @property
     def rotary_width(self) -> int:
-        """Dims of a head that turn."""
+        """Number of rotated dims per head."""
         return self.head_dim
 
     @property
     def rotary_interleaved(self) -> bool:
-        """Whether neighbouring dims turn together, instead of halves."""
+        """Whether rotation pairs adjacent dims instead of halves."""
         return False
 
     @property
     def attention_scale(self) -> float | None:
-        """What scores are multiplied by; None for 1/√head_dim."""
+        """Factor on the attention scores; None for 1/√head_dim."""
         return None
 
     @property
     def embedding_scale(self) -> float | None:
-        """What embeddings are multiplied by, rounded to their dtype; None for nothing."""
+        """Factor on the embeddings, rounded to their dtype; None for no scaling."""
         return None
 
     @property
     def logit_divisor(self) -> float:
-        """What logits are divided by."""
+        """Divisor of the logits."""
         return 1.0

@@ -1,4 +1,4 @@
-"""Families of dense decoders: how one's config.json is read and written, as data."""
+"""Decoder families as data: reading and writing of their config.json."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -46,85 +46,85 @@ _COPIED = (
 )
 _BIASES = ("attention_bias", "mlp_bias")
 _WINDOW_KEYS = {"sliding_window": "sliding_window", "sliding_layers": "layer_types"}
-"""Settings of windows, and the key of config.json without which a folder cannot hold them."""
+"""Window settings, and the config.json key that a family needs to support them."""
 
 
 @frozen(kw_only=True)
 class DenseFamily(Family):
-    """A family of decoders whose weights bear Hugging Face's names."""
+    """Family of decoders whose weights have Hugging Face's names."""
 
     config: type[DecoderConfig] = DecoderConfig
-    """The class of its configurations."""
+    """Configuration class."""
     model: Callable[..., nn.Module] = Decoder
     """Builds the model."""
     plan: Callable[[Any], ModelPlan] = plan
-    """How the model may be split."""
+    """Returns the parallel plan of a configuration."""
     block: Callable[[Any, int, Ops], nn.Module] = Block
-    """Builds the block of a layer's global number."""
+    """Builds a block from (config, global layer index, ops)."""
     norm: Callable[[int, float, Ops], nn.Module] = RMSNorm
-    """Builds the final norm, of (width, eps, ops)."""
+    """Builds the final norm from (width, eps, ops)."""
     transformers_class: str
-    """What transformers builds of its config.json."""
+    """Class in transformers, for `architectures` in config.json."""
     fixed: Mapping[str, object]
-    """Settings that its files cannot vary, with their values, but for those of `windows`."""
+    """Settings that config.json cannot express, with their fixed values, except window settings."""
     silent: Mapping[str, object]
-    """What transformers takes where its config.json is silent."""
+    """Defaults of transformers for keys missing from config.json."""
     neutral: Mapping[str, tuple[object, ...]] = field(factory=dict)
-    """Keys of its config.json that are not read, with the values that change nothing."""
+    """Unused keys of config.json, with the values that have no effect."""
     also_called: Mapping[str, str] = field(factory=dict)
-    """Other keys for settings of its own, by their names in its config.json."""
+    """Alternative keys in config.json, mapped to this family's names."""
     activation: Mapping[str, str] = field(factory=lambda: {"hidden_act": "silu"})
-    """The keys that name its activation, and the one that it is."""
+    """Keys that name the activation, with its required value."""
     positions: Positions = ONE_ROPE
-    """How its config.json says how positions turn."""
+    """Reader and writer of the rotary settings."""
     windows: Windows = NO_WINDOWS
-    """How its config.json says which layers slide."""
+    """Reader and writer of the sliding-window settings."""
     null_key_heads: bool = True
-    """Whether a `num_key_value_heads` of null is as many as heads."""
+    """Whether `num_key_value_heads` null means the number of attention heads."""
     null_head_dim: bool = False
-    """Whether a `head_dim` of null is a head's share of the hidden size."""
+    """Whether `head_dim` null means hidden_size / num_attention_heads."""
     output_bias: bool = True
-    """Whether attention's output projection has a bias where its inputs have one."""
+    """Whether `attention_bias` also applies to the output projection."""
     whole_heads: bool = False
-    """Whether transformers wants the hidden size to be a multiple of the heads."""
+    """Whether transformers requires the hidden size to be a multiple of the head count."""
 
     @property
     def own(self) -> tuple[str, ...]:
-        """Settings of its configurations beside those of all decoders."""
-        all_have = {setting.name for setting in fields(DecoderConfig)}
-        return tuple(each.name for each in fields(self.config) if each.name not in all_have)
+        """Settings that this family adds to those of all decoders."""
+        common = {setting.name for setting in fields(DecoderConfig)}
+        return tuple(f.name for f in fields(self.config) if f.name not in common)
 
     @property
     def unvaried(self) -> Mapping[str, object]:
-        """All settings that its files cannot vary, those of windows too."""
-        unheld = (name for name, key in _WINDOW_KEYS.items() if key not in self.windows.keys)
-        return {**dict.fromkeys(unheld), **self.fixed}
+        """All settings that config.json cannot express, window settings included."""
+        unsupported = (name for name, key in _WINDOW_KEYS.items() if key not in self.windows.keys)
+        return {**dict.fromkeys(unsupported), **self.fixed}
 
     @property
     def default(self) -> Mapping[str, object]:
-        """Settings of a small model: those of all, the fixed ones, and its own."""
+        """Settings of a small model: common, fixed and family-specific ones."""
         return {**_SMALL, **self.unvaried, **self.small, "model_type": self.name}
 
     def build(self, config: DecoderConfig, *, ops: Ops | None = None, **part: Any) -> nn.Module:
-        """Build the model or one stage of it, with unset weights."""
-        made = {"block": self.block, "norm": self.norm, **part}
-        return self.model(config, ops=ops or operators, **made)
+        """Build the model or one stage of it, with uninitialized weights."""
+        arguments = {"block": self.block, "norm": self.norm, **part}
+        return self.model(config, ops=ops or operators, **arguments)
 
     def check(self, config: DecoderConfig) -> None:
-        """Refuse settings that its config.json cannot express.
+        """Check that config.json of this family can express the settings.
 
         Raises:
-            ConfigError: names the setting, and the families that have it.
+            ConfigError: it cannot; names the setting and the families that support it.
         """
         for name, value in self.unvaried.items():
-            found = getattr(config, name)
-            if found != value:
+            setting = getattr(config, name)
+            if setting != value:
                 raise ConfigError(
-                    f"model_type {self.name!r} has no {name}={found}; choose model_type"
-                    f" {_families_with(name, found)}"
+                    f"model_type {self.name!r} has no {name}={setting}; choose model_type"
+                    f" {_families_with(name, setting)}"
                 )
         if self.whole_heads and config.hidden_size % config.num_attention_heads:
-            others = [one.name for one in _dense() if not one.whole_heads]
+            others = [family.name for family in _dense() if not family.whole_heads]
             raise ConfigError(
                 f"hidden_size={config.hidden_size} is not a multiple of num_attention_heads="
                 f"{config.num_attention_heads}, as transformers wants it of {self.name}; choose a"
@@ -132,10 +132,10 @@ class DenseFamily(Family):
             )
 
     def read(self, document: Mapping[str, Any]) -> DecoderConfig:
-        """Understand a config.json, decoded.
+        """Build the configuration from a decoded config.json.
 
         Raises:
-            ModelError: a setting is missing, or asks for something that the decoder does not do.
+            ModelError: a setting is missing or not supported.
             ConfigError: a value is out of range.
         """
         document = self._by_own_names(document)
@@ -146,26 +146,26 @@ class DenseFamily(Family):
         used = self.windows.keys.union(self.positions.keys, free, self.own)
         check_keys(self.name, used, neutral, document)
         _check_sizes(document)
-        # Where a key is null, its default does not count: null is a value of its own, or refused.
-        given = {**self.silent, **document}
-        window, layers = self.windows.read(given)
-        heads: Any = given.get("num_key_value_heads")
+        # Defaults apply to missing keys only: null is a separate value, or is rejected.
+        completed = {**self.silent, **document}
+        window, layers = self.windows.read(completed)
+        heads: Any = completed.get("num_key_value_heads")
         if heads is None and self.null_key_heads:
-            heads = given["num_attention_heads"]
-        chosen: dict[str, object] = {name: given.get(name, False) for name in free}
-        chosen |= {name: given[name] for name in (*_COPIED, *self.own) if name in given}
-        chosen |= {"sliding_window": window, "sliding_layers": layers}
-        chosen |= self.positions.read(given)
+            heads = completed["num_attention_heads"]
+        settings: dict[str, object] = {name: completed.get(name, False) for name in free}
+        settings |= {name: completed[name] for name in (*_COPIED, *self.own) if name in completed}
+        settings |= {"sliding_window": window, "sliding_layers": layers}
+        settings |= self.positions.read(completed)
         return self.config(
             model_type=self.name,
             num_key_value_heads=heads,
-            head_dim=self._head_dim(given),
-            **cast(Any, {**chosen, **self.unvaried}),
-            **{name: token_ids(name, given.get(name)) for name in TOKENS},
+            head_dim=self._head_dim(completed),
+            **cast(Any, {**settings, **self.unvaried}),
+            **{name: token_ids(name, completed.get(name)) for name in TOKENS},
         )
 
     def write(self, config: DecoderConfig, dtype: torch.dtype) -> dict[str, object]:
-        """Return the content of config.json, in the spelling that all versions of readers know."""
+        """Return the content of config.json, with keys that all versions of transformers know."""
         names = (*_COPIED, *TOKENS, "num_key_value_heads", "head_dim")
         free = [name for name in _BIASES if name not in self.fixed]
         return {
@@ -182,18 +182,18 @@ class DenseFamily(Family):
         }
 
     def _by_own_names(self, document: Mapping[str, Any]) -> dict[str, Any]:
-        """Rename the keys of a config.json to our settings' names; refuse values that differ."""
-        named = {key: value for key, value in document.items() if key not in self.also_called}
-        for key, own in self.also_called.items():
-            if key in document and named.setdefault(own, document[key]) != document[key]:
+        """Rename alternative keys of a config.json to setting names; conflicts are an error."""
+        merged = {key: value for key, value in document.items() if key not in self.also_called}
+        for key, name in self.also_called.items():
+            if key in document and merged.setdefault(name, document[key]) != document[key]:
                 raise ModelError(
-                    f"{own}={repr(named[own])[:60]} and {key}={repr(document[key])[:60]} differ,"
+                    f"{name}={repr(merged[name])[:60]} and {key}={repr(document[key])[:60]} differ,"
                     " and readers disagree on which holds; keep one"
                 )
-        return named
+        return merged
 
     def _head_dim(self, given: Mapping[str, Any]) -> Any:
-        """Return the given width of a head, or its share of the hidden size if that is allowed."""
+        """Return `head_dim`, or hidden_size / num_attention_heads where it may be omitted."""
         if "head_dim" in given and not (given["head_dim"] is None and self.null_head_dim):
             return given["head_dim"]
         return given["hidden_size"] // given["num_attention_heads"]
@@ -204,11 +204,11 @@ def _dense() -> list[DenseFamily]:
 
 
 def _families_with(name: str, value: object) -> str:
-    return " or ".join(one.name for one in _dense() if one.unvaried.get(name, value) == value)
+    return " or ".join(f.name for f in _dense() if f.unvaried.get(name, value) == value)
 
 
 def _check_sizes(document: Mapping[str, Any]) -> None:
-    """Refuse a size that is none, before lists as long as it are made."""
+    """Reject invalid sizes before lists of that length are allocated."""
     for name in _SIZES:
         if name not in document:
             raise ModelError(f"config.json lacks {name!r}; add it")

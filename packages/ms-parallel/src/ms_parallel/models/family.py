@@ -1,4 +1,4 @@
-"""A family of models as one value; each is a file of `families/`, found there by its `FAMILY`."""
+"""Model families as values; each module in `families/` defines one as `FAMILY`."""
 
 import pkgutil
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -20,68 +20,67 @@ from ms_parallel.models.weight_names import Rules
 from ms_parallel.operators.protocol import Ops
 
 ANY = ""
-"""The name of a family of any `model_type`."""
+"""Name of the family that accepts any `model_type`."""
 
 
 @frozen(kw_only=True)
 class Family:
-    """What a family knows: its configuration, its model, its plan, and its config.json.
+    """Model family: configuration, model, parallel plan, and config.json format.
 
-    A module of `families/`, or of a folder in it, that has one as `FAMILY` is known everywhere. In
-    config.json its settings stand by their own names, unless `read` and `write` say otherwise.
+    Modules anywhere under `families/` register a family by defining it as `FAMILY`. config.json has
+    one key per setting, with the same name, unless `read` and `write` are overridden.
     """
 
     name: str
-    """The `model_type` in config.json, and what users call it."""
+    """`model_type` in config.json, and the name for users."""
     config: type[Any]
-    """The class of its configurations."""
+    """Configuration class."""
     model: Callable[..., nn.Module]
-    """Builds the `StagedModel` of (config, ops=, layers=, first=, last=)."""
+    """Builds the `StagedModel` from (config, ops=, layers=, first=, last=)."""
     plan: Callable[[Any], ModelPlan]
-    """How the model of a configuration may be split."""
+    """Returns the parallel plan of a configuration."""
     weights: Callable[[Any], Rules] = lambda _: {}
-    """How a folder's tensors make up the parameters of a configuration's model, where they do not
-    bear the same names."""
+    """Returns rules for parameters whose names or shapes differ from the checkpoint tensors."""
     layer_kind: Callable[[Any, int], Hashable] = lambda *_: None
-    """What tells layers with other parameters apart, of (config, layer's number)."""
+    """Key from (config, layer index) that is equal for layers with the same parameter shapes."""
     small: Mapping[str, object] = field(factory=dict)
-    """Settings of a small model, which trains on a laptop."""
+    """Settings of a small model that trains on a laptop."""
     packs: bool = True
-    """Whether a document has the same logits in a packed row as alone, wherever it stands."""
+    """Whether packing preserves the logits of a document, wherever it is in the row."""
 
     needs_whole_rows: str = ""
-    """Why the context axis cannot share out its rows; empty where it can."""
+    """Reason why context parallelism is not supported; empty if it is."""
 
     @property
     def default(self) -> Mapping[str, object]:
-        """All settings of the small model that have no default."""
+        """Settings of the small model that have no default."""
         return self.small
 
     def build(self, config: Any, *, ops: Ops | None, **part: Any) -> nn.Module:
-        """Build the model or one stage of it, with unset weights."""
+        """Build the model or one stage of it, with uninitialized weights."""
         return self.model(config, ops=ops or operators, **part)
 
     def shapes(
         self, config: Any, named: Callable[[nn.Module], Iterable[tuple[str, torch.Tensor]]]
     ) -> dict[str, torch.Size] | None:
-        """Map what is `named` in the whole model to its shapes; None to build a block a kind."""
+        """Return shapes by name of all tensors that `named` yields; None to build the layers."""
         return None
 
     def check_layout(self, config: Any, layout: Layout) -> None:
-        """Check that a layout asks for nothing that the model cannot do.
+        """Check that the model supports a layout.
 
         Raises:
-            LayoutError: names what does not fit.
+            LayoutError: it does not; names the axis and the reason.
         """
         layout.check_model(config.shape)
         self.check_context(layout)
         self.check_experts(config, layout)
 
     def check_context(self, layout: Layout) -> None:
-        """Check that the context axis can share out the rows.
+        """Check that the model supports the layout's context parallelism.
 
         Raises:
-            LayoutError: it cannot; says why.
+            LayoutError: it does not; gives the reason.
         """
         if layout.context > 1 and self.needs_whole_rows:
             raise LayoutError(
@@ -90,10 +89,10 @@ class Family:
             )
 
     def check_experts(self, config: Any, layout: Layout) -> None:
-        """Check that the expert axis has experts to share out, as many for each process.
+        """Check that the expert axis divides the number of experts.
 
         Raises:
-            LayoutError: it has not; says why.
+            LayoutError: it does not, or the model is dense.
         """
         if layout.expert == 1:
             return
@@ -112,51 +111,51 @@ class Family:
             )
 
     def read(self, document: Mapping[str, Any]) -> ModelConfig:
-        """Understand a config.json, decoded.
+        """Build the configuration from a decoded config.json.
 
         Raises:
-            ModelError: a setting is missing, or asks for something that the model does not do.
+            ModelError: a setting is missing or not supported.
             ConfigError: a value is out of range.
         """
         names = {setting.name for setting in fields(self.config)}
-        known = {key: value for key, value in document.items() if key != "torch_dtype"}
-        for key in sorted((names - set(TOKENS)) ^ (known.keys() - set(TOKENS))):
+        settings = {key: value for key, value in document.items() if key != "torch_dtype"}
+        for key in sorted((names - set(TOKENS)) ^ (settings.keys() - set(TOKENS))):
             problem = "lacks" if key in names else "has unknown"
             raise ModelError(f"config.json {problem} {key[:60]!r}")
-        ids = {name: token_ids(name, known.get(name)) for name in TOKENS}
-        config: ModelConfig = self.config(**{**known, **ids})
+        ids = {name: token_ids(name, settings.get(name)) for name in TOKENS}
+        config: ModelConfig = self.config(**{**settings, **ids})
         return config
 
     def write(self, config: Any, dtype: torch.dtype) -> dict[str, object]:
-        """Return the content of a configuration's config.json, with weights of `dtype`."""
+        """Return the content of config.json for weights of `dtype`."""
         return {"torch_dtype": str(dtype).removeprefix("torch."), **asdict(config)}
 
 
 @cache
 def _found() -> tuple[Family, ...]:
-    """Import every file of `families/` and list what they define, sorted by name."""
-    room = import_module("ms_parallel.models.families")
-    found = pkgutil.walk_packages(room.__path__, prefix=f"{room.__name__}.")
-    modules = [import_module(module.name) for module in found if not module.ispkg]
+    """Import every module in `families/` and return their families, sorted by name."""
+    package = import_module("ms_parallel.models.families")
+    infos = pkgutil.walk_packages(package.__path__, prefix=f"{package.__name__}.")
+    modules = [import_module(info.name) for info in infos if not info.ispkg]
     return tuple(sorted((module.FAMILY for module in modules), key=lambda family: family.name))
 
 
 @cache
 def families() -> tuple[Family, ...]:
-    """List every family of our own, sorted by name."""
+    """Return all native families, sorted by name."""
     return tuple(family for family in _found() if family.name != ANY)
 
 
 def foreign() -> Family:
-    """Find the family of what transformers builds, whatever its `model_type`."""
+    """Return the family of models built by transformers."""
     return next(family for family in _found() if family.name == ANY)
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Find the family of a configuration.
+    """Return the family of a configuration.
 
     Raises:
-        ModelError: no model has this kind of configuration.
+        ModelError: no family has this configuration class.
     """
     for family in _found():
         if type(config) is family.config and family.name in (config.model_type, ANY):

@@ -1,4 +1,4 @@
-"""How a model may be split, as a value beside the model."""
+"""Parallel plan of a model: how it may be split, as a value separate from the model."""
 
 import re
 from collections.abc import Mapping
@@ -28,57 +28,57 @@ Style = Literal[
     "summed",
     "vocabulary",
 ]
-"""What the tensor axis does to the parameters of one module:
+"""Tensor-parallel style of a module's parameters:
 
-- `column`: the weight's rows (dim 0) and the bias are split; full input, split output.
-- `gathering_column`: likewise, of an input that is split along the sequence and gathered here.
-- `row`: the weight's columns (dim 1) are split, the bias is whole; split input, summed output.
-- `vocabulary`: the rows of an embedding or of the head are split.
-- `sequence`: whole; works on hidden states that are split along the sequence.
-- `heads`: whole; works on tensors (B, S, heads, D) whose heads are split.
-- `split_heads`: dim 0 counts heads and is split.
-- `split_width`: the weight of a `WholeWidthNorm`, split with the width that it norms.
-- `router`: whole; chooses for a part of the sequence, and shows all of it what was chosen.
-- `expert_column`: a matrix for each expert in (experts, several, rows, columns), whose rows are
-  split, and the bias (experts, several, rows) with them.
-- `expert_row`: a matrix for each expert in (experts, rows, columns), whose columns are split; the
-  bias is whole.
-- `column_to_whole`: as `column`, and the output is put together on each rank.
-- `row_of_whole`: as `row`, of an input that is whole on each rank.
-- `replicated`: whole; works on whole hidden states, so each rank has the whole gradient.
-- `summed`: of a module whose own parameters are split, each by a pattern of its full name; it takes
-  whole inputs, and its output is summed.
+- `column`: splits the rows (dim 0) of the weight and the bias; full input, split output.
+- `gathering_column`: like `column`, for an input that is split along the sequence and gathered.
+- `row`: splits the columns (dim 1) of the weight, not the bias; split input, all-reduced output.
+- `vocabulary`: splits the rows of an embedding or of the head.
+- `sequence`: replicated; applied to hidden states that are split along the sequence.
+- `heads`: replicated; applied to tensors (B, S, heads, D) whose heads are split.
+- `split_heads`: splits dim 0, which counts heads.
+- `split_width`: weight of a `WholeWidthNorm`, split along with the normalized width.
+- `router`: replicated; routes a part of the sequence and gathers the choices of all of it.
+- `expert_column`: splits the rows of expert weights (experts, matrices, rows, columns) and of
+  biases (experts, matrices, rows).
+- `expert_row`: splits the columns of expert weights (experts, rows, columns), not the bias.
+- `column_to_whole`: like `column`, with the output gathered on each rank.
+- `row_of_whole`: like `row`, for an input that is replicated on each rank.
+- `replicated`: replicated; applied to full hidden states, so each rank has the full gradient.
+- `summed`: module whose parameters are split by patterns of their full names; full input,
+  all-reduced output.
 """
 
 
 @frozen(kw_only=True)
 class ModelPlan:
-    """Which modules split how, what is one block, where stages may be cut, what is tied.
+    """Parallel plan: tensor-parallel styles, blocks, pipeline cuts and tied weights.
 
-    In patterns `*` stands for one part of a dotted name.
+    In patterns `*` matches one part of a dotted name.
     """
 
     tensor: Mapping[str, Style] = field(factory=dict)
-    """Module pattern to style; covers every module that owns parameters, or none of them: then the
-    tensor axis cannot split the model."""
+    """Styles by module pattern. Must cover every module that owns parameters; empty if the model
+    does not support tensor parallelism."""
     blocks: str = ""
-    """Pattern of the units of recomputation and of sharding; by default the whole is the unit."""
+    """Pattern of the units of activation checkpointing and sharding; by default the entire model is
+    one unit."""
     cuts: tuple[int, ...] = (0,)
-    """Layer numbers at which a stage may begin, ascending, 0 first."""
+    """Layer indices at which a pipeline stage may start, ascending from 0."""
     tied: tuple[tuple[str, str], ...] = ()
-    """Pairs (owner, copy) of parameter names that hold one weight."""
+    """Pairs (owner, copy) of parameter names that share one weight."""
     repeated: tuple[tuple[str, str], ...] = ()
-    """Pairs (parameter, name) of tensors that a folder holds once more; it may leave them out."""
+    """Pairs (parameter, name) of duplicate tensors, optional in a checkpoint folder."""
     embedding: tuple[str, ...] = ()
-    """Patterns of the modules before the blocks, which the first stage has; needed to cut a module
-    of your own into stages."""
+    """Patterns of the modules before the blocks, on the first stage; needed to cut a module of your
+    own into stages."""
     head: tuple[str, ...] = ()
-    """Patterns of the modules behind the blocks, which the last stage has."""
+    """Patterns of the modules after the blocks, on the last stage."""
     split_sequence: bool = True
-    """Between blocks each tensor rank holds its part of the sequence; else all of it."""
+    """Sequence parallelism: between blocks each tensor rank has its part of the sequence."""
 
     def style(self, parameter: str) -> Style:
-        """Find the style of a parameter by its full name.
+        """Return the style of a parameter with this full name.
 
         Raises:
             ModelError: no pattern matches.
@@ -90,7 +90,7 @@ class ModelPlan:
         raise ModelError(f"the model's plan does not cover parameter {parameter!r}; add a pattern")
 
     def split_dim(self, parameter: str) -> int | None:
-        """Find the dim of a parameter that the tensor axis splits, None where it is whole."""
+        """Return the dim of a parameter that tensor parallelism splits; None if replicated."""
         match self.style(parameter):
             case "column" | "column_to_whole" | "gathering_column":
                 return 0
@@ -106,30 +106,30 @@ class ModelPlan:
                 return None
 
     def is_block(self, module: str) -> bool:
-        """Return whether a module of this full name is one block."""
+        """Whether the module with this full name is a block."""
         return bool(self.blocks) and _matches(self.blocks, module)
 
     def names(self, patterns: tuple[str, ...], module: str) -> bool:
-        """Return whether one of `patterns` names the module of this full name."""
+        """Whether one of `patterns` matches the module with this full name."""
         return any(_matches(pattern, module) for pattern in patterns if pattern)
 
     def holds(self, patterns: tuple[str, ...], name: str) -> bool:
-        """Return whether a module or parameter is, or is in, one that `patterns` name."""
+        """Whether a module or parameter, or a module that contains it, matches `patterns`."""
         parts = name.split(".")
-        heads = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-        return any(_matches(pattern, head) for pattern in patterns if pattern for head in heads)
+        prefixes = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        return any(_matches(pattern, p) for pattern in patterns if pattern for p in prefixes)
 
     def check_names(self, module: nn.Module) -> None:
-        """Check that each name and pattern is of something that a module has.
+        """Check that all names and patterns match something in a module.
 
         Raises:
-            ConfigError: one is not, or a style is unknown; names it and the nearest that fits.
+            ConfigError: one does not match, or a style is unknown; names the nearest match.
         """
-        kind = type(module).__name__
+        class_name = type(module).__name__
         for pattern, style in self.tensor.items():
             if style not in get_args(Style):
                 raise ConfigError(
-                    f"the plan of {kind} gives {pattern!r} the style {style!r};"
+                    f"the plan of {class_name} gives {pattern!r} the style {style!r};"
                     f" {nearest(str(style), get_args(Style))}"
                 )
         modules = {name for name, _ in module.named_modules() if name}
@@ -143,13 +143,13 @@ class ModelPlan:
             for pattern in patterns:
                 if not any(_matches(pattern, name) for name in names):
                     raise ConfigError(
-                        f"the plan of {kind} names {pattern!r}, where it has no parameter;"
+                        f"the plan of {class_name} names {pattern!r}, where it has no parameter;"
                         f" {nearest(pattern, {_NUMBER.sub('*', name) for name in fits})}"
                     )
 
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-"""A part of a dotted name that counts modules."""
+"""Numeric part of a dotted name."""
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Finds architectures by name, and builds, splits and describes their models."""
+"""Architectures by name: configurations, models, parallel plans and weight shapes."""
 
 import logging
 import os
@@ -38,21 +38,21 @@ def architecture(
     Args:
         name_or_folder: A family's name, in any case and with or without hyphens, or a
             folder.
-        overrides: Settings to change, by name; `rope_scaling` may be a mapping. Where heads or
-            hidden size change and `head_dim` is not given, it becomes their quotient.
+        overrides: Settings to change, by name; `rope_scaling` may be a mapping. If the head count
+            or the hidden size changes, `head_dim` defaults to their quotient.
 
     Raises:
         ConfigError: the name or a setting is unknown (the nearest known one is named), or a value
             is out of range.
-        ModelError: the folder's config.json is damaged or asks for what is not supported.
+        ModelError: the folder's config.json is damaged or not supported.
     """
     check_path("model", name_or_folder, error=ConfigError)
-    known = _named(str(name_or_folder))
-    if known is None and os.path.isdir(name_or_folder):
-        known = read_config(Path(name_or_folder))
-    if known is None:
-        known = _named(_spelled(str(name_or_folder)))
-    if known is None:
+    config = _named(str(name_or_folder))
+    if config is None and os.path.isdir(name_or_folder):
+        config = read_config(Path(name_or_folder))
+    if config is None:
+        config = _named(_spelled(str(name_or_folder)))
+    if config is None:
         if (problem := missing_model(str(name_or_folder))) is not None:
             raise ConfigError(f"unknown architecture: {problem}")
         remedy = nearest(str(name_or_folder), architectures())
@@ -60,44 +60,44 @@ def architecture(
             f"unknown architecture {str(name_or_folder)[:200]!r}; {remedy}"
             f" (or give a folder with a config.json)"
         )
-    return _override(known, dict(overrides or {}))
+    return _override(config, dict(overrides or {}))
 
 
 def architectures() -> list[str]:
-    """List the names of all families."""
+    """Return the names of all families."""
     return [family.name for family in families()]
 
 
 def _named(name: str) -> ModelConfig | None:
-    """Return the small model of a family; None if no family has this name."""
-    found = next((family for family in families() if family.name == name), None)
-    return None if found is None else cast(ModelConfig, found.config(**found.default))
+    """Return the small configuration of a family; None if no family has this name."""
+    match = next((family for family in families() if family.name == name), None)
+    return None if match is None else cast(ModelConfig, match.config(**match.default))
 
 
 def _spelled(name: str) -> str:
-    """Correct the case, hyphens and underscores of a family's name; keep a name that is unknown."""
-    plain = {key.replace("-", ""): key for key in architectures()}
-    return plain.get(name.lower().replace("-", "").replace("_", "").replace(" ", ""), name)
+    """Normalize case, hyphens and underscores of a family name; unknown names are unchanged."""
+    canonical = {key.replace("-", ""): key for key in architectures()}
+    return canonical.get(name.lower().replace("-", "").replace("_", "").replace(" ", ""), name)
 
 
 def _override(config: ModelConfig, overrides: dict[str, Any]) -> ModelConfig:
     if hasattr(config, "with_settings"):
         return cast(ModelConfig, config.with_settings(overrides))
-    kind: Any = type(config)
-    names = [setting.name for setting in fields(kind)]
+    config_class: Any = type(config)
+    names = [setting.name for setting in fields(config_class)]
     for key in overrides:
         if key not in names:
             raise ConfigError(f"unknown model setting {key!r}; {nearest(key, names)}")
     if "head_dim" not in overrides and overrides.keys() & {"hidden_size", "num_attention_heads"}:
         sizes = {**asdict(cast(Any, config)), **overrides}
         hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
-        if isinstance(hidden, int) and isinstance(heads, int):  # else refused by name below
+        if isinstance(hidden, int) and isinstance(heads, int):  # else validation below rejects it
             overrides["head_dim"] = hidden // max(1, heads)
     depth, layers = overrides.get("num_hidden_layers"), getattr(config, "sliding_layers", None)
     if type(depth) is int and layers is not None and "sliding_layers" not in overrides:
         every_other = tuple(range(0, config.num_hidden_layers, 2))
-        kept = tuple(layer for layer in layers if layer < depth)
-        overrides["sliding_layers"] = tuple(range(0, depth, 2)) if layers == every_other else kept
+        lower = tuple(layer for layer in layers if layer < depth)
+        overrides["sliding_layers"] = tuple(range(0, depth, 2)) if layers == every_other else lower
     return cast(ModelConfig, evolve(cast(Any, config), **overrides))
 
 
@@ -109,45 +109,45 @@ def build_model(
     first: bool = True,
     last: bool = True,
 ) -> StagedModel:
-    """Build a model or one stage of it, with unset weights: `initialise` or load them.
+    """Build a model or one stage of it, with uninitialized weights: `initialise` or load them.
 
     Args:
-        config: What to build.
-        ops: Operators; plain torch by default. Transformer-XL's scores need its own.
-        layers: Global numbers of the blocks to build; all by default.
+        config: Model configuration.
+        ops: Operators; plain torch by default. Transformer-XL ignores them.
+        layers: Global indices of the blocks to build; all by default.
         first: Build the embedding.
         last: Build the final norm and the head.
 
     Raises:
-        ModelError: no model has this kind of configuration.
+        ModelError: no family has this configuration class.
     """
     model = family_of(config).build(config, ops=ops, layers=layers, first=first, last=last)
     return cast(StagedModel, model)
 
 
 def model_plan(config: ModelConfig) -> ModelPlan:
-    """Return how the model of a configuration may be split.
+    """Return the parallel plan of a configuration's model.
 
     Raises:
-        ModelError: no model has this kind of configuration.
+        ModelError: no family has this configuration class.
     """
     return family_of(config).plan(config)
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Map the names of the whole model's parameters to their shapes; tied ones once."""
+    """Return the shapes of all parameters of the full model by name; tied ones once."""
     return _shapes(config, nn.Module.named_parameters)
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Map the names of the whole model's parameters and persistent buffers to their shapes."""
+    """Return the shapes of all parameters and persistent buffers of the full model by name."""
     return _shapes(config, named_weights)
 
 
 def weight_slices(config: ModelConfig) -> dict[str, list[WeightSlice]]:
-    """List what makes up each weight of the whole model in its folder; tied ones once.
+    """Return the checkpoint slices of each weight of the full model by name; tied ones once.
 
-    Weights are its parameters, and the buffers that its folder holds.
+    Weights are parameters and persistent buffers.
     """
     rules = family_of(config).weights(config)
     shapes = weight_shapes(config)
@@ -157,54 +157,58 @@ def weight_slices(config: ModelConfig) -> dict[str, list[WeightSlice]]:
 def _shapes(
     config: ModelConfig, named: Callable[[nn.Module], Iterable[tuple[str, Tensor]]]
 ) -> dict[str, torch.Size]:
-    """Map the names of what is `named` in the whole model to its shapes.
+    """Return the shapes of all tensors that `named` yields for the full model.
 
-    Of each kind of layer one block is built, however many there are said to be.
+    Builds only one block per kind of layer, however many layers the configuration claims.
     """
-    known = family_of(config).shapes(config, named)
-    if known is not None:
-        return known
-    kind = family_of(config).layer_kind
-    layers = {layer: kind(config, layer) for layer in range(config.num_hidden_layers)}
+    family_shapes = family_of(config).shapes(config, named)
+    if family_shapes is not None:
+        return family_shapes
+    layer_kind = family_of(config).layer_kind
+    kinds = {layer: layer_kind(config, layer) for layer in range(config.num_hidden_layers)}
     shapes: dict[str, torch.Size] = {}
-    of_kind: dict[Hashable, dict[str, torch.Size]] = {}
-    for layer, own in layers.items():
-        if own in of_kind:
+    block_shapes: dict[Hashable, dict[str, torch.Size]] = {}
+    for layer, kind in kinds.items():
+        if kind in block_shapes:
             continue
-        alone = range(layer, layer + 1)
+        single = range(layer, layer + 1)
         with torch.device("meta"):
-            model = build_model(config, layers=alone, first=not of_kind, last=not of_kind)
-        found = {name: weight.shape for name, weight in named(model)}
+            model = build_model(
+                config, layers=single, first=not block_shapes, last=not block_shapes
+            )
+        stage_shapes = {name: weight.shape for name, weight in named(model)}
         block = f"model.layers.{layer}."
-        of_kind[own] = {
+        block_shapes[kind] = {
             name.removeprefix(block): shape
-            for name, shape in found.items()
+            for name, shape in stage_shapes.items()
             if name.startswith(block)
         }
-        shapes |= {name: shape for name, shape in found.items() if not name.startswith(block)}
+        shapes |= {
+            name: shape for name, shape in stage_shapes.items() if not name.startswith(block)
+        }
     return shapes | {
         f"model.layers.{layer}.{name}": shape
-        for layer, own in layers.items()
-        for name, shape in of_kind[own].items()
+        for layer, kind in kinds.items()
+        for name, shape in block_shapes[kind].items()
     }
 
 
 def config_document(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
-    """Return what a config.json says of a configuration, with weights of `dtype`.
+    """Return the content of a configuration's config.json for weights of `dtype`.
 
     Raises:
-        ModelError: no model has this kind of configuration.
+        ModelError: no family has this configuration class.
     """
     return family_of(config).write(config, dtype)
 
 
 def with_tokens(config: ModelConfig, tokenizer: TokenizerFiles) -> ModelConfig:
-    """Add to a configuration how a tokenizer's texts begin, end and are padded.
+    """Add a tokenizer's begin, end and padding tokens to a configuration.
 
-    What it says already stays.
+    Tokens that the configuration already has are kept.
 
     Raises:
-        ModelError: the tokenizer has an id that is beyond the model's vocabulary.
+        ModelError: a token id is outside the model's vocabulary.
     """
     ids = {
         "bos_token_id": tokenizer.begin_token_id,
@@ -224,10 +228,10 @@ def with_tokens(config: ModelConfig, tokenizer: TokenizerFiles) -> ModelConfig:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Read a folder's configuration: config.json, and what generation_config.json says of ends.
+    """Read config.json, and the end-of-text tokens in generation_config.json.
 
     Raises:
-        ModelError: a file is missing or damaged, or asks for something that is not supported.
+        ModelError: a file is missing, damaged or not supported.
     """
     path = folder / CONFIG
     if not os.path.lexists(path):
@@ -238,22 +242,22 @@ def read_config(folder: Path) -> ModelConfig:
     except (ModelError, ConfigError) as error:
         raise ModelError(f"{path}: {error}") from error
     ends = _ends_of_generation(folder / GENERATION) or {}
-    without = {"num_nextn_predict_layers": 0} if _lacks_mtp_layers(config, folder) else {}
-    changes = {**ends, **without}
+    no_mtp = {"num_nextn_predict_layers": 0} if _lacks_mtp_layers(config, folder) else {}
+    changes = {**ends, **no_mtp}
     return cast(ModelConfig, evolve(cast(Any, config), **changes)) if changes else config
 
 
 def _lacks_mtp_layers(config: ModelConfig, folder: Path) -> bool:
-    """Return whether a folder's weights stop before the prediction layers of its config.json.
+    """Whether a folder lacks weights for the MTP layers in its config.json.
 
-    Transformers drops these layers when it loads a model, and keeps their number when it saves it.
+    Transformers drops these layers on load but still writes their number on save.
     """
     if not config.mtp_layers:
         return False
     names = _tensor_names(folder)
-    layers = (config.num_hidden_layers + at for at in range(config.mtp_layers))
-    after = tuple(f"model.layers.{layer}." for layer in layers)
-    if not names or any(name.startswith(after) for name in names):
+    layers = (config.num_hidden_layers + depth for depth in range(config.mtp_layers))
+    prefixes = tuple(f"model.layers.{layer}." for layer in layers)
+    if not names or any(name.startswith(prefixes) for name in names):
         return False
     _warn_of_dropped_layers(str(folder), config.mtp_layers)
     return True
@@ -270,7 +274,7 @@ def _warn_of_dropped_layers(folder: str, count: int) -> None:
 
 
 def _tensor_names(folder: Path) -> frozenset[str]:
-    """List the tensors of a folder; nothing where its files are missing or damaged."""
+    """Return the tensor names in a folder; empty if its files are missing or damaged."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     try:
         if single.is_file():
@@ -279,7 +283,7 @@ def _tensor_names(folder: Path) -> frozenset[str]:
         if index.is_file():
             return frozenset(read_json(index, dict[str, Any], error=ModelError)["weight_map"])
     except (ModelError, SafetensorError, OSError, LookupError, TypeError, ValueError):
-        pass  # whoever reads the weights reports it
+        pass  # loading the weights reports the error
     return frozenset()
 
 
@@ -291,7 +295,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _ends_of_generation(path: Path) -> dict[str, TokenId] | None:
-    """Read what ends a text from generation_config.json, which whoever generates asks first."""
+    """Read the end-of-text tokens of generation_config.json, which take precedence."""
     if not os.path.lexists(path):
         return None
     name, document = "eos_token_id", _read(path)
@@ -303,19 +307,19 @@ def _ends_of_generation(path: Path) -> dict[str, TokenId] | None:
 
 
 def from_document(document: Mapping[str, Any]) -> ModelConfig:
-    """Understand a config.json, decoded.
+    """Build the configuration from a decoded config.json.
 
     Raises:
-        ModelError: its family is not known, or a setting is not supported.
+        ModelError: the family or a setting is not supported.
         ConfigError: a value is out of range.
     """
     name: object = document.get("model_type")
-    found = next((family for family in families() if family.name == name), None)
-    if found is None and knows(name):
-        found = foreign()
-    if found is None:
+    match = next((family for family in families() if family.name == name), None)
+    if match is None and knows(name):
+        match = foreign()
+    if match is None:
         raise ModelError(
             f"model_type {repr(name)[:60]} is not supported; supported:"
             f" {', '.join(architectures())}, and what transformers builds, where it is installed"
         )
-    return found.read(document)
+    return match.read(document)

@@ -1,4 +1,4 @@
-"""What all models share: an embedding, numbered blocks, a head, and the cut into stages.
+"""Base class of all models: embedding, numbered blocks, head, and pipeline stages.
 
 Shapes: B rows, S positions, H hidden, V vocabulary.
 """
@@ -21,29 +21,29 @@ from ms_parallel.torch_private import is_persistent
 
 
 class RowSplit(Protocol):
-    """How the positions of a forward's rows are shared out over processes, N of each row."""
+    """Split of row positions over N processes (context parallelism)."""
 
     def mine(self, x: Tensor) -> Tensor:
-        """Take this process's positions (B, S/N, ...) of all of them (B or 1, S, ...)."""
+        """Select this process's positions (B, S/N, ...) from all positions (B or 1, S, ...)."""
 
     def whole(self, part: Tensor) -> Tensor:
-        """Gather all positions (B, S, ...) from each process's (B, S/N, ...).
+        """Gather all positions (B, S, ...) from the (B, S/N, ...) of each process.
 
-        Every process is to compute the same of it, so that its own positions have all of their
-        gradient here.
+        Every process must compute the same function of the result: the backward pass takes the
+        local gradient of this process's positions without a reduction.
         """
 
     def attend(
         self, operator: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, **settings: Any
     ) -> Tensor:
-        """Compute attention of this process's queries over the whole rows.
+        """Compute attention of this process's queries over the full rows.
 
         Args:
-            operator: as `ms_parallel.operators.attention`.
+            operator: an operator like `ms_parallel.operators.attention`.
             q: (B, S/N, Hq, D).
             k: (B, S/N, Hk, D).
             v: (B, S/N, Hk, Dv).
-            settings: what else the operator takes but documents.
+            settings: further arguments of the operator, except documents.
 
         Returns:
             (B, S/N, Hq, Dv).
@@ -52,26 +52,26 @@ class RowSplit(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Context:
-    """What all blocks of one forward share.
+    """Inputs shared by all blocks of one forward pass.
 
-    A dataclass, as torch.compile follows how one is built, and breaks its graph at an attrs class.
+    A dataclass because torch.compile traces its construction but breaks the graph at attrs classes.
     """
 
     documents: Tensor | None
-    """(B, positions held and new) int32."""
+    """(B, cached and new positions) int32."""
     cache: KeyValueCache | None
     row_split: RowSplit | None = None
-    """Where processes share out the positions of rows; documents are of all of them."""
+    """Split of positions under context parallelism; `documents` covers all positions."""
 
 
 class StagedModel(nn.Module, ABC):
-    """A whole model, or one pipeline stage of it.
+    """A model or one pipeline stage of it.
 
     Args:
-        config: The model.
-        block: Builds the block of a global number.
+        config: Model configuration.
+        block: Builds a block from its global layer index.
         norm: Builds the final norm.
-        layers: Global numbers of the blocks to build; all by default.
+        layers: Global indices of the blocks to build; all by default.
         first: Build the embedding.
         last: Build the final norm and the head.
     """
@@ -90,13 +90,13 @@ class StagedModel(nn.Module, ABC):
         self.config = config
         self.first, self.last = first, last
         self.compute_dtype: torch.dtype | None = None
-        """Dtype that weights are cast to where they are used; None for their own."""
+        """Dtype to cast weights to at use; None for no cast."""
         layers = range(config.num_hidden_layers) if layers is None else layers
         self.model = nn.Module()
         if first:
             size = config.vocab_size, config.hidden_size
             self.model.embed_tokens = nn.Embedding(*size, _weight=torch.empty(size))
-            # Drawing its weight on meta, which nobody reads, would import torch's compiler: 0.7 s.
+            # Initializing a meta weight has no use and imports torch's compiler, which takes 0.7 s.
             if not self.model.embed_tokens.weight.is_meta:
                 self.model.embed_tokens.reset_parameters()
         mtp = config.mtp_layers if last else 0
@@ -111,7 +111,7 @@ class StagedModel(nn.Module, ABC):
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StagedModel":
-        """Copy the model, but share the operators, which may be a whole module of Python."""
+        """Copy the model but share the operators, which may be a Python module."""
         for block in self.modules():
             if (ops := getattr(block, "ops", None)) is not None:
                 memo[id(ops)] = ops
@@ -122,7 +122,7 @@ class StagedModel(nn.Module, ABC):
 
     @property
     def head_weight(self) -> Tensor:
-        """(V, H); the embedding's where tied and on the same stage.
+        """Output head weight (V, H); the embedding's if tied and on the same stage.
 
         Raises:
             ModelError: this stage is not the last.
@@ -130,7 +130,7 @@ class StagedModel(nn.Module, ABC):
         if not self.last:
             raise ModelError("only the last stage has a head; ask that one")
         head: Any = self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens
-        # A prepared layer computes with another weight than the one that it holds.
+        # A prepared layer computes with a different weight from its stored one.
         prepared = hasattr(head, "effective_weight")
         weight: Tensor = head.effective_weight() if prepared else head.weight
         return weight if self.compute_dtype is None else weight.to(self.compute_dtype)
@@ -143,13 +143,13 @@ class StagedModel(nn.Module, ABC):
         cache: KeyValueCache | None,
         row_split: RowSplit | None = None,
     ) -> Context:
-        """Compute what the blocks share, once a forward.
+        """Compute the shared inputs of the blocks, once per forward pass.
 
         Args:
             positions: (B or 1, S) int64 of the new tokens.
-            documents: (B, held and new positions) int32.
-            cache: Holds the earlier positions.
-            row_split: Where processes share out the positions.
+            documents: (B, cached and new positions) int32.
+            cache: Cache of earlier positions.
+            row_split: Split of positions under context parallelism.
         """
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -169,18 +169,18 @@ class StagedModel(nn.Module, ABC):
         documents: Tensor | None = None,
         row_split: RowSplit | None = None,
     ) -> Iterator[Tensor]:
-        """Yield what each prediction layer makes of the last stage's finished hidden states.
+        """Yield the hidden states of each MTP layer, given those of the last decoder layer.
 
         Args:
-            hidden: (B, S, H), or this rank's part of S.
-            tokens: (B, S) int64, S whole.
+            hidden: (B, S, H) after the final norm, or this rank's part of S.
+            tokens: (B, S) int64, all positions.
             positions: (B or 1, S) int64.
             documents: (B, S) int32.
-            row_split: Where processes share out the positions.
+            row_split: Split of positions under context parallelism.
 
         Yields:
-            Finished hidden states, like `hidden`. At position i of depth k the token i+k is used:
-            where that is of another document, or beyond the row, they mean nothing.
+            Normalized hidden states, shaped like `hidden`. Depth k uses token i+k at position i;
+            where that token is in another document or past the row, the result is meaningless.
         """
         context = self.context(positions, documents, None, row_split)
         embed: Any = self.embed if self.first else self.model.next_embed_tokens
@@ -188,12 +188,12 @@ class StagedModel(nn.Module, ABC):
         for number in range(first, first + self.config.mtp_layers):
             tokens = torch.cat((tokens[:, 1:], tokens[:, -1:]), 1)
             layer: Any = self.model.layers[str(number)]  # type: ignore[index]
-            own = tokens if row_split is None else row_split.mine(tokens)
-            hidden = layer(hidden, embed(own), context=context)
+            local_tokens = tokens if row_split is None else row_split.mine(tokens)
+            hidden = layer(hidden, embed(local_tokens), context=context)
             yield hidden
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Turn finished hidden states (B, S, H) into logits (B, S, V)."""
+        """Compute logits (B, S, V) from normalized hidden states (B, S, H)."""
         separate = hasattr(self, "lm_head")
         logits = self.lm_head(hidden) if separate else F.linear(hidden, self.head_weight)
         softcap = self.config.final_softcap
@@ -209,17 +209,17 @@ class StagedModel(nn.Module, ABC):
         logits: bool = True,
         row_split: RowSplit | None = None,
     ) -> Tensor:
-        """Turn tokens (or hidden states, on later stages) into logits (or hidden, on earlier ones).
+        """Compute logits from tokens; earlier stages return, and later ones take, hidden states.
 
         Args:
-            x: (B, S) int64 on the first stage, (B, S, H) on others, or this rank's part of S where
-                the sequence is split; then `positions` must be given.
-            positions: (B or 1, S) int64, S whole; by default they continue the cache's.
-            documents: (B, S) int32; attention never crosses.
+            x: Tokens (B, S) int64 on the first stage, hidden states (B, S, H) on others. With
+                sequence parallelism, this rank's part of S; `positions` is then required.
+            positions: (B or 1, S) int64, all positions; by default they continue the cache.
+            documents: (B, S) int32; attention never crosses documents.
             cache: Keys and values of earlier tokens; grows by S.
-            logits: On the last stage, apply the head; else return finished hidden states.
-            row_split: Where processes share out the positions; hidden states and logits are then of
-                this process's, all else of the whole rows.
+            logits: On the last stage, apply the head; False returns normalized hidden states.
+            row_split: Split of positions under context parallelism. Hidden states and logits then
+                cover this process's positions, all other tensors the full rows.
 
         Returns:
             (B, S, V) on the last stage, (B, S, H) on others.
@@ -245,7 +245,7 @@ class StagedModel(nn.Module, ABC):
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a folder holds of a model: its parameters, and its buffers that are to be kept."""
+    """Yield the tensors stored in a checkpoint folder: parameters and persistent buffers."""
     yield from model.named_parameters()
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(path, recurse=False):

@@ -1,7 +1,7 @@
-"""The tokenizer beside a model: its files, and the ids with which texts begin, end and are padded.
+"""Tokenizer files of a model folder, and the ids of its begin, end and padding tokens.
 
-Readers of a model's folder stop at the `eos_token_id` that they find there. Where nobody writes it,
-a trained model's text goes on to the limit, through one end of a document after another.
+Inference code stops at the `eos_token_id` of the model folder. Without it, a trained model
+generates up to the length limit, past one document end after another.
 """
 
 import os
@@ -26,65 +26,67 @@ _USUAL: Mapping[str, tuple[str, ...]] = {
     "eos_token": (*KNOWN_ENDS, "[SEP]"),
     "pad_token": ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>"),
 }
-"""Names that published tokenizers give to these tokens, most likely first."""
+"""Common names of these tokens in published tokenizers, most likely first."""
 
 
 @frozen(kw_only=True)
 class TokenizerFiles:
-    """What goes beside a model's weights so that its folder reads and ends texts alone."""
+    """Tokenizer files for a model folder, and the special tokens for its config.json."""
 
     files: Mapping[str, bytes]
-    """Content by name."""
+    """File content by name."""
     end_token_ids: tuple[int, ...]
-    """Any of them ends a text; empty where the tokenizer has none that is known."""
+    """End-of-text tokens, any of which ends a text; empty if none is known."""
     begin_token_id: int | None
     pad_token_id: int | None
 
     @property
     def eos_token_id(self) -> int | tuple[int, ...] | None:
-        """The ids that end a text as config.json spells them."""
+        """End-of-text ids in the format of config.json."""
         return self.end_token_ids[0] if len(self.end_token_ids) == 1 else self.end_token_ids or None
 
 
 def read_tokenizer(source: str | Path, *, end_of_text: int | None = None) -> TokenizerFiles:
-    """Read the tokenizer of a folder of shards, of a model's folder, or a `tokenizer.json`.
+    """Read a tokenizer from a folder of shards, a model folder, or a `tokenizer.json`.
 
     Args:
-        source: the folder or file. What a `tokenizer_config.json` there says is kept.
-        end_of_text: the id that ended each document in training, if it is known; a folder of
-            shards says it itself.
+        source: the folder or file; settings in its `tokenizer_config.json` are kept.
+        end_of_text: id at the end of each training document, if known; a folder of shards records
+            it.
 
     Raises:
         ModelError: a file is missing or damaged, or a special token is not in the vocabulary.
     """
     check_path("tokenizer", source, error=ModelError)
-    found = read_source(source, error=ModelError)
+    tokenizer = read_source(source, error=ModelError)
     if end_of_text is None and os.path.isdir(source):
         end_of_text = end_of_documents(Path(source), error=ModelError)
-    if not found.texts:
-        raise ModelError(f"{found.path}: it holds no tokens; give a tokenizer.json")
-    if end_of_text is not None and end_of_text not in found.texts:
+    if not tokenizer.texts:
+        raise ModelError(f"{tokenizer.path}: it holds no tokens; give a tokenizer.json")
+    if end_of_text is not None and end_of_text not in tokenizer.texts:
         raise ModelError(
-            f"{found.path}: has no token {end_of_text}, which ends the documents of its shards"
+            f"{tokenizer.path}: has no token {end_of_text}, which ends the documents of its shards"
         )
-    ids = {text: token for token, text in found.texts.items()}
-    named = {}
+    ids = {text: token for token, text in tokenizer.texts.items()}
+    role_ids = {}
     for role, usual in _USUAL.items():
-        text = token_text(found.settings.get(role))
-        if found.settings.get(role) is None:
-            text = next((each for each in usual if each in ids), None)
+        text = token_text(tokenizer.settings.get(role))
+        if tokenizer.settings.get(role) is None:
+            text = next((name for name in usual if name in ids), None)
         elif text not in ids:
-            said = str(text)[:60]
-            raise ModelError(f"{found.path}: has no token {said!r}, its {role}; mend {SETTINGS}")
-        named[role] = None if text is None else ids[text]
-    ends = dict.fromkeys(i for i in (end_of_text, named["eos_token"]) if i is not None)
-    # A text begins where the one before ended, as documents lie in shards; pads are never read.
+            shown = str(text)[:60]
+            raise ModelError(
+                f"{tokenizer.path}: has no token {shown!r}, its {role}; mend {SETTINGS}"
+            )
+        role_ids[role] = None if text is None else ids[text]
+    ends = dict.fromkeys(i for i in (end_of_text, role_ids["eos_token"]) if i is not None)
+    # Documents in shards follow the previous document's end token; padding is never read.
     first = next(iter(ends), None)
-    begin, pad = (first if named[n] is None else named[n] for n in ("bos_token", "pad_token"))
-    # Else readers take a space before punctuation for one that the tokenizer put there.
-    found.settings.setdefault("clean_up_tokenization_spaces", False)
+    begin, pad = (first if role_ids[n] is None else role_ids[n] for n in ("bos_token", "pad_token"))
+    # By default decoding would remove spaces before punctuation.
+    tokenizer.settings.setdefault("clean_up_tokenization_spaces", False)
     return TokenizerFiles(
-        files=found.files(dict(zip(ROLES, (begin, first, pad), strict=True))),
+        files=tokenizer.files(dict(zip(ROLES, (begin, first, pad), strict=True))),
         end_token_ids=tuple(ends),
         begin_token_id=begin,
         pad_token_id=pad,

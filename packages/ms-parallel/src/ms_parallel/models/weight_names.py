@@ -1,8 +1,8 @@
-"""How a folder's tensors make up a model's parameters, and its parameters a folder's tensors.
+"""Mapping between the tensors of a checkpoint folder and the parameters of a model.
 
-Where a matrix is one tensor on both sides under one name there is nothing to say. What is stacked,
-fused, transposed or interleaved on one side is described by pieces: boxes of a parameter, and the
-part of a folder's tensor that has the same values.
+A parameter stored as one tensor with the same name needs no rule. Stacked, fused, transposed or
+interleaved weights are described by slices: a box of the parameter and the part of a checkpoint
+tensor with the same values.
 """
 
 import re
@@ -13,93 +13,94 @@ from attrs import frozen
 from torch import Tensor
 
 Box = tuple[slice, ...]
-"""A range of each dim, as an index."""
+"""Index with one slice per dim."""
 
 
 @frozen(kw_only=True)
 class WeightSlice:
-    """A box of a parameter that has the values of a part of a folder's tensor."""
+    """A box of a parameter with the same values as a part of a checkpoint tensor."""
 
     tensor: str
-    """Its name in the folder."""
+    """Name of the checkpoint tensor."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor in the folder."""
+    """Full shape of the checkpoint tensor."""
     part: Box
-    """The part of that tensor; a slice may have a step."""
+    """Part of the checkpoint tensor; slices may have a step."""
     box: Box
-    """The box of the parameter."""
+    """Box of the parameter."""
     dims: tuple[int | None, ...]
-    """For each dim of the parameter the tensor's dim that runs along it, None where it has none and
-    the box is one index wide."""
+    """Tensor dim of each parameter dim; None if the tensor lacks the dim, where the box has size
+    1."""
 
     def within(self, wanted: Box) -> tuple[Box, Box] | None:
-        """Find what a box of the parameter takes of this piece.
+        """Intersect this slice with a box of the parameter.
 
         Returns:
-            The part of the tensor to read, and where in `wanted` it goes; None for nothing.
+            Part of the tensor to read and its destination within `wanted`; None if they are
+            disjoint.
         """
-        part, place = list(self.part), []
-        for own, other, dim in zip(self.box, wanted, self.dims, strict=True):
-            start, stop = max(own.start, other.start), min(own.stop, other.stop)
+        part, target = list(self.part), []
+        for box, query, dim in zip(self.box, wanted, self.dims, strict=True):
+            start, stop = max(box.start, query.start), min(box.stop, query.stop)
             if start >= stop:
                 return None
-            place.append(slice(start - other.start, stop - other.start))
+            target.append(slice(start - query.start, stop - query.start))
             if dim is not None:
-                begin, step = self.part[dim].start, self.part[dim].step or 1
-                first, end = begin + (start - own.start) * step, begin + (stop - own.start) * step
+                base, step = self.part[dim].start, self.part[dim].step or 1
+                first, end = base + (start - box.start) * step, base + (stop - box.start) * step
                 part[dim] = slice(first, min(end, self.part[dim].stop), step)
-        return tuple(part), tuple(place)
+        return tuple(part), tuple(target)
 
     def to_parameter(self, values: Tensor) -> Tensor:
-        """Give values of (a part of) `part` the dims of the parameter."""
+        """Permute values of (a part of) `part` to the dims of the parameter."""
         along = [dim for dim in self.dims if dim is not None]
-        turned = values.permute([*along, *(d for d in range(values.ndim) if d not in along)])
+        permuted = values.permute([*along, *(d for d in range(values.ndim) if d not in along)])
         sizes = [1 if dim is None else values.shape[dim] for dim in self.dims]
-        return turned.reshape(sizes)
+        return permuted.reshape(sizes)
 
     def to_tensor(self, values: Tensor) -> Tensor:
-        """Give values of `box` the dims of the folder's tensor."""
+        """Permute values of `box` to the dims of the checkpoint tensor."""
         along = [dim for dim in self.dims if dim is not None]
-        kept = values.reshape(
+        squeezed = values.reshape(
             [values.shape[d] for d, dim in enumerate(self.dims) if dim is not None]
         )
         for dim in (d for d in range(len(self.shape)) if d not in along):
-            kept, along = kept.unsqueeze(-1), [*along, dim]
-        return kept.permute([along.index(dim) for dim in range(len(self.shape))])
+            squeezed, along = squeezed.unsqueeze(-1), [*along, dim]
+        return squeezed.permute([along.index(dim) for dim in range(len(self.shape))])
 
 
 Rule = Callable[[tuple[str, ...], tuple[int, ...]], Iterator[WeightSlice]]
-"""From the parts of a name that a pattern's `*` stand for, and a parameter's whole shape."""
+"""Yields slices, given the name parts matched by `*` and the full shape of the parameter."""
 
 Rules = Mapping[str, Rule]
-"""By pattern of parameter names, in which `*` stands for one part of a dotted name."""
+"""Rules by pattern of parameter names; `*` matches one part of a dotted name."""
 
 
 def slices_of(rules: Rules, name: str, shape: Sequence[int]) -> Iterator[WeightSlice]:
-    """Yield what makes up a parameter: by the first rule that fits, else its own name's tensor.
+    """Yield the slices of a parameter by the first matching rule; by default, its namesake tensor.
 
     Args:
-        rules: of the model.
-        name: of the parameter.
-        shape: of the whole parameter.
+        rules: rules of the model.
+        name: parameter name.
+        shape: full shape of the parameter.
     """
     for pattern, rule in rules.items():
-        found = re.fullmatch(re.escape(pattern).replace(r"\*", r"([^.]+)"), name)
-        if found:
-            return rule(found.groups(), tuple(shape))
+        match = re.fullmatch(re.escape(pattern).replace(r"\*", r"([^.]+)"), name)
+        if match:
+            return rule(match.groups(), tuple(shape))
     return renamed(name)((), tuple(shape))
 
 
 def renamed(tensor: str) -> Rule:
-    """Make a rule: all of a tensor of another name; `{0}` stands for what the first `*` does."""
+    """Return a rule for a tensor with another name, in which `{0}` is the first `*` match."""
 
     def rule(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
-        every = tuple(slice(0, size) for size in shape)
+        full = tuple(slice(0, size) for size in shape)
         yield WeightSlice(
             tensor=tensor.format(*stars),
             shape=shape,
-            part=every,
-            box=every,
+            part=full,
+            box=full,
             dims=tuple(range(len(shape))),
         )
 
@@ -107,34 +108,34 @@ def renamed(tensor: str) -> Rule:
 
 
 def rows_of(tensor: str, first: int, total: int) -> Rule:
-    """Make a rule for some rows of a tensor that holds several parameters one below the other.
+    """Return a rule for a row range of a tensor that concatenates several parameters.
 
     Args:
-        tensor: its name, `{0}` for what the first `*` stands for.
-        first: of the rows.
-        total: rows of the tensor.
+        tensor: tensor name, in which `{0}` is the first `*` match.
+        first: first row.
+        total: number of rows of the tensor.
     """
 
     def rule(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:
-        (whole,) = renamed(tensor)(stars, (total, *shape[1:]))
-        rows, own = slice(first, first + shape[0]), slice(0, shape[0])
+        (full,) = renamed(tensor)(stars, (total, *shape[1:]))
+        rows, all_rows = slice(first, first + shape[0]), slice(0, shape[0])
         yield WeightSlice(
-            tensor=whole.tensor,
-            shape=whole.shape,
-            part=(rows, *whole.part[1:]),
-            box=(own, *whole.box[1:]),
-            dims=whole.dims,
+            tensor=full.tensor,
+            shape=full.shape,
+            part=(rows, *full.part[1:]),
+            box=(all_rows, *full.box[1:]),
+            dims=full.dims,
         )
 
     return rule
 
 
 def stacked(tensor: str, *matrices: str) -> Rule:
-    """Make a rule of a tensor for each matrix of a parameter (experts, [several,] rows, columns).
+    """Return a rule for a parameter (experts, [matrices,] rows, columns) with a tensor per matrix.
 
     Args:
-        tensor: its name, `{0}` for what the first `*` stands for, `{expert}` and `{matrix}`.
-        matrices: names of the several matrices of an expert, in the parameter's order.
+        tensor: tensor name with `{0}` for the first `*` match, `{expert}` and `{matrix}`.
+        matrices: matrix names of an expert, in the parameter's order.
     """
 
     def rule(stars: tuple[str, ...], shape: tuple[int, ...]) -> Iterator[WeightSlice]:

@@ -1,4 +1,4 @@
-"""The operators that models are made of, in plain torch; the module itself fits `Ops`."""
+"""Model operators in plain torch; the module itself implements `Ops`."""
 
 from ms_parallel.operators.experts import grouped_matmul, permute_tokens, unpermute_tokens
 from ms_parallel.operators.losses import cross_entropy, linear_cross_entropy

@@ -1,4 +1,4 @@
-"""Attention whose scores are bent by tanh to stay below a limit, as Gemma 2 has it."""
+"""Attention with tanh soft-capping of the scores, as in Gemma 2."""
 
 import torch
 from torch import Tensor
@@ -18,16 +18,16 @@ def capped_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute causal attention whose scores are bent before the softmax; hold all of them.
+    """Compute causal attention with soft-capped scores; materializes all scores.
 
     Args:
         q: (B, Sq, Hq, D).
-        k: (B, Sk, Hk, D), Hk divides Hq.
+        k: (B, Sk, Hk, D); Hk must divide Hq.
         v: Like `k`.
-        softcap: What scores stay below.
+        softcap: Soft cap on the scores.
         documents: (B, Sk) int32; a query sees keys of its own document only.
-        window: A query sees its last so many keys.
-        scale: Of the scores; 1/√D by default.
+        window: Sliding window in keys, the query's own position included.
+        scale: Factor on the scores; 1/√D by default.
 
     Returns:
         (B, Sq, Hq, D).

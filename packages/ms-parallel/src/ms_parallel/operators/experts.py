@@ -1,7 +1,7 @@
-"""Tokens sorted by the experts that they chose, a product for each expert, and the way back.
+"""Token permutation and grouped matrix products for mixtures of experts.
 
-Sums run in a fixed order: a token's rows are gathered and added choice by choice, both ways, never
-scattered, as a scattered sum depends on threads and devices.
+Sums run in a fixed order in both passes: the rows of a token are gathered and added in the order of
+its choices. A scatter-add would make the result depend on threads and devices.
 """
 
 from typing import Any
@@ -15,16 +15,16 @@ from ms_parallel.operators.cpu import has_no_values, widen
 
 
 def permute_tokens(x: Tensor, experts: Tensor, *, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the rows of a mixture's tokens by the experts that they chose, C each.
+    """Sort token rows by expert; every token has C experts.
 
     Args:
         x: (T, H).
         experts: (T, C) int64 or int32, from 0 to count - 1.
-        count: Experts.
+        count: Number of experts.
 
     Returns:
-        rows (T·C, H): those of expert 0 first, in the order of their tokens; counts (count,) int64:
-        rows of each expert; places (T, C) int64: the row of each choice.
+        rows (T·C, H): sorted by expert, then by token; counts (count,) int64: rows per expert;
+        places (T, C) int64: index in rows for each choice.
     """
     flat = experts.reshape(-1).long()
     order = flat.argsort(stable=True)
@@ -36,19 +36,19 @@ def permute_tokens(x: Tensor, experts: Tensor, *, count: int) -> tuple[Tensor, T
 
 
 def grouped_matmul(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Multiply consecutive rows by their expert's matrix.
+    """Multiply each group of consecutive rows by the matrix of its expert.
 
     Args:
-        x: (T, K), the rows of expert 0 first.
+        x: (T, K), sorted by expert.
         weights: (E, K, N), dtype of x.
-        counts: (E,) int64, rows of each expert, 0 allowed; their sum is T.
+        counts: (E,) int64, rows per expert, 0 allowed; they sum to T.
 
     Returns:
         (T, N), dtype of x.
     """
-    if has_no_values(x):  # whose experts' rows are not known: one product keeps as much memory
+    if has_no_values(x):  # counts are unknown; a single product needs the same memory
         return x @ weights[0]
-    # torch has no kernel for float64, and none for rows whose bytes are no multiple of 16.
+    # torch has no grouped kernel for float64 or for row sizes that are not a multiple of 16 bytes.
     aligned = all(size * x.dtype.itemsize % 16 == 0 for size in weights.shape[1:])
     if x.dtype == torch.float64 or not x.numel() or not aligned:
         parts = torch.split(x, counts.tolist())
@@ -59,15 +59,15 @@ def grouped_matmul(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 
 def unpermute_tokens(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Lead rows back to their tokens: the sum over choices of weight times row.
+    """Combine the rows of each token: the weighted sum over its choices.
 
     Args:
         rows: (T·C, H).
-        places: (T, C) int64, as `permute_tokens` gives them.
+        places: (T, C) int64, from `permute_tokens`.
         weights: (T, C); 1 if None.
 
     Returns:
-        (T, H), dtype of rows; summed in float32, in float64 for float64, choice by choice.
+        (T, H), dtype of rows; accumulated in float32 (float64 for float64) in the order of choices.
     """
     if weights is None:
         weights = torch.ones((), device=rows.device).expand(places.shape)
@@ -75,12 +75,12 @@ def unpermute_tokens(rows: Tensor, places: Tensor, weights: Tensor | None = None
 
 
 def swiglu_of_pairs(pairs: Tensor) -> Tensor:
-    """Compute silu(gate) · up of rows that hold both: the numbers of `swiglu`, to the bit.
+    """Compute silu(gate) · up of stacked gate and up rows; bit-identical to `swiglu`.
 
-    The gradient is written to where both lie, instead of being put together from two.
+    The backward pass writes both gradients into one tensor instead of concatenating two.
 
     Args:
-        pairs: (T, 2, N), of each row the gate and then what it lets through.
+        pairs: (T, 2, N), gate and up of each row.
 
     Returns:
         (T, N), dtype of pairs.
@@ -95,24 +95,24 @@ class _SwigluOfPairs(torch.autograd.Function):
     def forward(ctx: Any, pairs: Tensor) -> Tensor:
         """Map (T, 2, N) to (T, N)."""
         gate, up = pairs.unbind(1)
-        opened = F.silu(gate)
-        ctx.save_for_backward(pairs, opened)
-        return opened * up
+        activated = F.silu(gate)
+        ctx.save_for_backward(pairs, activated)
+        return activated * up
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         """Map (T, N) to (T, 2, N)."""
-        pairs, opened = ctx.saved_tensors
+        pairs, activated = ctx.saved_tensors
         gate, up = pairs.unbind(1)
         result = torch.empty_like(pairs)
-        torch.mul(gradient, opened, out=result[:, 1])
+        torch.mul(gradient, activated, out=result[:, 1])
         torch.ops.aten.silu_backward(gradient * up, gate, grad_input=result[:, 0])
         return result
 
 
 class _Permute(torch.autograd.Function):
-    """The rows of tokens, whose gradient is the sum of those of their rows, choice by choice."""
+    """Gather of token rows; the backward pass sums the row gradients in the order of choices."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
@@ -126,13 +126,13 @@ class _Permute(torch.autograd.Function):
         """Map (T·C, H) to (T, H)."""
         (places,) = ctx.saved_tensors
         total = widen(gradient.index_select(0, places[:, 0]))
-        for place in places.unbind(1)[1:]:
-            total += gradient.index_select(0, place)
+        for index in places.unbind(1)[1:]:
+            total += gradient.index_select(0, index)
         return total.to(gradient.dtype), None, None
 
 
 class _Unpermute(torch.autograd.Function):
-    """Weighted sums of tokens' rows."""
+    """Weighted sum of the rows of each token."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
@@ -140,35 +140,35 @@ class _Unpermute(torch.autograd.Function):
         ctx.save_for_backward(rows, places, weights)
         wide = weights.to(torch.promote_types(rows.dtype, torch.float32))
         total = rows.index_select(0, places[:, 0]) * wide[:, :1]
-        for choice, place in enumerate(places.unbind(1)[1:], 1):
-            total.addcmul_(rows.index_select(0, place), wide[:, choice, None])
+        for choice, index in enumerate(places.unbind(1)[1:], 1):
+            total.addcmul_(rows.index_select(0, index), wide[:, choice, None])
         return total.to(rows.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
-        """Give the gradients of the rows, each of which has one token, and of the weights."""
+        """Compute the gradients of the rows and of the weights."""
         rows, places, weights = ctx.saved_tensors
-        flat, of_rows, of_weights = places.flatten(), None, None
+        flat, grad_rows, grad_weights = places.flatten(), None, None
         tokens = torch.arange(len(places), device=rows.device)[:, None].expand(places.shape)
-        token = torch.empty_like(flat).scatter_(0, flat, tokens.flatten())  # of each row
-        each = widen(gradient).index_select(0, token)
+        token = torch.empty_like(flat).scatter_(0, flat, tokens.flatten())  # token of each row
+        token_grads = widen(gradient).index_select(0, token)
         if ctx.needs_input_grad[2]:
-            products = torch.linalg.vecdot(each, rows.to(each.dtype))
-            of_weights = products.index_select(0, flat).view(weights.shape).to(weights.dtype)
+            products = torch.linalg.vecdot(token_grads, rows.to(token_grads.dtype))
+            grad_weights = products.index_select(0, flat).view(weights.shape).to(weights.dtype)
         if ctx.needs_input_grad[0]:
-            weight = torch.empty_like(flat, dtype=each.dtype)
-            weight.scatter_(0, flat, weights.flatten().to(each.dtype))
-            of_rows = each.mul_(weight[:, None]).to(rows.dtype)
-        return of_rows, None, of_weights
+            weight = torch.empty_like(flat, dtype=token_grads.dtype)
+            weight.scatter_(0, flat, weights.flatten().to(token_grads.dtype))
+            grad_rows = token_grads.mul_(weight[:, None]).to(rows.dtype)
+        return grad_rows, None, grad_weights
 
 
 class _WholeGradient(torch.autograd.Function):
-    """The same values; torch's grouped product takes no gradient with repeated memory."""
+    """Identity with a contiguous gradient: `grouped_mm` rejects expanded gradients."""
 
     @staticmethod
     def forward(ctx: Any, result: Tensor) -> Tensor:
-        """Pass (T, N) through as it is."""
+        """Return (T, N) unchanged."""
         return result.view_as(result)
 
     @staticmethod

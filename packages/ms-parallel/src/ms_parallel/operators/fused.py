@@ -1,4 +1,4 @@
-"""Compiles pointwise code for a GPU, where unfused it would read and write memory many times."""
+"""Compilation of pointwise code on a GPU, where unfused operations are bound by memory traffic."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -15,9 +15,9 @@ R = TypeVar("R")
 
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile `function` at its first call with CUDA tensors; elsewhere run it as it is.
+    """Compile `function` at its first call with CUDA tensors; otherwise run it eagerly.
 
-    Its first argument must be a tensor.
+    The first argument of `function` must be a tensor.
     """
     compiled: Callable[P, R] | None = None
 

@@ -1,6 +1,6 @@
-"""Cross-entropy from logits, and from hidden states without holding all logits.
+"""Cross-entropy from logits, and from hidden states without materializing all logits.
 
-Shapes: H hidden, V vocabulary, N rows. Losses are computed in float32, in float64 for float64.
+Shapes: H hidden, V vocabulary, N rows. Losses are computed in float32 (float64 for float64).
 """
 
 from typing import Any
@@ -15,11 +15,11 @@ from ms_parallel.operators.fused import fused
 from ms_parallel.operators.protocol import Reduction
 
 _CHUNK_BYTES = 1 << 28
-"""Logits of one chunk of `linear_cross_entropy`; up to this much they are kept, not recomputed."""
+"""Logits per chunk of `linear_cross_entropy`; up to this size they are saved, not recomputed."""
 
 
 def capped(x: Tensor, softcap: float) -> Tensor:
-    """Keep values below `softcap` by tanh: softcap · tanh(x / softcap)."""
+    """Soft-cap values: softcap · tanh(x / softcap)."""
     return (x / softcap).tanh() * softcap
 
 
@@ -36,11 +36,11 @@ def cross_entropy(
 
     Args:
         logits: (..., V).
-        targets: (...) int64; `ignore_index` counts nothing.
-        ignore_index: Target that has no loss.
-        label_smoothing: Share of the target spread over all classes.
-        z_loss: Weight of the squared log-normaliser.
-        reduction: `"mean"` over counted targets (0 if there are none), `"sum"`, or `"none"`
+        targets: (...) int64.
+        ignore_index: Target without a loss; it does not count in the mean.
+        label_smoothing: Probability mass spread uniformly over all classes.
+        z_loss: Weight of the squared log-normalizer.
+        reduction: `"mean"` over counted targets (0 if all are ignored), `"sum"`, or `"none"`
             (zero where ignored).
 
     Returns:
@@ -75,18 +75,18 @@ def linear_cross_entropy(
     softcap: float | None = None,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Compute `cross_entropy(hidden @ weight.T, targets)` without holding all logits.
+    """Compute `cross_entropy(hidden @ weight.T, targets)` without materializing all logits.
 
-    With reduction "sum" both gradients are computed in the forward pass, a chunk of logits at a
-    time: three matrix products, as with all logits in memory. With "none", and for float16, whose
-    range the sums would leave, chunks of logits are computed again in the backward pass; up to
-    256 MiB of them are kept.
+    With reduction "sum" both gradients are computed in the forward pass, one chunk of logits at a
+    time: three matrix products, as with all logits in memory. With "none", and for float16, which
+    the sums would overflow, the backward pass recomputes the logits by chunks; up to 256 MiB of
+    logits are saved instead.
 
     Args:
         hidden: (..., H).
         weight: (V, H).
         targets: (...) int64.
-        weights: (...) factor of each loss; with reduction "sum" only.
+        weights: (...) weight per target; with reduction "sum" only.
         ignore_index: target without a loss.
         reduction: as in `cross_entropy`.
         softcap: logits become softcap · tanh(logit / softcap).
@@ -125,7 +125,7 @@ def linear_cross_entropy(
 def _sums_in_forward(hidden: Tensor, weight: Tensor, *, fits: bool) -> bool:
     """Whether a summed loss computes its gradients in the forward pass.
 
-    On a CPU only where logits would have to be computed twice: keeping them is as fast there.
+    On a CPU only if the logits exceed one chunk: saving them is as fast there.
     """
     trains = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     plain = type(hidden) in (Tensor, nn.Parameter) and hidden.dtype != torch.float16
@@ -133,7 +133,7 @@ def _sums_in_forward(hidden: Tensor, weight: Tensor, *, fits: bool) -> bool:
 
 
 class _SummedLoss(torch.autograd.Function):
-    """Weighted sum of the losses of rows (N, H); keeps both gradients instead of logits."""
+    """Weighted sum of the losses of rows (N, H); saves both gradients instead of logits."""
 
     @staticmethod
     def forward(
@@ -148,39 +148,39 @@ class _SummedLoss(torch.autograd.Function):
     ) -> Tensor:
         """Compute the sum, a float32 or float64 scalar, and both gradients by chunks of rows."""
         counted = targets != ignore_index
-        # Ignored targets are replaced; any other target outside the classes fails in the lookup.
+        # Only ignored targets are replaced; any other out-of-range target fails in the gather.
         classes = targets.masked_fill(~counted, 0)
         wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
         scale = counted.to(wide)
         if factors is not None:
             scale = scale * factors.to(wide)
         total = torch.zeros((), dtype=wide, device=rows.device)
-        of_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
-        of_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        grad_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         chunk = _chunk_rows(rows, weight)
         for start in range(0, rows.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = F.linear(rows[part], weight)
             losses, delta = _loss_and_gradient(logits, classes[part], scale[part], softcap, z_loss)
             total += losses.sum()
-            if of_rows is not None:
-                torch.mm(delta, weight, out=of_rows[part])
-            if of_weight is not None:
-                _add_product(of_weight, delta.t(), rows[part])
-        held_weight = None if of_weight is None else of_weight.to(weight.dtype)
-        ctx.save_for_backward(of_rows, held_weight)
+            if grad_rows is not None:
+                torch.mm(delta, weight, out=grad_rows[part])
+            if grad_weight is not None:
+                _add_product(grad_weight, delta.t(), rows[part])
+        saved_weight_grad = None if grad_weight is None else grad_weight.to(weight.dtype)
+        ctx.save_for_backward(grad_rows, saved_weight_grad)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Scale both gradients by the gradient of the sum."""
-        scaled = (None if held is None else held * grad for held in ctx.saved_tensors)
+        scaled = (None if saved is None else saved * grad for saved in ctx.saved_tensors)
         return *scaled, None, None, None, None, None
 
 
 def _chunk_rows(rows: Tensor, weight: Tensor) -> int:
-    """Rows whose logits and their gradient take 256 MiB on a CPU, 1 GiB on an accelerator."""
+    """Rows per chunk: logits and their gradient take 256 MiB on a CPU, 1 GiB on an accelerator."""
     budget_bytes = _CHUNK_BYTES if rows.device.type == "cpu" else 4 * _CHUNK_BYTES
     return max(1, budget_bytes // (2 * rows.element_size() * weight.shape[0]))
 
@@ -197,7 +197,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def _loss_and_gradient(
     logits: Tensor, classes: Tensor, scale: Tensor, softcap: float | None, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """Return each row's scaled loss (n,) and the gradient of their sum by the logits (n, V)."""
+    """Return the scaled losses (n,) and the gradient of their sum with respect to logits (n, V)."""
     wide = widen(logits)
     wide = wide if softcap is None else capped(wide, softcap)
     normalizer = wide.logsumexp(-1)
@@ -208,13 +208,13 @@ def _loss_and_gradient(
         p = p * (1 + 2 * z_loss * normalizer)[:, None]
     is_target = torch.arange(logits.shape[1], device=logits.device) == classes[:, None]
     delta = (p - is_target.to(p.dtype)) * scale[:, None]
-    if softcap is not None:  # the slope of softcap · tanh(x / softcap)
+    if softcap is not None:  # derivative of softcap · tanh(x / softcap)
         delta = delta * (1 - (wide / softcap).square())
     return losses * scale, delta.to(logits.dtype)
 
 
 class _ChunkedLosses(torch.autograd.Function):
-    """Losses (N,) of rows (N, H); keeps only each row's log-normaliser."""
+    """Losses (N,) of rows (N, H); saves only the log-normalizers, not the logits."""
 
     @staticmethod
     def forward(
@@ -229,7 +229,7 @@ class _ChunkedLosses(torch.autograd.Function):
     ) -> Tensor:
         """Compute -log p(target) of each row, float32 or float64."""
         counted = targets != ignore_index
-        # Only ignored targets are replaced: any other that is no class fails in the lookup.
+        # Only ignored targets are replaced; any other out-of-range target fails in the gather.
         classes = targets.masked_fill(~counted, 0)
         normalisers = widen(rows.new_empty(rows.shape[0]))
         losses = torch.empty_like(normalisers)
@@ -238,8 +238,8 @@ class _ChunkedLosses(torch.autograd.Function):
             logits = widen(F.linear(rows[part], weight))
             logits = logits if softcap is None else capped(logits, softcap)
             normalisers[part] = logits.logsumexp(-1)
-            of_target = logits.gather(-1, classes[part, None]).squeeze(-1)
-            losses[part] = (normalisers[part] - of_target).masked_fill(~counted[part], 0)
+            target_logits = logits.gather(-1, classes[part, None]).squeeze(-1)
+            losses[part] = (normalisers[part] - target_logits).masked_fill(~counted[part], 0)
         ctx.save_for_backward(rows, weight, classes, counted, normalisers)
         ctx.chunk, ctx.softcap, ctx.z_loss = chunk, softcap, z_loss
         if z_loss:
@@ -248,10 +248,10 @@ class _ChunkedLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute both gradients; the weight's is summed over chunks in float32, or float64."""
+        """Compute both gradients; the weight's accumulates over chunks in float32 or float64."""
         rows, weight, classes, counted, normalisers = ctx.saved_tensors
         scale = grad.masked_fill(~counted, 0)
-        of_rows, of_weight = head_gradients(
+        grad_rows, grad_weight = head_gradients(
             rows,
             weight,
             classes,
@@ -262,7 +262,7 @@ class _ChunkedLosses(torch.autograd.Function):
             softcap=ctx.softcap,
             z_loss=ctx.z_loss,
         )
-        return of_rows, of_weight, None, None, None, None, None
+        return grad_rows, grad_weight, None, None, None, None, None
 
 
 def head_gradients(
@@ -281,44 +281,44 @@ def head_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute gradients of -log softmax(h·Wᵀ)[target], p - onehot(target), by chunks of rows.
 
-    That of z·n², with n the log-normaliser, is 2·z·n·p.
+    The z-loss z·n², with n the log-normalizer, adds 2·z·n·p.
 
     Args:
         rows: (N, H).
-        weight: (V, H), or this process's rows of it.
-        classes: (N,) targets among those rows.
-        here: (N,) whether the target is among them.
+        weight: (V, H), or this process's vocabulary shard.
+        classes: (N,) targets as row indices of `weight`.
+        here: (N,) bool, True for targets in this shard.
         scale: (N,) gradient of each loss.
-        normalisers: (N,) log of the sum of exponentials, over all of the vocabulary.
-        chunk: rows at a time.
-        logits: (N, V) if they were kept; then one chunk is all.
-        softcap: what logits are bent to stay below.
-        z_loss: weight of the squared log-normaliser.
-        wanted: which of the two gradients.
+        normalisers: (N,) logsumexp over the full vocabulary.
+        chunk: rows per chunk.
+        logits: (N, V) saved logits, which make one chunk; None recomputes them.
+        softcap: soft cap on the logits.
+        z_loss: weight of the squared log-normalizer.
+        wanted: which gradients to compute, of `rows` and of `weight`.
 
     Returns:
-        Those of the rows (this process's share of the sum) and of the weight, summed in float32 or
-        float64.
+        Gradients of the rows (this process's partial sum) and of the weight, accumulated in float32
+        or float64.
     """
-    of_rows = torch.empty_like(rows) if wanted[0] else None
-    of_weight = widen(torch.zeros_like(weight)) if wanted[1] else None
+    grad_rows = torch.empty_like(rows) if wanted[0] else None
+    grad_weight = widen(torch.zeros_like(weight)) if wanted[1] else None
     for start in range(0, rows.shape[0], chunk):
         part = slice(start, start + chunk)
         if logits is None:
-            made = widen(F.linear(rows[part], weight))
-            made = made if softcap is None else capped(made, softcap)
+            chunk_logits = widen(F.linear(rows[part], weight))
+            chunk_logits = chunk_logits if softcap is None else capped(chunk_logits, softcap)
         else:
-            made = logits
-        delta = (made - normalisers[part, None]).exp_()
+            chunk_logits = logits
+        delta = (chunk_logits - normalisers[part, None]).exp_()
         if z_loss:
             delta = delta.mul_(1 + 2 * z_loss * normalisers[part, None])
         delta.scatter_add_(-1, classes[part, None], -here[part, None].to(delta.dtype))
         delta = delta.mul_(scale[part, None])
-        if softcap is not None:  # the slope of softcap · tanh(x / softcap)
-            delta = delta.mul_(1 - (made / softcap).square())
+        if softcap is not None:  # derivative of softcap · tanh(x / softcap)
+            delta = delta.mul_(1 - (chunk_logits / softcap).square())
         delta = delta.to(weight.dtype)
-        if of_rows is not None:
-            torch.mm(delta, weight, out=of_rows[part])
-        if of_weight is not None:
-            of_weight += delta.t() @ rows[part]
-    return of_rows, None if of_weight is None else of_weight.to(weight.dtype)
+        if grad_rows is not None:
+            torch.mm(delta, weight, out=grad_rows[part])
+        if grad_weight is not None:
+            grad_weight += delta.t() @ rows[part]
+    return grad_rows, None if grad_weight is None else grad_weight.to(weight.dtype)

@@ -1,7 +1,7 @@
-"""Attention over packed documents on a GPU, without a mask of all pairs of positions.
+"""Attention over packed documents on a GPU without a dense attention mask.
 
-The host knows where documents begin before a batch reaches the device, so nothing here waits for
-the device. Shapes: B rows, S positions, Hq and Hk heads, D features of a head.
+Document boundaries are computed on the host before a batch reaches the device, so nothing here
+synchronizes with the device. Shapes: B rows, S positions, Hq and Hk heads, D head width.
 """
 
 import weakref
@@ -24,14 +24,14 @@ WIDEST_HEAD = 256
 
 
 def packed_lengths(documents: Tensor) -> tuple[int, ...] | None:
-    """Return the lengths of all documents, row after row; their sum is B·S.
+    """Return the lengths of all documents in row order; they sum to B·S.
 
     Args:
         documents: (B, S) integers on the CPU.
 
     Returns:
-        The lengths, or None if a document's number comes back later in its row, so that the
-        document is not one range of positions.
+        The lengths, or None if a document number reappears later in its row, so that the document
+        is not contiguous.
     """
     rows, positions = documents.shape
     begins = torch.ones(rows, positions, dtype=torch.bool)
@@ -53,14 +53,14 @@ def attend_in_spans(
     lengths: Sequence[int],
     **settings: Any,
 ) -> Tensor:
-    """Compute attention of each document by itself.
+    """Compute attention separately for each document.
 
     Args:
         attention: an operator like `ms_parallel.operators.attention`.
         q: (B, S, Hq, D).
         k: (B, S, Hk, D).
         v: (B, S, Hk, Dv).
-        lengths: lengths of the documents of all rows; their sum is B·S.
+        lengths: document lengths of all rows; they sum to B·S.
         settings: further arguments of the operator.
 
     Returns:
@@ -72,10 +72,10 @@ def attend_in_spans(
 
 
 class PackedRows:
-    """Boundaries of packed documents, for kernels that take ranges instead of a mask.
+    """Boundaries of packed documents for variable-length kernels.
 
     Args:
-        lengths: lengths of the documents of all rows, row after row.
+        lengths: document lengths of all rows, in row order.
         device: device of the boundaries.
     """
 
@@ -84,12 +84,12 @@ class PackedRows:
         self.longest = max(self.lengths)
         boundaries = torch.tensor((0, *accumulate(self.lengths)), dtype=torch.int32)
         self.boundaries = boundaries.to(device, non_blocking=True)
-        """(documents + 1,) int32, in positions of all rows, like FlashAttention's `cu_seqlens`."""
+        """(documents + 1,) int32 cumulative lengths: FlashAttention's `cu_seqlens`."""
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, scale: float
     ) -> Tensor:
-        """Compute attention (B, S, Hq, D) that does not cross documents, with FlashAttention."""
+        """Compute attention (B, S, Hq, D) within documents, with FlashAttention."""
         out = varlen_attention(
             q.flatten(0, 1),
             k.flatten(0, 1),
@@ -116,9 +116,9 @@ def fits_varlen(q: Tensor, v: Tensor) -> bool:
 
 
 class _RecentRows:
-    """Remembers the boundaries of the last `documents`: all layers of a forward pass share them.
+    """Cached boundaries of the latest `documents`, shared by all layers of a forward pass.
 
-    Keyed by the tensor object and its version, and dropped with the tensor.
+    Keyed by the tensor object and its version; dropped when the tensor is freed.
     """
 
     def __init__(self) -> None:
@@ -127,14 +127,14 @@ class _RecentRows:
         self._rows: PackedRows | None = None
 
     def of(self, documents: Tensor) -> PackedRows | None:
-        """Return the boundaries of `documents`; read back from the device if not remembered."""
-        known = self._documents is not None and self._documents() is documents
-        if not known or self._version != _version(documents):
+        """Return the boundaries of `documents`; a cache miss copies it from the device."""
+        cached = self._documents is not None and self._documents() is documents
+        if not cached or self._version != _version(documents):
             self.remember(documents, documents.cpu())
         return self._rows
 
     def remember(self, documents: Tensor, on_host: Tensor) -> None:
-        """Remember the boundaries of `documents` from their copy on the host."""
+        """Cache the boundaries of `documents`, computed from its host copy."""
         lengths = packed_lengths(on_host)
         self._rows = None if lengths is None else PackedRows(lengths, documents.device)
         self._version = _version(documents)
@@ -155,14 +155,14 @@ recent_rows = _RecentRows()
 def block_mask(documents: Tensor, window: int | None = None) -> "BlockMask":
     """Build FlexAttention's causal mask of packed documents from per-block minima and maxima.
 
-    Takes memory for B·(S/128)² numbers, and does not wait for the device. A block of keys is empty
-    for a block of queries if none of their documents overlap or all keys are hidden by causality or
-    the window, and full if both blocks lie in one document and every key is visible. Other blocks
-    are masked one pair at a time.
+    Takes memory for B·(S/128)² numbers and does not synchronize with the device. A pair of query
+    and key blocks is empty if the ranges of their document numbers are disjoint or causality or the
+    window hides every key. It is full if both blocks are in one document and every key is visible.
+    All other blocks are masked elementwise.
 
     Args:
         documents: (B, S) integers.
-        window: each query sees its last `window` positions; None: all earlier ones.
+        window: sliding window in positions, the query's own included; None for no limit.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -172,7 +172,7 @@ def block_mask(documents: Tensor, window: int | None = None) -> "BlockMask":
     low, high = blocks.amin(-1), blocks.amax(-1)  # (B, blocks)
     first = torch.arange(blocks.shape[1], device=documents.device) * BLOCK
     last = first + BLOCK - 1
-    nearest = first[:, None] - last  # smallest distance from a query to a key of a pair of blocks
+    nearest = first[:, None] - last  # smallest query-key distance of a pair of blocks
     farthest = last[:, None] - first
     overlap = (low[:, :, None] <= high[:, None]) & (high[:, :, None] >= low[:, None])
     some = overlap & (farthest >= 0)
@@ -196,7 +196,7 @@ def block_mask(documents: Tensor, window: int | None = None) -> "BlockMask":
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return counts (B, 1, blocks) and indices (B, 1, blocks, blocks), chosen first, int32."""
+    """Return int32 counts (B, 1, blocks) and indices (B, 1, blocks, blocks), chosen ones first."""
     counts = chosen.sum(-1, dtype=torch.int32)[:, None]
     indices = chosen.int().argsort(dim=-1, descending=True, stable=True)
     return counts, indices.to(torch.int32)[:, None].contiguous()
@@ -211,7 +211,7 @@ def attend_in_blocks(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Compute attention by a block mask with FlexAttention; call it in compiled code.
+    """Compute attention with FlexAttention and a block mask; call it in compiled code.
 
     Args:
         q: (B, S, Hq, D).
@@ -219,7 +219,7 @@ def attend_in_blocks(
         v: (B, S, Hk, Dv).
         mask: from `block_mask`.
         scale: factor on the scores; 1/√D by default.
-        softcap: bound of the scores, softcap · tanh(score / softcap).
+        softcap: soft cap on the scores, softcap · tanh(score / softcap).
 
     Returns:
         (B, S, Hq, Dv).

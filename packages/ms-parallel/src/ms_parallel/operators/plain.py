@@ -1,7 +1,7 @@
 """Norm, rotation, gate and attention in plain torch: the default operators of a model.
 
-Shapes: B rows, S positions, H hidden, D width of one head. Norms and angles are computed in
-float32, in float64 for float64.
+Shapes: B rows, S positions, H hidden, D head width. Norms and rotations are computed in float32
+(float64 for float64).
 """
 
 import weakref
@@ -25,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
         eps: Added to the mean square.
 
     Returns:
-        Like `x`; the mean is taken in float32 (float64 for float64).
+        Like `x`; the mean is computed in float32 (float64 for float64).
     """
     if cpu.serves(x, weight):
         return cpu.RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
@@ -35,17 +35,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 def rotary(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotate pairs of the first R dims of each head by its position's angles.
+    """Apply rotary embeddings to the first R dims of each head.
 
     Args:
         q: (B, S, Hq, D).
         k: (B, S, Hk, D).
-        cos: (B or 1, S, R/2) float32; R ≤ D, the rest passes through.
+        cos: (B or 1, S, R/2) float32; R ≤ D, the remaining dims pass through.
         sin: Like `cos`.
-        interleaved: Pairs are neighbours (2i, 2i+1) instead of halves (i, i+R/2).
+        interleaved: Rotate adjacent dims (2i, 2i+1) together instead of halves (i, i+R/2).
 
     Returns:
-        q and k, rotated, in their own dtypes.
+        Rotated q and k in their original dtypes.
     """
     width, cos, sin = 2 * cos.shape[-1], cos.unsqueeze(2), sin.unsqueeze(2)
     turn = _turn_neighbours if interleaved else _turn_halves
@@ -95,15 +95,14 @@ def attention(
 
     Args:
         q: (B, Sq, Hq, D).
-        k: (B, Sk, Hk, D), Hk divides Hq.
-        v: (B, Sk, Hk, Dv), as wide as `k` or not.
-        causal: A query sees no later key.
+        k: (B, Sk, Hk, D); Hk must divide Hq.
+        v: (B, Sk, Hk, Dv); Dv may differ from D.
+        causal: Mask keys after the query.
         documents: (B, Sk) int32; a query sees keys of its own document only.
-        window: Keys at a distance below `window` are seen, the query's own included: the last
-            `window` of them if causal, else as many on both sides (FlashAttention's
-            `window_size=(window - 1, window - 1)`).
-        scale: Of the scores; 1/√D by default.
-        sinks: (Hq,), one more score of each of a head's queries, whose value is zeros.
+        window: Mask keys at a distance of `window` or more, before the query and, if not causal,
+            also after it (FlashAttention's `window_size=(window - 1, window - 1)`).
+        scale: Factor on the scores; 1/√D by default.
+        sinks: (Hq,) extra score per head in every softmax, with a value of zero.
 
     Returns:
         (B, Sq, Hq, Dv).
@@ -126,13 +125,13 @@ def attention(
     else:
         mask = _order_mask(queries, keys, causal, window, q.device)
     causal = causal and mask is None and queries > 1
-    # Fused kernels want one width: zeros behind the narrower change nothing.
+    # Fused kernels need one head width; zero padding does not change the result.
     q, k, v = (
-        F.pad(each, (0, widest - each.shape[3])) if each.shape[3] < widest else each
+        F.pad(x, (0, widest - x.shape[3])) if x.shape[3] < widest else x
         for widest in [max(q.shape[3], width)]
-        for each in (q, k, v)
+        for x in (q, k, v)
     )
-    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if sinks is None:
         out = F.scaled_dot_product_attention(
             q,
@@ -150,7 +149,7 @@ def attention(
 
 
 def _avoids_masks(documents: Tensor) -> bool:
-    """Whether a mask of all pairs is to be avoided: on a GPU it decides memory and speed."""
+    """Whether to avoid a dense mask, which dominates memory and time on a GPU."""
     return (
         documents.device.type == "cuda"
         and not torch.compiler.is_compiling()
@@ -167,26 +166,26 @@ def _scored(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """Attend with sinks, holding the scores, (B, heads, S, D) to the same."""
+    """Compute attention with sinks on (B, heads, S, D) tensors; materializes the scores."""
     group, queries = q.shape[1] // k.shape[1], q.shape[2]
-    k, v = (each.repeat_interleave(group, 1) for each in (k, v))
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     scores = cpu.widen(q * scale) @ cpu.widen(k).transpose(-1, -2)
     if causal:
         mask = _order_mask(queries, k.shape[2], True, None, q.device)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
-    added = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
-    shares = torch.cat((scores, added), -1).softmax(-1)[..., :-1]
-    return (shares @ cpu.widen(v)).to(v.dtype)
+    sink_scores = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    weights = torch.cat((scores, sink_scores), -1).softmax(-1)[..., :-1]
+    return (weights @ cpu.widen(v)).to(v.dtype)
 
 
 def _order_mask(
     queries: int, keys: int, causal: bool, window: int | None, device: torch.device
 ) -> Tensor:
-    """Make the mask (1, 1, Sq, Sk), True where the order of positions lets a query look."""
+    """Build the causal and window mask (1, 1, Sq, Sk), True for visible keys."""
     key = torch.arange(keys, device=device)
     query = key[keys - queries :, None]
-    distance = query - key  # (Sq, Sk), positive for the past
+    distance = query - key  # (Sq, Sk), positive for earlier keys
     seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if window is not None:
         seen = seen & (distance.abs() < window)
@@ -200,15 +199,15 @@ def seen_keys(
     window: int | None,
     device: torch.device,
 ) -> Tensor:
-    """Make the mask (B or 1, 1, Sq, Sk), True where a causal query looks; never None."""
-    made = None if documents is None else _masks.of(documents, queries, True, window)
-    return _order_mask(queries, keys, True, window, device) if made is None else made
+    """Build the causal mask (B or 1, 1, Sq, Sk), True for visible keys."""
+    mask = None if documents is None else _masks.of(documents, queries, True, window)
+    return _order_mask(queries, keys, True, window, device) if mask is None else mask
 
 
 class _DocumentMasks:
-    """Remembers the mask of the last `documents`: all layers of a forward ask for the same one.
+    """Cached masks of the latest `documents`, shared by all layers of a forward pass.
 
-    It is known by the tensor itself and its version, and goes when the tensor goes.
+    Keyed by the tensor object and its version; dropped when the tensor is freed.
     """
 
     def __init__(self) -> None:
@@ -218,8 +217,8 @@ class _DocumentMasks:
     def of(
         self, documents: Tensor, queries: int, causal: bool, window: int | None
     ) -> Tensor | None:
-        """Return the mask (B, 1, Sq, Sk), True where a query may look; None if causality is all."""
-        if torch.compiler.is_compiling():  # One graph shares what it computes twice by itself.
+        """Return the mask (B, 1, Sq, Sk), True for visible keys; None if `is_causal` suffices."""
+        if torch.compiler.is_compiling():  # the compiler eliminates common subexpressions
             return self._build(documents, queries, causal, window)
         if self._documents is None or self._documents() is not documents:
             self._masks = {}
@@ -238,15 +237,15 @@ class _DocumentMasks:
     def _build(documents: Tensor, queries: int, causal: bool, window: int | None) -> Tensor | None:
         keys = documents.shape[1]
         order_is_plain = window is None and (not causal or queries in (1, keys))
-        # On a GPU looking would stall the queue, in a graph break it; there the mask is built.
+        # Reading values would synchronize with a GPU or break a graph, so those build the mask.
         on_cpu = documents.device.type == "cpu"
-        known = on_cpu and not torch.compiler.is_compiling() and not cpu.has_no_values(documents)
-        if order_is_plain and known:
-            with unset_fake_temporarily():  # numbers are known where memory is predicted too
+        readable = on_cpu and not torch.compiler.is_compiling() and not cpu.has_no_values(documents)
+        if order_is_plain and readable:
+            with unset_fake_temporarily():  # documents are real when memory is predicted, too
                 if bool((documents == documents[:, :1]).all()):
                     return None
-        of_query = documents[:, None, keys - queries :, None]
-        same = of_query == documents[:, None, None, :]
+        query_documents = documents[:, None, keys - queries :, None]
+        same = query_documents == documents[:, None, None, :]
         return same & _order_mask(queries, keys, causal, window, documents.device)
 
 

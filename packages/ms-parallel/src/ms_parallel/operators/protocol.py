@@ -1,6 +1,6 @@
-"""What a model asks of its operators: the seam's Protocol.
+"""Protocol of the operators that models call.
 
-`ms_parallel.operators` fits it, and so does `ms_kernels`: pass either module as `ops=`.
+The modules `ms_parallel.operators` and `ms_kernels` both implement it; pass either as `ops=`.
 """
 
 from typing import Literal, Protocol
@@ -11,10 +11,10 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 class Ops(Protocol):
-    """What a model asks of its operators."""
+    """Operators that models call."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float = ...) -> Tensor:
-        """Norm as `ms_parallel.operators.rms_norm` does."""
+        """Normalize as `ms_parallel.operators.rms_norm` does."""
         ...
 
     def rotary(
@@ -45,7 +45,7 @@ class Ops(Protocol):
         scale: float | None = ...,
         sinks: Tensor | None = ...,
     ) -> Tensor:
-        """Attend as `ms_parallel.operators.attention` does."""
+        """Compute attention as `ms_parallel.operators.attention` does."""
         ...
 
     def linear_cross_entropy(
@@ -100,5 +100,5 @@ class Ops(Protocol):
     def unpermute_tokens(
         self, rows: Tensor, places: Tensor, weights: Tensor | None = ...
     ) -> Tensor:
-        """Put back in order as `ms_parallel.operators.unpermute_tokens` does."""
+        """Combine rows per token as `ms_parallel.operators.unpermute_tokens` does."""
         ...

@@ -1,8 +1,8 @@
-"""Operators of layers with a state: the gated delta rule, and a short causal convolution.
+"""Operators of recurrent layers: the gated delta rule and a short causal convolution.
 
-Both know the documents of packed rows: no state and no tap crosses from one to the next.
-Shapes: B rows, S positions, Hk heads of queries and keys, Hv of values (Hk divides Hv), D widths,
-C positions of a chunk.
+Both respect document boundaries in packed rows: neither state nor convolution crosses them.
+Shapes: B rows, S positions, Hk heads of queries and keys, Hv heads of values (Hk divides Hv),
+D head widths, C chunk length.
 """
 
 import torch
@@ -13,7 +13,7 @@ from ms_parallel.operators.cpu import widen
 
 CHUNK = 64
 EPS = 1e-6
-"""What is added to the squared length of a key or query before its root is taken."""
+"""Added to the squared norm of a key or query before the square root."""
 
 
 def causal_conv1d(
@@ -24,14 +24,14 @@ def causal_conv1d(
     documents: Tensor | None = None,
     silu: bool = False,
 ) -> Tensor:
-    """Convolve each channel with the positions before it.
+    """Apply a depthwise causal convolution.
 
     Args:
         x: (B, S, channels).
-        weight: (channels, K), the last tap for the position itself.
+        weight: (channels, K); the last tap applies to the current position.
         bias: (channels,).
-        documents: (B, S) int32; a tap that lies in another document counts as zero.
-        silu: Whether the result goes through SiLU.
+        documents: (B, S) int32; positions of other documents count as zero.
+        silu: Apply SiLU to the result.
 
     Returns:
         Like `x`.
@@ -45,13 +45,13 @@ def causal_conv1d(
 
 
 def _taps(x: Tensor, weight: Tensor, bias: Tensor | None, runs: Tensor) -> Tensor:
-    """Convolve a tap at a time, inside the documents `runs` (B, S)."""
+    """Convolve one tap at a time within the documents `runs` (B, S)."""
     taps, length = weight.shape[1], x.shape[1]
     out = x * weight[:, -1] if bias is None else torch.addcmul(bias, x, weight[:, -1])
-    for back in range(1, min(taps, length)):
-        same = (runs[:, back:] == runs[:, :-back])[..., None]
-        earlier = x[:, :-back].masked_fill(~same, 0) * weight[:, -1 - back]
-        out = out + F.pad(earlier, (0, 0, back, 0))
+    for lag in range(1, min(taps, length)):
+        same = (runs[:, lag:] == runs[:, :-lag])[..., None]
+        lagged = x[:, :-lag].masked_fill(~same, 0) * weight[:, -1 - lag]
+        out = out + F.pad(lagged, (0, 0, lag, 0))
     return out
 
 
@@ -66,22 +66,21 @@ def gated_delta_rule(
     scale: float | None = None,
     normalize: bool = False,
 ) -> Tensor:
-    """Run linear attention with a decayed, corrected state (Yang et al., 2024, arXiv:2412.06464).
+    """Compute the gated delta rule, a linear attention (Yang et al., 2024, arXiv:2412.06464).
 
-    Each head has a state S, zero where a document begins: S ← e^g · S; S ← S + β · k ⊗ (v - Sᵀk);
-    the output is Sᵀq. Computed a chunk at a time by products of matrices. A document's first
-    position is cut from the state exactly: what came before it is multiplied by zero, never by the
-    exponential of an infinity.
+    Each head has a state S, zero at a document's start: S ← e^g · S; S ← S + β · k ⊗ (v - Sᵀk); the
+    output is Sᵀq. Computed chunk by chunk with matrix products. Document boundaries are exact:
+    the earlier state is multiplied by zero, never by the exponential of an infinity.
 
     Args:
         q: (B, S, Hk, Dk).
-        k: like `q`; mostly of length 1.
+        k: like `q`; usually of unit length.
         v: (B, S, Hv, Dv).
-        g: (B, S, Hv), the logarithm of what the state keeps, at most 0.
-        beta: (B, S, Hv), the rate of correction.
+        g: (B, S, Hv), log decay of the state, at most 0.
+        beta: (B, S, Hv), step size of the state update.
         documents: (B, S) int32.
-        scale: of the queries; 1/√Dk by default.
-        normalize: Whether q and k are first brought to length 1, x / √(Σx² + 1e-6).
+        scale: factor on the queries; 1/√Dk by default.
+        normalize: first scale q and k to unit length, x / √(Σx² + 1e-6).
 
     Returns:
         (B, S, Hv, Dv) in the dtype of `v`, computed in float32 (float64 for float64).
@@ -108,37 +107,39 @@ def gated_delta_rule(
 def _by_chunks(
     q: Tensor, k: Tensor, v_beta: Tensor, k_beta: Tensor, g: Tensor, runs: Tensor
 ) -> Tensor:
-    """Apply the rule to (B, H, chunks, C, D), inside the documents `runs` (B, 1, chunks, C).
+    """Apply the rule to (B, H, chunks, C, D) within the documents `runs` (B, 1, chunks, C).
 
-    Inside a chunk the corrections of all positions solve one triangular system; between chunks the
-    state (B, H, Dk, Dv) goes on. Decays are summed from the begin of a document, or of the chunk,
-    so that no rounding of one document depends on another.
+    The state updates of one chunk solve a triangular system; the state (B, H, Dk, Dv) carries over
+    between chunks. Log decays accumulate from the start of the document or chunk, so the rounding
+    of a document does not depend on its neighbors.
     """
     chunk = q.shape[3]
     lower = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
     seen = lower & (runs[..., :, None] == runs[..., None, :])
-    kept = (seen.to(g.dtype) @ g)[..., 0]
-    between = kept[..., :, None] - kept[..., None, :]
-    decay = between.masked_fill(~seen, -torch.inf).exp()
-    before = F.pad(runs[:, :, :-1, -1:], (0, 0, 1, 0), value=-1)  # the run that the state is of
+    log_decay = (seen.to(g.dtype) @ g)[..., 0]
+    difference = log_decay[..., :, None] - log_decay[..., None, :]
+    decay = difference.masked_fill(~seen, -torch.inf).exp()
+    before = F.pad(runs[:, :, :-1, -1:], (0, 0, 1, 0), value=-1)  # document of the incoming state
     carried = (runs == before)[..., None]
     system = (k_beta @ k.mT) * decay
-    from_state = (k_beta * kept[..., None].exp()).masked_fill(~carried, 0)
+    from_state = (k_beta * log_decay[..., None].exp()).masked_fill(~carried, 0)
     solved = torch.linalg.solve_triangular(
         system, torch.cat((v_beta, from_state), -1), upper=False, unitriangular=True
     )
-    new, of_state = solved.split((v_beta.shape[-1], k.shape[-1]), -1)
+    new, state_update = solved.split((v_beta.shape[-1], k.shape[-1]), -1)
     scores = (q @ k.mT) * decay
-    asked = (q * kept[..., None].exp()).masked_fill(~carried, 0)
+    state_queries = (q * log_decay[..., None].exp()).masked_fill(~carried, 0)
     last = runs[..., -1:]
-    left = (k * (kept[..., -1:] - kept)[..., None].exp()).masked_fill(~(runs == last)[..., None], 0)
-    stays = (kept[..., -1].exp() * (last == before)[..., 0])[..., None, None]
+    state_keys = (k * (log_decay[..., -1:] - log_decay)[..., None].exp()).masked_fill(
+        ~(runs == last)[..., None], 0
+    )
+    state_decay = (log_decay[..., -1].exp() * (last == before)[..., 0])[..., None, None]
     state = q.new_zeros(*q.shape[:2], k.shape[-1], v_beta.shape[-1])
     outputs = []
-    for at in range(q.shape[2]):
-        corrected = new[:, :, at] - of_state[:, :, at] @ state
-        outputs.append(asked[:, :, at] @ state + scores[:, :, at] @ corrected)
-        state = state * stays[:, :, at] + left[:, :, at].mT @ corrected
+    for index in range(q.shape[2]):
+        corrected = new[:, :, index] - state_update[:, :, index] @ state
+        outputs.append(state_queries[:, :, index] @ state + scores[:, :, index] @ corrected)
+        state = state * state_decay[:, :, index] + state_keys[:, :, index].mT @ corrected
     return torch.stack(outputs, 2)
 
 
@@ -153,6 +154,6 @@ def _chunks(x: Tensor, chunk: int) -> Tensor:
 
 
 def _runs(documents: Tensor) -> Tensor:
-    """Number each position's document in its row, whatever it is called: (B, S) int64."""
-    begins = documents[:, 1:] != documents[:, :-1]
-    return F.pad(begins.cumsum(1), (1, 0))
+    """Number the documents of each row from 0, in order: (B, S) int64."""
+    starts = documents[:, 1:] != documents[:, :-1]
+    return F.pad(starts.cumsum(1), (1, 0))

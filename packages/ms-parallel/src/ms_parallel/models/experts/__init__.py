@@ -1,1 +1,1 @@
-"""Mixtures of experts: routers, what they choose, the experts, and how load is balanced."""
+"""Mixtures of experts: routers, expert layers, and load balancing."""

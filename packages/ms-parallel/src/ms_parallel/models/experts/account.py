@@ -1,15 +1,14 @@
-"""What routers note during an update, and the balance losses that they add to it.
+"""Router statistics of an update, and the load-balancing losses.
 
-The balance loss of a layer is E · Σ_i f_i · P_i over its E experts: f_i is the number of tokens
-that chose expert i over the number of tokens, so that f sums to the choices of a token, and P_i is
-the mean of the scores. This is the loss of Switch (Fedus et al., 2022) as transformers computes it,
-but for one difference: it is the mean of the layers' losses, while transformers multiplies f and P
-that were averaged over layers first. Both are the choices of a token where load is even.
+The balance loss of a layer is E · Σ_i f_i · P_i over its E experts: f_i is the fraction of tokens
+routed to expert i, so f sums to k, and P_i is the mean score of expert i. This is the Switch loss
+(Fedus et al., 2022) as in transformers, with one difference: it is the mean of the layers' losses,
+while transformers averages f and P over layers first. Both equal k for an even load.
 
-f is made of whole numbers and has no gradient. Given f, what a token adds to the gradient of its
-router's logits depends on that token alone: no sum over tokens, microbatches or ranks enters it. It
-is that of the token's own document (the sequence-wise loss of DeepSeek-V3, arXiv:2412.19437), or
-that of the whole previous update.
+f is computed from counts and has no gradient. Given f, a token's gradient of its router logits
+depends on that token alone, not on sums over tokens, microbatches or ranks. f is computed over the
+token's document (the sequence-wise loss of DeepSeek-V3, arXiv:2412.19437) or over the previous
+update.
 """
 
 from typing import Any
@@ -21,14 +20,14 @@ from ms_parallel.models.experts.kept import recomputes
 
 
 class Documents:
-    """Numbers of documents over all rows, computed once for all layers of a forward."""
+    """Document numbers over all rows, computed once for all layers of a forward pass."""
 
     def __init__(self) -> None:
         self._of: tuple[Tensor | None, tuple[int, int]] | None = None
         self._numbers = torch.empty(0, dtype=torch.int64)
 
     def numbers(self, documents: Tensor | None, like: Tensor) -> Tensor:
-        """Number documents through all rows, (B, S) int64; without documents a row is one.
+        """Number the documents of all rows, (B, S) int64; without documents, one per row.
 
         Args:
             documents: (B, S) int32 or None.
@@ -47,17 +46,17 @@ class Documents:
 
 
 class Account:
-    """One router's account of one update.
+    """Statistics and balance losses of one router in one update.
 
     Args:
-        experts: of the layer.
+        experts: number of experts E.
         documents: shared by the layers of a process.
-        rate: what f is multiplied by to be the gradient of a token's score: the loss's coefficient
-            times the experts, over the layers and the tokens of the whole update. 0 for no loss.
-        z_rate: what the square of the logsumexp of a token's logits is multiplied by.
-        load: (E,), f of the previous update; None for that of each token's document.
-        scale: what all gradients of the update are multiplied by.
-        device: of the router.
+        rate: factor on f that gives the gradient of a token's score: coefficient · E / (layers ·
+            tokens of the update). 0 for no balance loss.
+        z_rate: factor on the squared logsumexp of a token's logits.
+        load: (E,), f of the previous update; None to compute f per document.
+        scale: gradient scale of the update.
+        device: device of the router.
     """
 
     def __init__(
@@ -74,12 +73,12 @@ class Account:
         self.documents = documents
         self.rate, self.z_rate, self.load, self.scale = rate, z_rate, load, scale
         self.counts = torch.zeros(experts, dtype=torch.int64, device=device)
-        """(E,): how many of this process's tokens chose each expert."""
+        """(E,): number of this process's tokens routed to each expert."""
         self.sums = torch.zeros(3, device=device)
-        """Over this process's tokens: entropy of the scores in nats, balance loss, z-loss."""
+        """Sums over this process's tokens: score entropy in nats, balance loss, z-loss."""
 
     def note(self, experts: Tensor, scores: Tensor) -> None:
-        """Count what tokens (B, S, k) of this process chose by scores (B, S, E) that sum to 1."""
+        """Add the choices (B, S, k) and normalized scores (B, S, E) of this process's tokens."""
         flat = experts.flatten()
         self.counts.scatter_add_(0, flat, torch.ones_like(flat))
         self.sums[0] -= torch.xlogy(scores, scores).sum()
@@ -87,12 +86,12 @@ class Account:
     def charge(
         self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor, load: Tensor
     ) -> Tensor:
-        """Add up the losses; return the same weights, whose backward brings their gradients along.
+        """Accumulate the losses and return `weights`, whose backward also emits their gradients.
 
         Args:
             weights: (B, S, k).
             logits: (B, S, E).
-            scores: (B, S, E), whose sum over experts is 1.
+            scores: (B, S, E), normalized over experts.
             experts: (B, S, k).
             load: f, (E,) or (B, S, E).
         """
@@ -118,9 +117,9 @@ class Account:
         """Compute f of each token's document.
 
         Args:
-            experts: (B, S, k) of all positions of the rows.
-            numbers: (B, S) of their documents.
-            own: (B, positions of this process), the numbers of theirs.
+            experts: (B, S, k) for all positions of the rows.
+            numbers: (B, S) document numbers.
+            own: (B, positions of this process) document numbers.
 
         Returns:
             (B, positions of this process, E) float64 on a CPU, else float32.
@@ -137,25 +136,25 @@ class Account:
 
 
 class Accounted:
-    """A router whose choices an update counts, and balances; a part of a module."""
+    """Mixin for routers with statistics and balance losses."""
 
     account: Account | None = None
-    """The account of the update that is under way, if there is one."""
+    """Account of the current update, if any."""
     everywhere: bool = False
-    """Whether each tensor rank chooses for all positions, and not for its part of them."""
+    """Whether each tensor rank routes all positions instead of its part of them."""
 
 
 class _Bring(torch.autograd.Function):
-    """The same weights; scores get a gradient that was known before the backward."""
+    """Identity on weights that adds a precomputed gradient to scores."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, scores: Tensor, gradient: Tensor) -> Tensor:
-        """Pass weights through as they are."""
+        """Return weights unchanged."""
         ctx.save_for_backward(gradient)
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, of_weights: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Give the gradients of the weights and of the scores."""
+        """Return the gradients of the weights and of the scores."""
         (gradient,) = ctx.saved_tensors
         return of_weights, gradient, None

@@ -1,6 +1,6 @@
-"""The experts of a layer, all in two tensors, each computing for the tokens that chose it.
+"""Experts of a layer as grouped linear maps over two weight tensors.
 
-Shapes: B rows, S positions, H hidden, E experts, I width of one expert, k choices of a token.
+Shapes: B rows, S positions, H hidden, E experts, I expert width, k experts per token.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from ms_parallel.operators.protocol import Ops
 
 
 class GroupedLinear(nn.Module):
-    """A linear map for each expert.
+    """One linear map per expert.
 
     Args:
-        experts: E.
-        outputs: Sizes of what comes out; more than one for several maps that share their input.
-        inputs: Size of what goes in.
-        bias: Whether something is added.
+        experts: Number of experts E.
+        outputs: Output dims; more than one for several maps with a shared input.
+        inputs: Input size.
+        bias: Whether the maps have a bias.
         ops: Operators.
     """
 
@@ -32,45 +32,43 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, *outputs, inputs))
         self.bias = nn.Parameter(torch.empty(experts, *outputs)) if bias else None
         self.share = 1.0
-        """Share of the bias that this process adds, where a sum over processes follows."""
+        """Fraction of the bias to add on this process if the output is summed over processes."""
         self.ops = ops
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Map rows (T, inputs), `counts` (E,) of each expert in turn, to (T, all outputs)."""
+        """Map rows (T, inputs), sorted by expert with `counts` (E,), to (T, total outputs)."""
         weight = _local(self.weight).flatten(1, -2)
-        made = self.ops.grouped_matmul(rows, weight.transpose(1, 2), counts)
+        out = self.ops.grouped_matmul(rows, weight.transpose(1, 2), counts)
         if self.bias is None:
-            return made
-        # A product too, so that its gradient is a sum in the order of the rows.
+            return out
+        # As a grouped product, the bias gradient sums rows in a fixed order.
         bias = _local(self.bias).flatten(1)[:, None] * self.share
-        return made + self.ops.grouped_matmul(rows.new_ones(len(rows), 1), bias, counts)
+        return out + self.ops.grouped_matmul(rows.new_ones(len(rows), 1), bias, counts)
 
 
 Back = Callable[[Tensor], Tensor]
-"""From what experts made of the rows that came here, to what they made of those that were here."""
+"""Returns expert outputs to the processes that dispatched the rows."""
 
 Dispatch = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Back]]
-"""From rows (T, H) of each of all experts in turn, `counts` (E,) of them, to the rows of the
-experts that are here, their counts, and the way back."""
+"""Sends rows (T, H), sorted by expert with `counts` (E,), to the processes of their experts;
+returns the rows and counts of the local experts, and the `Back` function."""
 
 
 def stay(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Back]:
-    """Leave the rows as they are: the dispatch where all experts are here."""
+    """Return the rows unchanged: the dispatch for local experts."""
     return rows, counts, lambda made: made
 
 
 class Experts(nn.Module):
-    """Gated feed-forwards, of which each token passes those that it chose.
-
-    No token is dropped, however many chose an expert.
+    """Gated feed-forward experts without a capacity limit: no token is dropped.
 
     Args:
-        experts: E.
-        hidden: H.
-        inner: I.
+        experts: Number of experts E.
+        hidden: Hidden size H.
+        inner: Expert width I.
         ops: Operators.
-        gate: Of two tensors; SwiGLU by default.
-        bias: Whether the linear maps have one.
+        gate: Gating function of (gate, up); SwiGLU by default.
+        bias: Whether the linear maps have a bias.
     """
 
     def __init__(
@@ -84,13 +82,13 @@ class Experts(nn.Module):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        # The two halves have a dim of their own, so that a split of I splits both.
+        # Gate and up are a separate dim, so splitting I splits both.
         self.gate_up_proj = GroupedLinear(experts, (2, inner), hidden, bias=bias, ops=ops)
         self.down_proj = GroupedLinear(experts, (hidden,), inner, bias=bias, ops=ops)
         self.count = experts
         self.gate = gate or ops.swiglu
         self.dispatch: Dispatch = stay
-        """Where processes share out the experts, brings rows to theirs."""
+        """Sends rows to the processes of their experts under expert parallelism."""
         self.ops = ops
 
     def forward(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
@@ -99,12 +97,12 @@ class Experts(nn.Module):
         rows, counts, places = self.ops.permute_tokens(tokens, chosen, count=self.count)
         rows, counts, back = self.dispatch(rows, counts)
         pairs = self.gate_up_proj(rows, counts).unflatten(-1, (2, -1))
-        opened = swiglu_of_pairs(pairs) if self.gate is swiglu else self.gate(*pairs.unbind(-2))
-        rows = back(self.down_proj(opened, counts))
+        activated = swiglu_of_pairs(pairs) if self.gate is swiglu else self.gate(*pairs.unbind(-2))
+        rows = back(self.down_proj(activated, counts))
         out = self.ops.unpermute_tokens(rows, places, weights.flatten(0, 1))
         return out.view_as(hidden)
 
 
 def _local(weight: Tensor) -> Tensor:
-    """Take this process's part of a weight, differentiably."""
+    """Return this process's part of a weight, differentiably."""
     return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -1,8 +1,8 @@
-"""Decisions of a forward that its recomputation takes over instead of deciding again.
+"""Decisions of a forward pass that its recomputation reuses.
 
-A router that chose anew in the backward could choose otherwise: its bias may have moved in between,
-and two equal scores fall either way. What is decided under `keeping` is kept outside of what is
-recomputed, in the order of the decisions.
+A router that chose again during recomputation could choose differently: its bias may have changed
+since, and ties may resolve either way. Decisions under `keeping` are recorded and replayed in
+order.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class _Now(local):
-    """What surrounds the code that runs; a thread's own, as autograd recomputes in its threads."""
+    """Thread-local recording state: autograd recomputes in its own threads."""
 
     memory: "deque[Tensor] | None" = None
     again: bool = False
@@ -24,34 +24,34 @@ _now = _Now()
 
 
 def decide(decision: Callable[[], Tensor]) -> Tensor:
-    """Return what a decision gives; in a recomputation what it gave before, without deciding.
+    """Return the result of a decision; a recomputation returns the recorded result.
 
     Args:
-        decision: called once for each forward, so that it may count.
+        decision: called once per forward pass, so it may update counters.
     """
     if _now.memory is None:
         return decision()
     if _now.again:
-        made = _now.memory.popleft()
-        _now.memory.append(made)  # a graph may be walked again
-        return made
-    made = decision()
-    _now.memory.append(made)
-    return made
+        result = _now.memory.popleft()
+        _now.memory.append(result)  # the graph may be recomputed again
+        return result
+    result = decision()
+    _now.memory.append(result)
+    return result
 
 
 def recomputes() -> bool:
-    """Return whether what runs is a recomputation, whose facts were noted before."""
+    """Whether the current code runs in a recomputation, whose statistics are already recorded."""
     return _now.again
 
 
 def keeping(
     memory: "deque[Tensor] | None" = None,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Make a context for a forward, which keeps its decisions, and one for its recomputation.
+    """Return context managers for a forward pass and its recomputation.
 
     Args:
-        memory: takes the decisions; a new one by default.
+        memory: queue of decisions; a new one by default.
     """
     memory = deque() if memory is None else memory
     return _within(memory, False), _within(memory, True)
@@ -59,9 +59,9 @@ def keeping(
 
 @contextmanager
 def _within(memory: "deque[Tensor]", again: bool) -> Iterator[None]:
-    before = _now.memory, _now.again
+    previous = _now.memory, _now.again
     _now.memory, _now.again = memory, again
     try:
         yield
     finally:
-        _now.memory, _now.again = before
+        _now.memory, _now.again = previous

@@ -1,4 +1,4 @@
-"""A mixture of experts as a block's feed-forward: router, experts, and what all tokens share."""
+"""Mixture of experts as a block's feed-forward: router, routed experts and shared experts."""
 
 from collections.abc import Callable
 
@@ -17,20 +17,20 @@ STYLES: dict[str, Style] = {
     "mlp.experts.gate_up_proj": "expert_column",
     "mlp.experts.down_proj": "expert_row",
 }
-"""How a block's modules are split along the tensor axis."""
+"""Tensor-parallel styles by module name within a block."""
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token's weighted sum of what its experts make of it.
+    """Weighted sum of each token's expert outputs, plus shared experts.
 
     Args:
-        choice: How experts are chosen.
-        hidden: H.
-        inner: Width of one expert.
+        choice: Router settings.
+        hidden: Hidden size H.
+        inner: Expert width.
         ops: Operators.
-        shared: A feed-forward that every token passes besides, called with (hidden, context=).
-        gate: Of the experts; SwiGLU by default.
-        bias: Whether the experts' linear maps have one.
+        shared: Feed-forward applied to every token, called with (hidden, context=).
+        gate: Gating function of the experts; SwiGLU by default.
+        bias: Whether the experts' linear maps have a bias.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class MixtureOfExperts(nn.Module):
 def weight_rules(
     mixture: str = "mlp", matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> Rules:
-    """Return the rules by which a folder's tensors, one for each expert, make up the model's.
+    """Return the rules for checkpoints with one tensor per expert and matrix.
 
     Args:
-        mixture: What the folder calls the module that is `mlp` here.
-        matrices: What it calls an expert's gate, up and down.
+        mixture: Checkpoint name of the `mlp` module.
+        matrices: Checkpoint names of an expert's gate, up and down matrices.
     """
     on_disk = f"model.layers.{{0}}.{mixture}"
     expert = f"{on_disk}.experts.{{expert}}.{{matrix}}.weight"

@@ -1,7 +1,7 @@
-"""A router: which experts each token goes to, and with which weights.
+"""Top-k expert router.
 
-Shapes: B rows, S positions, H hidden, E experts, k choices of a token. Logits and scores are
-float32 (float64 in float64) whatever the model computes in: rounded to bfloat16 they tie, and flip.
+Shapes: B rows, S positions, H hidden, E experts, k experts per token. Logits and scores are float32
+(float64 for float64) in every compute dtype: rounded to bfloat16 they tie and choices flip.
 """
 
 from collections.abc import Callable
@@ -18,15 +18,15 @@ from ms_parallel.operators.cpu import widen
 
 
 class Router(nn.Module, Accounted):
-    """A linear map to a logit for each expert, of which the best are chosen.
+    """Linear router with top-k selection.
 
     Args:
-        hidden: H.
-        choice: How experts are chosen.
+        hidden: Hidden size H.
+        choice: Router settings.
     """
 
     e_score_correction_bias: Tensor
-    """(E,) float32, where the choice is corrected; no gradient."""
+    """(E,) float32 selection bias without gradient, if `choice.corrected`."""
 
     def __init__(self, hidden: int, choice: Choice) -> None:
         super().__init__()
@@ -37,12 +37,12 @@ class Router(nn.Module, Accounted):
             self.register_buffer("e_score_correction_bias", zeros)
         self.choice = choice
         self.whole: Callable[[Tensor], Tensor] = lambda x: x
-        """All positions (B, S, ...) of those that this process has (B, part of S, ...)."""
+        """Gathers all positions (B, S, ...) from this process's (B, part of S, ...)."""
         self.part = 0
-        """Which of the equal parts of the positions this process has."""
+        """Index of this process's part of the positions."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
-        """Convert the parameters; the correction stays in float32, in which its steps are exact."""
+        """Convert the parameters; keep the selection bias in float32, where its steps are exact."""
         exact = getattr(self, "e_score_correction_bias", None)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if exact is not None and self.e_score_correction_bias.dtype != exact.dtype:
@@ -50,11 +50,11 @@ class Router(nn.Module, Accounted):
         return self
 
     def forward(self, hidden: Tensor, *, context: Context | None = None) -> tuple[Tensor, Tensor]:
-        """Choose for each token.
+        """Select experts and weights for each token.
 
         Args:
             hidden: (B, S, H), or this process's part of S.
-            context: What the blocks of a forward share, for its documents.
+            context: Context of the forward pass, for its documents.
 
         Returns:
             experts (B, S, k) int64 and weights (B, S, k).
@@ -80,8 +80,8 @@ class Router(nn.Module, Accounted):
         if choice.chosen_groups < choice.groups:
             grouped = scores.view(*scores.shape[:-1], choice.groups, -1)
             best = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
-            kept = best.topk(choice.chosen_groups, -1).indices
-            mask = torch.ones_like(best, dtype=torch.bool).scatter_(-1, kept, False)
+            top_groups = best.topk(choice.chosen_groups, -1).indices
+            mask = torch.ones_like(best, dtype=torch.bool).scatter_(-1, top_groups, False)
             scores = grouped.masked_fill(mask[..., None], -torch.inf).flatten(-2)
         experts = scores.topk(choice.num_experts_per_tok, -1).indices
         if account is not None:
@@ -101,12 +101,12 @@ class Router(nn.Module, Accounted):
     def _load(self, account: Account, experts: Tensor, context: Context | None) -> Tensor:
         if account.load is not None or not account.rate:
             return account.load if account.load is not None else experts.new_zeros(())
-        every = self.whole(experts)
+        all_experts = self.whole(experts)
         documents = None if context is None else context.documents
         split = None if context is None else context.row_split
-        every = every if split is None else split.whole(every)
-        numbers = account.documents.numbers(documents, every)
-        own = numbers if split is None else split.mine(numbers)
+        all_experts = all_experts if split is None else split.whole(all_experts)
+        numbers = account.documents.numbers(documents, all_experts)
+        local_numbers = numbers if split is None else split.mine(numbers)
         first = self.part * experts.shape[1]
-        own = own[:, first : first + experts.shape[1]]
-        return account.load_of_documents(every, numbers, own)
+        local_numbers = local_numbers[:, first : first + experts.shape[1]]
+        return account.load_of_documents(all_experts, numbers, local_numbers)

@@ -1,1 +1,1 @@
-"""Parts that blocks are made of: norms, attention, feed-forwards, and the block itself."""
+"""Building blocks of decoders: norms, attention, feed-forwards, and the decoder block."""

@@ -1,7 +1,7 @@
 """Grouped-query attention with rotary positions.
 
-Under a tensor-parallel split the same code runs: head counts come from the local width of the
-projections. Shapes: B rows, S positions, H hidden, D width of one head.
+The same code runs under tensor parallelism: head counts follow from the local width of the
+projections. Shapes: B rows, S positions, H hidden, D head width.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RotaryContext(Context):
-    """The angles of one forward's positions."""
+    """Rotary tables and masks of one forward pass."""
 
     tables: tuple[tuple[Tensor, Tensor], ...]
-    """Cosines and sines, (B or 1, S, width/2) float32, of each of the config's `ropes`."""
+    """Cosines and sines, (B or 1, S, width/2) float32, for each of the config's `ropes`."""
     lengths: tuple[int, ...] | None
-    """Lengths of the documents of all rows if each is attended to by itself, on a CPU."""
+    """Document lengths of all rows, to compute attention per document on a CPU."""
     block_masks: "Mapping[int | None, BlockMask] | None" = None
-    """FlexAttention's mask of each window, for compiled blocks on a GPU."""
+    """FlexAttention mask per window, for compiled blocks on a GPU."""
 
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions.
 
     Args:
-        config: The model.
-        layer: Global number of the layer, which says its window and its rotary positions.
+        config: Model configuration.
+        layer: Global layer index, which selects the window and the rotary positions.
         ops: Operators.
-        norm: Builds the norms of queries and keys, of (width, eps, ops).
-        sinks: Whether each head has a score beside those of its keys, as in gpt-oss.
-        softcap: What scores are bent to stay below, before the softmax.
+        norm: Builds the norms of queries and keys from (width, eps, ops).
+        sinks: Add a learned sink score per head, as in gpt-oss.
+        softcap: Soft cap on the scores; None for no cap.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Attention(nn.Module):
         return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Make queries, keys and values (B, S, heads, D), not turned yet."""
+        """Project to queries, keys and values (B, S, heads, D), before rotation."""
         q, k, v = (
             projection(hidden).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -103,10 +103,7 @@ class Attention(nn.Module):
 
 
 class Sinks(nn.Module):
-    """A score of each head that all its queries have beside those of keys.
-
-    As a bias begins it, at 0.
-    """
+    """Learned sink score per head, added to the softmax of every query; initialized to 0."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -127,20 +124,20 @@ def attend(
     softcap: float | None = None,
     **settings: Any,
 ) -> Tensor:
-    """Compute attention of queries (B, S, heads, D) over keys and values, held and new.
+    """Compute attention of queries (B, S, heads, D) over cached and new keys and values.
 
     Args:
         ops: Operators.
         q: New queries.
-        k: Keys of held and new positions.
-        v: Values, likewise.
-        context: Its documents keep apart what is packed; where processes share out the rows, `q`,
-            `k` and `v` are of this process's positions.
-        softcap: What scores are bent to stay below, before the softmax.
-        settings: What else the operator takes.
+        k: Keys of cached and new positions.
+        v: Values of cached and new positions.
+        context: Context of the forward pass. Under context parallelism, `q`, `k` and `v` hold this
+            process's positions.
+        softcap: Soft cap on the scores; None for no cap.
+        settings: Further arguments of the operator.
     """
     operator: Callable[..., Tensor] = ops.attention
-    if softcap is not None:  # which fused kernels do not have
+    if softcap is not None:  # not supported by fused kernels
         operator, settings["softcap"] = capped_attention, softcap
     if context.row_split is not None:
         return context.row_split.attend(operator, q, k, v, **settings)

@@ -1,4 +1,4 @@
-"""One layer of a decoder, from parts: attention, feed-forward, and norms around them."""
+"""Decoder block: attention, feed-forward, and the norms around them."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from ms_parallel.operators.protocol import Ops
 
 @frozen(kw_only=True)
 class Norms:
-    """What the norms around the two halves of a block are called; None where there is none."""
+    """Names of the norms around attention and feed-forward; None for no norm."""
 
     before_attention: str | None = None
     after_attention: str | None = None
@@ -23,27 +23,27 @@ class Norms:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the norms that there are."""
-        four = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
-        return tuple(name for name in four if name is not None)
+        """Names of all norms in use."""
+        names = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
+        return tuple(name for name in names if name is not None)
 
 
 PRE_NORM = Norms(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
-"""As Llama has them."""
+"""Norms of Llama."""
 
 
 class Block(nn.Module):
-    """One layer; the unit of recomputation and sharding.
+    """Decoder layer; the unit of activation checkpointing and sharding.
 
     Args:
-        config: The model.
-        layer: Global number of the layer.
+        config: Model configuration.
+        layer: Global layer index.
         ops: Operators.
-        attention: Becomes `self_attn`, called with (hidden, context=); Llama's by default.
-        mlp: Becomes `mlp`, called with (hidden, context=); Llama's by default.
-        norm: Builds a norm of (width, eps, ops).
-        norms: Which there are.
-        residual: What each half is multiplied by before it is added.
+        attention: Module for `self_attn`, called with (hidden, context=); Llama's by default.
+        mlp: Module for `mlp`, called with (hidden, context=); Llama's by default.
+        norm: Builds a norm from (width, eps, ops).
+        norms: Names of the norms.
+        residual: Scale of both residual branches.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor, *, context: RotaryContext) -> Tensor:
         """Map (B, S, H) to (B, S, H)."""
         norms = self.norms
-        new = self.self_attn(self._normed(norms.before_attention, hidden), context=context)
-        hidden = self._added(hidden, self._normed(norms.after_attention, new))
-        new = self.mlp(self._normed(norms.before_mlp, hidden), context=context)
-        return self._added(hidden, self._normed(norms.after_mlp, new))
+        branch = self.self_attn(self._normed(norms.before_attention, hidden), context=context)
+        hidden = self._added(hidden, self._normed(norms.after_attention, branch))
+        branch = self.mlp(self._normed(norms.before_mlp, hidden), context=context)
+        return self._added(hidden, self._normed(norms.after_mlp, branch))
 
     def _normed(self, name: str | None, hidden: Tensor) -> Tensor:
         return hidden if name is None else getattr(self, name)(hidden)

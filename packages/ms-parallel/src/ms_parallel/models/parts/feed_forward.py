@@ -10,13 +10,13 @@ from ms_parallel.operators.protocol import Ops
 
 
 class FeedForward(nn.Module):
-    """Down of gate(gate_proj) · up_proj.
+    """Gated feed-forward: down_proj(gate(gate_proj(x), up_proj(x))).
 
     Args:
-        config: The model.
+        config: Model configuration.
         ops: Operators.
-        inner: Width between; the config's by default.
-        gate: The gate of two tensors; SwiGLU by default.
+        inner: Intermediate size; the config's by default.
+        gate: Gating function of (gate, up); SwiGLU by default.
     """
 
     def __init__(

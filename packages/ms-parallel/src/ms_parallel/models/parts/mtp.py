@@ -1,12 +1,12 @@
-"""Layers behind the last one, each of which predicts one token further (DeepSeek-V3, section 2.2).
+"""Multi-token prediction (MTP) layers after the last decoder layer (DeepSeek-V3, section 2.2).
 
-The layer of depth k joins what the one before made of position i with the embedding of token i+k,
-and is a block as the others are; the model's own head makes logits for token i+k+1 of it.
+The layer of depth k combines the previous hidden state at position i with the embedding of token
+i+k and runs a regular block; the model's head turns its output into logits for token i+k+1.
 
-Numbered differences from the paper:
-1. The first of them gets hidden states behind the model's last norm, and each next one those behind
-   the norm of the one before: so the released weights are run, as the paper leaves it open.
-2. Each depth's loss is divided by the number of its own targets, not by the length of the text.
+Differences from the paper:
+1. The first MTP layer gets hidden states after the model's final norm, and each later layer those
+   after the norm of the previous one. The paper leaves this open; the released weights need it.
+2. The loss of a depth is averaged over its number of targets, not over the sequence length.
 """
 
 from collections.abc import Mapping
@@ -30,17 +30,17 @@ _MODULES: Mapping[str, Style] = {
     "eh_proj": "sequence",
     "shared_head.norm": "sequence",
 }
-"""How the tensor axis splits what a block does not have, by names in the layer."""
+"""Tensor-parallel styles of the modules that an MTP layer adds to a block, by name in the layer."""
 
 
 class MTPLayer(Block):
-    """A block that joins hidden states with embeddings of the tokens to come.
+    """Block that combines hidden states with embeddings of later tokens.
 
     Args:
-        config: The model.
-        layer: Its number, from the number of the model's layers on.
+        config: Model configuration.
+        layer: Layer index; MTP layers count on from the model's layers.
         ops: Operators.
-        parts: Of `Block`.
+        parts: Further arguments of `Block`.
     """
 
     def __init__(self, config: DecoderConfig, layer: int, ops: Ops, **parts: Any) -> None:
@@ -55,16 +55,16 @@ class MTPLayer(Block):
     def forward(  # type: ignore[override]
         self, hidden: Tensor, embedded: Tensor, *, context: RotaryContext
     ) -> Tensor:
-        """Turn hidden states and embeddings (B, S, H) into finished hidden states (B, S, H)."""
+        """Map hidden states and embeddings (B, S, H) to normalized hidden states (B, S, H)."""
         joined = torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1)
         hidden = super().forward(self.eh_proj(joined), context=context)
         return self.shared_head.norm(hidden)  # type: ignore[operator,no-any-return]
 
 
 def with_mtp_layers(plan: ModelPlan, config: ModelConfig) -> ModelPlan:
-    """Add a model's prediction layers, if it has any, to the plan of its other parts.
+    """Add the MTP layers of a model, if any, to its plan.
 
-    Its folder holds embedding and head once more for each of them.
+    A checkpoint folder repeats the embedding and the head for every MTP layer.
     """
     if not config.mtp_layers:
         return plan

@@ -13,7 +13,7 @@ class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dim."""
 
     neutral = 1.0
-    """What fresh weights are."""
+    """Initial weight value."""
 
     def __init__(self, width: int, eps: float, ops: Ops) -> None:
         super().__init__()
@@ -22,32 +22,32 @@ class RMSNorm(nn.Module):
         self.ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norm x over its last dim, (..., width) to the same."""
+        """Normalize x (..., width) over its last dim."""
         return self.ops.rms_norm(x, self.weight, self.eps)
 
 
 class UnitOffsetNorm(RMSNorm):
-    """Gemma's norm: multiplies by 1 + weight, in float32 until the end."""
+    """Gemma's norm: scales by 1 + weight and computes in float32."""
 
     neutral = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norm x over its last dim, (..., width) to the same."""
+        """Normalize x (..., width) over its last dim."""
         return self.ops.rms_norm(widen(x), 1.0 + widen(self.weight), self.eps).to(x.dtype)
 
 
 class Across(Protocol):
-    """Where a width is split over processes."""
+    """Split of a width over processes."""
 
     def total(self, sums: Tensor) -> Tensor:
-        """Add up every process's sums."""
+        """Sum over processes."""
 
     def local(self, weight: Tensor) -> Tensor:
-        """Take this process's part of a weight."""
+        """Return this process's part of a weight."""
 
 
 class WholeWidthNorm(RMSNorm):
-    """A norm over a width that may be split over processes; set `across` where it is."""
+    """Norm over a width that may be split over processes, in which case `across` is set."""
 
     def __init__(self, width: int, eps: float, ops: Ops) -> None:
         super().__init__(width, eps, ops)
@@ -55,7 +55,7 @@ class WholeWidthNorm(RMSNorm):
         self.across: Across | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norm x, (..., width, or this process's part of it) to the same."""
+        """Normalize x (..., width or this process's part of it)."""
         if self.across is None:
             return super().forward(x)
         wide = widen(x)

@@ -1,10 +1,10 @@
-"""Attention within segments of a row, by content and distance (Dai et al., 2019, arXiv:1901.02860).
+"""Segment attention with relative positions (Dai et al., 2019, arXiv:1901.02860).
 
-Inside a layer, segment t attends to itself and to the inputs of that layer from before it, through
-which no gradient flows.
+Segment t of a layer attends to itself and to earlier inputs of the layer, without gradient through
+the latter.
 
-Shapes: B rows, S positions, N queries of a segment, M keys that it sees, H hidden, D width of a
-head. Distances count positions within the row; inside a document they equal those of `positions`.
+Shapes: B rows, S positions, N queries of a segment, M visible keys, H hidden, D head width.
+Distances count positions within the row; inside a document they equal those of `positions`.
 """
 
 import math
@@ -19,34 +19,34 @@ from ms_parallel.operators.cpu import widen
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segment:
-    """Positions [start, end) of a row, counted from the cache's first, that attend together."""
+    """Segment of positions [start, end) in a row, counted from the first cached position."""
 
     memory: int
-    """First position that they see."""
+    """First visible position."""
     start: int
     end: int
     seen: Tensor
-    """(B or 1, 1, N, M) bool: which of the positions [memory, end) each of them sees."""
+    """(B or 1, 1, N, M) bool mask of visible positions in [memory, end)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SegmentContext(Context):
-    """How one forward falls into segments."""
+    """Segments of one forward pass."""
 
     segments: list[Segment]
     distances: Tensor
-    """(longest M, H): sinusoids of the distances M-1 to 0."""
+    """(max M, H): sinusoids of the distances M-1 to 0."""
 
 
 class PerHead(nn.Module):
-    """A vector a head, (heads, D)."""
+    """Bias vector per head, (heads, D)."""
 
     def __init__(self, heads: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(heads, width))
 
     def forward(self, q: Tensor) -> Tensor:
-        """Add it to queries (B, N, heads, D)."""
+        """Add the bias to queries (B, N, heads, D)."""
         return q + self.weight
 
 
@@ -54,10 +54,10 @@ class RelativeAttention(nn.Module):
     """Attention whose scores depend on content and on distance (equation 5, second form).
 
     Args:
-        hidden: H.
-        heads: how many.
-        head_dim: D.
-        layer: its number, under which a cache keeps its keys and values.
+        hidden: hidden size H.
+        heads: number of heads.
+        head_dim: head width D.
+        layer: layer index, the key of its entries in a cache.
     """
 
     def __init__(self, hidden: int, heads: int, head_dim: int, layer: int) -> None:
@@ -76,8 +76,8 @@ class RelativeAttention(nn.Module):
     def forward(self, hidden: Tensor, *, context: SegmentContext) -> Tensor:
         """Map (B, S, H) to (B, S, H)."""
         q, k, v = (self._heads(p(hidden)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        r = self._heads(self.r_proj(context.distances.to(q.dtype)))  # (longest M, heads, D)
-        held = context.segments[0].start
+        r = self._heads(self.r_proj(context.distances.to(q.dtype)))  # (max M, heads, D)
+        cached = context.segments[0].start
         if context.cache is not None:
             past_k, past_v = context.cache.append(self.layer, k, v)
         elif torch.is_grad_enabled() and len(context.segments) > 1:
@@ -87,17 +87,17 @@ class RelativeAttention(nn.Module):
             past_k, past_v = k, v
         outputs = []
         for s in context.segments:
-            own = slice(s.start - held, s.end - held)
-            keys = torch.cat((past_k[:, s.memory : s.start], k[:, own]), 1)
-            values = torch.cat((past_v[:, s.memory : s.start], v[:, own]), 1)
-            outputs.append(self._attend(q[:, own], keys, values, r, s.seen))
+            part = slice(s.start - cached, s.end - cached)
+            keys = torch.cat((past_k[:, s.memory : s.start], k[:, part]), 1)
+            values = torch.cat((past_v[:, s.memory : s.start], v[:, part]), 1)
+            outputs.append(self._attend(q[:, part], keys, values, r, s.seen))
         return self.o_proj(torch.cat(outputs, 1).flatten(-2))  # type: ignore[no-any-return]
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.reshape(*x.shape[:-1], -1, self.head_dim)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, r: Tensor, seen: Tensor) -> Tensor:
-        """Attend by q (B, N, heads, D) to k and v (B, M, heads, D); return (B, N, heads, D)."""
+        """Compute attention of q (B, N, heads, D) over k and v (B, M, heads, D)."""
         content = torch.einsum("bnhd,bmhd->bhnm", self.content_bias(q), k)
         distance = torch.einsum("bnhd,mhd->bhnm", self.position_bias(q), r[-k.shape[1] :])
         scores = widen(content + _by_key(distance)) / math.sqrt(self.head_dim)
@@ -106,11 +106,11 @@ class RelativeAttention(nn.Module):
 
 
 def _by_key(scores: Tensor) -> Tensor:
-    """Turn columns by distance (M-1 to 0) into columns by key, as in the paper's appendix B.
+    """Shift columns indexed by distance (M-1 to 0) to columns indexed by key (appendix B).
 
-    Query i of N, the last of which sees distance 0 at the last key, needs its row moved left by
-    N-1-i. A column more makes each row of the flat tensor begin one place later, which is that.
-    What enters from the right belongs to later keys, and is masked.
+    The last query has distance 0 to the last key, so the row of query i of N moves left by N-1-i.
+    Padding one column and reshaping moves each row one column right relative to the row above it.
+    Entries that wrap around belong to later keys and are masked.
 
     Args:
         scores: (B, heads, N, M).
@@ -128,25 +128,25 @@ def segments_of(
     documents: Tensor | None,
     device: torch.device,
 ) -> list[Segment]:
-    """Cut positions [start, end) into segments, which begin at multiples of their length.
+    """Cut positions [start, end) into segments aligned to multiples of their length.
 
     Args:
-        start: of the new positions, behind those that a cache holds.
-        end: of the new positions.
-        length: of a segment.
-        memory_length: positions before a segment that it sees.
-        documents: (B, end), which never see another; None for one.
-        device: of what is made.
+        start: first new position, after the cached ones.
+        end: end of the new positions.
+        length: segment length.
+        memory_length: visible positions before a segment.
+        documents: (B, end), attention never crosses them; None for one document per row.
+        device: device of the masks.
     """
     segments = []
     while start < end:
-        begin = start // length * length
-        stop, memory = min(begin + length, end), max(0, begin - memory_length)
+        aligned = start // length * length
+        stop, memory = min(aligned + length, end), max(0, aligned - memory_length)
         key = torch.arange(memory, stop, device=device)
         seen = (key <= key[start - memory :, None])[None, None]
         if documents is not None:
-            of_key = documents[:, None, memory:stop]
-            seen = seen & (of_key[..., start - memory :, None] == of_key[..., None, :])
+            visible = documents[:, None, memory:stop]
+            seen = seen & (visible[..., start - memory :, None] == visible[..., None, :])
         segments.append(Segment(memory=memory, start=start, end=stop, seen=seen))
         start = stop
     return segments

@@ -1,1 +1,1 @@
-"""How far each position is turned, and how config.json says it."""
+"""Rotary positions and sliding windows: tables, scaling, and their settings in config.json."""

@@ -1,4 +1,4 @@
-"""Rotary positions in config.json: the old spelling and the new one."""
+"""Rotary settings in config.json, in the old format and the new one."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, get_args
@@ -12,24 +12,23 @@ _ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}.union(
 
 
 class Positions(Protocol):
-    """How a family says its rotary positions."""
+    """Reader and writer of a family's rotary settings."""
 
     keys: frozenset[str]
-    """Keys of config.json that it reads besides those of all families."""
+    """Keys of config.json that it reads in addition to those of all families."""
 
     def read(self, config_json: Mapping[str, Any]) -> dict[str, Any]:
         """Read a configuration's settings from a config.json with the family's defaults."""
 
     def write(self, config: Any) -> dict[str, object]:
-        """Return what config.json says of a configuration's positions."""
+        """Return the rotary settings for config.json."""
 
 
 class OneRope:
-    """All layers that turn do so alike.
+    """Same rotary settings in all layers that have positions.
 
     Args:
-        partial: config.json may say what share of a head turns, which is a setting of the
-            configuration then.
+        partial: support `partial_rotary_factor` as a setting of the configuration.
     """
 
     def __init__(self, *, partial: bool = False) -> None:
@@ -37,7 +36,7 @@ class OneRope:
         self.keys = frozenset({"partial_rotary_factor"}) if partial else frozenset()
 
     def read(self, config_json: Mapping[str, Any]) -> dict[str, Any]:
-        """Read base, scaling and share."""
+        """Read base, scaling and, if supported, partial_rotary_factor."""
         rope = chosen_rope(config_json)
         share = rope.get("partial_rotary_factor", config_json.get("partial_rotary_factor", 1.0))
         theta, scaling = read_rope(rope, config_json.get("rope_theta", 10000.0))
@@ -54,7 +53,7 @@ class OneRope:
         return {"rope_theta": theta, "rope_scaling": scaling}
 
     def write(self, config: Any) -> dict[str, object]:
-        """Return the old spelling of positions, which all versions of readers know."""
+        """Return the settings in the old format, which all versions of transformers know."""
         return {
             "rope_theta": config.rope_theta,
             "rope_scaling": write_scaling(config.rope_scaling),
@@ -62,14 +61,14 @@ class OneRope:
 
 
 ONE_ROPE = OneRope()
-"""As Llama has it."""
+"""Rotary settings of Llama."""
 
 
 def chosen_rope(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Find the mapping that says how positions turn, in whichever spelling.
+    """Return the mapping of rotary settings in either format.
 
     Raises:
-        ModelError: the two spellings differ, or it is no mapping.
+        ModelError: the two formats disagree, or the value is not a mapping.
     """
     new, old = config_json.get("rope_parameters"), config_json.get("rope_scaling")
     if new and old and new != old:
@@ -87,11 +86,11 @@ def read_rope(rope: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling
     """Read base and scaling from one mapping of rotary settings.
 
     Args:
-        rope: `rope_parameters`, `rope_scaling`, or what they say of some layers.
-        theta: The base where it says none.
+        rope: `rope_parameters`, `rope_scaling`, or their entry for some layers.
+        theta: Default base.
 
     Raises:
-        ModelError: it asks for what is not supported.
+        ModelError: a setting is missing or not supported.
         ConfigError: a value is out of range.
     """
     unknown = sorted(set(rope) - _ROPE)

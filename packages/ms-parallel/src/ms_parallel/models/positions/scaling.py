@@ -1,4 +1,4 @@
-"""Rotary positions as values: base, width, and how frequencies are stretched to longer contexts."""
+"""Rotary settings as values: base, width, and frequency scaling for longer contexts."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -23,7 +23,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
-"""What config.json has to say of each kind; yarn's factor may be null."""
+"""Required settings by kind; yarn's factor may be null."""
 OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "yarn": (
         "attention_factor",
@@ -35,15 +35,15 @@ OPTIONAL: Mapping[str, tuple[str, ...]] = {
     ),
     "longrope": ("factor", "attention_factor"),
 }
-"""What it may say besides."""
+"""Optional settings by kind."""
 
 _number = number(least=1e-30, optional=True)
 
 
 def _factors(instance: object, attribute: "Attribute[Any]", value: Any) -> None:
     """Check for numbers above zero; None passes."""
-    for each in value or ():
-        above_zero(instance, attribute, each)
+    for factor in value or ():
+        above_zero(instance, attribute, factor)
 
 
 def _as_tuple(value: Any) -> Any:
@@ -52,37 +52,38 @@ def _as_tuple(value: Any) -> Any:
 
 @frozen(kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched to longer contexts."""
+    """Scaling of rotary frequencies for longer contexts."""
 
     kind: Kind
     factor: float | None = field(default=None, validator=_number)
-    """How far; yarn and longrope take the quotient of the two maxima of positions for None."""
+    """Scaling factor; for yarn and longrope, None means max_position_embeddings /
+    original_max_position_embeddings."""
     low_freq_factor: float = field(default=1.0, validator=above_zero)
-    """llama3: wavelengths above original/low are stretched fully."""
+    """llama3: wavelengths above original/low are fully scaled."""
     high_freq_factor: float = field(default=4.0, validator=above_zero)
-    """llama3: wavelengths below original/high are left alone."""
+    """llama3: wavelengths below original/high are not scaled."""
     original_max_position_embeddings: int = field(default=8192, validator=size)
-    """llama3, yarn, longrope: positions of the first pre-training."""
+    """llama3, yarn, longrope: context length of pre-training before scaling."""
     attention_factor: float | None = field(default=None, validator=_number)
-    """yarn, longrope: what cosines and sines are multiplied by; None for what the papers say."""
+    """yarn, longrope: factor on cosines and sines; None for the formula of the paper."""
     beta_fast: float | None = field(default=None, validator=_number)
-    """yarn: frequencies that turn more often than this are left alone; None for 32."""
+    """yarn: dims with more rotations than this in the original context are not scaled; None: 32."""
     beta_slow: float | None = field(default=None, validator=_number)
-    """yarn: frequencies that turn less often than this are stretched fully; None for 1."""
+    """yarn: dims with fewer rotations than this are fully scaled; None for 1."""
     mscale: float | None = field(default=None, validator=_number)
-    """yarn: with `mscale_all_dim`, makes the attention factor a quotient of two."""
+    """yarn: numerator of the attention factor, with `mscale_all_dim` as the denominator."""
     mscale_all_dim: float | None = field(default=None, validator=_number)
     """yarn: see `mscale`."""
     truncate: bool = field(default=True, validator=flag)
-    """yarn: the ramp between stretched and left alone begins and ends at whole dims."""
+    """yarn: round the bounds of the ramp between unscaled and scaled dims to integers."""
     short_factor: tuple[float, ...] | None = field(
         default=None, converter=_as_tuple, validator=_factors
     )
-    """longrope: of each frequency, in texts of up to `original_max_position_embeddings`."""
+    """longrope: factor per frequency for texts of up to `original_max_position_embeddings`."""
     long_factor: tuple[float, ...] | None = field(
         default=None, converter=_as_tuple, validator=_factors
     )
-    """longrope: of each frequency, in longer texts."""
+    """longrope: factor per frequency for longer texts."""
 
     def __attrs_post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -100,19 +101,19 @@ class RopeScaling:
 
 @frozen(kw_only=True)
 class Rope:
-    """The rotary positions of some layers.
+    """Rotary embedding of some layers.
 
     Raises:
-        ConfigError: the width is odd, or the scaling does not fit it.
+        ConfigError: the width is odd, or the scaling does not match it.
     """
 
     theta: float
     """Base of the frequencies."""
     width: int
-    """Dims of a head that turn: the first so many."""
+    """Number of rotated dims, the first ones of a head."""
     scaling: RopeScaling | None = None
     max_position_embeddings: int
-    """Positions that the model is meant for."""
+    """Maximum context length of the model."""
 
     def __attrs_post_init__(self) -> None:
         if self.width % 2 or self.width < 2:
@@ -136,7 +137,7 @@ class Rope:
 
     @property
     def length_limit(self) -> int | None:
-        """Positions beyond which frequencies depend on the whole text's length, if any do."""
+        """Length beyond which frequencies depend on the text length; None if they never do."""
         match self.scaling:
             case RopeScaling(kind="dynamic"):
                 return self.max_position_embeddings
@@ -146,7 +147,7 @@ class Rope:
 
 
 def as_rope_scaling(value: Any) -> Any:
-    """Take a mapping of settings for the value that they are of."""
+    """Convert a mapping of settings to `RopeScaling`."""
     if not isinstance(value, Mapping):
         return value
     known = [setting.name for setting in fields(RopeScaling)]

@@ -1,7 +1,7 @@
-"""Cosines and sines of rotary positions, bit for bit those of transformers in float32.
+"""Cosines and sines of rotary positions, bit-identical to transformers in float32.
 
-Where a scaling's frequencies depend on how long a text is (dynamic, longrope), each document has
-those of its own length, so that packed documents are turned as each alone would be.
+If frequencies depend on the text length (dynamic, longrope), each document uses its own length, so
+packing does not change the angles.
 Shapes: B rows, S positions, F frequencies.
 """
 
@@ -17,25 +17,25 @@ from ms_parallel.models.positions.scaling import Rope, RopeScaling
 def rotary_tables(
     rope: Rope, positions: Tensor, ends: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute cosines and sines of the angles of each position, (B or 1, S, F) float32.
+    """Compute cosines and sines for all positions, (B or 1, S, F) float32.
 
     Args:
-        rope: What turns.
+        rope: Rotary settings.
         positions: (B or 1, S) int64.
-        ends: (B or 1, S) int64, the length of each position's document, where `rope` has a
+        ends: (B or 1, S) int64, the length of each position's document; needed if `rope` has a
             `length_limit`.
     """
-    plain = frequencies(rope, device=positions.device)
+    inv_freq = frequencies(rope, device=positions.device)
     if rope.length_limit is not None and ends is not None:
-        changed = _of_long_texts(rope, ends[..., None])
-        plain = torch.where(ends[..., None] > rope.length_limit, changed, plain)
-    angles = positions[..., None].float() * plain
+        long_inv_freq = _of_long_texts(rope, ends[..., None])
+        inv_freq = torch.where(ends[..., None] > rope.length_limit, long_inv_freq, inv_freq)
+    angles = positions[..., None].float() * inv_freq
     factor = attention_factor(rope)
     return angles.cos() * factor, angles.sin() * factor
 
 
 def frequencies(rope: Rope, *, device: torch.device | None = None) -> Tensor:
-    """Compute the angle from one position to the next, (F,) float32, up to the `length_limit`."""
+    """Compute inverse frequencies (F,) float32 for texts up to the `length_limit`."""
     powers = _powers(rope, rope.theta, device)
     plain, scaling = 1.0 / powers, rope.scaling
     if scaling is None:
@@ -53,7 +53,7 @@ def frequencies(rope: Rope, *, device: torch.device | None = None) -> Tensor:
 
 
 def attention_factor(rope: Rope) -> float:
-    """Compute what cosines and sines are multiplied by."""
+    """Compute the factor on cosines and sines."""
     scaling = rope.scaling
     if scaling is None or scaling.kind not in ("yarn", "longrope"):
         return 1.0
@@ -69,30 +69,30 @@ def attention_factor(rope: Rope) -> float:
 
 
 def document_ends(positions: Tensor, documents: Tensor | None) -> Tensor:
-    """Compute how long each position's document is, as far as it is here: (B or 1, S) int64.
+    """Compute the length so far of each position's document, (B or 1, S) int64.
 
     Args:
         positions: (B or 1, S) int64 of the new tokens.
-        documents: (B, held and new positions) int32; None for one a row.
+        documents: (B, cached and new positions) int32; None for one document per row.
     """
     if documents is None:
         return (positions.amax(-1, keepdim=True) + 1).expand_as(positions)
     new = documents[:, documents.shape[1] - positions.shape[1] :]
     positions = positions.expand(new.shape)
-    begins = torch.ones_like(new, dtype=torch.bool)
-    begins[:, 1:] = new[:, 1:] != new[:, :-1]
-    number = begins.cumsum(-1) - 1
+    starts = torch.ones_like(new, dtype=torch.bool)
+    starts[:, 1:] = new[:, 1:] != new[:, :-1]
+    number = starts.cumsum(-1) - 1
     ends = torch.zeros_like(positions).scatter_reduce(-1, number, positions + 1, "amax")
     return ends.gather(-1, number)
 
 
 def check_growth(rope: Rope, positions: Tensor, ends: Tensor, held: int) -> None:
-    """Refuse to continue a cached text whose held keys were turned by other frequencies.
+    """Check that a cached text does not grow past the limit, where its frequencies would change.
 
-    Looks at values only where the number of positions could have crossed the limit.
+    Reads tensor values only if the number of positions could have crossed the limit.
 
     Raises:
-        ModelError: a text crosses it.
+        ModelError: a text crosses the limit.
     """
     limit = rope.length_limit
     if limit is None or held == 0 or held + positions.shape[1] <= limit:
@@ -100,7 +100,7 @@ def check_growth(rope: Rope, positions: Tensor, ends: Tensor, held: int) -> None
     assert rope.scaling is not None
     start = positions[..., 0]
     crossing = (start > 0) & (ends[..., 0] > limit)
-    if rope.scaling.kind == "longrope":  # which turns all longer texts alike
+    if rope.scaling.kind == "longrope":  # same frequencies for all longer texts
         crossing &= start <= limit
     if bool(crossing.any()):
         raise ModelError(
@@ -125,7 +125,7 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def _of_long_texts(rope: Rope, lengths: Tensor) -> Tensor:
-    """Compute frequencies in texts beyond the limit: (F,), or of `lengths` (B or 1, S, 1) each."""
+    """Compute inverse frequencies of texts beyond the limit: (F,) or (B or 1, S, F)."""
     scaling, limit = rope.scaling, rope.length_limit
     assert scaling is not None
     assert limit is not None
@@ -139,7 +139,7 @@ def _of_long_texts(rope: Rope, lengths: Tensor) -> Tensor:
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling, factor: float) -> Tensor:
-    """Stretch long waves, leave short ones alone, with a ramp between (Llama 3.1's model card)."""
+    """Scale long wavelengths, keep short ones, and interpolate between (Llama 3.1's model card)."""
     original = scaling.original_max_position_embeddings
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     waves = 2 * math.pi / plain
@@ -150,7 +150,7 @@ def _llama3(plain: Tensor, scaling: RopeScaling, factor: float) -> Tensor:
 
 
 def _yarn(rope: Rope, scaling: RopeScaling, powers: Tensor) -> Tensor:
-    """Stretch frequencies that turn seldom within the original positions (arXiv:2309.00071)."""
+    """Scale dims with few rotations in the original context (YaRN, arXiv:2309.00071)."""
     stretched = 1.0 / (_factor(rope, scaling) * powers)
     original = scaling.original_max_position_embeddings
 
@@ -162,7 +162,7 @@ def _yarn(rope: Rope, scaling: RopeScaling, powers: Tensor) -> Tensor:
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.width - 1)
-    high = high + 0.001 if low == high else high  # else the ramp has no width
-    at = torch.arange(rope.width // 2, dtype=torch.float32, device=powers.device)
-    keep = 1 - ((at - low) / (high - low)).clamp(0, 1)
+    high = high + 0.001 if low == high else high  # avoid a ramp of width 0
+    dims = torch.arange(rope.width // 2, dtype=torch.float32, device=powers.device)
+    keep = 1 - ((dims - low) / (high - low)).clamp(0, 1)
     return stretched * (1 - keep) + 1.0 / powers * keep

@@ -1,4 +1,4 @@
-"""Sliding windows in config.json: which layers they apply to, as each family says it."""
+"""Sliding-window settings in config.json, in the format of each family."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -12,26 +12,26 @@ Sliding = tuple[int | None, tuple[int, ...] | None]
 
 
 class Windowed(Protocol):
-    """What is asked of a configuration."""
+    """Configuration fields for sliding windows."""
 
     @property
     def num_hidden_layers(self) -> int:
-        """Layers."""
+        """Number of layers."""
 
     @property
     def sliding_window(self) -> int | None:
-        """The window of those that slide."""
+        """Window of the sliding layers."""
 
     @property
     def sliding_layers(self) -> tuple[int, ...] | None:
-        """Layers that slide; None for all."""
+        """Layers with a sliding window; None for all."""
 
     def window(self, layer: int) -> int | None:
-        """Return the window of one layer, None where it sees everything before."""
+        """Return the window of a layer; None for full attention."""
 
 
 class Windows(Protocol):
-    """How a family says which layers slide."""
+    """Reader and writer of a family's window settings."""
 
     @property
     def keys(self) -> frozenset[str]:
@@ -41,7 +41,7 @@ class Windows(Protocol):
         """Read the window and its layers from a config.json, with the family's defaults."""
 
     def write(self, config: Any) -> dict[str, object]:
-        """Return what config.json says of a configuration's windows."""
+        """Return the window settings for config.json."""
 
 
 class _NoWindows:
@@ -60,7 +60,7 @@ class _OneWindow:
     keys = frozenset({"sliding_window"})
 
     def read(self, config_json: Mapping[str, Any]) -> Sliding:
-        """Read the window, which all layers have, or none."""
+        """Read the window of all layers, if any."""
         return config_json.get("sliding_window"), None
 
     def write(self, config: Windowed) -> dict[str, object]:
@@ -72,7 +72,7 @@ class _EveryLayer:
     keys = frozenset({"sliding_window", "layer_types"})
 
     def read(self, config_json: Mapping[str, Any]) -> Sliding:
-        """Read the window, and the layers that slide: all, unless `layer_types` names some."""
+        """Read the window and its layers: all, unless `layer_types` lists some."""
         window = config_json.get("sliding_window", 4096)
         named = _named(config_json, window)
         return (window, None) if named is None else named
@@ -90,17 +90,17 @@ class _EveryLayer:
 
 @frozen(kw_only=True)
 class ByPattern:
-    """Layers slide as `layer_types` says, or by a pattern where it is silent.
+    """Sliding layers from `layer_types` or, by default, from a pattern.
 
-    The window is always a number; configurations that follow the pattern have no `sliding_layers`.
+    The window is always a number; `sliding_layers` is None for layers that follow the pattern.
     """
 
     slides: Callable[[Mapping[str, Any], int], bool]
-    """Whether a layer slides by the pattern, of a config.json and the layer's number."""
+    """Whether a layer slides by the pattern, given config.json and the layer index."""
     keys: frozenset[str] = frozenset({"sliding_window", "layer_types"})
 
     def read(self, config_json: Mapping[str, Any]) -> Sliding:
-        """Read the window, and the layers where they differ from the pattern."""
+        """Read the window, and the layers if they differ from the pattern."""
         count, kinds = config_json["num_hidden_layers"], config_json.get("layer_types")
         pattern = tuple(layer for layer in range(count) if self.slides(config_json, layer))
         layers = pattern if kinds is None else sliding_layers(kinds, count)
@@ -115,7 +115,7 @@ class _UpperLayers:
     keys = frozenset({"sliding_window", "layer_types", "use_sliding_window", "max_window_layers"})
 
     def read(self, config_json: Mapping[str, Any]) -> Sliding:
-        """Read window and layers: from `max_window_layers` on, unless `layer_types` names some."""
+        """Read window and layers: from `max_window_layers` on, unless `layer_types` lists some."""
         window, first = config_json.get("sliding_window", 4096), config_json["max_window_layers"]
         if type(first) is not int:
             raise ModelError(f"max_window_layers is {str(first)[:60]!r}; give a whole number")
@@ -126,7 +126,7 @@ class _UpperLayers:
         return window, tuple(range(max(0, first), config_json["num_hidden_layers"]))
 
     def write(self, config: Windowed) -> dict[str, object]:
-        """Return both spellings: to older readers all layers from max_window_layers on slide."""
+        """Return both formats; older readers apply the window from max_window_layers on."""
         kinds = layer_types(config)
         slides = [kind == "sliding_attention" for kind in kinds]
         return {
@@ -139,24 +139,24 @@ class _UpperLayers:
 
 NO_WINDOWS: Windows = _NoWindows()
 ONE_WINDOW: Windows = _OneWindow()
-"""As Phi-3 has it."""
+"""Window settings of Phi-3."""
 EVERY_LAYER: Windows = _EveryLayer()
-"""As Mistral has them."""
+"""Window settings of Mistral."""
 UPPER_LAYERS: Windows = _UpperLayers()
-"""As Qwen has them."""
+"""Window settings of Qwen."""
 
 
 def layer_types(config: Windowed) -> list[str]:
-    """List the type of each layer, as config.json calls it."""
+    """Return `layer_types` for config.json."""
     windows = map(config.window, range(config.num_hidden_layers))
     return ["full_attention" if window is None else "sliding_attention" for window in windows]
 
 
 def sliding_layers(kinds: Any, count: int) -> tuple[int, ...]:
-    """List the layers that `layer_types` lets slide.
+    """Return the layers with sliding attention in `layer_types`.
 
     Raises:
-        ModelError: it is no list of as many known types.
+        ModelError: the value is not a list of supported types, one per layer.
     """
     known = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or len(kinds) != count or any(k not in known for k in kinds):
@@ -168,7 +168,7 @@ def sliding_layers(kinds: Any, count: int) -> tuple[int, ...]:
 
 
 def _named(config_json: Mapping[str, Any], window: int | None) -> Sliding | None:
-    """Read what `layer_types` says; None if it is not there."""
+    """Read `layer_types`; None if it is missing."""
     kinds = config_json.get("layer_types")
     if kinds is None:
         return None
