@@ -1,4 +1,4 @@
-"""Checks backends against the contract: results and gradients beside the reference in float64."""
+"""Checks of backends against the contract: results and gradients vs. the float64 reference."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -60,26 +60,26 @@ def check(
         A finding for each result and gradient of each trial.
     """
     findings: list[Finding] = []
-    for each in IMPLEMENTATIONS:
-        if operators is not None and each.operator not in operators:
+    for implementation in IMPLEMENTATIONS:
+        if operators is not None and implementation.operator not in operators:
             continue
-        if backends is not None and each.backend not in backends:
+        if backends is not None and implementation.backend not in backends:
             continue
-        contract = CONTRACTS[each.operator]
+        contract = CONTRACTS[implementation.operator]
         for without, variant in _trials(contract):
-            findings += _attempt(contract, each, without, variant, device, dtype)
+            findings += _attempt(contract, implementation, without, variant, device, dtype)
     return tuple(findings)
 
 
 def _trials(contract: Contract) -> Iterator[tuple[tuple[str, ...], Variant]]:
-    """Yield the optional arguments to leave out, and the options and sizes to set."""
-    spare = tuple(each.name for each in contract.arguments if each.optional)
+    """Yield the optional arguments to omit, and the options and sizes to set."""
+    optional = tuple(argument.name for argument in contract.arguments if argument.optional)
     yield (), Variant({}, {})
-    if spare:
-        yield spare, Variant({}, {})
+    if optional:
+        yield optional, Variant({}, {})
     for option in contract.options:
         for value in option.trials:
-            yield spare, Variant({option.name: value}, {})
+            yield optional, Variant({option.name: value}, {})
     for variant in contract.variants:
         yield (), variant
 
@@ -95,7 +95,7 @@ def _attempt(
     options = variant.options
     tensors = contract.draw(variant.dims, dtype=dtype, device=device)
     inputs = [None if name in without else tensor for name, tensor in tensors.items()]
-    values = tuple(options.get(each.name, each.default) for each in contract.options)
+    values = tuple(options.get(option.name, option.default) for option in contract.options)
     facts = {
         "operator": contract.name,
         "backend": candidate.backend,
@@ -121,22 +121,24 @@ def compare(
     inputs: Iterable[Tensor | None],
     options: tuple[Any, ...],
 ) -> Iterator[tuple[str, float]]:
-    """Yield each part of an implementation's answer with its error as a share of the tolerance.
+    """Yield each result and gradient with its error as a fraction of the tolerance.
 
-    The truth is the reference in float64, given the same rounded inputs.
+    The expected values come from the reference in float64, on the same rounded inputs.
     """
     inputs = list(inputs)
     results, gradients = _differentiate(contract, run, inputs, options, None)
     wide = [
-        each.to(torch.float64) if each is not None and each.is_floating_point() else each
-        for each in inputs
+        tensor.to(torch.float64) if tensor is not None and tensor.is_floating_point() else tensor
+        for tensor in inputs
     ]
-    truths, slopes = _differentiate(contract, contract.reference, wide, options, results)
-    dtype = next(each.dtype for each in inputs if each is not None)
-    for result, truth in zip(results, truths, strict=True):
-        yield "result", _share(result, truth, contract.tolerance.results[dtype])
+    expected_results, expected_grads = _differentiate(
+        contract, contract.reference, wide, options, results
+    )
+    dtype = next(tensor.dtype for tensor in inputs if tensor is not None)
+    for result, expected in zip(results, expected_results, strict=True):
+        yield "result", _share(result, expected, contract.tolerance.results[dtype])
     for name, gradient in gradients.items():
-        share = _share(gradient, slopes[name], contract.tolerance.gradients[dtype])
+        share = _share(gradient, expected_grads[name], contract.tolerance.gradients[dtype])
         yield f"gradient of {name}", share
 
 
@@ -147,47 +149,49 @@ def _differentiate(
     options: tuple[Any, ...],
     like: list[Tensor] | None,
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return results and gradients, the latter for one random gradient of the results.
+    """Return results and gradients, the latter for a random gradient of the results.
 
-    That one is rounded to the dtype of `like`, so that the truth is given the same numbers. A
-    mean's is multiplied by the number of rows, as the gradients of the arguments would else vanish
-    under the absolute tolerance. Arguments that are written in place are copied, and the copies
-    are the results.
+    The random gradient is rounded to the dtype of `like`, so that the reference gets the same
+    values. For a mean it is multiplied by the number of rows; otherwise the argument gradients
+    would vanish below the absolute tolerance. Mutated arguments are copied, and the copies are the
+    results.
     """
     leaves: dict[str, Tensor] = {}
-    given: list[Tensor | None] = []
-    written: list[Tensor] = []
+    call_inputs: list[Tensor | None] = []
+    mutated: list[Tensor] = []
     for argument, tensor in zip(contract.arguments, inputs, strict=True):
-        each = tensor
-        if each is not None and argument.mutated:
-            each = _copy(each)
-            written.append(each)
-        elif each is not None and argument.differentiable:
-            each = leaves[argument.name] = each.detach().requires_grad_()
-        given.append(each)
-    output = run(*given, *options)
+        leaf = tensor
+        if leaf is not None and argument.mutated:
+            leaf = _copy(leaf)
+            mutated.append(leaf)
+        elif leaf is not None and argument.differentiable:
+            leaf = leaves[argument.name] = leaf.detach().requires_grad_()
+        call_inputs.append(leaf)
+    output = run(*call_inputs, *options)
     if contract.mutates:
-        return written, {}
+        return mutated, {}
     results = list(output) if isinstance(output, tuple) else [output]
     if not leaves:
         return results, {}
-    pulled = [place for place, each in enumerate(results) if each.is_floating_point()]
+    grad_indices = [index for index, result in enumerate(results) if result.is_floating_point()]
     generator = torch.Generator().manual_seed(1)
-    first = next(each for each in given if each is not None)
+    first = next(tensor for tensor in call_inputs if tensor is not None)
     strength = first.numel() // first.shape[-1] if "mean" in options else 1
-    pulls = [
-        torch.randn(results[place].shape, generator=generator)
-        .to((like or results)[place].dtype)
-        .to(results[place].device, results[place].dtype)
+    result_grads = [
+        torch.randn(results[index].shape, generator=generator)
+        .to((like or results)[index].dtype)
+        .to(results[index].device, results[index].dtype)
         * strength
-        for place in pulled
+        for index in grad_indices
     ]
-    slopes = torch.autograd.grad([results[place] for place in pulled], list(leaves.values()), pulls)
-    return [each.detach() for each in results], dict(zip(leaves, slopes, strict=True))
+    grads = torch.autograd.grad(
+        [results[index] for index in grad_indices], list(leaves.values()), result_grads
+    )
+    return [result.detach() for result in results], dict(zip(leaves, grads, strict=True))
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Return the same numbers under the same strides."""
+    """Return a copy with the same strides."""
     copy = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
@@ -195,7 +199,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _share(got: Tensor, truth: Tensor, tolerance: Tolerance) -> float:
-    """Return the largest error as a share of the allowed one."""
+    """Return the largest error as a fraction of the allowed error."""
     if got.shape != truth.shape:
         return float("inf")
     if not truth.numel():

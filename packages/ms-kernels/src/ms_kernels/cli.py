@@ -1,4 +1,4 @@
-"""The command `ms-kernels`: its subcommands and their arguments."""
+"""Command line of `ms-kernels`: subcommands and their arguments."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -10,19 +10,19 @@ from ms_kernels.entry import CommandParser, file_argument, folder_argument, perf
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; 0 done, 1 a check did not hold, 2 bad input, 130 after Ctrl-C."""
+    """Run the command line; exit code 0 on success, 1 failed check, 2 bad input, 130 Ctrl-C."""
     parser = _parser()
-    # argparse finds no positional arguments after options where there are subcommands.
-    options, rest = parser.parse_known_args(arguments)
-    if any(each.startswith("-") for each in rest) or (rest and "details" not in options):
-        parser.error(f"not understood: {' '.join(rest)}")
-    if rest:
-        options.details += rest
+    # With subcommands, argparse does not accept positional arguments after options.
+    options, extra = parser.parse_known_args(arguments)
+    if any(argument.startswith("-") for argument in extra) or (extra and "details" not in options):
+        parser.error(f"not understood: {' '.join(extra)}")
+    if extra:
+        options.details += extra
     return perform("ms-kernels", lambda: _command(options.run)(options))
 
 
 def _command(name: str) -> Callable[[argparse.Namespace], int]:
-    """Import what a command needs: torch, which help and version do without."""
+    """Import a command lazily, because it imports torch, which --help and --version do not need."""
     from ms_kernels.torch_import import without_numpy_warning
 
     with without_numpy_warning():
@@ -130,4 +130,4 @@ _COMMANDS: tuple[tuple[str, str, Callable[[argparse.ArgumentParser], None], str,
         "ms-kernels build --target sm_90 --out lib/",
     ),
 )
-"""Each command's name, the function that runs it, its arguments, help and example."""
+"""Commands: name, name of the function, function that adds the arguments, help, example."""

@@ -1,18 +1,18 @@
-"""Every error this package raises on purpose; each is also the builtin that fits."""
+"""Errors raised by this package; they also derive from a suitable builtin exception."""
 
 from typing import ClassVar
 
 SHOWN_CHARACTERS = 80
-"""Most characters of a value that a message shows."""
+"""Maximum characters of a value in a message."""
 
 
 def shown(value: object) -> str:
-    """Write a value as a message may hold it: in one line of bounded length."""
+    """Format a value for a message: in one line of bounded length."""
     if isinstance(value, int) and value.bit_length() > 4 * SHOWN_CHARACTERS:
-        return f"a whole number of {value.bit_length()} bits"  # Python writes none of 4,300 digits
+        return f"a whole number of {value.bit_length()} bits"  # str() fails above 4,300 digits
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # an argument's own mistake must not hide that it does not fit
+    except Exception:  # a failing __repr__ must not hide the actual error
         text = f"a {type(value).__name__}"
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
 
@@ -21,7 +21,7 @@ class KernelError(Exception):
     """Base of all errors of ms-kernels. Its text is one line: what, where, the remedy."""
 
     exit_code: ClassVar[int] = 2
-    """How a command ends that raises it: what was given has to be mended."""
+    """Exit code of a command that raises it: 2, bad input."""
 
 
 class ArgumentError(KernelError, ValueError):

@@ -1,9 +1,9 @@
-"""Weights of 4 or 8 bits, packed in bytes, and the way back.
+"""Group-wise quantization of weights to 4 or 8 bits, packed in bytes, and dequantization.
 
-A matrix (N, K) is cut along K into groups of `group_size`. A weight is ``(code - zero) · scale``
-with a code of 0 to ``2 ** bits - 1``, and a scale and a zero for each row and group; without zeros
-the zero is ``2 ** (bits - 1)``. Codes of 8 bits take a byte each, (N, K) uint8. Of 4 bits two
-share one, (N, K / 2) uint8: byte j holds code 2j in its low half and code 2j + 1 in its high half.
+A matrix (N, K) is split along K into groups of `group_size`. A weight is ``(code - zero) · scale``
+with a code from 0 to ``2 ** bits - 1`` and one scale and zero per row and group; without zeros, the
+zero is ``2 ** (bits - 1)``. 8-bit codes take one byte each, (N, K) uint8. Two 4-bit codes share one
+byte, (N, K / 2) uint8: byte j has code 2j in its low half and code 2j + 1 in its high half.
 """
 
 import torch
@@ -37,8 +37,8 @@ def pack_codes(codes: Tensor, *, bits: int) -> Tensor:
     if codes.numel() and (int(codes.min()) < 0 or int(codes.max()) >= 2**bits):
         got = f"{int(codes.min())} to {int(codes.max())}"
         raise ArgumentError("pack_codes", "codes", got, f"from 0 to {2**bits - 1}")
-    whole = codes.to(torch.uint8)
-    return whole if bits == 8 else whole[:, 0::2] | (whole[:, 1::2] << 4)
+    byte_codes = codes.to(torch.uint8)
+    return byte_codes if bits == 8 else byte_codes[:, 0::2] | (byte_codes[:, 1::2] << 4)
 
 
 def unpack_codes(packed: Tensor, *, bits: int) -> Tensor:
@@ -121,10 +121,10 @@ def dequantize(
         raise ArgumentError("dequantize", "group_size", shown(group_size), fits)
     wide = accumulator(scales.dtype)
     scales = scales.to(wide).unsqueeze(-1)
-    middle = 2 ** (bits - 1) if zeros is None else zeros.to(wide).unsqueeze(-1)
+    offsets = 2 ** (bits - 1) if zeros is None else zeros.to(wide).unsqueeze(-1)
     codes = unpack_codes(packed, bits=bits).to(wide).reshape(*scales.shape[:2], group_size)
-    # (code - zero) · scale in one pass, with the product of zero and scale made once a group.
-    weight: Tensor = torch.addcmul(-middle * scales, codes, scales).flatten(1)
+    # (code - zero) · scale in one pass; zero · scale is computed once per group.
+    weight: Tensor = torch.addcmul(-offsets * scales, codes, scales).flatten(1)
     return weight
 
 

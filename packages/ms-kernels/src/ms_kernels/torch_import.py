@@ -1,4 +1,4 @@
-"""Imports torch in silence where numpy is missing, and not before it is needed."""
+"""Import of torch without its warning about a missing numpy."""
 
 import warnings
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_numpy_warning() -> Iterator[None]:
-    """Keep torch from warning, as it is imported, that there is no numpy: nothing here needs it."""
+    """Suppress torch's import warning about missing numpy, which this package does not need."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
         yield

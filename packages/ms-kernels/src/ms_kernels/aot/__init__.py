@@ -1,4 +1,4 @@
-"""The operators of one chip as a library, built ahead of time on a machine without that chip."""
+"""Operator libraries for one chip, built ahead of time on a machine without that chip."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Builds a library's folder: compiled piece by piece beside its place, then moved there whole."""
+"""Build of a library folder: compiled piece by piece in a temporary folder, then renamed."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from ms_kernels.aot.targets import Target, target_named
 from ms_kernels.errors import BackendError, shown
 
 Progress = Callable[[str, int, int], object]
-"""Called with the name of a piece, how many pieces are done, and how many there are."""
+"""Callback with the name of a compiled piece, the number of pieces done, and the total."""
 
 log = logging.getLogger(__name__)
 
@@ -54,21 +54,21 @@ def build(
         BackendError: when the target is unknown, its folder exists, or a tool is missing or fails.
     """
     chip = target_named(target)
-    place = out / chip.name
+    folder = out / chip.name
     if jobs < 1:
         raise BackendError(f"jobs is {jobs}; it must be a number of processes, 1 or more")
     try:
-        if place.exists():
-            raise BackendError(f"{place} exists; remove it, or build into another folder")
+        if folder.exists():
+            raise BackendError(f"{folder} exists; remove it, or build into another folder")
         (out / f".{chip.name}.partial").mkdir(parents=True, exist_ok=True)
-    except ValueError as error:  # a path that no system takes
-        raise BackendError(f"{shown(str(place))}: {error}; name another folder") from error
+    except ValueError as error:  # invalid on every system, such as a null byte
+        raise BackendError(f"{shown(str(folder))}: {error}; name another folder") from error
     except OSError as error:
-        raise _unwritten(place, error) from error
+        raise _unwritten(folder, error) from error
     try:
         return _made(chip, out, only, jobs, progress)
     except OSError as error:
-        raise _unwritten(place, error) from error
+        raise _unwritten(folder, error) from error
 
 
 def _unwritten(place: Path, error: OSError) -> BackendError:
@@ -77,21 +77,21 @@ def _unwritten(place: Path, error: OSError) -> BackendError:
 
 
 def _made(chip: Target, out: Path, only: Sequence[str], jobs: int, progress: Progress) -> Path:
-    """Make a library beside its place, and move it there whole."""
-    place, work = out / chip.name, out / f".{chip.name}.partial"
-    make = make_models if chip.backend == "cpu" else make_kernels
-    manifest = make(chip, work, only, jobs, progress)
+    """Build a library in the temporary folder, then rename it to its final name atomically."""
+    folder, work = out / chip.name, out / f".{chip.name}.partial"
+    build_content = make_models if chip.backend == "cpu" else make_kernels
+    manifest = build_content(chip, work, only, jobs, progress)
     write(work / NAME, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
     _keep_only(work, manifest)
     _sync(work)
-    os.rename(work, place)
+    os.rename(work, folder)
     _sync(out)
-    return place
+    return folder
 
 
 def _keep_only(work: Path, manifest: Manifest) -> None:
-    """Remove what the manifest does not list."""
-    listed = {NAME, *(each.path for each in manifest.files)}
+    """Remove all files that the manifest does not list."""
+    listed = {NAME, *(file.path for file in manifest.files)}
     for path in work.iterdir():
         if path.name not in listed:
             shutil.rmtree(path) if path.is_dir() else path.unlink()

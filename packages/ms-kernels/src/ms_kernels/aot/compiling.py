@@ -1,4 +1,4 @@
-"""Compiles a kernel to a chip's machine code, and reads what it takes of the chip."""
+"""Compilation of a kernel to a chip's machine code, and its resource usage."""
 
 import os
 import re
@@ -17,36 +17,36 @@ from ms_kernels.errors import BackendError
 
 @frozen(kw_only=True)
 class Resources:
-    """What one kernel takes of a chip: its budget."""
+    """Resource usage of a compiled kernel."""
 
     registers: int
-    """Registers of a thread."""
+    """Registers per thread."""
     spilled_bytes: int
-    """Bytes of a thread's local memory: what did not fit its registers."""
+    """Bytes of local memory per thread, used by register spills."""
     shared_bytes: int
-    """Bytes of a multiprocessor's shared memory, for one program."""
+    """Bytes of shared memory per program."""
     matrix_instructions: int
-    """Tensor core or MFMA instructions in the code."""
+    """Number of Tensor Core or MFMA instructions."""
     vector_bits: int
-    """Width of the widest load or store of global memory."""
+    """Width of the widest global memory load or store."""
 
 
 @frozen(kw_only=True)
 class Compiled:
-    """One kernel's machine code."""
+    """Machine code of one kernel, with its metadata."""
 
     entry: Entry
     binary: bytes
     """A cubin or hsaco."""
     symbol: str
-    """Name of the kernel in it."""
+    """Symbol of the kernel in the binary."""
     parameters: tuple[tuple[str, str], ...]
-    """Name and type of what it takes, in order."""
+    """Name and type of the kernel's parameters, in order."""
     scratch: int
-    """Pointers to scratch memory that follow them; always null."""
+    """Number of scratch memory pointers after the parameters; always null."""
     resources: Resources
     ttir: str
-    """The kernel before it was lowered to a chip."""
+    """Triton IR of the kernel, before it is lowered to the chip."""
 
 
 def compiler_version() -> str:
@@ -64,13 +64,13 @@ def compiler_version() -> str:
 
 
 def own_arguments(entry: Entry) -> tuple[tuple[str, str], ...]:
-    """Return name and type of the arguments that a kernel takes when it runs."""
+    """Return name and type of the runtime arguments of a kernel."""
     signature = entry.signature(tuple(kernel(entry.kernel).arg_names))
     return tuple(pair for pair in signature.items() if pair[1] != "constexpr")
 
 
 def compile_entry(entry: Entry, target: Target) -> Compiled:
-    """Compile one kernel for a chip that need not be here.
+    """Compile one kernel for a chip, which this machine need not have.
 
     Raises:
         BackendError: when Triton is not installed or cannot compile it.
@@ -84,8 +84,8 @@ def compile_entry(entry: Entry, target: Target) -> Compiled:
     function = kernel(entry.kernel)
     signature = entry.signature(tuple(function.arg_names))
     aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(function.arg_names)
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(function.arg_names)
         if signature[name] != "constexpr" and entry.aligned(name)
     }
     source = ASTSource(
@@ -98,24 +98,26 @@ def compile_entry(entry: Entry, target: Target) -> Compiled:
         "enable_fp_fusion": True,
     }
     try:
-        made = triton.compile(source, target=chip, options=options)
-    except Exception as error:  # Triton has no base class of its errors
+        compiled = triton.compile(source, target=chip, options=options)
+    except Exception as error:  # Triton's errors have no common base class
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise BackendError(f"{entry.name} does not compile for {target.name}: {reason}") from error
-    binary = made.asm[target.suffix]
+    binary = compiled.asm[target.suffix]
     return Compiled(
         entry=entry,
         binary=binary,
-        symbol=str(made.metadata.name),
+        symbol=str(compiled.metadata.name),
         parameters=own_arguments(entry),
-        scratch=_scratch(made, target),
-        resources=_nvidia_resources(made) if target.backend == "cuda" else _amd_resources(made),
-        ttir=str(made.asm["ttir"]),
+        scratch=_scratch(compiled, target),
+        resources=_nvidia_resources(compiled)
+        if target.backend == "cuda"
+        else _amd_resources(compiled),
+        ttir=str(compiled.asm["ttir"]),
     )
 
 
 def _scratch(made: Any, target: Target) -> int:
-    """Count the pointers that Triton adds to a kernel's parameters; the kernel may use none."""
+    """Count the scratch pointers that Triton appends to the parameters; their size must be 0."""
     for name in ("global_scratch_size", "profile_scratch_size"):
         size = getattr(made.metadata, name, 0)
         assert not size, f"{made.metadata.name} wants {size} bytes of scratch memory"
@@ -127,9 +129,9 @@ def _scratch(made: Any, target: Target) -> int:
 
 
 def _taken(count: int, made: Any) -> int:
-    own = sum(1 for kind in made.src.signature.values() if kind != "constexpr")
-    assert count >= own, f"{made.metadata.name} takes {count} parameters of {own}"
-    return count - own
+    declared = sum(1 for dtype in made.src.signature.values() if dtype != "constexpr")
+    assert count >= declared, f"{made.metadata.name} takes {count} parameters of {declared}"
+    return count - declared
 
 
 def _nvidia_resources(made: Any) -> Resources:
@@ -140,14 +142,14 @@ def _nvidia_resources(made: Any) -> Resources:
         file.write(made.asm["cubin"])
         file.flush()
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage.stdout + usage.stderr)
-    if found is None:
+    match = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage.stdout + usage.stderr)
+    if match is None:
         raise BackendError(f"cuobjdump says nothing of {made.metadata.name}: {usage.stderr[:200]}")
     ptx = str(made.asm["ptx"])
     matrix = len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)", ptx))
     return Resources(
-        registers=int(found[1]),
-        spilled_bytes=int(found[2]) + int(found[3]),
+        registers=int(match[1]),
+        spilled_bytes=int(match[2]) + int(match[3]),
         shared_bytes=int(made.metadata.shared),
         matrix_instructions=matrix,
         vector_bits=max(
@@ -165,8 +167,8 @@ def _amd_resources(made: Any) -> Resources:
     code = str(made.asm["amdgcn"])
 
     def count(name: str) -> int:
-        found = re.search(rf"\.{name}: +(\d+)", code)
-        return int(found[1]) if found else 0
+        match = re.search(rf"\.{name}: +(\d+)", code)
+        return int(match[1]) if match else 0
 
     widths = re.findall(r"(?:global|buffer|flat)_(?:load|store)_(?:dword|b)(x?\d*)\b", code)
     return Resources(
@@ -174,5 +176,5 @@ def _amd_resources(made: Any) -> Resources:
         spilled_bytes=4 * count("vgpr_spill_count"),
         shared_bytes=int(made.metadata.shared),
         matrix_instructions=len(re.findall(r"\bv_mfma_", code)),
-        vector_bits=max([0] + [32 * int(each[1:] or 1) for each in widths]),
+        vector_bits=max([0] + [32 * int(width[1:] or 1) for width in widths]),
     )

@@ -1,4 +1,4 @@
-"""Makes the library of the CPU: a package of AOTInductor for each operator, and C that runs it."""
+"""Build of the CPU library: one AOTInductor package per operator, and C code that runs them."""
 
 import hashlib
 import zipfile
@@ -24,7 +24,7 @@ from ms_kernels.operators import CONTRACTS
 
 
 class _Operator(nn.Module):
-    """An operator with its options fixed."""
+    """Operator with fixed options, as a module that can be exported."""
 
     def __init__(self, run: Callable[..., Any], options: tuple[Any, ...]) -> None:
         super().__init__()
@@ -41,24 +41,24 @@ def make_models(
     jobs: int,
     progress: Callable[[str, int, int], object],
 ) -> Manifest:
-    """Make the packages and the C library of the CPU in a folder; those that are there stay."""
-    every = [name for name, each in CONTRACTS.items() if each.model is not None]
-    chosen = [name for name in every if not only or name.startswith(tuple(only))]
-    if not chosen:
+    """Build the packages and the C library of the CPU in `work`; reuse packages from before."""
+    every = [name for name, contract in CONTRACTS.items() if contract.model is not None]
+    selected = [name for name in every if not only or name.startswith(tuple(only))]
+    if not selected:
         raise BackendError(
             f"no operator's name begins with {' or '.join(only)}; "
             f"for the CPU there are {', '.join(every)}"
         )
     kernels: list[Kernel] = []
-    for made in each_done(partial(_make, work=work), chosen, jobs=jobs, least=2):
-        kernels.append(made)
-        progress(made.name, len(kernels), len(chosen))
+    for kernel in each_done(partial(_make, work=work), selected, jobs=jobs, least=2):
+        kernels.append(kernel)
+        progress(kernel.name, len(kernels), len(selected))
     sources = resources.files("ms_kernels.aot")
     write(work / "ms_kernels.h", sources.joinpath("models.h").read_bytes())
     write(work / "models.c", sources.joinpath("models.c").read_bytes())
     flags = ["-shared", "-fPIC", "-fvisibility=hidden", "-O2", "-std=gnu11", "models.c"]
     run_compiler(flags, ["-o", LIBRARY, "-ldl"], work)
-    packages = [f"{name}.{suffix}" for name in chosen for suffix in ("pt2", "so")]
+    packages = [f"{name}.{suffix}" for name in selected for suffix in ("pt2", "so")]
     return Manifest(
         target=target.name,
         library=LIBRARY,
@@ -71,27 +71,27 @@ def make_models(
 
 
 def _make(name: str, work: Path) -> Kernel:
-    """Compile one operator, unless an earlier, stopped build did."""
+    """Compile one operator, unless an interrupted build already did."""
     contract = CONTRACTS[name]
     model = contract.model
     assert model is not None
-    drawn = contract.draw(model.sizes)
+    example_tensors = contract.draw(model.sizes)
     tensors = {
-        name: drawn[name]
-        for name in (each.name for each in contract.arguments if not each.optional)
+        name: example_tensors[name]
+        for name in (argument.name for argument in contract.arguments if not argument.optional)
     }
     package, library = work / f"{name}.pt2", work / f"{name}.so"
-    key, kept = _key(contract, model), work / f"{name}.key"
-    if not _is_kept(kept, key, package, library):
+    key, seal = _key(contract, model), work / f"{name}.key"
+    if not _is_kept(seal, key, package, library):
         _compile(contract, model, tensors, package, library)
-        kept.write_text(_sealed(key, package, library))
+        seal.write_text(_sealed(key, package, library))
     return Kernel(
         name=name,
         dtype="fp32",
-        parameters=[Parameter(name, describe(each.dtype)) for name, each in tensors.items()],
+        parameters=[Parameter(name, describe(tensor.dtype)) for name, tensor in tensors.items()],
         tiles="",
         limits=dict.fromkeys(model.free, "any"),
-        constants={each.name: str(each.default) for each in contract.options},
+        constants={option.name: str(option.default) for option in contract.options},
         registers=0,
         spilled_bytes=0,
         shared_bytes=0,
@@ -101,7 +101,7 @@ def _make(name: str, work: Path) -> Kernel:
 
 
 def _is_kept(seal: Path, key: str, package: Path, library: Path) -> bool:
-    """Return whether an earlier build left both files, whole and of the same sources."""
+    """Return whether both files of an earlier build are intact and from the same sources."""
     try:
         return seal.read_text() == _sealed(key, package, library)
     except (OSError, UnicodeError):
@@ -109,13 +109,13 @@ def _is_kept(seal: Path, key: str, package: Path, library: Path) -> bool:
 
 
 def _sealed(key: str, package: Path, library: Path) -> str:
-    """Return the key with the checksums of both files, so that a damaged one is compiled anew."""
-    sums = (hashlib.sha256(each.read_bytes()).hexdigest() for each in (package, library))
+    """Return the key with the checksums of both files, so that a damaged file is recompiled."""
+    sums = (hashlib.sha256(path.read_bytes()).hexdigest() for path in (package, library))
     return " ".join((key, *sums))
 
 
 def _key(contract: Contract, model: Model) -> str:
-    """Return what a compiled operator depends on: sources, sizes, compiler, the kind of CPU."""
+    """Return a hash of a compiled operator's inputs: sources, sizes, compiler, CPU capability."""
     capability = torch.backends.cpu.get_cpu_capability()
     digest = hashlib.sha256(f"{contract.name} {model!r} {torch.__version__} {capability}".encode())
     for file in sorted(Path(str(resources.files("ms_kernels.operators"))).rglob("*.py")):
@@ -133,26 +133,26 @@ def _compile(
     symbols = dict.fromkeys(model.free, Dim.AUTO)
     shapes = tuple(
         {
-            place: symbols.get("S" if name in ("Sq", "Sk") else name, Dim.STATIC)
-            for place, name in enumerate(each.dims)
+            index: symbols.get("S" if name in ("Sq", "Sk") else name, Dim.STATIC)
+            for index, name in enumerate(argument.dims)
         }
-        for each in contract.arguments
-        if each.name in tensors
+        for argument in contract.arguments
+        if argument.name in tensors
     )
-    # Optional arguments stand between tensors and options, and are left out.
-    spare = sum(each.optional for each in contract.arguments)
-    operator = _Operator(contract.reference, (*(None,) * spare, *contract.defaults))
+    # Optional arguments come between tensors and options; pass None for them.
+    optional_count = sum(argument.optional for argument in contract.arguments)
+    operator = _Operator(contract.reference, (*(None,) * optional_count, *contract.defaults))
     with torch.no_grad():
         program = torch.export.export(
             operator, tuple(tensors.values()), dynamic_shapes=(shapes,), strict=False
         )
-        aside = package.with_name(f"new-{package.name}")
-        torch._inductor.aoti_compile_and_package(program, package_path=str(aside))
-    with zipfile.ZipFile(aside) as archive:
+        temporary = package.with_name(f"new-{package.name}")
+        torch._inductor.aoti_compile_and_package(program, package_path=str(temporary))
+    with zipfile.ZipFile(temporary) as archive:
         (inner,) = [
             name
             for name in archive.namelist()
             if name.endswith(".wrapper.so") or (name.endswith(".so") and "aotinductor" in name)
         ]
         write(library, archive.read(inner))
-    aside.replace(package)
+    temporary.replace(package)

@@ -1,4 +1,4 @@
-"""The files of a library: written whole, described by checksum, compiled from C."""
+"""Files of a library: atomic writes, checksums, and the C compiler."""
 
 import hashlib
 import os
@@ -21,25 +21,25 @@ def run_compiler(
     """Run the machine's C compiler in a folder.
 
     Raises:
-        BackendError: when there is none, or it fails; gives its first error.
+        BackendError: if there is no compiler, or it fails; with its first error.
     """
     default = {"CC": "cc", "CXX": "c++"}[variable]
     command = (os.environ.get(variable) or default).split()
     if shutil.which(command[0]) is None:
-        known = sysconfig.get_config_var(variable)
-        remedy = f"install one, or set {variable} (Python was built with {known})"
+        build_compiler = sysconfig.get_config_var(variable)
+        remedy = f"install one, or set {variable} (Python was built with {build_compiler})"
         raise BackendError(f"there is no compiler {command[0]!r}; {remedy}")
-    ended = subprocess.run(
+    process = subprocess.run(
         [*command, *arguments, *output], cwd=work, capture_output=True, text=True
     )
-    if ended.returncode:
-        errors = [line for line in ended.stderr.splitlines() if "error" in line]
-        reason = (errors or ended.stderr.splitlines() or ["no message"])[0]
+    if process.returncode:
+        errors = [line for line in process.stderr.splitlines() if "error" in line]
+        reason = (errors or process.stderr.splitlines() or ["no message"])[0]
         raise BackendError(f"{command[0]} failed: {reason}")
 
 
 def file_of(folder: Path, name: str) -> File:
-    """Describe a file of a library."""
+    """Return the manifest entry of a file."""
     content = (folder / name).read_bytes()
     return File(name, len(content), hashlib.sha256(content).hexdigest())
 
@@ -50,12 +50,12 @@ def own_version() -> str:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file so that it is whole after any stop."""
-    aside = path.with_name(path.name + ".new")
-    aside.unlink(missing_ok=True)
-    # "x": never through a link that somebody put under the predictable name.
-    with aside.open("xb") as file:
+    """Write a file atomically, so that an interruption never leaves a partial file."""
+    temporary = path.with_name(path.name + ".new")
+    temporary.unlink(missing_ok=True)
+    # "x": never follow a link that another user placed at the predictable name.
+    with temporary.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(aside, path)
+    os.replace(temporary, path)

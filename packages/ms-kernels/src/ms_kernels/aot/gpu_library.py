@@ -1,4 +1,4 @@
-"""Makes the library of a GPU: kernels compiled by Triton, embedded in C that launches them."""
+"""Build of a GPU library: kernels compiled by Triton, embedded in C code that launches them."""
 
 import hashlib
 import logging
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def entries(chip: str) -> tuple[Entry, ...]:
-    """Return the kernels that a library for `chip` holds, operator by operator."""
+    """Return the kernels of a library for `chip`, grouped by dtype and operator."""
     return tuple(
         entry
         for dtype in DTYPES
@@ -49,26 +49,26 @@ def make_kernels(
     jobs: int,
     progress: Callable[[str, int, int], object],
 ) -> Manifest:
-    """Compile the kernels of a GPU and link its library in a folder; those that are there stay."""
+    """Compile the kernels of a GPU and link its library in `work`; reuse kernels from before."""
     every = entries(target.name)
-    chosen = [each for each in every if _asked(each, only)]
-    if not chosen:
-        names = sorted({each.kernel.rpartition(".")[2] for each in every})
+    selected = [entry for entry in every if _asked(entry, only)]
+    if not selected:
+        names = sorted({entry.kernel.rpartition(".")[2] for entry in every})
         raise BackendError(
             f"no kernel's name begins with {' or '.join(only)}; there are {', '.join(names)}"
         )
     compiled: list[Compiled] = []
-    make = partial(_kept_or_compiled, target=target, work=work)
-    for made in each_done(make, chosen, jobs=jobs, least=16):
-        compiled.append(made)
-        progress(made.entry.name, len(compiled), len(chosen))
-    kernels = [describe(each) for each in compiled]
+    compile_one = partial(_kept_or_compiled, target=target, work=work)
+    for kernel in each_done(compile_one, selected, jobs=jobs, least=16):
+        compiled.append(kernel)
+        progress(kernel.entry.name, len(compiled), len(selected))
+    kernels = [describe(kernel) for kernel in compiled]
     write(work / "ms_kernels.h", header(target, kernels).encode())
     write(work / "table.c", table(compiled, kernels, target).encode())
     source = resources.files("ms_kernels.aot").joinpath("launcher.c").read_bytes()
     write(work / "launcher.c", source)
     _link(work, target)
-    names = [LIBRARY, "ms_kernels.h", *(f"{each.name}.{target.suffix}" for each in kernels)]
+    names = [LIBRARY, "ms_kernels.h", *(f"{kernel.name}.{target.suffix}" for kernel in kernels)]
     return Manifest(
         target=target.name,
         library=LIBRARY,
@@ -85,7 +85,7 @@ def _asked(entry: Entry, only: Sequence[str]) -> bool:
 
 
 class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a stopped build left of one kernel, beside its binary."""
+    """Metadata of a kernel from an interrupted build, stored next to its binary."""
 
     key: str
     sha256: str
@@ -95,43 +95,43 @@ class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 def _kept_or_compiled(entry: Entry, target: Target, work: Path) -> Compiled:
-    """Take a kernel from an earlier, stopped build of the same source, or compile it."""
+    """Reuse a kernel from an interrupted build of the same source, or compile it."""
     key = _key(entry)
-    kept_path = work / f"{entry.name}.json"
+    metadata_path = work / f"{entry.name}.json"
     binary_path = work / f"{entry.name}.{target.suffix}"
     try:
-        kept = read_json(kept_path, _Kept, error=BackendError)
+        metadata = read_json(metadata_path, _Kept, error=BackendError)
         binary = read_bytes(binary_path, error=BackendError)
-        if kept.key == key and kept.sha256 == hashlib.sha256(binary).hexdigest():
+        if metadata.key == key and metadata.sha256 == hashlib.sha256(binary).hexdigest():
             return Compiled(
                 entry=entry,
                 binary=binary,
-                symbol=kept.symbol,
+                symbol=metadata.symbol,
                 parameters=own_arguments(entry),
-                scratch=kept.scratch,
-                resources=Resources(**kept.resources),
+                scratch=metadata.scratch,
+                resources=Resources(**metadata.resources),
                 ttir="",
             )
-    except (BackendError, TypeError) as error:  # none yet, or damaged: no reason to stop
+    except (BackendError, TypeError) as error:  # missing or damaged: compile it
         log.debug("%s is compiled anew: %s", entry.name, error)
-    made = compile_entry(entry, target)
-    faults = lint(made.ttir, entry.greatest())
+    compiled = compile_entry(entry, target)
+    faults = lint(compiled.ttir, entry.greatest())
     if faults:
         raise BackendError(f"{entry.name}: {faults[0]}")
-    write(binary_path, made.binary)
-    kept = _Kept(
+    write(binary_path, compiled.binary)
+    metadata = _Kept(
         key=key,
-        sha256=hashlib.sha256(made.binary).hexdigest(),
-        symbol=made.symbol,
-        scratch=made.scratch,
-        resources=asdict(made.resources),
+        sha256=hashlib.sha256(compiled.binary).hexdigest(),
+        symbol=compiled.symbol,
+        scratch=compiled.scratch,
+        resources=asdict(compiled.resources),
     )
-    write(kept_path, msgspec.json.encode(kept))
-    return made
+    write(metadata_path, msgspec.json.encode(metadata))
+    return compiled
 
 
 def _key(entry: Entry) -> str:
-    """Return what a compiled kernel depends on: its source, sizes, compiler."""
+    """Return a hash of a compiled kernel's inputs: source, sizes, compiler."""
     digest = hashlib.sha256(f"{entry!r} {compiler_version()} {own_version()}".encode())
     source = find_spec(entry.kernel.rpartition(".")[0])
     assert source is not None
@@ -141,7 +141,7 @@ def _key(entry: Entry) -> str:
 
 
 def _link(work: Path, target: Target) -> None:
-    """Make the shared library with the machine's C compiler."""
+    """Link the shared library with the machine's C compiler."""
     flags = [f"-DMS_CAPABILITY={target.architecture}"] if target.backend == "cuda" else ["-DMS_HIP"]
     run_compiler(
         ["-shared", "-fPIC", "-fvisibility=hidden", "-O2", "-std=gnu11", *flags, "launcher.c"],

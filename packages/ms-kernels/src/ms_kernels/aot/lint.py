@@ -1,9 +1,9 @@
-"""Finds offsets that may leave 32 bits, and launch axes of 65,535 programs at most, in TTIR.
+"""Lint of Triton IR for 32-bit offsets that may overflow, and for launch axes limited to 65,535.
 
-Every whole number of 32 bits gets the interval that it may lie in. A program's index along the
-first axis is below 2^30 and so is the first tile of a launch (together they stay below 2^31, which
-the launch checks); a kernel's argument is below the limit that its name has in `LIMITS`, or 2^31.
-A result of 32 bits whose interval leaves them is a fault if an address is made of it.
+Interval analysis over 32-bit integers. The program index along the first axis is below 2^30, and so
+is the first tile of a launch (their sum stays below 2^31, which the launch checks). A kernel
+argument is bounded by the entry for its name in `LIMITS`, or by 2^31. A 32-bit result whose
+interval exceeds 32 bits is a fault if an address is computed from it.
 """
 
 import re
@@ -37,25 +37,25 @@ LIMITS: Mapping[str, int] = {
     "rows_each": 2**26,
     "window": 2**26,
 }
-"""Greatest value of an argument, by its name or the end of it: a row of 2^20 features, 2^24
-classes, sequences of 2^26 positions, strides of a row of 2^23 elements. What a kernel indexes by a
-product of more than that must be 64 bits wide."""
+"""Maximum of an argument, by its name or the last part of it: rows of 2^20 features, 2^24 classes,
+sequences of 2^26 positions, row strides of 2^23 elements. An index that is a product beyond 32 bits
+within these limits must be 64 bits wide."""
 
 PROGRAMS = 2**30 - 1
 
 LOADED: Interval = (-2, 2**26)
-"""What a whole number read from memory may be: a position, a page, a block, an end of rows."""
+"""Interval of integers read from memory: positions, pages, blocks and row offsets."""
 
 _RESULT = re.compile(r"^\s*(%[\w:]+)(?:, %\w+)* = (.*)$")
 _NAME = re.compile(r"%[\w]+(?:#\d+)?")
 
 
 def lint(ttir: str, limits: Mapping[str, int] | None = None) -> list[str]:
-    """Return the faults of one kernel's TTIR, each in one line.
+    """Return the faults in one kernel's Triton IR, one line per fault.
 
     Args:
-        ttir: as Triton prints it, values named as in the source.
-        limits: greatest values of arguments that differ from `LIMITS`.
+        ttir: Triton IR as text, with values named as in the source.
+        limits: maximum values of arguments that override `LIMITS`.
     """
     walk = _Walk({**LIMITS, **(limits or {})})
     for line in ttir.splitlines():
@@ -64,14 +64,14 @@ def lint(ttir: str, limits: Mapping[str, int] | None = None) -> list[str]:
 
 
 class _Walk:
-    """Reads a kernel line by line; values are defined before they are used."""
+    """Line-by-line interval analysis of a kernel; values are defined before they are used."""
 
     def __init__(self, limits: Mapping[str, int]) -> None:
         self.faults: list[str] = []
         self._limits = limits
         self._known: dict[str, Interval] = {}
         self._tainted: dict[str, str] = {}
-        """Values made from one that left 32 bits, with the line that made it."""
+        """Values computed from an overflowing value, with the line where it overflowed."""
 
     def read(self, line: str) -> None:
         line = re.sub(r"\s*loc\([^)]*\)\s*$", "", line.strip())
@@ -81,10 +81,10 @@ class _Walk:
         if line.startswith("scf.for") or " = scf.for" in line or " = tt.for" in line:
             self._loop(line)
             return
-        found = _RESULT.match(line)
-        if not found:
+        match = _RESULT.match(line)
+        if not match:
             return
-        name, text = found[1].partition(":")[0], found[2]
+        name, text = match[1].partition(":")[0], match[2]
         axis = re.search(r"tt\.get_program_id ([xyz])", text)
         if axis and axis[1] != "x":
             self.faults.append(
@@ -93,18 +93,18 @@ class _Walk:
         self._operation(name, text, line)
 
     def _arguments(self, line: str) -> None:
-        for found in re.finditer(r"%(\w+): (i32|i64)", line):
-            name = found[1]
-            most = self._limits.get(name, self._limits.get(name.rpartition("_")[2], WORD[1]))
-            self._known["%" + name] = (0, most)
+        for match in re.finditer(r"%(\w+): (i32|i64)", line):
+            name = match[1]
+            limit = self._limits.get(name, self._limits.get(name.rpartition("_")[2], WORD[1]))
+            self._known["%" + name] = (0, limit)
 
     def _loop(self, line: str) -> None:
-        """Bind the variable of a loop between its bounds."""
-        found = re.search(r"scf\.for (?:unsigned )?(%\w+) = (\S+) to (\S+) step", line)
-        if found is None:
+        """Set the interval of a loop variable from its bounds."""
+        match = re.search(r"scf\.for (?:unsigned )?(%\w+) = (\S+) to (\S+) step", line)
+        if match is None:
             return
-        low, high = self._of(found[2]), self._of(found[3])
-        self._known[found[1]] = (low[0], max(low[0], high[1]))
+        low, high = self._of(match[2]), self._of(match[3])
+        self._known[match[1]] = (low[0], max(low[0], high[1]))
         for carried in re.finditer(r"(%\w+) = (%[\w#]+)", line.partition("iter_args")[2]):
             if carried[2] in self._known:
                 self._known[carried[1]] = WORD
@@ -122,7 +122,9 @@ class _Walk:
         interval = self._interval(operation, text, operands)
         if interval is None:
             return
-        taint = next((self._tainted[each] for each in operands if each in self._tainted), None)
+        taint = next(
+            (self._tainted[operand] for operand in operands if operand in self._tainted), None
+        )
         narrow = bool(re.search(r"\bi32\b|xi32\b", text.rpartition(" : ")[2])) and not wide
         outside = interval[0] < WORD[0] or interval[1] > WORD[1]
         if operation.startswith("arith.ext") or wide:
@@ -137,19 +139,21 @@ class _Walk:
         self._known[name] = interval
 
     def _address(self, operands: list[str], line: str) -> None:
-        for each in operands[1:]:
-            if each in self._tainted:
-                made = self._tainted[each]
-                self.faults.append(f"an address is made of 32 bits that may overflow: {made[:110]}")
+        for operand in operands[1:]:
+            if operand in self._tainted:
+                origin = self._tainted[operand]
+                self.faults.append(
+                    f"an address is made of 32 bits that may overflow: {origin[:110]}"
+                )
 
     def _interval(self, operation: str, text: str, operands: list[str]) -> Interval | None:
-        """Return where the result of an operation on whole numbers lies; None if it has none."""
+        """Return the interval of the result of an integer operation; None for other operations."""
         if operation == "arith.constant":
-            found = re.search(r"(?:dense<)?(-?\d+)>? : (?:tensor<.*x)?(i\d+)", text)
-            return (int(found[1]), int(found[1])) if found else None
+            match = re.search(r"(?:dense<)?(-?\d+)>? : (?:tensor<.*x)?(i\d+)", text)
+            return (int(match[1]), int(match[1])) if match else None
         if operation == "tt.make_range":
-            found = re.search(r"end = (\d+) : i32, start = (\d+)", text)
-            return (int(found[2]), int(found[1]) - 1) if found else WORD
+            match = re.search(r"end = (\d+) : i32, start = (\d+)", text)
+            return (int(match[2]), int(match[1]) - 1) if match else WORD
         if operation == "tt.get_program_id":
             return (0, PROGRAMS)
         if operation in _UNARY:
@@ -176,15 +180,15 @@ def _product(one: Interval, two: Interval) -> Interval:
 
 
 def _quotient(one: Interval, two: Interval) -> Interval:
-    """Divide by what is at least 1: a divisor of 0 is a fault of another kind."""
+    """Divide intervals with a divisor of at least 1; division by 0 is not checked here."""
     low, high = max(two[0], 1), max(two[1], 1)
     ends = [int(a / b) for a in one for b in (low, high)]
     return (min(ends), max(ends))
 
 
 def _rest(one: Interval, two: Interval) -> Interval:
-    most = min(max(two[1] - 1, 0), max(one[1], 0))
-    return (0, most) if one[0] >= 0 else (-max(two[1] - 1, 0), most)
+    largest = min(max(two[1] - 1, 0), max(one[1], 0))
+    return (0, largest) if one[0] >= 0 else (-max(two[1] - 1, 0), largest)
 
 
 _BINARY: Mapping[str, Callable[[Interval, Interval], Interval]] = {

@@ -1,4 +1,4 @@
-"""Loads a built library and launches its kernels, without Triton and torch.compile."""
+"""Loading of a built library and launches of its kernels, without Triton or torch.compile."""
 
 import ctypes
 import hashlib
@@ -20,7 +20,7 @@ _TYPES = {
 
 
 _RANGES = {"pointer": (0, 2**64 - 1), **dict.fromkeys(("i32", "i64"), (-(2**63), 2**63 - 1))}
-"""Numbers that ctypes passes on whole; the library refuses those that 32 bits do not hold."""
+"""Ranges that ctypes passes without truncation; the library itself rejects 32-bit overflow."""
 
 
 class Library:
@@ -33,7 +33,7 @@ class Library:
     def __init__(self, manifest: Manifest, handle: ctypes.CDLL) -> None:
         self.manifest = manifest
         self._handle = handle
-        self._kernels: Mapping[str, Kernel] = {each.name: each for each in manifest.kernels}
+        self._kernels: Mapping[str, Kernel] = {kernel.name: kernel for kernel in manifest.kernels}
         handle.ms_last_error.restype = ctypes.c_char_p
         handle.ms_status_text.restype = ctypes.c_char_p
 
@@ -54,19 +54,21 @@ class Library:
         if kernel is None:
             some = ", ".join(list(self._kernels)[:4])
             raise BackendError(f"the library has no kernel {name!r}; it has {some}, ...")
-        wanted = [each.name for each in kernel.parameters]
-        for given in arguments:
-            if given not in wanted:
-                raise ArgumentError(name, given, "no argument of it", f"one of {wanted}")
+        expected = [parameter.name for parameter in kernel.parameters]
+        for argument in arguments:
+            if argument not in expected:
+                raise ArgumentError(name, argument, "no argument of it", f"one of {expected}")
         values = []
-        for each in kernel.parameters:
-            if each.name not in arguments:
-                raise ArgumentError(name, each.name, "missing", f"given: {each.kind}")
+        for parameter in kernel.parameters:
+            if parameter.name not in arguments:
+                raise ArgumentError(name, parameter.name, "missing", f"given: {parameter.kind}")
             try:
-                values.append(_number(each.kind, arguments[each.name]))
+                values.append(_number(parameter.kind, arguments[parameter.name]))
             except TypeError as error:
-                got = shown(arguments[each.name])
-                raise ArgumentError(name, each.name, got, f"a number: {each.kind}") from error
+                got = shown(arguments[parameter.name])
+                raise ArgumentError(
+                    name, parameter.name, got, f"a number: {parameter.kind}"
+                ) from error
         status = getattr(self._handle, f"ms_{name}")(ctypes.c_void_p(stream), *values)
         if status:
             meaning = self._handle.ms_status_text(status).decode()
@@ -97,30 +99,36 @@ def load(folder: Path | str) -> Library:
                     f"{path} is missing or not {file.size_bytes} bytes; build it again"
                 )
             with path.open("rb") as content:
-                found = hashlib.file_digest(content, "sha256").hexdigest()
-            if found != file.sha256:
+                checksum = hashlib.file_digest(content, "sha256").hexdigest()
+            if checksum != file.sha256:
                 raise BackendError(f"{path} differs from its checksum; build it again")
-    place = folder / manifest.library
-    with decoding(place, error=BackendError):
-        handle = ctypes.CDLL(str(place.resolve()))
+    library_path = folder / manifest.library
+    with decoding(library_path, error=BackendError):
+        handle = ctypes.CDLL(str(library_path.resolve()))
     absent = [name for name in _functions(manifest) if not hasattr(handle, name)]
     if absent:
-        raise BackendError(f"{place} has no {absent[0]}, which its manifest names; build it again")
+        raise BackendError(
+            f"{library_path} has no {absent[0]}, which its manifest names; build it again"
+        )
     return Library(manifest, handle)
 
 
 def _functions(manifest: Manifest) -> list[str]:
-    return ["ms_last_error", "ms_status_text", *(f"ms_{each.name}" for each in manifest.kernels)]
+    return [
+        "ms_last_error",
+        "ms_status_text",
+        *(f"ms_{kernel.name}" for kernel in manifest.kernels),
+    ]
 
 
 def _number(kind: str, value: Any) -> Any:
-    """Return a number as C takes it; ctypes alone would cut off the bits that do not fit.
+    """Convert a number to its C type; ctypes alone would silently truncate it.
 
     Raises:
-        TypeError: when it is no number of that kind.
+        TypeError: if the value is not a number of that kind.
     """
-    least, most = _RANGES.get(kind, (0, 0))
-    fits = is_whole(value, least, most) if kind in _RANGES else is_number(value)
+    lower, upper = _RANGES.get(kind, (0, 0))
+    fits = is_whole(value, lower, upper) if kind in _RANGES else is_number(value)
     if not fits and not (kind == "f32" and isinstance(value, float)):
         raise TypeError(kind)
     return _TYPES[kind](value)

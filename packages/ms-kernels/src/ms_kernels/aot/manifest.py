@@ -1,4 +1,4 @@
-"""The list of what a library's folder holds: typed, versioned, checksummed."""
+"""Manifest of a library folder: typed and versioned, with checksums of all files."""
 
 from pathlib import Path
 from typing import Literal
@@ -14,7 +14,7 @@ KINDS = frozenset({"pointer", "i32", "i64", "f32"})
 """Kinds of a kernel's parameters."""
 
 LARGEST_BYTES = 64 * 2**20
-"""Largest size of a manifest."""
+"""Maximum size of a manifest."""
 
 
 class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -24,22 +24,22 @@ class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: str
     """``"pointer"``, ``"i32"``, ``"i64"`` or ``"f32"``; of a model the dtype of a tensor."""
     multiple_of: int = 1
-    """What its value is a multiple of; in bytes for a pointer."""
+    """Required divisor of the value; in bytes for a pointer."""
     taken: bool = True
-    """Whether the kernel takes it, or the launch alone."""
+    """Whether it is passed to the kernel, or used only for the launch."""
 
 
 class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One kernel of a library."""
 
     name: str
-    """The C function is ``ms_`` and this."""
+    """The C function is named ``ms_NAME``."""
     dtype: str
     parameters: list[Parameter]
     tiles: str
-    """How many programs a launch takes."""
+    """C expression of the number of programs per launch."""
     limits: dict[str, str]
-    """What an argument may be at most."""
+    """Maximum value of each limited argument, as a C expression."""
     constants: dict[str, int | bool | str]
     registers: int
     spilled_bytes: int
@@ -49,7 +49,7 @@ class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of the folder."""
+    """File in the library folder."""
 
     path: str
     size_bytes: int
@@ -63,11 +63,11 @@ class Manifest(
 
     target: str
     library: str
-    """The shared library's file."""
+    """File name of the shared library."""
     version: str
     """Version of ms-kernels."""
     compiler: str
-    """What made the code, with its version."""
+    """Compiler name and version."""
     kernels: list[Kernel]
     files: list[File]
     kind: Literal["kernels", "models"] = "kernels"
@@ -77,7 +77,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and validate the manifest of a library.
 
     Raises:
-        BackendError: when there is none, or it is not one; says which file and why.
+        BackendError: if the manifest is missing or invalid; with the file and the reason.
     """
     path = folder / NAME
     content = read_bytes(path, error=BackendError, limit_bytes=LARGEST_BYTES)
@@ -91,8 +91,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _check(manifest: Manifest, path: Path) -> None:
-    """Refuse names that lead out of the folder, or that no library has."""
-    listed = {each.path for each in manifest.files}
+    """Reject file names outside the folder, and parameters of unknown kinds."""
+    listed = {file.path for file in manifest.files}
     for name in (*listed, manifest.library):
         if Path(name).is_absolute() or ".." in Path(name).parts or not name.isprintable():
             raise BackendError(f"{path} names {shown(name)}, which is no file of its folder")
@@ -100,7 +100,7 @@ def _check(manifest: Manifest, path: Path) -> None:
         got = shown(manifest.library)
         raise BackendError(f"{path} names a library, {got}, that it does not list")
     for kernel in manifest.kernels if manifest.kind == "kernels" else ():
-        for each in kernel.parameters:
-            if each.kind not in KINDS:
-                got = f"{shown(each.name)} of {shown(kernel.name)}, {shown(each.kind)}"
+        for parameter in kernel.parameters:
+            if parameter.kind not in KINDS:
+                got = f"{shown(parameter.name)} of {shown(kernel.name)}, {shown(parameter.kind)}"
                 raise BackendError(f"{path} has a parameter of no known kind: {got}")

@@ -1,4 +1,4 @@
-"""Writes a library's C source: the header, and a function for each kernel."""
+"""C source of a library: the header, and one function per kernel."""
 
 from collections.abc import Sequence
 
@@ -23,10 +23,10 @@ _KINDS = {"i32": "i32", "i64": "i64", "fp32": "f32"}
 
 
 def describe(compiled: Compiled) -> Kernel:
-    """Describe one kernel for the manifest."""
+    """Return the manifest entry of one kernel."""
     entry = compiled.entry
     extra = [Parameter(name, "i64", taken=False) for name in entry.extra]
-    own = [
+    runtime = [
         Parameter(
             name,
             "pointer" if kind.startswith("*") else _KINDS[kind],
@@ -38,7 +38,7 @@ def describe(compiled: Compiled) -> Kernel:
     return Kernel(
         name=entry.name,
         dtype=entry.dtype,
-        parameters=extra + own,
+        parameters=extra + runtime,
         tiles=entry.tiles,
         limits=dict(entry.limits),
         constants=dict(entry.constants),
@@ -47,7 +47,7 @@ def describe(compiled: Compiled) -> Kernel:
 
 
 def header(target: Target, kernels: Sequence[Kernel]) -> str:
-    """Write ``ms_kernels.h``."""
+    """Return the text of ``ms_kernels.h``."""
     statuses = "\n".join(
         f"    {name} = {code}, /* {text} */" for code, (name, text) in enumerate(STATUSES)
     )
@@ -103,7 +103,9 @@ const char *ms_last_error(void);
 def _comment(kernel: Kernel) -> str:
     limits = [f"{name} <= {most}" for name, most in kernel.limits.items()]
     multiples = [
-        each.name for each in kernel.parameters if each.kind != "pointer" and each.multiple_of > 1
+        parameter.name
+        for parameter in kernel.parameters
+        if parameter.kind != "pointer" and parameter.multiple_of > 1
     ]
     if multiples:
         limits.append(f"{', '.join(multiples)}: multiples of 16")
@@ -117,11 +119,11 @@ def _prototype(kernel: Kernel) -> str:
 
 
 def table(compiled: Sequence[Compiled], kernels: Sequence[Kernel], target: Target) -> str:
-    """Write the kernels' code and functions, which the launcher includes."""
+    """Return the C text of the embedded kernels and their functions, included by the launcher."""
     parts = []
-    for made, kernel in zip(compiled, kernels, strict=True):
-        parts.append(_embedded(made, target))
-        parts.append(_function(made, kernel))
+    for binary, kernel in zip(compiled, kernels, strict=True):
+        parts.append(_embedded(binary, target))
+        parts.append(_function(binary, kernel))
     return "\n".join(parts)
 
 
@@ -137,28 +139,36 @@ static ms_kernel kernel_{name} = {{"{name}", "{made.symbol}", code_{name},
 
 
 def _function(made: Compiled, kernel: Kernel) -> str:
-    """Write the function of one kernel: checks, then the launch."""
+    """Return the C function of one kernel: argument checks, then the launch."""
     constants = [
         f"    const int64_t {name} = {int(value)}; (void){name};"
         for name, value in kernel.constants.items()
         if not isinstance(value, str)
     ]
     checks, narrowed = [], []
-    for each in kernel.parameters:
-        if each.kind == "pointer":
-            checks.append(f'check_pointer("{kernel.name}", "{each.name}", {each.name})')
-        elif each.kind != "f32":
-            most = kernel.limits.get(each.name)
-            most = most or ("INT32_MAX" if each.kind == "i32" else "INT64_MAX")
-            least = "INT64_MIN" if each.name == "ignore_index" else str(int(each.name in DIVISORS))
-            detail = f'"{each.name}", {each.name}, {least}, {most}, {each.multiple_of}'
+    for parameter in kernel.parameters:
+        if parameter.kind == "pointer":
+            checks.append(f'check_pointer("{kernel.name}", "{parameter.name}", {parameter.name})')
+        elif parameter.kind != "f32":
+            upper = kernel.limits.get(parameter.name)
+            upper = upper or ("INT32_MAX" if parameter.kind == "i32" else "INT64_MAX")
+            lower = (
+                "INT64_MIN"
+                if parameter.name == "ignore_index"
+                else str(int(parameter.name in DIVISORS))
+            )
+            detail = (
+                f'"{parameter.name}", {parameter.name}, {lower}, {upper}, {parameter.multiple_of}'
+            )
             checks.append(f'check_size("{kernel.name}", {detail})')
-            if each.kind == "i32":
-                narrowed.append(f"    int32_t {each.name}_ = (int32_t){each.name};")
-    taken = [each for each in kernel.parameters if each.taken]
-    pointers = [f"&{each.name}{'_' * (each.kind == 'i32')}" for each in taken]
+            if parameter.kind == "i32":
+                narrowed.append(f"    int32_t {parameter.name}_ = (int32_t){parameter.name};")
+    kernel_parameters = [parameter for parameter in kernel.parameters if parameter.taken]
+    pointers = [
+        f"&{parameter.name}{'_' * (parameter.kind == 'i32')}" for parameter in kernel_parameters
+    ]
     pointers = ["&first", *pointers, *["&nothing"] * made.scratch]
-    checked = " ||\n        ".join(f"(status = {each})" for each in checks)
+    checked = " ||\n        ".join(f"(status = {parameter})" for parameter in checks)
     return f"""
 {_prototype(kernel)} {{
 {chr(10).join(constants)}

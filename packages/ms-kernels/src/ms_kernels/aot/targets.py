@@ -1,4 +1,4 @@
-"""The chips that a library can be built for; none of them need be here."""
+"""Chips that a library can be built for, on any machine."""
 
 from attrs import frozen
 
@@ -7,18 +7,18 @@ from ms_kernels.errors import BackendError
 
 @frozen(kw_only=True)
 class Target:
-    """One chip, as Triton's compiler names it."""
+    """Target chip, in the terms of Triton's compiler."""
 
     name: str
-    """The target's name, such as ``"sm_90"``."""
+    """Name of the target, such as ``"sm_90"``."""
     backend: str
     """``"cuda"``, ``"hip"`` or ``"cpu"``."""
     architecture: int | str = 0
-    """Compute capability times ten, or AMD's name."""
+    """Compute capability times ten, or AMD's name of the architecture."""
     lanes: int = 1
-    """Threads of a warp."""
+    """Threads per warp."""
     suffix: str = ""
-    """Ending of a compiled kernel's file."""
+    """File suffix of a compiled kernel."""
 
 
 def _nvidia(capability: int) -> Target:
@@ -27,21 +27,21 @@ def _nvidia(capability: int) -> Target:
 
 
 TARGETS = {
-    each.name: each
-    for each in (
+    target.name: target
+    for target in (
         *(_nvidia(capability) for capability in (80, 89, 90, 100)),
         Target(name="gfx942", backend="hip", architecture="gfx942", lanes=64, suffix="hsaco"),
         Target(name="cpu", backend="cpu", suffix="pt2"),
     )
 }
-"""Every target by name."""
+"""All targets by name."""
 
 
 def target_named(name: str) -> Target:
-    """Return a target.
+    """Return the target with the given name.
 
     Raises:
-        BackendError: when there is none of that name; names those that there are.
+        BackendError: if there is no such target; the message lists all targets.
     """
     if name not in TARGETS:
         raise BackendError(f"there is no target {name!r}; there are {', '.join(TARGETS)}")

@@ -1,4 +1,4 @@
-"""Runs work in several processes, since a compiler holds one core and Python's lock."""
+"""Parallel compilation in worker processes, because a compiler holds Python's GIL."""
 
 import multiprocessing
 import os
@@ -14,20 +14,20 @@ _Made = TypeVar("_Made")
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores available to this process."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _die_by_interrupt() -> None:
-    """Let Ctrl-C, which a terminal sends to every process, end this one without a word."""
+    """Let Ctrl-C, which a terminal sends to all processes, end this worker without a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextmanager
 def _ignored_interrupt() -> Iterator[None]:
-    """Ignore Ctrl-C for the moment in which processes are started."""
+    """Ignore Ctrl-C while worker processes are started."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -41,24 +41,24 @@ def _ignored_interrupt() -> Iterator[None]:
 def each_done(
     work: Callable[[_Item], _Made], items: Sequence[_Item], *, jobs: int, least: int
 ) -> Iterator[_Made]:
-    """Yield ``work(item)`` of each item in order, made in up to `jobs` processes.
+    """Yield ``work(item)`` for all items in order, computed in up to `jobs` processes.
 
     Args:
-        work: a function of a module, or a partial of one: it goes to other processes.
-        items: sent to these processes, one for each call.
-        jobs: processes at most; 1 works in this one.
-        least: items for which a process is worth starting: it imports torch and Triton anew.
+        work: module-level function, or a partial of one, so that it can be pickled.
+        items: items, one per call of `work`.
+        jobs: maximum number of processes; 1 runs in this process.
+        least: minimum items per process: a new process must import torch and Triton first.
     """
     jobs = min(jobs, len(items) // least)
     if jobs <= 1:
         yield from map(work, items)
         return
-    # A fork of a process in which torch has threads may hang.
+    # Forking a process with torch threads may deadlock.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_die_by_interrupt) as pool:
         try:
-            with _ignored_interrupt():  # which a new process inherits until it dies by it
+            with _ignored_interrupt():  # workers inherit it until their initializer runs
                 results = pool.map(work, items)
             yield from results
-        finally:  # stopped or failed: what has not begun never does
+        finally:  # on interruption or failure, cancel pending items
             pool.shutdown(cancel_futures=True)

@@ -1,1 +1,1 @@
-"""What all operators of one backend share: where it runs, what it declines, how it launches."""
+"""Code shared by all operators of a backend: devices, supported calls, kernel launches."""

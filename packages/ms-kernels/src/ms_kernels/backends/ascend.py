@@ -1,11 +1,11 @@
-"""torch_npu's fused operators on Ascend: what their adapters have in common.
+"""Shared code of the adapters for torch_npu's fused operators on Ascend.
 
-An adapter checks what the operator's own Meta kernel does not, brings layouts and dtypes to what
-it takes, and brings a gradient where it has none. `torch.ops.npu` is looked up as a call is made:
-to import an adapter costs nothing where torch_npu is absent, and no tensor is on a device of type
-``npu`` where it is.
+An adapter checks the constraints that the operator's Meta kernel does not check, converts layouts
+and dtypes to the ones it supports, and supplies a gradient where it has none. `torch.ops.npu` is
+looked up at call time, so an adapter can be imported without torch_npu; no call reaches it then,
+because without torch_npu no tensor is on an ``npu`` device.
 
-Limits are those of CANN's documentation for Atlas A2 training chips (Ascend910B).
+The limits are from CANN's documentation for Atlas A2 training chips (Ascend910B).
 """
 
 from collections.abc import Callable
@@ -19,22 +19,22 @@ from ms_kernels.contracts.contract import Contract
 from ms_kernels.core.choice import Implementation
 
 HALVES = (torch.bfloat16, torch.float16)
-"""Dtypes of the cube unit."""
+"""Dtypes that the cube unit multiplies."""
 
 REALS = (torch.float32, *HALVES)
-"""Dtypes that most operators take; none takes float64."""
+"""Dtypes that most fused operators support; none supports float64."""
 
 
 def empty(call: Call) -> str | None:
-    """Decline empty tensors, which CANN's kernels refuse or leave undefined."""
-    for each in call.present:
-        if 0 in each.shape:
-            return f"takes no empty tensor, and one is of shape {describe(each.shape)}"
+    """Decline empty tensors, which CANN's kernels reject or leave undefined."""
+    for tensor in call.present:
+        if 0 in tensor.shape:
+            return f"takes no empty tensor, and one is of shape {describe(tensor.shape)}"
     return None
 
 
 def same_dtype(call: Call) -> str | None:
-    """Decline empty tensors, and a weight (the last tensor) of another dtype than the first's."""
+    """Decline empty tensors, and a weight (the last tensor) of another dtype than x (the first)."""
     x, *_, weight = call.present
     if weight.dtype != x.dtype:
         return f"takes a weight of {describe(x.dtype)}, as x is, not {describe(weight.dtype)}"
@@ -42,12 +42,12 @@ def same_dtype(call: Call) -> str | None:
 
 
 def within_classes(targets: Tensor, ignored: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the targets with 0 for those that are ignored or no class, and which are no class.
+    """Replace ignored and out-of-range targets by 0; also return the mask of out-of-range targets.
 
-    No fused operator is then given an index beyond the logits, and no device is waited for.
+    Fused operators then never index beyond the logits, and no device synchronization is needed.
     """
-    foreign = (targets < 0) | (targets >= count)
-    return targets.masked_fill(ignored | foreign, 0), foreign
+    out_of_range = (targets < 0) | (targets >= count)
+    return targets.masked_fill(ignored | out_of_range, 0), out_of_range
 
 
 def on_npu(
@@ -71,9 +71,9 @@ def on_npu(
 
 
 def refused(contract: Contract, reason: str) -> Implementation:
-    """Return what stands for Ascend where torch_npu's own operator does not fit.
+    """Return a placeholder for Ascend that declines every call: torch_npu's operator does not fit.
 
-    Our Triton kernels take the call where triton-ascend is installed, else the reference.
+    Calls go to our Triton kernels if triton-ascend is installed, otherwise to the reference.
     """
 
     def absent(*given: Any) -> Any:

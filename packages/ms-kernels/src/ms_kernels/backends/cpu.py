@@ -1,4 +1,7 @@
-"""torch's own operators on the CPU, arranged where that is faster or leaner than the reference."""
+"""Shared code of the CPU implementations, built on torch's operators.
+
+They are used where they are faster or need less memory than the reference.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,16 +13,19 @@ from ms_kernels.contracts.contract import Contract
 from ms_kernels.core.choice import Implementation
 
 SMALL = 2**16
-"""Elements below which Python's share of the time outweighs what is saved, where no table says."""
+"""Default minimum number of elements, if no tuning table has one.
+
+Below it Python overhead outweighs the savings.
+"""
 
 BLOCK_BYTES = 2**20
-"""Bytes of one operand's block, at four an element: a few share a second-level cache."""
+"""Size of one operand's block, at 4 bytes per element: a few blocks fit in the L2 cache."""
 
 
 def blocks(rows: int, width: int) -> Iterator[slice]:
-    """Yield the slices that cut `rows` rows of `width` elements into blocks.
+    """Yield slices that split `rows` rows of `width` elements into cache-sized blocks.
 
-    A chain of simple operations on one block finds its operands in the cache.
+    A chain of element-wise operations on one block finds its operands in the cache.
     """
     step = max(BLOCK_BYTES // (4 * max(width, 1)), 1)
     for start in range(0, rows, step):
@@ -27,7 +33,7 @@ def blocks(rows: int, width: int) -> Iterator[slice]:
 
 
 def _traced(call: Call) -> str | None:
-    """Decline where the reference is faster: under inductor."""
+    """Decline under torch.compile, where inductor makes the reference faster."""
     return "torch.compile fuses the reference by itself" if call.compiling else None
 
 

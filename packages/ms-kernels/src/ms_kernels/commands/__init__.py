@@ -1,4 +1,4 @@
-"""The commands of `ms-kernels`: each calls one function and prints its answer as text or JSON."""
+"""Commands of `ms-kernels`: each calls one function and prints the result as text or JSON."""
 
 from ms_kernels.commands.bench import bench
 from ms_kernels.commands.build import build

@@ -1,6 +1,6 @@
-"""Reads the command's arguments: operators, backends, dtypes, devices, sizes and options.
+"""Parsing of command-line values: dtypes, devices, sizes, options and optional arguments.
 
-Each raises a `KernelError` that says what would fit.
+Invalid values raise a `KernelError` that lists the accepted ones.
 """
 
 import ast
@@ -14,35 +14,35 @@ from ms_kernels.contracts.contract import Contract
 from ms_kernels.errors import ArgumentError, BackendError, shown
 
 MOST: Final = 2**31 - 1
-"""Largest size that `explain` takes."""
+"""Maximum size that `explain` accepts."""
 
 
 def read_details(
     contract: Contract, details: Sequence[str]
 ) -> tuple[dict[str, int], dict[str, object], set[str]]:
-    """Sort NAME[=VALUE] into sizes, options and optional arguments."""
+    """Parse NAME[=VALUE] arguments into sizes, option values and optional arguments."""
     sizes: dict[str, int] = {}
     settings: dict[str, object] = {}
-    wanted: set[str] = set()
-    spare = [each.name for each in contract.arguments if each.optional]
-    known = [each.name for each in contract.options]
+    requested: set[str] = set()
+    optional = [argument.name for argument in contract.arguments if argument.optional]
+    option_names = [option.name for option in contract.options]
     for detail in details:
         name, _, text = detail.partition("=")
         if name in contract.example and text.isdecimal():
-            # Python makes no number of more than 4,300 digits.
+            # int() fails above 4,300 digits.
             sizes[name] = int(text) if len(text) <= len(str(MOST)) else MOST + 1
             if sizes[name] > MOST:
                 raise ArgumentError(contract.name, name, shown(text), f"up to {MOST}")
-        elif name in known and text:
+        elif name in option_names and text:
             settings[name] = _value(text)
-        elif name in spare and not text:
-            wanted.add(name)
+        elif name in optional and not text:
+            requested.add(name)
         else:
-            sizes_fit = ", ".join(f"{each}=SIZE" for each in contract.example)
-            options_fit = ", ".join([f"{each}=VALUE" for each in known] + spare)
+            sizes_fit = ", ".join(f"{dim}=SIZE" for dim in contract.example)
+            options_fit = ", ".join([f"{option}=VALUE" for option in option_names] + optional)
             fits = f"one of {sizes_fit}{', ' if options_fit else ''}{options_fit}"
             raise ArgumentError(contract.name, shown(detail), "not understood", fits)
-    return sizes, settings, wanted
+    return sizes, settings, requested
 
 
 def _value(text: str) -> object:
@@ -54,17 +54,17 @@ def _value(text: str) -> object:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return a dtype that operators are made for."""
+    """Return the floating dtype with the given name."""
     found = getattr(torch, name, None)
     if found not in FLOATING:
-        fits = ", ".join(describe(each) for each in FLOATING)
+        fits = ", ".join(describe(dtype) for dtype in FLOATING)
         raise BackendError(f"no operator is made for dtype {name!r}; there are {fits}")
     assert isinstance(found, torch.dtype)
     return found
 
 
 def present(name: str) -> torch.device:
-    """Return a device that this machine has."""
+    """Return the device with the given name, which must exist on this machine."""
     device = device_of(name)
     try:
         torch.empty(0, device=device)
@@ -75,11 +75,11 @@ def present(name: str) -> torch.device:
 
 
 def device_of(name: str) -> torch.device:
-    """Return a device by its name, here or not."""
+    """Return the device with the given name, which need not exist on this machine."""
     try:
-        found = torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise BackendError(f"there is no device {name!r}; there are cpu, cuda, npu") from error
-    if str(found) != name:  # torch keeps eight bits of a number: cuda:300 would be cuda:44
+    if str(device) != name:  # torch truncates the index to 8 bits: cuda:300 becomes cuda:44
         raise BackendError(f"there is no device {name!r}; no machine has so many")
-    return found
+    return device

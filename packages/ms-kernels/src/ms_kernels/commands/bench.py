@@ -1,4 +1,4 @@
-"""`bench`: times implementations, or makes a chip's tuning table."""
+"""`bench`: time implementations, or create a chip's tuning table."""
 
 import argparse
 import json
@@ -22,14 +22,14 @@ from ms_kernels.tuning.tuner import largest, tune
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Time implementations, or make a tuning table of them."""
+    """Time implementations, or create a tuning table."""
     for name in options.operator or ():
         contract_of(name)
     check_backends(options.backend or ())
     device = present(options.device)
     if options.tune:
         path = options.out or Path(f"{chip_of(device)}.json")
-        if not path.absolute().parent.is_dir():  # before an hour of measuring
+        if not path.absolute().parent.is_dir():  # fail before measuring for an hour
             raise TableError(f"{path} cannot be written: there is no such folder")
         table = tune(
             device,
@@ -55,23 +55,25 @@ def bench(options: argparse.Namespace) -> int:
 
 
 def _timings(options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield the times of every backend at the largest size that a tuner tries."""
+    """Yield the times of every backend at the largest size that the tuner measures."""
     dtype = dtype_of(options.dtype)
     for contract in CONTRACTS.values():
         if options.operator and contract.name not in options.operator:
             continue
         dims = largest(contract, device)
-        drawn = contract.draw(dims, dtype=dtype, device=device)
-        inputs = tuple(None if each.optional else drawn[each.name] for each in contract.arguments)
+        tensors = contract.draw(dims, dtype=dtype, device=device)
+        inputs = tuple(
+            None if argument.optional else tensors[argument.name] for argument in contract.arguments
+        )
         call = describe_call(contract, inputs, contract.defaults)
         runs = {
-            each.backend: each.run
-            for each in IMPLEMENTATIONS
-            if each.operator == contract.name
-            and (not options.backend or each.backend in options.backend)
-            and obstacle_to(each, call) is None
+            implementation.backend: implementation.run
+            for implementation in IMPLEMENTATIONS
+            if implementation.operator == contract.name
+            and (not options.backend or implementation.backend in options.backend)
+            and obstacle_to(implementation, call) is None
         }
-        took = [
+        times = [
             in_turn(
                 {
                     name: one_pass(contract, run, inputs, contract.defaults, backward=backward)
@@ -82,14 +84,14 @@ def _timings(options: argparse.Namespace, device: torch.device) -> Iterator[dict
             for backward in (False, True)
         ]
         work = contract.forward(dims, dtype.itemsize)
-        differentiable = any(each.differentiable for each in contract.arguments)
+        differentiable = any(argument.differentiable for argument in contract.arguments)
         for name in runs:
             yield {
                 "operator": contract.name,
                 "backend": name,
                 "sizes": dims,
-                "forward_s": took[0][name],
-                "both_s": took[1][name] if differentiable else None,
-                "forward_bytes_per_s": work.size_bytes / took[0][name],
-                "forward_flops_per_s": work.flops / took[0][name],
+                "forward_s": times[0][name],
+                "both_s": times[1][name] if differentiable else None,
+                "forward_bytes_per_s": work.size_bytes / times[0][name],
+                "forward_flops_per_s": work.flops / times[0][name],
             }

@@ -1,4 +1,4 @@
-"""`build`: makes the operator library of a chip."""
+"""`build`: build the operator library of a chip."""
 
 import argparse
 import json
@@ -16,26 +16,26 @@ from ms_kernels.aot.manifest import read_manifest
 
 
 def build(options: argparse.Namespace) -> int:
-    """Make the operator library of a chip."""
-    chosen = {"only": options.only, "jobs": options.jobs}
+    """Build the operator library of a chip."""
+    build_options = {"only": options.only, "jobs": options.jobs}
     if options.json:
-        place = build_library(options.target, options.out, **chosen)
+        folder = build_library(options.target, options.out, **build_options)
     else:
         with _progress() as progress:
-            place = build_library(options.target, options.out, progress=progress, **chosen)
-    manifest = read_manifest(place)
+            folder = build_library(options.target, options.out, progress=progress, **build_options)
+    manifest = read_manifest(folder)
     if options.json:
-        facts = {"folder": str(place), "manifest": msgspec.to_builtins(manifest)}
+        facts = {"folder": str(folder), "manifest": msgspec.to_builtins(manifest)}
         print(json.dumps(facts, indent=2))
     else:
-        size = sum(each.size_bytes for each in manifest.files) / 2**20
-        print(f"{place}: {len(manifest.kernels)} for {manifest.target}, {size:.1f} MiB")
+        size = sum(file.size_bytes for file in manifest.files) / 2**20
+        print(f"{folder}: {len(manifest.kernels)} for {manifest.target}, {size:.1f} MiB")
     return 0
 
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """Show a bar on a terminal, and a line for each tenth of the work elsewhere."""
+    """Show a progress bar on a terminal, otherwise print a line per tenth of the work."""
     if not sys.stderr.isatty():
         yield _print_tenths
         return

@@ -1,4 +1,4 @@
-"""`check`: compares implementations with the reference in float64."""
+"""`check`: compare implementations with the reference in float64."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from ms_kernels.selection import check_backends, contract_of
 
 
 def check(options: argparse.Namespace) -> int:
-    """Compare implementations with the truth; return 1 where one is off."""
+    """Compare implementations with the reference; return 1 if one exceeds its tolerance."""
     for name in options.operator or ():
         contract_of(name)
     check_backends(options.backend or ())
@@ -22,25 +22,27 @@ def check(options: argparse.Namespace) -> int:
         options.operator, options.backend, device=device, dtype=dtype_of(options.dtype)
     )
     if options.json:
-        rows = [{**asdict(each), "holds": each.holds} for each in findings]
+        rows = [{**asdict(finding), "holds": finding.holds} for finding in findings]
         print(json.dumps(rows, indent=2))
     else:
         _print_findings(findings)
-    # A check that ran nothing has not held.
-    run = [each for each in findings if not each.reason]
-    return 0 if run and all(each.holds for each in run) else 1
+    # A check that ran nothing fails.
+    run = [finding for finding in findings if not finding.reason]
+    return 0 if run and all(finding.holds for finding in run) else 1
 
 
 def _print_findings(findings: Sequence[Finding]) -> None:
-    """Print a line for each trial's worst part, then how many held."""
+    """Print the worst result or gradient of each trial, then the number within tolerance."""
     worst: dict[tuple[str, str, str], Finding] = {}
-    for each in findings:
-        key = (each.operator, each.backend, each.options)
-        if key not in worst or not each.share <= worst[key].share:
-            worst[key] = each
-    for (operator, backend, settings), each in worst.items():
-        result = each.reason or f"{each.share:6.1%} of the tolerance, at worst, in {each.part}"
-        mark = "  --" if each.reason else "  ok" if each.holds else "FAIL"
+    for finding in findings:
+        key = (finding.operator, finding.backend, finding.options)
+        if key not in worst or not finding.share <= worst[key].share:
+            worst[key] = finding
+    for (operator, backend, settings), finding in worst.items():
+        result = (
+            finding.reason or f"{finding.share:6.1%} of the tolerance, at worst, in {finding.part}"
+        )
+        mark = "  --" if finding.reason else "  ok" if finding.holds else "FAIL"
         print(f"{mark}  {operator:<21} {backend:<10} {settings or 'defaults':<24} {result}")
-    run = [each for each in findings if not each.reason]
-    print(f"{sum(each.holds for each in run)} of {len(run)} results and gradients hold")
+    run = [finding for finding in findings if not finding.reason]
+    print(f"{sum(finding.holds for finding in run)} of {len(run)} results and gradients hold")

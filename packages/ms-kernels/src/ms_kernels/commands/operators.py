@@ -1,4 +1,4 @@
-"""`list` and `explain`: what operators there are, and which implementation a call gets."""
+"""`list` and `explain`: the available operators, and the implementation that a call gets."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ from ms_kernels.selection import contract_of, use_backend
 
 
 def list_operators(options: argparse.Namespace) -> int:
-    """Print every operator and what implements it."""
+    """Print all operators and their implementations."""
     facts = [_facts(contract) for contract in CONTRACTS.values()]
     if options.json:
         print(json.dumps(facts, indent=2))
@@ -27,37 +27,37 @@ def list_operators(options: argparse.Namespace) -> int:
         arguments = ", ".join(f"{name} ({dims})" for name, dims in fact["arguments"].items())
         print(f"{fact['operator']}: {fact['summary']}")
         print(f"    {arguments} -> {fact['returns']}")
-        for each in fact["backends"]:
-            print(f"    {each['backend']:<10} {each['devices']:<4} {each['merit']}")
+        for backend in fact["backends"]:
+            print(f"    {backend['backend']:<10} {backend['devices']:<4} {backend['merit']}")
     return 0
 
 
 def _facts(contract: Contract) -> dict[str, Any]:
-    """Say what an operator is and what implements it, for JSON."""
+    """Return an operator's contract and implementations as JSON-serializable values."""
     return {
         "operator": contract.name,
         "summary": contract.summary,
-        "arguments": {each.name: " ".join(each.dims) for each in contract.arguments},
-        "options": {each.name: each.default for each in contract.options},
+        "arguments": {argument.name: " ".join(argument.dims) for argument in contract.arguments},
+        "options": {option.name: option.default for option in contract.options},
         "returns": contract.returns,
         "backends": [
             {
-                "backend": each.backend,
-                "devices": " ".join(sorted(each.devices)) if each.devices else "any",
-                "version": each.version,
-                "merit": each.merit,
+                "backend": choice.backend,
+                "devices": " ".join(sorted(choice.devices)) if choice.devices else "any",
+                "version": choice.version,
+                "merit": choice.merit,
             }
-            for each in IMPLEMENTATIONS
-            if each.operator == contract.name
+            for choice in IMPLEMENTATIONS
+            if choice.operator == contract.name
         ],
     }
 
 
 def explain(options: argparse.Namespace) -> int:
-    """Print which implementation a call gets, and why."""
+    """Print the implementation that a call gets, and the reasons."""
     contract = contract_of(options.operator)
-    sizes, settings, wanted = read_details(contract, options.details)
-    without = [each.name for each in contract.arguments if each.optional]
+    sizes, settings, requested = read_details(contract, options.details)
+    optional = [argument.name for argument in contract.arguments if argument.optional]
     device = device_of(options.device)
     call = contract.call(
         sizes,
@@ -65,7 +65,7 @@ def explain(options: argparse.Namespace) -> int:
         device=device,
         chip=options.chip or chip_of(device),
         options=settings,
-        without=[name for name in without if name not in wanted],
+        without=[name for name in optional if name not in requested],
     )
     dims = contract.bind(call)
     with use_backend(*options.backend) if options.backend else nullcontext():

@@ -1,8 +1,8 @@
-"""The operators, a folder each; every folder here is found and registered on import.
+"""The operators, one folder per operator; importing this package registers every folder.
 
-A folder holds `operator` (the public function), `contract` (what the operator is, with its slow
-truth), and a module for each backend that has an implementation of its own: `ascend`, `cpu`,
-`sdpa`, or `triton` with its device code in `kernels`.
+A folder holds `operator` (the public function), `contract` (the operator's definition with its
+reference implementation), and one module per backend that implements it: `ascend`, `cpu`, `sdpa`,
+or `triton` with its device code in `kernels`.
 """
 
 from importlib import import_module
@@ -15,10 +15,10 @@ __all__ = ["BACKENDS", "CONTRACTS", "IMPLEMENTATIONS", "OPERATORS"]
 for _folder in iter_modules(__path__, f"{__name__}."):
     register(_folder.name, import_module(_folder.name).__path__)
 
-CONTRACTS = {name: each.contract for name, each in OPERATORS.items()}
-"""What each operator is, by name."""
+CONTRACTS = {name: operator.contract for name, operator in OPERATORS.items()}
+"""Contract of every operator, by name."""
 
 IMPLEMENTATIONS = tuple(
-    implementation for each in OPERATORS.values() for implementation in each.implementations
+    implementation for operator in OPERATORS.values() for implementation in operator.implementations
 )
-"""Every implementation; those of one operator best first."""
+"""All implementations, grouped by operator, in order of preference."""

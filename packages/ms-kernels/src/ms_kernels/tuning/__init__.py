@@ -1,1 +1,1 @@
-"""Makes the tuning table of a chip by measuring its implementations and kernels."""
+"""Creation of a chip's tuning table by benchmarking its implementations and kernels."""

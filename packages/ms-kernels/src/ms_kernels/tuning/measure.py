@@ -1,6 +1,6 @@
-"""Times implementations in turn, so that what disturbs one disturbs all.
+"""Interleaved timing of implementations, so that disturbances affect all of them equally.
 
-On the CPU it is the process's own time, which a busy machine stretches little; on an accelerator
+On the CPU this is process time, which load on the machine changes little; on an accelerator it is
 the time between two events.
 """
 
@@ -26,27 +26,29 @@ def one_pass(
     """Return a function that runs an implementation once, forward or forward and backward.
 
     Args:
-        contract: the operator.
-        run: as `Implementation.run`.
-        inputs: its tensors; those that it writes are written.
-        options: its options.
-        backward: whether gradients of all differentiable arguments are made as well.
+        contract: contract of the operator.
+        run: the implementation, as in `Implementation.run`.
+        inputs: tensor arguments; mutated arguments are written in place.
+        options: option values.
+        backward: also compute the gradients of all differentiable arguments.
     """
     leaves = [
-        each
-        if each is None or argument.mutated
-        else each.detach().requires_grad_(backward and argument.differentiable)
-        for argument, each in zip(contract.arguments, inputs, strict=True)
+        tensor
+        if tensor is None or argument.mutated
+        else tensor.detach().requires_grad_(backward and argument.differentiable)
+        for argument, tensor in zip(contract.arguments, inputs, strict=True)
     ]
-    wanted = [each for each in leaves if each is not None and each.requires_grad]
+    trainable = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
 
     def step() -> object:
         result = run(*leaves, *options)
-        if not wanted:
+        if not trainable:
             return result
         results = result if isinstance(result, tuple) else (result,)
-        pulled = [each for each in results if each.requires_grad]
-        return torch.autograd.grad(pulled, wanted, [torch.ones_like(each) for each in pulled])
+        outputs = [tensor for tensor in results if tensor.requires_grad]
+        return torch.autograd.grad(
+            outputs, trainable, [torch.ones_like(output) for output in outputs]
+        )
 
     return step
 
@@ -58,25 +60,25 @@ def in_turn(
     spend_s: float = 0.2,
     rounds: int = 5,
 ) -> dict[str, float]:
-    """Return the median seconds of one call of each way, measured round after round.
+    """Return the median seconds per call of each function, measured in interleaved rounds.
 
     Args:
-        ways: what to time, by name.
-        device: where they run.
-        spend_s: seconds for each way, in all rounds together; at least one call a round.
-        rounds: how often each has its turn.
+        ways: functions to time, by name.
+        device: device they run on.
+        spend_s: total seconds per function over all rounds; at least one call per round.
+        rounds: number of rounds.
     """
     timer = _process_seconds if device.type == "cpu" else _event_seconds
     calls = {}
     for name, way in ways.items():
-        way()  # what is compiled or allocated once does not count
-        once = max(timer(way, 1, device), 1e-7)
-        calls[name] = max(min(int(spend_s / rounds / once), 10_000), 1)
-    took: dict[str, list[float]] = {name: [] for name in ways}
+        way()  # warm-up: exclude compilation and first allocations
+        call_s = max(timer(way, 1, device), 1e-7)
+        calls[name] = max(min(int(spend_s / rounds / call_s), 10_000), 1)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
-            took[name].append(timer(way, calls[name], device) / calls[name])
-    return {name: statistics.median(each) for name, each in took.items()}
+            seconds[name].append(timer(way, calls[name], device) / calls[name])
+    return {name: statistics.median(samples) for name, samples in seconds.items()}
 
 
 def _process_seconds(way: Callable[[], object], calls: int, device: torch.device) -> float:

@@ -1,9 +1,10 @@
-"""Makes a tuning table: measures from which size a backend pays, and how its kernels run best.
+"""Tuning table creation: the size from which a backend is faster, and the best launch parameters.
 
-For each operator there is a ladder of sizes, small to large, narrow and wide. An implementation
-pays from the smallest size at and above which it was never slower, within `EVEN`, than what would
-be taken in its place, neither forward alone nor forward and backward. A kernel with parameters
-(`TunedKernel`) runs with each candidate at sizes of its own; the fastest goes to the table.
+Each operator has ladders of sizes, from small to large, narrow and wide. An implementation pays off
+from the smallest size at and above which it was never slower, within `EVEN`, than the fallback,
+both for forward alone and for forward with backward. A kernel with launch parameters
+(`TunedKernel`) is run with every candidate at the sizes it declares; the fastest goes into the
+table.
 """
 
 import logging
@@ -26,16 +27,16 @@ from ms_kernels.tuning.measure import in_turn, one_pass
 log = logging.getLogger(__name__)
 
 EVEN = 1.03
-"""Ratio of two times that counts as a tie: what repeated measurements differ by."""
+"""Ratio of two times up to which they count as equal: the noise of repeated measurements."""
 
 STEPS = (1, 4, 16, 64, 256, 1024, 4096)
-"""How many units of what grows are tried."""
+"""Multiples of a ladder's growing dims to measure."""
 
 LIMIT_FLOPS = 1e9
-"""Work of the largest size on the CPU; an accelerator is given a thousand times as much."""
+"""Maximum FLOPs of a measured size on the CPU; 1,000 times as many on an accelerator."""
 
 LIMIT_BYTES = 1e8
-"""Memory of the largest size on the CPU; an accelerator is given a hundred times as much."""
+"""Maximum memory traffic of a measured size on the CPU; 100 times as much on an accelerator."""
 
 
 def tune(
@@ -46,47 +47,53 @@ def tune(
     spend_s: float = 0.1,
     on_progress: Callable[[str], object] = lambda line: None,
 ) -> Table:
-    """Measure every implementation that runs on `device` and return its table.
+    """Measure every implementation that runs on `device` and return its tuning table.
 
     Args:
-        device: where to measure.
-        operators: names; all if None.
-        dtypes: of the first argument.
-        spend_s: seconds for one way at one size.
-        on_progress: takes a line for each implementation as it is done.
+        device: device to measure on.
+        operators: names of operators; all if None.
+        dtypes: dtypes of the first argument to measure.
+        spend_s: seconds per implementation and size.
+        on_progress: called with one line per finished implementation and dtype.
     """
     measure = _Measure(device=device, spend_s=spend_s)
     entries = []
-    for each in IMPLEMENTATIONS:
-        if operators is not None and each.operator not in operators:
+    for implementation in IMPLEMENTATIONS:
+        if operators is not None and implementation.operator not in operators:
             continue
-        for dtype in dtypes if each.pays_from or each.tuned else ():  # else nothing is to be found
-            entry = measure.entry(each, dtype)
+        # Without a threshold or launch parameters there is nothing to tune.
+        for dtype in dtypes if implementation.pays_from or implementation.tuned else ():
+            entry = measure.entry(implementation, dtype)
             if entry is None:
                 continue
             entries.append(entry)
-            chosen = f", {len(entry.configurations)} configurations" if each.tuned else ""
-            from_ = "no size" if entry.pays_from is None else f"{entry.pays_from} elements"
-            on_progress(f"{each.operator} {each.backend} {entry.dtype}: pays from {from_}{chosen}")
+            configurations = (
+                f", {len(entry.configurations)} configurations" if implementation.tuned else ""
+            )
+            threshold = "no size" if entry.pays_from is None else f"{entry.pays_from} elements"
+            on_progress(
+                f"{implementation.operator} {implementation.backend} {entry.dtype}: "
+                f"pays from {threshold}{configurations}"
+            )
     version = torch.__version__.partition("+")[0]
     return Table(chip=chip_of(device), torch=version, entries=tuple(entries))
 
 
 @frozen(kw_only=True)
 class _Measure:
-    """Measures implementations on one device."""
+    """Measurement of implementations on one device."""
 
     device: torch.device
     spend_s: float
-    """Seconds for one way at one size."""
+    """Seconds per implementation and size."""
 
     def entry(self, candidate: Implementation, dtype: torch.dtype) -> TableEntry | None:
-        """Measure one implementation in one dtype, or return None where it takes no such call."""
+        """Measure one implementation in one dtype; None if it does not support these calls."""
         contract = CONTRACTS[candidate.operator]
         configurations = tuple(self._configurations(candidate, dtype))
         sizes = _sizes(contract, self.device) if candidate.pays_from else ()
-        found = (self._compare(candidate, dims, dtype) for dims in sizes)
-        ratios = [each for each in found if each is not None]
+        measured = (self._compare(candidate, dims, dtype) for dims in sizes)
+        ratios = [ratio for ratio in measured if ratio is not None]
         if not ratios and not configurations:
             return None
         return TableEntry(
@@ -101,59 +108,63 @@ class _Measure:
     def _compare(
         self, candidate: Implementation, dims: Mapping[str, int], dtype: torch.dtype
     ) -> tuple[int, float] | None:
-        """Return a call's elements, and the time beside what would be taken instead.
+        """Return a call's number of elements, and its time relative to the fallback's.
 
-        The ratio is the worse one of forward alone and forward with backward.
+        The ratio is the larger of forward alone and forward with backward.
         """
         contract, inputs = CONTRACTS[candidate.operator], self._inputs(candidate, dims, dtype)
         call = describe_call(contract, inputs, contract.defaults)
-        after = IMPLEMENTATIONS[IMPLEMENTATIONS.index(candidate) + 1 :]
-        instead = first_fit(call, after)
-        if instead is None or obstacle_to(candidate, call) is not None:
+        lower_ranked = IMPLEMENTATIONS[IMPLEMENTATIONS.index(candidate) + 1 :]
+        fallback = first_fit(call, lower_ranked)
+        if fallback is None or obstacle_to(candidate, call) is not None:
             return None
         worst = 0.0
         differentiable = any(argument.differentiable for argument in contract.arguments)
         for backward in (False, True) if differentiable else (False,):
             ways = {
-                name: one_pass(contract, each.run, inputs, contract.defaults, backward=backward)
-                for name, each in (("own", candidate), ("other", instead))
+                name: one_pass(contract, choice.run, inputs, contract.defaults, backward=backward)
+                for name, choice in (("own", candidate), ("other", fallback))
             }
-            took = in_turn(ways, self.device, spend_s=self.spend_s)
-            worst = max(worst, took["own"] / took["other"])
+            seconds = in_turn(ways, self.device, spend_s=self.spend_s)
+            worst = max(worst, seconds["own"] / seconds["other"])
         return call.elements, worst
 
     def _inputs(
         self, candidate: Implementation, dims: Mapping[str, int], dtype: torch.dtype
     ) -> tuple[torch.Tensor | None, ...]:
         contract = CONTRACTS[candidate.operator]
-        drawn = contract.draw(dims, dtype=dtype, device=self.device)
-        return tuple(None if each.optional else drawn[each.name] for each in contract.arguments)
+        tensors = contract.draw(dims, dtype=dtype, device=self.device)
+        return tuple(
+            None if argument.optional else tensors[argument.name] for argument in contract.arguments
+        )
 
     def _configurations(
         self, candidate: Implementation, dtype: torch.dtype
     ) -> Iterator[Configuration]:
-        """Yield each kernel's fastest parameters, without sizes that have those of the next one.
+        """Yield the fastest parameters of each kernel, merging sizes with equal parameters.
 
-        Kernels are tuned one after the other, while the others run as the tables say.
+        Kernels are tuned one at a time; the others use the parameters from the tables.
         """
         contract = CONTRACTS[candidate.operator]
-        spare = [argument.name for argument in contract.arguments if argument.optional]
+        optional = [argument.name for argument in contract.arguments if argument.optional]
         for kernel in candidate.tuned:
-            found: list[Configuration] = []
+            configurations: list[Configuration] = []
             for sizes in kernel.tried_at:
                 dims = {**contract.example, **sizes}
-                # Asked before anything is drawn: these sizes are an accelerator's.
-                call = contract.call(dims, dtype=dtype, device=self.device, without=spare)
+                # Check before allocating inputs: these sizes are meant for an accelerator.
+                call = contract.call(dims, dtype=dtype, device=self.device, without=optional)
                 if obstacle_to(candidate, call) is not None:
                     continue
                 inputs = self._inputs(candidate, dims, dtype)
                 at_most = {name: dims[name] for name in kernel.sizes}
                 values = self._fastest(candidate, kernel, inputs, tuple(at_most.values()))
-                if found and found[-1].values == values:
-                    found.pop()
-                each = Configuration(kernel=kernel.name, at_most=at_most, values=dict(values))
-                found.append(each)
-            yield from found
+                if configurations and configurations[-1].values == values:
+                    configurations.pop()
+                configuration = Configuration(
+                    kernel=kernel.name, at_most=at_most, values=dict(values)
+                )
+                configurations.append(configuration)
+            yield from configurations
 
     def _fastest(
         self,
@@ -162,58 +173,58 @@ class _Measure:
         inputs: tuple[Any, ...],
         sizes: tuple[int, ...],
     ) -> Mapping[str, int]:
-        """Return the parameters that are fastest, forward and backward, of those that run."""
+        """Return the parameters with the fastest forward and backward; skip those that fail."""
         contract = CONTRACTS[candidate.operator]
         call = describe_call(contract, inputs, contract.defaults)
-        standing = launch_of(kernel, call.chip, describe(call.dtype), sizes).values
-        plain = one_pass(contract, candidate.run, inputs, contract.defaults, backward=True)
+        current = launch_of(kernel, call.chip, describe(call.dtype), sizes).values
+        run_once = one_pass(contract, candidate.run, inputs, contract.defaults, backward=True)
 
         def under(values: Mapping[str, int]) -> Callable[[], object]:
             def step() -> object:
                 with trying(kernel, values):
-                    return plain()
+                    return run_once()
 
             return step
 
-        tried = [standing, *(each for each in kernel.candidates if each != standing)]
-        ways = {str(place): under(each) for place, each in enumerate(tried)}
+        tried = [current, *(values for values in kernel.candidates if values != current)]
+        ways = {str(index): under(values) for index, values in enumerate(tried)}
         for name, way in list(ways.items())[1:]:
             try:
                 way()
-            except Exception as error:  # Triton has no base class of its errors: it does not fit
+            except Exception as error:  # too many resources; Triton has no common error class
                 log.info("%s with %s: %s", kernel.name, tried[int(name)], error)
                 del ways[name]
-        took = in_turn(ways, self.device, spend_s=self.spend_s, rounds=3)
-        return tried[int(min(took, key=lambda name: took[name]))]
+        seconds = in_turn(ways, self.device, spend_s=self.spend_s, rounds=3)
+        return tried[int(min(seconds, key=lambda name: seconds[name]))]
 
 
 def _sizes(contract: Contract, device: torch.device) -> Iterator[dict[str, int]]:
-    """Yield the sizes to try, least work first."""
-    more = 1 if device.type == "cpu" else 100
-    found = []
+    """Yield the sizes to measure, in order of increasing work."""
+    scale = 1 if device.type == "cpu" else 100
+    candidates = []
     for ladder in contract.ladders:
         for step in STEPS:
             grown = {name: step * ladder.sizes.get(name, 1) for name in ladder.grows}
             dims = {**contract.example, **ladder.sizes, **grown}
             work = contract.forward(dims, 4)
-            if work.flops <= LIMIT_FLOPS * more**1.5 and work.size_bytes <= LIMIT_BYTES * more:
-                found.append((work.flops, dims))
-    for _, dims in sorted(found, key=lambda pair: pair[0]):
+            if work.flops <= LIMIT_FLOPS * scale**1.5 and work.size_bytes <= LIMIT_BYTES * scale:
+                candidates.append((work.flops, dims))
+    for _, dims in sorted(candidates, key=lambda pair: pair[0]):
         yield dims
 
 
 def largest(contract: Contract, device: torch.device) -> dict[str, int]:
-    """Return the largest sizes that are tried."""
-    *_, found = _sizes(contract, device)
-    return found
+    """Return the largest measured sizes."""
+    *_, dims = _sizes(contract, device)
+    return dims
 
 
 def _pays_from(ratios: Sequence[tuple[int, float]]) -> int | None:
-    """Return the least elements from which on no ratio is above `EVEN`; None if there are none."""
-    found = None
+    """Return the smallest number of elements from which all ratios are at most `EVEN`, or None."""
+    threshold = None
     for elements, ratio in sorted(ratios, reverse=True):
         if ratio > EVEN:
             break
-        found = elements
-    # The smallest size that was tried stands for all below it.
-    return 0 if found is not None and found == min(ratios)[0] else found
+        threshold = elements
+    # If it pays off at the smallest measured size, assume that it does at all smaller sizes.
+    return 0 if threshold is not None and threshold == min(ratios)[0] else threshold

@@ -1,8 +1,8 @@
-"""Block sizes, warps and stages of kernels, made to fit a call.
+"""Block sizes, warps and stages of kernels for a call's sizes.
 
-What a tuner may choose stands in the tuning tables, or as defaults beside each kernel. Computed
-here is what follows from a call's sizes: a block that holds a whole row, or that is no larger than
-the tensor.
+Tunable values come from the tuning tables or from the defaults next to each kernel. This module
+derives the constants that follow from a call's sizes, such as a block that spans a full row or is
+no larger than the tensor.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,8 +13,8 @@ from ms_kernels.core.launches import ANY_SIZE, Defaults, TableKey, TunedKernel, 
 
 
 def grid(**values: Iterable[int]) -> tuple[Mapping[str, int], ...]:
-    """Return every combination of the values that the parameters may have."""
-    return tuple(dict(zip(values, each, strict=True)) for each in product(*values.values()))
+    """Return all combinations of the parameter values."""
+    return tuple(dict(zip(values, point, strict=True)) for point in product(*values.values()))
 
 
 def tuned_kernels(
@@ -27,7 +27,7 @@ def tuned_kernels(
     defaults: Defaults,
     wide_defaults: Defaults = (),
 ) -> tuple[TunedKernel, ...]:
-    """Return kernels of one operator that are tuned alike, by the fields of `TunedKernel`."""
+    """Return the named kernels of an operator, all with the same tuning fields of `TunedKernel`."""
     return tuple(
         TunedKernel(
             operator=operator,
@@ -43,34 +43,34 @@ def tuned_kernels(
 
 
 def norm_kernels(operator: str, kernel: str) -> tuple[TunedKernel, TunedKernel]:
-    """Return the forward and the backward kernel of a normalization."""
+    """Return the forward and backward kernels of a normalization."""
     warps = {2048: 4, 4096: 8, ANY_SIZE: 16}
     tried_at = tuple({"...": 2**25 // width, "H": width} for width in (1024, 2048, 4096, 8192))
-    each, count = {"ELEMENTS": (1024, 2048, 4096), "num_warps": (4, 8, 16)}, (132, 264, 528)
+    values, programs = {"ELEMENTS": (1024, 2048, 4096), "num_warps": (4, 8, 16)}, (132, 264, 528)
     forward, backward = (
         TunedKernel(
             operator=operator,
-            name=f"{kernel}_{which}",
+            name=f"{kernel}_{direction}",
             sizes=("H",),
             tried_at=tried_at,
             candidates=candidates,
-            defaults=by_size("num_warps", warps, ELEMENTS=2048, **more),
+            defaults=by_size("num_warps", warps, ELEMENTS=2048, **extra),
         )
-        for which, candidates, more in (
-            ("forward", grid(**each), {}),
-            ("backward", grid(**each, PROGRAMS=count), {"PROGRAMS": 256}),
+        for direction, candidates, extra in (
+            ("forward", grid(**values), {}),
+            ("backward", grid(**values, PROGRAMS=programs), {"PROGRAMS": 256}),
         )
     )
     return forward, backward
 
 
 WALKS = grid(BLOCK=(1024, 2048, 4096, 8192), num_warps=(4, 8, 16))
-"""What a tuner tries for a kernel that walks along rows."""
+"""Tuning candidates of a kernel that loops over the columns of a row."""
 
 WALK_DEFAULTS = by_size("num_warps", {512: 1, 1024: 2, 2048: 4, ANY_SIZE: 8}, BLOCK=4096)
 
 MATRIX_TILES = grid(BM=(64, 128), BN=(64, 128), BK=(32, 64), num_warps=(4, 8), num_stages=(2, 3))
-"""What a tuner tries for a product of matrices."""
+"""Tuning candidates of a matrix product."""
 
 MATRIX_TILES_BACKWARD = grid(
     BM=(32, 64), BN=(32, 128), BK=(64, 128), num_warps=(4, 8), num_stages=(2, 3)
@@ -78,22 +78,22 @@ MATRIX_TILES_BACKWARD = grid(
 
 
 def whole_rows(kernel: TunedKernel, key: TableKey, width: int) -> dict[str, int]:
-    """Return the constants of a kernel that holds whole rows of `width` elements."""
+    """Return the constants of a kernel whose block spans a full row of `width` elements."""
     values, block = kernel.values(key, width), power_of_two(width)
     rows = max(values["ELEMENTS"] // block, 1)
     return {"ROWS": rows, "BLOCK": block, "num_warps": values["num_warps"]}
 
 
 def shares(kernel: TunedKernel, key: TableKey, rows: int, width: int) -> tuple[int, int]:
-    """Return rows a program, and programs, of a normalization's backward pass.
+    """Return rows per program and number of programs of a normalization's backward pass.
 
-    Each program keeps its own sum of the weight's gradient, so the number of programs decides how
-    the result is rounded; a program's share is a multiple of the rows that it holds at once.
+    Each program accumulates a partial weight gradient, so the number of programs determines the
+    rounding of the result. Rows per program are a multiple of the rows in one block.
     """
-    at_once = whole_rows(kernel, key, width)["ROWS"]
-    most = kernel.values(key, width)["PROGRAMS"]
-    each = max(blocks(blocks(rows, at_once), most) * at_once, at_once)
-    return each, blocks(rows, each)
+    block_rows = whole_rows(kernel, key, width)["ROWS"]
+    max_programs = kernel.values(key, width)["PROGRAMS"]
+    program_rows = max(blocks(blocks(rows, block_rows), max_programs) * block_rows, block_rows)
+    return program_rows, blocks(rows, program_rows)
 
 
 def elements(kernel: TunedKernel, key: TableKey, width: int) -> dict[str, int]:
@@ -104,12 +104,12 @@ def elements(kernel: TunedKernel, key: TableKey, width: int) -> dict[str, int]:
 
 
 def row_blocks(kernel: TunedKernel, key: TableKey, width: int) -> dict[str, int]:
-    """Return the constants of a kernel that walks along rows of `width` elements."""
+    """Return the constants of a kernel that loops over rows of `width` elements block by block."""
     values = kernel.values(key, width)
     return {**values, "BLOCK": min(power_of_two(width), values["BLOCK"])}
 
 
 def tile(kernel: TunedKernel, key: TableKey, rows: int) -> dict[str, int]:
-    """Return the constants of a product of matrices with `rows` rows on the left."""
+    """Return the constants of a matrix product whose left operand has `rows` rows."""
     values = kernel.values(key, rows) if kernel.sizes else kernel.values(key)
     return {**values, "BM": min(max(power_of_two(rows), 16), values["BM"])}

@@ -1,7 +1,7 @@
-"""Decides when a call gets one of our Triton kernels.
+"""Selection of our Triton kernels for a call.
 
-Triton is imported by the first launch, so that importing the package stays fast and needs
-nothing. What is chosen depends on whether it is installed, never on what was timed.
+Triton is imported at the first launch, so importing the package is fast and does not require it.
+The selection depends on whether Triton is installed, never on timings.
 """
 
 import sys
@@ -21,19 +21,19 @@ from ms_kernels.core.torch_operator import opaque
 from ms_kernels.core.tracing import known_when_traced
 
 WIDEST_ROW = 65_536
-"""Features of a row that a normalization holds at once."""
+"""Maximum row width of a normalization, whose block spans a full row."""
 
 WIDEST_HEAD = 256
-"""Features of a head of attention: a block of them must fit a multiprocessor's memory."""
+"""Maximum head dimension of attention: a block of rows must fit in shared memory."""
 
 LARGEST_STRIDE = 2**23
-"""Between positions of attention, in elements: a block of rows stays within 32-bit offsets."""
+"""Maximum stride between positions of attention, in elements: block offsets are 32 bits wide."""
 
 
 @known_when_traced
 @cache
 def _absent() -> str | None:
-    """Say that Triton is not installed, or None."""
+    """Return the reason if Triton is not installed, otherwise None."""
     if sys.modules.get("triton", ...) is None or find_spec("triton") is None:
         return "needs triton, which is not installed: pip install 'ms-kernels[cuda]'"
     return None
@@ -42,14 +42,14 @@ def _absent() -> str | None:
 @known_when_traced
 @cache
 def _foreign() -> str | None:
-    """Say that the Triton that is installed makes nothing for Ascend, or None."""
+    """Return the reason if the installed Triton does not support Ascend, otherwise None."""
     if find_spec("triton.backends.ascend") is None:
         return "needs triton-ascend on an NPU; the triton that is installed is for other chips"
     return None
 
 
 def narrow_rows(call: Call) -> str | None:
-    """Decline rows that no program holds."""
+    """Decline rows too wide for one program."""
     width = call.present[0].shape[-1]
     if width > WIDEST_ROW:
         return f"holds rows of up to {WIDEST_ROW} features, not {width}"
@@ -57,12 +57,12 @@ def narrow_rows(call: Call) -> str | None:
 
 
 def narrow_heads(call: Call) -> str | None:
-    """Decline heads too wide for a multiprocessor's memory, and strides beyond 32 bits."""
-    for each in call.present[:3]:
-        if each.shape[-1] > WIDEST_HEAD:
-            return f"takes heads of up to {WIDEST_HEAD} features, not {each.shape[-1]}"
-        if each.strides[1] > LARGEST_STRIDE:
-            return f"takes strides of positions up to {LARGEST_STRIDE}, not {each.strides[1]}"
+    """Decline heads too wide for shared memory, and strides too large for 32-bit offsets."""
+    for tensor in call.present[:3]:
+        if tensor.shape[-1] > WIDEST_HEAD:
+            return f"takes heads of up to {WIDEST_HEAD} features, not {tensor.shape[-1]}"
+        if tensor.strides[1] > LARGEST_STRIDE:
+            return f"takes strides of positions up to {LARGEST_STRIDE}, not {tensor.strides[1]}"
     return None
 
 
@@ -76,16 +76,16 @@ def on_gpu(
     run: Callable[..., Any] | None = None,
     **passes: Any,
 ) -> Implementation:
-    """Return an implementation by our kernels; its version is that of the tuned ones.
+    """Return a Triton implementation; its version is that of its tuned kernels.
 
     Args:
-        contract: the operator.
-        merit: why it is preferred to those after it.
-        tuned: kernels whose launch parameters stand in tuning tables.
-        entries: kernels that a library for a GPU holds, from chip and dtype.
-        refuses: why it cannot take a call, or None if it can.
-        run: what performs it; made by `opaque` if None.
-        **passes: what `opaque` takes: `forward`, `backward` and the like.
+        contract: contract of the operator.
+        merit: advantage over the implementations after it.
+        tuned: kernels whose launch parameters are in the tuning tables.
+        entries: kernels of an ahead-of-time GPU library, as a function of chip and dtype.
+        refuses: reason to decline a call, or None to accept it.
+        run: callable that runs the operator; built by `opaque` if None.
+        **passes: arguments of `opaque`, such as `forward` and `backward`.
     """
 
     def declines(call: Call) -> str | None:

@@ -1,4 +1,4 @@
-"""Tensors as rows that a kernel can walk: any stride between rows, 1 within."""
+"""Row views of tensors for kernels: any stride between rows, unit stride within a row."""
 
 from typing import TypeVar
 
@@ -16,17 +16,17 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 
 def with_unit_stride(tensor: Tensor) -> Tensor:
-    """Return `tensor` itself, or a copy whose last stride is 1."""
+    """Return `tensor` if its last stride is 1, otherwise a contiguous copy."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a new contiguous tensor of the shape of `like`, not initialized."""
+    """Return an uninitialized contiguous tensor with the shape of `like`."""
     return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def needed_grads(grad_mask: int, gradients: Gradients) -> Gradients:
-    """Replace gradients that are not needed by empty tensors."""
+    """Replace gradients that are not needed with empty tensors."""
     return tuple(  # type: ignore[return-value]  # one per gradient
         grad if needs_grad(grad_mask, index) else absent_grad(grad)
         for index, grad in enumerate(gradients)

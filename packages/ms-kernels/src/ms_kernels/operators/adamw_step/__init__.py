@@ -1,1 +1,1 @@
-"""One step of AdamW (Loshchilov and Hutter, 2019), in place, as `torch.optim.AdamW` takes it."""
+"""In-place AdamW step (Loshchilov and Hutter, 2019), equivalent to `torch.optim.AdamW`."""

@@ -1,7 +1,7 @@
-"""AdamW through aclnnApplyAdamWV2, reached by torch's `_fused_adamw_`.
+"""AdamW through aclnnApplyAdamWV2, called by torch's `_fused_adamw_`.
 
-`npu_apply_adam_w` is not it: on Atlas A2 that one takes an older path, which is not an aclnn call,
-and wants the powers of both betas beforehand. Its successor takes the step itself.
+`npu_apply_adam_w` is not used: on Atlas A2 it takes an older path that is not an aclnn call and
+needs the powers of both betas as inputs. aclnnApplyAdamWV2 takes the step number.
 """
 
 from typing import Any
@@ -17,14 +17,14 @@ from ms_kernels.operators.adamw_step.contract import CONTRACT
 
 def _step(weights: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, *options: Any) -> None:
     step, learning_rate, betas, eps, weight_decay = options
-    taken = torch.full((), float(step), dtype=torch.float32, device=weights.device)
+    step_tensor = torch.full((), float(step), dtype=torch.float32, device=weights.device)
     torch._fused_adamw_(
         [weights],
         [gradient],
         [mean],
         [square],
         [],
-        [taken],
+        [step_tensor],
         lr=learning_rate,
         beta1=betas[0],
         beta2=betas[1],
@@ -35,12 +35,12 @@ def _step(weights: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, *opti
     )
 
 
-# An operator of its own: torch.compile cannot trace torch's.
+# Registered as a separate operator, because torch.compile cannot trace torch's.
 adamw_step = opaque(CONTRACT, "ascend", forward=_step)
 
 
 def _refuses(call: Call) -> str | None:
-    """Decline weights or gradients of another dtype than the moments' float32."""
+    """Decline tensors that are not float32."""
     for name, meta in zip(("weights", "gradient", "mean", "square"), call.present, strict=True):
         if meta.dtype != torch.float32:
             return f"takes all four in float32, and {name} is {describe(meta.dtype)}"

@@ -1,4 +1,4 @@
-"""One step of AdamW (Loshchilov and Hutter, 2019), in place, as `torch.optim.AdamW` takes it."""
+"""In-place AdamW step (Loshchilov and Hutter, 2019), equivalent to `torch.optim.AdamW`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,20 +24,20 @@ def adamw_step(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
 ) -> None:
-    """Write new weights and moments; all is computed in the moments' dtype and rounded once."""
+    """Update weights and moments in place, computed in the moments' dtype and rounded once."""
     wide = mean.dtype
-    slope = gradient.detach().to(wide)
+    wide_grad = gradient.detach().to(wide)
     with torch.no_grad():
-        mean.lerp_(slope, 1 - betas[0])
-        square.mul_(betas[1]).addcmul_(slope, slope, value=1 - betas[1])
-        root = (square.sqrt() / (1 - betas[1] ** step) ** 0.5).add_(eps)
-        new = weights.to(wide) * (1 - learning_rate * weight_decay)
-        new.addcdiv_(mean, root, value=-learning_rate / (1 - betas[0] ** step))
-        weights.copy_(new)
+        mean.lerp_(wide_grad, 1 - betas[0])
+        square.mul_(betas[1]).addcmul_(wide_grad, wide_grad, value=1 - betas[1])
+        denominator = (square.sqrt() / (1 - betas[1] ** step) ** 0.5).add_(eps)
+        new_weights = weights.to(wide) * (1 - learning_rate * weight_decay)
+        new_weights.addcdiv_(mean, denominator, value=-learning_rate / (1 - betas[0] ** step))
+        weights.copy_(new_weights)
 
 
 def _forward(dims: Dims, itemsize: int) -> Work:
-    """Read weights, gradient and two float32 moments; write all but the gradient."""
+    """Read weights, gradient and two float32 moments; write weights and moments."""
     return Work(dims["..."] * (3 * itemsize + 16), 14 * dims["..."])
 
 
@@ -57,7 +57,7 @@ def _number(name: str, default: float, trials: tuple[float, ...] = ()) -> Option
 
 
 def _check_values(*given: Any) -> None:
-    """Refuse tensors that share memory."""
+    """Reject tensors that share memory."""
     check_overlaps(CONTRACT, given[:4])
 
 
@@ -95,7 +95,7 @@ CONTRACT: Contract = Contract(
             holds=lambda value: (
                 isinstance(value, tuple)
                 and len(value) == 2
-                and all(is_number(each, 0, below=1) for each in value)
+                and all(is_number(beta, 0, below=1) for beta in value)
             ),
             fits="a tuple of two numbers, each at least 0 and below 1",
             trials=((0.5, 0.95), (0.0, 0.0)),

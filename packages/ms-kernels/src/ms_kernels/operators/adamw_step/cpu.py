@@ -1,4 +1,4 @@
-"""AdamW by torch's fused kernel, in blocks where weights are narrower than their moments."""
+"""AdamW by torch's fused kernel, in blocks if weights or gradient are narrower than the moments."""
 
 from typing import Any
 
@@ -14,23 +14,25 @@ from ms_kernels.operators.adamw_step.contract import CONTRACT
 def adamw_step(
     weights: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, *options: Any
 ) -> None:
-    """Write new weights and moments."""
+    """Update weights and moments in place."""
     step, learning_rate, betas, eps, weight_decay = options
     wide = mean.dtype
-    flat = [each.detach().view(-1) for each in (weights, gradient, mean, square)]
+    flat = [tensor.detach().view(-1) for tensor in (weights, gradient, mean, square)]
     narrow = flat[0].dtype != wide or flat[1].dtype != wide
     length = BLOCK_BYTES // 4 if narrow else max(len(flat[0]), 1)
     with torch.no_grad():
         for start in range(0, len(flat[0]), length):
-            own, slope, first, second = (each[start : start + length] for each in flat)
-            values = own.to(wide)
+            weight_block, grad_block, first, second = (
+                tensor[start : start + length] for tensor in flat
+            )
+            values = weight_block.to(wide)
             adamw(
                 [values],
-                [slope.to(wide)],
+                [grad_block.to(wide)],
                 [first],
                 [second],
                 [],
-                # The kernel counts the step itself.
+                # The kernel increments the step.
                 [torch.tensor(float(step - 1))],
                 fused=True,
                 amsgrad=False,
@@ -41,12 +43,12 @@ def adamw_step(
                 eps=eps,
                 maximize=False,
             )
-            if values.dtype != own.dtype:
-                own.copy_(values)
+            if values.dtype != weight_block.dtype:
+                weight_block.copy_(values)
 
 
 def _refuses(call: Call) -> str | None:
-    """Decline what the fused kernel cannot walk through as one row of numbers."""
+    """Decline non-contiguous tensors, and torch.compile, which fuses the reference."""
     if call.compiling:
         return "torch.compile fuses the reference by itself"
     for name, meta in zip(("weights", "gradient", "mean", "square"), call.present, strict=True):

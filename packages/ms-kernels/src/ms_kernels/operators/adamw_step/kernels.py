@@ -1,4 +1,4 @@
-"""One step of AdamW, in place, in one pass over memory."""
+"""Kernel of an in-place AdamW step in one pass over memory."""
 
 import triton
 import triton.language as tl
@@ -20,11 +20,10 @@ def adamw_step(
     eps,
     BLOCK: tl.constexpr,
 ):
-    """Step BLOCK weights; all tensors are contiguous.
+    """Update BLOCK weights; all tensors are contiguous.
 
-    `mean_share` and `square_share` are what the moments take of the gradient, `keep` is
-    1 - learning rate · decay, `rate` the learning rate over the mean's bias correction, and
-    `root_scale` 1 over the root of the square's.
+    `mean_share` is 1 - beta1, `square_share` is 1 - beta2, `keep` is 1 - learning rate · weight
+    decay, `rate` is learning rate / (1 - beta1^step), and `root_scale` is (1 - beta2^step)^(-1/2).
     """
     place = (first + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
@@ -32,7 +31,7 @@ def adamw_step(
     mean = tl.load(MEAN + place, mask=inside, other=0.0)
     square = tl.load(SQUARE + place, mask=inside, other=0.0)
     weights = tl.load(WEIGHTS + place, mask=inside, other=0.0).to(tl.float32)
-    # Not mean + share * (slope - mean): what is small beside an old moment would be lost in it.
+    # Not mean + share * (slope - mean): rounding would lose terms much smaller than the moment.
     mean = mean * (1.0 - mean_share) + mean_share * slope
     square = square * (1.0 - square_share) + square_share * (slope * slope)
     step = mean / (tl.sqrt_rn(square) * root_scale + eps)

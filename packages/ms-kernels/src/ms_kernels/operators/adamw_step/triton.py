@@ -1,4 +1,4 @@
-"""AdamW in one pass: each tensor is read once and written once."""
+"""AdamW in one pass: every tensor is read once and written at most once."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -39,7 +39,7 @@ def _step(weights: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, *opti
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
-    """Yield what a library holds."""
+    """Yield the kernels of an ahead-of-time library."""
     yield entry(
         "adamw_step",
         KERNEL,
@@ -52,7 +52,7 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 
 
 def _refuses(call: Call) -> str | None:
-    """Decline what cannot be stepped as one run of numbers, and moments of float64."""
+    """Decline non-contiguous tensors and float64 moments."""
     moments = call.present[2].dtype
     if moments != torch.float32:
         return f"keeps moments in float32, not {describe(moments)}"

@@ -1,8 +1,8 @@
 """A residual sum and its RMSNorm through npu_add_rms_norm.
 
-It has no gradient: ours takes that of RMSNorm at the sum. It may normalize the sum before it rounds
-it, where the contract rounds first: for half precision the two differ by less than one rounding of
-the sum.
+The operator has no gradient, so this module applies RMSNorm's gradient at the sum. The operator may
+normalize the sum before rounding it, whereas the contract rounds first; in half precision the
+results differ by less than one rounding of the sum.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from ms_kernels.operators.add_rms_norm.contract import CONTRACT
 
 
 class _AddRmsNorm(torch.autograd.Function):
-    """Returns ``rms_norm(x + residual)`` and the sum."""
+    """``rms_norm(x + residual)`` and the sum, with their gradient."""
 
     @staticmethod
     def forward(

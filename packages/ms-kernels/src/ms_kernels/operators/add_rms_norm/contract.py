@@ -14,9 +14,9 @@ from ms_kernels.operators.rms_norm.contract import rms_norm
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """Return ``rms_norm(x + residual)`` and the sum, rounded before it is normalized.
+    """Return ``rms_norm(x + residual)`` and the sum, which is rounded before normalization.
 
-    So it equals the two steps bit for bit, and the sum is all that a backward pass needs.
+    The result is bitwise equal to the two separate steps, and backward needs only the sum.
     """
     summed = torch.add(x, residual)
     return rms_norm(summed, weight, eps), summed
@@ -36,7 +36,9 @@ CONTRACT = Contract(
     splits=("...",),
     positive="H",
     forward=streaming("... H", tensors=4, weights=1, flops=5),
-    backward=streaming("... H", tensors=4, weights=2, flops=11),  # x and residual share one
+    backward=streaming(
+        "... H", tensors=4, weights=2, flops=11
+    ),  # x and residual share one gradient
     tolerance=SUMMED,
     example={"...": 256, "H": 128},
     reference=add_rms_norm,

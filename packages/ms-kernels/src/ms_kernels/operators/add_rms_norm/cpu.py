@@ -1,4 +1,4 @@
-"""A residual sum and its RMSNorm in blocks of rows, saving the sum and one number a row."""
+"""A residual sum and its RMSNorm in blocks of rows; saves the sum and one scale per row."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from ms_kernels.operators.rms_norm.cpu import differentiate, normalize
 
 
 class _AddRmsNorm(torch.autograd.Function):
-    """Returns ``rms_norm(x + residual)`` and the sum."""
+    """``rms_norm(x + residual)`` and the sum, with their gradient."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""A residual sum and its RMSNorm in one pass over memory each way, by RMSNorm's kernels."""
+"""A residual sum and its RMSNorm in one pass over memory each way, using RMSNorm's kernels."""
 
 from collections.abc import Iterator
 
@@ -30,13 +30,13 @@ def _backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_x, grad_weight = differentiate(BACKWARD, grad, grad_sum, summed, weight, scale)
-    # An operator's results may not share their memory: the second is a copy, if both are wanted.
+    # Results of a torch operator must not alias: clone the second if both gradients are needed.
     both = grad_mask & 3 == 3
     return needed_grads(grad_mask, (grad_x, grad_x.clone() if both else grad_x, grad_weight))
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
-    """Yield what a library holds."""
+    """Yield the kernels of an ahead-of-time library."""
     flag = {"ADD": True}
     yield from norm_entries(TUNED, KERNELS, chip, dtype, detail="add_", flags=(flag, flag))
 

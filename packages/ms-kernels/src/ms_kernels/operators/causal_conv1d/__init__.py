@@ -1,1 +1,1 @@
-"""A short causal convolution of each channel, as layers with a recurrent state have before it."""
+"""Short depthwise causal convolution, as used before the recurrence in state-space layers."""

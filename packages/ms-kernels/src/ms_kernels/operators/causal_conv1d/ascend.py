@@ -1,4 +1,4 @@
-"""Why no convolution of torch_npu's is used."""
+"""No adapter: torch_npu has no suitable causal convolution."""
 
 from ms_kernels.backends.ascend import refused
 from ms_kernels.operators.causal_conv1d.contract import CONTRACT

@@ -1,8 +1,7 @@
-"""A causal convolution of each channel by itself, cut where documents begin.
+"""Depthwise causal convolution that does not cross document boundaries.
 
-A term outside the window, before the first position or in another document, is left out of every
-sum, forward and backward: an inf or NaN there changes nothing, and so does an inf or NaN in a tap
-that would meet it.
+Terms before the first position or in another document are excluded from all sums, forward and
+backward: an inf or NaN in such an input, or in the tap that would multiply it, has no effect.
 """
 
 import torch
@@ -25,24 +24,24 @@ def causal_conv1d(
     silu: bool = False,
     final_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return ``Σ_d weight[:, K - 1 - d] · x[s - d] + bias``, perhaps through SiLU, and a state."""
+    """Return ``Σ_d weight[:, K - 1 - d] · x[s - d] + bias``, with optional SiLU and state."""
     positions, width = x.shape[1], weight.shape[1]
     wide = accumulator(x.dtype)
-    # Widened before they are cut in taps, whose gradients would else be rounded one by one.
+    # Widen before slicing into taps; otherwise the gradient of every tap would be rounded.
     inputs = _with_state(x, state, width).to(wide)
     taps = weight.to(wide)
     hidden = hidden_taps(documents, width)
-    place = torch.arange(positions, device=x.device)
+    position_index = torch.arange(positions, device=x.device)
     total = torch.zeros_like(x, dtype=wide)
     for distance in range(width):
         value = inputs[:, width - distance : width - distance + positions]
         tap = taps[:, width - 1 - distance]
         outside = hidden[distance] if hidden is not None else None  # (B, S)
         if state is None:
-            before = (place < distance)[None]
+            before = (position_index < distance)[None]
             outside = before if outside is None else outside | before
         if outside is not None and distance:
-            # Both factors become 0, so that neither pass multiplies 0 by an inf.
+            # Zero both factors, so that neither pass multiplies 0 by inf.
             outside = outside.unsqueeze(-1)
             value, tap = value.masked_fill(outside, 0), tap.expand_as(x).masked_fill(outside, 0)
         total = total + value * tap
@@ -52,29 +51,29 @@ def causal_conv1d(
 
 
 def hidden_taps(documents: Tensor | None, width: int) -> list[Tensor] | None:
-    """Return for each distance which position's tap lies before its document, bool (B, S)."""
+    """Return per tap distance a bool mask (B, S) of positions whose tap precedes their document."""
     if documents is None:
         return None
     starts = starts_of(documents)
     hidden = [torch.zeros_like(starts)]
     for distance in range(1, width):
-        # The tap is hidden where a document began within the last `distance` positions.
+        # A tap is hidden if a document starts within the last `distance` positions.
         hidden.append(hidden[-1] | F.pad(starts, (distance - 1, 0))[:, : starts.shape[1]])
     return hidden
 
 
 def last_inputs(x: Tensor, state: Tensor | None, documents: Tensor | None, width: int) -> Tensor:
-    """Return the last K inputs (B, K, C), 0 for those before the last position's document."""
+    """Return the last K inputs (B, K, C), with 0 before the document of the last position."""
     last = _with_state(x, state, width)[:, x.shape[1] :]
     hidden = hidden_taps(documents, width)
     if hidden is None:
         return last.clone()
-    ends = torch.stack([each[:, -1] for each in reversed(hidden)], 1)
+    ends = torch.stack([mask[:, -1] for mask in reversed(hidden)], 1)
     return last.masked_fill(ends.unsqueeze(-1), 0)
 
 
 def _with_state(x: Tensor, state: Tensor | None, width: int) -> Tensor:
-    """Put the inputs before the first position, zeros if there are none, before x."""
+    """Prepend the K inputs before the first position to x: `state`, or zeros if None."""
     return F.pad(x, (0, 0, width, 0)) if state is None else torch.cat((state, x), 1)
 
 

@@ -1,4 +1,4 @@
-"""The causal convolution a tap at a time, saving its inputs alone for the backward pass."""
+"""Causal convolution one tap at a time; saves only its inputs for the backward pass."""
 
 from typing import Any
 
@@ -21,9 +21,9 @@ def causal_conv1d(
     silu: bool,
     final_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return each channel's convolution, perhaps through SiLU, and perhaps the last inputs."""
-    given = x, weight, bias, documents, state, silu
-    result: Tensor = _Convolution.apply(*given)  # type: ignore[no-untyped-call]
+    """Return the depthwise convolution with optional SiLU; with `final_state` the last inputs."""
+    arguments = x, weight, bias, documents, state, silu
+    result: Tensor = _Convolution.apply(*arguments)  # type: ignore[no-untyped-call]
     return (result, last_inputs(x, state, documents, weight.shape[1])) if final_state else result
 
 
@@ -47,21 +47,21 @@ class _Convolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, documents, state = ctx.saved_tensors
-        pull = grad.to(accumulator(x.dtype))
+        grad_sums = grad.to(accumulator(x.dtype))
         if ctx.silu:
             # d silu(t) = gate · (1 + t · (1 - gate)), where gate = 1 / (1 + exp(-t))
             total = _convolve(x, weight, bias, documents, state)
             gate = total.sigmoid()
-            pull = total.mul_(1 - gate).add_(1).mul_(gate).mul_(pull)
-        to_x, to_weight, to_state = _differentiate(pull, x, weight, documents, state)
-        to_bias = None if bias is None else pull.sum((0, 1)).to(bias.dtype)
-        return to_x.to(x.dtype), to_weight.to(weight.dtype), to_bias, None, to_state, None
+            grad_sums = total.mul_(1 - gate).add_(1).mul_(gate).mul_(grad_sums)
+        grad_x, grad_weight, grad_state = _differentiate(grad_sums, x, weight, documents, state)
+        grad_bias = None if bias is None else grad_sums.sum((0, 1)).to(bias.dtype)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), grad_bias, None, grad_state, None
 
 
 def _convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None, state: Tensor | None
 ) -> Tensor:
-    """Return ``Σ_d weight[:, K - 1 - d] · x[s - d] + bias``, not rounded."""
+    """Return ``Σ_d weight[:, K - 1 - d] · x[s - d] + bias`` in the accumulator dtype."""
     wide = accumulator(x.dtype)
     values, taps = x.to(wide), weight.to(wide)
     hidden = hidden_taps(documents, weight.shape[1])
@@ -81,35 +81,39 @@ def _convolve(
 def _differentiate(
     pull: Tensor, x: Tensor, weight: Tensor, documents: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of x, weight and state for those of the sums (B, S, C)."""
+    """Return the gradients of x, weight and state, given the gradient of the sums (B, S, C)."""
     wide, positions = pull.dtype, x.shape[1]
     values, taps = x.to(wide), weight.to(wide)
     hidden = hidden_taps(documents, weight.shape[1])
-    to_x, to_weight = pull * taps[:, -1], torch.empty_like(taps)
-    to_weight[:, -1] = (pull * values).sum((0, 1))
-    to_state = None if state is None else torch.zeros_like(state, dtype=wide)
+    grad_x, grad_weight = pull * taps[:, -1], torch.empty_like(taps)
+    grad_weight[:, -1] = (pull * values).sum((0, 1))
+    grad_state = None if state is None else torch.zeros_like(state, dtype=wide)
     for distance in range(1, weight.shape[1]):
         tap, inner = taps[:, -1 - distance], max(positions - distance, 0)
         later = pull[:, distance:]
-        _add_terms(to_x[:, :inner], later, tap, hidden, distance, distance)
-        slope = _terms(later, values[:, :inner], hidden, distance, distance).sum((0, 1))
-        if state is not None and to_state is not None:
+        _add_terms(grad_x[:, :inner], later, tap, hidden, distance, distance)
+        grad_tap = _terms(later, values[:, :inner], hidden, distance, distance).sum((0, 1))
+        if state is not None and grad_state is not None:
             early = pull[:, :distance]
             first = state.shape[1] - distance
             past = slice(first, first + early.shape[1])
-            _add_terms(to_state[:, past], early, tap, hidden, distance, 0)
+            _add_terms(grad_state[:, past], early, tap, hidden, distance, 0)
             terms = _terms(early, state[:, past].to(wide), hidden, distance, 0)
-            slope = slope + terms.sum((0, 1))
-        to_weight[:, -1 - distance] = slope
-    return to_x, to_weight, None if to_state is None or state is None else to_state.to(state.dtype)
+            grad_tap = grad_tap + terms.sum((0, 1))
+        grad_weight[:, -1 - distance] = grad_tap
+    return (
+        grad_x,
+        grad_weight,
+        None if grad_state is None or state is None else grad_state.to(state.dtype),
+    )
 
 
 def _terms(
     left: Tensor, right: Tensor, hidden: list[Tensor] | None, distance: int, first: int
 ) -> Tensor:
-    """Return ``left · right``, 0 where the tap of the positions from `first` on is hidden.
+    """Return ``left · right``, with 0 where the tap is hidden for positions starting at `first`.
 
-    The product is masked, not a factor: the other one may be infinite.
+    The product is masked instead of a factor, because the other factor may be infinite.
     """
     product = left * right
     if hidden is None:
@@ -126,7 +130,7 @@ def _add_terms(
     distance: int,
     first: int,
 ) -> None:
-    """Add `_terms` to `total`, in one operation where nothing is hidden."""
+    """Add `_terms` to `total`, in one fused operation if nothing is hidden."""
     if hidden is None:
         total.addcmul_(left, right)
     else:

@@ -1,4 +1,4 @@
-"""The causal convolution of blocks of positions and channels, and its gradients."""
+"""Forward and backward kernels of the causal convolution, over blocks of positions and channels."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ import triton.language as tl
 @triton.jit
 def _load(X, STATE, batch, place, column, positions, width, x_batch_stride, x_stride,
           K: tl.constexpr, GIVEN: tl.constexpr):  # fmt: skip
-    """Load inputs at places (BS, 1) of channels (1, BC); before 0 they are the state's, or 0."""
+    """Load inputs at positions (BS, 1) of channels (1, BC); positions below 0 read STATE, or 0."""
     inside = (place >= 0) & (place < positions) & (column < width)
     x = tl.load(X + batch * x_batch_stride + place * x_stride + column, mask=inside, other=0.0)
     x = x.to(tl.float32)
@@ -20,7 +20,7 @@ def _load(X, STATE, batch, place, column, positions, width, x_batch_stride, x_st
 
 @triton.jit
 def _joined(DOCUMENTS, batch, place, positions):
-    """Return whether places (BS, 1) go on with the document before them; the first one does."""
+    """Return whether positions (BS, 1) are in the previous position's document; true for 0."""
     asked = (place > 0) & (place < positions)
     own = tl.load(DOCUMENTS + batch * positions + place, mask=asked, other=0)
     return own == tl.load(DOCUMENTS + batch * positions + place - 1, mask=asked, other=0)
@@ -30,7 +30,7 @@ def _joined(DOCUMENTS, batch, place, positions):
 def _sums(X, W, BIAS, DOCUMENTS, STATE, batch, place, column, positions, width, x_batch_stride,
           x_stride, K: tl.constexpr, BIASED: tl.constexpr, CUT: tl.constexpr,
           GIVEN: tl.constexpr):  # fmt: skip
-    """Return the convolution at places (BS, 1) of channels (1, BC), not rounded."""
+    """Return the float32 convolution at positions (BS, 1) of channels (1, BC)."""
     total = _load(X, STATE, batch, place, column, positions, width, x_batch_stride, x_stride, K,
                   GIVEN)  # fmt: skip
     total *= tl.load(W + column * K + K - 1, mask=column < width, other=0.0).to(tl.float32)
@@ -41,7 +41,7 @@ def _sums(X, W, BIAS, DOCUMENTS, STATE, batch, place, column, positions, width, 
         x = _load(X, STATE, batch, place - distance, column, positions, width, x_batch_stride,
                   x_stride, K, GIVEN)  # fmt: skip
         w = tl.load(W + column * K + K - 1 - distance, mask=column < width, other=0.0)
-        # The product is masked, not x: a tap may be infinite.
+        # Mask the product rather than x: a tap may be infinite.
         counted = seen
         if not GIVEN:
             counted = seen & (place >= distance)
@@ -72,7 +72,7 @@ def conv_forward(
     BS: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Write BS positions of BC channels of Y, contiguous."""
+    """Write BS positions of BC channels of Y, which is contiguous."""
     tile = first + tl.program_id(0)
     columns, rows = tl.cdiv(width, BC), tl.cdiv(positions, BS)
     column = (tile % columns) * BC + tl.arange(0, BC)[None, :]
@@ -109,7 +109,7 @@ def conv_pull(
     BS: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Write the gradient of the sums, float32: that of the result through SiLU.
+    """Write the float32 gradient of the sums, back-propagated through SiLU.
 
     d silu(t) = gate · (1 + t · (1 - gate)), where gate = 1 / (1 + exp(-t))
     """
@@ -150,10 +150,10 @@ def conv_backward(
     BS: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Write BS places of BC channels of DX, and their part of DW (tiles of rows, K + 1, width).
+    """Write BS positions of BC channels of DX, and a partial DW (tiles of rows, K + 1, width).
 
-    Places begin K before the first position: there DSTATE is written. The last row of DW is the
-    bias's. An input at s meets the pull of s + d where no document begins in between.
+    Positions start at -K; those below 0 are written to DSTATE. The last row of DW belongs to the
+    bias. An input at s receives the gradient PULL of s + d if no document starts in between.
     """
     tile = first + tl.program_id(0)
     columns, rows = tl.cdiv(width, BC), tl.cdiv(positions + K, BS)

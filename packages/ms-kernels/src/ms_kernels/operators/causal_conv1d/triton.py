@@ -1,4 +1,4 @@
-"""The causal convolution in one pass over memory; gradients without atomic additions."""
+"""Causal convolution in one pass over memory; gradients without atomic additions."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,10 +19,10 @@ from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.causal_conv1d.contract import CONTRACT, last_inputs
 
 WIDEST = 16
-"""Weights of a channel: a kernel's loop over them is unrolled."""
+"""Maximum weights per channel: the kernels unroll the loop over them."""
 
 LARGEST_STRIDE = 2**23
-"""Between positions, in elements."""
+"""Maximum stride between positions, in elements."""
 
 (FORWARD,) = tuned_kernels(
     "causal_conv1d",
@@ -33,8 +33,8 @@ LARGEST_STRIDE = 2**23
     defaults=((ANY_SIZE, {"BS": 32, "BC": 128, "num_warps": 4}),),
 )
 
-# Gradients keep inputs, sums and masks in registers: 32 elements per thread (BC=128) spill on some
-# chip with documents, 16 on none.
+# Backward kernels keep inputs, sums and masks in registers: with documents, 32 elements per thread
+# (BC=128) spill on some chips, 16 on none.
 PULL, BACKWARD = (
     evolve(FORWARD, name=name, defaults=((ANY_SIZE, {"BS": 32, "BC": 64, "num_warps": 4}),))
     for name in ("conv_pull", "conv_backward")
@@ -52,7 +52,7 @@ def causal_conv1d(
     state: Tensor | None,
     *options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return each channel's convolution, perhaps through SiLU, and perhaps the last inputs."""
+    """Return the depthwise convolution with optional SiLU; with `final_state` the last inputs."""
     result: Tensor = _convolution(x, weight, bias, documents, state, *options)
     return (result, last_inputs(x, state, documents, weight.shape[1])) if options[-1] else result
 
@@ -88,47 +88,60 @@ def _backward(
     grad_mask: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x, to_x, taps = with_unit_stride(x), empty(x), weight.shape[1]
-    tables = weights, _, numbers, held = _tables(x, weight, bias, documents, state)
-    pull = grad
+    x, grad_x, taps = with_unit_stride(x), empty(x), weight.shape[1]
+    tables = weights, _, document_ids, states = _tables(x, weight, bias, documents, state)
+    grad_sums = grad
     if options[0] or grad.dtype != torch.float32:
-        pull = empty(x, torch.float32)
+        grad_sums = empty(x, torch.float32)
         constants = _constants(PULL, key_of(x), x.shape[2])
         launch(
             f"{KERNELS}.conv_pull",
             _tiles(x, x.shape[1], constants),
             x,
-            *(x, *tables, grad, pull, *_sizes(x)),
+            *(x, *tables, grad, grad_sums, *_sizes(x)),
             **_flags(weight, bias, documents, state, silu=options[0]),
             **constants,
         )
-    to_state = absent_grad(x) if state is None else empty(state)
+    grad_state = absent_grad(x) if state is None else empty(state)
     constants = _constants(BACKWARD, key_of(x), x.shape[2])
     rows = len(x) * blocks(x.shape[1] + taps, constants["BS"])
-    parts = x.new_empty((rows, taps + 1, x.shape[2]), dtype=torch.float32)
+    partial_sums = x.new_empty((rows, taps + 1, x.shape[2]), dtype=torch.float32)
     flags = _flags(weight, bias, documents, state, silu=False)
     launch(
         f"{KERNELS}.conv_backward",
         _tiles(x, x.shape[1] + taps, constants),
         x,
-        *(x, weights, numbers, held, pull, to_x, to_state, parts, *_sizes(x)),
+        *(
+            x,
+            weights,
+            document_ids,
+            states,
+            grad_sums,
+            grad_x,
+            grad_state,
+            partial_sums,
+            *_sizes(x),
+        ),
         **{name: flags[name] for name in ("K", "CUT", "GIVEN")},
         **constants,
     )
-    sums = parts.sum(0)
+    sums = partial_sums.sum(0)
     return (
-        to_x if needs_grad(grad_mask, 0) else absent_grad(x),
+        grad_x if needs_grad(grad_mask, 0) else absent_grad(x),
         sums[:-1].T.to(weight.dtype).contiguous()
         if needs_grad(grad_mask, 1)
         else absent_grad(weight),
         sums[-1].to(x.dtype) if needs_grad(grad_mask, 2) else x.new_empty(0),
-        to_state if needs_grad(grad_mask, 3) else absent_grad(x),
+        grad_state if needs_grad(grad_mask, 3) else absent_grad(x),
     )
 
 
 def _tables(x: Tensor, weight: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
-    """Return weights, bias, documents and state; any tensor will do where there is none."""
-    return (weight.contiguous(), *(x if each is None else each.contiguous() for each in others))
+    """Return contiguous weight, bias, documents and state; x is the placeholder for None."""
+    return (
+        weight.contiguous(),
+        *(x if tensor is None else tensor.contiguous() for tensor in others),
+    )
 
 
 def _sizes(x: Tensor) -> tuple[int, ...]:
@@ -162,9 +175,9 @@ def _constants(kernel: TunedKernel, key: TableKey, width: int) -> dict[str, int]
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
-    """Yield what a library holds: 4 weights a channel, plain and with bias, documents and SiLU."""
+    """Yield the kernels of an ahead-of-time library: 4 taps, with and without documents."""
     tiles = "batch * cdiv({}, BS) * cdiv(width, BC)"
-    for kernel, places in zip(TUNED, ("positions", "positions", "positions + K"), strict=True):
+    for kernel, extent in zip(TUNED, ("positions", "positions", "positions + K"), strict=True):
         for detail, cut in (("4", False), ("4_documents", True)):
             flags = {"K": 4, "CUT": cut, "GIVEN": False}
             if kernel is not BACKWARD:
@@ -175,7 +188,7 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
                 dtype,
                 detail,
                 {**_constants(kernel, TableKey(chip, DTYPES[dtype]), 4096), **flags},
-                tiles.format(places),
+                tiles.format(extent),
                 fp32="PULL DW",
                 i32="DOCUMENTS",
                 extra=("batch",),
@@ -183,7 +196,7 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 
 
 def _refuses(call: Call) -> str | None:
-    """Decline wide weights, and strides beyond 32 bits."""
+    """Decline too many weights per channel, and strides too large for 32-bit offsets."""
     x, weight = call.present[:2]
     if weight.shape[1] > WIDEST:
         return f"takes up to {WIDEST} weights a channel, not {weight.shape[1]}"

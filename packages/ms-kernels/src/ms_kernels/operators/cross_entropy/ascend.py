@@ -2,10 +2,11 @@
 
 Differences from the contract, bridged here:
 
-1. Losses and log-probabilities have the logits' dtype: half-precision logits are widened first.
-2. A negative `ignore_index` names no class there. Ignored targets are set to class 0, and their
-   losses to 0, which also makes their gradients 0; the loss of a target that is no class is NaN.
-3. Reductions are made here, over the rows that count.
+1. The operator returns losses and log-probabilities in the logits' dtype, so half-precision logits
+   are converted to float32 first.
+2. It does not support a negative `ignore_index`. Ignored targets are replaced by class 0 and their
+   losses by 0, which also zeroes their gradients; out-of-range targets get a NaN loss.
+3. Reductions are computed here, over the rows that are not ignored.
 """
 
 from typing import Any
@@ -21,19 +22,19 @@ MOST_ROWS = 200_000
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, *options: Any) -> Tensor:
-    """Return ``-log p[target]``; keep all log p for the backward pass."""
+    """Return ``-log p[target]``; saves all log p for the backward pass."""
     settings = LossOptions(*options)
     ignored = targets == settings.ignore_index
     flat = logits.reshape(-1, logits.shape[-1]).float()
-    chosen, foreign = within_classes(targets, ignored, flat.shape[1])
-    chosen = chosen.reshape(-1).to(torch.int64)
-    losses = torch.ops.npu.npu_cross_entropy_loss(flat, chosen, reduction="none")[0]
-    losses = losses.view(targets.shape).masked_fill(foreign, torch.nan).masked_fill(ignored, 0)
+    classes, out_of_range = within_classes(targets, ignored, flat.shape[1])
+    classes = classes.reshape(-1).to(torch.int64)
+    losses = torch.ops.npu.npu_cross_entropy_loss(flat, classes, reduction="none")[0]
+    losses = losses.view(targets.shape).masked_fill(out_of_range, torch.nan).masked_fill(ignored, 0)
     return reduce(losses, ignored, settings.reduction)
 
 
 def _refuses(call: Call) -> str | None:
-    """Decline what the fused operator does not offer with a gradient."""
+    """Decline options that the fused operator cannot differentiate, and sizes beyond its limit."""
     logits = call.present[0]
     if not LossOptions(*call.options).plain:
         return "has no label smoothing and no z-loss with a gradient"

@@ -14,7 +14,7 @@ from ms_kernels.contracts.values import is_number, one_of
 
 
 class LossOptions(NamedTuple):
-    """The options of a loss, in order."""
+    """Options of a loss, in the order of the contract."""
 
     ignore_index: int
     label_smoothing: float
@@ -23,7 +23,7 @@ class LossOptions(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether there is neither label smoothing nor z-loss."""
+        """Whether label smoothing and z-loss are both off."""
         return not (self.label_smoothing or self.z_loss)
 
 
@@ -38,9 +38,9 @@ def cross_entropy(
     """Return ``-(1-s) log p[target] - s mean(log p) + z log²Z``, in float32."""
     wide = logits.to(accumulator(logits.dtype))
     ignored = targets == ignore_index
-    chosen = targets.masked_fill(ignored, 0).unsqueeze(-1)
+    class_index = targets.masked_fill(ignored, 0).unsqueeze(-1)
     total = wide.logsumexp(-1)
-    losses = total - (1 - label_smoothing) * _pick(wide, chosen)
+    losses = total - (1 - label_smoothing) * _pick(wide, class_index)
     if label_smoothing:
         losses = losses - label_smoothing * wide.mean(-1)
     if z_loss:
@@ -49,16 +49,16 @@ def cross_entropy(
 
 
 def _pick(logits: Tensor, chosen: Tensor) -> Tensor:
-    """Return the logits (...) of the chosen classes (..., 1)."""
+    """Return the logits (...) of the classes `chosen` (..., 1)."""
     if type(logits) is Tensor:
         return logits.gather(-1, chosen).squeeze(-1)
-    # DTensor cannot gather along a dim that is split over processes; it can mask and sum.
+    # DTensor cannot gather along a sharded dim, but it can mask and sum.
     hit = torch.zeros_like(logits).scatter(-1, chosen, 1.0)
     return logits.masked_fill(hit == 0, 0).sum(-1)
 
 
 def reduce(losses: Tensor, ignored: Tensor, reduction: str) -> Tensor:
-    """Sum `losses`, average them over the targets that count (0 if none), or leave them."""
+    """Sum `losses`, average them over the targets not ignored (0 if none), or return them as is."""
     if reduction == "none":
         return losses
     if reduction == "sum":
@@ -67,14 +67,14 @@ def reduce(losses: Tensor, ignored: Tensor, reduction: str) -> Tensor:
 
 
 def counted_of(ignored: Tensor) -> Tensor:
-    """Return what a mean loss is divided by: the targets that count, 1 where none does."""
+    """Return the divisor of a mean loss: the number of targets not ignored, at least 1."""
     return (~ignored).sum().clamp(min=1)
 
 
 def classes(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> Tensor:
-    """Draw class indices, about one in eight of them ignored."""
-    drawn = torch.randint(dims["V"], shape, generator=generator)
-    return drawn.masked_fill(torch.rand(shape, generator=generator) < 0.125, -100)
+    """Draw random class indices; about one in eight is ignored."""
+    targets = torch.randint(dims["V"], shape, generator=generator)
+    return targets.masked_fill(torch.rand(shape, generator=generator) < 0.125, -100)
 
 
 LOSS_OPTIONS = (

@@ -1,4 +1,4 @@
-"""Cross-entropy in blocks of rows, saving one number a row besides the logits."""
+"""Cross-entropy in cache-sized blocks of rows; saves the logits and one value per row."""
 
 from typing import Any
 
@@ -28,38 +28,38 @@ class _TokenLosses(torch.autograd.Function):
     ) -> Tensor:
         label_smoothing, z_loss = ctx.smoothing = smoothing
         flat = logits.reshape(-1, logits.shape[-1])
-        chosen = targets.reshape(-1, 1).to(torch.int64).masked_fill(ignored.reshape(-1, 1), 0)
+        class_index = targets.reshape(-1, 1).to(torch.int64).masked_fill(ignored.reshape(-1, 1), 0)
         wide = accumulator(logits.dtype)
-        total, picked, mean = (flat.new_empty(chosen.shape, dtype=wide) for _ in range(3))
+        log_z, picked, mean = (flat.new_empty(class_index.shape, dtype=wide) for _ in range(3))
         for rows in blocks(*flat.shape):
             block = flat[rows].to(wide)
-            total[rows] = block.logsumexp(-1, keepdim=True)
-            picked[rows] = block.gather(-1, chosen[rows])
+            log_z[rows] = block.logsumexp(-1, keepdim=True)
+            picked[rows] = block.gather(-1, class_index[rows])
             if label_smoothing:
                 mean[rows] = block.mean(-1, keepdim=True)
-        losses = total - (1 - label_smoothing) * picked
+        losses = log_z - (1 - label_smoothing) * picked
         if label_smoothing:
             losses -= label_smoothing * mean
         if z_loss:
-            losses += z_loss * total.square()
-        ctx.save_for_backward(logits, chosen, ignored, total)
+            losses += z_loss * log_z.square()
+        ctx.save_for_backward(logits, class_index, ignored, log_z)
         return losses.view(targets.shape).masked_fill(ignored, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, chosen, ignored, total = ctx.saved_tensors
+        logits, class_index, ignored, log_z = ctx.saved_tensors
         label_smoothing, z_loss = ctx.smoothing
         flat = logits.reshape(-1, logits.shape[-1])
         slope = grad.masked_fill(ignored, 0).reshape(-1, 1)
-        share = slope * (1 + 2 * z_loss * total)
-        hit = slope * (label_smoothing - 1)
+        softmax_scale = slope * (1 + 2 * z_loss * log_z)
+        target_grad = slope * (label_smoothing - 1)
         result = torch.empty_like(flat, memory_format=torch.contiguous_format)
         for rows in blocks(*flat.shape):
-            block = (flat[rows] - total[rows]).exp_().mul_(share[rows])
+            block = (flat[rows] - log_z[rows]).exp_().mul_(softmax_scale[rows])
             if label_smoothing:
                 block.sub_(slope[rows] * (label_smoothing / flat.shape[-1]))
-            block.scatter_add_(-1, chosen[rows], hit[rows])
+            block.scatter_add_(-1, class_index[rows], target_grad[rows])
             result[rows] = block
         return result.view(logits.shape), None, None, None, None
 

@@ -1,4 +1,4 @@
-"""Cross-entropy of rows of logits: the loss in one pass, the gradient in a second."""
+"""Cross-entropy over rows of logits: one pass for the loss, a second for the gradient."""
 
 import triton
 import triton.language as tl
@@ -31,8 +31,8 @@ def cross_entropy_forward(
 ):
     """Write one row's loss and log Σ exp; with DIFFERENTIATE also its gradient times `factor`.
 
-    A target that is no class makes the loss NaN; nothing is read out of bounds for it. GRADIENT
-    may be LOGITS itself.
+    An out-of-range target gives a NaN loss without an out-of-bounds read. GRADIENT may alias
+    LOGITS.
     """
     row = (first + tl.program_id(0)).to(tl.int64)
     target = tl.load(TARGETS + row)
@@ -47,7 +47,7 @@ def cross_entropy_forward(
                 zero = tl.zeros([BLOCK], GRADIENT.dtype.element_ty)
                 tl.store(GRADIENT + column, zero, mask=column < classes)
     else:
-        # Read before the sums, which all threads wait for: GRADIENT may take its place later.
+        # Read before the reductions, which synchronize all threads: GRADIENT may overwrite it.
         fits = (target >= 0) & (target < classes)
         picked = tl.load(LOGITS + target, mask=fits, other=float("nan")).to(tl.float32)
         top = -float("inf")
@@ -58,14 +58,14 @@ def cross_entropy_forward(
             x = tl.load(LOGITS + column, mask=column < classes, other=-float("inf"))
             x = x.to(tl.float32)
             higher = tl.maximum(top, tl.max(x, 0))
-            # Until a finite number was seen there is nothing to subtract.
+            # Subtract nothing until a finite logit was seen: -inf - -inf is NaN.
             shift = tl.where(higher == -float("inf"), 0.0, higher)
             norm = norm * tl.exp(top - shift) + tl.sum(tl.exp(x - shift), 0)
             top = higher
             mean += tl.sum(tl.where(column < classes, x, 0.0), 0)
         total = tl.where(top == -float("inf"), top, top + tl.log(norm))
         loss = total - (1 - smoothing) * picked + z_loss * total * total
-        # 0 · -inf is NaN: an excluded class may not reach a loss that is not smoothed.
+        # 0 · -inf is NaN: without smoothing, a class masked by -inf must not affect the loss.
         loss = tl.where(smoothing > 0, loss - smoothing * (mean / classes), loss)
         tl.store(LOSSES + row, loss)
         tl.store(TOTALS + row, total)
@@ -95,7 +95,7 @@ def cross_entropy_backward(
     z_loss,
     BLOCK: tl.constexpr,
 ):
-    """Make BLOCK columns of one row of GRADIENT, which may be LOGITS itself."""
+    """Compute BLOCK columns of one row of GRADIENT, which may alias LOGITS."""
     tile = first + tl.program_id(0)
     blocks = tl.cdiv(classes, BLOCK)
     row = (tile // blocks).to(tl.int64)
@@ -103,7 +103,7 @@ def cross_entropy_backward(
     target = tl.load(TARGETS + row)
     slope = tl.load(SLOPES + row).to(tl.float32)
     total = tl.load(TOTALS + row)
-    # Whatever an ignored row holds, NaN or infinity, it is not read and its gradient is 0.
+    # An ignored row is not read, so its gradient is 0 even if it contains NaN or infinity.
     read = column < tl.where(target == ignore_index, 0, classes)
     x = tl.load(LOGITS + row * stride + column, mask=read, other=0.0).to(tl.float32)
     g = _gradient(x, total, slope, column == target, smoothing, z_loss, classes)

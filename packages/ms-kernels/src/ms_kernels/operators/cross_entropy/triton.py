@@ -1,4 +1,4 @@
-"""Cross-entropy that reads the logits once forward, and writes only their gradient backward."""
+"""Cross-entropy that reads the logits once forward and writes only their gradient backward."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,13 +18,13 @@ KERNELS = f"{__package__}.kernels"
 
 
 def class_kernels(operator: str, names: str, *, hidden: bool) -> tuple[TunedKernel, ...]:
-    """Return kernels that walk along rows of classes, of logits made of hidden or given."""
+    """Return kernels that loop over rows of logits, computed from hidden states if `hidden`."""
     sizes = ({"...": 4096, "V": 32768}, {"...": 4096, "V": 128256})
     return tuned_kernels(
         operator,
         names,
         sizes="V",
-        tried_at=tuple({**each, "H": 1024} for each in sizes) if hidden else sizes,
+        tried_at=tuple({**size, "H": 1024} for size in sizes) if hidden else sizes,
         candidates=WALKS,
         defaults=WALK_DEFAULTS,
     )
@@ -40,7 +40,7 @@ def _forward(logits: Tensor, targets: Tensor, *options: Any) -> tuple[Tensor, Te
     constants = row_blocks(FORWARD, key_of(logits), logits.shape[-1])
     losses, totals = row_losses(as_rows(logits), targets, settings, constants)
     loss = reduce(losses.view(targets.shape), targets == settings.ignore_index, settings.reduction)
-    # Without a reduction masks and sums made nothing new.
+    # With reduction="none" the loss is `losses`, which nothing else refers to: no copy is needed.
     return loss, totals.view(targets.shape)
 
 
@@ -59,19 +59,19 @@ def _backward(
     settings = LossOptions(*options)
     result, slopes = empty(logits), slopes_of(grad, targets, settings)
     constants = row_blocks(BACKWARD, key_of(logits), logits.shape[-1])
-    given = as_rows(logits), targets.contiguous(), totals, slopes, as_rows(result)
-    differentiate(*given, settings, constants)
+    tensors = as_rows(logits), targets.contiguous(), totals, slopes, as_rows(result)
+    differentiate(*tensors, settings, constants)
     return result
 
 
 def loss_like(like: Tensor, targets: Tensor, *options: Any) -> Tensor:
-    """Return a tensor of the shape of a loss, not initialized."""
+    """Return an uninitialized tensor with the shape of a loss."""
     shape = targets.shape if LossOptions(*options).reduction == "none" else ()
     return like.new_empty(shape, dtype=torch.float32)
 
 
 def slopes_of(grad: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
-    """Return the gradient of each row's loss, float32 and contiguous, from that of the result."""
+    """Expand the gradient of the result to the gradient per row, float32 and contiguous."""
     if options.reduction == "mean":
         grad = grad / counted_of(targets == options.ignore_index)
     return grad.to(torch.float32).expand(targets.shape).contiguous()
@@ -88,22 +88,22 @@ def row_losses(
     """Return losses and log Σ exp, both float32 (N,), of logits (N, V).
 
     Args:
-        logits: any stride between rows.
-        targets: N of them, contiguous.
-        options: the operator's.
-        constants: block and warps, as `row_blocks` gives them.
-        gradient: (N, V), is given the logits' gradient times `factor`; may be `logits` itself.
-        factor: keeps float16 gradients out of the range of subnormal numbers.
+        logits: (N, V), any stride between rows.
+        targets: (N,), contiguous.
+        options: options of the operator.
+        constants: block size and warps from `row_blocks`.
+        gradient: (N, V), output for the logits' gradient times `factor`; may alias `logits`.
+        factor: scale that keeps float16 gradients out of the subnormal range.
     """
     count, classes = logits.shape
     losses = logits.new_empty(count, dtype=torch.float32)
     totals = torch.empty_like(losses)
-    out = logits if gradient is None else gradient
+    grad_out = logits if gradient is None else gradient
     launch(
         f"{KERNELS}.cross_entropy_forward",
         count,
         logits,
-        *(logits, targets, losses, totals, out, classes, logits.stride(0), out.stride(0)),
+        *(logits, targets, losses, totals, grad_out, classes, logits.stride(0), grad_out.stride(0)),
         *(options.ignore_index, float(options.label_smoothing), float(options.z_loss), factor),
         DIFFERENTIATE=gradient is not None,
         **constants,
@@ -120,7 +120,7 @@ def differentiate(
     options: LossOptions,
     constants: Mapping[str, int],
 ) -> None:
-    """Put the gradient of logits (N, V) into `gradient`, each row times its slope (N,)."""
+    """Write the gradient of logits (N, V) to `gradient`; rows are scaled by their slopes (N,)."""
     count, classes = logits.shape
     launch(
         f"{KERNELS}.cross_entropy_backward",
@@ -143,7 +143,7 @@ def loss_entry(
     flags: Mapping[str, Any],
     **types: str,
 ) -> Entry:
-    """Return an entry of a kernel of `module` that walks along rows of any number of classes."""
+    """Return the library entry of a kernel of `module` that loops over rows of any width."""
     forward = kernel.name.endswith("forward")
     return entry(
         kernel.operator,
@@ -161,7 +161,7 @@ LOSS_TYPES = {"fp32": "LOSSES TOTALS SLOPES smoothing z_loss factor", "i64": "TA
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
-    """Yield what a library holds."""
+    """Yield the kernels of an ahead-of-time library."""
     flags = {"DIFFERENTIATE": False}
     yield loss_entry(FORWARD, KERNELS, chip, dtype, flags=flags, **LOSS_TYPES)
     yield loss_entry(BACKWARD, KERNELS, chip, dtype, flags={}, **LOSS_TYPES)

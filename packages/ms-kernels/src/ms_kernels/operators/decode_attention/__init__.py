@@ -1,1 +1,1 @@
-"""Attention of one new query a sequence over keys and values kept in pages."""
+"""Decode attention: one new query per sequence over a paged key-value cache."""

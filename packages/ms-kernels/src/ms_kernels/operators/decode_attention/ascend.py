@@ -1,9 +1,9 @@
 """Decode attention over pages through npu_incre_flash_attention.
 
-Pages (P, page, Hk, D) are passed as they are, as (P, page, Hk · D). The fused operator takes the
-lengths as a list of the host's, so they are read and checked: the device is waited for once a call.
-A sequence of no positions is given one, and its result set to 0; one whose table names a page that
-does not exist gets the first page instead, and its result is NaN.
+Pages (P, page, Hk, D) are passed without a copy as (P, page, Hk · D). The fused operator takes the
+lengths as a host list, so they are read and checked, with one device synchronization per call.
+An empty sequence is passed with length 1 and its result set to 0. A page that does not exist is
+replaced by the first page, and the result of its sequence is NaN.
 """
 
 import torch
@@ -29,17 +29,17 @@ def decode_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Return ``softmax(q kᵀ · scale) v`` over each sequence's own positions."""
+    """Return ``softmax(q kᵀ · scale) v`` over the positions of each sequence."""
     batch, heads, width = q.shape
     page, key_heads = key_pages.shape[1:3]
     positions = page_table.shape[1] * page
-    settings = lengths.tolist()
-    wrong = [each for each in settings if not 0 <= each <= positions]
-    if wrong:
-        got, fits = f"{wrong[0]} somewhere", f"from 0 to {positions}"
+    host_lengths = lengths.tolist()
+    invalid = [length for length in host_lengths if not 0 <= length <= positions]
+    if invalid:
+        got, fits = f"{invalid[0]} somewhere", f"from 0 to {positions}"
         raise ArgumentError("decode_attention", "lengths", got, fits)
-    none = (lengths == 0)[:, None]
-    # What lies past a sequence's end may be any number; it must name a page all the same.
+    is_empty = (lengths == 0)[:, None]
+    # Table entries past a sequence's end are arbitrary, but the operator needs valid pages there.
     first = torch.arange(page_table.shape[1], device=q.device) * page
     table = page_table.masked_fill(first >= lengths[:, None], 0)
     missing = (table < 0) | (table >= len(key_pages))
@@ -48,7 +48,7 @@ def decode_attention(
         q.reshape(batch, 1, heads * width),
         key_pages.flatten(2),
         value_pages.flatten(2),
-        actual_seq_lengths=[max(each, 1) for each in settings],
+        actual_seq_lengths=[max(length, 1) for length in host_lengths],
         block_table=table,
         num_heads=heads,
         scale_value=width**-0.5 if scale is None else float(scale),
@@ -57,12 +57,12 @@ def decode_attention(
         block_size=page,
         inner_precise=0,
     )
-    result = result.view(batch, heads, width).masked_fill(none[..., None], 0)
+    result = result.view(batch, heads, width).masked_fill(is_empty[..., None], 0)
     return result.masked_fill(missing.any(1)[:, None, None], torch.nan)
 
 
 def _refuses(call: Call) -> str | None:
-    """Decline windows and sizes that the fused kernel does not have."""
+    """Decline windows and sizes that the fused kernel does not support."""
     q, pages = call.present[:2]
     if call.compiling:
         return "reads the lengths, which torch.compile cannot"

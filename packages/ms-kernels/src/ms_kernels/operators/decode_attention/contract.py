@@ -1,4 +1,4 @@
-"""Attention of one new query a sequence over keys and values kept in pages."""
+"""Decode attention: one new query per sequence over a paged key-value cache."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,23 +23,23 @@ def decode_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Return ``softmax(q kᵀ · scale) v`` over each sequence's own positions, in float32.
+    """Return ``softmax(q kᵀ · scale) v`` over the positions of each sequence, computed in float32.
 
-    A sequence whose length or page does not exist reads nothing of it, and its result is NaN.
+    A length or page out of range is never used to index, and makes its sequence's result NaN.
     """
     batch, heads, width = q.shape
     count, page, groups = key_pages.shape[:3]
     wide = accumulator(q.dtype)
-    place = torch.arange(page_table.shape[1] * page, device=q.device)
-    seen = place < lengths[:, None]  # (B, N * page)
+    position = torch.arange(page_table.shape[1] * page, device=q.device)
+    visible = position < lengths[:, None]  # (B, N * page)
     if window is not None:
-        seen = seen & (place >= lengths[:, None] - min(window, len(place)))
-    # What holds no position that is seen is never looked up: any number may stand there.
-    held = seen.view(batch, page_table.shape[1], page).any(-1)
-    used = page_table.masked_fill(~held, 0).to(torch.int64)
-    # Indexing would take a negative page from the end, and stop an accelerator for one too large.
+        visible = visible & (position >= lengths[:, None] - min(window, len(position)))
+    # Table entries of pages without visible positions are not used, so their values are arbitrary.
+    page_visible = visible.view(batch, page_table.shape[1], page).any(-1)
+    used = page_table.masked_fill(~page_visible, 0).to(torch.int64)
+    # Indexing would wrap around for a negative page, and fail on the device for one too large.
     missing = (used < 0) | (used >= count)
-    wrong = missing.any(1) | (lengths < 0) | (lengths > len(place))
+    invalid = missing.any(1) | (lengths < 0) | (lengths > len(position))
     used = used.masked_fill(missing, 0)
     keys, values = (
         pages[used].flatten(1, 2).to(wide).movedim(1, 2)  # (B, Hk, N * page, D)
@@ -47,12 +47,12 @@ def decode_attention(
     )
     grouped = q.to(wide).reshape(batch, groups, heads // groups, width)
     scores = (grouped * (width**-0.5 if scale is None else scale)) @ keys.transpose(-1, -2)
-    shares = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
-    # A sequence of no positions has no shares (0 / 0), and garbage times 0 must not be NaN.
-    shares = shares.masked_fill(~seen[:, None, None], 0)
-    values = values.masked_fill(~seen[:, None, :, None], 0)
-    result = (shares @ values).reshape(batch, heads, width)
-    return result.masked_fill(wrong[:, None, None], torch.nan).to(q.dtype)
+    probs = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
+    # The softmax of an empty sequence is 0 / 0, and 0 times unused memory must not be NaN.
+    probs = probs.masked_fill(~visible[:, None, None], 0)
+    values = values.masked_fill(~visible[:, None, :, None], 0)
+    result = (probs @ values).reshape(batch, heads, width)
+    return result.masked_fill(invalid[:, None, None], torch.nan).to(q.dtype)
 
 
 def _rules(dims: Dims, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -61,7 +61,7 @@ def _rules(dims: Dims, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _forward(dims: Dims, itemsize: int) -> Work:
-    """Count the work, every page of the table as full."""
+    """Count the work with all pages of the table full."""
     positions = dims["B"] * dims["N"] * dims["page"]
     elements = 2 * positions * dims["Hk"] * dims["D"] + 2 * dims["B"] * dims["Hq"] * dims["D"]
     return Work(elements * itemsize, 4 * positions * dims["Hq"] * dims["D"])
@@ -72,12 +72,12 @@ def _table(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> Te
 
 
 def _lengths(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> Tensor:
-    """Draw lengths, none and all among them."""
+    """Draw random lengths, including the maximum and 0."""
     limit = dims["N"] * dims["page"]
-    drawn = torch.randint(limit + 1, shape, generator=generator)
-    for place, length in enumerate((limit, 0)):
-        drawn[place : place + 1] = length
-    return drawn.to(torch.int32)
+    lengths = torch.randint(limit + 1, shape, generator=generator)
+    for index, length in enumerate((limit, 0)):
+        lengths[index : index + 1] = length
+    return lengths.to(torch.int32)
 
 
 def _check_pages(
@@ -89,7 +89,7 @@ def _check_pages(
     window: int | None,
     scale: float | None,
 ) -> None:
-    """Refuse a length beyond the table, and an entry in use that is no page."""
+    """Reject lengths beyond the table, and used table entries that are not pages."""
     if not (readable(page_table) and readable(lengths)):
         return
     count, page = key_pages.shape[:2]

@@ -1,4 +1,4 @@
-"""Decode attention a sequence at a time, over its own pages alone, by torch's fused kernel."""
+"""Decode attention one sequence at a time over its pages in use, by torch's fused kernel."""
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ def decode_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Return ``softmax(q kᵀ · scale) v`` over each sequence's own positions."""
+    """Return ``softmax(q kᵀ · scale) v`` over the positions of each sequence."""
     page = key_pages.shape[1]
     result = torch.zeros_like(q, memory_format=torch.contiguous_format)
     grouped = q.shape[1] != key_pages.shape[2]
@@ -27,9 +27,9 @@ def decode_attention(
             continue
         first = 0 if window is None else max(length - window, 0)
         used = page_table[row, first // page : -(-length // page)].to(torch.int64)
-        own = slice(first % page, length - first // page * page)
+        visible = slice(first % page, length - first // page * page)
         keys, values = (
-            pages.index_select(0, used).flatten(0, 1)[own].transpose(0, 1)  # (Hk, L, D)
+            pages.index_select(0, used).flatten(0, 1)[visible].transpose(0, 1)  # (Hk, L, D)
             for pages in (key_pages, value_pages)
         )
         result[row] = F.scaled_dot_product_attention(
@@ -39,7 +39,7 @@ def decode_attention(
 
 
 def _refuses(call: Call) -> str | None:
-    """Decline what torch's fused kernel would hand to its plain path, and what needs a graph."""
+    """Decline calls that torch would not run with its fused kernel, and torch.compile."""
     if call.compiling:
         return "torch.compile cannot read the lengths"
     stride = call.present[0].strides[-1]

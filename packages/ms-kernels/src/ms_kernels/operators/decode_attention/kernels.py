@@ -1,6 +1,6 @@
-"""Attention of one query a sequence over paged keys and values, the positions split in parts.
+"""Attention of one query per sequence over paged keys and values, split over the positions.
 
-Each part keeps its own maximum and sum, in base 2; a second kernel puts the parts together.
+Each part has its own softmax maximum and sum, in base 2; a second kernel combines the parts.
 """
 
 import triton
@@ -47,8 +47,8 @@ def decode_parts(
     """Attend from one group of query heads to `part_positions` positions of one sequence.
 
     PART is (batch, heads, parts, width) float32, not yet divided by NORM (batch, heads, parts).
-    Neither a page outside of 0 to `pages` - 1 nor a table beyond `positions` is read: where one is
-    asked for, NORM is NaN, and so is the result.
+    Pages outside 0 to `pages` - 1 and table entries beyond `positions` are not read; they make NORM
+    and the result NaN.
     """
     tile = first + tl.program_id(0)
     part = tile % parts
@@ -114,7 +114,7 @@ def decode_join(
     PARTS: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Put the parts of one head together: 0 for no positions, NaN where a NORM is NaN."""
+    """Combine the parts of one head: 0 without positions, NaN if a NORM is NaN."""
     row = (first + tl.program_id(0)).to(tl.int64)
     part = tl.arange(0, PARTS)
     feature = tl.arange(0, BD)[None, :]

@@ -1,4 +1,4 @@
-"""Attention of one query a sequence over a paged cache, in parts that fill the chip."""
+"""Attention of one query per sequence over a paged cache, split into parts that fill the chip."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ from ms_kernels.operators.attention.triton import LOG2_E
 from ms_kernels.operators.decode_attention.contract import CONTRACT
 
 MOST_PARTS = 64
-"""Parts of one sequence; beyond 32,768 positions they grow."""
+"""Maximum parts per sequence; beyond 32,768 positions the parts get longer."""
 
 _PARTS = {"POSITIONS": 512, "num_warps": 4, "num_stages": 2}
 (PARTS,) = TUNED = tuned_kernels(
@@ -52,20 +52,20 @@ def _forward(
     batch, heads, width = q.shape
     page, groups = keys.shape[1:3]
     positions = table.shape[1] * page
-    constants, least = _constants(key_of(q), width, heads // groups)
+    constants, min_positions = _constants(key_of(q), width, heads // groups)
     block = constants["BN"]
-    part = max(least, blocks(blocks(positions, MOST_PARTS), block) * block)
-    parts = blocks(positions, part)
+    part_positions = max(min_positions, blocks(blocks(positions, MOST_PARTS), block) * block)
+    parts = blocks(positions, part_positions)
     totals = q.new_empty((batch, heads, parts, width), dtype=torch.float32)
     tops, norms = totals.new_empty((2, batch, heads, parts))
     factor = (width**-0.5 if scale is None else scale) * LOG2_E
-    reach = min(window or 0, positions)  # 32 bits wide in the kernel
+    reach = min(window or 0, positions)  # fits in the kernel's 32 bits
     launch(
         f"{KERNELS}.decode_parts",
         batch * groups * parts,
         q,
         *(q, keys, values, table, lengths.contiguous(), totals, tops, norms),
-        *(heads, heads // groups, width, page, len(keys), positions, parts, part),
+        *(heads, heads // groups, width, page, len(keys), positions, parts, part_positions),
         *(*q.stride()[:2], *keys.stride()[:3], *values.stride()[:3]),
         *(table.stride(0), factor, reach),
         WINDOW=window is not None,
@@ -85,21 +85,21 @@ def _forward(
 
 
 def _constants(key: TableKey, width: int, group: int) -> tuple[dict[str, int], int]:
-    """Return the constants of a launch, and the positions of one part.
+    """Return the constants of a launch, and the positions per part.
 
     Args:
         key: chip and dtype.
-        width: features of a head.
-        group: query heads that share a key head.
+        width: head dimension.
+        group: number of query heads per key head.
     """
     values = PARTS.values(key, width)
     positions = values.pop("POSITIONS")
-    members, features = (max(power_of_two(each), 16) for each in (group, width))
+    members, features = (max(power_of_two(size), 16) for size in (group, width))
     return {"GROUP": members, **values, "BD": features}, positions
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
-    """Yield what a library holds: one query a sequence, up to 16 query heads of a group."""
+    """Yield the kernels of an ahead-of-time library, for up to 16 query heads per key head."""
     common: dict[str, Any] = {"fp32": "PART TOP NORM scale", "i32": "TABLE LENGTHS"}
     for width in (64, 128):
         constants, _ = _constants(TableKey(chip, DTYPES[dtype]), width, 16)

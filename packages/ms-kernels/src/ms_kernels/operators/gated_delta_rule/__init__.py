@@ -1,1 +1,1 @@
-"""The gated delta rule: a recurrent state in place of keys and values."""
+"""Gated delta rule: linear attention with a recurrent state instead of a key-value cache."""

@@ -1,4 +1,4 @@
-"""Why no gated delta rule of torch_npu's is used."""
+"""No adapter: torch_npu has no suitable gated delta rule."""
 
 from ms_kernels.backends.ascend import refused
 from ms_kernels.operators.gated_delta_rule.contract import CONTRACT

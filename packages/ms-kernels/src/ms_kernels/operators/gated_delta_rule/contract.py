@@ -1,12 +1,12 @@
-"""The gated delta rule (Yang et al., 2024, arXiv 2412.06464), position by position.
+"""Gated delta rule (Yang et al., 2024, arXiv 2412.06464), position by position.
 
-A head keeps a matrix S (D, Dv) that maps keys to values. At each position it fades by ``e^g``,
-and what it answers to the key is moved towards the value by the share β::
+The state of a head is a matrix S (D, Dv) that maps keys to values. At each position it decays by
+``e^g``, and its output for the key moves towards the value by the fraction β::
 
     S ← e^g · S;    S ← S + k (β · (v - Sᵀ k))ᵀ;    result = scale · Sᵀ q
 
-1. The published layers normalize q and k before it; here that is an option, with their 1e-6.
-2. Where a document begins the matrix is set to 0, whatever it held.
+1. The published layers normalize q and k first; here that is an option, with the same eps of 1e-6.
+2. At the start of a document the state is reset to 0, even if it contained inf or NaN.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,18 +22,18 @@ from ms_kernels.contracts.documents import documents_argument, starts_of
 from ms_kernels.contracts.options import flag, scale_option
 
 NORM_EPS = 1e-6
-"""What is added to the squared length of a key or query before its root is taken."""
+"""Added to the squared norm of a key or query before the square root."""
 
 
 class RuleOptions(NamedTuple):
-    """The options, in order."""
+    """Options of the operator, in the order of the contract."""
 
     scale: float | None
     normalize: bool
     final_state: bool
 
     def factor(self, width: int) -> float:
-        """Return what results are multiplied by, for heads of `width` features."""
+        """Return the factor of the results for head dimension `width`."""
         return width**-0.5 if self.scale is None else self.scale
 
 
@@ -47,34 +47,34 @@ def gated_delta_rule(
     state: Tensor | None = None,
     *options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return what each position's query reads, and perhaps the state after the last one."""
+    """Return the output of each position; with `final_state` also the state after the last one."""
     settings = RuleOptions(*options)
     batch, positions, groups, width = q.shape
     heads, out_width = v.shape[2:]
     wide = accumulator(q.dtype)
     queries, keys = (
-        normalized(each.to(wide), settings.normalize).repeat_interleave(heads // groups, 2)
-        for each in (q, k)
+        normalized(vectors.to(wide), settings.normalize).repeat_interleave(heads // groups, 2)
+        for vectors in (q, k)
     )
-    values, fade, shares = v.to(wide), g.to(wide).exp(), beta.to(wide)
-    held = q.new_zeros((batch, heads, width, out_width), dtype=wide)
-    held = held if state is None else held + state.to(wide)
+    values, decay, betas = v.to(wide), g.to(wide).exp(), beta.to(wide)
+    memory = q.new_zeros((batch, heads, width, out_width), dtype=wide)
+    memory = memory if state is None else memory + state.to(wide)
     starts = None if documents is None else starts_of(documents)
-    read = []
-    for place in range(positions):
-        key = keys[:, place].unsqueeze(-1)  # (B, Hv, D, 1)
+    outputs = []
+    for position in range(positions):
+        key = keys[:, position].unsqueeze(-1)  # (B, Hv, D, 1)
         if starts is not None:
-            held = held.masked_fill(starts[:, place, None, None, None], 0)
-        held = held * fade[:, place, :, None, None]
-        change = values[:, place] - (held * key).sum(-2)  # (B, Hv, Dv)
-        held = held + key * (change * shares[:, place].unsqueeze(-1)).unsqueeze(-2)
-        read.append((held * queries[:, place].unsqueeze(-1)).sum(-2))
-    result = (torch.stack(read, 1) * settings.factor(width)).to(q.dtype)
-    return (result, held) if settings.final_state else result
+            memory = memory.masked_fill(starts[:, position, None, None, None], 0)
+        memory = memory * decay[:, position, :, None, None]
+        change = values[:, position] - (memory * key).sum(-2)  # (B, Hv, Dv)
+        memory = memory + key * (change * betas[:, position].unsqueeze(-1)).unsqueeze(-2)
+        outputs.append((memory * queries[:, position].unsqueeze(-1)).sum(-2))
+    result = (torch.stack(outputs, 1) * settings.factor(width)).to(q.dtype)
+    return (result, memory) if settings.final_state else result
 
 
 def normalized(x: Tensor, normalize: bool) -> Tensor:
-    """Return x (..., D) at length 1 where it is asked for."""
+    """Normalize x (..., D) to unit length if `normalize`."""
     if not normalize:
         return x
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
@@ -86,7 +86,7 @@ def _rules(dims: Dims, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _forward(dims: Dims, itemsize: int) -> Work:
-    """Read q, k and v and write the result once; three passes over the matrix a position."""
+    """Read q, k and v and write the result once; three passes over the state per position."""
     rows = dims["B"] * dims["S"]
     elements = rows * 2 * (dims["Hk"] * dims["D"] + dims["Hv"] * dims["Dv"])
     flops = 6 * rows * dims["Hv"] * dims["D"] * dims["Dv"]
@@ -99,18 +99,18 @@ def _backward(dims: Dims, itemsize: int) -> Work:
 
 
 def _keys(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> Tensor:
-    """Draw keys of length 1: with longer ones the state grows at every position."""
-    drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
-    return torch.nn.functional.normalize(drawn, dim=-1)
+    """Draw random keys of unit length: with longer keys the state grows at every position."""
+    normal = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return torch.nn.functional.normalize(normal, dim=-1)
 
 
 def _decays(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> Tensor:
-    """Draw logarithms of decays, from almost none to almost all."""
+    """Draw random log decays, from almost no decay to almost complete decay."""
     return -3 * torch.rand(shape, generator=generator, dtype=torch.float64).pow(4)
 
 
 def _shares(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> Tensor:
-    """Draw shares from 0 to 1."""
+    """Draw random values of beta from 0 to 1."""
     return torch.rand(shape, generator=generator, dtype=torch.float64)
 
 

@@ -1,12 +1,14 @@
-"""The gated delta rule in chunks: products of matrices in place of a step for each position.
+"""Gated delta rule in chunks: matrix products instead of one step per position.
 
-Within a chunk the changes of all positions solve one triangular system, since each depends on
-those before it alone; from chunk to chunk goes the state (Yang et al., 2024, section 3).
+Within a chunk the state updates of all positions solve one triangular system, since each depends
+only on earlier ones; the state is passed from chunk to chunk (Yang et al., 2024, section 3).
 
-1. A chunk never crosses into another document, so nothing is masked and nothing can leak: the
-   documents of all rows are cut apart, and their first chunks are made together, then the second.
-2. Decays between two positions are sums of those between them, never differences of sums, which
-   would lose what a strong decay before them has swallowed, and be NaN at a decay to nothing.
+1. A chunk never crosses a document boundary, so no masking is needed and documents cannot leak into
+   one another. The documents of all rows are split up; the first chunks of all documents are
+   computed together, then the second chunks, and so on.
+2. Log decays between two positions are summed over the positions between them, never computed as
+   differences of cumulative sums: those lose precision after a strong decay and are NaN for
+   a decay to 0.
 """
 
 from typing import Any, NamedTuple
@@ -20,24 +22,24 @@ from ms_kernels.contracts.documents import starts_of
 from ms_kernels.operators.gated_delta_rule.contract import CONTRACT, RuleOptions, normalized
 
 LONGEST = 64
-"""Positions of a chunk: its triangular system grows with their square."""
+"""Maximum positions per chunk: the triangular system grows quadratically."""
 
 FEWEST = 8
-"""Positions from which on chunks are faster than steps."""
+"""Minimum number of positions at which chunks are faster than steps."""
 
 
 class Chunks(NamedTuple):
-    """How rows are cut: runs are documents, those of the most chunks first."""
+    """Partition of the rows into chunks; runs are documents, sorted by descending length."""
 
     places: Tensor
-    """(N, C) int64: positions of each chunk among all B · S, B · S where there is none; all runs'
-    first chunks, then their second ones."""
+    """(N, C) int64: flat position in B · S of each chunk element, B · S for padding; the first
+    chunks of all runs, then the second chunks, and so on."""
     counts: list[int]
-    """How many runs have a first chunk, a second one and so on."""
+    """Number of runs with at least one chunk, at least two chunks, and so on."""
     firsts: Tensor
-    """(B,) int64: the run that each row begins with."""
+    """(B,) int64: first run of each row."""
     lasts: Tensor
-    """(B,) int64: the run that each row ends with."""
+    """(B,) int64: last run of each row."""
 
 
 def gated_delta_rule(
@@ -50,7 +52,7 @@ def gated_delta_rule(
     state: Tensor | None,
     *options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return what each position's query reads, and perhaps the state after the last one."""
+    """Return the output of each position; with `final_state` also the state after the last one."""
     settings = RuleOptions(*options)
     batch, positions, groups, width = q.shape
     heads, out_width = v.shape[2:]
@@ -58,24 +60,27 @@ def gated_delta_rule(
     cut = _cut(batch, positions, documents)
     split = (groups, heads // groups)
     queries, keys = (
-        _chunked(normalized(each.to(wide), settings.normalize), cut).unsqueeze(2) for each in (q, k)
+        _chunked(normalized(vectors.to(wide), settings.normalize), cut).unsqueeze(2)
+        for vectors in (q, k)
     )  # (N, Hk, 1, C, D)
     values = torch.unflatten(_chunked(v.to(wide), cut), 1, split)  # (N, Hk, Hv / Hk, C, Dv)
-    decays, shares = (torch.unflatten(_chunked(each.to(wide), cut), 1, split) for each in (g, beta))
-    held = queries.new_zeros((cut.counts[0], *split, width, out_width))
+    decays, betas = (torch.unflatten(_chunked(gate.to(wide), cut), 1, split) for gate in (g, beta))
+    initial_states = queries.new_zeros((cut.counts[0], *split, width, out_width))
     if state is not None:
-        held = held.index_copy(0, cut.firsts, torch.unflatten(state.to(wide), 1, split))
-    read, final = _walk(queries, keys, values, decays, shares, held, cut.counts)
-    rows = read.flatten(1, 2).transpose(1, 2).reshape(-1, heads * out_width)  # (N · C, Hv · Dv)
-    back = torch.empty(batch * positions + 1, dtype=torch.int64)
-    back[cut.places.flatten()] = torch.arange(cut.places.numel())
-    result = rows.index_select(0, back[:-1]).view(v.shape) * settings.factor(width)
+        initial_states = initial_states.index_copy(
+            0, cut.firsts, torch.unflatten(state.to(wide), 1, split)
+        )
+    outputs, final = _walk(queries, keys, values, decays, betas, initial_states, cut.counts)
+    rows = outputs.flatten(1, 2).transpose(1, 2).reshape(-1, heads * out_width)  # (N · C, Hv · Dv)
+    row_of_position = torch.empty(batch * positions + 1, dtype=torch.int64)
+    row_of_position[cut.places.flatten()] = torch.arange(cut.places.numel())
+    result = rows.index_select(0, row_of_position[:-1]).view(v.shape) * settings.factor(width)
     result = result.to(q.dtype)
     return (result, final.index_select(0, cut.lasts).flatten(1, 2)) if options[-1] else result
 
 
 def _cut(batch: int, positions: int, documents: Tensor | None) -> Chunks:
-    """Cut each row's documents into chunks of one length."""
+    """Split the documents of all rows into chunks of equal length."""
     total = batch * positions
     begins = list(range(0, total, positions))
     if documents is not None:
@@ -87,22 +92,24 @@ def _cut(batch: int, positions: int, documents: Tensor | None) -> Chunks:
     longest = max(lengths, default=1)
     size = min(LONGEST, 1 << (longest - 1).bit_length())
     order = sorted(range(len(begins)), key=lambda run: -lengths[run])
-    first: list[int] = []
-    until: list[int] = []
-    counts, going = [], order
+    chunk_starts: list[int] = []
+    chunk_ends: list[int] = []
+    counts, active = [], order
     for step in range(0, longest, size):
-        going = [run for run in going if lengths[run] > step]
-        first += [begins[run] + step for run in going]
-        until += [ends[run] for run in going]
-        counts.append(len(going))
-    places = _column(first) + torch.arange(size)
-    places = places.masked_fill(places >= _column(until), total)
+        active = [run for run in active if lengths[run] > step]
+        chunk_starts += [begins[run] + step for run in active]
+        chunk_ends += [ends[run] for run in active]
+        counts.append(len(active))
+    positions_of_chunks = _column(chunk_starts) + torch.arange(size)
+    positions_of_chunks = positions_of_chunks.masked_fill(
+        positions_of_chunks >= _column(chunk_ends), total
+    )
     rank = [0] * len(order)
-    for place, run in enumerate(order):
-        rank[run] = place
+    for index, run in enumerate(order):
+        rank[run] = index
     firsts = [rank[run] for run, begin in enumerate(begins) if begin % positions == 0]
     lasts = [rank[run] for run, end in enumerate(ends) if end % positions == 0]
-    return Chunks(places, counts, _column(firsts).flatten(), _column(lasts).flatten())
+    return Chunks(positions_of_chunks, counts, _column(firsts).flatten(), _column(lasts).flatten())
 
 
 def _column(numbers: list[int]) -> Tensor:
@@ -110,50 +117,50 @@ def _column(numbers: list[int]) -> Tensor:
 
 
 def _chunked(x: Tensor, cut: Chunks) -> Tensor:
-    """Return x (B, S, H, ...) as (N, H, C, ...), 0 where a chunk has no position."""
+    """Gather x (B, S, H, ...) into chunks (N, H, C, ...), padded with 0."""
     flat = x.flatten(0, 1)
     padded = torch.cat((flat, flat.new_zeros((1, *flat.shape[1:]))))
-    chosen = padded.index_select(0, cut.places.flatten())
-    return chosen.view(*cut.places.shape, *x.shape[2:]).movedim(2, 1)
+    gathered = padded.index_select(0, cut.places.flatten())
+    return gathered.view(*cut.places.shape, *x.shape[2:]).movedim(2, 1)
 
 
 def _walk(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, held: Tensor, counts: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Return what is read (N, Hk, Hv / Hk, C, Dv) and each run's last state.
+    """Return the outputs (N, Hk, Hv / Hk, C, Dv) and the last state of each run.
 
-    ``changes = fresh - keyed · S`` for the state S that a chunk begins with: both at once, from a
-    triangular system ``(1 + β · tril(k kᵀ · decays)) [fresh keyed] = β · [v decayed·k]``.
+    For a chunk's initial state S, ``updates = fresh - keyed · S``; both terms solve the triangular
+    system ``(1 + β · tril(k kᵀ · decays)) [fresh keyed] = β · [v decayed·k]``.
     """
-    between, so_far, still = _decays(g)
-    mixing = torch.tril(k @ k.transpose(-1, -2), -1) * between * beta.unsqueeze(-1)
-    known = torch.cat((v, k * so_far.unsqueeze(-1)), -1) * beta.unsqueeze(-1)
-    solved = torch.linalg.solve_triangular(mixing, known, upper=False, unitriangular=True)
+    pair_decay, decay_from_start, decay_to_end = _decays(g)
+    mixing = torch.tril(k @ k.transpose(-1, -2), -1) * pair_decay * beta.unsqueeze(-1)
+    right_side = torch.cat((v, k * decay_from_start.unsqueeze(-1)), -1) * beta.unsqueeze(-1)
+    solved = torch.linalg.solve_triangular(mixing, right_side, upper=False, unitriangular=True)
     fresh, keyed = solved.split([v.shape[-1], k.shape[-1]], -1)
-    asked = q * so_far.unsqueeze(-1)
-    among = (q @ k.transpose(-1, -2)) * between
-    kept = (k * still.unsqueeze(-1)).transpose(-1, -2)
-    fade = so_far[..., -1:, None]
-    read, ended, first = [], [], 0
+    decayed_q = q * decay_from_start.unsqueeze(-1)
+    intra_scores = (q @ k.transpose(-1, -2)) * pair_decay
+    decayed_k = (k * decay_to_end.unsqueeze(-1)).transpose(-1, -2)
+    chunk_decay = decay_from_start[..., -1:, None]
+    outputs, final_states, first = [], [], 0
     for count in counts:
         part = slice(first, first + count)
-        ended.append(held[count:])
+        final_states.append(held[count:])
         held, first = held[:count], first + count
-        change = fresh[part] - keyed[part] @ held
-        read.append(asked[part] @ held + among[part] @ change)
-        held = held * fade[part] + kept[part] @ change
-    return torch.cat(read), torch.cat((held, *reversed(ended)))
+        updates = fresh[part] - keyed[part] @ held
+        outputs.append(decayed_q[part] @ held + intra_scores[part] @ updates)
+        held = held * chunk_decay[part] + decayed_k[part] @ updates
+    return torch.cat(outputs), torch.cat((held, *reversed(final_states)))
 
 
 def _decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return decays between positions of chunks, from their begin, and to their end.
+    """Return decays between positions of a chunk, from its start, and to its end.
 
     Args:
-        g: (..., C).
+        g: log decays (..., C).
 
     Returns:
-        ``e^Σ g`` over the positions after column j up to row i (..., C, C), 0 for j > i; over those
-        up to i (..., C); over those after j (..., C).
+        ``e^Σ g`` over positions j + 1 to i, (..., C, C) with row i and column j, 0 for j > i; over
+        positions up to i, (..., C); over positions after j, (..., C).
     """
     size = g.shape[-1]
     later = torch.ones((size, size), dtype=torch.bool, device=g.device).tril(-1)
@@ -163,7 +170,7 @@ def _decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _refuses(call: Call) -> str | None:
-    """Decline few positions, and documents that are not there to be read."""
+    """Decline short sequences, and documents under torch.compile, which cannot read them."""
     positions = call.present[0].shape[1]
     if positions < FEWEST:
         return f"pays from {FEWEST} positions on, and here are {positions}"

@@ -1,7 +1,7 @@
-"""The gated delta rule step by step: a program holds some columns of one head's state.
+"""Gated delta rule step by step: a program holds a block of columns of one head's state.
 
-Columns of the state know nothing of each other: each learns its own feature of the values. What
-sums over them, the gradients of q, k, g and β, is written column block by column block.
+Columns of the state are independent: each belongs to one feature of the values. The gradients of q,
+k, g and β are sums over columns, so they are written as one partial sum per column block.
 """
 
 import triton
@@ -21,7 +21,7 @@ def _tile(first, heads, out_width, BV: tl.constexpr):
 
 @triton.jit
 def _vector(AT, feature, width, NORMALIZE: tl.constexpr):
-    """Load a key or query (BD, 1), at length 1 where that is asked for."""
+    """Load a key or query (BD, 1), normalized to unit length if NORMALIZE."""
     x = tl.load(AT + feature, mask=feature < width, other=0.0).to(tl.float32)
     if NORMALIZE:
         x = x / tl.sqrt_rn(tl.sum(x * x, 0)[None, :] + 1e-6)
@@ -30,7 +30,7 @@ def _vector(AT, feature, width, NORMALIZE: tl.constexpr):
 
 @triton.jit
 def _begins(DOCUMENTS, row, place):
-    """Return whether a document begins at a place of a row of documents, (1, 1)."""
+    """Return whether a document starts at position `place` of a row of document ids, (1, 1)."""
     own = tl.load(DOCUMENTS + row + place)
     return own != tl.load(DOCUMENTS + row + tl.where(place > 0, place - 1, place))
 
@@ -73,7 +73,7 @@ def delta_forward(
 ):
     """Write OUT (batch, positions, heads, out_width) and FINAL (batch, heads, width, out_width).
 
-    With SAVE it writes instead the state before each `rows_each` positions, SAVED (batch, heads,
+    With SAVE, write instead the state before every `rows_each`-th position to SAVED (batch, heads,
     parts, width, out_width).
     """
     _, column, head, batch = _tile(first, heads, out_width, BV)
@@ -153,11 +153,11 @@ def delta_backward(
     BD: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Go back part by part: make a part's faded states again, put them in ROOM, then walk back.
+    """Process parts in reverse: recompute a part's decayed states into ROOM, then go backward.
 
     DQ and DK (blocks, batch, positions, heads, width), DG and DBETA (blocks, batch, positions,
-    heads) are this block of columns' share, for q and k of length 1 where they are normalized;
-    ROOM (programs, rows_each, BD, BV) is this program's alone.
+    heads) are partial sums over this block of columns, with respect to the normalized q and k if
+    NORMALIZE. ROOM (programs, rows_each, BD, BV) is scratch memory with one slot per program.
     """
     block, column, head, batch = _tile(first, heads, out_width, BV)
     feature = tl.arange(0, BD)[:, None]
@@ -191,7 +191,7 @@ def delta_backward(
             tl.store(room + at * BD * BV + spot, state)
             share = tl.load(BETA + row).to(tl.float32)
             state += k * ((v - tl.sum(state * k, 0)[None, :]) * share)
-        tl.debug_barrier()  # other threads of the program may read what this one wrote
+        tl.debug_barrier()  # threads read states that other threads wrote
         for step in range(count):
             at = tl.zeros([1, 1], tl.int64) + count - 1 - step
             place = start + at

@@ -1,6 +1,6 @@
-"""The gated delta rule step by step, the state in registers; nothing is held between the passes.
+"""Gated delta rule step by step with the state in registers; nothing is saved but the inputs.
 
-The backward pass walks forward once to keep a state for each root of the positions, then back.
+The backward pass runs forward once to save a state every √S positions, then goes backward.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.gated_delta_rule.contract import CONTRACT, NORM_EPS, RuleOptions
 
 LONGEST = 64
-"""Positions between two states that are kept, at most: so many go back and forth to memory."""
+"""Maximum positions between two saved states; the states between them go through memory."""
 
 FORWARD, BACKWARD = TUNED = tuned_kernels(
     "gated_delta_rule",
@@ -35,9 +35,9 @@ KERNELS = f"{__package__}.kernels"
 
 
 def gated_delta_rule(*given: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """Return what each position's query reads, and perhaps the state after the last one."""
-    found: tuple[Tensor, Tensor] = _rule(*given)
-    return found if given[-1] else found[0]
+    """Return the output of each position; with `final_state` also the state after the last one."""
+    results: tuple[Tensor, Tensor] = _rule(*given)
+    return results if given[-1] else results[0]
 
 
 def _forward(
@@ -60,7 +60,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def _sums(near: Tensor, *sizes: int) -> Tensor:
-    """Return a float32 tensor, not initialized, on the device of `near`."""
+    """Return an uninitialized float32 tensor on the device of `near`."""
     return near.new_empty(sizes, dtype=torch.float32)
 
 
@@ -71,7 +71,7 @@ def _walk(
     final: Tensor,
     saved: Tensor | None,
 ) -> None:
-    """Go through the positions; write results and the final state, or the states to be kept."""
+    """Run forward over the positions; write results and final state, or the states to save."""
     q, k, v, g, beta, documents, state = _laid_out(*tensors)
     constants = _constants(FORWARD, key_of(q), q.shape[3])
     launch(
@@ -104,42 +104,54 @@ def _backward(
     settings, share = RuleOptions(*options), _share(q.shape[1])
     batch, positions, heads, out_width = v.shape
     width, groups = q.shape[3], q.shape[2]
-    to_state = _sums(q, batch, heads, width, out_width)
+    grad_state = _sums(q, batch, heads, width, out_width)
     parts = blocks(positions, share)
     saved = _sums(q, batch, heads, parts, width, out_width)
-    _walk((q, k, v, g, beta, documents, state), options, grad, to_state, saved)
+    _walk((q, k, v, g, beta, documents, state), options, grad, grad_state, saved)
     constants = _constants(BACKWARD, key_of(q), width)
     tiles, columns = _tiles(v, constants), blocks(out_width, constants["BV"])
-    room = _sums(q, tiles, share, constants["BD"], constants["BV"])
-    to_q, to_k = _sums(q, 2, columns, batch, positions, heads, width)
-    to_g, to_beta = _sums(q, 2, columns, batch, positions, heads)
-    to_v = empty(v)
-    near = _laid_out(q, k, v, g, beta, documents)
-    pulled = to_state if grad_final is None else grad_final
+    scratch = _sums(q, tiles, share, constants["BD"], constants["BV"])
+    partial_q, partial_k = _sums(q, 2, columns, batch, positions, heads, width)
+    partial_g, partial_beta = _sums(q, 2, columns, batch, positions, heads)
+    grad_v = empty(v)
+    inputs = _laid_out(q, k, v, g, beta, documents)
+    final_grad = grad_state if grad_final is None else grad_final
     launch(
         f"{KERNELS}.delta_backward",
         tiles,
         q,
-        *(*near, saved, room, grad, pulled, to_q, to_k, to_v, to_g, to_beta, to_state),
-        *(*_sizes(*near[:3]), batch, settings.factor(width), share),
+        *(
+            *inputs,
+            saved,
+            scratch,
+            grad,
+            final_grad,
+            partial_q,
+            partial_k,
+            grad_v,
+            partial_g,
+            partial_beta,
+            grad_state,
+        ),
+        *(*_sizes(*inputs[:3]), batch, settings.factor(width), share),
         NORMALIZE=settings.normalize,
         CUT=documents is not None,
         PULLED=grad_final is not None,
         **constants,
     )
-    of_q, of_k = (
+    grad_q, grad_k = (
         _through_norm(
-            of.sum(0).unflatten(2, (groups, heads // groups)).sum(3), x, settings.normalize
+            partial.sum(0).unflatten(2, (groups, heads // groups)).sum(3), x, settings.normalize
         )
-        for of, x in ((to_q, q), (to_k, k))
+        for partial, x in ((partial_q, q), (partial_k, k))
     )
-    of_g, of_beta = to_g.sum(0).to(g.dtype), to_beta.sum(0).to(beta.dtype)
-    of_state = grad.new_empty((0,) * 4) if state is None else to_state.to(state.dtype)
-    return needed_grads(grad_mask, (of_q, of_k, to_v, of_g, of_beta, of_state))
+    grad_g, grad_beta = partial_g.sum(0).to(g.dtype), partial_beta.sum(0).to(beta.dtype)
+    grad_initial = grad.new_empty((0,) * 4) if state is None else grad_state.to(state.dtype)
+    return needed_grads(grad_mask, (grad_q, grad_k, grad_v, grad_g, grad_beta, grad_initial))
 
 
 def _through_norm(pull: Tensor, x: Tensor, normalize: bool) -> Tensor:
-    """Return the gradient of x (..., D) for that of x at length 1, in x's dtype.
+    """Back-propagate through the normalization of x (..., D); the result has x's dtype.
 
     y = x · r with r = 1 / √(Σx² + eps), so dx = r · (dy - y · ⟨y, dy⟩).
     """
@@ -152,22 +164,22 @@ def _through_norm(pull: Tensor, x: Tensor, normalize: bool) -> Tensor:
 
 
 def _laid_out(*tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """Return q, k, v and others as kernels walk them; any tensor will do where there is none."""
+    """Return q, k, v with unit last stride, the rest contiguous; q is the placeholder for None."""
     q = tensors[0]
     assert q is not None
     return tuple(
-        q if each is None else with_unit_stride(each) if place < 3 else each.contiguous()
-        for place, each in enumerate(tensors)
+        q if tensor is None else with_unit_stride(tensor) if index < 3 else tensor.contiguous()
+        for index, tensor in enumerate(tensors)
     )
 
 
 def _share(positions: int) -> int:
-    """Return how many positions lie between two states that are kept."""
+    """Return the number of positions between two saved states."""
     return min(power_of_two(isqrt(positions)), LONGEST)
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
-    """Return positions, heads, value heads a key head, widths, and three strides of each."""
+    """Return positions, heads, value heads per key head, widths, and the strides of q, k and v."""
     shape = (v.shape[1], v.shape[2], v.shape[2] // q.shape[2], q.shape[3], v.shape[3])
     return (*shape, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
 
@@ -181,7 +193,7 @@ def _constants(kernel: TunedKernel, key: TableKey, width: int) -> dict[str, int]
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
-    """Yield what a library holds: heads of 64 and 128 features, of one document and of several."""
+    """Yield the kernels of an ahead-of-time library: head dims 64 and 128, one document or more."""
     key = TableKey(chip, DTYPES[dtype])
     common: dict[str, Any] = {"i32": "DOCUMENTS", "limits": {"width": "BD"}, "extra": ("batch",)}
     for width in (64, 128):

@@ -1,8 +1,8 @@
-"""GEGLU through npu_geglu, which takes both halves as one tensor, as `swiglu.ascend` joins them.
+"""GEGLU through npu_geglu, which takes gate and up joined as in `swiglu.ascend`.
 
-The Meta kernel of npu_geglu_grad returns two tensors where its schema has one, so that fake
-tensors fail in it (torch_npu 2.13.0). GEGLU is therefore a torch operator of its own, with shapes
-of its own.
+The Meta kernel of npu_geglu_grad returns two tensors where its schema declares one, so it fails
+with fake tensors (torch_npu 2.13.0). GEGLU is therefore registered as a separate torch operator
+with its own fake implementation.
 """
 
 import torch
@@ -14,7 +14,7 @@ from ms_kernels.operators.geglu.contract import CONTRACT
 from ms_kernels.operators.swiglu.ascend import join
 
 GATE_FIRST = True
-"""Whether it is the left half that is gated: npu_geglu's `activate_left`."""
+"""Apply GELU to the left half: npu_geglu's `activate_left`."""
 
 
 def _geglu(gate: Tensor, up: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
@@ -34,9 +34,9 @@ def _geglu_backward(
 ) -> tuple[Tensor, Tensor]:
     tanh = int(approximate == "tanh")
     joined = join(gate, up)
-    found = torch.ops.npu.npu_geglu_grad(grad, joined, gated, -1, tanh, GATE_FIRST)
-    to_gate, to_up = found.chunk(2, -1)
-    return to_gate.contiguous(), to_up.contiguous()
+    grad_joined = torch.ops.npu.npu_geglu_grad(grad, joined, gated, -1, tanh, GATE_FIRST)
+    grad_gate, grad_up = grad_joined.chunk(2, -1)
+    return grad_gate.contiguous(), grad_up.contiguous()
 
 
 IMPLEMENTATION = on_npu(

@@ -10,7 +10,7 @@ from ms_kernels.contracts.values import one_of
 
 
 def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
-    """Return ``gelu(gate) · up``, rounded once, to gate's dtype."""
+    """Return ``gelu(gate) · up``, rounded once to gate's dtype."""
     wide = accumulator(gate.dtype)
     return (F.gelu(gate.to(wide), approximate=approximate) * up.to(wide)).to(gate.dtype)
 

@@ -1,4 +1,4 @@
-"""GEGLU in blocks of rows, saving nothing but its inputs for the backward pass."""
+"""GEGLU in cache-sized blocks of rows; saves only its inputs for backward."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from ms_kernels.operators.swiglu.cpu import MERIT, gated
 def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     """Return ``gelu(gate) · up``."""
     slope = torch.ops.aten.gelu_backward.grad_input
-    functions = (partial(each, approximate=approximate) for each in (F.gelu, slope))
+    functions = (partial(function, approximate=approximate) for function in (F.gelu, slope))
     return gated(gate, up, *functions)
 
 

@@ -31,7 +31,7 @@ def _backward(
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
-    """Yield what a library holds."""
+    """Yield the kernels of an ahead-of-time library."""
     for activation in ACTIVATIONS.values():
         yield from gate_entries(TUNED, activation, chip, dtype)
 

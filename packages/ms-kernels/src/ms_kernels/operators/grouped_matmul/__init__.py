@@ -1,1 +1,1 @@
-"""One matrix product for each group of consecutive rows: the experts of a mixture."""
+"""One matrix product per group of consecutive rows: the experts of a mixture-of-experts layer."""

@@ -1,8 +1,9 @@
-"""Each expert's matrix product through npu_grouped_matmul.
+"""Matrix product per expert through npu_grouped_matmul.
 
-It has no gradient: ours is two more grouped products, over rows for x and over the inner dim for
-the weights. It would follow counts out of the rows, so it gets running sums that end with them;
-counts that do not make the last row NaN. Nothing is waited for.
+The operator has no gradient, so it is implemented here as two more grouped products: grouped over
+rows for x, and over the inner dim for the weights. The operator does not check the counts and would
+index beyond the rows, so it gets cumulative sums clamped to the number of rows; the last row is NaN
+if the counts do not add up. There is no device synchronization.
 """
 
 from typing import Any
@@ -15,18 +16,18 @@ from ms_kernels.backends.ascend import on_npu
 from ms_kernels.operators.grouped_matmul.contract import CONTRACT
 
 ROWS, INNER = 0, 2
-"""npu_grouped_matmul's `group_type`: which dim of the left matrix is cut into groups."""
+"""npu_grouped_matmul's `group_type`: the dim of the left matrix that is split into groups."""
 ONE_RESULT = 3
 RUNNING_SUMS = 0
-"""`group_list_type`: the list holds where each group ends."""
+"""`group_list_type`: the list contains the end of each group."""
 
 
 def grouped_matmul(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Return each row times its expert's matrix; the counts are never waited for."""
+    """Return each row times its expert's matrix, without reading the counts on the host."""
     rows = len(x)
     sums = counts.to(torch.int64).clamp(0, rows + 1).cumsum(0)
     ends = sums.clamp(max=rows)
-    ends[-1:].fill_(rows)  # each row has an expert, so none of the result is left unwritten
+    ends[-1:].fill_(rows)  # every row belongs to an expert, so the full result is written
     wrong = sums[-1:] != rows
     result: Tensor = _Grouped.apply(x, weights, counts, ends, wrong)  # type: ignore[no-untyped-call]
     return result
@@ -51,7 +52,7 @@ class _Grouped(torch.autograd.Function):
             grad_x = _product(grad, weights.transpose(1, 2), ends, ROWS)
         if ctx.needs_input_grad[1]:
             grad_weights = _product(x.T, grad, ends, INNER)
-            # CANN does not promise zeros for a group of no rows.
+            # CANN does not guarantee zeros for an empty group.
             grad_weights.masked_fill_((counts == 0)[:, None, None], 0)
         return grad_x, grad_weights, None, None, None
 

@@ -1,4 +1,4 @@
-"""One matrix product for each group of consecutive rows: the experts of a mixture."""
+"""One matrix product per group of consecutive rows: the experts of a mixture-of-experts layer."""
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ from ms_kernels.errors import ArgumentError
 
 
 def grouped_matmul(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Return each row times its expert's matrix, multiplied and summed in float32.
+    """Return each row times its expert's matrix, computed in float32.
 
-    The counts are read, so an accelerator is waited for; under torch.compile, which cannot read
-    them, every expert multiplies every row and the others' rows are set to 0.
+    Reading the counts synchronizes an accelerator. Under torch.compile, which cannot read them,
+    every expert multiplies all rows, with the rows of other experts set to 0.
     """
     wide = accumulator(x.dtype)
     if torch.compiler.is_compiling() or not _readable(counts):
@@ -26,7 +26,7 @@ def grouped_matmul(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 
 def _readable(counts: Tensor) -> bool:
-    """Return whether the numbers are there: fake, meta and vmapped tensors have none."""
+    """Return whether the values can be read: fake, meta and vmapped tensors have none."""
     return type(counts) is Tensor and counts.device.type != "meta" and not transforms_active()
 
 
@@ -35,16 +35,18 @@ def _masked(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     row = torch.arange(x.shape[0], device=x.device).unsqueeze(-1)
     result = x.new_zeros(x.shape[0], weights.shape[-1])
     for expert, weight in enumerate(weights):
-        own = (row < ends[expert]) & (row >= ends[expert] - counts[expert])
-        result = result + (x * own) @ weight
+        mask = (row < ends[expert]) & (row >= ends[expert] - counts[expert])
+        result = result + (x * mask) @ weight
     return result
 
 
 def _counts(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> Tensor:
-    """Draw an expert for each row, the first and every third without any."""
-    open_ = [expert for expert in range(shape[0]) if expert % 3] or [0]
-    drawn = torch.tensor(open_)[torch.randint(len(open_), (dims["T"],), generator=generator)]
-    return torch.bincount(drawn, minlength=shape[0])
+    """Draw a random expert per row and count them; experts 0, 3, 6, ... get no rows."""
+    used_experts = [expert for expert in range(shape[0]) if expert % 3] or [0]
+    row_experts = torch.tensor(used_experts)[
+        torch.randint(len(used_experts), (dims["T"],), generator=generator)
+    ]
+    return torch.bincount(row_experts, minlength=shape[0])
 
 
 def _forward(dims: Dims, itemsize: int) -> Work:
@@ -60,7 +62,7 @@ def _backward(dims: Dims, itemsize: int) -> Work:
 
 
 def _check_counts(x: Tensor, weights: Tensor, counts: Tensor) -> None:
-    """Refuse a count below 0, or a sum that is not the number of rows."""
+    """Reject counts below 0, and counts whose sum is not the number of rows."""
     if not readable(counts):
         return
     rows = x.shape[0]

@@ -1,6 +1,6 @@
-"""A matrix product for each expert, written straight into the result.
+"""Matrix product per expert, written directly into the result.
 
-The counts are data, which torch.compile cannot follow; so it is opaque to it, one operator.
+The counts are data-dependent, which torch.compile cannot trace, so this is one opaque operator.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from ms_kernels.core.torch_operator import opaque
 from ms_kernels.operators.grouped_matmul.contract import CONTRACT
 
 FEW = 64
-"""Rows up to which it takes longer to start a half-precision product than to widen its factors."""
+"""Size up to which conversion to float32 is cheaper than starting a half-precision one."""
 
 
 def _forward(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def _backward(
 
 
 def _multiply(left: Tensor, right: Tensor, result: Tensor) -> None:
-    """Put a product into `result`, summed in float32."""
+    """Write the product to `result`, accumulated in float32."""
     if left.dtype.itemsize == 2 and min(left.shape) <= FEW:
         result.copy_(left.float() @ right.float())
     else:
@@ -49,12 +49,12 @@ def _multiply(left: Tensor, right: Tensor, result: Tensor) -> None:
 
 
 def _groups(counts: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
-    """Yield each expert that has rows, and which."""
-    each = counts.tolist()
-    if sum(each) != rows or min(each) < 0:
-        raise RuntimeError(f"counts of {sum(each)} rows in sum, for {rows}")
+    """Yield the experts that have rows, with their row slices."""
+    sizes = counts.tolist()
+    if sum(sizes) != rows or min(sizes) < 0:
+        raise RuntimeError(f"counts of {sum(sizes)} rows in sum, for {rows}")
     start = 0
-    for expert, count in enumerate(each):
+    for expert, count in enumerate(sizes):
         if count:
             yield expert, slice(start, start + count)
         start += count

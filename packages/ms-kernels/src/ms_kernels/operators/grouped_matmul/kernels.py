@@ -1,4 +1,4 @@
-"""Products of consecutive rows with their expert's matrix, and the matrices' gradient."""
+"""Kernels for products of consecutive rows with their expert's matrix, and the weight gradient."""
 
 import triton
 import triton.language as tl
@@ -24,11 +24,11 @@ def grouped_rows(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Write up to BM rows, of one expert, and BN columns of OUT = X[rows] @ W[expert].
+    """Write up to BM rows of one expert and BN columns of OUT = X[rows] @ W[expert].
 
-    ENDS (experts,) says where each expert's rows end. Blocks of rows are counted expert by
-    expert, so that none holds rows of two; there are at most rows / BM + experts of them. Rows
-    that no expert has, since counts are too few, are NaN; those beyond `rows` are not touched.
+    ENDS (experts,) is the end of each expert's rows. Blocks of rows are assigned per expert, so no
+    block spans two experts; there are at most rows / BM + experts blocks. If the counts are too
+    small, rows without an expert are NaN; memory beyond `rows` is not written.
     """
     tile = first + tl.program_id(0)
     columns = tl.cdiv(out_width, BN)
@@ -36,13 +36,13 @@ def grouped_rows(
     each = tl.arange(0, EXPERTS)
     ends = tl.load(ENDS + each, mask=each < experts, other=0)
     ends = tl.minimum(tl.maximum(ends, 0), rows)
-    # triton-ascend takes no address before the first, even where the mask forbids it.
+    # triton-ascend does not allow an address before ENDS, even if it is masked.
     before = ENDS + tl.maximum(each - 1, 0)
     starts = tl.load(before, mask=(each < experts) & (each > 0), other=0)
     starts = tl.minimum(tl.maximum(starts, 0), rows)
     blocks = (tl.maximum(ends - starts, 0) + BM - 1) // BM
     last = tl.cumsum(blocks, 0)
-    # The expert whose blocks come to an end after this one.
+    # The first expert whose last block is this one or a later one.
     expert = tl.sum(tl.where((last <= block) & (each < experts), 1, 0), 0)
     if expert < experts:
         own = each == expert
@@ -51,7 +51,7 @@ def grouped_rows(
         end = tl.sum(tl.where(own, ends, 0), 0)
         row = start + tl.arange(0, BM)[:, None]
         column = (tile % columns) * BN + tl.arange(0, BN)[None, :]
-        # Names of their own: triton-ascend takes no pointer whose shape a branch changes.
+        # Separate names: triton-ascend does not allow a branch to change the shape of a pointer.
         matrix = W + expert.to(tl.int64) * w_expert_stride + column.to(tl.int64) * w_out_stride
         values = X + row * x_stride
         total = tl.zeros([BM, BN], tl.float32)
@@ -66,7 +66,7 @@ def grouped_rows(
         inside = (row < end) & (column < out_width)
         tl.store(at, total.to(OUT.dtype.element_ty), mask=inside)
     else:
-        # The blocks to spare suffice: what experts leave is as much less than they take.
+        # Unused blocks cover the rows without an expert: those rows reduce the blocks in use.
         left = tl.max(ends, 0) + (block.to(tl.int64) - tl.max(last, 0)) * BM
         left = left + tl.arange(0, BM)[:, None]
         column = (tile % columns) * BN + tl.arange(0, BN)[None, :]
@@ -90,7 +90,7 @@ def grouped_weights(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Write a BK x BN tile of DW[expert] = X[its rows]ᵀ @ DY[its rows], contiguous."""
+    """Write a BK x BN tile of DW[expert] = X[rows]ᵀ @ DY[rows]; DW is contiguous."""
     tile = first + tl.program_id(0)
     columns = tl.cdiv(out_width, BN)
     across = columns * tl.cdiv(width, BK)

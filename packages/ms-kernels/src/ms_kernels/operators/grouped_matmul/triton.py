@@ -1,4 +1,4 @@
-"""Each expert's matrix product in one launch, without waiting for the counts."""
+"""Matrix products of all experts in one launch, without synchronizing to read the counts."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ from ms_kernels.core.plan import absent_grad, needs_grad
 from ms_kernels.operators.grouped_matmul.contract import CONTRACT
 
 MOST_EXPERTS = 1024
-"""Experts whose counts each program reads."""
+"""Maximum number of experts: every program reads all counts."""
 
 _HALF, _SINGLE = {"num_warps": 4, "num_stages": 3}, {"num_warps": 8, "num_stages": 3}
 _TRIED_AT = ({"T": 16384, "E": 8, "K": 2048, "N": 7168},)
@@ -42,7 +42,7 @@ _TRIED_AT = ({"T": 16384, "E": 8, "K": 2048, "N": 7168},)
     wide_defaults=((ANY_SIZE, {"BM": 16, "BN": 64, "BK": 32, **_SINGLE}),),
 )
 TUNED = ROWS, WEIGHTS
-GROUPED_ROWS, GROUPED_WEIGHTS = (f"{__package__}.kernels.{each.name}" for each in TUNED)
+GROUPED_ROWS, GROUPED_WEIGHTS = (f"{__package__}.kernels.{kernel.name}" for kernel in TUNED)
 
 
 def _forward(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def _backward(
 
 
 def _by_expert(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiply rows (T, K) by their experts' matrices (E, K, N) under any strides."""
+    """Multiply rows (T, K) by their experts' matrices (E, K, N), which may have any strides."""
     x = with_unit_stride(x)
     experts, width, out_width = weights.shape
     result = x.new_empty((len(x), out_width))
@@ -85,7 +85,7 @@ def _by_expert(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
-    """Yield what a library holds: up to 128 experts."""
+    """Yield the kernels of an ahead-of-time library, for up to 128 experts."""
     key, widths = TableKey(chip, DTYPES[dtype]), {"width": "65536", "out_width": "65536"}
     yield entry(
         "grouped_matmul",
@@ -111,7 +111,7 @@ def entries(chip: str, dtype: str) -> Iterator[Entry]:
 
 
 def _refuses(call: Call) -> str | None:
-    """Decline more experts than a program reads."""
+    """Decline more experts than a program can read."""
     count = call.present[1].shape[0]
     return f"takes up to {MOST_EXPERTS} experts, not {count}" if count > MOST_EXPERTS else None
 

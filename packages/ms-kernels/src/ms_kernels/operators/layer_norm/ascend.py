@@ -1,4 +1,4 @@
-"""LayerNorm by torch's own operator, which torch_npu performs by one kernel each way."""
+"""LayerNorm by torch's operator, which torch_npu runs as one kernel each way."""
 
 import torch.nn.functional as F
 from torch import Tensor

@@ -10,7 +10,7 @@ from ms_kernels.contracts.options import eps_option
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """Return ``(x - mean) / sqrt(variance + eps) · weight + bias``, rounded once, to x's dtype."""
+    """Return ``(x - mean) / sqrt(variance + eps) · weight + bias``, rounded once to x's dtype."""
     wide = x.to(accumulator(x.dtype))
     centered = wide - wide.mean(-1, keepdim=True)
     result = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps) * weight

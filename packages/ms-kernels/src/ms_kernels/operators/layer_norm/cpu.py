@@ -1,4 +1,4 @@
-"""LayerNorm by torch's own kernel, which passes over memory once and sums in float32."""
+"""LayerNorm by torch's fused kernel, in one pass over memory with float32 sums."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,7 +10,7 @@ from ms_kernels.operators.layer_norm.contract import CONTRACT
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Return ``(x - mean) / sqrt(variance + eps) · weight + bias``."""
-    # In half precision torch rounds the parts of the weight's gradient before it adds them up.
+    # In half precision torch rounds partial weight gradients before summing them: compute wide.
     wide = accumulator(x.dtype)
     bias = bias if bias is None else bias.to(wide)
     return F.layer_norm(x.to(wide), x.shape[-1:], weight.to(wide), bias, eps).to(x.dtype)

@@ -1,4 +1,4 @@
-"""LayerNorm of rows, and its gradient."""
+"""Forward and backward kernels of LayerNorm over rows."""
 
 import triton
 import triton.language as tl
@@ -21,7 +21,7 @@ def layer_norm_forward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Normalize ROWS rows; Y is contiguous, MEAN and SCALE (rows,) are mean and 1 / deviation."""
+    """Normalize ROWS rows; Y is contiguous, MEAN and SCALE (rows,) are the mean and 1 / std."""
     row = (first + tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < width)
@@ -57,7 +57,7 @@ def layer_norm_backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Make `rows_each` rows of DX, and one row of DW and DB (programs, width) float32.
+    """Compute `rows_each` rows of DX, and one row each of DW and DB (programs, width) float32.
 
     With n = (x - mean)·r: dx = r·(w·g - mean(w·g) - n·mean(n·w·g)).
     """

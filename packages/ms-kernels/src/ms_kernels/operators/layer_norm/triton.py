@@ -1,4 +1,4 @@
-"""LayerNorm in one pass over memory each way; saves x and two float32 numbers a row."""
+"""LayerNorm in one pass over memory each way; saves x and two float32 values per row."""
 
 from collections.abc import Iterator
 
@@ -48,28 +48,41 @@ def _backward(
     grad_mask: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, pulls = as_rows(x), as_rows(grad)
+    rows, grad_rows = as_rows(x), as_rows(grad)
     constants = whole_rows(BACKWARD, key_of(x), rows.shape[1])
-    each, programs = shares(BACKWARD, key_of(x), *rows.shape)
+    program_rows, programs = shares(BACKWARD, key_of(x), *rows.shape)
     grad_x = empty(x)
-    parts = x.new_empty((2, programs, rows.shape[1]), dtype=torch.float32)
+    partial_sums = x.new_empty((2, programs, rows.shape[1]), dtype=torch.float32)
     launch(
         f"{KERNELS}.layer_norm_backward",
         programs,
         x,
-        *(pulls, rows, weight.contiguous(), mean, scale, grad_x, parts[0], parts[1]),
-        *(*rows.shape, pulls.stride(0), rows.stride(0), each),
+        *(
+            grad_rows,
+            rows,
+            weight.contiguous(),
+            mean,
+            scale,
+            grad_x,
+            partial_sums[0],
+            partial_sums[1],
+        ),
+        *(*rows.shape, grad_rows.stride(0), rows.stride(0), program_rows),
         **constants,
     )
     return (
         grad_x if needs_grad(grad_mask, 0) else absent_grad(x),
-        parts[0].sum(0).to(weight.dtype) if needs_grad(grad_mask, 1) else absent_grad(weight),
-        parts[1].sum(0).to(weight.dtype) if needs_grad(grad_mask, 2) else absent_grad(weight),
+        partial_sums[0].sum(0).to(weight.dtype)
+        if needs_grad(grad_mask, 1)
+        else absent_grad(weight),
+        partial_sums[1].sum(0).to(weight.dtype)
+        if needs_grad(grad_mask, 2)
+        else absent_grad(weight),
     )
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
-    """Yield what a library holds."""
+    """Yield the kernels of an ahead-of-time library."""
     yield from norm_entries(TUNED, KERNELS, chip, dtype, flags=({"BIAS": True}, {}))
 
 

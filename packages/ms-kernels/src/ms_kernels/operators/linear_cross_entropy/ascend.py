@@ -1,23 +1,24 @@
-"""Linear cross-entropy and log-probabilities of tokens, without holding all logits.
+"""Linear cross-entropy and log-probabilities of tokens without materializing all logits.
 
-Three operators of torch_npu, made for vocabularies that are split over devices, here on one device
-that holds all classes: npu_fused_linear_online_max_sum multiplies and keeps each row's maximum and
-Σ exp, npu_fused_cross_entropy_loss_with_max_sum makes losses of them, and one more makes the
-gradients, logits again and two products. None has a Meta kernel or a gradient registered; both are
-ours (`ms_kernels.core.torch_operator`). They need CANN 9.0.
+Three operators of torch_npu, made for vocabulary-parallel layers, are used here on one device
+that holds all classes: npu_fused_linear_online_max_sum multiplies and returns each row's maximum
+and Σ exp, npu_fused_cross_entropy_loss_with_max_sum computes the losses from them, and a backward
+operator recomputes the logits and computes the gradients with two products. None of them has a
+Meta kernel or a registered gradient; `ms_kernels.core.torch_operator` adds both. CANN 9.0 is
+required.
 
 Differences from the contract, bridged here:
 
-1. The range of classes ends with V. CANN's documentation counts the end among them, but its kernel
-   takes it for the first class beyond; no target is V, so V is right for both.
-2. An ignored target is set to class 0; its loss and its slope are set to 0. So is one that is no
-   class, whose loss is NaN.
-3. Reductions are made here, over the rows that count.
-4. Every target is a class of this device's, so the mask of those that are not is all zeros: it is
-   made again for the backward pass, not kept.
+1. The class range ends at V. CANN's documentation describes the end as inclusive, but its kernel
+   treats it as exclusive; no target is V, so V is right in both cases.
+2. An ignored target is replaced by class 0, and its loss and gradient by 0. An out-of-range target
+   is also replaced by class 0, and its loss is NaN.
+3. Reductions are computed here, over the rows that are not ignored.
+4. Every target is a local class, so the mask of non-local targets is all zeros; it is created again
+   for the backward pass instead of being saved.
 
-One difference stays: CANN's kernels round the logits to half precision, as a plain model does that
-projects in half precision, where the contract's reference keeps float32.
+One difference remains: CANN's kernels round the logits to half precision, as a model with a
+half-precision projection does; the contract's reference keeps float32.
 """
 
 from typing import Any
@@ -34,7 +35,7 @@ from ms_kernels.operators.linear_cross_entropy.contract import CONTRACT
 MERIT = "npu_fused_linear_online_max_sum: product and softmax in one kernel, without logits"
 
 LEAST_CLASSES = 128
-"""Classes that the gradient's operator needs at least."""
+"""Minimum number of classes of the backward operator."""
 
 MOST_FEATURES = 65_534
 
@@ -44,7 +45,7 @@ def _rows(hidden: Tensor) -> Tensor:
 
 
 def row_losses(hidden: Tensor, weight: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return -log p, the greatest logit and Σ exp (logit - greatest) of each row, float32."""
+    """Return -log p, the maximum logit and Σ exp(logit - maximum) of each row, float32."""
     top, total, picked, *_ = torch.ops.npu.npu_fused_linear_online_max_sum(
         _rows(hidden), weight.contiguous(), chosen, 0, len(weight)
     )
@@ -55,19 +56,21 @@ def row_losses(hidden: Tensor, weight: Tensor, chosen: Tensor) -> tuple[Tensor, 
 def gradients(
     slopes: Tensor, hidden: Tensor, weight: Tensor, chosen: Tensor, top: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of hidden and weight from those of the rows' losses."""
-    nowhere = chosen.new_zeros((len(chosen) + 7) // 8, dtype=torch.uint8)
-    rows, flat = _rows(hidden), (each.reshape(-1) for each in (top, total))
-    to_hidden, to_weight = torch.ops.npu.npu_fused_linear_cross_entropy_loss_with_max_sum_backward(
-        slopes.contiguous(), rows, weight.contiguous(), nowhere, chosen, 0.0, *flat
+    """Return the gradients of hidden and weight, given those of the row losses."""
+    nonlocal_mask = chosen.new_zeros((len(chosen) + 7) // 8, dtype=torch.uint8)
+    rows, flat = _rows(hidden), (tensor.reshape(-1) for tensor in (top, total))
+    grad_hidden, grad_weight = (
+        torch.ops.npu.npu_fused_linear_cross_entropy_loss_with_max_sum_backward(
+            slopes.contiguous(), rows, weight.contiguous(), nonlocal_mask, chosen, 0.0, *flat
+        )
     )
-    return to_hidden.view(hidden.shape), to_weight
+    return grad_hidden.view(hidden.shape), grad_weight
 
 
 def chosen_classes(targets: Tensor, ignored: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what `within_classes` makes of the targets, the targets flattened."""
-    chosen, foreign = within_classes(targets, ignored, len(weight))
-    return chosen.reshape(-1), foreign
+    """Apply `within_classes` to the targets and flatten the resulting class indices."""
+    classes, out_of_range = within_classes(targets, ignored, len(weight))
+    return classes.reshape(-1), out_of_range
 
 
 def _forward(
@@ -78,9 +81,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     settings = LossOptions(*options)
     ignored = targets == settings.ignore_index
-    chosen, foreign = chosen_classes(targets, ignored, weight)
-    losses, top, total = row_losses(hidden, weight, chosen)
-    losses = losses.view(targets.shape).masked_fill(foreign, torch.nan).masked_fill(ignored, 0)
+    classes, out_of_range = chosen_classes(targets, ignored, weight)
+    losses, top, total = row_losses(hidden, weight, classes)
+    losses = losses.view(targets.shape).masked_fill(out_of_range, torch.nan).masked_fill(ignored, 0)
     shaped = top.view(targets.shape), total.view(targets.shape)
     return reduce(losses, ignored, settings.reduction), *shaped
 
@@ -119,7 +122,7 @@ def _backward(
 
 
 def large_enough(call: Call) -> str | None:
-    """Decline fewer classes and more features than the kernels take."""
+    """Decline too few classes and too many features for the kernels."""
     classes, features = call.present[1].shape
     if classes < LEAST_CLASSES:
         return f"takes {LEAST_CLASSES} classes or more, not {classes}"
@@ -129,7 +132,7 @@ def large_enough(call: Call) -> str | None:
 
 
 def _refuses(call: Call) -> str | None:
-    """Decline what the fused loss does not offer."""
+    """Decline label smoothing, z-loss and sizes that the fused loss does not support."""
     if not LossOptions(*call.options).plain:
         return "has no label smoothing and no z-loss"
     return large_enough(call)

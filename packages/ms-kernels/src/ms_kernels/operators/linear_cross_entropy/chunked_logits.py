@@ -1,7 +1,7 @@
-"""Logits of a few rows at a time, in one buffer, and what their gradients add up to.
+"""Logits computed in chunks of rows in one buffer, and float32 sums of their gradients.
 
-Rows are taken in chunks whose float32 logits fill at most `CHUNK_BYTES`. Every chunk uses the same
-buffer in turn: fresh memory costs more than the arithmetic on it.
+A chunk is as many rows as have float32 logits of at most `CHUNK_BYTES`. All chunks reuse the same
+buffer: allocating memory costs more than the arithmetic on it.
 """
 
 from collections.abc import Iterator
@@ -12,20 +12,20 @@ from torch import Tensor
 from ms_kernels.contracts.call import accumulator
 
 CHUNK_BYTES = 64 * 2**20
-"""Size of the logits that are held at once."""
+"""Size of the logits of one chunk."""
 
 TILE_ROWS = 8192
-"""Rows of a half-precision weight that are widened at once."""
+"""Rows of a half-precision weight that are converted to float32 at a time."""
 
 
 def chunk_rows_of(hidden: Tensor, weight: Tensor) -> int:
-    """Return how many rows of logits are held at once."""
+    """Return the number of rows per chunk."""
     row_bytes = weight.shape[0] * accumulator(hidden.dtype).itemsize
     return max(CHUNK_BYTES // row_bytes, 1)
 
 
 class Sums:
-    """Gradients of hidden (N, H) and weight (V, H), summed in float32, each None if not wanted."""
+    """Gradients of hidden (N, H) and weight (V, H), summed in float32; None where not needed."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, wanted: tuple[bool, ...]) -> None:
         wide = accumulator(hidden.dtype)
@@ -40,21 +40,21 @@ class Sums:
         rows: slice,
         factor: Tensor | None = None,  # (R, 1)
     ) -> None:
-        """Add one chunk's gradients, each row times `factor`, which here meets H columns, not V."""
+        """Add one chunk's gradients; `factor` scales rows of H columns here, cheaper than of V."""
         if self.hidden is not None:
-            part = self.hidden[rows]
+            grad_rows = self.hidden[rows]
             for columns, tile in _tiles(weight, grad.dtype):
-                part.addmm_(grad[:, columns], tile)
+                grad_rows.addmm_(grad[:, columns], tile)
             if factor is not None:
-                part.mul_(factor)
+                grad_rows.mul_(factor)
         if self.weight is not None:
-            scaled = hidden.to(grad.dtype)
-            scaled = scaled if factor is None else scaled * factor
-            self.weight.addmm_(grad.T, scaled)
+            scaled_hidden = hidden.to(grad.dtype)
+            scaled_hidden = scaled_hidden if factor is None else scaled_hidden * factor
+            self.weight.addmm_(grad.T, scaled_hidden)
 
 
 def _tiles(weight: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the weight in `wide`: whole if it is so already, else a few rows at a time."""
+    """Yield the weight in dtype `wide`: in one piece if it has that dtype, else tiles of rows."""
     step = len(weight) if weight.dtype == wide else TILE_ROWS
     for start in range(0, len(weight), step):
         columns = slice(start, start + step)
@@ -62,9 +62,9 @@ def _tiles(weight: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
 
 
 def chunks_of(hidden: Tensor, weight: Tensor, chunk_rows: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield some rows of hidden (N, H) at a time and their logits (R, V), all in one buffer.
+    """Yield chunks of rows of hidden (N, H) with their logits (R, V), all in one buffer.
 
-    Logits are multiplied and summed in float32 (float64 for float64); the next ones replace them.
+    The product is computed in float32 (float64 for float64). The next chunk overwrites the logits.
     """
     wide = accumulator(hidden.dtype)
     buffer = hidden.new_empty((min(chunk_rows, len(hidden)), len(weight)), dtype=wide)

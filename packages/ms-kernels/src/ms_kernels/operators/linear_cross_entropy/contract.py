@@ -1,19 +1,19 @@
 """Cross-entropy of ``hidden @ weight.T``, in chunks of logits.
 
-Rows are taken in chunks. A chunk's logits turn into their own gradient in place, which is spent on
-the gradients of hidden and weight at once; so a reduced loss costs three matrix products, as the
-plain way does, and memory for one chunk.
+Rows are processed in chunks. A chunk's logits are overwritten by their gradient, from which the
+gradients of hidden and weight are computed immediately. A reduced loss therefore costs three matrix
+products, as the unchunked computation does, and memory for one chunk.
 
-With ``reduction="none"`` the gradient of each row is known only in the backward pass, which makes
-the logits again, unless one chunk was all there is. On the CPU it foresees that most rows will
-have the same: then both gradients are made in the forward pass as well, hidden's for a gradient of
-one, to be scaled row by row, and weight's as the sum of these; the backward pass makes again only
-the rows that turn out different, such as those that a mask leaves out. Where all differ that costs
-five products instead of four, where all are alike three.
+With ``reduction="none"`` the gradient of each row is known only in the backward pass, which
+recomputes the logits unless there was only one chunk. On the CPU the forward pass assumes that most
+rows will get the same gradient: it computes hidden's gradient for a row gradient of 1, to be scaled
+per row, and weight's as the sum over rows. The backward pass recomputes only rows whose gradient
+differs, such as masked rows. This costs five products instead of four if all gradients differ, and
+three if all are equal.
 
-The weight's gradient is a sum over all rows. It is kept in float32 until it is returned, also
-between forward and backward: added up in bfloat16 it loses small terms, and rounded to float16
-before a loss scale reaches it, it underflows.
+The weight gradient is a sum over all rows. It is kept in float32 until it is returned, also between
+forward and backward: a bfloat16 sum loses small terms, and a float16 value underflows before the
+loss scale is applied.
 """
 
 from typing import Any
@@ -50,16 +50,16 @@ def linear_cross_entropy(
     *,
     chunk_rows: int | None = None,
 ) -> Tensor:
-    """Return what `cross_entropy` of ``hidden @ weight.T`` returns."""
+    """Return `cross_entropy` of ``hidden @ weight.T``."""
     if transforms_active():
-        # A torch.func transform cannot follow the chunks, whose gradients are written in place.
+        # torch.func transforms do not support the chunks, whose gradients are written in place.
         wide = accumulator(hidden.dtype)
         logits = hidden.to(wide) @ weight.to(wide).T
         return cross_entropy(logits, targets, ignore_index, label_smoothing, z_loss, reduction)
     if chunk_rows is None:
         chunk_rows = chunk_rows_of(hidden, weight)
     training = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    # Comparing gradients would wait for an accelerator, and torch.compile cannot branch on them.
+    # Comparing gradients would synchronize an accelerator; torch.compile cannot branch on them.
     foresees = (
         training
         and reduction == "none"
@@ -95,38 +95,38 @@ class _Chunked(torch.autograd.Function):
         ignored = targets == options.ignore_index
         losses = hidden.new_empty(targets.shape, dtype=accumulator(hidden.dtype))
         ctx.options, ctx.chunk_rows, ctx.foresees = options, chunk_rows, foresees
-        known = options.reduction != "none" or foresees
-        sums = Sums(hidden, weight, ctx.needs_input_grad) if training and known else None
+        fuses_gradients = options.reduction != "none" or foresees
+        sums = Sums(hidden, weight, ctx.needs_input_grad) if training and fuses_gradients else None
         for rows, logits in chunks_of(hidden, weight, chunk_rows):
             losses[rows] = _differentiate(logits, targets[rows], ignored[rows], options)
             if sums is not None:
                 sums.add(logits, hidden[rows], weight, rows)
         if training:
-            held = (sums.hidden, sums.weight) if sums is not None else (hidden, weight)
-            # One chunk was all there is: spare the backward pass from making it again.
-            kept = logits if sums is None and 0 < len(targets) <= chunk_rows else None
-            again = (hidden, weight) if foresees else (None, None)
-            ctx.save_for_backward(*held, targets, ignored, kept, *again)
+            saved = (sums.hidden, sums.weight) if sums is not None else (hidden, weight)
+            # There was only one chunk: save its logits, so that backward need not recompute them.
+            saved_logits = logits if sums is None and 0 < len(targets) <= chunk_rows else None
+            inputs = (hidden, weight) if foresees else (None, None)
+            ctx.save_for_backward(*saved, targets, ignored, saved_logits, *inputs)
             ctx.dtypes = hidden.dtype, weight.dtype
         return reduce(losses, ignored, options.reduction)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        first, second, targets, ignored, kept, *_ = ctx.saved_tensors
+        first, second, targets, ignored, saved_logits, *_ = ctx.saved_tensors
         if ctx.foresees:
             first, second = _scaled(ctx, first, second, grad)
         elif ctx.options.reduction == "none":
-            first, second = _again(ctx, first, second, targets, ignored, kept, grad)
+            first, second = _again(ctx, first, second, targets, ignored, saved_logits, grad)
         else:
             if ctx.options.reduction == "mean":
                 grad = grad / counted_of(ignored)
-            # The held sums stay as they are: the graph may be walked again.
+            # Not in place: with retain_graph=True the saved sums are used again.
             first = first if first is None else first * grad
             second = second if second is None else second * grad
         grads = (
-            held if held is None else held.to(dtype)
-            for held, dtype in zip((first, second), ctx.dtypes, strict=True)
+            total if total is None else total.to(dtype)
+            for total, dtype in zip((first, second), ctx.dtypes, strict=True)
         )
         return (*grads, *(None,) * 5)
 
@@ -134,7 +134,7 @@ class _Chunked(torch.autograd.Function):
 def _scaled(
     ctx: Any, first: Tensor | None, second: Tensor | None, grad: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Scale what was made for a gradient of one; make rows again that differ from most."""
+    """Scale the gradients computed for a row gradient of 1; recompute rows that differ from it."""
     _, _, targets, ignored, _, hidden, weight = ctx.saved_tensors
     first = None if first is None else first * grad.unsqueeze(-1)
     if second is None:
@@ -142,19 +142,19 @@ def _scaled(
     counted = grad[~ignored]
     usual = counted.mode().values if counted.numel() else grad.new_zeros(())
     if 2 * int((counted == usual).sum()) < counted.numel():
-        usual = torch.zeros_like(usual)  # all differ: leave nothing of the sum
+        usual = torch.zeros_like(usual)  # most differ: recompute all rows
     rows = ((grad != usual) & ~ignored).nonzero().squeeze(-1)
     second = second * usual
     if rows.numel():
-        part = hidden.index_select(0, rows), targets[rows], ignored[rows], grad[rows] - usual
-        second += _weight_gradient(ctx, weight, *part)
+        differing = hidden.index_select(0, rows), targets[rows], ignored[rows], grad[rows] - usual
+        second += _weight_gradient(ctx, weight, *differing)
     return first, second
 
 
 def _weight_gradient(
     ctx: Any, weight: Tensor, hidden: Tensor, targets: Tensor, ignored: Tensor, grad: Tensor
 ) -> Tensor:
-    """Make the logits of some rows again, and of these the gradient of the weight."""
+    """Recompute the logits of the given rows and return their gradient of the weight."""
     sums = Sums(hidden, weight, (False, True))
     for rows, logits in chunks_of(hidden, weight, ctx.chunk_rows):
         _differentiate(logits, targets[rows], ignored[rows], ctx.options)
@@ -172,7 +172,7 @@ def _again(
     kept: Tensor | None,
     grad: Tensor,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Make the logits again, chunk by chunk, now that the gradient of each row is known."""
+    """Recompute the logits chunk by chunk, now that the gradient of each row is known."""
     sums = Sums(hidden, weight, ctx.needs_input_grad)
     if kept is not None:
         sums.add(kept, hidden, weight, slice(None), grad[:, None])
@@ -186,27 +186,27 @@ def _again(
 def _differentiate(
     logits: Tensor, targets: Tensor, ignored: Tensor, options: LossOptions
 ) -> Tensor:
-    """Return the losses (R,) of logits (R, V), which become their own gradient in place."""
+    """Return the losses (R,) of logits (R, V), which are overwritten by their gradient."""
     _, label_smoothing, z_loss, _ = options
-    chosen = targets.to(torch.int64).masked_fill(ignored, 0).unsqueeze(-1)
-    picked = logits.gather(-1, chosen)
+    class_index = targets.to(torch.int64).masked_fill(ignored, 0).unsqueeze(-1)
+    picked = logits.gather(-1, class_index)
     top = logits.amax(-1, keepdim=True)
     mean = logits.mean(-1, keepdim=True) if label_smoothing else picked
     norm = logits.sub_(top).exp_().sum(-1, keepdim=True)
-    total = norm.log() + top
-    losses = total - (1 - label_smoothing) * picked - label_smoothing * mean
-    losses = losses + z_loss * total.square()
-    # In the logits' dtype: a bool times a float would be float32 for float64 too.
+    log_z = norm.log() + top
+    losses = log_z - (1 - label_smoothing) * picked - label_smoothing * mean
+    losses = losses + z_loss * log_z.square()
+    # In the logits' dtype: a bool times a Python float is float32 even where logits are float64.
     counted = (~ignored).unsqueeze(-1).to(logits.dtype)
-    logits.mul_(counted * (1 + 2 * z_loss * total) / norm)
+    logits.mul_(counted * (1 + 2 * z_loss * log_z) / norm)
     if label_smoothing:
         logits.sub_(counted * (label_smoothing / logits.shape[-1]))
-    logits.scatter_add_(-1, chosen, counted * (label_smoothing - 1))
+    logits.scatter_add_(-1, class_index, counted * (label_smoothing - 1))
     return losses.squeeze(-1).masked_fill(ignored, 0)
 
 
 def logits_work(dims: Dims, itemsize: int) -> Work:
-    """Read hidden, weight and targets, and write a number a row: one product."""
+    """Read hidden, weight and targets and write one value per row: one matrix product."""
     rows, width, classes_ = dims["..."], dims["H"], dims["V"]
     return Work((rows + classes_) * width * itemsize + 12 * rows, 2 * rows * width * classes_)
 

@@ -1,7 +1,7 @@
-"""Losses and log-probabilities of only those rows that count, found before any work is done.
+"""Losses and log-probabilities computed only for rows that are not ignored.
 
-Where prompts are ignored, as in fine-tuning, most rows may be; they cost nothing then. An
-accelerator would have to wait for their number, the CPU need not.
+In fine-tuning with masked prompts most rows may be ignored; they cost nothing here. On an
+accelerator the number of rows would need a synchronization, on the CPU it does not.
 """
 
 from collections.abc import Callable
@@ -23,34 +23,34 @@ def of_counted_rows(
     targets: Tensor,
     ignore_index: int,
 ) -> Any:
-    """Call `run` with only those rows that count; the results of all others are 0.
+    """Call `run` with only the rows that are not ignored; the results of ignored rows are 0.
 
     Args:
-        run: returns a number a row, a tuple of such, or one number for all rows.
+        run: returns one value per row, a tuple of such tensors, or a scalar.
         hidden: (..., H).
         weight: (V, H).
         targets: (...).
-        ignore_index: the target of a row that does not count.
+        ignore_index: target value of ignored rows.
     """
     flat = targets.reshape(-1)
     rows = (flat != ignore_index).nonzero().squeeze(-1)
-    # The copy of hidden must be worth it: leave out at least one row in sixteen.
+    # Copying hidden pays only if at least one row in sixteen is ignored.
     if len(rows) > flat.numel() - flat.numel() // 16:
         return run(hidden, weight, targets)
-    chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows)
-    found = run(chosen, weight, flat[rows])
+    counted_hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows)
+    result = run(counted_hidden, weight, flat[rows])
     empty = hidden.new_zeros(flat.shape, dtype=accumulator(hidden.dtype))
 
     def spread(each: Tensor) -> Tensor:
         return empty.index_copy(0, rows, each).view(targets.shape) if each.ndim else each
 
-    return tuple(map(spread, found)) if isinstance(found, tuple) else spread(found)
+    return tuple(map(spread, result)) if isinstance(result, tuple) else spread(result)
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, *options: Any
 ) -> Tensor:
-    """Return what `cross_entropy` of ``hidden @ weight.T`` returns."""
+    """Return `cross_entropy` of ``hidden @ weight.T``."""
     result: Tensor = of_counted_rows(
         lambda *tensors: CONTRACT.reference(*tensors, ignore_index, *options),
         *(hidden, weight, targets),

@@ -1,4 +1,4 @@
-"""Scales float32 sums of gradients and rounds them to the dtype of their tensors."""
+"""Kernel that scales float32 gradient sums and casts them to the dtype of their tensors."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["first"])
 def scale_cast(first, X, FACTOR, Y, count, factor, BLOCK: tl.constexpr):
-    """Write X · FACTOR[0] · factor as Y's dtype, all in one pass; X and Y are contiguous."""
+    """Write X · FACTOR[0] · factor in Y's dtype in one pass; X and Y are contiguous."""
     place = (first + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     x = tl.load(X + place, mask=inside, other=0.0).to(tl.float32)

@@ -49,13 +49,13 @@ def linear_cross_entropy(
 
 
 def _loss_of_parts(tensors: tuple[Tensor, Tensor, Tensor], options: tuple[Any, ...]) -> Tensor:
-    """Return the loss of DTensors: each process's rows, then a sum over processes."""
+    """Return the loss of DTensors: computed on local rows, then summed over processes."""
     CONTRACT.bind(describe_call(CONTRACT, tensors, options))
-    *others, reduction = options
+    *other_options, reduction = options
     ignore_index = options[0]
 
     def own(*parts: Tensor) -> Any:
-        return perform(CONTRACT, parts, (*others, "none" if reduction == "none" else "sum"))
+        return perform(CONTRACT, parts, (*other_options, "none" if reduction == "none" else "sum"))
 
     if reduction == "none":
         losses: Tensor = rows_mapped(CONTRACT, tensors, own)

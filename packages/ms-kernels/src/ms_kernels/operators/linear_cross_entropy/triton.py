@@ -1,10 +1,10 @@
-"""Linear cross-entropy: the chip's matrix library and fused rows, one chunk of logits at a time.
+"""Linear cross-entropy: vendor matrix products and fused row kernels over chunks of logits.
 
-A chunk's logits are float32; one kernel makes of them the losses and, in the inputs' dtype, their
-gradient, which two more products spend at once. So a reduced loss costs three products of half
-precision, and memory for one chunk. The gradients of hidden and weight are summed in float32 and
-held so between forward and backward, as in the reference. Where the loss is not reduced, or
-nothing is trained, only the losses are made; a backward pass then makes the logits again.
+A chunk's logits are float32. One kernel computes the losses and the logits' gradient in the inputs'
+dtype, and two more products compute the gradients of hidden and weight from it. A reduced
+loss thus costs three half-precision products and memory for one chunk. The gradients are summed in
+float32 and saved in float32 between forward and backward, as in the reference. Without a reduction,
+or if nothing is trained, forward computes only the losses, and backward recomputes the logits.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,7 +52,7 @@ MERIT = "half-precision products summed in float32, one chunk of logits at a tim
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *options: Any) -> Tensor:
-    """Return what `cross_entropy` of ``hidden @ weight.T`` returns."""
+    """Return `cross_entropy` of ``hidden @ weight.T``."""
     run = _of_rows
     if LossOptions(*options).reduction != "none" and torch.is_grad_enabled():
         if weight.requires_grad:
@@ -64,7 +64,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *optio
 
 
 def _holding(name: str, *, of_hidden: bool, of_weight: bool) -> Callable[..., Any]:
-    """Make the operator that holds the named gradients of a reduced loss."""
+    """Build the operator of a reduced loss that computes the selected gradients in forward."""
 
     def forward(
         hidden: Tensor,
@@ -73,20 +73,22 @@ def _holding(name: str, *, of_hidden: bool, of_weight: bool) -> Callable[..., An
         *options: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         settings = LossOptions(*options)
-        rows, places = as_rows(hidden), targets.reshape(-1).contiguous()
+        rows, flat_targets = as_rows(hidden), targets.reshape(-1).contiguous()
         sums = Sums(rows, weight, of_hidden=of_hidden, of_weight=of_weight)
         losses = hidden.new_empty(len(rows), dtype=torch.float32)
         constants = row_blocks(FORWARD, key_of(hidden), len(weight))
         for part, logits, gradient in chunks(rows, weight, gradients=True):
             lift = lift_of(hidden.dtype)
-            losses[part], _ = row_losses(logits, places[part], settings, constants, gradient, lift)
+            losses[part], _ = row_losses(
+                logits, flat_targets[part], settings, constants, gradient, lift
+            )
             sums.add(gradient, rows, weight, part)
-        held_hidden = absent_grad(hidden).float() if sums.hidden is None else sums.hidden
-        held_weight = absent_grad(weight).float() if sums.weight is None else sums.weight
+        grad_hidden = absent_grad(hidden).float() if sums.hidden is None else sums.hidden
+        grad_weight = absent_grad(weight).float() if sums.weight is None else sums.weight
         if of_hidden:
-            held_hidden = held_hidden.view(hidden.shape)
-        loss = reduce(losses, places == settings.ignore_index, settings.reduction)
-        return loss, held_hidden, held_weight
+            grad_hidden = grad_hidden.view(hidden.shape)
+        loss = reduce(losses, flat_targets == settings.ignore_index, settings.reduction)
+        return loss, grad_hidden, grad_weight
 
     def fake(
         hidden: Tensor,
@@ -94,9 +96,9 @@ def _holding(name: str, *, of_hidden: bool, of_weight: bool) -> Callable[..., An
         targets: Tensor,
         *options: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        held_hidden = empty(hidden if of_hidden else absent_grad(hidden), torch.float32)
-        held_weight = empty(weight if of_weight else absent_grad(weight), torch.float32)
-        return loss_like(hidden, targets, *options), held_hidden, held_weight
+        grad_hidden = empty(hidden if of_hidden else absent_grad(hidden), torch.float32)
+        grad_weight = empty(weight if of_weight else absent_grad(weight), torch.float32)
+        return loss_like(hidden, targets, *options), grad_hidden, grad_weight
 
     return opaque(
         CONTRACT,
@@ -119,7 +121,7 @@ def _scale(
     grad_mask: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return scaled copies of what the forward pass held, as the graph may be walked again."""
+    """Return scaled copies of the saved gradients; backward may run again with retain_graph."""
     settings = LossOptions(*options)
     if settings.reduction == "mean":
         grad = grad / counted_of(targets == settings.ignore_index)
@@ -136,11 +138,11 @@ _with_weight = _holding("holding_weight", of_hidden=False, of_weight=True)
 
 def _forward(hidden: Tensor, weight: Tensor, targets: Tensor, *options: Any) -> Tensor:
     settings = LossOptions(*options)
-    rows, places = as_rows(hidden), targets.reshape(-1).contiguous()
+    rows, flat_targets = as_rows(hidden), targets.reshape(-1).contiguous()
     losses = hidden.new_empty(len(rows), dtype=torch.float32)
     constants = row_blocks(FORWARD, key_of(hidden), len(weight))
     for part, logits, _ in chunks(rows, weight):
-        losses[part], _ = row_losses(logits, places[part], settings, constants)
+        losses[part], _ = row_losses(logits, flat_targets[part], settings, constants)
     return reduce(losses.view(targets.shape), targets == settings.ignore_index, settings.reduction)
 
 
@@ -156,18 +158,18 @@ def _backward(
     grad_mask: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Make the logits again, chunk by chunk, now that the gradient of each row is known."""
+    """Recompute the logits chunk by chunk, now that the gradient of each row is known."""
     settings = LossOptions(*options)
-    rows, places = as_rows(hidden), targets.reshape(-1).contiguous()
-    of_hidden, of_weight = needs_grad(grad_mask, 0), needs_grad(grad_mask, 1)
-    sums = Sums(rows, weight, of_hidden=of_hidden, of_weight=of_weight)
+    rows, flat_targets = as_rows(hidden), targets.reshape(-1).contiguous()
+    needs_hidden, needs_weight = needs_grad(grad_mask, 0), needs_grad(grad_mask, 1)
+    sums = Sums(rows, weight, of_hidden=needs_hidden, of_weight=needs_weight)
     slopes = slopes_of(grad, targets, settings).view(-1)
     peak, (slopes,) = lifted(hidden.dtype, slopes)
-    walks = (row_blocks(each, key_of(hidden), len(weight)) for each in (FORWARD, BACKWARD))
-    forward, back = walks
+    constants = (row_blocks(kernel, key_of(hidden), len(weight)) for kernel in (FORWARD, BACKWARD))
+    forward, back = constants
     for part, logits, gradient in chunks(rows, weight, gradients=True):
-        _, totals = row_losses(logits, places[part], settings, forward)
-        differentiate(logits, places[part], totals, slopes[part], gradient, settings, back)
+        _, totals = row_losses(logits, flat_targets[part], settings, forward)
+        differentiate(logits, flat_targets[part], totals, slopes[part], gradient, settings, back)
         sums.add(gradient, rows, weight, part)
     return sums.scaled(SCALE, peak, hidden, weight)
 
@@ -183,10 +185,10 @@ _of_rows = opaque(
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
-    """Yield what a library holds: the loss with its gradient, and the scaling of sums."""
-    wide = {"DIFFERENTIATE": True}
+    """Yield the kernels of an ahead-of-time library: loss with gradient, and scaling of sums."""
+    flags = {"DIFFERENTIATE": True}
     types = {**LOSS_TYPES, "fp32": f"LOGITS {LOSS_TYPES['fp32']}"}
-    yield loss_entry(FORWARD, KERNELS, chip, dtype, "gradient", flags=wide, **types)
+    yield loss_entry(FORWARD, KERNELS, chip, dtype, "gradient", flags=flags, **types)
     constants = SCALE.values(TableKey(chip, DTYPES[dtype]))
     tiles = "cdiv(count, BLOCK)"
     yield entry(

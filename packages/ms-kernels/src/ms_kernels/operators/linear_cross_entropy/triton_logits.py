@@ -1,6 +1,6 @@
-"""Logits of a few rows at a time, and what their half-precision gradients add up to.
+"""Logits computed in chunks of rows, and float32 sums of their half-precision gradients.
 
-Products of half-precision matrices stay in float32.
+Products of half-precision matrices are accumulated and returned in float32.
 """
 
 from collections.abc import Iterator
@@ -14,20 +14,20 @@ from ms_kernels.core.launches import ANY_SIZE, TunedKernel, key_of
 from ms_kernels.core.plan import absent_grad
 
 CHUNK_BYTES = 2**31
-"""Size of a chunk's float32 logits. Each chunk reads and writes the weight's whole gradient, which
-costs 240 / R of a chunk of R rows on an H200 (4.3 TB/s, 780 TFLOP/s): 6% at 4,096 rows."""
+"""Size of a chunk's float32 logits. Each chunk reads and writes the full weight gradient: on an
+H200 (4.3 TB/s, 780 TFLOP/s) 240 / R of the time of a chunk of R rows, 6% at 4,096 rows."""
 
 LIFT = {torch.float16: 2.0**13}
-"""Factor of a chunk's gradient by dtype: a probability of 1e-5 would be subnormal in float16."""
+"""Scale of a chunk's gradient by dtype: a probability of 1e-5 would be subnormal in float16."""
 
 WIDENING = frozenset({"cuda"})
-"""Device types whose matrix library sums and returns float32 from half-precision factors."""
+"""Device types whose matrix library returns float32 products of half-precision matrices."""
 
 SCALE_CAST = f"{__package__}.kernels.scale_cast"
 
 
 def scale_kernel(operator: str) -> TunedKernel:
-    """Return the kernel that scales and rounds an operator's sums."""
+    """Return the kernel that scales and casts an operator's gradient sums."""
     (kernel,) = tuned_kernels(
         operator,
         "scale_cast",
@@ -57,56 +57,56 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def chunks(
     hidden: Tensor, weight: Tensor, *, gradients: bool = False
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield rows of hidden (N, H), their float32 logits (R, V) and room for their gradient.
+    """Yield row slices of hidden (N, H), their float32 logits (R, V) and a gradient buffer (R, V).
 
-    A chunk has as many rows as `CHUNK_BYTES` of logits hold. Every chunk uses the same memory, so
-    its tensors are only valid until the next one is asked for.
+    A chunk has as many rows as fit in `CHUNK_BYTES` of logits. All chunks share their memory, so
+    the tensors are valid only until the next iteration.
 
     Args:
         hidden: (N, H).
         weight: (V, H).
-        gradients: whether the caller writes the gradient of the logits, in the dtype of hidden.
-            In float32 it takes the place of the logits. Without it the third item is the logits.
+        gradients: the caller writes the gradient of the logits, in the dtype of hidden. The buffer
+            is separate unless that is float32; otherwise the third item is the logits tensor.
     """
     step = max(CHUNK_BYTES // (4 * weight.shape[0]), 1)
     shape = min(step, len(hidden)), len(weight)
     buffer = hidden.new_empty(shape, dtype=torch.float32)
-    apart = gradients and hidden.dtype != torch.float32
-    room = hidden.new_empty(shape) if apart else buffer
+    needs_buffer = gradients and hidden.dtype != torch.float32
+    grad_buffer = hidden.new_empty(shape) if needs_buffer else buffer
     for start in range(0, len(hidden), step):
         rows = slice(start, start + step)
         chunk = hidden[rows]
         product(chunk, weight.T, buffer[: len(chunk)])
-        yield rows, buffer[: len(chunk)], room[: len(chunk)]
+        yield rows, buffer[: len(chunk)], grad_buffer[: len(chunk)]
 
 
 def lift_of(dtype: torch.dtype) -> float:
-    """Return the factor under which a chunk's gradient is held."""
+    """Return the scale of a chunk's stored gradient."""
     return LIFT.get(dtype, 1.0)
 
 
 def lifted(dtype: torch.dtype, *slopes: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return a factor of the rows' gradients, and the gradients divided by it and lifted.
+    """Return a common factor of the row gradients, and the gradients divided by it and scaled.
 
-    In float16 the factor is the largest of them, so that a loss scale cannot make one overflow; in
-    other dtypes it is 1 and nothing is lifted.
+    In float16 the factor is the largest absolute value, so a loss scale cannot cause overflow. In
+    other dtypes the factor is 1 and the gradients are returned unchanged.
     """
     if dtype not in LIFT or not slopes[0].numel():
         return slopes[0].new_ones(()), slopes
-    peak = torch.stack([each.abs().amax() for each in slopes]).amax()
+    peak = torch.stack([slope.abs().amax() for slope in slopes]).amax()
     peak = peak.clamp(min=torch.finfo(torch.float32).tiny)
-    return peak, tuple(each / peak * LIFT[dtype] for each in slopes)
+    return peak, tuple(slope / peak * LIFT[dtype] for slope in slopes)
 
 
 class Sums:
-    """Gradients of hidden (N, H) and weight (V, H), summed in float32, each None if not wanted."""
+    """Gradients of hidden (N, H) and weight (V, H), summed in float32; None where not needed."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, *, of_hidden: bool, of_weight: bool) -> None:
         self.hidden = hidden.new_empty(hidden.shape, dtype=torch.float32) if of_hidden else None
         self.weight = weight.new_zeros(weight.shape, dtype=torch.float32) if of_weight else None
 
     def add(self, gradient: Tensor, hidden: Tensor, weight: Tensor, rows: slice) -> None:
-        """Spend one chunk's gradient (R, V), of the inputs' dtype."""
+        """Add the contribution of one chunk's gradient (R, V), in the dtype of the inputs."""
         if self.hidden is not None:
             product(gradient, weight, self.hidden[rows])
         if self.weight is not None:
@@ -115,20 +115,20 @@ class Sums:
     def scaled(
         self, kernel: TunedKernel, slope: Tensor, hidden: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return both times `slope`, in the shapes and dtypes of hidden and weight."""
+        """Return both gradients times `slope`, in the shapes and dtypes of hidden and weight."""
         return scaled(kernel, self.hidden, slope, hidden), scaled(
             kernel, self.weight, slope, weight
         )
 
 
 def scaled(kernel: TunedKernel, x: Tensor | None, slope: Tensor, like: Tensor) -> Tensor:
-    """Return ``x · slope``, undoing the lift, in the shape and dtype of `like`.
+    """Return ``x · slope`` with the gradient scale removed, in the shape and dtype of `like`.
 
     Args:
-        kernel: that of the operator, as `scale_kernel` gives it.
-        x: contiguous, float32; None for a gradient that is not wanted.
-        slope: one number, on the device.
-        like: of the inputs' dtype, by which x was lifted.
+        kernel: the operator's kernel, from `scale_kernel`.
+        x: contiguous, float32; None for a gradient that is not needed.
+        slope: scalar tensor on the device.
+        like: tensor of the inputs' dtype, which determines the gradient scale of x.
     """
     if x is None:
         return absent_grad(like)

@@ -1,1 +1,1 @@
-"""Rows sorted by the expert that each token chose, so that an expert's rows stand together."""
+"""Rows sorted by the experts of their tokens, so that the rows of an expert are consecutive."""

@@ -1,7 +1,7 @@
-"""Tokens sorted by expert through npu_moe_token_permute; places are int32 there and int64 here.
+"""Tokens sorted by expert through npu_moe_token_permute; its int32 places are converted to int64.
 
-A choice that is no expert is given to an extra one behind the last: its row comes last, and it is
-counted for none, as in our Triton kernel. No device is waited for.
+An out-of-range expert is mapped to an extra expert after the last one: its row comes last and is in
+no count, as in our Triton kernel. There is no device synchronization.
 """
 
 import torch
@@ -13,11 +13,11 @@ from ms_kernels.operators.permute_tokens.contract import CONTRACT
 
 MOST_CHOICES = 512
 MOST_INDICES = 2**24 - 1
-"""Beyond it, indices are sorted as floats that cannot tell them apart."""
+"""Indices are sorted as float32, which represents integers exactly only up to here."""
 
 
 def permute_tokens(x: Tensor, experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows in order of expert, each expert's counts, and where each choice went."""
+    """Return the rows sorted by expert, rows per expert, and the row index of each choice."""
     experts = experts.masked_fill(experts.clamp(0, count - 1) != experts, count)
     rows, places = torch.ops.npu.npu_moe_token_permute(x, experts)
     flat = experts.reshape(-1).to(torch.int64)

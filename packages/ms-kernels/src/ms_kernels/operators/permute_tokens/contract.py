@@ -1,4 +1,4 @@
-"""Rows sorted by the expert that each token chose, so that an expert's rows stand together."""
+"""Rows sorted by the experts of their tokens, so that the rows of an expert are consecutive."""
 
 import torch
 from torch import Tensor
@@ -10,13 +10,13 @@ from ms_kernels.contracts.indices import check_range
 from ms_kernels.contracts.values import is_whole
 
 EXAMPLE_COUNT = 4
-"""Experts of the example."""
+"""Number of experts in the example."""
 
 
 def permute_tokens(
     x: Tensor, experts: Tensor, count: int = EXAMPLE_COUNT
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows in order of expert, each expert's counts, and where each choice went."""
+    """Return the rows sorted by expert, rows per expert, and the row index of each choice."""
     tokens, choices = experts.shape
     flat = experts.reshape(-1).to(torch.int64)
     order = flat.argsort(stable=True)  # row -> token * C + choice
@@ -26,12 +26,12 @@ def permute_tokens(
 
 
 def _draw(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> Tensor:
-    """Draw experts that leave the last one without a token, where there is more than one."""
+    """Draw random experts; the last one gets no tokens."""
     return torch.randint(EXAMPLE_COUNT - 1, shape, generator=generator)
 
 
 def _work(dims: Dims, itemsize: int) -> Work:
-    """Read a token once and write it once for each choice; backward the other way, with sums."""
+    """Read each token once and write it once per choice; backward reads the rows and sums them."""
     rows = dims["T"] * dims["C"]
     return Work((dims["T"] + rows) * dims["H"] * itemsize + 16 * rows, rows * dims["H"])
 

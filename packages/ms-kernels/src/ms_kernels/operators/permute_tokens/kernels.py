@@ -1,4 +1,4 @@
-"""Rows gathered in another order, and weighted sums of each token's rows."""
+"""Kernels that gather rows in a given order, and compute weighted sums of each token's rows."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["first"])
 def gather_rows(first, X, ORDER, OUT, rows, choices, width, stride, BLOCK: tl.constexpr):
-    """Copy BLOCK columns of row ORDER[r] // choices of X to row r of OUT, contiguous."""
+    """Copy BLOCK columns of row ORDER[r] // choices of X to row r of OUT, which is contiguous."""
     tile = first + tl.program_id(0)
     blocks = tl.cdiv(width, BLOCK)
     row = (tile // blocks).to(tl.int64)
@@ -32,7 +32,7 @@ def sum_choices(
 ):
     """Write BLOCK columns of OUT[t] = Σ_c W[t, c] · X[PLACES[t, c]].
 
-    A place that is none of the `rows` of X is not read, and makes OUT[t] NaN.
+    A place outside the `rows` of X is not read and makes OUT[t] NaN.
     """
     tile = first + tl.program_id(0)
     blocks = tl.cdiv(width, BLOCK)

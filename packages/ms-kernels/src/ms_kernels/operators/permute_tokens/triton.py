@@ -1,7 +1,7 @@
-"""Tokens sorted by expert, and rows summed by token, gathered both ways.
+"""Tokens sorted by expert, and rows summed by token; forward and backward are gathers.
 
-Gradients are gathered and summed where a plain index would add atomically: a row's place is known
-from both sides.
+The permutation is known in both directions, so gradients are gathered and summed, where indexing in
+plain torch would add atomically.
 """
 
 from collections.abc import Iterator
@@ -25,11 +25,11 @@ GATHER, SUM = TUNED = tuned_kernels(
     candidates=WALKS,
     defaults=WALK_DEFAULTS,
 )
-GATHER_ROWS, SUM_CHOICES = (f"{__package__}.kernels.{each.name}" for each in TUNED)
+GATHER_ROWS, SUM_CHOICES = (f"{__package__}.kernels.{kernel.name}" for kernel in TUNED)
 
 
 def _gather(x: Tensor, order: Tensor, choices: int, out: Tensor) -> None:
-    """Put row ``order[r] // choices`` of x into row r of `out`."""
+    """Copy row ``order[r] // choices`` of x to row r of `out`."""
     constants = row_blocks(GATHER, key_of(x), x.shape[1])
     tiles = len(order) * blocks(x.shape[1], constants["BLOCK"])
     sizes = (len(order), choices, x.shape[1], x.stride(0))
@@ -39,7 +39,7 @@ def _gather(x: Tensor, order: Tensor, choices: int, out: Tensor) -> None:
 def sum_choices(
     kernel: TunedKernel, rows: Tensor, places: Tensor, weights: Tensor | None, out: Tensor
 ) -> None:
-    """Put the weighted sums of each token's rows into `out`."""
+    """Write the weighted sum of each token's rows to `out`."""
     rows = with_unit_stride(rows)
     constants = row_blocks(kernel, key_of(rows), rows.shape[1])
     launch(
@@ -55,13 +55,13 @@ def sum_choices(
 
 def _forward(x: Tensor, experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     rows = x.new_empty((experts.numel(), x.shape[1]))
-    # A choice that is no expert is counted by none and comes last: `grouped_matmul` makes it NaN.
+    # Out-of-range experts are sorted last and in no count; `grouped_matmul` makes their rows NaN.
     flat = experts.reshape(-1).to(torch.int64)
     flat = flat.masked_fill((flat < 0) | (flat >= count), count)
     order = flat.argsort(stable=True)
     _gather(with_unit_stride(x), order, experts.shape[1], rows)
     counts = flat.new_zeros(count + 1).scatter_add_(0, flat, torch.ones_like(flat))[:count]
-    # The inverse of a permutation is written, not sorted for.
+    # Invert the permutation by a scatter instead of a second sort.
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     return rows, counts, places.view(experts.shape)
@@ -87,7 +87,7 @@ def _backward(
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
-    """Yield what a library holds."""
+    """Yield the kernels of an ahead-of-time library."""
     gather = row_blocks(GATHER, TableKey(chip, DTYPES[dtype]), 4096)
     tiles = "rows * cdiv(width, BLOCK)"
     yield entry("permute_tokens", GATHER_ROWS, dtype, "", gather, tiles, i64="ORDER")

@@ -1,1 +1,1 @@
-"""A linear layer whose weight is packed in 4 or 8 bits; see `ms_kernels.packed_weights`."""
+"""Linear layer with a weight quantized to 4 or 8 bits; see `ms_kernels.packed_weights`."""

@@ -2,14 +2,14 @@
 
 Differences from the contract, bridged here:
 
-1. Codes are signed there: the top bit of each is turned. Zeros become offsets,
+1. The operator's codes are signed: the top bit of every code is flipped. Zeros become offsets,
    ``2 ** (bits - 1) - zero``.
-2. Weights are (K, N) there. Codes of 8 bits are passed transposed, which it takes; of 4 bits eight
-   neighbours along N share an int32, so these are packed anew.
-3. Both are done once for each packed tensor, which is then held twice.
-4. It has no gradient: ours multiplies by the weights that the codes stand for.
+2. Its weights are (K, N). 8-bit codes are passed as a transposed view, which it supports; 4-bit
+   codes are repacked, with eight neighbors along N in one int32.
+3. Both conversions are done once per packed tensor and cached, which doubles the memory of codes.
+4. It has no gradient; here it is the product with the dequantized weight.
 
-CANN rounds each weight to x's dtype before it multiplies, where the contract rounds the result.
+CANN rounds the weights to x's dtype before multiplying; the contract rounds only the result.
 """
 
 from typing import Any
@@ -25,17 +25,17 @@ from ms_kernels.operators.quantized_linear.contract import CONTRACT
 from ms_kernels.packed_weights import dequantize, unpack_codes
 
 LARGEST = 65_535
-"""Largest K and N."""
+"""Maximum of K and N."""
 GROUPING = 32
-"""Sizes of groups are multiples of it."""
+"""Group sizes must be a multiple of this."""
 _signed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""By packed tensor: its version, the bits of a code, and the signed codes."""
+"""Cache by packed tensor: (tensor version, bits, signed codes)."""
 
 
 def quantized_linear(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, *form: int
 ) -> Tensor:
-    """Return ``x @ weight.T`` of the matrix that the codes stand for."""
+    """Return ``x @ weight.T`` with the dequantized weight."""
     result: Tensor = _Product.apply(x, packed, scales.detach(), zeros, *form)  # type: ignore[no-untyped-call]
     return result
 
@@ -68,14 +68,14 @@ class _Product(torch.autograd.Function):
 
 
 def _codes(packed: Tensor, bits: int) -> Tensor:
-    """Return signed codes, (K, N) int8 or (K, N / 8) int32, the same as long as `packed` is."""
+    """Return signed codes, (K, N) int8 or (K, N / 8) int32; cached until `packed` is modified."""
     if torch.compiler.is_compiling() or type(packed) not in (Tensor, torch.nn.Parameter):
         return _turn(packed, bits)
-    kept = _signed[packed] if packed in _signed else (None, None, packed)  # noqa: SIM401 - untyped
-    if kept[:2] != (packed._version, bits):
-        kept = (packed._version, bits, _turn(packed, bits))
-        _signed[packed] = kept
-    codes: Tensor = kept[2]
+    cached = _signed[packed] if packed in _signed else (None, None, packed)  # noqa: SIM401 - untyped
+    if cached[:2] != (packed._version, bits):
+        cached = (packed._version, bits, _turn(packed, bits))
+        _signed[packed] = cached
+    codes: Tensor = cached[2]
     return codes
 
 
@@ -88,7 +88,7 @@ def _turn(packed: Tensor, bits: int) -> Tensor:
 
 
 def _refuses(call: Call) -> str | None:
-    """Decline what the fused operator does not take."""
+    """Decline dtypes and sizes that the fused operator does not support."""
     x, packed, scales = call.present[:3]
     bits, group_size = call.options
     width, count = x.shape[-1], packed.shape[0]

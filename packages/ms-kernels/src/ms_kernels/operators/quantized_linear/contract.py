@@ -1,4 +1,4 @@
-"""A linear layer whose weight is packed in 4 or 8 bits; see `ms_kernels.packed_weights`."""
+"""Linear layer with a weight quantized to 4 or 8 bits; see `ms_kernels.packed_weights`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,7 +22,7 @@ def quantized_linear(
     bits: int = 4,
     group_size: int = 32,
 ) -> Tensor:
-    """Return ``x @ weight.T`` of the matrix that the codes stand for, rounded once."""
+    """Return ``x @ weight.T`` with the dequantized weight, rounded once."""
     if transforms_active():
         wide = accumulator(x.dtype)
         weight = widened(wide, packed, scales, zeros, bits, group_size)
@@ -34,7 +34,7 @@ def quantized_linear(
 
 
 class _Packed(torch.autograd.Function):
-    """Widens the weight again in the backward pass: to keep it would undo what packing saves."""
+    """Product that dequantizes the weight again in backward: saving it would cost the full size."""
 
     @staticmethod
     def forward(
@@ -45,7 +45,7 @@ class _Packed(torch.autograd.Function):
         wide = accumulator(x.dtype)
         weight = widened(wide, packed, scales, zeros, *form)
         result = x.to(wide) @ weight.T
-        # A cast to its own dtype, returned, would lose the gradient in torch 2.11's compiler.
+        # torch 2.11's compiler drops the gradient of an output that is a no-op cast.
         return result if wide == x.dtype else result.to(x.dtype)
 
     @staticmethod
@@ -58,9 +58,9 @@ class _Packed(torch.autograd.Function):
 def widened(
     wide: torch.dtype, packed: Tensor, scales: Tensor, zeros: Tensor | None, *form: int
 ) -> Tensor:
-    """Return the matrix in `wide`, computed in it or in the scales' dtype if that is wider.
+    """Return the dequantized weight in dtype `wide`, computed in the wider of it and scales' dtype.
 
-    `form` is the bits of a code and the size of a group.
+    `form` is (bits, group_size).
     """
     bits, group_size = form
     scales = scales.to(torch.promote_types(scales.dtype, wide))

@@ -1,4 +1,4 @@
-"""A linear layer on packed weights, widened a few rows at a time, so that they are never whole."""
+"""Linear layer on packed weights, dequantized in tiles of rows and never as a full matrix."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,11 +12,11 @@ from ms_kernels.contracts.call import accumulator
 from ms_kernels.operators.quantized_linear.contract import CONTRACT, widened
 
 TILE_ELEMENTS = 2**18
-"""Elements of the weight that are widened at once: 1 MiB in float32."""
+"""Elements of a tile of the dequantized weight: 1 MiB in float32."""
 
 
 class _QuantizedLinear(torch.autograd.Function):
-    """Returns ``x @ weight.T`` of the matrix that the codes stand for."""
+    """``x @ weight.T`` with the dequantized weight, and its gradient."""
 
     @staticmethod
     def forward(
@@ -43,12 +43,12 @@ class _QuantizedLinear(torch.autograd.Function):
 def _tiles(
     wide: torch.dtype, packed: Tensor, scales: Tensor, zeros: Tensor | None, *form: int
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield some rows of the weight at a time, in `wide`."""
+    """Yield tiles of rows of the dequantized weight, in dtype `wide`."""
     step = max(TILE_ELEMENTS * form[0] // (8 * packed.shape[1]), 1)
     for start in range(0, len(packed), step):
         rows = slice(start, start + step)
-        own = None if zeros is None else zeros[rows]
-        yield rows, widened(wide, packed[rows], scales[rows], own, *form)
+        tile_zeros = None if zeros is None else zeros[rows]
+        yield rows, widened(wide, packed[rows], scales[rows], tile_zeros, *form)
 
 
 IMPLEMENTATION = on_cpu(

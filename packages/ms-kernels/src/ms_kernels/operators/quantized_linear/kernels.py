@@ -1,9 +1,9 @@
 """Products with a matrix packed in 4 or 8 bits, which is unpacked in registers.
 
-Forward, codes less 2^(bits-1) are small whole numbers, exact in half precision; scales and zeros
-are applied to the float32 sums of a group. Backward the sum runs across groups, so a weight is the
-sum of two numbers of half precision, and takes two products: rounded to one of them it would be
-off by more than the gradient may be.
+In the forward pass, codes minus 2^(bits-1) are small integers, exact in half precision; scales and
+zeros are applied to the float32 sum of each group. In the backward pass the sum runs across groups,
+so a weight is represented as the sum of two half-precision numbers and takes two products: rounding
+it to one half-precision number would exceed the gradient's tolerance.
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def _codes(PACKED, row, inner, inside, BITS: tl.constexpr):
-    """Return codes less 2^(BITS-1), float32; `inner` counts weights along a row."""
+    """Return float32 codes minus 2^(BITS-1); `inner` is the index of a weight in its row."""
     if BITS == 8:
         return tl.load(PACKED + row + inner, mask=inside, other=128).to(tl.float32) - 128.0
     byte = tl.load(PACKED + row + inner // 2, mask=inside, other=0).to(tl.int32)
@@ -39,7 +39,7 @@ def quantized_forward(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Write BM x BN of OUT = X @ weightᵀ; all but X are contiguous."""
+    """Write a BM x BN tile of OUT = X @ weightᵀ; all tensors except X are contiguous."""
     tile = first + tl.program_id(0)
     columns = tl.cdiv(out_width, BN)
     row = (tile // columns).to(tl.int64) * BM + tl.arange(0, BM)[:, None]
@@ -92,7 +92,7 @@ def quantized_backward(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Write BM x BK of DX = DY @ weight; all but DY are contiguous."""
+    """Write a BM x BK tile of DX = DY @ weight; all tensors except DY are contiguous."""
     tile = first + tl.program_id(0)
     columns = tl.cdiv(width, BK)
     row = (tile // columns).to(tl.int64) * BM + tl.arange(0, BM)[:, None]

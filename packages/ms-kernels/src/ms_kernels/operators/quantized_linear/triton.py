@@ -1,4 +1,4 @@
-"""A linear layer that reads its weight in 4 or 8 bits and unpacks it in registers."""
+"""Linear layer that reads its weight in 4 or 8 bits and unpacks it in registers."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -97,7 +97,7 @@ def _launch(
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
-    """Yield what a library holds: 4 and 8 bits, one row and many, with zeros and without."""
+    """Yield the kernels of an ahead-of-time library: 4 and 8 bits, few and many rows."""
     tiles = "cdiv(rows, BM) * cdiv(out_width, BN)", "cdiv(rows, BM) * cdiv(width, BK)"
     sizes = (16, "few"), (2**20, "many")
     for bits, zeroed, (rows, size) in product((4, 8), (False, True), sizes):

@@ -9,13 +9,13 @@ from ms_kernels.operators.rms_norm.contract import CONTRACT
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """Return ``x / sqrt(mean(x²) + eps) · weight``; keep one float32 a row for the backward."""
+    """Return ``x / sqrt(mean(x²) + eps) · weight``; saves one float32 per row for backward."""
     result: Tensor = torch.ops.npu.npu_rms_norm(x, weight, float(eps))[0]
     return result
 
 
 def _refuses(call: Call) -> str | None:
-    """Decline a weight of a third dtype: CANN takes x's own or float32."""
+    """Decline a weight whose dtype is neither x's nor float32, as CANN does."""
     x, weight = call.present
     if weight.dtype not in (x.dtype, torch.float32):
         return f"takes a weight of {describe(x.dtype)} or float32, not {describe(weight.dtype)}"

@@ -10,7 +10,7 @@ from ms_kernels.contracts.options import eps_option
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """Return ``x / sqrt(mean(x²) + eps) · weight``, rounded once, to x's dtype."""
+    """Return ``x / sqrt(mean(x²) + eps) · weight``, rounded once to x's dtype."""
     wide = x.to(accumulator(x.dtype))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale * weight).to(x.dtype)

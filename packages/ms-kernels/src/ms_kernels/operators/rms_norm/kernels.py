@@ -1,4 +1,4 @@
-"""RMSNorm of rows, with an optional addition before it, and its gradient."""
+"""Forward and backward kernels of RMSNorm over rows, with an optional residual addition."""
 
 import triton
 import triton.language as tl
@@ -22,7 +22,7 @@ def rms_norm_forward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Normalize ROWS rows; Y, SUM and SCALE are contiguous, SCALE (rows,) is 1 / rms."""
+    """Normalize ROWS rows; Y, SUM and SCALE are contiguous and SCALE (rows,) is 1 / rms."""
     row = (first + tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < width)
@@ -58,9 +58,9 @@ def rms_norm_backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Make `rows_each` rows of DX, and one row of DW (programs, width) float32: their sum.
+    """Compute `rows_each` rows of DX and a partial sum, one row of DW (programs, width) float32.
 
-    dx = r·w·g - x·r³·⟨w·g, x⟩ / width; with ADD the gradient of the sum itself is added.
+    dx = r·w·g - x·r³·⟨w·g, x⟩ / width; with ADD the gradient DSUM of the sum is added.
     """
     part = (first + tl.program_id(0)).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]

@@ -1,7 +1,7 @@
-"""RMSNorm, alone or after an addition, in one pass over memory each way.
+"""RMSNorm, optionally after a residual addition, in one pass over memory forward and backward.
 
-Saved for the backward pass: the input (or the sum) and one float32 number a row. The weight's
-gradient is summed by a fixed number of programs, then over these: the same in every run.
+The backward pass needs the input (or the sum) and one float32 per row. The weight gradient is
+accumulated by a fixed number of programs and then summed over programs, so it is deterministic.
 """
 
 from collections.abc import Iterator
@@ -36,9 +36,9 @@ def _backward(
 def normalize(
     kernel: TunedKernel, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the normalized rows, the sum (x itself if there is none) and 1 / rms."""
+    """Return the normalized rows, the sum (x itself without a residual) and 1 / rms."""
     rows = as_rows(x)
-    others = rows if residual is None else as_rows(residual)
+    residual_rows = rows if residual is None else as_rows(residual)
     result, scale = empty(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
     total = x if residual is None else empty(x)
     constants = whole_rows(kernel, key_of(x), rows.shape[1])
@@ -46,8 +46,8 @@ def normalize(
         f"{KERNELS}.rms_norm_forward",
         blocks(len(rows), constants["ROWS"]),
         x,
-        *(rows, others, weight.contiguous(), result, total, scale),
-        *(*rows.shape, rows.stride(0), others.stride(0), eps),
+        *(rows, residual_rows, weight.contiguous(), result, total, scale),
+        *(*rows.shape, rows.stride(0), residual_rows.stride(0), eps),
         ADD=residual is not None,
         **constants,
     )
@@ -62,23 +62,23 @@ def differentiate(
     weight: Tensor,
     scale: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x (..., H), `grad_sum` added to it if given, and of weight (H,)."""
-    rows, pulls = as_rows(x), as_rows(grad)
-    more = pulls if grad_sum is None else as_rows(grad_sum)
+    """Return the gradients of x (..., H) and weight (H,); `grad_sum` is added to the first."""
+    rows, grad_rows = as_rows(x), as_rows(grad)
+    grad_sum_rows = grad_rows if grad_sum is None else as_rows(grad_sum)
     constants = whole_rows(kernel, key_of(x), rows.shape[1])
-    each, programs = shares(kernel, key_of(x), *rows.shape)
+    program_rows, programs = shares(kernel, key_of(x), *rows.shape)
     grad_x = empty(x)
-    parts = x.new_empty((programs, rows.shape[1]), dtype=torch.float32)
+    partial_sums = x.new_empty((programs, rows.shape[1]), dtype=torch.float32)
     launch(
         f"{KERNELS}.rms_norm_backward",
         programs,
         x,
-        *(pulls, more, rows, weight.contiguous(), scale, grad_x, parts),
-        *(*rows.shape, pulls.stride(0), more.stride(0), rows.stride(0), each),
+        *(grad_rows, grad_sum_rows, rows, weight.contiguous(), scale, grad_x, partial_sums),
+        *(*rows.shape, grad_rows.stride(0), grad_sum_rows.stride(0), rows.stride(0), program_rows),
         ADD=grad_sum is not None,
         **constants,
     )
-    return grad_x, parts.sum(0).to(weight.dtype)
+    return grad_x, partial_sums.sum(0).to(weight.dtype)
 
 
 def norm_entries(
@@ -90,25 +90,26 @@ def norm_entries(
     detail: str = "",
     flags: tuple[dict[str, Any], dict[str, Any]] = ({}, {}),
 ) -> Iterator[Entry]:
-    """Yield a normalization's entries: a program holds whole rows, up to each of a few widths.
+    """Yield the library entries of a normalization, one pair per maximum row width.
 
     Args:
-        tuned: the forward and the backward kernel.
-        kernels: the module that they stand in.
-        chip: what it is compiled for.
-        dtype: as in `DTYPES`.
-        detail: what tells its entries from another operator's by the same kernels.
-        flags: further constants of each.
+        tuned: forward and backward kernel.
+        kernels: name of the module that defines them.
+        chip: target chip.
+        dtype: name of the dtype, a key of `DTYPES`.
+        detail: name part that separates these entries from those of another operator that uses
+            the same kernels.
+        flags: extra constants of the forward and the backward kernel.
     """
     tiles = "cdiv(rows, ROWS)", "cdiv(rows, rows_each)"
     for width in (128, 1024, 2048, 4096, 8192):
-        for kernel, count, more in zip(tuned, tiles, flags, strict=True):
+        for kernel, count, extra in zip(tuned, tiles, flags, strict=True):
             yield entry(
                 kernel.operator,
                 f"{kernels}.{kernel.name}",
                 dtype,
                 f"{detail}{width}",
-                {**whole_rows(kernel, TableKey(chip, DTYPES[dtype]), width), **more},
+                {**whole_rows(kernel, TableKey(chip, DTYPES[dtype]), width), **extra},
                 count,
                 fp32="MEAN SCALE DW DB eps",
                 limits={"width": "BLOCK"},
@@ -116,7 +117,7 @@ def norm_entries(
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
-    """Yield what a library holds."""
+    """Yield the kernels of an ahead-of-time library."""
     flag = {"ADD": False}
     yield from norm_entries(TUNED, KERNELS, chip, dtype, flags=(flag, flag))
 

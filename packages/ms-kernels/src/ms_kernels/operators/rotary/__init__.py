@@ -1,1 +1,1 @@
-"""Rotary position embedding (Su and others, 2021), whole or partial, in halves or interleaved."""
+"""Rotary position embedding (Su et al., 2021), full or partial, in halves or interleaved."""

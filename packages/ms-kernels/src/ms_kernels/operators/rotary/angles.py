@@ -1,7 +1,7 @@
-"""Cosines and sines of rotary positions, plain or scaled beyond the length trained on.
+"""Cosines and sines of rotary positions, with optional scaling beyond the training length.
 
-A pair i of R/2 turns by ``position · base ** (-2i / R)``. A scaling slows some of the pairs down.
-Frequencies and angles are float32, as in the models that were trained with them.
+Pair i of R/2 rotates by ``position · base ** (-2i / R)``. A scaling lowers the frequencies of some
+pairs. Frequencies and angles are float32, as in the models that were trained with them.
 """
 
 import math
@@ -20,7 +20,7 @@ from ms_kernels.errors import ArgumentError, shown
 def _number(
     *, least: float, whole: bool = False, optional: bool = False
 ) -> Callable[[Any, "Attribute[Any]", Any], None]:
-    """Return a validator of a field: a finite number, or a whole one, of at least `least`."""
+    """Return a field validator: a finite number, or an integer if `whole`, at least `least`."""
 
     def check(owner: Any, attribute: "Attribute[Any]", value: Any) -> None:
         if optional and value is None:
@@ -79,9 +79,9 @@ class Llama3Scaling:
     def scale(self, frequencies: Tensor, base: float) -> tuple[Tensor, float]:
         """Return the blended frequencies, and 1."""
         turns = self.original_length * frequencies / (2 * math.pi)
-        share = (turns - self.slow_turns) / (self.fast_turns - self.slow_turns)
-        share = share.clamp(0, 1)
-        return share * frequencies + (1 - share) * frequencies / self.factor, 1.0
+        blend = (turns - self.slow_turns) / (self.fast_turns - self.slow_turns)
+        blend = blend.clamp(0, 1)
+        return blend * frequencies + (1 - blend) * frequencies / self.factor, 1.0
 
 
 @frozen(kw_only=True)
@@ -112,17 +112,17 @@ class YarnScaling:
         if self.whole_pairs:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, 2 * pairs - 1)
-        place = torch.arange(pairs, dtype=torch.float32, device=frequencies.device)
-        # Limits that meet would divide by 0: a thousandth apart they make a step, as in the paper's
-        # own code.
-        slowed = ((place - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+        pair_index = torch.arange(pairs, dtype=torch.float32, device=frequencies.device)
+        # Equal limits would divide by 0; a width of 0.001 makes the ramp a step, as in the
+        # paper's code.
+        slow_weight = ((pair_index - low) / (high - low if high != low else 0.001)).clamp(0, 1)
         factor = self.attention_factor
         if factor is None:
             factor = 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
-        return frequencies / self.factor * slowed + frequencies * (1 - slowed), factor
+        return frequencies / self.factor * slow_weight + frequencies * (1 - slow_weight), factor
 
     def _pair_of(self, turns: float, pairs: int, base: float) -> float:
-        """Return which pair turns so often within the original length, as a fraction."""
+        """Return the fractional index of the pair with `turns` turns in the original length."""
         length = self.original_length / (turns * 2 * math.pi)
         return pairs * math.log(length) / math.log(base)
 

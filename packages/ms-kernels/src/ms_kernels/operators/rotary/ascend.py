@@ -2,14 +2,14 @@
 
 Differences from the contract, bridged here:
 
-1. The fused operator wants tables as wide as what is turned, (C, S, 1, R); ours are half as wide.
-   They are widened once for each pair of tables, not once a layer.
-2. It casts the tables to the features' dtype. A cosine rounded to bfloat16 is off by 2⁻⁹, beyond
-   the contract's tolerance where two products cancel, so half-precision features are turned in
-   float32 and rounded once.
-3. It turns the whole width of a head; what is to pass through is cut off and joined again.
-4. Interleaved, it wants tables that all rows share, and fewer than 1,000 rows times heads. Other
-   calls are made as one long row, of which each position has its own angles.
+1. The fused operator needs tables as wide as the rotated features, (C, S, 1, R); the contract's
+   are half as wide. They are widened once per pair of tables and cached, not once per layer.
+2. It casts the tables to the dtype of the features. A cosine rounded to bfloat16 is off by 2⁻⁹,
+   beyond the contract's tolerance where two products cancel, so half-precision features are
+   rotated in float32 and rounded once.
+3. It rotates the full head dimension; pass-through features are split off and concatenated again.
+4. Interleaved, it needs tables shared by all rows, and fewer than 1,000 rows times heads. Other
+   calls are flattened to a single row in which every position has its own angles.
 """
 
 import torch
@@ -23,10 +23,10 @@ from ms_kernels.operators.rotary.contract import CONTRACT
 WIDEST = 894
 """Widest even head below CANN's limit of 896."""
 MOST = 999
-"""Most rows of a batch, and most heads; interleaved, most of their product."""
+"""Maximum batch size and maximum number of heads; interleaved, the maximum of their product."""
 
 _widened: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""By table: its version, whether it is interleaved, and the widened one."""
+"""Cache by table: (table version, interleaved, widened table)."""
 
 
 def rotary(
@@ -39,29 +39,29 @@ def rotary(
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     width = cos.shape[-1]
-    turned = x if width == x.shape[-1] else x[..., :width]
+    rotated = x if width == x.shape[-1] else x[..., :width]
     if interleaved and (cos.shape[0] > 1 or x.shape[0] * x.shape[2] > MOST):
-        turned, cos, sin = (_as_one_row(each, x.shape[0]) for each in (turned, cos, sin))
+        rotated, cos, sin = (_as_one_row(tensor, x.shape[0]) for tensor in (rotated, cos, sin))
     mode = "interleave" if interleaved else "half"
-    result: Tensor = torch.ops.npu.npu_rotary_mul(turned.to(cos.dtype), cos, sin, mode)
+    result: Tensor = torch.ops.npu.npu_rotary_mul(rotated.to(cos.dtype), cos, sin, mode)
     result = result.to(x.dtype).view(*x.shape[:-1], width)
     return result if width == x.shape[-1] else torch.cat((result, x[..., width:]), -1)
 
 
 def _as_one_row(x: Tensor, rows: int) -> Tensor:
-    """Put all rows into one: (B or 1, S, N, R) to (1, B·S, N, R)."""
+    """Flatten the batch into one row: (B or 1, S, N, R) to (1, B·S, N, R)."""
     return x.expand(rows, -1, -1, -1).flatten(0, 1).unsqueeze(0)
 
 
 def _widen(table: Tensor, interleaved: bool) -> Tensor:
-    """Widen (C, S, R/2) to (C, S, 1, R), once as long as the table is neither changed nor gone."""
+    """Widen (C, S, R/2) to (C, S, 1, R); cached until the table is modified or freed."""
     if torch.compiler.is_compiling() or type(table) is not Tensor:
         return _double(table, interleaved)
-    kept = _widened[table] if table in _widened else (None, None, table)  # noqa: SIM401 - untyped
-    if kept[:2] != (table._version, interleaved):
-        kept = (table._version, interleaved, _double(table, interleaved))
-        _widened[table] = kept
-    wide: Tensor = kept[2]
+    cached = _widened[table] if table in _widened else (None, None, table)  # noqa: SIM401 - untyped
+    if cached[:2] != (table._version, interleaved):
+        cached = (table._version, interleaved, _double(table, interleaved))
+        _widened[table] = cached
+    wide: Tensor = cached[2]
     return wide
 
 
@@ -72,7 +72,7 @@ def _double(table: Tensor, interleaved: bool) -> Tensor:
 
 
 def _refuses(call: Call) -> str | None:
-    """Decline sizes beyond the fused operator's."""
+    """Decline sizes beyond the fused operator's limits."""
     q, k, cos, sin = call.present
     if cos.dtype != torch.float32 or sin.dtype != torch.float32:
         return "takes tables in float32"

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su and others, 2021), whole or partial, in halves or interleaved."""
+"""Rotary position embedding (Su et al., 2021), full or partial, in halves or interleaved."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,22 +16,22 @@ def rotary(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Rotate pairs of the first 2·(R/2) features of each head by the given angles."""
-    # (C, S, R/2) -> (C, S, 1, R/2): one angle for all heads of a position.
+    # (C, S, R/2) -> (C, S, 1, R/2): all heads of a position share the angles.
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     width = 2 * cos.shape[-1]
-    turned, rest = x[..., :width].to(accumulator(x.dtype)), x[..., width:]
+    rotated, passthrough = x[..., :width].to(accumulator(x.dtype)), x[..., width:]
     if interleaved:
-        first, second = turned[..., 0::2], turned[..., 1::2]
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
     else:
-        first, second = turned.chunk(2, dim=-1)
+        first, second = rotated.chunk(2, dim=-1)
     pair = (first * cos - second * sin, second * cos + first * sin)
-    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
-    turned = turned.to(x.dtype)
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+    rotated = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    rotated = rotated.to(x.dtype)
+    return torch.cat((rotated, passthrough), dim=-1) if passthrough.shape[-1] else rotated
 
 
 def _rules(dims: Dims, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Rotary embedding written straight into its result, whose gradient turns the other way."""
+"""Rotary embedding written directly into its result; the gradient is the inverse rotation."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ def rotary(
 ) -> tuple[Tensor, Tensor]:
     """Rotate pairs of features of q and k."""
     cos, sin = cos.unsqueeze(2).to(q.dtype), sin.unsqueeze(2).to(q.dtype)
-    turned = (
-        _Rotation.apply(each, cos, sin, interleaved)  # type: ignore[no-untyped-call]
-        for each in (q, k)
+    rotated = (
+        _Rotation.apply(features, cos, sin, interleaved)  # type: ignore[no-untyped-call]
+        for features in (q, k)
     )
-    return next(turned), next(turned)
+    return next(rotated), next(rotated)
 
 
 class _Rotation(torch.autograd.Function):
@@ -37,7 +37,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, way: int) -> Tensor:
-    """Rotate x (B, S, heads, D) by angles (C, S, 1, R/2), backwards if `way` is -1."""
+    """Rotate x (B, S, heads, D) by angles (C, S, 1, R/2); `way` is 1, or -1 for the inverse."""
     half = cos.shape[-1]
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
     if interleaved:

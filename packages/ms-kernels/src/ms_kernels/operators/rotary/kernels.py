@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys in one launch; its gradient turns the other way."""
+"""Rotary embedding of queries and keys in one launch; its gradient is the inverse rotation."""
 
 import triton
 import triton.language as tl
@@ -19,7 +19,7 @@ def _turn(
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Turn heads `head` (HEADS, 1) of one position, X with its head stride, OUT contiguous."""
+    """Rotate heads `head` (HEADS, 1) of one position from X (strided heads) to OUT (contiguous)."""
     X += head * head_stride
     OUT += head * width
     if INTERLEAVED:
@@ -73,9 +73,9 @@ def rotary_turn(
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Turn HEADS heads of one position of Q or of K, backwards with BACK.
+    """Rotate HEADS heads of one position of Q or K; BACK rotates in the inverse direction.
 
-    Results are contiguous (batch, positions, heads, width); COS and SIN share their strides.
+    Results are contiguous (batch, positions, heads, width); COS and SIN have the same strides.
     """
     tile = first + tl.program_id(0)
     q_blocks = tl.cdiv(q_heads, HEADS)

@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys in one launch, and back in one; saves only the angles."""
+"""Rotary embedding of queries and keys in one launch each way; saves only the angles."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -39,18 +39,18 @@ def _backward(
 def _turn(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, back: bool
 ) -> tuple[Tensor, Tensor]:
-    """Turn q (B, S, Hq, D) and k (B, S, Hk, D), backwards if `back`."""
+    """Rotate q (B, S, Hq, D) and k (B, S, Hk, D); the inverse rotation if `back`."""
     q, k, cos, sin = with_unit_stride(q), with_unit_stride(k), cos.contiguous(), sin.contiguous()
     batch, positions, q_heads, width = q.shape
     k_heads, half = k.shape[2], cos.shape[-1]
-    turned = empty(q), empty(k)
+    rotated = empty(q), empty(k)
     constants = _constants(key_of(q), half, max(q_heads, k_heads), width - 2 * half)
     heads = constants["HEADS"]
     launch(
         f"{KERNELS}.rotary_turn",
         batch * positions * (blocks(q_heads, heads) + blocks(k_heads, heads)),
         q,
-        *(q, k, *turned, cos, sin, positions, q_heads, k_heads, half, width),
+        *(q, k, *rotated, cos, sin, positions, q_heads, k_heads, half, width),
         *q.stride()[:3],
         *k.stride()[:3],
         *(cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)),
@@ -58,7 +58,7 @@ def _turn(
         INTERLEAVED=interleaved,
         **constants,
     )
-    return turned
+    return rotated
 
 
 def _constants(key: TableKey, half: int, heads: int, rest: int) -> dict[str, int]:
@@ -66,9 +66,9 @@ def _constants(key: TableKey, half: int, heads: int, rest: int) -> dict[str, int
 
     Args:
         key: chip and dtype.
-        half: pairs that are turned.
-        heads: of q or k, whichever has more.
-        rest: features that pass through.
+        half: number of rotated pairs, R/2.
+        heads: number of heads of q or k, the larger of the two.
+        rest: number of pass-through features.
     """
     values, block = TURN.values(key, half), power_of_two(half)
     return {
@@ -80,7 +80,7 @@ def _constants(key: TableKey, half: int, heads: int, rest: int) -> dict[str, int
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
-    """Yield what a library holds: heads of 64 and 128 features, both ways."""
+    """Yield the kernels of an ahead-of-time library: head dims 64 and 128, both directions."""
     for half, interleaved, back in product((32, 64), (False, True), (False, True)):
         yield entry(
             "rotary",

@@ -1,8 +1,8 @@
-"""SwiGLU through npu_swiglu, which takes both halves as one tensor.
+"""SwiGLU through npu_swiglu, which takes gate and up as one tensor.
 
-Where gate and up stand side by side already, as after one projection cut in two, nothing is
-copied; otherwise they are joined, forward and again backward, rather than kept twice. torch_npu's
-gradient is of the joined tensor; ours is of gate and up.
+If gate and up are adjacent in memory, as after splitting one projection, nothing is copied.
+Otherwise they are concatenated in forward and again in backward, which avoids saving a second copy.
+torch_npu's gradient is for the joined tensor; it is split here into those of gate and up.
 """
 
 from typing import Any
@@ -16,24 +16,24 @@ from ms_kernels.operators.swiglu.contract import CONTRACT
 
 
 def join(gate: Tensor, up: Tensor) -> Tensor:
-    """Return (..., 2 I): a view of both if they stand side by side, or a new tensor."""
+    """Return gate and up as one tensor (..., 2 I): a view if they are adjacent, else a copy."""
     plain = type(gate) in (Tensor, torch.nn.Parameter) and type(up) in (Tensor, torch.nn.Parameter)
     if torch.compiler.is_compiling() or not plain or gate.device.type == "meta":
         return torch.cat((gate, up), -1)
     width = gate.shape[-1]
-    beside = (
+    adjacent = (
         gate.stride() == up.stride()
         and gate.stride(-1) == 1
         and up.storage_offset() == gate.storage_offset() + width
         and gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr()
     )
-    if not beside:
+    if not adjacent:
         return torch.cat((gate, up), -1)
     return gate.as_strided((*gate.shape[:-1], 2 * width), gate.stride())
 
 
 class _SwiGlu(torch.autograd.Function):
-    """Returns ``silu(gate) · up``."""
+    """``silu(gate) · up`` with its gradient."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -45,8 +45,8 @@ class _SwiGlu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         joined = join(*ctx.saved_tensors)
-        found: Tensor = torch.ops.npu.npu_swiglu_backward(grad.contiguous(), joined, -1)
-        return found.chunk(2, -1)
+        grad_joined: Tensor = torch.ops.npu.npu_swiglu_backward(grad.contiguous(), joined, -1)
+        return grad_joined.chunk(2, -1)
 
 
 IMPLEMENTATION = on_npu(

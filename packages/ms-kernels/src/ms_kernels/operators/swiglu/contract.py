@@ -9,7 +9,7 @@ from ms_kernels.contracts.contract import Contract
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return ``silu(gate) · up``, rounded once, to gate's dtype."""
+    """Return ``silu(gate) · up``, rounded once to gate's dtype."""
     wide = accumulator(gate.dtype)
     return (F.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
 

@@ -1,4 +1,4 @@
-"""Gates in blocks of rows, saving nothing but their inputs for the backward pass."""
+"""Gated activations in cache-sized blocks of rows; saves only their inputs for backward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,9 +23,9 @@ def gated(
     Args:
         gate: (..., I).
         up: (..., I).
-        activate: takes some rows in float32.
-        slope: torch's backward operator of it, which takes a gradient and the same rows, and
-            writes into `grad_input`.
+        activate: activation function, called with float32 rows.
+        slope: torch's backward operator of the activation, called with a gradient and the same
+            rows; writes into `grad_input`.
     """
     result: Tensor = _Gated.apply(gate, up, activate, slope)  # type: ignore[no-untyped-call]
     return result
@@ -50,14 +50,14 @@ class _Gated(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         activate, slope = ctx.activation
         width = gate.shape[-1]
-        gates, ups, grads = (each.reshape(-1, width) for each in (gate, up, grad))
+        gates, ups, grads = (tensor.reshape(-1, width) for tensor in (gate, up, grad))
         wide = accumulator(gate.dtype)
         grad_gate = torch.empty_like(gates, memory_format=torch.contiguous_format)
         grad_up = torch.empty_like(gates, memory_format=torch.contiguous_format)
         for rows in blocks(*gates.shape):
-            opening, pull = gates[rows].to(wide), grads[rows].to(wide)
-            torch.mul(activate(opening), pull, out=grad_up[rows])
-            slope(pull * ups[rows], opening, grad_input=grad_gate[rows])
+            gate_block, grad_block = gates[rows].to(wide), grads[rows].to(wide)
+            torch.mul(activate(gate_block), grad_block, out=grad_up[rows])
+            slope(grad_block * ups[rows], gate_block, grad_input=grad_gate[rows])
         return grad_gate.view(gate.shape), grad_up.view(gate.shape), None, None
 
 

@@ -1,4 +1,4 @@
-"""Gated activations: silu(gate) · up and gelu(gate) · up, and their gradients."""
+"""Forward and backward kernels of gated activations: silu(gate) · up and gelu(gate) · up."""
 
 import triton
 import triton.language as tl
@@ -6,13 +6,13 @@ import triton.language as tl
 
 @triton.jit
 def _tanh(x):
-    """Return tanh from a sigmoid, which every chip has."""
+    """Return tanh computed from a sigmoid, which every chip supports."""
     return 2 * tl.sigmoid(2 * x) - 1
 
 
 @triton.jit
 def _activate(gate, ACTIVATION: tl.constexpr):
-    """Return the activation of `gate` and its slope, both float32."""
+    """Return the activation of `gate` and its derivative, both float32."""
     if ACTIVATION == "silu":
         share = tl.sigmoid(gate)
         return gate * share, share * (1 + gate * (1 - share))
@@ -27,7 +27,7 @@ def _activate(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _place(first, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return this program's rows (ROWS, 1), columns (1, BLOCK) and which exist."""
+    """Return this program's rows (ROWS, 1), columns (1, BLOCK) and the in-bounds mask."""
     tile = first + tl.program_id(0)
     blocks = tl.cdiv(width, BLOCK)
     row = (tile // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -49,7 +49,7 @@ def gated_forward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Make a tile of Y, which is contiguous."""
+    """Compute a tile of Y, which is contiguous."""
     row, column, inside = _place(first, rows, width, ROWS, BLOCK)
     gate = tl.load(GATE + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(UP + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -74,7 +74,7 @@ def gated_backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Make a tile of DGATE and DUP, which are contiguous."""
+    """Compute a tile of DGATE and DUP, which are contiguous."""
     row, column, inside = _place(first, rows, width, ROWS, BLOCK)
     gate = tl.load(GATE + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(UP + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)

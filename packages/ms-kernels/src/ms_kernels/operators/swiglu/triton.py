@@ -1,4 +1,4 @@
-"""Gates in one pass over memory each way; they save nothing but their inputs."""
+"""Gated activations in one pass over memory each way; saves only their inputs."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ MERIT = "one pass over memory each way; saves only gate and up"
 
 
 def gate_kernels(operator: str) -> tuple[TunedKernel, ...]:
-    """Return the forward and the backward kernel of a gate."""
+    """Return the forward and backward kernels of a gated activation."""
     return tuned_kernels(
         operator,
         "gated_forward gated_backward",
@@ -40,7 +40,7 @@ def _backward(grad: Tensor, gate: Tensor, up: Tensor, grad_mask: int) -> tuple[T
 
 
 def apply(kernel: TunedKernel, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Return ``activation(gate) · up``; the kernel knows the activation by its name."""
+    """Return ``activation(gate) · up``; `activation` is the kernel's name for the function."""
     gates, ups, result = as_rows(gate), as_rows(up), empty(gate)
     constants, tiles = _tiling(kernel, gates)
     launch(
@@ -58,15 +58,15 @@ def differentiate(
     kernel: TunedKernel, grad: Tensor, gate: Tensor, up: Tensor, grad_mask: int, activation: str
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate and up."""
-    gates, ups, pulls = as_rows(gate), as_rows(up), as_rows(grad)
+    gates, ups, grad_rows = as_rows(gate), as_rows(up), as_rows(grad)
     grad_gate, grad_up = empty(gate), empty(up)
     constants, tiles = _tiling(kernel, gates)
     launch(
         f"{KERNELS}.gated_backward",
         tiles,
         gate,
-        *(pulls, gates, ups, grad_gate, grad_up, *gates.shape),
-        *(pulls.stride(0), gates.stride(0), ups.stride(0)),
+        *(grad_rows, gates, ups, grad_gate, grad_up, *gates.shape),
+        *(grad_rows.stride(0), gates.stride(0), ups.stride(0)),
         ACTIVATION=activation,
         **constants,
     )
@@ -74,7 +74,7 @@ def differentiate(
 
 
 def _tiling(kernel: TunedKernel, gates: Tensor) -> tuple[dict[str, int], int]:
-    """Return the constants of a launch and its tiles."""
+    """Return the constants and the number of tiles of a launch."""
     rows, width = gates.shape
     constants = elements(kernel, key_of(gates), width)
     return constants, blocks(rows, constants["ROWS"]) * blocks(width, constants["BLOCK"])
@@ -83,7 +83,7 @@ def _tiling(kernel: TunedKernel, gates: Tensor) -> tuple[dict[str, int], int]:
 def gate_entries(
     tuned: tuple[TunedKernel, ...], activation: str, chip: str, dtype: str
 ) -> Iterator[Entry]:
-    """Yield a gate's entries: rows of any width."""
+    """Yield the library entries of a gated activation, for rows of any width."""
     for kernel in tuned:
         constants = elements(kernel, TableKey(chip, DTYPES[dtype]), 4096)
         yield entry(
@@ -97,7 +97,7 @@ def gate_entries(
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
-    """Yield what a library holds."""
+    """Yield the kernels of an ahead-of-time library."""
     yield from gate_entries(TUNED, "silu", chip, dtype)
 
 

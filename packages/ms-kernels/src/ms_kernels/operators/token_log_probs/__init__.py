@@ -1,1 +1,1 @@
-"""Log-probabilities of chosen tokens under ``hidden @ weight.T``, in chunks of logits."""
+"""Log-probabilities of given tokens under ``hidden @ weight.T``, in chunks of logits."""

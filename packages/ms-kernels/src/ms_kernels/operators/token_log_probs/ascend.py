@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens by the fused operators of `linear_cross_entropy.ascend`."""
+"""Log-probabilities of tokens with the fused operators of `linear_cross_entropy.ascend`."""
 
 from typing import Any
 
@@ -25,10 +25,12 @@ def _forward(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ignored = tokens == options[1]
-    chosen, foreign = chosen_classes(tokens, ignored, weight)
-    losses, top, total = (each.view(tokens.shape) for each in row_losses(hidden, weight, chosen))
-    found = (-losses).masked_fill_(foreign, torch.nan).masked_fill_(ignored, 0)
-    return found, torch.zeros_like(losses), top, total
+    classes, out_of_range = chosen_classes(tokens, ignored, weight)
+    losses, top, total = (
+        tensor.view(tokens.shape) for tensor in row_losses(hidden, weight, classes)
+    )
+    log_probs = (-losses).masked_fill_(out_of_range, torch.nan).masked_fill_(ignored, 0)
+    return log_probs, torch.zeros_like(losses), top, total
 
 
 def _backward(
@@ -58,13 +60,13 @@ _log_probs = opaque(
 
 
 def token_log_probs(hidden: Tensor, weight: Tensor, tokens: Tensor, *options: Any) -> Tensor:
-    """Return log p of the tokens; keep two float32 a row."""
+    """Return log p of the tokens; saves two float32 values per row."""
     result: Tensor = _log_probs(hidden, weight, tokens, *options)[0]
     return result
 
 
 def _refuses(call: Call) -> str | None:
-    """Decline a temperature, entropies, and sizes that the kernels do not take."""
+    """Decline a temperature other than 1, entropies, and unsupported sizes."""
     if call.options[0] != 1:
         return f"has no temperature but 1, and here is {call.options[0]}"
     if call.options[2]:

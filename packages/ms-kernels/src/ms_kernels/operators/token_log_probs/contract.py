@@ -1,7 +1,7 @@
-"""Log-probabilities of chosen tokens under ``hidden @ weight.T``, in chunks of logits.
+"""Log-probabilities of given tokens under ``hidden @ weight.T``, in chunks of logits.
 
-Forward and backward each make the logits in chunks; between them one number a row is held, two
-with entropies. The weight's gradient is summed in float32.
+Forward and backward both compute the logits in chunks; one value per row is saved between them,
+two with entropies. The weight gradient is accumulated in float32.
 """
 
 import math
@@ -34,12 +34,12 @@ def token_log_probs(
     *,
     chunk_rows: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return ``log softmax(hidden @ weight.T / temperature)[token]``, and perhaps entropies."""
+    """Return ``log softmax(hidden @ weight.T / temperature)[token]``, and entropies if asked."""
     if transforms_active():
         return _plain(hidden, weight, tokens, temperature, ignore_index, entropy)
     if chunk_rows is None:
         chunk_rows = chunk_rows_of(hidden, weight)
-    chosen, spread = _Chosen.apply(  # type: ignore[no-untyped-call]
+    log_probs, entropies = _Chosen.apply(  # type: ignore[no-untyped-call]
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
         tokens.reshape(-1),
@@ -49,8 +49,8 @@ def token_log_probs(
         chunk_rows,
     )
     if entropy:
-        return chosen.reshape(tokens.shape), spread.reshape(tokens.shape)
-    result: Tensor = chosen.reshape(tokens.shape)
+        return log_probs.reshape(tokens.shape), entropies.reshape(tokens.shape)
+    result: Tensor = log_probs.reshape(tokens.shape)
     return result
 
 
@@ -62,7 +62,7 @@ def _plain(
     ignore_index: int,
     entropy: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The same with all logits at once and nothing in place, which torch.func can transform."""
+    """Compute the same from all logits at once, out of place, as torch.func transforms require."""
     wide = accumulator(hidden.dtype)
     log_probs = (hidden.to(wide) @ weight.to(wide).T / temperature).log_softmax(-1)
     ignored = tokens == ignore_index
@@ -86,57 +86,57 @@ class _Chosen(torch.autograd.Function):
         chunk_rows: int,
     ) -> tuple[Tensor, Tensor]:
         ignored = tokens == ignore_index
-        places = tokens.to(torch.int64).masked_fill(ignored, 0)
-        total = hidden.new_empty(tokens.shape, dtype=accumulator(hidden.dtype))
-        chosen, spread = torch.empty_like(total), torch.zeros_like(total)
+        token_index = tokens.to(torch.int64).masked_fill(ignored, 0)
+        log_z = hidden.new_empty(tokens.shape, dtype=accumulator(hidden.dtype))
+        log_probs, entropies = torch.empty_like(log_z), torch.zeros_like(log_z)
         for rows, logits in chunks_of(hidden, weight, chunk_rows):
             logits.div_(temperature)
-            total[rows] = logits.logsumexp(-1)
-            chosen[rows] = logits.gather(-1, places[rows, None]).squeeze(-1) - total[rows]
+            log_z[rows] = logits.logsumexp(-1)
+            log_probs[rows] = logits.gather(-1, token_index[rows, None]).squeeze(-1) - log_z[rows]
             if entropy:
-                spread[rows] = _entropy(logits, total[rows])
-        ctx.save_for_backward(hidden, weight, places, ignored, total, spread)
+                entropies[rows] = _entropy(logits, log_z[rows])
+        ctx.save_for_backward(hidden, weight, token_index, ignored, log_z, entropies)
         ctx.temperature, ctx.entropy, ctx.chunk_rows = temperature, entropy, chunk_rows
-        # Changed in place and returned, it would lose its gradient in torch 2.11's compiler.
-        return chosen.masked_fill(ignored, 0), spread.masked_fill(ignored, 0)
+        # Out of place: torch 2.11's compiler drops the gradient of an output changed in place.
+        return log_probs.masked_fill(ignored, 0), entropies.masked_fill(ignored, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_spread: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, places, ignored, total, spread = ctx.saved_tensors
-        pull = grad.masked_fill(ignored, 0).unsqueeze(-1) / ctx.temperature
-        pull_spread = grad_spread.masked_fill(ignored, 0).unsqueeze(-1) / ctx.temperature
+        hidden, weight, token_index, ignored, log_z, entropies = ctx.saved_tensors
+        scaled_grad = grad.masked_fill(ignored, 0).unsqueeze(-1) / ctx.temperature
+        scaled_grad_spread = grad_spread.masked_fill(ignored, 0).unsqueeze(-1) / ctx.temperature
         sums = Sums(hidden, weight, ctx.needs_input_grad)
         for rows, logits in chunks_of(hidden, weight, ctx.chunk_rows):
             # d log p[t] = e_t - p, and dH = -p · (log p + H).
-            logits.div_(ctx.temperature).sub_(total[rows, None])
-            factor = -pull[rows]
+            logits.div_(ctx.temperature).sub_(log_z[rows, None])
+            factor = -scaled_grad[rows]
             if ctx.entropy:
-                factor = factor - pull_spread[rows] * (logits + spread[rows, None])
+                factor = factor - scaled_grad_spread[rows] * (logits + entropies[rows, None])
             logits.exp_().mul_(factor)
-            logits.scatter_add_(-1, places[rows, None], pull[rows])
+            logits.scatter_add_(-1, token_index[rows, None], scaled_grad[rows])
             sums.add(logits, hidden[rows], weight, rows)
         grads = (
-            held if held is None else held.to(like.dtype)
-            for held, like in ((sums.hidden, hidden), (sums.weight, weight))
+            total if total is None else total.to(like.dtype)
+            for total, like in ((sums.hidden, hidden), (sums.weight, weight))
         )
         return (*grads, *(None,) * 5)
 
 
 def _entropy(logits: Tensor, total: Tensor) -> Tensor:
-    """Return ``-Σ p log p``; the logits (R, V) are spent."""
+    """Return ``-Σ p log p``; overwrites the logits (R, V)."""
     logits.sub_(total.unsqueeze(-1))
     return -logits.mul_(logits.exp()).sum(-1)
 
 
 def _weight(shape: tuple[int, ...], dims: Dims, generator: torch.Generator) -> Tensor:
-    """Draw an output embedding whose logits are of order one."""
-    drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
-    return drawn / math.sqrt(dims["H"])
+    """Draw a random output embedding with logits of order one."""
+    normal = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return normal / math.sqrt(dims["H"])
 
 
 def _backward(dims: Dims, itemsize: int) -> Work:
-    """Count three products, as the logits are made again."""
+    """Count three matrix products: the logits are recomputed."""
     rows, width, classes_ = dims["..."], dims["H"], dims["V"]
     return Work(2 * (rows + classes_) * width * itemsize, 6 * rows * width * classes_)
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of only those rows that count, found before any work is done."""
+"""Log-probabilities computed only for the rows that are not ignored."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ from ms_kernels.operators.token_log_probs.contract import CONTRACT
 def token_log_probs(
     hidden: Tensor, weight: Tensor, tokens: Tensor, *options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return ``log softmax(hidden @ weight.T / temperature)[token]``, and perhaps entropies."""
-    found: Tensor | tuple[Tensor, Tensor] = of_counted_rows(
+    """Return ``log softmax(hidden @ weight.T / temperature)[token]``, and entropies if asked."""
+    result: Tensor | tuple[Tensor, Tensor] = of_counted_rows(
         lambda *tensors: CONTRACT.reference(*tensors, *options),
         *(hidden, weight, tokens),
         ignore_index=options[1],
     )
-    return found
+    return result
 
 
 IMPLEMENTATION = on_cpu(CONTRACT, token_log_probs, MERIT, pays_from=0)

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and entropies of rows of logits, and their gradient."""
+"""Forward and backward kernels: log-probabilities of tokens and entropies of rows of logits."""
 
 import triton
 import triton.language as tl
@@ -20,8 +20,8 @@ def chosen_forward(
 ):
     """Write one row's log p[token], -Σ p log p and log Σ exp of LOGITS · beta.
 
-    `beta` is 1 over the temperature. A token that is no class makes the log-probability NaN;
-    nothing is read out of bounds for it.
+    `beta` is 1 / temperature. An out-of-range token gives a NaN log-probability without an
+    out-of-bounds read.
     """
     row = (first + tl.program_id(0)).to(tl.int64)
     token = tl.load(TOKENS + row)
@@ -38,7 +38,7 @@ def chosen_forward(
         share = tl.exp(x - shift)
         shrink = tl.exp(top - shift)
         norm = norm * shrink + tl.sum(share, 0)
-        # 0 · -inf is NaN, but an excluded class adds nothing.
+        # 0 · -inf is NaN, but a class masked by -inf must add 0.
         mean = mean * shrink + tl.sum(tl.where(share > 0, share * x, 0.0), 0)
         top = higher
     total = top + tl.log(norm)
@@ -67,9 +67,9 @@ def chosen_backward(
     beta,
     BLOCK: tl.constexpr,
 ):
-    """Make BLOCK columns of one row of GRADIENT.
+    """Compute BLOCK columns of one row of GRADIENT.
 
-    d log p[t] = e_t - p, and dH = -p · (log p + H), times the row's pulls and beta.
+    d log p[t] = e_t - p and dH = -p · (log p + H), scaled by the row's PULL, SPREAD_PULL and beta.
     """
     tile = first + tl.program_id(0)
     blocks = tl.cdiv(classes, BLOCK)
@@ -78,7 +78,7 @@ def chosen_backward(
     token = tl.load(TOKENS + row)
     pull = tl.load(PULL + row) * beta
     spread = tl.load(SPREAD_PULL + row) * beta
-    # An ignored row is not read, whatever it holds.
+    # An ignored row is not read: it may contain NaN.
     read = column < tl.where(token == ignore_index, 0, classes)
     x = tl.load(LOGITS + row * stride + column, mask=read, other=0.0).to(tl.float32) * beta
     log_share = x - tl.load(TOTALS + row)

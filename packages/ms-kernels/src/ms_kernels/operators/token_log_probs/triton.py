@@ -1,6 +1,6 @@
-"""Log-probabilities of chosen tokens: products in half precision, rows fused, chunk by chunk.
+"""Log-probabilities of given tokens: half-precision products and fused rows, chunk by chunk.
 
-The backward pass makes the logits again; between the two passes three numbers a row are held.
+The backward pass recomputes the logits; three values per row are kept between the passes.
 """
 
 from collections.abc import Iterator
@@ -37,24 +37,24 @@ KERNELS = f"{__package__}.kernels"
 def token_log_probs(
     hidden: Tensor, weight: Tensor, tokens: Tensor, *options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return ``log softmax(hidden @ weight.T / temperature)[token]``, and perhaps entropies."""
-    found: tuple[Tensor, Tensor] = _chosen(hidden, weight, tokens, *options)
+    """Return ``log softmax(hidden @ weight.T / temperature)[token]``, and entropies if asked."""
+    results: tuple[Tensor, Tensor] = _chosen(hidden, weight, tokens, *options)
     _, _, entropy = options
-    return found if entropy else found[0]
+    return results if entropy else results[0]
 
 
 def _forward(
     hidden: Tensor, weight: Tensor, tokens: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     temperature, ignore_index, _ = options
-    rows, places = as_rows(hidden), tokens.reshape(-1).contiguous()
+    rows, token_index = as_rows(hidden), tokens.reshape(-1).contiguous()
     chosen, spread, totals = (empty(tokens, torch.float32) for _ in range(3))
     for part, logits, _ in chunks(rows, weight):
         launch(
             f"{KERNELS}.chosen_forward",
             len(logits),
             logits,
-            *(logits, places[part], *(each.view(-1)[part] for each in (chosen, spread, totals))),
+            *(logits, token_index[part], *(out.view(-1)[part] for out in (chosen, spread, totals))),
             *(logits.shape[1], logits.stride(0), ignore_index, 1 / temperature),
             **row_blocks(FORWARD, key_of(hidden), len(weight)),
         )
@@ -73,10 +73,10 @@ def _backward(
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     temperature, ignore_index, _ = options
-    rows, places = as_rows(hidden), tokens.reshape(-1).contiguous()
-    of_hidden, of_weight = needs_grad(grad_mask, 0), needs_grad(grad_mask, 1)
-    sums = Sums(rows, weight, of_hidden=of_hidden, of_weight=of_weight)
-    peak, (pulls, spread_pulls) = lifted(hidden.dtype, grad.view(-1), grad_spread.view(-1))
+    rows, token_index = as_rows(hidden), tokens.reshape(-1).contiguous()
+    needs_hidden, needs_weight = needs_grad(grad_mask, 0), needs_grad(grad_mask, 1)
+    sums = Sums(rows, weight, of_hidden=needs_hidden, of_weight=needs_weight)
+    peak, (grads, spread_grads) = lifted(hidden.dtype, grad.view(-1), grad_spread.view(-1))
     constants = row_blocks(BACKWARD, key_of(hidden), len(weight))
     totals, spread = totals.view(-1), entropies.view(-1)
     for part, logits, gradient in chunks(rows, weight, gradients=True):
@@ -85,7 +85,14 @@ def _backward(
             f"{KERNELS}.chosen_backward",
             count * blocks(classes, constants["BLOCK"]),
             logits,
-            *(logits, places[part], totals[part], spread[part], pulls[part], spread_pulls[part]),
+            *(
+                logits,
+                token_index[part],
+                totals[part],
+                spread[part],
+                grads[part],
+                spread_grads[part],
+            ),
             *(gradient, classes, logits.stride(0), gradient.stride(0)),
             *(ignore_index, 1 / temperature),
             **constants,
@@ -105,7 +112,7 @@ _chosen = opaque(
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
-    """Yield what a library holds."""
+    """Yield the kernels of an ahead-of-time library."""
     floats = "LOGITS CHOSEN ENTROPY TOTALS PULL SPREAD_PULL beta"
     for kernel in (FORWARD, BACKWARD):
         yield loss_entry(kernel, KERNELS, chip, dtype, flags={}, fp32=floats, i64="TOKENS")

@@ -1,1 +1,1 @@
-"""Weighted sums of each token's rows, which lead from the order of experts back to tokens."""
+"""Weighted sums of each token's rows, from the order of experts back to the order of tokens."""

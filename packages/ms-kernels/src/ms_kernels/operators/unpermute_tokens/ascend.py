@@ -1,7 +1,7 @@
-"""Rows led back to their tokens through npu_moe_token_unpermute.
+"""Rows summed back to their tokens through npu_moe_token_unpermute.
 
-A place that is no row is not followed: it gets the nearest one, and a weight that makes its token
-NaN. No device is waited for.
+An out-of-range place is clamped to a valid row, and its weight is NaN, which makes the token NaN.
+There is no device synchronization.
 """
 
 import torch
@@ -15,17 +15,17 @@ from ms_kernels.operators.unpermute_tokens.contract import CONTRACT
 
 def unpermute_tokens(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return ``Σ_c weights[t, c] · rows[places[t, c]]``."""
-    if weights is None:  # no shares would mean one choice a token
+    if weights is None:  # without weights the operator assumes one choice per token
         weights = rows.new_ones(places.shape)
-    there = places.clamp(0, len(rows) - 1)
-    weights = weights.masked_fill(there != places, torch.nan)
-    flat = there.reshape(-1).to(torch.int32)
+    valid_places = places.clamp(0, len(rows) - 1)
+    weights = weights.masked_fill(valid_places != places, torch.nan)
+    flat = valid_places.reshape(-1).to(torch.int32)
     result: Tensor = torch.ops.npu.npu_moe_token_unpermute(rows, flat, weights)
     return result
 
 
 def _refuses(call: Call) -> str | None:
-    """Decline weights in float64; other dtypes than the rows' are widened as the rows are."""
+    """Decline float64 weights; the operator supports mixed dtypes of rows and weights otherwise."""
     for weights in call.present[2:]:
         if weights.dtype not in REALS:
             fits = ", ".join(describe(dtype) for dtype in REALS)

@@ -1,4 +1,4 @@
-"""Weighted sums of each token's rows, which lead from the order of experts back to tokens."""
+"""Weighted sums of each token's rows, from the order of experts back to the order of tokens."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,13 +14,13 @@ from ms_kernels.errors import ArgumentError
 
 
 def unpermute_tokens(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return ``Σ_c weights[t, c] · rows[places[t, c]]``, rounded once, to the rows' dtype."""
+    """Return ``Σ_c weights[t, c] · rows[places[t, c]]``, rounded once to the dtype of the rows."""
     tokens, choices = places.shape
-    chosen = rows.index_select(0, places.reshape(-1)).view(tokens, choices, rows.shape[-1])
-    chosen = chosen.to(accumulator(rows.dtype))
+    token_rows = rows.index_select(0, places.reshape(-1)).view(tokens, choices, rows.shape[-1])
+    token_rows = token_rows.to(accumulator(rows.dtype))
     if weights is not None:
-        chosen = chosen * weights.unsqueeze(-1)
-    return chosen.sum(1).to(rows.dtype)
+        token_rows = token_rows * weights.unsqueeze(-1)
+    return token_rows.sum(1).to(rows.dtype)
 
 
 def _rules(dims: Dims, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -41,21 +41,21 @@ def _forward(dims: Dims, itemsize: int) -> Work:
 
 
 def _backward(dims: Dims, itemsize: int) -> Work:
-    """Read the gradient and the rows, write the rows' gradient and one number for each weight."""
+    """Read the gradient and the rows; write the gradient of rows and one value per weight."""
     elements = 2 * dims["R"] * dims["H"] + dims["T"] * dims["H"]
     return Work(elements * itemsize + 16 * dims["R"], 3 * dims["R"] * dims["H"])
 
 
 def _check_places(rows: Tensor, places: Tensor, weights: Tensor | None) -> None:
-    """Refuse a place that is no row, and a row that two places name."""
+    """Reject out-of-range places, and rows referenced by more than one place."""
     if not readable(places):
         return
     count = rows.shape[0]
     check_range("unpermute_tokens", "places", places, count)
-    named = torch.bincount(places.reshape(-1), minlength=count)
-    twice = (named > 1).nonzero()
-    if twice.numel():
-        got = f"{twice[0].item()} more than once"
+    references = torch.bincount(places.reshape(-1), minlength=count)
+    duplicates = (references > 1).nonzero()
+    if duplicates.numel():
+        got = f"{duplicates[0].item()} more than once"
         raise ArgumentError("unpermute_tokens", "places", got, "each row once")
 
 

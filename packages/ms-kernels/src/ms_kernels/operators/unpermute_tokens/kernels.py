@@ -1,4 +1,4 @@
-"""The gradient of weighted sums of rows: each choice's share of its token's gradient."""
+"""Backward kernel of the weighted sums: scatters each token's gradient to its rows."""
 
 import triton
 import triton.language as tl
@@ -21,9 +21,9 @@ def spread_choice(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write row PLACES[t, c] of DX, which each choice owns alone, and DW[t, c] = ⟨DY[t], X⟩.
+    """Write row PLACES[t, c] of DX, which no other choice writes, and DW[t, c] = ⟨DY[t], X⟩.
 
-    A place that is none of the `rows` is neither written nor read, and makes DW[t, c] NaN.
+    A place outside the `rows` is neither written nor read, and makes DW[t, c] NaN.
     """
     choice = (first + tl.program_id(0)).to(tl.int64)
     token = choice // choices

@@ -1,4 +1,4 @@
-"""Rows led back to their tokens in weighted sums, and each choice's gradient."""
+"""Weighted sums of each token's rows, and the gradients of rows and weights."""
 
 from collections.abc import Iterator
 
@@ -58,7 +58,7 @@ def _backward(
 
 
 def entries(chip: str, dtype: str) -> Iterator[Entry]:
-    """Yield what a library holds."""
+    """Yield the kernels of an ahead-of-time library."""
     for weighted in (False, True):
         for kernel, name, tiles in (
             (SUM, SUM_CHOICES, "tokens * cdiv(width, BLOCK)"),
